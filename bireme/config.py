@@ -1,0 +1,333 @@
+"""Recipes and engine settings: what a deployment is made of, as data.
+
+A recipe is a folder with `recipe.yaml` and engine YAMLs. Precedence: defaults < recipe < BIREME_OVERRIDE
+(JSON, deep merge; each replaced scalar is logged). Unknown keys are errors that suggest the nearest one.
+
+    model: models/tiny-llama            # folder (relative to the checkout) or hub id
+    workers:
+      prefill: {engine: torch, engine_config: prefill.yaml}
+      decode:  {engine: torch, engine_config: decode.yaml, replicas: 2}
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+import msgspec
+import yaml
+
+from bireme.errors import ConfigError
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+DEFAULT_RECIPE = CHECKOUT / "recipes" / "tiny"
+logger = logging.getLogger("bireme.config")
+_S = TypeVar("_S", bound=msgspec.Struct)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every settings block."""
+
+
+class KvCacheConfig(Settings, frozen=True, kw_only=True):
+    tokens_per_block: int = 32
+    enable_block_reuse: bool = True
+    max_tokens: int | None = None  # tokens the pool holds; None: from free_gpu_memory_fraction, or 1 GiB on CPU
+    free_gpu_memory_fraction: float = 0.9
+    max_attention_window: tuple[int, ...] | None = None  # repeated over the layers; None: the model's own
+    event_buffer_max_size: int = 0  # KV events kept for readers; 0: none are recorded
+    dtype: str = "auto"
+    enable_partial_reuse: bool = False
+    host_cache_size: int | None = None
+
+
+class SchedulerConfig(Settings, frozen=True, kw_only=True):
+    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = "GUARANTEED_NO_EVICT"
+    max_queue_size: int = 1024  # waiting requests; one more is refused with RESOURCE_EXHAUSTED
+    max_queue_time_s: float = 0.0  # waiting longer ends with DEADLINE_EXCEEDED; 0: no limit
+
+
+class CacheTransceiverConfig(Settings, frozen=True, kw_only=True):
+    backend: Literal["DEFAULT", "SHM", "NIXL", "UCX", "MPI"] | None = None  # DEFAULT: shm on one host
+    max_tokens_in_buffer: int | None = None  # bounded transfer buffer, in tokens; must hold the longest prompt
+    kv_transfer_timeout_ms: int = 60_000  # a lease nobody claimed is freed after this
+
+
+class MockerConfig(Settings, frozen=True, kw_only=True):
+    """Timing model of the mocker engine. Milliseconds."""
+
+    step_ms: float = 5.0  # a decode step
+    step_ms_per_request: float = 0.0
+    prefill_ms: float = 0.0  # a prefill, plus
+    prefill_ms_per_token: float = 0.0
+    load_ms: float = 0.0
+    vocab_size: int = 0  # 0: the tokenizer's
+    max_seq_len: int = 1 << 20
+
+
+class EngineConfig(Settings, frozen=True, kw_only=True):
+    """Engine YAML, TensorRT-LLM's key names. Which engine honours what: bireme/engines/config.py."""
+
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    max_seq_len: int | None = None
+    max_input_len: int | None = None
+    dtype: str = "auto"
+    enable_chunked_prefill: bool = True
+    trust_remote_code: bool = False
+    attn_backend: str | None = None
+    disable_overlap_scheduler: bool = False
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    kv_cache_config: KvCacheConfig = KvCacheConfig()
+    scheduler_config: SchedulerConfig = SchedulerConfig()
+    cache_transceiver_config: CacheTransceiverConfig = CacheTransceiverConfig()
+    mocker: MockerConfig = MockerConfig()
+
+
+class WorkerEntry(Settings, frozen=True, kw_only=True):
+    """One stage's workers."""
+
+    engine: Literal["torch", "trtllm", "mocker"] = "torch"
+    engine_config: EngineConfig = EngineConfig()  # in YAML also the name of a file beside recipe.yaml
+    replicas: int = 1
+    num_threads: int | None = None  # CPU threads an engine process; None: an equal share of the cores
+    devices: tuple[int, ...] = ()  # GPUs: CUDA_VISIBLE_DEVICES of the engine process; empty: all
+    env: dict[str, str] = {}
+
+
+class Limits(Settings, frozen=True, kw_only=True):
+    """Upper bounds of a request; exceeding one is INVALID_ARGUMENT naming value and limit."""
+
+    max_prompt_bytes: int = 8 << 20
+    max_prompt_tokens: int | None = None  # None: the engine's
+    max_tokens: int | None = None  # None: what is left of the context
+    max_n: int = 16
+    max_stop_strings: int = 16
+    max_stop_string_bytes: int = 1024
+    max_logprobs: int = 20
+    max_bad_words: int = 128
+    max_logit_bias: int = 1024
+    max_stream_buffer_bytes: int = 4 << 20  # a slow reader's unsent responses; above it the request is cancelled
+    max_bus_buffer_bytes: int = 64 << 20  # a slow bus consumer's unsent steps; above it the subscription is dropped
+    max_concurrent_requests: int = 4096  # a pipeline's; one more is refused with RESOURCE_EXHAUSTED
+
+
+class PipelineConfig(Settings, frozen=True, kw_only=True):
+    migration_limit: int = 3  # times that one stream may move to another engine or engine life
+    stall_timeout_s: float = 30.0  # no news from a worker for so long ends the stream with UNAVAILABLE
+    enforce_disaggregation: bool = False  # no prefill worker: refuse instead of serving aggregated
+    request_timeout_s: float = 0.0  # default deadline; 0: none
+
+
+class SupervisorConfig(Settings, frozen=True, kw_only=True):
+    start_timeout_s: float = 600.0  # load and warm-up
+    ping_interval_s: float = 0.1
+    ping_timeout_s: float = 2.0  # the IO thread does not answer: the process hangs (SIGSTOP, swap)
+    stall_timeout_s: float = 60.0  # work queued and one step takes longer: the engine hangs
+    max_restarts: int = 5  # in restart_window_s; then the worker stays down and says so
+    restart_window_s: float = 300.0
+    restart_backoff_s: float = 0.1  # doubles with each restart in the window, 10 s at most
+
+
+class Recipe(Settings, frozen=True, kw_only=True):
+    model: str
+    tokenizer: str = ""  # "": the model's
+    served_model_name: str = ""  # "": the recipe's name
+    workers: dict[str, WorkerEntry]
+    sampling: dict[str, Any] = {}  # default sampling parameters, weaker than the request's
+    limits: Limits = Limits()
+    pipeline: PipelineConfig = PipelineConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+    name: str = ""  # the folder's; not in the YAML
+    folder: str = ""
+
+    @property
+    def model_path(self) -> str:
+        """Folder of the model (absolute), or a hub id."""
+        return _model_path(self.model, self.folder)
+
+    @property
+    def tokenizer_path(self) -> str:
+        return _model_path(self.tokenizer or self.model, self.folder)
+
+    def entry(self, model_name: str) -> WorkerEntry | None:
+        """Return the worker entry of a Triton model: `decode_1` is the second replica of `decode`."""
+        return self.workers.get(stage_of(model_name))
+
+    def replicas(self, stage: str) -> tuple[str, ...]:
+        """Return the Triton model names of a stage's workers; empty when the recipe has none."""
+        entry = self.workers.get(stage)
+        return tuple(stage if i == 0 else f"{stage}_{i}" for i in range(entry.replicas)) if entry else ()
+
+
+WORKER_STAGES = ("prefill", "decode", "multimodal_encoder", "video_diffusion")
+
+
+def stage_of(model_name: str) -> str:
+    """decode_1 -> decode."""
+    return re.sub(r"_\d+$", "", model_name)
+
+
+def load_recipe(path: str | Path | None = None, override: str | None = None) -> Recipe:
+    """Read a recipe folder. Defaults: BIREME_RECIPE, else recipes/tiny; BIREME_OVERRIDE. Raises ConfigError."""
+    folder = _recipe_folder(path or os.environ.get("BIREME_RECIPE") or DEFAULT_RECIPE)
+    tree = _read_yaml(folder / "recipe.yaml")
+    for worker in (tree.get("workers") or {}).values():
+        if isinstance(worker, dict) and isinstance(worker.get("engine_config"), str):
+            worker["engine_config"] = _read_yaml(folder / worker["engine_config"])
+    text = os.environ.get("BIREME_OVERRIDE", "") if override is None else override
+    if text:
+        deep_merge(tree, _parse_override(text))
+    for reserved in ("name", "folder"):
+        if reserved in tree:
+            raise ConfigError(f"{folder}/recipe.yaml: {reserved} is the folder's name; remove the key")
+    recipe = convert(tree | {"name": folder.name, "folder": str(folder)}, Recipe, f"{folder}/recipe.yaml")
+    _check(recipe)
+    return recipe
+
+
+def deep_merge(base: dict[str, Any], override: Mapping[str, Any], path: str = "") -> None:
+    """Merge `override` into `base` in place: blocks key by key, everything else replaced (and logged)."""
+    for key, value in override.items():
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            deep_merge(base[key], value, where)
+        else:
+            logger.info("override key=%s old=%s new=%s", where, base.get(key), value)
+            base[key] = value
+
+
+def convert(tree: Any, kind: type[_S], where: str) -> _S:
+    """Turn plain data into settings. Raises ConfigError naming file, key, value and, for a typo, the nearest key."""
+    try:
+        return msgspec.convert(tree, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {_explain(str(error), kind)}") from error
+
+
+def _explain(text: str, kind: type[msgspec.Struct]) -> str:
+    match = re.match(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(.*)`)?$", text)
+    if not match:
+        return text
+    key, where = match.group(1), match.group(2) or ""
+    known = sorted(field.encode_name for field in msgspec.structs.fields(_struct_at(kind, where)))
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(known)}"
+    return f"unknown key {where + '.' if where else ''}{key}{hint}"
+
+
+def _struct_at(kind: type[msgspec.Struct], where: str) -> type[msgspec.Struct]:
+    """Follow a path like workers[...].engine_config to the settings class there."""
+    for part in filter(None, where.split(".")):
+        name = part.split("[")[0]
+        field = next((field for field in msgspec.structs.fields(kind) if field.encode_name == name), None)
+        inner = _struct_in(field.type) if field else None
+        if inner is None:
+            break
+        kind = inner
+    return kind
+
+
+def _struct_in(annotation: Any) -> type[msgspec.Struct] | None:
+    """Return the settings class in an annotation such as dict[str, WorkerEntry]."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return annotation
+    return next(filter(None, (_struct_in(part) for part in get_args(annotation))), None)
+
+
+def _recipe_folder(path: str | Path) -> Path:
+    folder = Path(path)
+    if not folder.is_absolute() and not (folder / "recipe.yaml").exists():
+        folder = CHECKOUT / folder
+    if (folder / "recipe.yaml").exists():
+        return folder.resolve()
+    known = sorted(entry.parent.name for entry in (CHECKOUT / "recipes").glob("*/recipe.yaml"))
+    near = difflib.get_close_matches(folder.name, known, n=1)
+    hint = f"did you mean recipes/{near[0]}?" if near else f"known recipes: {', '.join(known)}"
+    raise ConfigError(f"no recipe at {path} (a folder with recipe.yaml); {hint}")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a mapping is expected at the top, not {type(tree).__name__}")
+    return tree
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"BIREME_OVERRIDE: not valid JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError("BIREME_OVERRIDE: a JSON object is expected")
+    return tree
+
+
+def _check(recipe: Recipe) -> None:
+    """Rules across fields, each with its reason."""
+    for stage, entry in recipe.workers.items():
+        if stage not in WORKER_STAGES:
+            near = difflib.get_close_matches(stage, WORKER_STAGES, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"workers.{stage}: not a stage ({', '.join(WORKER_STAGES)}){hint}")
+        if not 1 <= entry.replicas <= 64:
+            raise ConfigError(f"workers.{stage}.replicas: {entry.replicas}; 1 to 64")
+    if "decode" not in recipe.workers and "prefill" in recipe.workers:
+        raise ConfigError("workers: prefill without decode; add decode, or use decode alone for aggregated serving")
+    if recipe.pipeline.enforce_disaggregation and "prefill" not in recipe.workers:
+        raise ConfigError("pipeline.enforce_disaggregation is true but the recipe has no prefill worker")
+    if "prefill" in recipe.workers:
+        _check_disaggregated(recipe.workers["prefill"], recipe.workers["decode"])
+
+
+def _check_disaggregated(prefill: WorkerEntry, decode: WorkerEntry) -> None:
+    first, second = prefill.engine_config, decode.engine_config
+    if prefill.engine != decode.engine:
+        raise ConfigError(
+            f"workers: prefill runs on {prefill.engine}, decode on {decode.engine}; KV layouts differ between engines"
+        )
+    if first.kv_cache_config.dtype != second.kv_cache_config.dtype:
+        raise ConfigError(
+            f"kv_cache_config.dtype: prefill has {first.kv_cache_config.dtype}, decode {second.kv_cache_config.dtype};"
+            " transferred blocks are not converted, use one dtype"
+        )
+    for name, config in (("prefill", first), ("decode", second)):
+        transceiver = config.cache_transceiver_config
+        if transceiver.backend is None:
+            raise ConfigError(
+                f"workers.{name}: cache_transceiver_config.backend is not set; disaggregation needs it (DEFAULT)"
+            )
+        longest = config.max_input_len or config.max_seq_len
+        if transceiver.max_tokens_in_buffer and longest and transceiver.max_tokens_in_buffer < longest:
+            raise ConfigError(
+                f"workers.{name}: max_tokens_in_buffer {transceiver.max_tokens_in_buffer} is less than the longest"
+                f" input {longest}: its transfer could never start; raise it to {longest} or lower max_seq_len"
+            )
+
+
+def _model_path(model: str, folder: str) -> str:
+    for base in (Path(), CHECKOUT, Path(folder)):
+        candidate = base / model
+        if candidate.is_dir():
+            return str(candidate.resolve())
+    if model.startswith(("models/", "./", "/", "../")):
+        path = Path(model) if Path(model).is_absolute() else CHECKOUT / model
+        if Path(model).name.startswith("tiny-"):
+            remedy = "run `make models` (or .venv/bin/python tools/make_sample_model.py) to make it"
+        else:
+            remedy = "check `model` in recipe.yaml"
+        raise ConfigError(f"model folder {path} does not exist; {remedy}")
+    return model

@@ -1,0 +1,80 @@
+"""What every engine does, inside the engine process (`bireme.engines.worker`).
+
+An engine speaks tokens only. It is driven from the worker's IO thread (`submit`, `abort`, `take_*`,
+`progress`: quick and thread-safe) and works on a thread of its own; what it makes goes out through
+`emit`, one call an engine step, which never blocks.
+
+1. `start` loads and warms up; returns what it can take. Raises ConfigError with the remedy.
+2. `submit` takes a checked request; every one ends with exactly one Finish.
+3. `abort` takes effect between steps and also yields a Finish (reason cancelled); unknown keys are ignored.
+4. `drain` refuses new requests; what runs is finished.
+5. `stop` ends the thread and frees everything; also after a failed start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from bireme.config import EngineConfig
+from bireme.disagg import DisaggregatedParams
+from bireme.kv.transfer.base import KvTransfer
+from bireme.messages import Capacity, EngineRequest, Finish, TokenLogprobs
+from bireme.metrics import Registry
+
+RequestKey = tuple[int, int]  # consumer, the consumer's number
+
+
+@dataclass(slots=True)
+class Delta:
+    """One request's news of one step."""
+
+    key: RequestKey
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None  # one entry a token
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish: Finish | None = None
+    exported: DisaggregatedParams | None = None  # context_only, with its finish; the worker signs it
+
+
+Emit = Callable[[int, list[Delta]], None]  # step number, news; thread-safe, never blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Is it moving? Read from another thread at any time."""
+
+    step: int  # steps done
+    step_began_at: float  # time.monotonic() of the step under way; 0: none is
+    num_waiting: int
+    num_running: int
+
+
+class Engine(Protocol):
+    def start(self, emit: Emit) -> Capacity: ...
+
+    def submit(self, key: RequestKey, request: EngineRequest, disaggregated: DisaggregatedParams | None) -> None:
+        """Queue it. Raises ResourceExhaustedError when the queue is full, RequestError when it can never run."""
+
+    def abort(self, key: RequestKey) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def progress(self) -> Progress: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """What the worker gives an engine."""
+
+    worker: str  # the Triton model's name
+    stage: str  # prefill, decode, ...
+    model_path: str
+    config: EngineConfig
+    metrics: Registry
+    transfer: KvTransfer | None = None  # None: no cache_transceiver_config.backend, so no disaggregation
+    num_threads: int = 1
+    life: int = 0

@@ -1,0 +1,105 @@
+"""What can go wrong, as one tree; a message on the wire starts with its code.
+
+BiremeError                       INTERNAL
+├── RequestError                  INVALID_ARGUMENT     the caller's fault: value, limit and remedy
+├── NotFoundError                 NOT_FOUND            a model, request, lease or file that is not there
+├── ResourceExhaustedError        RESOURCE_EXHAUSTED   a full queue or buffer; try again later
+├── UnavailableError              UNAVAILABLE          a worker is down or not in the recipe; try again
+│   └── EngineLostError                                the engine died with the request in flight
+├── DeadlineExceededError         DEADLINE_EXCEEDED    the request's own time limit, or the queue's
+├── RequestCancelledError         CANCELLED            the client went away or asked to abort
+└── ConfigError                   FAILED_PRECONDITION  a recipe or engine YAML that can't be served
+
+gRPC streams carry only a string and HTTP generate answers 400 whatever the status, so the
+text itself says the code: `UNAVAILABLE: prefill is not in recipe tiny`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class BiremeError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+    code: ClassVar[str] = "INTERNAL"
+    retryable: ClassVar[bool] = False
+
+
+class RequestError(BiremeError):
+    """The request cannot be served as it was asked."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class NotFoundError(BiremeError):
+    """What the request names does not exist (any more)."""
+
+    code = "NOT_FOUND"
+
+
+class ResourceExhaustedError(BiremeError):
+    """A bounded queue or buffer is full; the same request may succeed later."""
+
+    code = "RESOURCE_EXHAUSTED"
+    retryable = True
+
+
+class UnavailableError(BiremeError):
+    """The worker that should serve this is not there now."""
+
+    code = "UNAVAILABLE"
+    retryable = True
+
+
+class EngineLostError(UnavailableError):
+    """The engine process died, or was restarted, while the request was in flight."""
+
+
+class DeadlineExceededError(BiremeError):
+    """The request's own deadline, or the queue-time limit, has passed."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
+class RequestCancelledError(BiremeError):
+    """The client cancelled, went away, or an abort named this request."""
+
+    code = "CANCELLED"
+
+
+class ConfigError(BiremeError):
+    """A recipe, engine YAML or model folder can't be served as it stands."""
+
+    code = "FAILED_PRECONDITION"
+
+
+_BY_CODE: dict[str, type[BiremeError]] = {
+    kind.code: kind
+    for kind in (
+        BiremeError,
+        RequestError,
+        NotFoundError,
+        ResourceExhaustedError,
+        UnavailableError,
+        DeadlineExceededError,
+        RequestCancelledError,
+        ConfigError,
+    )
+}
+
+
+def to_message(error: BaseException) -> str:
+    """Return the wire form `CODE: text`; foreign exceptions are INTERNAL with their type's name."""
+    if isinstance(error, BiremeError):
+        return f"{error.code}: {error}"
+    return f"INTERNAL: {type(error).__name__}: {error}"
+
+
+def from_message(message: str) -> BiremeError:
+    """Parse `CODE: text` back into the tree; text without a known code becomes BiremeError."""
+    code, separator, text = message.partition(": ")
+    kind = _BY_CODE.get(code)
+    if separator and kind is not None:
+        return kind(text)
+    return BiremeError(message)

@@ -1,0 +1,87 @@
+"""KV rows from a prefill engine to a decode engine, behind one interface.
+
+The exporter leases: RESERVED (prefill queued or running) -> EXPORTED (rows complete, blocks pinned) ->
+CLAIMED (a decode engine is copying) -> ACKED | EXPIRED | ABORTED. Only the exporting process changes a
+lease, on a timer of its own; claim and acknowledgement travel on the transfer's control socket between
+the engine processes. Rows are addressed by token position, not by block, so that both sides may have
+different block sizes and the importer can skip what it already holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from bireme.disagg import DisaggregatedParams
+from bireme.errors import BiremeError
+
+
+class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
+    """Layers that share one attention window."""
+
+    window: int  # tokens visible; 0: all
+    row_bytes: tuple[int, ...]  # one layer each: bytes of one token's K row and V row together
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(self.row_bytes)
+
+
+class KvLayout(msgspec.Struct, frozen=True, array_like=True):
+    """What both sides must agree on; compared at claim, a mismatch names the field."""
+
+    model: str  # digest or name: different models never exchange KV
+    dtype: str
+    groups: tuple[GroupLayout, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(group.bytes_per_token for group in self.groups)
+
+
+# Copy rows of tokens [first, last) of all layers of a group to / from `data`: layer by layer, K rows then V rows.
+Read = Callable[[int, int, int, memoryview], None]  # group, first, last, data
+Write = Callable[[int, int, int, memoryview], None]
+Done = Callable[[BiremeError | None], None]
+
+
+class Lease(Protocol):
+    lease_id: int
+    generation: int
+
+    def export(self, num_tokens: int, read: Read) -> None:
+        """RESERVED -> EXPORTED: rows [0, num_tokens) may be read, from another thread, until released."""
+
+    def abort(self) -> None:
+        """End it now, or when the copy that is under way has ended. Harmless after the end."""
+
+
+class Fetch(Protocol):
+    def cancel(self) -> None:
+        """Give up; `done` still comes (RequestCancelledError), after the last write."""
+
+
+class KvTransfer(Protocol):
+    """One per engine process; both roles. Owns its threads and sockets."""
+
+    @property
+    def endpoint(self) -> str:
+        """Address of the control socket, for discovery."""
+
+    def start(self, layout: KvLayout) -> None: ...
+
+    def reserve(self, release: Callable[[], None]) -> Lease:
+        """Make a lease. `release` is called once, on the transfer's thread, when its blocks may be freed."""
+
+    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], write: Write, done: Done) -> Fetch:
+        """Claim params' lease and copy, group by group, rows [firsts[group], params.num_tokens) through `write`.
+
+        Returns at once; `write` and `done` run on the transfer's thread. Errors given to `done`:
+        NotFoundError (lease gone, claimed before, other life), UnavailableError (exporter gone),
+        DeadlineExceededError, RequestError (layouts differ), RequestCancelledError.
+        """
+
+    def close(self) -> None:
+        """Abort all leases and fetches, end the threads, remove shared-memory files."""

@@ -1,0 +1,223 @@
+"""What goes between a consumer of tokens and an engine process, as msgpack.
+
+A *consumer* is whoever reads steps: 0 is the decode or prefill stub itself (plain requests), n > 0 one
+subscription of the token bus. The stub passes bus bytes on unread in both directions.
+
+    command frame   u32 consumer + msgpack Commands         stub -> engine
+    step frame      u32 consumer + msgpack Step             engine -> stub
+    control frame   u32 CONTROL  + msgpack Hello | Pong     engine -> stub
+    bus response    (u32 length + msgpack Step)*            one UINT8 tensor; late steps coalesce by appending
+
+Every command batch names the *life* of the engine that it is meant for: a submit that races a restart
+is refused with UNAVAILABLE, never lost and never run unseen.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+VERSION = 1
+STUB = 0
+CONTROL = 0xFFFFFFFF
+
+RequestType = Literal["context_and_generation", "context_only", "generation_only"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error", "not_finished"]
+TokenLogprob = tuple[int, float]  # token id, natural logarithm of its probability
+TokenLogprobs = list[TokenLogprob]  # one position: the chosen token first, then the likeliest, best first
+
+
+class ProcessorCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A registered logits processor and its arguments."""
+
+    name: str
+    args: dict[str, Any] = {}
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens. TensorRT-LLM's field names; None is unset (engine default), 0 and false are values."""
+
+    max_tokens: int | None = None  # None: what is left of the context
+    min_tokens: int | None = None
+    temperature: float | None = None  # None or 0: greedy, unless top_k/top_p ask for sampling at 1.0
+    top_k: int | None = None  # 0: off
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None  # unsigned 64-bit; None: drawn once at entry, so that a migrated stream goes on exactly
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: tuple[str, ...] = ()  # strings; found by the detokeniser, not by the engine
+    stop_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be produced
+    end_id: int | None = None  # None: the model's own end-of-sequence ids
+    ignore_eos: bool = False
+    n: int = 1  # expanded by the entry: an engine only sees n = 1
+    logprobs: int | None = None  # None: none; 0: of the chosen token; k: and of the k likeliest
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    logits_processors: tuple[ProcessorCall, ...] = ()
+    guided_decoding: dict[str, Any] | None = None  # exactly one of json, regex, grammar, json_object, ...
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an engine needs to run one sequence."""
+
+    prompt: bytes  # int32 little endian; ends with the resumed tokens, if any
+    sampling: SamplingParams
+    request_type: RequestType = "context_and_generation"
+    num_resumed: int = 0  # this many ids at the end of prompt were generated before (migration)
+    disaggregated_params: bytes | None = None  # signed, see disagg.py; generation_only needs it
+    cache_salt: str = ""
+    lora_name: str = ""
+    priority: float = 0.5  # 0..1, higher first
+    timeout_ms: int = 0  # from now; 0: none
+    multimodal: bytes | None = None  # JSON, see specs.py
+
+
+class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What one request cost. Milliseconds are of wall time."""
+
+    v: int = 1
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of prompt_tokens, taken from block reuse (not by KV transfer)
+    completion_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    transfer_ms: float = 0.0
+    decode_ms: float = 0.0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+
+
+class Finish(msgspec.Struct, array_like=True, gc=False):
+    """The end of one request; always exactly one a request."""
+
+    reason: FinishReason
+    usage: Usage
+    error: str = ""  # "CODE: text" when reason is error or timeout
+    stop_token_id: int | None = None  # the token that ended it; it is not among the tokens delivered
+    disaggregated_params: bytes | None = None  # signed; context_only
+
+
+class Submit(msgspec.Struct, array_like=True, tag="s", gc=False):
+    number: int  # chosen by the consumer, unique within it, > 0
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, array_like=True, tag="a", gc=False):
+    number: int
+
+
+class Drop(msgspec.Struct, array_like=True, tag="d", gc=False):
+    """Abort everything of this consumer; the consumer is gone, so nothing is answered."""
+
+
+class Ping(msgspec.Struct, array_like=True, tag="p", gc=False):
+    number: int
+
+
+class Drain(msgspec.Struct, array_like=True, tag="r", gc=False):
+    """Refuse new requests; finish what runs."""
+
+
+class Commands(msgspec.Struct, array_like=True, gc=False):
+    life: int
+    commands: list[Submit | Abort | Drop | Ping | Drain]
+
+
+class Step(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    """New tokens of one consumer's requests in one engine step, in columns."""
+
+    life: int
+    number: int
+    requests: list[int] = []
+    tokens: list[int] = []  # flat, in the order of requests
+    counts: list[int] | None = None  # tokens a request; None: one each
+    finished: dict[int, Finish] = {}  # their requests may or may not be among `requests`
+    logprobs: dict[int, list[TokenLogprobs]] | None = None  # request -> one entry a new token
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # entry i belongs to prompt token i + 1
+    lost: bool = False  # this life is over: everything in flight is gone; `life` is the one that ended
+
+    def deltas(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield (request, its new tokens)."""
+        if self.counts is None:
+            for request, token in zip(self.requests, self.tokens, strict=True):
+                yield request, [token]
+            return
+        at = 0
+        for request, count in zip(self.requests, self.counts, strict=True):
+            yield request, self.tokens[at : at + count]
+            at += count
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ready engine can take; the truth for all limits that depend on the model."""
+
+    max_seq_len: int  # prompt and generated tokens together
+    max_batch_size: int
+    max_num_tokens: int  # tokens in one engine step
+    max_queue_size: int
+    tokens_per_block: int
+    num_blocks: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    load_s: float = 0.0
+    dtype: str = ""
+
+
+class Hello(msgspec.Struct, array_like=True, tag="h", gc=False):
+    """First message of a life: loaded, warmed up and ready, or failed for good (`error`)."""
+
+    version: int
+    life: int
+    capacity: Capacity | None = None
+    error: str = ""
+
+
+class Pong(msgspec.Struct, array_like=True, tag="o", gc=False):
+    """Answer of the engine's IO thread to a ping, also while a step is under way."""
+
+    number: int
+    life: int
+    step: int  # steps done
+    step_age_ms: float  # how long the current step has been running; 0: none is
+    num_waiting: int
+    num_running: int
+    metrics: bytes = b""  # msgpack of metrics.Delta: what changed since the last pong
+
+
+U32 = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+decode_commands = msgspec.msgpack.Decoder(Commands).decode
+decode_step = msgspec.msgpack.Decoder(Step).decode
+decode_control = msgspec.msgpack.Decoder(Hello | Pong).decode
+
+
+def frame(consumer: int, payload: bytes) -> bytes:
+    return U32.pack(consumer) + payload
+
+
+def split(data: bytes) -> tuple[int, memoryview]:
+    """Return (consumer, payload) of a frame."""
+    return U32.unpack_from(data)[0], memoryview(data)[4:]
+
+
+def pack_steps(payloads: list[bytes]) -> bytes:
+    return b"".join([part for payload in payloads for part in (U32.pack(len(payload)), payload)])
+
+
+def unpack_steps(data: bytes) -> Iterator[Step]:
+    view, at = memoryview(data), 0
+    while at < len(view):
+        end = at + 4 + U32.unpack_from(view, at)[0]
+        yield decode_step(view[at + 4 : end])
+        at = end

@@ -1,0 +1,170 @@
+"""Every metric, in one table, and the registry that collects them.
+
+Code anywhere (stub, engine process, frontend) changes a `Registry`; nobody but a publisher reads it. An
+engine process sends `take_delta()` with its pongs and its stub merges it, so each engine metric shows up
+on Triton's /metrics. Histograms are kept as counts per bucket and published as the three series of a
+Prometheus histogram: one metric call a bucket and tick, not one an observation (43 µs each).
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["counter", "gauge", "histogram"]
+Labels = tuple[str, ...]  # values, in the order of MetricSpec.labels
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKENS = (1, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 32000, 128000)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram, without +Inf
+
+
+def _counter(name: str, text: str, *labels: str) -> MetricSpec:
+    return MetricSpec(name, "counter", text, labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> MetricSpec:
+    return MetricSpec(name, "gauge", text, labels)
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> MetricSpec:
+    return MetricSpec(name, "histogram", text, labels, buckets)
+
+
+# Label `worker` is the Triton model's name (decode, decode_1, generate, ...).
+TABLE: dict[str, MetricSpec] = {
+    spec.name: spec
+    for spec in (
+        _counter(
+            "bireme_requests_total", "Requests ended, by outcome (stop, length, or an error code).", "worker", "outcome"
+        ),
+        _histogram(
+            "bireme_time_to_first_token_seconds", "From the request's arrival to its first token.", _SECONDS, "worker"
+        ),
+        _histogram("bireme_inter_token_latency_seconds", "Mean gap between tokens of one request.", _SECONDS, "worker"),
+        _histogram("bireme_request_seconds", "From arrival to end.", _SECONDS, "worker"),
+        _histogram(
+            "bireme_queue_seconds", "From submission to the first engine step that works on it.", _SECONDS, "worker"
+        ),
+        _histogram("bireme_prompt_tokens", "Prompt tokens of a request.", _TOKENS, "worker"),
+        _histogram("bireme_completion_tokens", "Generated tokens of a request.", _TOKENS, "worker"),
+        _counter("bireme_prompt_tokens_total", "Prompt tokens taken in.", "worker"),
+        _counter("bireme_cached_prompt_tokens_total", "Prompt tokens taken from KV block reuse.", "worker"),
+        _counter("bireme_generated_tokens_total", "Tokens generated.", "worker"),
+        _gauge("bireme_requests_running", "Requests in the batch.", "worker"),
+        _gauge("bireme_requests_waiting", "Requests queued in the engine.", "worker"),
+        _gauge("bireme_kv_blocks_used", "KV blocks referenced by requests or leases.", "worker"),
+        _gauge("bireme_kv_blocks_cached", "Unreferenced KV blocks kept for reuse.", "worker"),
+        _gauge("bireme_kv_blocks_total", "KV blocks of the pool.", "worker"),
+        _counter("bireme_preemptions_total", "Requests preempted to free KV blocks.", "worker"),
+        _histogram("bireme_engine_step_seconds", "One engine step.", _SECONDS, "worker"),
+        _gauge("bireme_engine_load_seconds", "Time from start to ready of this engine life.", "worker"),
+        _counter("bireme_engine_restarts_total", "Engine processes started again, by cause.", "worker", "cause"),
+        _gauge("bireme_engine_up", "1 when the engine process is ready.", "worker"),
+        _counter(
+            "bireme_kv_transfer_bytes_total", "KV bytes moved, by direction (export, import).", "worker", "direction"
+        ),
+        _histogram(
+            "bireme_kv_transfer_seconds", "One KV transfer, claim to acknowledgement.", _SECONDS, "worker", "direction"
+        ),
+        _counter("bireme_kv_transfer_failures_total", "KV transfers that failed, by cause.", "worker", "cause"),
+        _gauge("bireme_kv_leases", "Leases of exported KV by state.", "worker", "state"),
+        _counter("bireme_kv_leases_expired_total", "Leases freed because nobody claimed them in time.", "worker"),
+        _gauge("bireme_kv_transfer_buffer_bytes", "Bytes of the bounded transfer buffer in use.", "worker"),
+        _counter("bireme_cancellations_total", "Requests cancelled by their client or by an abort.", "worker"),
+        _counter("bireme_migrations_total", "Streams continued on another engine or engine life.", "worker"),
+        _counter("bireme_routed_total", "Placements decided, by worker chosen.", "worker", "target"),
+        _gauge("bireme_bus_subscriptions", "Open token-bus subscriptions.", "worker"),
+        _counter("bireme_bus_dropped_total", "Subscriptions dropped because the consumer fell behind.", "worker"),
+        _gauge("bireme_streams", "Response streams open in the stub.", "worker"),
+        _counter("bireme_responses_total", "Responses sent to clients by the stub.", "worker"),
+        _counter("bireme_kv_events_total", "KV events recorded by type (stored, removed).", "worker", "type"),
+    )
+}
+
+
+class Delta(msgspec.Struct, array_like=True):
+    """What changed since the last take: [name, label values, number or (bucket counts, sum)]."""
+
+    counters: list[tuple[str, Labels, float]]
+    gauges: list[tuple[str, Labels, float]]
+    histograms: list[tuple[str, Labels, list[int], float]]  # counts a bucket, the last is +Inf
+
+
+class Registry:
+    """Thread-safe accumulators of the metrics in TABLE."""
+
+    def __init__(self, worker: str = "") -> None:
+        self.worker = worker
+        self._lock = threading.Lock()
+        self._counters: dict[tuple[str, Labels], float] = {}
+        self._gauges: dict[tuple[str, Labels], float] = {}
+        self._histograms: dict[tuple[str, Labels], tuple[list[int], list[float]]] = {}
+
+    def add(self, name: str, amount: float = 1, *labels: str) -> None:
+        """Increase a counter; `worker` is put first when the table says so."""
+        key = self._key(name, labels)
+        with self._lock:
+            self._counters[key] = self._counters.get(key, 0.0) + amount
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        key = self._key(name, labels)
+        with self._lock:
+            self._gauges[key] = value
+
+    def observe(self, name: str, value: float, *labels: str, times: int = 1) -> None:
+        key = self._key(name, labels)
+        bounds = TABLE[name].buckets
+        with self._lock:
+            if key not in self._histograms:
+                self._histograms[key] = ([0] * (len(bounds) + 1), [0.0])
+            counts, total = self._histograms[key]
+            counts[bisect.bisect_left(bounds, value)] += times
+            total[0] += value * times
+
+    def take_delta(self) -> Delta:
+        """Return and forget the increments; gauges come with their present value each time."""
+        with self._lock:
+            counters, self._counters = self._counters, {}
+            histograms, self._histograms = self._histograms, {}
+            gauges = [(name, labels, value) for (name, labels), value in self._gauges.items()]
+        return Delta(
+            [(name, labels, value) for (name, labels), value in counters.items()],
+            gauges,
+            [(name, labels, counts, total[0]) for (name, labels), (counts, total) in histograms.items()],
+        )
+
+    def merge(self, delta: Delta) -> None:
+        with self._lock:
+            for name, labels, value in delta.counters:
+                key = (name, tuple(labels))
+                self._counters[key] = self._counters.get(key, 0.0) + value
+            for name, labels, value in delta.gauges:
+                self._gauges[(name, tuple(labels))] = value
+            for name, labels, counts, total in delta.histograms:
+                own = self._histograms.setdefault((name, tuple(labels)), ([0] * len(counts), [0.0]))
+                own[0][:] = [a + b for a, b in zip(own[0], counts, strict=True)]
+                own[1][0] += total
+
+    def _key(self, name: str, labels: tuple[str, ...]) -> tuple[str, Labels]:
+        spec = TABLE[name]
+        if len(labels) + 1 == len(spec.labels):
+            labels = (self.worker, *labels)
+        assert len(labels) == len(spec.labels), f"{name} has labels {spec.labels}, got {labels}"
+        return name, labels
+
+
+encode_delta = msgspec.msgpack.Encoder().encode
+decode_delta = msgspec.msgpack.Decoder(Delta).decode

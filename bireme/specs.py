@@ -1,0 +1,220 @@
+"""The tensors of every Triton model: the only place that spells them.
+
+Each `ModelSpec` is used three times: `auto_complete_config` hands it to Triton, the stage reads its
+inputs by it, and tests compare ensembles and responses with it. Sampling names are those of
+tensorrtllm_backend's ensemble; `sampling_parameters`, `exclude_input_in_output` and the `return_*`
+flags are vllm_backend's, so that clients of both work unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    name: str
+    data_type: str  # without Triton's TYPE_ prefix: INT32, FP32, BYTES, BOOL, UINT8, UINT64
+    dims: tuple[int, ...]  # -1 varies
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    decoupled: bool = False
+
+    def input(self, name: str) -> TensorSpec | None:
+        return next((tensor for tensor in self.inputs if tensor.name == name), None)
+
+
+def _in(name: str, data_type: str, dims: tuple[int, ...] = (1,)) -> TensorSpec:
+    return TensorSpec(name, data_type, dims, optional=True)
+
+
+def _out(name: str, data_type: str, dims: tuple[int, ...] = (1,)) -> TensorSpec:
+    return TensorSpec(name, data_type, dims)
+
+
+# HTTP does not notice a missing required input, so every input is optional here and the stages check.
+SAMPLING: tuple[TensorSpec, ...] = (
+    _in("max_tokens", "INT32"),
+    _in("min_tokens", "INT32"),
+    _in("temperature", "FP32"),
+    _in("top_k", "INT32"),
+    _in("top_p", "FP32"),
+    _in("min_p", "FP32"),
+    _in("random_seed", "UINT64"),
+    _in("seed", "UINT64"),
+    _in("repetition_penalty", "FP32"),
+    _in("presence_penalty", "FP32"),
+    _in("frequency_penalty", "FP32"),
+    _in("length_penalty", "FP32"),
+    _in("stop_words", "BYTES", (-1,)),
+    _in("bad_words", "BYTES", (-1,)),
+    _in("stop_token_ids", "INT32", (-1,)),
+    _in("embedding_bias_words", "BYTES", (-1,)),
+    _in("embedding_bias_weights", "FP32", (-1,)),
+    _in("end_id", "INT32"),
+    _in("pad_id", "INT32"),
+    _in("ignore_eos", "BOOL"),
+    _in("num_return_sequences", "INT32"),
+    _in("beam_width", "INT32"),
+    _in("return_log_probs", "BOOL"),
+    _in("logprobs", "INT32"),  # how many of the likeliest tokens to return with each token
+    _in("prompt_logprobs", "INT32"),
+    _in("skip_special_tokens", "BOOL"),
+    _in("include_stop_str_in_output", "BOOL"),
+    _in("logits_processors", "BYTES"),  # JSON list of {"name": ..., "args": {...}}
+    _in("guided_decoding_guide_type", "BYTES"),
+    _in("guided_decoding_guide", "BYTES"),
+    _in("priority", "FP32"),
+)
+
+_REQUEST = (
+    _in("multimodal", "BYTES"),
+    _in("lora_name", "BYTES"),
+    _in("cache_salt", "BYTES"),
+    _in("request_id", "BYTES"),
+    _in("abort", "BOOL"),
+)
+
+TOKENIZER = ModelSpec(
+    "tokenizer",
+    inputs=(
+        _in("text_input", "BYTES"),
+        _in("messages", "BYTES"),
+        _in("tools", "BYTES"),
+        _in("chat_template_kwargs", "BYTES"),
+    ),
+    outputs=(_out("input_ids", "INT32", (-1,)), _out("prompt", "BYTES")),
+)
+
+PREFILL = ModelSpec(
+    "prefill",
+    inputs=(_in("input_ids", "INT32", (-1,)), *SAMPLING, *_REQUEST, _in("resumed_output_ids", "INT32", (-1,))),
+    outputs=(
+        _out("disaggregated_params", "BYTES"),
+        _out("output_ids", "INT32", (-1,)),
+        _out("usage", "BYTES"),
+    ),
+)
+
+DECODE = ModelSpec(
+    "decode",
+    inputs=(
+        _in("input_ids", "INT32", (-1,)),
+        *SAMPLING,
+        *_REQUEST,
+        _in("disaggregated_params", "BYTES"),
+        _in("resumed_output_ids", "INT32", (-1,)),
+        # the token bus
+        _in("subscribe", "BYTES"),
+        _in("consumer", "BYTES"),
+        _in("commands", "UINT8", (-1,)),
+    ),
+    outputs=(
+        _out("output_ids", "INT32", (-1,)),
+        _out("text_output", "BYTES"),
+        _out("log_probs", "FP32", (-1,)),
+        _out("top_log_probs", "BYTES"),
+        _out("prompt_log_probs", "BYTES"),
+        _out("finish_reason", "BYTES"),
+        _out("usage", "BYTES"),
+        _out("index", "INT32"),
+        _out("steps", "UINT8", (-1,)),
+    ),
+    decoupled=True,
+)
+
+MULTIMODAL_ENCODER = ModelSpec(
+    "multimodal_encoder",
+    inputs=(
+        _in("images", "BYTES", (-1,)),
+        _in("embeddings", "BYTES"),
+        _in("return_embeddings", "BOOL"),
+        _in("request_id", "BYTES"),
+        _in("abort", "BOOL"),
+    ),
+    outputs=(
+        _out("embedding_handles", "BYTES"),
+        _out("embeddings", "BYTES"),
+        _out("shapes", "INT32", (-1, 2)),
+        _out("hashes", "BYTES", (-1,)),
+    ),
+)
+
+LOGITS_PROCESSOR = ModelSpec(
+    "logits_processor",
+    inputs=(_in("input_ids", "INT32", (-1,)), _in("logits", "FP32", (-1, -1)), _in("processors", "BYTES")),
+    outputs=(_out("logits", "FP32", (-1, -1)),),
+)
+
+VIDEO_DIFFUSION = ModelSpec(
+    "video_diffusion",
+    inputs=(
+        _in("prompt", "BYTES"),
+        _in("negative_prompt", "BYTES"),
+        _in("size", "BYTES"),
+        _in("num_frames", "INT32"),
+        _in("fps", "INT32"),
+        _in("num_inference_steps", "INT32"),
+        _in("guidance_scale", "FP32"),
+        _in("seed", "UINT64"),
+        _in("request_id", "BYTES"),
+        _in("abort", "BOOL"),
+    ),
+    outputs=(
+        _out("progress", "FP32"),
+        _out("step", "INT32"),
+        _out("video", "BYTES"),
+        _out("frames", "UINT8", (-1, -1, -1, 3)),
+        _out("inference_time_s", "FP32"),
+    ),
+    decoupled=True,
+)
+
+_TEXT_IN = (
+    _in("text_input", "BYTES"),
+    _in("input_ids", "INT32", (-1,)),
+    *SAMPLING,
+    _in("sampling_parameters", "BYTES"),
+    _in("exclude_input_in_output", "BOOL"),
+    _in("return_finish_reason", "BOOL"),
+    _in("return_cumulative_logprob", "BOOL"),
+    _in("return_logprobs", "BOOL"),
+    _in("return_num_input_tokens", "BOOL"),
+    _in("return_num_output_tokens", "BOOL"),
+    _in("lora_name", "BYTES"),
+    _in("cache_salt", "BYTES"),
+)
+
+_TEXT_OUT = (
+    _out("text_output", "BYTES", (-1,)),
+    _out("output_ids", "INT32", (-1,)),
+    _out("log_probs", "FP32", (-1,)),
+    _out("top_log_probs", "BYTES"),
+    _out("prompt_log_probs", "BYTES"),
+    _out("finish_reason", "BYTES"),
+    _out("usage", "BYTES"),
+    _out("index", "INT32"),
+    # the peers' names, present when asked for
+    _out("output_log_probs", "FP32", (-1,)),
+    _out("cum_log_probs", "FP32"),
+    _out("cumulative_logprob", "FP32"),
+    _out("logprobs", "BYTES"),
+    _out("sequence_index", "INT32"),
+    _out("num_input_tokens", "INT32"),
+    _out("num_output_tokens", "INT32"),
+)
+
+GENERATE = ModelSpec("generate", inputs=(*_TEXT_IN, _in("stream", "BOOL")), outputs=_TEXT_OUT, decoupled=True)
+COMPLETION = ModelSpec("completion", inputs=_TEXT_IN, outputs=_TEXT_OUT)
+CHAT = ModelSpec("chat", inputs=(_in("request", "BYTES"),), outputs=(_out("response", "BYTES"),), decoupled=True)
+VIDEO = ModelSpec("video", inputs=(_in("request", "BYTES"),), outputs=(_out("response", "BYTES"),), decoupled=True)
+
+STAGES = (TOKENIZER, PREFILL, DECODE, MULTIMODAL_ENCODER, LOGITS_PROCESSOR, VIDEO_DIFFUSION)
+PIPELINES = (GENERATE, COMPLETION, CHAT, VIDEO)
+MODELS = {spec.name: spec for spec in (*STAGES, *PIPELINES)}

@@ -1,0 +1,115 @@
+"""The shape of a stage call: tensors in, responses out. Knows neither Triton nor torch.
+
+A stage never waits for a client: `send` appends to the stream's buffer and returns at once,
+from any thread; a sender thread of the adapter merges what piled up and sends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bireme.specs import ModelSpec
+
+if TYPE_CHECKING:
+    from bireme.config import Recipe, WorkerEntry
+    from bireme.metrics import Registry
+
+Array = npt.NDArray[np.generic]
+Tensors = Mapping[str, Array]  # BYTES tensors are object arrays of bytes
+
+
+class Response(Protocol):
+    """One response on its way to a client."""
+
+    def merge(self, later: Response) -> Response | None:
+        """Return one response that says both, or None when they must be sent apart."""
+
+    def tensors(self) -> Tensors:
+        """Return the output tensors; called once, on a sender thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorResponse:
+    """Plain tensors that never merge: unary answers."""
+
+    outputs: Tensors
+
+    def merge(self, later: Response) -> Response | None:
+        return None
+
+    def tensors(self) -> Tensors:
+        return self.outputs
+
+
+Send = Callable[[Response], None]  # thread-safe; never blocks; ignored after the end of the request
+
+
+class Cancelled:
+    """Set once, by the adapter, when the client is gone. Thread-safe."""
+
+    __slots__ = ("_callbacks", "_is_set", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_set = False
+        self._callbacks: list[Callable[[], None]] = []
+
+    def __bool__(self) -> bool:
+        return self._is_set
+
+    def on_set(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when set, or now if it is set already. It must be quick and not raise."""
+        with self._lock:
+            if not self._is_set:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def set(self) -> None:
+        with self._lock:
+            if self._is_set:
+                return
+            self._is_set = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
+@dataclass(slots=True)
+class StageContext:
+    """What a stage gets at start."""
+
+    model_name: str  # Triton's name of this model: `decode`, `decode_1`, ...
+    recipe: Recipe
+    entry: WorkerEntry | None  # None: not in the recipe; the stage answers UNAVAILABLE
+    metrics: Registry
+    call: Callable[[str, Tensors], Tensors] | None = None  # unary BLS, blocking: model, inputs -> outputs
+    logger: logging.Logger = field(default_factory=lambda: logging.getLogger("bireme"))
+
+
+class Stage(Protocol):
+    """One Triton model's behaviour.
+
+    1. `start` once, before the model is ready; may take as long as loading takes; raises ConfigError.
+    2. `handle` once a request, as a task of the adapter's loop; what it raises becomes the error
+       response; when it returns, the request ends (the adapter sends the final flag).
+    3. `stop` once, also after a failed start.
+    `is_ready` false turns the model not-ready where Triton asks (26.03 and later).
+    """
+
+    spec: ClassVar[ModelSpec]
+
+    async def start(self, context: StageContext) -> None: ...
+
+    async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def is_ready(self) -> bool: ...

@@ -1,0 +1,1 @@
+"""How pipelines reach the models: one interface, inside Triton by BLS and outside by gRPC."""
