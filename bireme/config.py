@@ -225,7 +225,7 @@ def _explain(text: str, kind: type[msgspec.Struct]) -> str:
 
 def _struct_at(kind: type[msgspec.Struct], where: str) -> type[msgspec.Struct]:
     """Follow a path like workers[...].engine_config to the settings class there."""
-    for part in filter(None, where.split(".")):
+    for part in filter(None, where.replace("[...]", "").split(".")):
         name = part.split("[")[0]
         field = next((field for field in msgspec.structs.fields(kind) if field.encode_name == name), None)
         inner = _struct_in(field.type) if field else None
