@@ -25,6 +25,31 @@ Array = npt.NDArray[np.generic]
 Tensors = Mapping[str, Array]  # BYTES tensors are object arrays of bytes
 
 
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """What Triton says of a request beside its tensors."""
+
+    request_id: str = ""  # the client's; never used to find a request of somebody else
+    parameters: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    timeout_ms: int = 0  # the client's own limit, from now; 0: none
+    outputs: frozenset[str] = frozenset()  # requested output names; empty: all
+
+
+class Inputs(dict[str, Array]):
+    """Input tensors as the adapter hands them to a stage, with their RequestInfo."""
+
+    info: RequestInfo
+
+    def __init__(self, tensors: Mapping[str, Array], info: RequestInfo | None = None) -> None:
+        super().__init__(tensors)
+        self.info = info or RequestInfo()
+
+
+def info_of(inputs: Tensors) -> RequestInfo:
+    """Return the RequestInfo that came with `inputs`; an empty one for plain mappings."""
+    return inputs.info if isinstance(inputs, Inputs) else RequestInfo()
+
+
 class Response(Protocol):
     """One response on its way to a client."""
 
