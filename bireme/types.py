@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -51,7 +51,13 @@ def info_of(inputs: Tensors) -> RequestInfo:
 
 
 class Response(Protocol):
-    """One response on its way to a client."""
+    """One response on its way to a client.
+
+    It may have three more attributes, all optional:
+    `num_bytes: int`     what it holds in the buffer of a slow reader (size_of guesses otherwise);
+    `is_last: bool`      true: nothing follows, so the final flag travels with it (one send fewer);
+    `parameters: dict`   response parameters, dropped on a Triton before 25.02, so never the only place.
+    """
 
     def merge(self, later: Response) -> Response | None:
         """Return one response that says both, or None when they must be sent apart."""
@@ -66,11 +72,29 @@ class TensorResponse:
 
     outputs: Tensors
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(_array_bytes(array) for array in self.outputs.values())
+
     def merge(self, later: Response) -> Response | None:
         return None
 
     def tensors(self) -> Tensors:
         return self.outputs
+
+
+_UNSIZED_BYTES = 256  # a response of a few tokens with its objects
+
+
+def size_of(response: Response) -> int:
+    """Return the bytes that a response holds while it waits to be sent."""
+    return int(getattr(response, "num_bytes", _UNSIZED_BYTES))
+
+
+def _array_bytes(array: Array) -> int:
+    if array.dtype != np.object_:
+        return array.nbytes
+    return sum(len(item) for item in array.reshape(-1).tolist())
 
 
 Send = Callable[[Response], None]  # thread-safe; never blocks; ignored after the end of the request
@@ -115,7 +139,10 @@ class StageContext:
     recipe: Recipe
     entry: WorkerEntry | None  # None: not in the recipe; the stage answers UNAVAILABLE
     metrics: Registry
-    call: Callable[[str, Tensors], Tensors] | None = None  # unary BLS, blocking: model, inputs -> outputs
+    # Unary BLS, model and inputs -> outputs; raises errors.py. `call` blocks its thread (never the loop's);
+    # `call_async` waits for one of the adapter's threads. None outside Triton.
+    call: Callable[[str, Tensors], Tensors] | None = None
+    call_async: Callable[[str, Tensors], Awaitable[Tensors]] | None = None
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("bireme"))
 
 
