@@ -111,6 +111,7 @@ class Limits(Settings, frozen=True, kw_only=True):
     max_n: int = 16
     max_stop_strings: int = 16
     max_stop_string_bytes: int = 1024
+    max_stop_token_ids: int = 256
     max_logprobs: int = 20
     max_bad_words: int = 128
     max_logit_bias: int = 1024

@@ -7,6 +7,7 @@ subscription of the token bus. The stub passes bus bytes on unread in both direc
     step frame      u32 consumer + msgpack Step             engine -> stub
     control frame   u32 CONTROL  + msgpack Hello | Pong     engine -> stub
     bus response    (u32 length + msgpack Step)*            one UINT8 tensor; late steps coalesce by appending
+                    u32 WELCOME | length + msgpack Welcome  the first item of a subscription
 
 Every command batch names the *life* of the engine that it is meant for: a submit that races a restart
 is refused with UNAVAILABLE, never lost and never run unseen.
@@ -194,11 +195,22 @@ class Pong(msgspec.Struct, array_like=True, tag="o", gc=False):
     metrics: bytes = b""  # msgpack of metrics.Delta: what changed since the last pong
 
 
+class Welcome(msgspec.Struct, array_like=True, gc=False):
+    """First item of a bus subscription, which lasts for one life of the engine."""
+
+    version: int
+    consumer: str  # random, made by the stub: whoever knows it may command this subscription
+    life: int
+    capacity: Capacity
+
+
+WELCOME = 0x80000000  # flag in an item's length
 U32 = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_commands = msgspec.msgpack.Decoder(Commands).decode
 decode_step = msgspec.msgpack.Decoder(Step).decode
+decode_welcome = msgspec.msgpack.Decoder(Welcome).decode
 decode_control = msgspec.msgpack.Decoder(Hello | Pong).decode
 
 
@@ -213,6 +225,22 @@ def split(data: bytes) -> tuple[int, memoryview]:
 
 def pack_steps(payloads: list[bytes]) -> bytes:
     return b"".join([part for payload in payloads for part in (U32.pack(len(payload)), payload)])
+
+
+def pack_welcome(welcome: Welcome) -> bytes:
+    payload = encode(welcome)
+    return U32.pack(WELCOME | len(payload)) + payload
+
+
+def unpack_bus(data: bytes) -> Iterator[Step | Welcome]:
+    """Yield the items of a bus response."""
+    view, at = memoryview(data), 0
+    while at < len(view):
+        head = U32.unpack_from(view, at)[0]
+        end = at + 4 + (head & ~WELCOME)
+        item = view[at + 4 : end]
+        yield decode_welcome(item) if head & WELCOME else decode_step(item)
+        at = end
 
 
 def unpack_steps(data: bytes) -> Iterator[Step]:

@@ -191,23 +191,25 @@ _TEXT_IN = (
     _in("cache_salt", "BYTES"),
 )
 
+# Where n > 1 answers come in one response: one element a sequence; output_ids and log_probs of all
+# sequences one after the other, which num_output_tokens tells apart.
 _TEXT_OUT = (
     _out("text_output", "BYTES", (-1,)),
     _out("output_ids", "INT32", (-1,)),
     _out("log_probs", "FP32", (-1,)),
-    _out("top_log_probs", "BYTES"),
-    _out("prompt_log_probs", "BYTES"),
-    _out("finish_reason", "BYTES"),
-    _out("usage", "BYTES"),
-    _out("index", "INT32"),
+    _out("top_log_probs", "BYTES", (-1,)),
+    _out("prompt_log_probs", "BYTES", (-1,)),
+    _out("finish_reason", "BYTES", (-1,)),
+    _out("usage", "BYTES", (-1,)),
+    _out("index", "INT32", (-1,)),
     # the peers' names, present when asked for
     _out("output_log_probs", "FP32", (-1,)),
-    _out("cum_log_probs", "FP32"),
-    _out("cumulative_logprob", "FP32"),
-    _out("logprobs", "BYTES"),
-    _out("sequence_index", "INT32"),
+    _out("cum_log_probs", "FP32", (-1,)),
+    _out("cumulative_logprob", "FP32", (-1,)),
+    _out("logprobs", "BYTES", (-1,)),
+    _out("sequence_index", "INT32", (-1,)),
     _out("num_input_tokens", "INT32"),
-    _out("num_output_tokens", "INT32"),
+    _out("num_output_tokens", "INT32", (-1,)),
 )
 
 GENERATE = ModelSpec("generate", inputs=(*_TEXT_IN, _in("stream", "BOOL")), outputs=_TEXT_OUT, decoupled=True)
