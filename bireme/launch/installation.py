@@ -1,0 +1,170 @@
+"""Where tritonserver is, and the environment in which it starts.
+
+Looked for in this order: BIREME_TRITONSERVER (a binary with `backends/` beside its `bin/`), PATH,
+/opt/tritonserver, the nvidia-pytriton wheel. The wheel's binaries are not made to be run from
+site-packages, so a private folder gets a backend directory of three symlinks (symlinks, because the
+libraries' run path is relative to where the real files are) and one symlink to the libpython that the
+stub needs (one file rather than its whole folder, which may hold an older libstdc++).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bireme.errors import ConfigError
+
+_OPT = Path("/opt/tritonserver/bin/tritonserver")
+_STUB = "triton_python_backend_stub"
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """A tritonserver that was found."""
+
+    binary: Path
+    root: Path | None = None  # the wheel's tritonserver folder; None: an ordinary installation
+
+    @property
+    def is_wheel(self) -> bool:
+        return self.root is not None
+
+    @property
+    def libraries(self) -> Path | None:
+        """The shared libraries that the wheel brings along."""
+        return self.root.parents[1] / "nvidia_pytriton.libs" if self.root else None
+
+
+def find_installation(environment: Mapping[str, str] = os.environ) -> Installation:
+    """Return the tritonserver to run. Raises ConfigError with what was looked for."""
+    named = environment.get("BIREME_TRITONSERVER")
+    if named:
+        if not os.access(named, os.X_OK) or Path(named).is_dir():
+            raise ConfigError(
+                f"BIREME_TRITONSERVER: {named} is not an executable; name the binary, .../bin/tritonserver"
+            )
+        return Installation(Path(named).resolve())
+    on_path = shutil.which("tritonserver", path=environment.get("PATH"))
+    if on_path:
+        return Installation(Path(on_path).resolve())
+    if os.access(_OPT, os.X_OK):
+        return Installation(_OPT)
+    root = _wheel_root()
+    if root is not None:
+        return Installation(root / "bin" / "tritonserver", root)
+    raise ConfigError(
+        "no tritonserver: not in BIREME_TRITONSERVER, on PATH, in /opt/tritonserver or in this Python environment;"
+        " run `pip install -e .[server]` (Linux, Python 3.10-3.12) or set BIREME_TRITONSERVER=/path/bin/tritonserver"
+    )
+
+
+def _wheel_root() -> Path | None:
+    # Importing pytriton would take half a second and start nothing that is needed here.
+    spec = importlib.util.find_spec("pytriton")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        root = Path(folder) / "tritonserver"
+        if (root / "bin" / "tritonserver").is_file():
+            return root
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a start needs beside the user's own choices."""
+
+    binary: Path
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    stub: Path | None  # the wheel's stub, to check its libraries; None: an ordinary installation
+
+
+def prepare(installation: Installation, folder: Path, environment: Mapping[str, str]) -> Prepared:
+    """Make the private folders that the installation needs in `folder`. Raises ConfigError without libpython."""
+    if installation.root is None:
+        return _prepare_ordinary(installation, environment)
+    return _prepare_wheel(installation, installation.root, folder, environment)
+
+
+def _prepare_ordinary(installation: Installation, environment: Mapping[str, str]) -> Prepared:
+    backends = installation.binary.parent.parent / "backends"
+    arguments = (f"--backend-directory={backends}",) if backends.is_dir() else ()
+    return Prepared(installation.binary, arguments, _venv_first(environment), None)
+
+
+def _prepare_wheel(installation: Installation, root: Path, folder: Path, environment: Mapping[str, str]) -> Prepared:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = root / "python_backend_stubs" / version / _STUB
+    if not stub.is_file():
+        raise ConfigError(f"nvidia-pytriton has no stub for Python {version}; use Python 3.10, 3.11 or 3.12")
+    backend, library = folder / "backends" / "python", folder / "lib"
+    python = root / "backends" / "python"
+    _link(backend / _STUB, stub)
+    _link(backend / "libtriton_python.so", python / "libtriton_python.so")
+    _link(backend / "triton_python_backend_utils.py", python / "triton_python_backend_utils.py")
+    _link(library / f"libpython{version}.so.1.0", find_libpython(version))
+    result = _venv_first(environment)
+    result["LD_LIBRARY_PATH"] = f"{library}:{installation.libraries}"
+    arguments = (f"--backend-directory={folder / 'backends'}", f"--cache-directory={root / 'caches'}")
+    return Prepared(installation.binary, arguments, result, stub)
+
+
+def _venv_first(environment: Mapping[str, str]) -> dict[str, str]:
+    """The stub takes its packages from the first `python3` on PATH; PYTHONHOME would point it elsewhere."""
+    result = dict(environment)
+    result.pop("PYTHONHOME", None)
+    result["PATH"] = f"{sys.prefix}/bin:{result.get('PATH', os.defpath)}"
+    return result
+
+
+def _link(link: Path, target: Path) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+
+
+def find_libpython(version: str) -> Path:
+    """Return libpythonX.Y.so.1.0 of this interpreter. Raises ConfigError with the package that holds it."""
+    name = f"libpython{version}.so.1.0"
+    for folder in _library_folders():
+        if (folder / name).is_file():
+            return folder / name
+    raise ConfigError(
+        f"{name} not found (looked in {', '.join(map(str, _library_folders()))}): this Python was built without a"
+        f" shared library; run `apt-get install libpython{version}` (Debian, Ubuntu), or use a Python built with"
+        " --enable-shared"
+    )
+
+
+def _library_folders() -> list[Path]:
+    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
+    configured = sysconfig.get_config_var("LIBDIR")
+    named = [configured, f"{configured}/{multiarch}" if configured and multiarch else None, f"{sys.base_prefix}/lib"]
+    system = [f"/usr/lib/{multiarch}" if multiarch else None, "/usr/lib64", "/usr/lib"]
+    return list(dict.fromkeys(Path(folder) for folder in (*named, *system) if folder))
+
+
+def missing_libraries(prepared: Prepared) -> list[str]:
+    """Return what the stub's dynamic linker can't find: a stub that can't start leaves the server waiting."""
+    if prepared.stub is None or shutil.which("ldd") is None:
+        return []
+    listing = subprocess.run(
+        ["ldd", str(prepared.stub)], env=prepared.environment, capture_output=True, text=True, timeout=30, check=False
+    )
+    return re.findall(r"^\s*(\S+) => not found", listing.stdout, re.MULTILINE)
+
+
+def known_flags(prepared: Prepared) -> frozenset[str]:
+    """Return the flags in `tritonserver --help`, so that a flag of a later version is passed only where it exists."""
+    listing = subprocess.run(
+        [str(prepared.binary), "--help"],
+        env=prepared.environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    return frozenset(re.findall(r"--[a-z][a-z-]+", listing.stdout + listing.stderr))

@@ -1,0 +1,117 @@
+"""Process trees on Linux, read from /proc: who runs below a server, and how to end all of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_PROC = Path("/proc")
+_STUB = "triton_python_backend_stub"
+_ENGINE = "bireme.engines.worker"
+
+
+def command_line(pid: int) -> list[str]:
+    """Return the arguments of a process; empty when it is gone, or a zombie."""
+    try:
+        return (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether the process runs; a zombie does not."""
+    return state(pid) not in ("", "Z", "X")
+
+
+def state(pid: int) -> str:
+    """Return the kernel's letter (R, S, T, Z, ...); empty when there is no such process."""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def started_at(pid: int) -> int | None:
+    """Return the start time in clock ticks, which with the pid names a process for good; None: no such process."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return []
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in _listing(_PROC / str(pid) / "task"):
+        try:
+            found += [int(child) for child in (task / "children").read_text().split()]
+        except OSError:  # the thread has ended meanwhile
+            continue
+    return found
+
+
+def _listing(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield every process below `pid`, parents first."""
+    for child in children(pid):
+        yield child
+        yield from descendants(child)
+
+
+def stubs(server_pid: int) -> dict[str, list[int]]:
+    """Return model name -> stub processes of a tritonserver; while a model loads it may have two."""
+    found: dict[str, list[int]] = {}
+    for pid in children(server_pid):
+        model = stub_model(command_line(pid))
+        if model is not None and is_alive(pid):
+            found.setdefault(model, []).append(pid)
+    return found
+
+
+def stub_model(arguments: list[str]) -> str | None:
+    """Return the model that a stub's command line names (.../decode/1/model.py -> decode); None: not a stub."""
+    if not arguments or not any(_STUB in argument for argument in arguments[:2]):
+        return None
+    paths = (re.search(r"([^/]+)/\d+/[^/]+\.py$", argument) for argument in arguments)
+    return next((match.group(1) for match in paths if match), None)
+
+
+def engines(stub_pid: int) -> list[int]:
+    """Return the engine processes of a stub: one, none while it is down."""
+    return [pid for pid in children(stub_pid) if any(_ENGINE in part for part in command_line(pid)) and is_alive(pid)]
+
+
+def kill_all(processes: Iterable[tuple[int, int | None]]) -> list[int]:
+    """SIGKILL each (pid, start time) that still is the same process; return those that were there."""
+    killed = []
+    for pid, start in processes:
+        if start is None or started_at(pid) != start or not is_alive(pid):
+            continue
+        try:
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+        except ProcessLookupError:
+            pass
+    return killed
+
+
+def wait_gone(pids: Iterable[int], timeout_s: float) -> bool:
+    """Wait until none of the processes is alive; return whether that happened in time."""
+    deadline = time.monotonic() + timeout_s
+    left = [pid for pid in pids if is_alive(pid)]
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left = [pid for pid in left if is_alive(pid)]
+    return not left

@@ -1,0 +1,48 @@
+"""The model repository of one launch: a folder of links to model folders, one a worker.
+
+Triton addresses models by name and can't choose an instance by cost, so each replica is a model of its
+own: `decode`, `decode_1`, ... all lead to model_repository/decode.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bireme.config import CHECKOUT, WORKER_STAGES, Recipe
+from bireme.errors import ConfigError
+
+REPOSITORIES = ("model_repository", "ensembles")
+
+
+def link_models(folder: Path, recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[str, ...]:
+    """Fill `folder` with links to all models and replicas; return the names. Raises ConfigError."""
+    sources = _model_folders(checkout)
+    folder.mkdir(parents=True, exist_ok=True)
+    names: list[str] = []
+    for stage, source in sources.items():
+        for name in recipe.replicas(stage) or (stage,):
+            (folder / name).symlink_to(source)
+            names.append(name)
+    return tuple(names)
+
+
+def used_models(recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (models, pipelines) that the recipe has a use for: pipelines load after the models that they call."""
+    models = [
+        name
+        for stage in _names(checkout / REPOSITORIES[0])
+        for name in (recipe.replicas(stage) if stage in WORKER_STAGES else (stage,))
+    ]
+    pipelines = [name for name in _names(checkout / REPOSITORIES[1]) if name != "video" or "video_diffusion" in models]
+    return tuple(models), tuple(pipelines)
+
+
+def _model_folders(checkout: Path) -> dict[str, Path]:
+    found = {name: checkout / part / name for part in REPOSITORIES for name in _names(checkout / part)}
+    if not found:
+        raise ConfigError(f"no model folders in {checkout}/{{{','.join(REPOSITORIES)}}}; run from a bireme checkout")
+    return found
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.parent.name for path in folder.glob("*/config.pbtxt"))

@@ -1,0 +1,338 @@
+"""One running tritonserver: its flags, start with useful errors, stop that leaves nothing behind.
+
+    with start_server("recipes/tiny") as server:
+        client = tritonclient.grpc.InferenceServerClient(server.grpc)
+
+The process dies with the one that started it: it asks the kernel for SIGKILL when its parent thread ends,
+and that thread is a permanent one of the Server's own (the kernel means the thread, not the process).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from bireme.config import Recipe, load_recipe
+from bireme.errors import BiremeError, ConfigError
+from bireme.launch import processes
+from bireme.launch.admin import ADMIN_HEADER, RESTRICTED_APIS, AdminClient
+from bireme.launch.installation import Installation, Prepared, find_installation, missing_libraries, prepare
+from bireme.launch.ports import Ports, free_ports
+from bireme.launch.repository import link_models
+from bireme.launch.run_folder import RunFolder
+
+_TAIL_LINES = 400
+_SHOWN_LINES = 30
+# Blocked BLS calls and sends share a model's pool threads; what is not for BLS is left to the sends.
+_THREADS_FOR_SENDS = 32
+# Runs the program with SIGKILL as its parent-death signal. A program of its own rather than preexec_fn,
+# which may deadlock in a process with threads.
+_LEASHED = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class ServerStartError(BiremeError):
+    """tritonserver ended, or did not become ready in time; the text says which model failed and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What one start of tritonserver is made of."""
+
+    repositories: tuple[Path, ...]
+    ports: Ports = Ports()
+    host: str = "127.0.0.1"
+    models: tuple[str, ...] | None = None  # explicit mode with these loaded at the start; None: all, no explicit mode
+    thread_pool_size: int = 256  # threads of the Python backend for each model
+    http_threads: int = 16  # a blocking load holds one
+    exit_timeout_s: int = 10  # for requests under way at SIGTERM
+    environment: Mapping[str, str] = field(default_factory=dict)  # on top of the process's own
+    arguments: tuple[str, ...] = ()  # more flags, last
+
+    @property
+    def bls_threads(self) -> int:
+        return max(self.thread_pool_size - _THREADS_FOR_SENDS, self.thread_pool_size // 2)
+
+
+class Server:
+    """A tritonserver process. `start` once, `stop` once; both from any thread."""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        run: RunFolder,
+        *,
+        installation: Installation | None = None,
+        on_line: Callable[[str], None] | None = None,
+        log_path: Path | None = None,
+    ) -> None:
+        self.options = options
+        self.run = run
+        self.log_path = log_path
+        self.admin_key = secrets.token_hex(16)
+        self.http = address(options.host, options.ports.http)
+        self.grpc = address(options.host, options.ports.grpc)
+        self.metrics = address(options.host, options.ports.metrics)
+        self.admin = AdminClient(self.http, self.metrics, self.admin_key)
+        self._installation = installation or find_installation()
+        self._on_line = on_line or (lambda line: None)
+        self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._process: subprocess.Popen[str] | None = None
+        self._started = threading.Event()
+        self._exited = threading.Event()
+        self._start_error: OSError | None = None
+        self._members: dict[int, int | None] = {}  # pid -> start time of what ran below the server
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._process.returncode if self._process is not None and self._exited.is_set() else None
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and not self._exited.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the process to end; return whether it has."""
+        return self._exited.wait(timeout_s)
+
+    def start(self, timeout_s: float = 900.0, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Start and wait until ready. Raises ServerStartError; ends the process first when that takes too long."""
+        prepared = prepare(self._installation, self.run.path, os.environ | dict(self.options.environment))
+        missing = missing_libraries(prepared)
+        if missing:
+            raise ConfigError(f"{prepared.stub} needs {', '.join(missing)}, which the linker does not find")
+        threading.Thread(target=self._parent, args=(prepared,), name="tritonserver-parent", daemon=True).start()
+        self._started.wait()
+        if self._start_error is not None:
+            raise ServerStartError(f"{prepared.binary} can't be run: {self._start_error}")
+        self._wait_ready(timeout_s, is_wanted)
+
+    def stop(self, timeout_s: float | None = None) -> int:
+        """SIGTERM, then after `timeout_s` SIGKILL to all that ran below; sweep shared memory; return the exit code."""
+        if self._process is None:
+            return 0
+        self.note_members()
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            self._exited.wait(self.options.exit_timeout_s + 5 if timeout_s is None else timeout_s)
+        self.kill()
+        return self._process.returncode
+
+    def kill(self) -> None:
+        """SIGKILL the server and all that ran below it, wait until they are gone, sweep shared memory."""
+        assert self._process is not None
+        self.note_members()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        processes.kill_all(self._members.items())
+        self._exited.wait(10)
+        processes.wait_gone(self._living_members(), 5)
+        self.run.sweep_shared_memory()
+
+    def _living_members(self) -> list[int]:
+        return [pid for pid, start in self._members.items() if start is not None and processes.started_at(pid) == start]
+
+    def note_members(self) -> None:
+        """Remember what runs below the server now, so that it can be ended should the server be gone first."""
+        if self.is_running:
+            self._members.update({pid: processes.started_at(pid) for pid in processes.descendants(self.pid)})
+
+    def stub_pids(self, model: str) -> list[int]:
+        """Return the stub processes of a model: one, or none when it has died."""
+        return processes.stubs(self.pid).get(model, [])
+
+    def stub_pid(self, model: str) -> int:
+        pids = self.stub_pids(model)
+        if len(pids) != 1:
+            raise BiremeError(f"model {model} has {len(pids)} stub processes, not one")
+        return pids[0]
+
+    def engine_pid(self, model: str) -> int:
+        pids = processes.engines(self.stub_pid(model))
+        if len(pids) != 1:
+            raise BiremeError(f"model {model} has {len(pids)} engine processes, not one")
+        return pids[0]
+
+    def metrics_text(self) -> str:
+        return self.admin.metrics_text()
+
+    def tail(self, lines: int = _SHOWN_LINES) -> str:
+        """Return the last lines that the server and its stubs wrote."""
+        return "\n".join(list(self._tail)[-lines:])
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _parent(self, prepared: Prepared) -> None:
+        """The thread whose end would kill the server: lives as long as it does."""
+        try:
+            self._process = self._spawn(prepared)
+        except OSError as error:
+            self._start_error = error
+            self._exited.set()
+            return
+        finally:
+            self._started.set()
+        assert self._process.stdout is not None
+        reader = threading.Thread(target=self._read, args=(self._process.stdout,), name="tritonserver-log", daemon=True)
+        reader.start()
+        self._process.wait()
+        reader.join(1)  # a stub that outlives the server holds the pipe open
+        self._exited.set()
+
+    def _spawn(self, prepared: Prepared) -> subprocess.Popen[str]:
+        # start_new_session: Ctrl-C in a terminal reaches the launcher alone, and the group can be killed whole.
+        environment = prepared.environment | self._own_environment()
+        leashed = [sys.executable, "-I", "-S", "-c", _LEASHED, str(os.getpid())]
+        return subprocess.Popen(
+            [*leashed, str(prepared.binary), *self._arguments(), *prepared.arguments, *self.options.arguments],
+            env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, text=True, errors="replace",
+        )  # fmt: skip
+
+    def _own_environment(self) -> dict[str, str]:
+        own = {
+            "BIREME_RUN_DIR": str(self.run.path),
+            "BIREME_SHM_PREFIX": self.run.shm_prefix,
+            "BIREME_GRPC": self.grpc,
+            "BIREME_BLS_THREADS": str(self.options.bls_threads),
+        }
+        return own | dict(self.options.environment)
+
+    def _arguments(self) -> list[str]:
+        options, restricted = self.options, f"{','.join(RESTRICTED_APIS)}:{ADMIN_HEADER}={self.admin_key}"
+        mode = [] if options.models is None else ["--model-control-mode=explicit"]
+        return [
+            *(f"--model-repository={folder}" for folder in options.repositories),
+            *mode,
+            *(f"--load-model={model}" for model in options.models or ()),
+            *(f"--{name}-address={options.host}" for name in ("http", "grpc", "metrics")),
+            f"--http-port={options.ports.http}",
+            f"--grpc-port={options.ports.grpc}",
+            f"--metrics-port={options.ports.metrics}",
+            f"--http-thread-count={options.http_threads}",
+            f"--exit-timeout-secs={options.exit_timeout_s}",
+            f"--http-restricted-api={restricted}",
+            f"--grpc-restricted-protocol={restricted}",
+            f"--backend-config=python,shm-region-prefix-name={self.run.shm_prefix}",
+            f"--backend-config=python,thread-pool-size={options.thread_pool_size}",
+        ]
+
+    def _read(self, stream: IO[str]) -> None:
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(self.log_path.open("a")) if self.log_path else None
+            for line in stream:
+                line = line.rstrip("\n")
+                self._tail.append(line)
+                if log is not None:
+                    print(line, file=log, flush=True)
+                self._on_line(line)
+
+    def _wait_ready(self, timeout_s: float, is_wanted: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.admin.is_ready():
+            if self._exited.wait(0.05):
+                self.kill()
+                raise ServerStartError(self._failure(f"tritonserver exited with code {self.returncode}"))
+            if not is_wanted():
+                return
+            if time.monotonic() > deadline:
+                self.kill()
+                raise ServerStartError(self._failure(f"tritonserver was not ready within {timeout_s:.0f} s"))
+        self.note_members()
+
+    def _failure(self, what: str) -> str:
+        failed = failed_models(list(self._tail))
+        if failed:
+            return what + "".join(f"\n  model {model}: {reason}" for model, reason in failed.items())
+        return f"{what}; its last lines:\n{self.tail()}"
+
+
+def address(host: str, port: int) -> str:
+    """Return host:port as a client on this machine uses it."""
+    if host in ("0.0.0.0", "::", ""):
+        host = "127.0.0.1"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def failed_models(lines: list[str]) -> dict[str, str]:
+    """Return model -> reason out of the table that Triton prints when loading has ended."""
+    failed: dict[str, str] = {}
+    model = ""
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|", 2)] if line.startswith("|") else []
+        if len(cells) != 3:
+            continue
+        if cells[0]:
+            model = cells[0] if cells[2].startswith("UNAVAILABLE") else ""
+            if model:
+                failed[model] = cells[2]
+        elif model and cells[2]:
+            failed[model] += f" {cells[2]}"
+    return failed
+
+
+@contextlib.contextmanager
+def start_server(
+    recipe: str | Path | Recipe | None = None,
+    *,
+    ports: Ports | None = None,
+    env: Mapping[str, str] | None = None,
+    override: str = "",
+    models: tuple[str, ...] | None = None,
+    repositories: tuple[Path, ...] | None = None,
+    timeout_s: float = 180.0,
+    arguments: tuple[str, ...] = (),
+) -> Iterator[Server]:
+    """Run a tritonserver of its own for the length of the block: own ports, run folder, log file.
+
+    All models and replicas of the recipe are loaded, or those named in `models` (explicit mode, so that
+    they can be loaded and unloaded). `repositories` replaces the recipe's model folders.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe, override)
+    run = RunFolder()
+    environment = {"BIREME_RECIPE": recipe.folder, "BIREME_OVERRIDE": override, **(env or {})}
+    try:
+        if repositories is None:
+            repositories = (run.path / "models",)
+            link_models(repositories[0], recipe)
+        options = ServerOptions(
+            repositories=repositories, ports=ports or free_ports(), models=models, environment=environment,
+            arguments=arguments,
+        )  # fmt: skip
+        server = Server(options, run, log_path=run.path / "tritonserver.log")
+        with server:
+            server.start(timeout_s)
+            yield server
+    finally:
+        run.remove()

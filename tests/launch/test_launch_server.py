@@ -1,0 +1,98 @@
+"""A real tritonserver started and stopped, with a small model of the tests' own."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from bireme.launch import ServerStartError, free_ports, processes, start_server
+from bireme.launch.run_folder import SHM, default_base
+
+pytestmark = pytest.mark.server
+
+PORTS = range(23300, 23340)
+MODEL = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "x", "data_type": "TYPE_INT32", "dims": [1]})
+        config.add_output({"name": "y", "data_type": "TYPE_INT32", "dims": [1]})
+        return config
+
+    def initialize(self, args):
+        %s
+
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros(1, np.int32))]) for _ in requests]
+"""
+CONFIG = 'backend: "python"\ninstance_group [{ kind: KIND_MODEL count: 1 }]\n'
+
+
+def make_repository(folder: Path, initialize: str = "pass", name: str = "echo") -> Path:
+    version = folder / name / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(MODEL % initialize)
+    (version.parent / "config.pbtxt").write_text(CONFIG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, recipe):
+    repository = make_repository(tmp_path_factory.mktemp("repository"))
+    with start_server(recipe, ports=free_ports(PORTS), repositories=(repository,), models=("echo",)) as server:
+        yield server
+
+
+def test_a_started_server_is_ready_and_names_its_stub(server):
+    assert server.admin.is_ready()
+    assert processes.stub_model(processes.command_line(server.stub_pid("echo"))) == "echo"
+
+
+def test_metrics_are_reachable(server):
+    assert "nv_inference_request_success" in server.metrics_text()
+
+
+def test_models_load_and_unload_with_the_key(server):
+    server.admin.unload("echo")
+    server.admin.load("echo")
+    assert server.admin.index()["echo"][0] == "READY"
+
+
+def test_model_control_is_refused_without_the_key(server):
+    other = type(server.admin)(server.http, server.metrics, "")
+    with pytest.raises(Exception, match="restricted"):
+        other.unload("echo")
+    assert server.admin.is_model_ready("echo")
+
+
+def test_stopping_leaves_no_process_no_shared_memory_and_no_folder(tmp_path, recipe):
+    repository = make_repository(tmp_path)
+    with start_server(recipe, ports=free_ports(PORTS), repositories=(repository,)) as server:
+        members = [server.pid, server.stub_pid("echo")]
+        run = server.run
+        assert list(SHM.glob(f"{run.shm_prefix}*"))
+    assert server.returncode == 0
+    assert not any(processes.is_alive(pid) for pid in members)
+    assert not list(SHM.glob(f"{run.shm_prefix}*"))
+    assert not run.path.exists()
+
+
+def test_a_killed_server_takes_its_stubs_along(tmp_path, recipe):
+    repository = make_repository(tmp_path)
+    with start_server(recipe, ports=free_ports(PORTS), repositories=(repository,)) as server:
+        members = [server.pid, server.stub_pid("echo")]
+        os.kill(server.pid, signal.SIGKILL)
+        assert server.wait(5)
+    assert not any(processes.is_alive(pid) for pid in members)
+
+
+def test_a_model_that_fails_to_load_is_named_with_its_reason(tmp_path, recipe):
+    repository = make_repository(tmp_path, "raise RuntimeError('no such galley')")
+    before = set(default_base().glob("*"))
+    with pytest.raises(ServerStartError, match="model echo: .*no such galley"):
+        with start_server(recipe, ports=free_ports(PORTS), repositories=(repository,)):
+            pass
+    assert not [path for path in set(default_base().glob("*")) - before if path.name.startswith(f"{os.getpid()}-")]
