@@ -16,8 +16,8 @@ is refused with UNAVAILABLE, never lost and never run unseen.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -106,6 +106,20 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     error: str = ""  # "CODE: text" when reason is error or timeout
     stop_token_id: int | None = None  # the token that ended it; it is not among the tokens delivered
     disaggregated_params: bytes | None = None  # signed; context_only
+
+
+class Sink(Protocol):
+    """Takes what an engine makes for one request. Must be quick and must not raise."""
+
+    def push(
+        self,
+        tokens: Sequence[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> None: ...
+
+    def finish(self, finish: Finish) -> None:
+        """Called exactly once, after the last push; an engine's death comes as reason `error`, UNAVAILABLE."""
 
 
 class Submit(msgspec.Struct, array_like=True, tag="s", gc=False):

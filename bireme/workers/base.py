@@ -6,25 +6,11 @@ Unary calls (`tokenize`, `prefill`, `encode`) are coroutines. Decode's tokens co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bireme.messages import EngineRequest, Finish, TokenLogprobs
-
-
-class Sink(Protocol):
-    """Takes what an engine makes for one request. Must be quick and must not raise."""
-
-    def push(
-        self,
-        tokens: Sequence[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-    ) -> None: ...
-
-    def finish(self, finish: Finish) -> None:
-        """Called exactly once, after the last push; an engine's death comes as reason `error`, UNAVAILABLE."""
+from bireme.messages import EngineRequest
+from bireme.messages import Sink as Sink  # engines/client.py, which is below this package, takes sinks as well
 
 
 class Generation(Protocol):
