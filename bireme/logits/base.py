@@ -1,0 +1,38 @@
+"""The logits processor protocol: Dynamo's `BaseLogitsProcessor`, plus a context at creation.
+
+A processor belongs to one sequence and may keep state. It is made by a factory
+`factory(context, **arguments)`, then called once a step:
+
+    processor(token_ids, logits)    # token_ids: prompt and generated tokens so far, do not change it
+                                    # logits: float32 tensor (vocab,), to be changed in place
+
+What it raises ends that request with INTERNAL, and no other. After a migration it is made anew and sees
+the resumed tokens in `token_ids`: state that does not follow from `token_ids` is lost then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorContext:
+    """What a processor may know of its sequence."""
+
+    request_id: str
+    vocab_size: int
+    num_prompt_tokens: int
+    eos_ids: tuple[int, ...] = ()
+
+
+class LogitsProcessor(Protocol):
+    def __call__(self, token_ids: Sequence[int], logits: torch.Tensor) -> None: ...
+
+
+# factory(context, **arguments): makes a processor; raises RequestError or ValueError for wrong arguments
+ProcessorFactory = Callable[..., LogitsProcessor]

@@ -1,0 +1,173 @@
+"""What the sampler remembers of one sequence between steps, in numpy and Python; knows no tensors.
+
+Everything that changes logits at few places (penalties, bias, bans) is kept sparse, as token ids and
+values, so that a row costs what it uses and not the size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from bireme.errors import RequestError
+from bireme.logits.base import LogitsProcessor
+from bireme.messages import SamplingParams
+
+Ids = npt.NDArray[np.int64]
+Values = npt.NDArray[np.float32]
+
+
+def temperature_of(params: SamplingParams) -> float:
+    """Return the temperature to sample at; 0.0 is greedy.
+
+    Unset is greedy, unless top_k, top_p or min_p ask for sampling: then 1.0. 0 is greedy whatever the others
+    say, and so are top_k 1 and top_p 0, which leave one token.
+    """
+    if params.temperature == 0 or params.top_k == 1 or params.top_p == 0:
+        return 0.0
+    if params.temperature is not None:
+        return params.temperature
+    return 1.0 if params.top_k or params.top_p is not None or params.min_p else 0.0
+
+
+class TokenCounts:
+    """Which tokens a sequence holds and how often it generated each, as growing columns."""
+
+    __slots__ = ("_ids", "_outputs", "_size", "_slots", "_vocab_size")
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._slots: dict[int, int] = {}
+        self._size = 0
+        self._ids: Ids = np.zeros(64, dtype=np.int64)
+        self._outputs: Values = np.zeros(64, dtype=np.float32)
+
+    @property
+    def ids(self) -> Ids:
+        return self._ids[: self._size]
+
+    @property
+    def outputs(self) -> Values:
+        """How often each of `ids` was generated; 0: it is only in the prompt."""
+        return self._outputs[: self._size]
+
+    def see(self, tokens: Iterable[int]) -> None:
+        """Count prompt tokens. Placeholders of media lie outside the vocabulary and are passed over."""
+        for token in set(tokens):
+            if 0 <= token < self._vocab_size:
+                self._slot(token)
+
+    def generate(self, token: int) -> None:
+        self._outputs[self._slot(token)] += 1
+
+    def _slot(self, token: int) -> int:
+        slot = self._slots.get(token)
+        if slot is None:
+            slot = self._slots[token] = self._size
+            if slot == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._outputs = np.concatenate([self._outputs, np.zeros_like(self._outputs)])
+            self._ids[slot] = token
+            self._size += 1
+        return slot
+
+
+class Row:
+    """One sequence: its parameters in the form the sampler needs, and its history where something needs it."""
+
+    __slots__ = (
+        "_banned_always",
+        "_banned_sequences",
+        "_min_tokens",
+        "_stop_ids",
+        "bias_ids",
+        "bias_values",
+        "counts",
+        "frequency",
+        "history",
+        "is_plain",
+        "min_p",
+        "num_output",
+        "num_top",
+        "presence",
+        "processors",
+        "repetition",
+        "seed",
+        "temperature",
+        "top_k",
+        "top_p",
+    )
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        eos_ids: Sequence[int],
+        vocab_size: int,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        self.temperature = temperature_of(params)
+        self.top_k = min(params.top_k or 0, vocab_size)
+        self.top_p = 1.0 if params.top_p is None else params.top_p
+        self.min_p = params.min_p or 0.0
+        if params.seed is None and self.temperature:
+            raise RequestError("seed is unset; whoever lets a request in draws one, so that it can be resumed exactly")
+        self.seed = params.seed or 0
+        self.num_top = params.logprobs  # None: no log probabilities; k: the k likeliest beside the chosen token
+        self.num_output = 0
+        self.processors = tuple(processors)
+        self._take_penalties(params, prompt_ids, vocab_size)
+        self._take_bans(params, eos_ids)
+        wants_history = self._banned_sequences or self.processors
+        self.history: list[int] | None = list(prompt_ids) if wants_history else None
+        self.is_plain = not (
+            self.temperature
+            or self.counts
+            or len(self.bias_ids)
+            or len(self._banned_always)
+            or self._min_tokens
+            or wants_history
+        )
+        for token in output_ids:
+            self.append(token)
+
+    def _take_penalties(self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:
+        self.repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
+        self.presence = params.presence_penalty or 0.0
+        self.frequency = params.frequency_penalty or 0.0
+        self.counts: TokenCounts | None = None
+        if self.repetition != 1.0 or self.presence or self.frequency:
+            self.counts = TokenCounts(vocab_size)
+        if self.counts and self.repetition != 1.0:
+            self.counts.see(prompt_ids)
+        self.bias_ids: Ids = np.fromiter(params.logit_bias.keys(), np.int64)
+        self.bias_values: Values = np.fromiter(params.logit_bias.values(), np.float32)
+
+    def _take_bans(self, params: SamplingParams, eos_ids: Sequence[int]) -> None:
+        single = [ids[0] for ids in params.bad_token_ids if len(ids) == 1]
+        self._banned_always: Ids = np.array(single, dtype=np.int64)
+        self._banned_sequences = tuple(ids for ids in params.bad_token_ids if len(ids) > 1)
+        self._min_tokens = params.min_tokens or 0
+        self._stop_ids: Ids = np.array([*eos_ids, *params.stop_token_ids], dtype=np.int64)
+
+    def banned(self) -> Ids:
+        """Return the token ids that may not come next."""
+        parts = [self._banned_always]
+        if self.num_output < self._min_tokens:
+            parts.append(self._stop_ids)
+        history = self.history
+        if history is not None:
+            last = [ids[-1] for ids in self._banned_sequences if tuple(history[1 - len(ids) :]) == ids[:-1]]
+            parts.append(np.array(last, dtype=np.int64))
+        return np.concatenate(parts)
+
+    def append(self, token: int) -> None:
+        """Take a generated token into the history."""
+        self.num_output += 1
+        if self.counts is not None:
+            self.counts.generate(token)
+        if self.history is not None:
+            self.history.append(token)

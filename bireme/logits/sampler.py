@@ -1,0 +1,235 @@
+"""Chooses the next token of every row of a step. One Sampler belongs to one engine thread.
+
+The order is: logit bias; repetition, frequency and presence penalty; bad words and, until min_tokens,
+stop ids masked; the request's own processors; temperature; top-k; top-p; min-p; draw. Log probabilities
+are those of the model itself, before all of that, as in OpenAI's API and vLLM's default.
+
+Repetition counts prompt and output, presence and frequency count output alone (vLLM, TensorRT-LLM).
+Bad words are matched over prompt and output (transformers). A row's result depends on its own logits,
+history, seed and position, never on the rest of the batch. A row whose logits are unusable (NaN, or
+everything masked) or whose processor raised is reported in `Sampled.errors`, and the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from bireme.errors import BiremeError, RequestError
+from bireme.logits import filters
+from bireme.logits.base import LogitsProcessor, ProcessorContext
+from bireme.logits.logprobs import token_logprobs
+from bireme.logits.random import uniforms
+from bireme.logits.registry import create
+from bireme.logits.rows import Row
+from bireme.messages import SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    import torch
+
+Key = TypeVar("Key", bound=Hashable)
+NO_TOKEN = -1  # in place of the token of a failed row
+
+
+@dataclass(slots=True)
+class Sampled:
+    """One entry a row, in the order of the rows."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+    errors: dict[int, BiremeError] = field(default_factory=dict)  # row -> why it has no token
+
+
+class Sampler(Generic[Key]):
+    """All sequences of an engine, by the engine's own keys."""
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._is_cpu = str(device).startswith("cpu")
+        self._rows: dict[Key, Row] = {}
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise RequestError for what only the model's vocabulary and this process's plug-ins can tell."""
+        ids = {
+            "logit_bias": params.logit_bias,
+            "bad_token_ids": [token for sequence in params.bad_token_ids for token in sequence],
+            "stop_token_ids": params.stop_token_ids,
+        }
+        for name, tokens in ids.items():
+            wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
+            if wrong is not None:
+                raise RequestError(f"{name}: token id {wrong} is not in the vocabulary, 0 to {self._vocab_size - 1}")
+        self._processors(params, "check", 0, ())
+
+    def add(
+        self,
+        key: Key,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int] = (),
+        eos_ids: Sequence[int] = (),
+    ) -> None:
+        """Start, or after a preemption restart, a sequence. Raises RequestError as `check` does."""
+        self.check(params)
+        processors = self._processors(params, str(key), len(prompt_ids), tuple(eos_ids))
+        self._rows[key] = Row(params, prompt_ids, output_ids, eos_ids, self._vocab_size, processors)
+
+    def remove(self, key: Key) -> None:
+        """Forget a sequence; one that is unknown is ignored."""
+        self._rows.pop(key, None)
+
+    def sample(self, logits: torch.Tensor, keys: Sequence[Key]) -> Sampled:
+        """Choose one token a row of `logits` (rows, vocab), any float dtype; it is left unchanged."""
+        logits = logits[:, : self._vocab_size]  # heads may be padded
+        rows = [self._rows[key] for key in keys]
+        tokens = [NO_TOKEN] * len(rows)
+        errors: dict[int, BiremeError] = {}
+        plain = [at for at, row in enumerate(rows) if row.is_plain]
+        if plain:
+            self._argmax(_pick(logits, plain), plain, tokens)
+        if len(plain) < len(rows):
+            worked = [at for at, row in enumerate(rows) if not row.is_plain]
+            self._process(logits[worked].float(), [rows[at] for at in worked], worked, tokens, errors)
+        for at, token in enumerate(tokens):
+            if token == NO_TOKEN:
+                errors.setdefault(at, BiremeError("the model's logits are not finite; check the weights and the dtype"))
+            else:
+                rows[at].append(token)
+        return Sampled(tokens, _logprobs(logits, rows, tokens), errors)
+
+    def prompt_logprobs(self, logits: torch.Tensor, next_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
+        """Return, for each row, the log probability of the token that followed, and the k likeliest."""
+        return token_logprobs(logits[:, : self._vocab_size], next_ids, k)
+
+    def _processors(
+        self, params: SamplingParams, request_id: str, num_prompt: int, eos_ids: tuple[int, ...]
+    ) -> list[LogitsProcessor]:
+        if not params.logits_processors:
+            return []
+        return create(params.logits_processors, ProcessorContext(request_id, self._vocab_size, num_prompt, eos_ids))
+
+    def _argmax(self, logits: torch.Tensor, at: list[int], tokens: list[int]) -> None:
+        """Fill in the greedy tokens of rows without any processing; unusable rows stay NO_TOKEN."""
+        if self._is_cpu:
+            # torch's argmax is single-threaded scalar code on CPU, several times slower than numpy's in fp32
+            array = logits.float().numpy()
+            ids = array.argmax(-1)  # the first NaN, if there is one
+            best = array[np.arange(len(ids)), ids].tolist()
+            chosen = ids.tolist()
+        else:
+            values, indices = logits.max(-1)
+            best, chosen = values.tolist(), indices.tolist()
+        for row, token, value in zip(at, chosen, best, strict=True):
+            if _is_usable(value):
+                tokens[row] = token
+
+    def _process(
+        self, work: torch.Tensor, rows: list[Row], at: list[int], tokens: list[int], errors: dict[int, BiremeError]
+    ) -> None:
+        """Edit the float32 copy `work` (rows, vocab) in place and choose from it."""
+        self._edit(work, rows)
+        for index, row in enumerate(rows):
+            for processor in row.processors:
+                try:
+                    processor(row.history or [], work[index])
+                except Exception as error:  # a user's code; whatever it raises ends this request alone
+                    name = type(processor).__name__
+                    errors[at[index]] = BiremeError(f"logits processor {name}: {type(error).__name__}: {error}")
+                    work[index].fill_(float("nan"))
+                    break
+        self._argmax(work, at, tokens)
+        drawn = [i for i, row in enumerate(rows) if row.temperature and tokens[at[i]] != NO_TOKEN]
+        if drawn:
+            chosen = self._draw(_pick(work, drawn), [rows[i] for i in drawn])
+            for i, token in zip(drawn, chosen, strict=True):
+                tokens[at[i]] = token
+
+    def _edit(self, work: torch.Tensor, rows: list[Row]) -> None:
+        """Apply bias, penalties and bans: few places a row, gathered from all rows and changed in three steps."""
+        flat = work.view(-1)
+        biased = [(i, row) for i, row in enumerate(rows) if len(row.bias_ids)]
+        if biased:
+            places = self._places([(i, row.bias_ids) for i, row in biased])
+            flat.index_add_(0, places, self._tensor(np.concatenate([row.bias_values for _, row in biased])))
+        penalised = [(i, row) for i, row in enumerate(rows) if row.counts is not None and len(row.counts.ids)]
+        if penalised:
+            self._penalise(flat, penalised)
+        banned = [(i, ids) for i, row in enumerate(rows) if len(ids := row.banned())]
+        if banned:
+            flat.index_fill_(0, self._places(banned), float("-inf"))
+
+    def _penalise(self, flat: torch.Tensor, rows: list[tuple[int, Row]]) -> None:
+        places, subtract, divide = [], [], []
+        for i, row in rows:
+            counts = row.counts
+            assert counts is not None
+            places.append((i, counts.ids))
+            subtract.append(
+                counts.outputs * np.float32(row.frequency) + (counts.outputs > 0) * np.float32(row.presence)
+            )
+            divide.append(np.full(len(counts.ids), row.repetition, dtype=np.float32))
+        where = self._places(places)
+        values, factor = flat[where], self._tensor(np.concatenate(divide))
+        flat[where] = (values / factor).where(values > 0, values * factor) - self._tensor(np.concatenate(subtract))
+
+    def _draw(self, work: torch.Tensor, rows: list[Row]) -> list[int]:
+        scaled = filters.scale(work, self._column([row.temperature for row in rows]))
+        threshold = self._threshold(scaled, rows)
+        numbers = uniforms([row.seed for row in rows], [row.num_output for row in rows])
+        chosen: list[int] = filters.draw(scaled, threshold, self._tensor(numbers).unsqueeze(1)).tolist()
+        return chosen
+
+    def _threshold(self, scaled: torch.Tensor, rows: list[Row]) -> torch.Tensor | None:
+        """Return the smallest value each row keeps, (rows, 1); None when no row filters."""
+        limited = [i for i, row in enumerate(rows) if row.top_k]
+        nucleus = [i for i, row in enumerate(rows) if row.top_p < 1]
+        if not limited and not nucleus and not any(row.min_p for row in rows):
+            return None
+        threshold = scaled.new_full((len(rows), 1), float("-inf"))
+        if limited:
+            top_k = [rows[i].top_k for i in limited]
+            threshold[limited] = filters.top_k_threshold(
+                _pick(scaled, limited), self._tensor(np.array(top_k)), max(top_k)
+            )
+        if nucleus:
+            top_p = self._column([rows[i].top_p for i in nucleus])
+            threshold[nucleus] = filters.top_p_threshold(_pick(scaled, nucleus), threshold[nucleus], top_p)
+        min_p = np.array([[row.min_p] for row in rows], dtype=np.float32)
+        with np.errstate(divide="ignore"):
+            return threshold.maximum(self._tensor(np.log(min_p)))
+
+    def _places(self, ids: list[tuple[int, Any]]) -> torch.Tensor:
+        """Return positions in the flat logits of (row, token ids)."""
+        return self._tensor(np.concatenate([tokens + i * self._vocab_size for i, tokens in ids]))
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(array).to(self._device)
+
+    def _column(self, values: list[float]) -> torch.Tensor:
+        return self._tensor(np.array(values, dtype=np.float32)).unsqueeze(1)
+
+
+def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Return these rows; without a copy when they are all."""
+    return tensor if len(rows) == len(tensor) else tensor[rows]
+
+
+def _is_usable(value: float) -> bool:
+    return -float("inf") < value < float("inf")
+
+
+def _logprobs(logits: torch.Tensor, rows: list[Row], tokens: list[int]) -> list[TokenLogprobs | None]:
+    found: list[TokenLogprobs | None] = [None] * len(rows)
+    wanted = [at for at, row in enumerate(rows) if row.num_top is not None and tokens[at] != NO_TOKEN]
+    if wanted:
+        most = max(rows[at].num_top or 0 for at in wanted)
+        entries = token_logprobs(_pick(logits, wanted), [tokens[at] for at in wanted], most)
+        for at, entry in zip(wanted, entries, strict=True):
+            found[at] = entry[: 1 + (rows[at].num_top or 0)]
+    return found
