@@ -126,8 +126,8 @@ class TopP:
     def __call__(self, token_ids: Sequence[int], logits: torch.Tensor) -> None:
         if self._top_p < 1:
             scaled = (logits - logits.max()).unsqueeze(0)
-            floor = scaled.new_full((1, 1), _MINUS_INFINITY)
-            threshold = filters.top_p_threshold(scaled, floor, scaled.new_tensor([[self._top_p]]))
+            whole = _index([scaled.shape[1]], logits).unsqueeze(0)
+            threshold = filters.top_p_threshold(scaled, whole, scaled.new_tensor([[self._top_p]]))
             logits[scaled[0] < threshold[0]] = _MINUS_INFINITY
 
 
