@@ -1,20 +1,34 @@
 """The interface between a pipeline and the models that it calls.
 
-Unary calls (`tokenize`, `prefill`, `encode`) are coroutines. Decode's tokens come over the token bus to a
-`Sink`, called on the loop's thread once a step and request: no task switch a token.
+Unary calls (`tokenize`, `prefill`, `abort_prefill`) are coroutines. Decode's tokens come over the token
+bus to a `Sink`, called on the loop's thread once a step and request: no task switch a token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from bireme.messages import EngineRequest
-from bireme.messages import Sink as Sink  # engines/client.py, which is below this package, takes sinks as well
+from bireme.errors import BiremeError, UnavailableError
+from bireme.messages import EngineRequest, Sink, Usage
+
+__all__ = ["Generation", "PrefillResult", "Sink", "UnreachableError", "WorkerClient"]
+
+
+class UnreachableError(UnavailableError):
+    """No server answers at the address; waiting for an engine would not help."""
 
 
 class Generation(Protocol):
     """A request under way in a decode worker."""
+
+    @property
+    def was_sent(self) -> bool:
+        """Has the worker been given it? False: a refusal or failure cost nothing."""
+
+    @property
+    def failure(self) -> BiremeError | None:
+        """Why this side ended it (its engine lost, no worker there); None: the engine made the finish."""
 
     def abort(self) -> None:
         """Stop it; the sink still gets its finish. Harmless after the end."""
@@ -24,6 +38,7 @@ class Generation(Protocol):
 class PrefillResult:
     disaggregated_params: bytes
     output_ids: tuple[int, ...]
+    usage: Usage = field(default_factory=Usage)
 
 
 class WorkerClient(Protocol):
@@ -33,7 +48,8 @@ class WorkerClient(Protocol):
 
     async def prefill(self, worker: str, request: EngineRequest, request_id: str) -> PrefillResult: ...
 
-    async def abort_prefill(self, worker: str, request_id: str) -> None: ...
+    async def abort_prefill(self, worker: str, request_id: str) -> None:
+        """Stop a prefill, or free the lease of one that has ended. Raises NotFoundError when neither is there."""
 
     def decode(self, worker: str, request: EngineRequest, sink: Sink) -> Generation:
         """Start generating; raises nothing: what goes wrong comes as the sink's finish."""

@@ -1,0 +1,371 @@
+"""The consumer's side of the token bus: one subscription a decode worker, whatever the number of requests.
+
+A `Session` is one gRPC stream with one subscription, which lasts for one life of the worker's engine.
+Commands that pile up while a write is under way go out together; whole engine steps come in and each
+request's sink is called on the loop's thread. A `Bus` keeps the current session of one worker, opens it
+with the first request and closes it a second after the last (Triton does not exit while a stream is open).
+
+What can end a session, and what its requests get:
+    refused, never opened      UNAVAILABLE, as never sent: the caller may try again at no cost
+    server not reachable       UnreachableError, naming BIREME_GRPC
+    Step(lost), stream broken  EngineLostError for all that were sent
+    subscription unknown       (the stub closed it) silent requests go to a new session once, others are lost
+    no news for stall_timeout  EngineLostError; the stub answers keepalives, so silence means that it is dead
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from bireme.errors import (
+    BiremeError,
+    EngineLostError,
+    NotFoundError,
+    UnavailableError,
+    from_message,
+    to_message,
+)
+from bireme.messages import (
+    VERSION,
+    Abort,
+    Capacity,
+    Commands,
+    Drain,
+    Drop,
+    EngineRequest,
+    Finish,
+    Ping,
+    Sink,
+    Step,
+    Submit,
+    Usage,
+    Welcome,
+    encode,
+    unpack_bus,
+)
+from bireme.workers.channel import infer_request, rpc_error, stream_method, unreachable
+
+logger = logging.getLogger("bireme.bus")
+IDLE_S = 1.0  # without requests for so long, a session closes
+KEEPALIVE_S = 3.0  # the stub hears from us at least so often
+OPEN_TIMEOUT_S = 10.0  # from the first byte to Welcome
+_MAX_COMMANDS = 512  # in one message
+
+
+class Ticket:
+    """One request on a bus; workers.base.Generation."""
+
+    __slots__ = ("failure", "number", "request", "session", "sink", "was_heard", "was_sent")
+
+    def __init__(self, request: EngineRequest, sink: Sink) -> None:
+        self.request, self.sink = request, sink
+        self.number = 0
+        self.session: Session | None = None  # None: it has ended
+        self.was_sent = False
+        self.was_heard = False  # the engine has answered: it can't be sent again unseen
+        self.failure: BiremeError | None = None
+
+    def abort(self) -> None:
+        if self.session is not None:
+            self.session.abort(self)
+
+    def fail(self, error: BiremeError) -> None:
+        """End it from this side."""
+        self.session, self.failure = None, error
+        self.sink.finish(Finish("error", Usage(), error=to_message(error)))
+
+
+class Bus:
+    """The way to one decode worker."""
+
+    def __init__(self, worker: str, address: str, channel: Callable[[], Any], stall_timeout_s: float) -> None:
+        self.worker, self.address, self.stall_timeout_s = worker, address, stall_timeout_s
+        self.channel = channel
+        self.capacity: Capacity | None = None  # of the last life that was seen
+        self._session: Session | None = None
+        self._closing: set[Session] = set()
+
+    def submit(self, request: EngineRequest, sink: Sink) -> Ticket:
+        ticket = Ticket(request, sink)
+        self.place(ticket)
+        return ticket
+
+    def place(self, ticket: Ticket) -> None:
+        if self._session is None:
+            self._session = Session(self)
+        self._session.submit(ticket)
+
+    def retire(self, session: Session) -> None:
+        """The session takes no more requests."""
+        if self._session is session:
+            self._session = None
+        self._closing.add(session)
+
+    def ended(self, session: Session) -> None:
+        self._closing.discard(session)
+
+    async def close(self) -> None:
+        """End all requests with UNAVAILABLE and close the subscription."""
+        if self._session is not None:
+            self._session.shut()
+        sessions = list(self._closing)
+        if sessions:
+            await asyncio.wait([session.task for session in sessions], timeout=3.0)
+
+
+class Session:
+    """One subscription, from its opening to its end."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._tickets: dict[int, Ticket] = {}
+        self._numbers = 0
+        self._outbox: list[Submit | Abort | Drop | Ping | Drain] = []
+        self._wake = asyncio.Event()
+        self._welcome: Welcome | None = None
+        self._call: Any = None
+        self._is_open = True  # takes requests
+        self._tick_s = min(IDLE_S / 2, bus.stall_timeout_s / 4)
+        self._said_at = self._heard_at = self._busy_at = time.monotonic()
+        self.task = asyncio.get_running_loop().create_task(self._run(), name=f"bus-{bus.worker}")
+
+    # Called by requests
+
+    def submit(self, ticket: Ticket) -> None:
+        self._numbers += 1
+        ticket.number, ticket.session = self._numbers, self
+        self._tickets[ticket.number] = ticket
+        self._outbox.append(Submit(ticket.number, ticket.request))
+        self._wake.set()
+
+    def abort(self, ticket: Ticket) -> None:
+        if not ticket.was_sent:
+            self._tickets.pop(ticket.number, None)
+            self._outbox = [command for command in self._outbox if getattr(command, "number", 0) != ticket.number]
+            ticket.session = None
+            ticket.sink.finish(Finish("cancelled", Usage()))
+            return
+        self._outbox.append(Abort(ticket.number))
+        self._wake.set()
+
+    def shut(self) -> None:
+        """Fail everything and close; for the end of the process."""
+        self._end(UnavailableError(f"{self._bus.worker}: this process is shutting down; try again"))
+        self._wake.set()
+
+    # The session's life
+
+    async def _run(self) -> None:
+        error: BiremeError = EngineLostError(f"{self._bus.worker}: the token bus was closed")
+        try:
+            error = await self._serve()
+        except asyncio.CancelledError:
+            raise
+        except Exception as wrong:
+            logger.exception("bus_failed worker=%s", self._bus.worker)
+            error = BiremeError(f"token bus of {self._bus.worker}: {type(wrong).__name__}: {wrong}")
+        finally:
+            self._end(error)
+            if self._call is not None:
+                self._call.cancel()
+            self._bus.ended(self)
+
+    async def _serve(self) -> BiremeError:
+        """Open, work, close. Returns what the remaining requests are told."""
+        import grpc
+
+        try:
+            self._call = stream_method(self._bus.channel())()
+            await asyncio.wait_for(self._subscribe(), OPEN_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            return unreachable(self._bus.address, f"no answer from {self._bus.worker} in {OPEN_TIMEOUT_S:g} s")
+        except grpc.aio.AioRpcError as error:
+            return rpc_error(error, self._bus.address)
+        except BiremeError as error:
+            return error
+        reader = asyncio.ensure_future(self._read())
+        writer = asyncio.ensure_future(self._write())
+        try:
+            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            if writer in done and not writer.exception() and not self._tickets:
+                await self._leave(reader)
+            return self._outcome(done)
+        finally:
+            reader.cancel()
+            writer.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+    async def _subscribe(self) -> None:
+        await self._call.write(infer_request(self._bus.worker, {"subscribe": b"open"}))
+        while self._welcome is None:
+            if not await self._receive():
+                raise UnavailableError(f"{self._bus.worker}: the stream ended before the subscription; try again")
+
+    async def _read(self) -> BiremeError:
+        while await self._receive():
+            pass
+        return EngineLostError(f"{self._bus.worker}: the token bus was closed by the server")
+
+    async def _receive(self) -> bool:
+        """Take one response off the stream; false at its end. Raises the error that it carries."""
+        import grpc
+
+        response = await self._call.read()
+        if response is grpc.aio.EOF:
+            return False
+        if response.error_message:
+            raise from_message(response.error_message)
+        self._heard_at = time.monotonic()
+        for item in unpack_bus(response.infer_response.raw_output_contents[0]):
+            if isinstance(item, Step):
+                self._take(item)
+            else:
+                self._greet(item)
+        return True
+
+    def _greet(self, welcome: Welcome) -> None:
+        if welcome.version != VERSION:
+            raise UnavailableError(
+                f"{self._bus.worker}: speaks version {welcome.version} of the token bus, this process {VERSION};"
+                " run the same build on both sides"
+            )
+        self._welcome, self._bus.capacity = welcome, welcome.capacity
+
+    async def _write(self) -> None:
+        """Send what piled up; return when there has been nothing to do for IDLE_S."""
+        ticked_at = time.monotonic()
+        while self._is_open:
+            if time.monotonic() - ticked_at > self._tick_s:
+                ticked_at = time.monotonic()
+                await self._tick()
+            elif self._outbox:
+                commands, self._outbox = self._outbox[:_MAX_COMMANDS], self._outbox[_MAX_COMMANDS:]
+                await self._send_commands(commands)
+            else:
+                self._wake.clear()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), self._tick_s)
+
+    async def _send_commands(self, commands: list[Submit | Abort | Drop | Ping | Drain]) -> None:
+        import numpy as np
+
+        assert self._welcome is not None
+        for command in commands:
+            if isinstance(command, Submit) and (ticket := self._tickets.get(command.number)) is not None:
+                ticket.was_sent = True
+        payload = np.frombuffer(encode(Commands(self._welcome.life, commands)), np.uint8)
+        consumer = self._welcome.consumer.encode()
+        self._said_at = self._busy_at = time.monotonic()
+        await self._call.write(infer_request(self._bus.worker, {"consumer": consumer, "commands": payload}))
+
+    async def _tick(self) -> None:
+        """Go when idle, give up when the stub is silent, say that we are here."""
+        now = time.monotonic()
+        if self._tickets:
+            self._busy_at = now
+            if now - self._heard_at > self._bus.stall_timeout_s:
+                raise EngineLostError(
+                    f"{self._bus.worker}: no news for {now - self._heard_at:.1f} s;"
+                    f" pipeline.stall_timeout_s is {self._bus.stall_timeout_s:g}"
+                )
+            if now - self._said_at >= min(KEEPALIVE_S, self._bus.stall_timeout_s / 4):
+                self._said_at = now
+                await self._say(b"keep")
+        elif now - self._busy_at >= IDLE_S:
+            self._is_open = False
+            self._bus.retire(self)
+
+    async def _say(self, verb: bytes) -> None:
+        assert self._welcome is not None
+        consumer = self._welcome.consumer.encode()
+        await self._call.write(infer_request(self._bus.worker, {"subscribe": verb, "consumer": consumer}))
+
+    async def _leave(self, reader: asyncio.Future[BiremeError]) -> None:
+        """Close the subscription in good order: the server then ends the stream."""
+        import grpc
+
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._say(b"close")
+            await self._call.done_writing()
+            await asyncio.wait({reader}, timeout=1.0)
+
+    def _outcome(self, done: Iterable[asyncio.Future[Any]]) -> BiremeError:
+        """Return the reason for the end as the remaining requests are to see it."""
+        import grpc
+
+        for future in done:
+            error = future.exception()
+            if isinstance(error, (EngineLostError, NotFoundError)):
+                return error
+            if isinstance(error, BiremeError):
+                return EngineLostError(f"{self._bus.worker}: {error}")
+            if isinstance(error, (grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+                return EngineLostError(f"{self._bus.worker}: the connection to {self._bus.address} broke")
+            if error is not None:
+                raise error
+        return EngineLostError(f"{self._bus.worker}: the token bus was closed")
+
+    def _end(self, error: BiremeError) -> None:
+        """Take no more requests; tell those that remain, or pass them on to a new session."""
+        self._is_open = False
+        self._bus.retire(self)
+        tickets, self._tickets = self._tickets, {}
+        for ticket in tickets.values():
+            if isinstance(error, NotFoundError) and not ticket.was_heard:
+                ticket.was_heard = True  # once is enough
+                ticket.was_sent = False
+                self._bus.place(ticket)
+            else:
+                ticket.fail(_told(error, ticket))
+
+    # Steps
+
+    def _take(self, step: Step) -> None:
+        tickets = self._tickets
+        if step.logprobs is None and step.prompt_logprobs is None:
+            for number, tokens in step.deltas():
+                if (ticket := tickets.get(number)) is not None:
+                    ticket.was_heard = True
+                    self._push(ticket, tokens)
+        else:
+            self._take_logprobs(step)
+        for number, finish in step.finished.items():
+            if (ticket := tickets.pop(number, None)) is not None:
+                ticket.session = None
+                ticket.sink.finish(finish)
+        if step.lost:
+            raise EngineLostError(f"{self._bus.worker}: its engine died or was restarted with the request in flight")
+
+    def _take_logprobs(self, step: Step) -> None:
+        logprobs, prompts = step.logprobs or {}, dict(step.prompt_logprobs or {})
+        for number, tokens in step.deltas():
+            if (ticket := self._tickets.get(number)) is not None:
+                ticket.was_heard = True
+                self._push(ticket, tokens, logprobs.get(number), prompts.pop(number, None))
+        for number, entries in prompts.items():
+            if (ticket := self._tickets.get(number)) is not None:
+                self._push(ticket, (), None, entries)
+
+    def _push(self, ticket: Ticket, *news: Any) -> None:
+        try:
+            ticket.sink.push(*news)
+        except Exception as error:  # one broken consumer must not take the others along
+            logger.exception("sink_failed worker=%s", self._bus.worker)
+            self._tickets.pop(ticket.number, None)
+            self._outbox.append(Abort(ticket.number))
+            self._wake.set()
+            ticket.fail(BiremeError(f"{type(error).__name__}: {error}"))
+
+
+def _told(error: BiremeError, ticket: Ticket) -> BiremeError:
+    """A request that was never sent has lost nothing."""
+    if isinstance(error, EngineLostError) and not ticket.was_sent:
+        return UnavailableError(str(error))
+    if isinstance(error, NotFoundError):
+        return EngineLostError(str(error))
+    return error

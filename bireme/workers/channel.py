@@ -1,0 +1,122 @@
+"""KServe over gRPC, as far as worker clients need it: raw tensors in, raw tensors out.
+
+grpc and the generated messages are imported at the first use (0.2 s): a stub that never calls out stays light.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from bireme.errors import BiremeError, from_message
+from bireme.messages import U32
+from bireme.types import Array
+from bireme.workers.base import UnreachableError
+
+DEFAULT_ADDRESS = "127.0.0.1:8001"
+_SERVICE = "/inference.GRPCInferenceService/"
+_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),  # a restarted server is found at once
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+_DTYPES = {"INT32": np.int32, "FP32": np.float32, "UINT8": np.uint8, "UINT64": np.uint64, "BOOL": np.bool_}
+
+
+def server_address() -> str:
+    """Return the address of tritonserver's gRPC endpoint: BIREME_GRPC, else 127.0.0.1:8001."""
+    return os.environ.get("BIREME_GRPC") or DEFAULT_ADDRESS
+
+
+def open_channel(address: str) -> Any:
+    import grpc.aio
+
+    return grpc.aio.insecure_channel(address, _OPTIONS)
+
+
+def stream_method(channel: Any) -> Any:
+    from tritonclient.grpc import service_pb2
+
+    return channel.stream_stream(
+        _SERVICE + "ModelStreamInfer",
+        request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+        response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+    )
+
+
+def unary_method(channel: Any) -> Any:
+    from tritonclient.grpc import service_pb2
+
+    return channel.unary_unary(
+        _SERVICE + "ModelInfer",
+        request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+        response_deserializer=service_pb2.ModelInferResponse.FromString,
+    )
+
+
+def infer_request(model: str, tensors: Mapping[str, bytes | bool | Array]) -> Any:
+    """Build a request: bytes become BYTES[1], true and false BOOL[1], arrays UINT8[n] or INT32[n]."""
+    from tritonclient.grpc import service_pb2
+
+    request = service_pb2.ModelInferRequest(model_name=model)
+    for name, value in tensors.items():
+        if isinstance(value, bytes):
+            data_type, shape, raw = "BYTES", [1], U32.pack(len(value)) + value
+        elif isinstance(value, bool):
+            data_type, shape, raw = "BOOL", [1], b"\1" if value else b"\0"
+        else:
+            data_type, shape, raw = _data_type(value), list(value.shape), value.tobytes()
+        request.inputs.add(name=name, datatype=data_type, shape=shape)
+        request.raw_input_contents.append(raw)
+    return request
+
+
+def outputs_of(response: Any) -> dict[str, Array]:
+    """Return a ModelInferResponse's tensors; BYTES as object arrays of bytes."""
+    return {
+        output.name: _array(output.datatype, list(output.shape), raw)
+        for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
+    }
+
+
+def unreachable(address: str, why: object) -> UnreachableError:
+    return UnreachableError(
+        f"no Triton gRPC endpoint at {address} ({why}); set BIREME_GRPC to the host:port of this deployment's server"
+    )
+
+
+def rpc_error(error: Any, address: str) -> BiremeError:
+    """Map a grpc.aio.AioRpcError: our own codes inside the text win, a dead connection is unreachable."""
+    import grpc
+
+    details = error.details() or ""
+    parsed = from_message(details)
+    if type(parsed) is not BiremeError:
+        return parsed
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        return unreachable(address, details.splitlines()[0] if details else "connection lost")
+    return BiremeError(f"{error.code().name}: {details}")
+
+
+def _data_type(array: Array) -> str:
+    return next(name for name, dtype in _DTYPES.items() if array.dtype == dtype)
+
+
+def _array(data_type: str, shape: list[int], raw: bytes) -> Array:
+    if data_type == "BYTES":
+        return np.array(list(_strings(raw)), np.object_).reshape(shape)
+    return np.frombuffer(raw, _DTYPES[data_type]).reshape(shape)
+
+
+def _strings(raw: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(raw):
+        end = at + 4 + U32.unpack_from(raw, at)[0]
+        yield raw[at + 4 : end]
+        at = end
