@@ -1,0 +1,51 @@
+"""What a model does that is loaded but not served: it says why, and starts nothing.
+
+All models load, so that one command serves every recipe; those a deployment does not have answer UNAVAILABLE.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, cast
+
+from bireme.errors import ConfigError, UnavailableError
+from bireme.specs import ModelSpec
+from bireme.types import Cancelled, Send, Stage, StageContext, Tensors
+
+
+class AbsentStage:
+    """Answers every request with UNAVAILABLE and the reason."""
+
+    spec: ClassVar[ModelSpec]
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    async def start(self, context: StageContext) -> None:
+        return None
+
+    async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
+        raise UnavailableError(self._reason)
+
+    async def stop(self) -> None:
+        return None
+
+    def is_ready(self) -> bool:
+        return True  # it answers; a model that is not ready would make the whole server so
+
+
+class UnservedStage(AbsentStage):
+    """Base of the models that this version has no implementation of."""
+
+    def __init__(self) -> None:
+        super().__init__(f"{self.spec.name} is not served by this version of bireme")
+
+    async def start(self, context: StageContext) -> None:
+        """Refuse a recipe that counts on this model."""
+        if context.entry is not None:
+            raise ConfigError(f"workers.{self.spec.name}: not served by this version of bireme; remove it")
+
+
+def absent_stage(spec: ModelSpec, reason: str) -> Stage:
+    """Return the stage of a worker that the recipe leaves out."""
+    kind = type("AbsentStage", (AbsentStage,), {"spec": spec})
+    return cast(Stage, kind(reason))

@@ -1,0 +1,249 @@
+"""The class that Triton loads: it owns a stage, its event loop and the threads around it.
+
+execute() answers nothing itself, for unary models neither: it hands the requests to the loop and returns,
+so one instance works on any number of them. Each request is a task; whatever becomes of it, its stream
+sends one final flag. No method blocks on a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from bireme.config import WORKER_STAGES, Recipe, load_recipe, stage_of
+from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError
+from bireme.metrics import Registry
+from bireme.specs import ModelSpec
+from bireme.stages.absent import absent_stage
+from bireme.triton import lifeline, logs
+from bireme.triton.autocomplete import complete_config
+from bireme.triton.bls import BlsClient
+from bireme.triton.cancels import CancelPoller
+from bireme.triton.event_loop import EventLoop
+from bireme.triton.inputs import read_request
+from bireme.triton.metrics_publisher import MetricsPublisher
+from bireme.triton.outputs import TritonOutlet
+from bireme.triton.senders import Senders
+from bireme.triton.streams import Stream
+from bireme.types import Inputs, Stage, StageContext
+
+STOP_LIMIT_S = 5.0  # for stage.stop(); finalize() as a whole takes less than 10 s
+JOIN_LIMIT_S = 1.0  # for each of our own threads
+CANCEL_GRACE_S = 10.0  # a stage that does not react to `cancelled` has its task cancelled after this
+logger = logging.getLogger("bireme.triton")
+
+
+class Adapter:
+    """Triton's model interface over a Stage."""
+
+    stage_class: Callable[[], Stage]
+    spec: ModelSpec
+    _is_stopping = False
+
+    @classmethod
+    def auto_complete_config(cls, config: Any) -> Any:
+        return complete_config(config, cls.spec)
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the recipe and start the stage; takes as long as that takes. What fails is the load's error."""
+        self._model_name = args["model_name"]
+        logs.configure(self._model_name)
+        lifeline.watch_parent()
+        try:
+            recipe = load_recipe()
+            self._build(recipe)
+            self._loop.run(self._start(recipe))
+        except Exception as error:
+            logger.error("load_failed model=%s error=%r", self._model_name, error)
+            self.finalize()
+            raise pb_utils.TritonModelException(_load_error(error)) from error
+        logger.info("ready model=%s recipe=%s", self._model_name, recipe.name)
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            self._accept(request)
+        self._wake()
+
+    def is_ready(self) -> bool:
+        """Asked by Triton 26.03 and later."""
+        return not self._is_stopping and self._loop.is_running and self._stage.is_ready()
+
+    def finalize(self) -> None:
+        """Stop everything in order; never hangs, also after a failed initialize."""
+        if self._is_stopping or not hasattr(self, "_loop"):
+            return
+        self._is_stopping = True
+        self._stop_stage()
+        self._abort_streams()
+        self._senders.stop(2 * JOIN_LIMIT_S)
+        self._poller.stop(JOIN_LIMIT_S)
+        self._loop.stop(JOIN_LIMIT_S)
+        self._bls.close()
+        self._publisher.stop(JOIN_LIMIT_S)
+        logger.info("stopped model=%s", self._model_name)
+
+    def _build(self, recipe: Recipe) -> None:
+        self._max_buffer_bytes = recipe.limits.max_stream_buffer_bytes
+        self._all_outputs = frozenset(tensor.name for tensor in self.spec.outputs)
+        self._arrivals: deque[tuple[Inputs, Stream]] = deque()
+        self._is_woken = False
+        self._wake_lock = threading.Lock()
+        self._streams: set[Stream] = set()  # their final flag is not out yet
+        self._tasks: dict[asyncio.Task[None], Stream] = {}
+        self._num_responses = 0
+        self._counts_lock = threading.Lock()
+        self._bls = BlsClient()
+        self._stage = self._make_stage(recipe)
+        self._metrics = Registry(self._model_name)
+        self._senders = Senders()
+        self._poller = CancelPoller()
+        self._publisher = MetricsPublisher(self._metrics, self._collect_metrics)
+        self._loop = EventLoop(self._model_name)
+
+    def _make_stage(self, recipe: Recipe) -> Stage:
+        stage = stage_of(self._model_name)
+        if stage in WORKER_STAGES and recipe.entry(self._model_name) is None:
+            return absent_stage(self.spec, f"{stage} is not in recipe {recipe.name}")
+        return self.stage_class()
+
+    async def _start(self, recipe: Recipe) -> None:
+        await self._stage.start(
+            StageContext(
+                model_name=self._model_name,
+                recipe=recipe,
+                entry=recipe.entry(self._model_name),
+                metrics=self._metrics,
+                call=self._bls.call,
+                call_async=self._bls.call_async,
+            )
+        )
+
+    # -- one request, from Triton's thread to the loop
+
+    def _accept(self, request: Any) -> None:
+        try:
+            outlet = TritonOutlet(request.get_response_sender(), self.spec)
+        except Exception:  # there is no way left to answer this one
+            logger.exception("no_response_sender")
+            return
+        stream = Stream(
+            outlet,
+            self._senders.assign(),
+            is_decoupled=self.spec.decoupled,
+            max_buffer_bytes=self._max_buffer_bytes,
+            on_close=self._forget,
+        )
+        self._streams.add(stream)
+        try:
+            if self._is_stopping:
+                raise UnavailableError(f"{self._model_name} is shutting down")
+            inputs = read_request(request, self._all_outputs)
+            outlet.want(inputs.info.outputs)
+            self._arrivals.append((inputs, stream))
+        except Exception as error:
+            stream.finish(error)
+            return
+        self._poller.watch(stream)
+
+    def _wake(self) -> None:
+        """Have the loop look at the arrivals; one wake-up for all that piled up."""
+        with self._wake_lock:
+            if self._is_woken or not self._arrivals:
+                return
+            self._is_woken = True
+        try:
+            self._loop.post(self._begin_arrivals)
+        except RuntimeError:  # the loop is gone
+            self._refuse_arrivals()
+
+    def _refuse_arrivals(self) -> None:
+        while self._arrivals:
+            _, stream = self._arrivals.popleft()
+            stream.finish(UnavailableError(f"{self._model_name} is shutting down"))
+
+    def _begin_arrivals(self) -> None:
+        with self._wake_lock:
+            self._is_woken = False
+        while self._arrivals:
+            inputs, stream = self._arrivals.popleft()
+            task = asyncio.get_running_loop().create_task(self._serve(inputs, stream))
+            self._tasks[task] = stream
+            task.add_done_callback(self._end_task)
+            stream.cancelled.on_set(functools.partial(_limit, task))
+
+    async def _serve(self, inputs: Inputs, stream: Stream) -> None:
+        try:
+            await self._stage.handle(inputs, stream.send, stream.cancelled)
+        except BiremeError as error:
+            stream.finish(error)
+        except asyncio.CancelledError:
+            stream.finish(self._cancellation())
+        except BaseException as error:  # SystemExit in a stage must not take the loop along
+            logger.exception("stage_failed model=%s", self._model_name)
+            stream.finish(error)
+        else:
+            stream.finish()
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        stream = self._tasks.pop(task)
+        if task.cancelled():  # before its first step: _serve never ran
+            stream.finish(self._cancellation())
+
+    def _cancellation(self) -> BiremeError:
+        if self._is_stopping:
+            return UnavailableError(f"{self._model_name} is shutting down")
+        return RequestCancelledError("the request was cancelled")
+
+    def _forget(self, stream: Stream) -> None:
+        self._streams.discard(stream)
+        with self._counts_lock:
+            self._num_responses += stream.num_sent
+
+    def _collect_metrics(self) -> None:
+        with self._counts_lock:
+            responses, self._num_responses = self._num_responses, 0
+        cancelled = self._poller.take_num_cancelled()
+        self._metrics.set("bireme_streams", len(self._streams))
+        if responses:
+            self._metrics.add("bireme_responses_total", responses)
+        if cancelled:
+            self._metrics.add("bireme_cancellations_total", cancelled)
+
+    # -- the end
+
+    def _stop_stage(self) -> None:
+        try:
+            self._loop.run(self._stage.stop(), STOP_LIMIT_S)
+        except Exception:
+            logger.exception("stop_failed model=%s", self._model_name)
+
+    def _abort_streams(self) -> None:
+        """End what still runs with UNAVAILABLE; the tasks themselves end with the loop."""
+        self._refuse_arrivals()
+        for stream in list(self._streams):
+            stream.finish(UnavailableError(f"{self._model_name} is shutting down"))
+            stream.cancelled.set()
+
+
+def _limit(task: asyncio.Task[None]) -> None:
+    """See to it that a cancelled request's task ends even if its stage looks away. Any thread."""
+    if not task.done():
+        loop = task.get_loop()
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the task
+            loop.call_soon_threadsafe(lambda: loop.call_later(CANCEL_GRACE_S, task.cancel))
+
+
+def _load_error(error: Exception) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, BiremeError):
+        return f"{error.code}: {error}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,63 @@
+"""The asyncio loop of a stub, on a thread of its own; Triton's threads only post to it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from bireme.errors import DeadlineExceededError
+
+_T = TypeVar("_T")
+
+
+class EventLoop:
+    """Owner of the loop's thread."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=f"loop-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive() and not self._loop.is_closed()
+
+    def post(self, callback: Callable[[], None]) -> None:
+        """Run `callback` on the loop. Raises RuntimeError when the loop is closed."""
+        self._loop.call_soon_threadsafe(callback)
+
+    def run(self, coroutine: Coroutine[Any, Any, _T], limit_s: float | None = None) -> _T:
+        """Run `coroutine` on the loop and wait for it here. Raises DeadlineExceededError past the limit."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(limit_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():  # from 3.11 this is also what the coroutine itself may raise
+                raise
+            future.cancel()
+            raise DeadlineExceededError(f"not done within {limit_s} s") from None
+
+    def stop(self, limit_s: float) -> None:
+        """Cancel what still runs, then end the thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(limit_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._cancel_rest()
+        finally:
+            self._loop.close()
+
+    def _cancel_rest(self) -> None:
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))

@@ -1,0 +1,11 @@
+"""The completion model; its behaviour is in bireme/pipelines/completion.py."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))  # the checkout
+
+from bireme.pipelines.completion import Completion
+from bireme.triton import as_triton_model
+
+TritonPythonModel = as_triton_model(Completion)

@@ -1,0 +1,11 @@
+"""The prefill model; its behaviour is in bireme/stages/prefill.py."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))  # the checkout
+
+from bireme.stages.prefill import Prefill
+from bireme.triton import as_triton_model
+
+TritonPythonModel = as_triton_model(Prefill)

@@ -1,0 +1,11 @@
+"""The tokenizer model; its behaviour is in bireme/stages/tokenizer.py."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))  # the checkout
+
+from bireme.stages.tokenizer import Tokenizer
+from bireme.triton import as_triton_model
+
+TritonPythonModel = as_triton_model(Tokenizer)

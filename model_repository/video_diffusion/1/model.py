@@ -1,0 +1,11 @@
+"""The video_diffusion model; its behaviour is in bireme/stages/video_diffusion.py."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))  # the checkout
+
+from bireme.stages.video_diffusion import VideoDiffusion
+from bireme.triton import as_triton_model
+
+TritonPythonModel = as_triton_model(VideoDiffusion)
