@@ -1,1 +1,27 @@
-""""""
+"""KV transfer between engines: the interface (base.py), its implementations, the factory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bireme.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bireme.config import CacheTransceiverConfig
+    from bireme.kv.transfer.base import KvTransfer
+    from bireme.metrics import Registry
+
+
+def create_transfer(
+    backend: str, *, run_dir: Path, worker: str, life: int, config: CacheTransceiverConfig, metrics: Registry
+) -> KvTransfer:
+    """Make the transfer of one engine process; not started yet. Raises ConfigError."""
+    if backend not in ("DEFAULT", "SHM"):
+        raise ConfigError(
+            f"cache_transceiver_config.backend: {backend} is not available on the embedded engines, which have"
+            " DEFAULT and SHM (shared memory of one host); use DEFAULT, or engine: trtllm for NIXL, UCX and MPI"
+        )
+    from bireme.kv.transfer.shm import ShmTransfer
+
+    return ShmTransfer(run_dir=run_dir, worker=worker, life=life, config=config, metrics=metrics)

@@ -1,0 +1,328 @@
+"""The exporting side: answers claims with files full of rows.
+
+Runs on the control thread; only `_copy` runs on the copier. A transfer waits for room, is copied, is
+offered, and ends with the importer's ack, its cancel, its death or its silence, or with the lease.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from bireme.errors import (
+    BiremeError,
+    DeadlineExceededError,
+    NotFoundError,
+    RequestError,
+    ResourceExhaustedError,
+    UnavailableError,
+    to_message,
+)
+from bireme.kv.transfer import wire
+from bireme.kv.transfer.base import KvLayout
+from bireme.kv.transfer.buffer import TransferBuffer
+from bireme.kv.transfer.chunks import Plan, plan_chunks
+from bireme.kv.transfer.copier import Copier
+from bireme.kv.transfer.lease import LeaseState, LeaseTable, TableLease
+from bireme.kv.transfer.process import Process
+from bireme.kv.transfer.shm_file import SharedFile
+from bireme.metrics import Registry
+
+logger = logging.getLogger("bireme.kv.transfer")
+
+
+class Stage(enum.Enum):
+    WAITING = "waiting"  # for room in the buffer
+    COPYING = "copying"
+    OFFERED = "offered"
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """One claimed lease on its way to its importer."""
+
+    identity: bytes
+    number: int
+    lease: TableLease
+    plan: Plan
+    chunk_bytes: int
+    importer: Process
+    began_at: float = field(default_factory=time.monotonic)
+    stage: Stage = Stage.WAITING
+    file: SharedFile | None = None
+    is_over: bool = False  # the copy stops at the next chunk
+    num_ended_before: int = 0  # transfers that had ended when this one was admitted
+
+
+class Exporter:
+    def __init__(
+        self,
+        *,
+        layout: KvLayout,
+        life: int,
+        file_prefix: str,
+        table: LeaseTable,
+        buffer: TransferBuffer[Outgoing],
+        copier: Copier,
+        reply: Callable[[bytes, bytes], bool],  # identity, message; False: the importer is not connected
+        post: Callable[[Callable[[], None]], object],  # run on the control thread
+        metrics: Registry,
+        chunk_bytes: int,
+    ) -> None:
+        self._layout = layout
+        self._life = life
+        self._table = table
+        self._buffer = buffer
+        self._copier = copier
+        self._reply = reply
+        self._post = post
+        self._metrics = metrics
+        self._chunk_bytes = chunk_bytes
+        self._outgoing: dict[int, Outgoing] = {}  # by lease id
+        self._num_ended = 0
+        names = itertools.count()
+        self._next_name = lambda: f"{file_prefix}{life}-{next(names)}"
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._outgoing and not self._table
+
+    def on_message(self, identity: bytes, payload: bytes) -> None:
+        try:
+            message = wire.decode_to_exporter(payload)
+        except msgspec.DecodeError as error:
+            logger.warning("transfer event=malformed_message bytes=%d error=%s", len(payload), error)
+            return
+        if isinstance(message, wire.Claim):
+            self._on_claim(identity, message)
+        elif isinstance(message, wire.Ack):
+            self._on_ack(message)
+        else:
+            self._on_cancel(message)
+
+    def tick(self) -> None:
+        """Expire leases; end the transfers whose lease or importer is gone."""
+        for expired in self._table.expire():
+            self._on_expired(expired.lease, expired.was)
+        for transfer in list(self._outgoing.values()):
+            if transfer.is_over:
+                continue
+            if transfer.lease.state is not LeaseState.CLAIMED:
+                self._refuse(transfer.identity, transfer.number, NotFoundError("the KV lease was aborted by prefill"))
+                self._end(transfer)
+            elif not transfer.importer.is_alive():
+                self._lose(transfer)
+
+    def publish(self) -> None:
+        for state, count in self._table.counts().items():
+            self._metrics.set("bireme_kv_leases", count, state.value)
+        self._metrics.set("bireme_kv_transfer_buffer_bytes", self._buffer.used_bytes)
+
+    def close(self) -> None:
+        """Refuse what waits and stop the copies; files go when the copier has ended."""
+        self._table.close()
+        for transfer in list(self._outgoing.values()):
+            if transfer.stage is not Stage.OFFERED:
+                self._refuse(transfer.identity, transfer.number, UnavailableError("the prefill engine is stopping"))
+            self._end(transfer)
+
+    def remove_files(self) -> None:
+        for transfer in self._outgoing.values():
+            if transfer.file:
+                transfer.file.unlink()
+
+    def _on_claim(self, identity: bytes, claim: wire.Claim) -> None:
+        try:
+            lease = self._claim_lease(claim)
+        except BiremeError as error:
+            self._refuse(identity, claim.number, error)
+            return
+        try:
+            plan = self._plan(claim, lease)
+        except BiremeError as error:
+            lease.abort()  # a lease serves one request, and that one can't have it
+            self._refuse(identity, claim.number, error)
+            return
+        transfer = Outgoing(identity, claim.number, lease, plan, self._chunk_bytes, Process(claim.pid))
+        self._outgoing[lease.lease_id] = transfer
+        if plan.num_bytes:
+            self._buffer.enqueue(transfer, plan.num_bytes)
+            self._admit()
+        else:
+            self._offer(transfer)
+
+    def _claim_lease(self, claim: wire.Claim) -> TableLease:
+        if claim.version != wire.VERSION:
+            raise RequestError(
+                f"KV transfer protocol: decode speaks version {claim.version}, prefill {wire.VERSION};"
+                " run the same bireme on both"
+            )
+        if claim.life != self._life:
+            raise NotFoundError(
+                f"the KV lease belongs to life {claim.life} of the prefill engine; this is {self._life}: prefill again"
+            )
+        return self._table.claim(claim.lease_id, claim.generation)
+
+    def _plan(self, claim: wire.Claim, lease: TableLease) -> Plan:
+        check_layouts(self._layout, claim.layout)
+        if claim.num_tokens != lease.num_tokens:
+            raise RequestError(f"num_tokens: {claim.num_tokens} claimed; the lease holds {lease.num_tokens}")
+        plan = plan_chunks(self._layout, claim.firsts, lease.num_tokens, self._chunk_bytes)
+        self._buffer.check(plan)
+        return plan
+
+    def _on_ack(self, ack: wire.Ack) -> None:
+        transfer = self._find(ack.lease_id, ack.generation)
+        if transfer is None or transfer.stage is not Stage.OFFERED:
+            logger.info("transfer event=late_ack")
+            return
+        if transfer.lease.ack():
+            self._metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - transfer.began_at, "export")
+        self._end(transfer)
+
+    def _on_cancel(self, cancel: wire.Cancel) -> None:
+        lease = self._table.find(cancel.lease_id, cancel.generation)
+        if lease is not None:
+            lease.abort()
+        transfer = self._find(cancel.lease_id, cancel.generation)
+        if transfer is not None:
+            self._end(transfer)
+
+    def _on_expired(self, lease: TableLease, was: LeaseState) -> None:
+        if was is LeaseState.EXPORTED:
+            self._metrics.add("bireme_kv_leases_expired_total")
+        transfer = self._outgoing.get(lease.lease_id)
+        if transfer is None:
+            return
+        self._metrics.add("bireme_kv_transfer_failures_total", 1, "timeout")
+        if transfer.stage is not Stage.OFFERED:
+            error = DeadlineExceededError(
+                "no room in the KV transfer buffer in time; raise cache_transceiver_config.max_tokens_in_buffer"
+                " or kv_transfer_timeout_ms"
+            )
+            self._refuse(transfer.identity, transfer.number, error)
+        self._end(transfer)
+
+    def _lose(self, transfer: Outgoing) -> None:
+        logger.warning("transfer event=importer_lost pid=%d stage=%s", transfer.importer.pid, transfer.stage.value)
+        self._metrics.add("bireme_kv_transfer_failures_total", 1, "importer_lost")
+        transfer.lease.abort()
+        self._end(transfer)
+
+    def _find(self, lease_id: int, generation: int) -> Outgoing | None:
+        transfer = self._outgoing.get(lease_id)
+        return transfer if transfer is not None and transfer.lease.generation == generation else None
+
+    def _admit(self) -> None:
+        while (transfer := self._buffer.admit()) is not None:
+            transfer.stage = Stage.COPYING
+            transfer.num_ended_before = self._num_ended
+            self._copier.submit(self._copy(transfer))
+
+    def _copy(self, transfer: Outgoing) -> Iterator[None]:
+        """Runs on the copier: make the file, fill it chunk by chunk, hand the result to the control thread."""
+        error: BiremeError | None = None
+        try:
+            if transfer.is_over:
+                return
+            transfer.file = SharedFile.create(self._next_name, transfer.plan.num_bytes)
+            yield from self._fill(transfer, transfer.file)
+        except BiremeError as failure:
+            error = failure
+        except Exception as failure:
+            logger.exception("transfer event=read_failed")
+            error = BiremeError(f"KV rows could not be read: {type(failure).__name__}: {failure}")
+        finally:
+            self._post(partial(self._on_copied, transfer, error))
+
+    def _fill(self, transfer: Outgoing, file: SharedFile) -> Iterator[None]:
+        read = transfer.lease.begin_copy()
+        if read is None:
+            file.unmap()
+            return
+        try:
+            for chunk in transfer.plan.chunks:
+                if transfer.is_over:
+                    break
+                read(chunk.group, chunk.first, chunk.last, file.view[chunk.begin : chunk.end])
+                yield
+        finally:
+            transfer.lease.end_copy()
+            file.unmap()
+
+    def _on_copied(self, transfer: Outgoing, error: BiremeError | None) -> None:
+        transfer.stage = Stage.OFFERED  # whatever comes: the copier has done with it
+        if transfer.is_over:
+            self._end(transfer)
+        elif error is None:
+            self._metrics.add("bireme_kv_transfer_bytes_total", transfer.plan.num_bytes, "export")
+            self._offer(transfer)
+        elif isinstance(error, ResourceExhaustedError) and self._may_find_room(transfer):
+            self._wait_again(transfer)
+        else:
+            self._metrics.add("bireme_kv_transfer_failures_total", 1, error.code.lower())
+            transfer.lease.abort()
+            self._refuse(transfer.identity, transfer.number, error)
+            self._end(transfer)
+
+    def _may_find_room(self, transfer: Outgoing) -> bool:
+        """Others hold, or have held since, what was missing: /dev/shm is smaller than the buffer."""
+        return self._buffer.used_bytes > transfer.plan.num_bytes or self._num_ended > transfer.num_ended_before
+
+    def _wait_again(self, transfer: Outgoing) -> None:
+        transfer.stage = Stage.WAITING
+        self._buffer.put_back(transfer, transfer.plan.num_bytes)
+        if not self._buffer.used_bytes:
+            self._admit()
+
+    def _offer(self, transfer: Outgoing) -> None:
+        transfer.stage = Stage.OFFERED
+        transfer.lease.restart_timer()
+        name = transfer.file.name if transfer.file else ""
+        offer = wire.Offer(transfer.number, name, transfer.plan.num_bytes, transfer.chunk_bytes)
+        if not self._reply(transfer.identity, wire.encode(offer)):
+            self._lose(transfer)
+
+    def _refuse(self, identity: bytes, number: int, error: BiremeError) -> None:
+        logger.info("transfer event=refused error=%s", error)
+        self._reply(identity, wire.encode(wire.Refuse(number, to_message(error))))
+
+    def _end(self, transfer: Outgoing) -> None:
+        """Give back room and file, now or when the copier has reached the next chunk."""
+        transfer.is_over = True
+        if transfer.stage is Stage.COPYING:
+            return
+        self._num_ended += 1
+        del self._outgoing[transfer.lease.lease_id]
+        if transfer.stage is Stage.WAITING:
+            self._buffer.withdraw(transfer)
+        else:
+            self._buffer.free(transfer.plan.num_bytes)
+        if transfer.file:
+            transfer.file.unlink()
+        self._admit()
+
+
+def check_layouts(exporter: KvLayout, importer: KvLayout) -> None:
+    """Raise RequestError naming the first field in which the two sides differ."""
+    differences = [
+        ("model", exporter.model, importer.model),
+        ("dtype", exporter.dtype, importer.dtype),
+        ("number of groups", len(exporter.groups), len(importer.groups)),
+    ]
+    for index, (first, second) in enumerate(zip(exporter.groups, importer.groups, strict=False)):
+        differences.append((f"groups[{index}].window", first.window, second.window))
+        differences.append((f"groups[{index}].row_bytes", first.row_bytes, second.row_bytes))
+    for name, ours, theirs in differences:
+        if ours != theirs:
+            raise RequestError(
+                f"KV layout: {name} is {ours} on prefill and {theirs} on decode; serve the same model and"
+                " kv_cache_config on both"
+            )

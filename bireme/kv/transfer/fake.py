@@ -1,0 +1,155 @@
+"""KV transfer within one process, for unit tests of engines: real leases and checks, no sockets, no files.
+
+    network = FakeNetwork()
+    prefill, decode = network.join("prefill"), network.join("decode")
+
+Nothing expires by itself: `expire_leases` does. `hold` keeps fetches unclaimed until `resume`;
+`fail_with` makes every later fetch fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from bireme.disagg import DisaggregatedParams
+from bireme.errors import BiremeError, NotFoundError, RequestCancelledError, UnavailableError
+from bireme.kv.transfer.base import Done, Fetch, KvLayout, Lease, Write
+from bireme.kv.transfer.chunks import plan_chunks
+from bireme.kv.transfer.copier import Copier
+from bireme.kv.transfer.exporter import check_layouts
+from bireme.kv.transfer.lease import LeaseTable, TableLease
+
+
+class FakeNetwork:
+    """The workers that can reach each other."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, FakeTransfer] = {}
+
+    def join(self, worker: str, life: int = 1, chunk_bytes: int = 4096) -> FakeTransfer:
+        """Make a worker's transfer; a later life takes the place of an earlier one."""
+        self.members[worker] = FakeTransfer(self, worker, life, chunk_bytes)
+        return self.members[worker]
+
+
+class FakeFetch:
+    def __init__(self, params: DisaggregatedParams, firsts: Sequence[int], write: Write, done: Done) -> None:
+        self.params = params
+        self.firsts = tuple(firsts)
+        self.write = write
+        self.is_cancelled = False
+        self._done: Done | None = done
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def finish(self, error: BiremeError | None) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            done(error)
+
+
+class FakeTransfer:
+    def __init__(self, network: FakeNetwork, worker: str, life: int, chunk_bytes: int) -> None:
+        self.life = life
+        self.fail_with: BiremeError | None = None
+        self.layout: KvLayout | None = None
+        self._network = network
+        self._worker = worker
+        self._chunk_bytes = chunk_bytes
+        self._now = 0.0
+        self._is_held = False
+        self._is_closed = False
+        self._copier = Copier(f"fake-kv-{worker}")
+        self.leases = LeaseTable(1.0, self._copier.call, clock=lambda: self._now)
+
+    @property
+    def endpoint(self) -> str:
+        return f"fake://{self._worker}/{self.life}"
+
+    def start(self, layout: KvLayout) -> None:
+        self.layout = layout
+        self._copier.start()
+
+    def reserve(self, release: Callable[[], None]) -> Lease:
+        return self.leases.reserve(release)
+
+    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], write: Write, done: Done) -> Fetch:
+        fetch = FakeFetch(params, firsts, write, done)
+        if self._is_closed:
+            self._copier.call(partial(fetch.finish, UnavailableError("the decode engine is stopping")))
+        else:
+            self._copier.submit(self._run(fetch))
+        return fetch
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.leases.close()
+        self._copier.close(10.0)
+
+    def hold(self) -> None:
+        self._is_held = True
+
+    def resume(self) -> None:
+        self._is_held = False
+
+    def expire_leases(self) -> int:
+        """Let every exported or claimed lease run out of time. Returns how many did."""
+        self._now += 2.0
+        return len(self.leases.expire())
+
+    def _run(self, fetch: FakeFetch) -> Iterator[None]:
+        error: BiremeError | None = None
+        try:
+            yield from self._wait(fetch)
+            yield from self._copy(fetch)
+        except BiremeError as failure:
+            error = failure
+        except Exception as failure:
+            error = BiremeError(f"{type(failure).__name__}: {failure}")
+        fetch.finish(error)
+
+    def _wait(self, fetch: FakeFetch) -> Iterator[None]:
+        while self._is_held:
+            self._check(fetch)
+            yield
+
+    def _copy(self, fetch: FakeFetch) -> Iterator[None]:
+        exporter, lease = self._claim(fetch)
+        try:
+            self._check(fetch)
+            assert exporter.layout is not None and self.layout is not None
+            check_layouts(exporter.layout, self.layout)
+            plan = plan_chunks(self.layout, fetch.firsts, lease.num_tokens, self._chunk_bytes)
+            read = lease.begin_copy()
+            for chunk in plan.chunks if read else ():
+                self._check(fetch)
+                rows = memoryview(bytearray(chunk.end - chunk.begin))
+                assert read is not None
+                read(chunk.group, chunk.first, chunk.last, rows)
+                fetch.write(chunk.group, chunk.first, chunk.last, rows)
+                yield
+        except BaseException:
+            lease.abort()
+            raise
+        finally:
+            lease.end_copy()
+        lease.ack()
+
+    def _claim(self, fetch: FakeFetch) -> tuple[FakeTransfer, TableLease]:
+        if self.fail_with is not None:
+            raise self.fail_with
+        params = fetch.params
+        exporter = self._network.members.get(params.worker)
+        if exporter is None or exporter._is_closed:
+            raise UnavailableError(f"prefill worker {params.worker} is not running; prefill again")
+        if exporter.life != params.life:
+            raise NotFoundError(f"the KV lease belongs to life {params.life} of {params.worker}: prefill again")
+        return exporter, exporter.leases.claim(params.lease_id, params.generation)
+
+    def _check(self, fetch: FakeFetch) -> None:
+        if fetch.is_cancelled:
+            raise RequestCancelledError("the KV transfer was cancelled")
+        if self._is_closed:
+            raise UnavailableError("the decode engine is stopping")

@@ -1,0 +1,114 @@
+"""Shared-memory files: names, creation, mapping, sweeping.
+
+Whoever created a file unlinks it. The names carry run and worker, so that the supervisor of a killed
+engine finds what it left: `sweep(run_dir, worker)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from bireme.errors import BiremeError, ResourceExhaustedError, UnavailableError
+
+SHM_DIR = Path("/dev/shm")
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
+
+
+def file_prefix(run_dir: Path, worker: str) -> str:
+    """Return how the names of all files of a worker begin, whatever its life; no other worker's do."""
+    run = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:12]
+    return f"bireme-{run}-{worker}-"
+
+
+def sweep(run_dir: Path, worker: str) -> int:
+    """Unlink what a dead engine left in /dev/shm. Returns the number of files. Call it between two lives."""
+    names = [path for path in SHM_DIR.iterdir() if path.name.startswith(file_prefix(run_dir, worker))]
+    for path in names:
+        path.unlink(missing_ok=True)
+    return len(names)
+
+
+class SharedFile:
+    """One mapped file. The creator writes it before anybody else learns its name."""
+
+    __slots__ = ("_map", "_path", "view")
+
+    def __init__(self, path: Path, mapping: mmap.mmap) -> None:
+        self._path = path
+        self._map = mapping
+        self.view = memoryview(mapping)
+
+    @property
+    def name(self) -> str:
+        return self._path.name
+
+    @classmethod
+    def create(cls, next_name: Callable[[], str], num_bytes: int) -> SharedFile:
+        """Make a file with its memory reserved: a full /dev/shm is an error here, not a SIGBUS in the copy.
+
+        Raises ResourceExhaustedError when there is no room, UnavailableError when it can't be made at all.
+        """
+        try:
+            path, descriptor = _open_new(next_name)
+        except OSError as error:
+            raise _creation_error(error, num_bytes) from error
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            return cls(path, mmap.mmap(descriptor, num_bytes))
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise _creation_error(error, num_bytes) from error
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def open(cls, name: str, num_bytes: int) -> SharedFile:
+        """Map another engine's file. Raises FileNotFoundError, or BiremeError for a wrong size."""
+        path = SHM_DIR / name
+        # Writable, though nobody writes: torch.frombuffer warns about read-only memory.
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != num_bytes:
+                raise BiremeError(f"KV transfer file has {size} bytes; the offer says {num_bytes}")
+            # Not MAP_POPULATE: mmap() holds the GIL, the page faults of the copy don't.
+            return cls(path, mmap.mmap(descriptor, num_bytes))
+        finally:
+            os.close(descriptor)
+
+    def unmap(self) -> None:
+        # A callback that kept its memoryview holds the mapping until it drops it; that is its memory, not ours.
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
+
+    def unlink(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def free_bytes() -> int:
+    stat = os.statvfs(SHM_DIR)
+    return stat.f_bavail * stat.f_frsize
+
+
+def _open_new(next_name: Callable[[], str]) -> tuple[Path, int]:
+    while True:
+        path = SHM_DIR / next_name()
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        with contextlib.suppress(FileExistsError):  # left by an earlier life with the same number
+            return path, os.open(path, flags, 0o600)
+
+
+def _creation_error(error: OSError, num_bytes: int) -> BiremeError:
+    if error.errno in _NO_ROOM:
+        return ResourceExhaustedError(
+            f"KV transfer: no room for {num_bytes} bytes in {SHM_DIR} ({free_bytes()} bytes free); enlarge it"
+            " (docker run --shm-size) or lower cache_transceiver_config.max_tokens_in_buffer"
+        )
+    return UnavailableError(f"KV transfer: no shared-memory file can be made in {SHM_DIR}: {error.strerror}")
