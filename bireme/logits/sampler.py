@@ -53,8 +53,12 @@ class Sampler(Generic[Key]):
         self._is_cpu = str(device).startswith("cpu")
         self._rows: dict[Key, Row] = {}
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, params: SamplingParams, eos_ids: Sequence[int] = ()) -> None:
         """Raise RequestError for what only the model's vocabulary and this process's plug-ins can tell."""
+        self._check_ids(params)
+        self._processors(params, "check", 0, eos_ids)
+
+    def _check_ids(self, params: SamplingParams) -> None:
         ids = {
             "logit_bias": params.logit_bias,
             "bad_token_ids": [token for sequence in params.bad_token_ids for token in sequence],
@@ -64,7 +68,6 @@ class Sampler(Generic[Key]):
             wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
             if wrong is not None:
                 raise RequestError(f"{name}: token id {wrong} is not in the vocabulary, 0 to {self._vocab_size - 1}")
-        self._processors(params, "check", 0, ())
 
     def add(
         self,
@@ -75,8 +78,8 @@ class Sampler(Generic[Key]):
         eos_ids: Sequence[int] = (),
     ) -> None:
         """Start, or after a preemption restart, a sequence. Raises RequestError as `check` does."""
-        self.check(params)
-        processors = self._processors(params, str(key), len(prompt_ids), tuple(eos_ids))
+        self._check_ids(params)
+        processors = self._processors(params, str(key), len(prompt_ids), eos_ids)
         self._rows[key] = Row(params, prompt_ids, output_ids, eos_ids, self._vocab_size, processors)
 
     def remove(self, key: Key) -> None:
@@ -107,11 +110,12 @@ class Sampler(Generic[Key]):
         return token_logprobs(logits[:, : self._vocab_size], next_ids, k)
 
     def _processors(
-        self, params: SamplingParams, request_id: str, num_prompt: int, eos_ids: tuple[int, ...]
+        self, params: SamplingParams, request_id: str, num_prompt: int, eos_ids: Sequence[int]
     ) -> list[LogitsProcessor]:
         if not params.logits_processors:
             return []
-        return create(params.logits_processors, ProcessorContext(request_id, self._vocab_size, num_prompt, eos_ids))
+        context = ProcessorContext(request_id, self._vocab_size, num_prompt, tuple(eos_ids))
+        return create(params.logits_processors, context)
 
     def _argmax(self, logits: torch.Tensor, at: list[int], tokens: list[int]) -> None:
         """Fill in the greedy tokens of rows without any processing; unusable rows stay NO_TOKEN."""
