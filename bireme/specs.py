@@ -94,7 +94,13 @@ TOKENIZER = ModelSpec(
 
 PREFILL = ModelSpec(
     "prefill",
-    inputs=(_in("input_ids", "INT32", (-1,)), *SAMPLING, *_REQUEST, _in("resumed_output_ids", "INT32", (-1,))),
+    inputs=(
+        _in("input_ids", "INT32", (-1,)),
+        *SAMPLING,
+        *_REQUEST,
+        _in("resumed_output_ids", "INT32", (-1,)),
+        _in("engine_request", "UINT8", (-1,)),  # msgpack EngineRequest, from pipelines: instead of all the others
+    ),
     outputs=(
         _out("disaggregated_params", "BYTES"),
         _out("output_ids", "INT32", (-1,)),

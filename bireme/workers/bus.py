@@ -27,7 +27,6 @@ from bireme.errors import (
     EngineLostError,
     NotFoundError,
     UnavailableError,
-    from_message,
     to_message,
 )
 from bireme.messages import (
@@ -48,7 +47,7 @@ from bireme.messages import (
     encode,
     unpack_bus,
 )
-from bireme.workers.channel import infer_request, rpc_error, stream_method, unreachable
+from bireme.workers.channel import infer_request, parse_error, rpc_error, stream_method, unreachable
 
 logger = logging.getLogger("bireme.bus")
 IDLE_S = 1.0  # without requests for so long, a session closes
@@ -219,7 +218,7 @@ class Session:
         if response is grpc.aio.EOF:
             return False
         if response.error_message:
-            raise from_message(response.error_message)
+            raise parse_error(response.error_message)
         self._heard_at = time.monotonic()
         for item in unpack_bus(response.infer_response.raw_output_contents[0]):
             if isinstance(item, Step):

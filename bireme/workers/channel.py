@@ -6,12 +6,13 @@ grpc and the generated messages are imported at the first use (0.2 s): a stub th
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from bireme.errors import BiremeError, from_message
+from bireme.errors import BiremeError, UnavailableError, from_message
 from bireme.messages import U32
 from bireme.types import Array
 from bireme.workers.base import UnreachableError
@@ -61,7 +62,7 @@ def unary_method(channel: Any) -> Any:
 
 
 def infer_request(model: str, tensors: Mapping[str, bytes | bool | Array]) -> Any:
-    """Build a request: bytes become BYTES[1], true and false BOOL[1], arrays UINT8[n] or INT32[n]."""
+    """Build a request: bytes become BYTES[1], true and false BOOL[1], arrays what they are."""
     from tritonclient.grpc import service_pb2
 
     request = service_pb2.ModelInferRequest(model_name=model)
@@ -91,17 +92,34 @@ def unreachable(address: str, why: object) -> UnreachableError:
     )
 
 
+_CODED = re.compile(
+    r"\b(?:INTERNAL|INVALID_ARGUMENT|NOT_FOUND|RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|CANCELLED"
+    r"|FAILED_PRECONDITION): .*",
+    re.DOTALL,
+)
+_GONE = ("not ready", "not healthy", "unknown model", "no available", "is not found")
+
+
+def parse_error(message: str) -> BiremeError:
+    """Find `CODE: text` in what Triton made of it; a model that is not there is UNAVAILABLE."""
+    if coded := _CODED.search(message):
+        return from_message(coded.group())
+    if any(words in message for words in _GONE):
+        return UnavailableError(message)
+    return BiremeError(message)
+
+
 def rpc_error(error: Any, address: str) -> BiremeError:
     """Map a grpc.aio.AioRpcError: our own codes inside the text win, a dead connection is unreachable."""
     import grpc
 
     details = error.details() or ""
-    parsed = from_message(details)
-    if type(parsed) is not BiremeError:
-        return parsed
+    if _CODED.search(details):
+        return parse_error(details)
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         return unreachable(address, details.splitlines()[0] if details else "connection lost")
-    return BiremeError(f"{error.code().name}: {details}")
+    parsed = parse_error(details)
+    return parsed if parsed.retryable else BiremeError(f"{error.code().name}: {details}")
 
 
 def _data_type(array: Array) -> str:

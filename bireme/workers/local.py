@@ -1,0 +1,36 @@
+"""Workers of the same tritonserver: unary calls by BLS, decode over the token bus on gRPC loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from bireme.messages import EngineRequest, Sink
+from bireme.types import Tensors
+from bireme.workers import unary
+from bireme.workers.base import Generation, PrefillResult
+from bireme.workers.buses import Buses
+
+Call = Callable[[str, Tensors], Awaitable[Tensors]]
+
+
+class LocalWorkers:
+    """WorkerClient of a pipeline inside Triton. `call` is StageContext.call_async: a bounded pool of threads."""
+
+    def __init__(self, call: Call, stall_timeout_s: float, address: str | None = None) -> None:
+        self._call = call
+        self._buses = Buses(stall_timeout_s, address)
+
+    async def tokenize(self, text: str) -> list[int]:
+        return unary.input_ids(await self._call("tokenizer", unary.tokenize_inputs(text)))
+
+    async def prefill(self, worker: str, request: EngineRequest, request_id: str) -> PrefillResult:
+        return unary.prefill_result(await self._call(worker, unary.prefill_inputs(request, request_id)))
+
+    async def abort_prefill(self, worker: str, request_id: str) -> None:
+        await self._call(worker, unary.abort_inputs(request_id))
+
+    def decode(self, worker: str, request: EngineRequest, sink: Sink) -> Generation:
+        return self._buses.decode(worker, request, sink)
+
+    async def close(self) -> None:
+        await self._buses.close()

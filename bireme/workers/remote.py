@@ -1,0 +1,51 @@
+"""Workers of a tritonserver reached over gRPC: for programs outside Triton, such as the OpenAI frontend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bireme.messages import EngineRequest, Sink
+from bireme.types import Array, Tensors
+from bireme.workers import unary
+from bireme.workers.base import Generation, PrefillResult
+from bireme.workers.buses import Buses
+from bireme.workers.channel import infer_request, outputs_of, rpc_error, unary_method
+
+
+class RemoteWorkers:
+    """WorkerClient over one gRPC channel. Use it on one loop."""
+
+    def __init__(self, stall_timeout_s: float, address: str | None = None) -> None:
+        self._buses = Buses(stall_timeout_s, address)
+        self._infer: Any = None
+
+    async def tokenize(self, text: str) -> list[int]:
+        return unary.input_ids(await self._call("tokenizer", unary.tokenize_inputs(text)))
+
+    async def prefill(self, worker: str, request: EngineRequest, request_id: str) -> PrefillResult:
+        return unary.prefill_result(await self._call(worker, unary.prefill_inputs(request, request_id)))
+
+    async def abort_prefill(self, worker: str, request_id: str) -> None:
+        await self._call(worker, unary.abort_inputs(request_id))
+
+    def decode(self, worker: str, request: EngineRequest, sink: Sink) -> Generation:
+        return self._buses.decode(worker, request, sink)
+
+    async def close(self) -> None:
+        await self._buses.close()
+        self._infer = None
+
+    async def _call(self, model: str, inputs: dict[str, Array]) -> Tensors:
+        import grpc
+
+        if self._infer is None:
+            self._infer = unary_method(self._buses.channel())
+        request = infer_request(model, {name: _plain(array) for name, array in inputs.items()})
+        try:
+            return outputs_of(await self._infer(request))
+        except grpc.aio.AioRpcError as error:
+            raise rpc_error(error, self._buses.address) from error
+
+
+def _plain(array: Array) -> bytes | Array:
+    return bytes(array[0]) if array.dtype.kind == "O" else array
