@@ -1,0 +1,66 @@
+"""A real tritonserver with the tiny stages of adapter_stages.py in a model repository made for the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import adapter_stages
+import pytest
+from adapter_client import Client
+
+from bireme.config import Recipe, WorkerEntry
+from bireme.launch import Server, free_ports, start_server
+
+HERE = Path(__file__).resolve().parent
+PORTS = range(23100, 23200)
+MODEL = """\
+import sys
+
+sys.path[:0] = [{checkout!r}, {here!r}]
+
+import adapter_stages
+from bireme.triton import as_triton_model
+
+TritonPythonModel = as_triton_model(adapter_stages.{stage})
+"""
+CONFIG = 'backend: "python"\ninstance_group [{ kind: KIND_MODEL count: 1 }]\n'
+
+
+def write_repository(folder: Path) -> Path:
+    for stage in adapter_stages.STAGES:
+        version = folder / stage.spec.name / "1"
+        version.mkdir(parents=True)
+        (version.parent / "config.pbtxt").write_text(CONFIG)
+        source = MODEL.format(checkout=str(HERE.parents[1]), here=str(HERE), stage=stage.__name__)
+        (version / "model.py").write_text(source)
+    return folder
+
+
+def write_recipe(folder: Path) -> Recipe:
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(
+        f"model: {folder}\nworkers: {{decode: {{engine: mocker}}}}\nlimits: {{max_stream_buffer_bytes: 4194304}}\n"
+    )
+    return Recipe(model=str(folder), workers={"decode": WorkerEntry(engine="mocker")}, name="recipe", folder=str(folder))
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("adapter")
+    models = tuple(stage.spec.name for stage in adapter_stages.STAGES if stage is not adapter_stages.Unstartable)
+    with start_server(
+        write_recipe(folder / "recipe"),
+        ports=free_ports(PORTS),
+        repositories=(write_repository(folder / "repository"),),
+        models=models,
+        env={"BIREME_CHECK_TENSORS": "1", "STEP_MS": "10"},
+    ) as running:
+        yield running
+        if not running.is_running:
+            pytest.fail(f"tritonserver died:\n{running.tail()}")
+
+
+@pytest.fixture
+def client(server: Server) -> Client:
+    return Client(server.grpc)
