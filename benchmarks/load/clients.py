@@ -40,12 +40,14 @@ def make_client(path: str, options: ClientOptions) -> Client:
 
 def mocker_workload(model_path: str, num_prompts: int, prompt_tokens: int, max_tokens: int) -> Workload:
     """Return prompts for the mocker engine, whose answers are known."""
-    from bireme.engines.mocker import expected_tokens
+    from bireme.engines.mocker_tokens import expected_tokens, printable_ids
 
+    ids, vocab_size = printable_ids(model_path)
     return make_workload(
-        expected_tokens,
+        lambda prompt, n: expected_tokens(prompt, n, ids),
         num_prompts=num_prompts,
         prompt_tokens=prompt_tokens,
         max_tokens=max_tokens,
+        vocab_size=vocab_size,
         to_text=tokenizer_text(model_path),
     )

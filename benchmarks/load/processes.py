@@ -54,10 +54,15 @@ def rss_bytes(pid: int) -> int:
     return (int(resident) - int(shared)) * _PAGE_BYTES
 
 
-def shm_bytes() -> int:
-    """Return the bytes in use in /dev/shm."""
-    usage = os.statvfs(_SHM)
-    return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+def shm_bytes(prefix: str = "") -> int:
+    """Return the bytes in use in /dev/shm by files with this name prefix; of all without one."""
+    total = 0
+    for path in _SHM.glob(f"{prefix}*"):
+        try:
+            total += path.stat().st_blocks * 512
+        except OSError:  # gone meanwhile
+            continue
+    return total
 
 
 def _stat(pid: int) -> list[str]:

@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.load.workload import make_workload  # noqa: E402
+from benchmarks.load.workload import make_workload
 
 
 def answer_to(ids, num_tokens):
@@ -46,7 +46,9 @@ class FakeServer:
     async def model_stream_infer(self, requests, context):
         try:
             async for request in requests:
-                inputs = {tensor.name: raw for tensor, raw in zip(request.inputs, request.raw_input_contents)}
+                inputs = {
+                    tensor.name: raw for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True)
+                }
                 ids = struct.unpack(f"<{len(inputs['input_ids']) // 4}i", inputs["input_ids"])
                 for token, is_last in self.responses(ids, struct.unpack("<i", inputs["max_tokens"])[0]):
                     await asyncio.sleep(self.delay_s)
@@ -113,6 +115,6 @@ async def grpc_server():
 async def http_server():
     fake = FakeServer()
     server = await asyncio.start_server(fake.generate_stream, "127.0.0.1", 0)
-    fake.target = "127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+    fake.target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     yield fake
     server.close()

@@ -3,6 +3,7 @@
 from array import array
 
 import pytest
+
 from benchmarks.load.grpc_streams import GrpcStreams
 from benchmarks.load.http_streams import ChunkedBody, HttpStreams
 from benchmarks.load.meter import LoadError, Meter, Trace, percentile
