@@ -71,7 +71,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def stubs(server_pid: int) -> dict[str, list[int]]:
-    """Return model name -> stub processes of a tritonserver; while a model loads it may have two."""
+    """Return model name -> stub processes of a tritonserver, without those that only complete a configuration."""
     found: dict[str, list[int]] = {}
     for pid in children(server_pid):
         model = stub_model(command_line(pid))
@@ -81,11 +81,17 @@ def stubs(server_pid: int) -> dict[str, list[int]]:
 
 
 def stub_model(arguments: list[str]) -> str | None:
-    """Return the model that a stub's command line names (.../decode/1/model.py -> decode); None: not a stub."""
-    if not arguments or not any(_STUB in argument for argument in arguments[:2]):
+    """Return the model of a stub's command line: .../decode/1/model.py ... decode_0_0 -> decode; None: no instance.
+
+    The stub that completes a model's configuration before its load carries the bare model name instead.
+    """
+    if not arguments or not arguments[0].endswith(_STUB):
         return None
     paths = (re.search(r"([^/]+)/\d+/[^/]+\.py$", argument) for argument in arguments)
-    return next((match.group(1) for match in paths if match), None)
+    model = next((match.group(1) for match in paths if match), None)
+    if model is None or not any(re.fullmatch(rf"{re.escape(model)}_\d+_\d+", argument) for argument in arguments):
+        return None
+    return model
 
 
 def engines(stub_pid: int) -> list[int]:

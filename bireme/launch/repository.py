@@ -6,6 +6,7 @@ own: `decode`, `decode_1`, ... all lead to model_repository/decode.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from bireme.config import CHECKOUT, WORKER_STAGES, Recipe
@@ -35,6 +36,11 @@ def used_models(recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[tuple[str, .
     ]
     pipelines = [name for name in _names(checkout / REPOSITORIES[1]) if name != "video" or "video_diffusion" in models]
     return tuple(models), tuple(pipelines)
+
+
+def python_models(folder: Path, models: Iterable[str]) -> tuple[str, ...]:
+    """Return those of `models` that run in a stub; the others are declarative ensembles."""
+    return tuple(model for model in models if (folder / model / "1" / "model.py").is_file())
 
 
 def _model_folders(checkout: Path) -> dict[str, Path]:

@@ -43,6 +43,15 @@ class RunFolder:
         """Unlink the launch's files in /dev/shm, once no process uses them; return their names."""
         return _sweep_shared_memory(self.shm_prefix)
 
+    def clear(self) -> None:
+        """Empty it for another life of the server."""
+        self.sweep_shared_memory()
+        for entry in self.path.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != _LOCK:
+                entry.unlink(missing_ok=True)
+
     def remove(self) -> None:
         self.sweep_shared_memory()
         shutil.rmtree(self.path, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Fixtures of the launch tests."""
 
 import pytest
+
 from bireme.config import Recipe, WorkerEntry
 
 

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from bireme.launch import ServerStartError, free_ports, processes, start_server
 from bireme.launch.run_folder import SHM, default_base
 

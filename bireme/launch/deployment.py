@@ -1,0 +1,320 @@
+"""A served recipe: one tritonserver kept alive, its models loaded, its stubs healed, its health told.
+
+    with Deployment(settings, console) as deployment:
+        deployment.supervise()
+
+A server that dies is started again with back-off, in an emptied run folder; when it keeps dying, the
+deployment gives up and says so.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bireme.config import CHECKOUT, Recipe
+from bireme.errors import BiremeError
+from bireme.launch.console import Console
+from bireme.launch.health import HealthMonitor
+from bireme.launch.health_server import HealthServer
+from bireme.launch.installation import Installation
+from bireme.launch.ports import Ports
+from bireme.launch.preflight import check_all
+from bireme.launch.repository import link_models, python_models, used_models
+from bireme.launch.run_folder import RunFolder
+from bireme.launch.tritonserver import Server, ServerOptions, ServerStartError
+from bireme.launch.watchdog import StubWatchdog
+
+_PARALLEL_LOADS = 8  # each holds one of the server's HTTP threads
+_PROGRESS_S = 5.0
+_MAX_BACKOFF_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentSettings:
+    recipe: Recipe
+    override: str = ""
+    host: str = "127.0.0.1"
+    ports: Ports = Ports()
+    health_port: int = 8003  # 0: any free one
+    drain_timeout_s: int = 10  # for requests under way at the end
+    canary_interval_s: float = 30.0  # 0: no canaries
+    canary_timeout_s: float = 20.0
+    max_restarts: int = 10  # of the server, in restart_window_s; then give up
+    restart_window_s: float = 600.0
+    thread_pool_size: int = 0  # 0: as many as the process limit allows, 256 at most
+    triton_arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    checkout: Path = CHECKOUT
+
+
+class Deployment:
+    """`start`, `supervise` until `request_stop`, `stop`. As a context manager: start and stop."""
+
+    def __init__(self, settings: DeploymentSettings, console: Console, run: RunFolder | None = None) -> None:
+        self.settings = settings
+        self._console = console
+        self.run = run or RunFolder()
+        self._key = os.environ.get("BIREME_KEY") or secrets.token_hex(32)
+        models, pipelines = used_models(settings.recipe, settings.checkout)
+        self._phases = (models, pipelines)
+        self._installation: Installation | None = None
+        self._stopping = threading.Event()
+        self._has_given_up = False
+        self._restarted_at: list[float] = []
+        self._server: Server | None = None
+        self._watchdog: StubWatchdog | None = None
+        self._monitor: HealthMonitor | None = None
+        self._health: HealthServer | None = None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return self._phases[0] + self._phases[1]
+
+    @property
+    def server(self) -> Server:
+        """The present life of the server."""
+        assert self._server is not None, "the deployment was not started"
+        return self._server
+
+    @property
+    def health_port(self) -> int:
+        assert self._health is not None, "the deployment was not started"
+        return self._health.port
+
+    def start(self) -> None:
+        """Check what is needed, start the server, load the models. Raises PreflightError, ServerStartError."""
+        settings = self.settings
+        ports = {f"--{name}-port": getattr(settings.ports, name) for name in ("http", "grpc", "metrics")}
+        if settings.health_port:
+            ports["--health-port"] = settings.health_port
+        self._installation = check_all(settings.recipe, ports, settings.host, len(self.models), self.run.path)
+        self._console.event("starting", recipe=settings.recipe.name, tritonserver=self._installation.binary)
+        self._health = HealthServer(settings.host, settings.health_port, self._live, self._ready)
+        self._health.start()
+        self._start_server()
+
+    def supervise(self) -> bool:
+        """Keep the server alive until `request_stop`; return False when it kept dying."""
+        while not self._stopping.is_set():
+            if not self.server.wait(0.2):
+                continue
+            if not self._stopping.is_set() and not self._restart():
+                return False
+        return True
+
+    def request_stop(self) -> None:
+        """End `start` or `supervise` soon; from any thread or signal handler."""
+        self._stopping.set()
+
+    def stop(self) -> None:
+        """Drain and end everything; remove the run folder. Harmless when called again."""
+        self._stopping.set()
+        self._stop_watching()
+        if self._server is not None:
+            if self._server.is_running:
+                self._console.event("stopping", drain_timeout_s=self.settings.drain_timeout_s)
+            began = time.monotonic()
+            code = self._server.stop()
+            self._console.event(
+                "stopped", "info" if code == 0 else "warning", code=code, seconds=time.monotonic() - began
+            )
+            self._server = None
+        if self._health is not None:
+            self._health.stop()
+            self._health = None
+        self.run.remove()
+
+    def kill(self) -> None:
+        """End at once what `stop` would wait for."""
+        if self._server is not None:
+            self._server.kill()
+
+    def health(self) -> dict[str, Any]:
+        """Return what /health/ready says."""
+        return self._ready()[1]
+
+    def __enter__(self) -> Deployment:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _start_server(self) -> None:
+        """One life: start, load, watch. On failure nothing of it is left. Raises ServerStartError."""
+        began = time.monotonic()
+        link_models(self.run.path / "models", self.settings.recipe, self.settings.checkout)
+        server = Server(self._options(), self.run, installation=self._installation, on_line=self._console.triton_line)
+        self._server = server
+        server.start(is_wanted=lambda: not self._stopping.is_set())
+        self._console.event("server_up", pid=server.pid, seconds=time.monotonic() - began)
+        try:
+            for phase in self._phases:
+                self._load(server, phase)
+        except ServerStartError:
+            server.kill()
+            raise
+        if not self._stopping.is_set():
+            self._watch(server)
+            self._say_ready(server, time.monotonic() - began)
+
+    def _options(self) -> ServerOptions:
+        settings = self.settings
+        environment = {
+            "BIREME_RECIPE": settings.recipe.folder,
+            "BIREME_OVERRIDE": settings.override,
+            "BIREME_KEY": self._key,
+            **settings.environment,
+        }
+        return ServerOptions(
+            repositories=(self.run.path / "models",),
+            ports=settings.ports,
+            host=settings.host,
+            models=(),
+            thread_pool_size=settings.thread_pool_size or thread_pool_size(len(self.models)),
+            exit_timeout_s=settings.drain_timeout_s,
+            environment=environment,
+            arguments=settings.triton_arguments,
+        )
+
+    def _load(self, server: Server, models: tuple[str, ...]) -> None:
+        """Load models side by side. Raises ServerStartError with each one's reason."""
+        began = time.monotonic()
+        pool = ThreadPoolExecutor(_PARALLEL_LOADS, thread_name_prefix="load")
+        loads = {pool.submit(self._load_one, server, model): model for model in models}
+        try:
+            self._await_loads(server, loads, began)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        if self._stopping.is_set():
+            return
+        failed = {model: future.exception() for future, model in loads.items() if future.exception()}
+        if failed:
+            text = "".join(f"\n  model {model}: {error}" for model, error in failed.items())
+            raise ServerStartError(f"{len(failed)} of {len(models)} models did not load:{text}")
+
+    def _load_one(self, server: Server, model: str) -> None:
+        began = time.monotonic()
+        server.admin.load(model)
+        self._console.event("loaded", model=model, seconds=time.monotonic() - began)
+
+    def _await_loads(self, server: Server, loads: Mapping[Future[None], str], began: float) -> None:
+        next_word = began + _PROGRESS_S
+        waiting = set(loads)
+        while waiting and not self._stopping.is_set():
+            waiting = wait(waiting, timeout=0.2).not_done
+            if not server.is_running:
+                raise ServerStartError(f"tritonserver exited with code {server.returncode}:\n{server.tail()}")
+            if waiting and time.monotonic() >= next_word:
+                next_word += _PROGRESS_S
+                names = ",".join(sorted(loads[future] for future in waiting))
+                self._console.event("loading", models=names, elapsed_s=round(time.monotonic() - began))
+
+    def _watch(self, server: Server) -> None:
+        server.note_members()
+        with_stubs = python_models(self.run.path / "models", self.models)
+        self._watchdog = StubWatchdog(server, with_stubs, self._console)
+        self._watchdog.start()
+        self._monitor = HealthMonitor(
+            server, self._watchdog, self.settings.recipe, self.models, self._console,
+            self.settings.canary_interval_s, self.settings.canary_timeout_s,
+        )  # fmt: skip
+        self._monitor.start()
+
+    def _stop_watching(self) -> None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.stop()
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.stop()
+
+    def _say_ready(self, server: Server, seconds: float) -> None:
+        health = f"http://{self.settings.host}:{self.health_port}/health/ready"
+        metrics = f"http://{server.metrics}/metrics"
+        self._console.event(
+            "ready", seconds=seconds, http=server.http, grpc=server.grpc, metrics=metrics, health=health
+        )
+
+    def _restart(self) -> bool:
+        """Start another life; return False when it is time to give up."""
+        self._console.event("server_died", "error", code=self.server.returncode, last_lines=self.server.tail(5))
+        while not self._stopping.is_set():
+            self._stop_watching()
+            self.server.kill()
+            self.run.clear()
+            delay = self._backoff_s()
+            if delay is None:
+                return self._give_up()
+            self._console.event("server_restart", "warning", in_s=delay)
+            if self._stopping.wait(delay):
+                break
+            try:
+                self._start_server()
+                return True
+            except BiremeError as error:
+                self._console.event("server_start_failed", "error", error=error)
+        return True
+
+    def _backoff_s(self) -> float | None:
+        """Return how long to wait before the next start; None: it has died too often."""
+        now = time.monotonic()
+        self._restarted_at = [at for at in self._restarted_at if now - at < self.settings.restart_window_s]
+        if len(self._restarted_at) >= self.settings.max_restarts:
+            return None
+        self._restarted_at.append(now)
+        return min(0.25 * 2.0 ** (len(self._restarted_at) - 1), _MAX_BACKOFF_S)
+
+    def _give_up(self) -> bool:
+        settings = self.settings
+        self._has_given_up = True
+        self._console.event(
+            "gave_up", "error", restarts=settings.max_restarts, within_s=settings.restart_window_s,
+            remedy="see the errors above and docs/troubleshooting.md",
+        )  # fmt: skip
+        return False
+
+    def _live(self) -> tuple[bool, dict[str, Any]]:
+        return not self._has_given_up, {"live": not self._has_given_up}
+
+    def _ready(self) -> tuple[bool, dict[str, Any]]:
+        monitor = self._monitor
+        if self._stopping.is_set():
+            return False, {"status": "stopping"}
+        if monitor is None:
+            return False, {"status": "starting"}
+        report = monitor.report()
+        return report["status"] != "not_ready", report
+
+
+def thread_pool_size(num_models: int, limit: int | None = None) -> int:
+    """Return threads for each model's backend pool: 256, or fewer where a container limits its processes.
+
+    Idle threads cost little, but each counts against the limit; half of it is left to everything else.
+    """
+    limit = _process_limit() if limit is None else limit
+    return max(32, min(256, limit // 2 // max(num_models, 1)))
+
+
+def _process_limit() -> int:
+    for path in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
+        try:
+            return int(Path(path).read_text())
+        except (OSError, ValueError):  # no cgroup, or "max"
+            continue
+    return 1 << 20

@@ -1,0 +1,60 @@
+"""A small HTTP endpoint for probes, apart from Triton's own, which calls a model ready whose stub has died.
+
+`/health/live`: the launcher runs and has not given up (if not, restart it). `/health/ready`: requests are
+served; the body says more, also when one of several workers is down ("degraded").
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+Report = Callable[[], tuple[bool, dict[str, Any]]]
+
+
+class HealthServer:
+    """Answers GET /health/live and /health/ready on a port of its own: 200 or 503, body JSON."""
+
+    def __init__(self, host: str, port: int, live: Report, ready: Report) -> None:
+        routes = {"/health/live": live, "/health/ready": ready, "/health": ready}
+        self._server = http.server.ThreadingHTTPServer((host, port), _handler(routes))
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="health-http", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+def _handler(routes: dict[str, Report]) -> type[http.server.BaseHTTPRequestHandler]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        timeout = 10  # seconds for a client to send its request
+        server_version = "bireme"
+        sys_version = ""
+
+        def do_GET(self) -> None:
+            report = routes.get(self.path.split("?")[0])
+            is_good, body = report() if report else (False, {"error": f"known paths: {', '.join(routes)}"})
+            payload = json.dumps(body).encode()
+            self.send_response(200 if is_good else 503 if report else 404)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(payload)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(payload)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Probes come each second: they are not worth a line."""
+
+    return Handler

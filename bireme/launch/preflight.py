@@ -1,0 +1,234 @@
+"""What a launch needs, checked before it begins: each thing that is missing is one message with its remedy.
+
+Checks return messages instead of raising, so that a newcomer sees all that is missing at once.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from bireme.config import Recipe
+from bireme.errors import ConfigError
+from bireme.launch.installation import Installation, find_installation, find_libpython
+from bireme.launch.ports import is_free
+from bireme.launch.processes import command_line
+from bireme.launch.run_folder import SHM
+
+SUPPORTED_PYTHON = ((3, 10), (3, 12))  # oldest and newest, both inclusive
+_MIB = 1 << 20
+_SHM_MIB_PER_MODEL = 2  # a region of 1 MiB for the instance, one while its configuration is completed
+_SHM_MIB_SPARE = 32  # larger tensors grow the regions
+_SHM_MIB_TRANSFER = 64  # KV on its way from a prefill to a decode worker, for each prefill worker
+_RUN_FOLDER_MIB = 32
+_MAX_SOCKET_PATH = 107  # bytes of a Unix socket's address
+_LONGEST_SOCKET_NAME = 48
+# distribution that holds the module -> how to get it
+_ENGINE_MODULES = {
+    "torch": (("torch", "transformers", "safetensors"), "pip install -e .[torch]"),
+    "trtllm": (("tensorrt_llm",), "use the image made by docker/Dockerfile.triton with TensorRT-LLM, or its own image"),
+    "mocker": ((), ""),
+}
+
+
+class PreflightError(ConfigError):
+    """Something that the launch needs is missing; one message a line."""
+
+
+def check_all(
+    recipe: Recipe,
+    ports: Mapping[str, int],
+    host: str,
+    num_models: int,
+    run_folder: Path,
+    environment: Mapping[str, str] = os.environ,
+) -> Installation:
+    """Return the tritonserver to run. Raises PreflightError with everything that is missing."""
+    problems = [*check_python(), *check_platform(), *check_engines(recipe), *check_model(recipe)]
+    installation = None
+    try:
+        installation = find_installation(environment)
+        problems += check_installation(installation)
+    except ConfigError as error:
+        problems.append(str(error))
+    problems += check_shared_memory(needed_shm_mib(recipe, num_models))
+    problems += check_disk(run_folder, _RUN_FOLDER_MIB)
+    problems += check_socket_paths(run_folder)
+    problems += check_ports(ports, host)
+    if problems or installation is None:
+        raise PreflightError("\n".join(problems))
+    return installation
+
+
+def check_python(version: tuple[int, ...] = sys.version_info[:2]) -> list[str]:
+    low, high = SUPPORTED_PYTHON
+    if low <= version[:2] <= high:
+        return []
+    return [
+        f"Python {version[0]}.{version[1]} is not supported ({low[0]}.{low[1]} to {high[0]}.{high[1]}); make the"
+        " environment with another one: `make clean-venv && make PYTHON=python3.11 setup`"
+    ]
+
+
+def check_platform(platform: str = sys.platform) -> list[str]:
+    return [] if platform == "linux" else [f"tritonserver runs on Linux, not on {platform}; use docker/Dockerfile"]
+
+
+def check_installation(installation: Installation) -> list[str]:
+    """What the wheel's tritonserver needs; an ordinary installation brings it along."""
+    if not installation.is_wheel:
+        return []
+    problems = check_numpy(_version_of("numpy"))
+    try:
+        find_libpython(f"{sys.version_info.major}.{sys.version_info.minor}")
+    except ConfigError as error:
+        problems.append(str(error))
+    return problems
+
+
+def check_numpy(version: str | None) -> list[str]:
+    if version is None:
+        return ["numpy is not installed; run `pip install -e .[server]`"]
+    if int(version.split(".")[0]) < 2:
+        return []
+    return [
+        f"numpy {version} is installed; the Python stub of tritonserver 2.51 gets empty arrays from numpy 2, so every"
+        " response would fail: run `pip install 'numpy>=1.26,<2'`"
+    ]
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_engines(recipe: Recipe) -> list[str]:
+    """The engines' packages, looked for without importing them."""
+    problems = []
+    for engine in sorted({entry.engine for entry in recipe.workers.values()}):
+        modules, remedy = _ENGINE_MODULES[engine]
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        if missing:
+            problems.append(f"engine {engine} needs {', '.join(missing)}; {remedy}")
+    return problems
+
+
+def check_model(recipe: Recipe) -> list[str]:
+    try:
+        folder = Path(recipe.model_path)
+    except ConfigError as error:
+        return [str(error)]
+    if not folder.is_dir():
+        return []  # a hub id: whether it can be fetched is known when it is
+    return _check_model_folder(folder, any(entry.engine != "mocker" for entry in recipe.workers.values()))
+
+
+def _check_model_folder(folder: Path, needs_weights: bool) -> list[str]:
+    config = folder / "config.json"
+    if not config.is_file():
+        return [f"{folder} has no config.json; a model folder in Hugging Face's layout is expected"]
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return [f"{config} can't be read ({error}); copy the model folder again"]
+    if needs_weights and not any(folder.glob("*.safetensors")):
+        return [f"{folder} has no .safetensors file; other weight formats are not loaded, convert them first"]
+    return []
+
+
+def needed_shm_mib(recipe: Recipe, num_models: int) -> int:
+    """Return what must be free in /dev/shm at the start."""
+    transfers = len(recipe.replicas("prefill")) * _SHM_MIB_TRANSFER
+    return num_models * _SHM_MIB_PER_MODEL + transfers + _SHM_MIB_SPARE
+
+
+def check_shared_memory(needed_mib: int, folder: Path = SHM) -> list[str]:
+    if not folder.is_dir():
+        return [f"{folder} does not exist; mount a tmpfs there: `mount -t tmpfs -o size=1g tmpfs {folder}`"]
+    usage = shutil.disk_usage(folder)
+    if usage.total < needed_mib * _MIB:
+        return [
+            f"{folder} holds {usage.total // _MIB} MiB; {needed_mib} MiB are needed: in a container start it with"
+            f" `--shm-size=1g`, otherwise `mount -o remount,size=1g {folder}`"
+        ]
+    if usage.free < needed_mib * _MIB:
+        return [
+            f"{folder} is full: {usage.free // _MIB} of {usage.total // _MIB} MiB are free, {needed_mib} MiB are"
+            f" needed; remove what crashed programs left there (`ls -lS {folder}`)"
+        ]
+    return []
+
+
+def check_disk(folder: Path, needed_mib: int) -> list[str]:
+    existing = next(part for part in (folder, *folder.parents) if part.is_dir())
+    free = shutil.disk_usage(existing).free
+    if free >= needed_mib * _MIB:
+        return []
+    return [
+        f"the disk of {existing} is full: {free // _MIB} MiB are free, {needed_mib} MiB are needed; free some space or"
+        " set XDG_RUNTIME_DIR to a folder elsewhere"
+    ]
+
+
+def check_socket_paths(folder: Path) -> list[str]:
+    longest = len(os.fsencode(folder)) + _LONGEST_SOCKET_NAME
+    if longest <= _MAX_SOCKET_PATH:
+        return []
+    return [f"the run folder {folder} is too long for Unix sockets; set XDG_RUNTIME_DIR to a shorter path"]
+
+
+def check_ports(ports: Mapping[str, int], host: str = "127.0.0.1") -> list[str]:
+    """`ports` is option name -> number, as in {"--http-port": 8000}."""
+    problems = []
+    for option, port in ports.items():
+        if not 0 < port < 65536:
+            problems.append(f"{option} {port} is not a port (1 to 65535)")
+        elif not is_free(port, host):
+            problems.append(f"port {port} of {host} is taken{_holder(port)}; end it or choose another with {option}")
+    repeated = sorted({port for port in ports.values() if list(ports.values()).count(port) > 1})
+    return problems + [f"port {port} is given to more than one of {', '.join(ports)}" for port in repeated]
+
+
+def _holder(port: int) -> str:
+    """Return " by pid 12 (name)" where /proc tells, else nothing."""
+    for pid in port_holders(port):
+        return f" by pid {pid} ({' '.join(command_line(pid))[:80] or 'unknown'})"
+    return ""
+
+
+def port_holders(port: int) -> Iterator[int]:
+    """Yield the processes that listen on `port`, as far as this user may see them."""
+    wanted = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    if not wanted:
+        return
+    for process in Path("/proc").glob("[0-9]*"):
+        if wanted & set(_descriptors(process)):
+            yield int(process.name)
+
+
+def _descriptors(process: Path) -> Iterable[str]:
+    try:
+        return [os.readlink(link) for link in (process / "fd").iterdir()]
+    except OSError:  # another user's, or gone
+        return []
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            rows = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            fields = row.split()
+            if fields[3] == "0A" and re.search(rf":{port:04X}$", fields[1]):  # 0A: listening
+                yield fields[9]

@@ -1,0 +1,32 @@
+"""A recipe for one model without a recipe folder: `serve.py --model FOLDER_OR_HUB_ID [--disaggregated]`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from bireme.errors import ConfigError
+
+
+def write_recipe(folder: Path, model: str, *, disaggregated: bool = False, engine: str = "torch") -> Path:
+    """Write recipe.yaml for a model into `folder`/<the model's name> and return that folder. Raises ConfigError."""
+    path = Path(model)
+    if path.is_dir():
+        model = str(path.resolve())
+    elif model.startswith((".", "/", "~")):
+        raise ConfigError(f"--model {model}: no such folder")
+    recipe = folder / (re.sub(r"[^\w.-]+", "-", Path(model).name).strip("-.") or "model")
+    recipe.mkdir(parents=True, exist_ok=True)
+    # JSON is YAML, and quotes what a model's path may hold.
+    (recipe / "recipe.yaml").write_text(json.dumps(_tree(model, disaggregated, engine), indent=2), encoding="utf-8")
+    return recipe
+
+
+def _tree(model: str, disaggregated: bool, engine: str) -> dict[str, Any]:
+    worker: dict[str, Any] = {"engine": engine}
+    if disaggregated:
+        worker["engine_config"] = {"cache_transceiver_config": {"backend": "DEFAULT"}}
+    stages = ("prefill", "decode") if disaggregated else ("decode",)
+    return {"model": model, "workers": dict.fromkeys(stages, worker)}

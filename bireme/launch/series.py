@@ -1,0 +1,42 @@
+"""Reads the few series of Triton's /metrics page that health is judged by."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_SAMPLE = re.compile(r"^(bireme_\w+)(?:\{([^}]*)\})? (\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(slots=True)
+class WorkerSeries:
+    """One worker's figures; None: the worker has not published the series."""
+
+    engine_up: bool | None = None
+    steps: float | None = None  # engine steps so far
+    queued: float = 0.0  # requests running or waiting
+
+
+def worker_series(text: str) -> dict[str, WorkerSeries]:
+    """Return worker -> figures out of a page in Prometheus' text format."""
+    workers: dict[str, WorkerSeries] = {}
+    for line in text.splitlines():
+        match = _SAMPLE.match(line)
+        if match:
+            labels = dict(_LABEL.findall(match.group(2) or ""))
+            _take(workers, match.group(1), labels, float(match.group(3)))
+    return workers
+
+
+def _take(workers: dict[str, WorkerSeries], name: str, labels: dict[str, str], value: float) -> None:
+    worker = labels.get("worker")
+    if worker is None:
+        return
+    series = workers.setdefault(worker, WorkerSeries())
+    if name == "bireme_engine_up":
+        series.engine_up = value >= 1
+    elif name == "bireme_engine_step_seconds_count":
+        series.steps = value
+    elif name in ("bireme_requests_running", "bireme_requests_waiting"):
+        series.queued += value

@@ -1,0 +1,147 @@
+"""Serve a recipe: start tritonserver, load the models, heal what dies, tell the health, stop in order.
+
+    python tools/serve.py recipes/tiny
+    python tools/serve.py --model models/tiny-llama --disaggregated
+    python tools/serve.py recipes/tiny --override '{"workers": {"decode": {"replicas": 2}}}' --http-port 9000
+
+Prints the endpoints when ready. SIGTERM or Ctrl-C lets requests under way end, then stops; a second one
+stops at once. GET /health/live and /health/ready on --health-port are for probes and load balancers.
+
+Exit codes: 0 stopped as asked; 1 a model or the server did not start, or the server kept dying;
+2 an option, the recipe or something that the launch needs is wrong or missing; 3 stopped by a second signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bireme.config import DEFAULT_RECIPE, load_recipe
+from bireme.errors import BiremeError, ConfigError
+from bireme.launch.console import LEVELS, Console
+from bireme.launch.deployment import Deployment, DeploymentSettings
+from bireme.launch.ports import Ports
+from bireme.launch.quick_recipe import write_recipe
+from bireme.launch.run_folder import RunFolder
+
+STOPPED, FAILED, WRONG, FORCED = 0, 1, 2, 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    console = Console(options.log_level, options.json_logs)
+    run = None
+    try:
+        run = RunFolder()
+        deployment = Deployment(settings_of(options, run.path), console, run)
+    except ConfigError as error:
+        if run is not None:
+            run.remove()
+        return report(console, error, WRONG)
+    return serve(deployment, console)
+
+
+def serve(deployment: Deployment, console: Console) -> int:
+    """Run a deployment until a signal ends it; return the exit code."""
+    with stopped_by_signals(deployment):
+        try:
+            with deployment:
+                return STOPPED if deployment.supervise() else FAILED
+        except ConfigError as error:
+            return report(console, error, WRONG)
+        except BiremeError as error:
+            return report(console, error, FAILED)
+
+
+def report(console: Console, error: BiremeError, code: int) -> int:
+    for line in str(error).splitlines():
+        console.event(line, "error")
+    return code
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_options(parser)
+    add_network_options(parser)
+    parser.add_argument("--drain-timeout", type=int, default=10, metavar="S", help="seconds for requests at the end")
+    parser.add_argument("--canary-interval", type=float, default=30.0, metavar="S", help="0: no canary generations")
+    parser.add_argument("--log-level", choices=LEVELS, default="info")
+    parser.add_argument("--json-logs", action="store_true", help="one JSON object a line")
+    parser.add_argument("--triton-arg", action="append", default=[], metavar="FLAG", help="one more flag; may repeat")
+    options = parser.parse_args(arguments)
+    if options.recipe and options.model:
+        parser.error("give a recipe or --model, not both")
+    if options.disaggregated and not options.model:
+        parser.error("--disaggregated belongs to --model; a recipe says itself what it serves")
+    return options
+
+
+def add_recipe_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", help="folder with recipe.yaml; default BIREME_RECIPE, else recipes/tiny")
+    parser.add_argument("--model", metavar="FOLDER_OR_HUB_ID", help="serve this model without a recipe")
+    parser.add_argument("--disaggregated", action="store_true", help="with --model: prefill and decode apart")
+    parser.add_argument("--engine", choices=("torch", "trtllm", "mocker"), default="torch", help="with --model")
+    parser.add_argument(
+        "--override", default=os.environ.get("BIREME_OVERRIDE", ""), metavar="JSON", help="over the recipe"
+    )
+
+
+def add_network_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 opens it to the network")
+    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("health", 8003)):
+        parser.add_argument(f"--{name}-port", type=int, default=port, metavar="PORT")
+
+
+def settings_of(options: argparse.Namespace, run: Path) -> DeploymentSettings:
+    folder = options.recipe or os.environ.get("BIREME_RECIPE") or DEFAULT_RECIPE
+    if options.model:
+        folder = write_recipe(run / "recipe", options.model, disaggregated=options.disaggregated, engine=options.engine)
+    return DeploymentSettings(
+        recipe=load_recipe(folder, options.override),
+        override=options.override,
+        host=options.host,
+        ports=Ports(options.http_port, options.grpc_port, options.metrics_port),
+        health_port=options.health_port,
+        drain_timeout_s=options.drain_timeout,
+        canary_interval_s=options.canary_interval,
+        triton_arguments=tuple(options.triton_arg),
+        environment={"BIREME_LOG_LEVEL": options.log_level},
+    )
+
+
+@contextlib.contextmanager
+def stopped_by_signals(deployment: Deployment) -> Iterator[None]:
+    """The first SIGTERM or SIGINT asks for an orderly stop, the second ends everything at once."""
+    seen: list[int] = []
+
+    def force() -> None:
+        deployment.kill()
+        deployment.run.remove()
+        os._exit(FORCED)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        deployment.request_stop()
+        if len(seen) == 2:  # in a thread: the interrupted code may hold a lock
+            threading.Thread(target=force, daemon=True).start()
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
