@@ -13,11 +13,10 @@ from benchmarks.load.token_bus import TraceSink, make_request
 from bireme.config import EngineConfig, KvCacheConfig, MockerConfig
 from bireme.engines import create_engine
 from bireme.engines.base import Delta, EngineContext, RequestKey
+from bireme.engines.step_log import VARIABLE
 from bireme.errors import BiremeError
 from bireme.messages import STUB
 from bireme.metrics import Registry
-
-STEP_LOG_VARIABLE = "BIREME_STEP_LOG"
 
 
 class InProcess:
@@ -30,7 +29,7 @@ class InProcess:
             mocker=MockerConfig(step_ms=step_ms),
         )
         if step_log:
-            os.environ[STEP_LOG_VARIABLE] = step_log
+            os.environ[VARIABLE] = step_log
         self._engine = create_engine(
             "mocker",
             EngineContext(
