@@ -89,8 +89,13 @@ _BY_CODE: dict[str, type[BiremeError]] = {
 }
 
 
+_LOST = "engine lost: "  # so that the difference to a worker that was not there survives the wire
+
+
 def to_message(error: BaseException) -> str:
     """Return the wire form `CODE: text`; foreign exceptions are INTERNAL with their type's name."""
+    if isinstance(error, EngineLostError):
+        return f"{error.code}: {_LOST}{error}"
     if isinstance(error, BiremeError):
         return f"{error.code}: {error}"
     return f"INTERNAL: {type(error).__name__}: {error}"
@@ -100,6 +105,8 @@ def from_message(message: str) -> BiremeError:
     """Parse `CODE: text` back into the tree; text without a known code becomes BiremeError."""
     code, separator, text = message.partition(": ")
     kind = _BY_CODE.get(code)
+    if kind is UnavailableError and text.startswith(_LOST):
+        return EngineLostError(text[len(_LOST) :])
     if separator and kind is not None:
         return kind(text)
     return BiremeError(message)

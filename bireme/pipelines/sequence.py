@@ -1,0 +1,294 @@
+"""One sequence on its way through the workers: placement, prefill, decode, and on to others when one is lost.
+
+    place -> prefill (context_only) -> decode (generation_only) -> finish
+          -> decode (aggregated)                                -> finish
+
+The sequence is the sink of whichever decode worker has it: tokens go on to the output at once, and are kept
+so that after a loss another worker can be given prompt + tokens. The output notices nothing of that.
+
+What ends an attempt, and what follows:
+    engine lost, lease gone, transfer failed   another attempt; pipeline.migration_limit of these
+    worker not ready, not there, queue full    another attempt after a pause, until pipeline.stall_timeout_s
+                                               (a full queue only if tokens have been delivered already)
+    anything else                              the request's end
+After a loss with tokens delivered, decode computes the context itself: aggregated, whatever the recipe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from bireme.errors import (
+    BiremeError,
+    DeadlineExceededError,
+    EngineLostError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+    from_message,
+)
+from bireme.kv.router import Placement, RoutingRequest
+from bireme.messages import EngineRequest, Finish, SamplingParams, Sink, TokenLogprobs, Usage
+from bireme.pipelines.services import Services
+from bireme.request import Ids
+from bireme.workers.base import Generation, PrefillResult, UnreachableError
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+_T = TypeVar("_T")
+DEADLINE_GRACE_S = 1.0  # engines keep deadlines themselves; this side steps in when they don't
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a sequence needs to run, checked and tokenised."""
+
+    prompt: Ids  # CPU 1D
+    sampling: SamplingParams  # n is 1, a seed is drawn
+    cache_salt: str = ""
+    lora_name: str = ""
+    priority: float = 0.5
+    deadline: float = 0.0  # time.monotonic(); 0: none
+
+
+class Sequence:
+    """Runs once. `push` and `finish` are for workers, on the loop's thread."""
+
+    def __init__(self, services: Services, work: Work, output: Sink) -> None:
+        self._services, self._work, self._output = services, work, output
+        self.tokens: list[int] = []  # delivered to the output
+        self.first_token_at = 0.0
+        self.migrations = 0
+        self._generation: Generation | None = None
+        self._ended: asyncio.Future[Finish] | None = None
+        self._prefill: tuple[str, Usage] | None = None  # worker and cost of the prefill that counted
+        self._failing_since = 0.0
+        self._pause_s = FIRST_PAUSE_S
+        self._lost_ms = 0.0  # decode time of attempts that were lost
+
+    # Sink
+
+    def push(
+        self,
+        tokens: Many[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        if not self.tokens:
+            self.first_token_at = time.monotonic()
+        self.tokens.extend(tokens)
+        self._output.push(tokens, logprobs, prompt_logprobs)
+
+    def finish(self, finish: Finish) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(finish)
+
+    # The way
+
+    def abort(self) -> None:
+        """Stop generating (a stop string was found); `run` returns with the engine's finish."""
+        if self._generation is not None:
+            self._generation.abort()
+
+    async def run(self) -> Finish:
+        """Return the finish, with usage of the whole way. Raises the error that ends it.
+
+        Cancelling the task that runs this aborts what is under way and frees what is leased.
+        """
+        while True:
+            self._check_deadline()
+            placement = self._place()
+            try:
+                finish = await self._attempt(placement)
+                return self._whole(finish, placement)
+            except UnavailableError as error:
+                pause_s = self._plan_retry(error)
+            except ResourceExhaustedError as error:
+                if not self.tokens:
+                    raise
+                pause_s = self._plan_retry(error)
+            finally:
+                self._services.router.finished(placement)
+            if pause_s:
+                await asyncio.sleep(pause_s)
+
+    def _place(self) -> Placement:
+        work, recipe = self._work, self._services.recipe
+        request = RoutingRequest(work.prompt, work.cache_salt, work.lora_name, work.priority)
+        placement = self._services.router.place(request)
+        if self.tokens:
+            placement = Placement(None, placement.decode)
+        elif placement.prefill is None and recipe.pipeline.enforce_disaggregation:
+            # All are down; the pauses between attempts are for their return.
+            placement = Placement(recipe.replicas("prefill")[0], placement.decode)
+        for worker in filter(None, (placement.prefill, placement.decode)):
+            self._services.metrics.add("bireme_routed_total", 1, worker)
+        return placement
+
+    async def _attempt(self, placement: Placement) -> Finish:
+        request = self._request()
+        if placement.prefill is None:
+            return await self._decode(placement.decode, request)
+        lease = _Lease(self._services, placement.prefill)
+        num_tokens = len(self.tokens)
+        try:
+            result = await lease.prefill(request, self._remaining_s())
+            self._services.router.prefilled(placement)
+            self._prefill = (placement.prefill, result.usage)
+            request = msgspec.structs.replace(
+                request, request_type="generation_only", disaggregated_params=result.disaggregated_params
+            )
+            return await self._decode(placement.decode, request)
+        except NotFoundError as error:  # the lease expired, or its engine is another by now
+            raise EngineLostError(str(error)) from error
+        finally:
+            if len(self.tokens) == num_tokens:
+                lease.release()  # decode may never have claimed it
+
+    def _request(self) -> EngineRequest:
+        work, resumed = self._work, self.tokens
+        prompt = work.prompt
+        if resumed:
+            prompt = np.concatenate([prompt, np.array(resumed, np.int32)])
+        remaining_s = self._remaining_s()
+        return EngineRequest(
+            prompt=prompt.tobytes(),
+            sampling=work.sampling,
+            num_resumed=len(resumed),
+            cache_salt=work.cache_salt,
+            lora_name=work.lora_name,
+            priority=work.priority,
+            timeout_ms=0 if remaining_s is None else max(1, int(remaining_s * 1000)),
+        )
+
+    async def _decode(self, worker: str, request: EngineRequest) -> Finish:
+        """Generate on one worker. Raises what its finish says went wrong."""
+        began_at = time.monotonic()
+        num_tokens = len(self.tokens)
+        self._ended = asyncio.get_running_loop().create_future()
+        generation = self._generation = self._services.workers.decode(worker, request, self)
+        try:
+            finish = await _within(self._ended, self._remaining_s())
+        finally:
+            if not self._ended.done():
+                generation.abort()
+            self._ended = None
+        if finish.reason not in ("error", "timeout"):
+            self._services.router.note_up(worker)
+            return finish
+        self._lost_ms += (time.monotonic() - began_at) * 1000
+        if len(self.tokens) > num_tokens:
+            self._failing_since, self._pause_s = 0.0, FIRST_PAUSE_S
+        raise self._reason(worker, generation, finish)
+
+    def _reason(self, worker: str, generation: Generation, finish: Finish) -> BiremeError:
+        error = generation.failure or from_message(finish.error)
+        if isinstance(error, UnavailableError):
+            self._services.router.note_down(worker)
+            if generation.failure is None:  # the engine had it: its own failures count
+                return EngineLostError(str(error))
+        return error
+
+    def _plan_retry(self, error: BiremeError) -> float:
+        """Return how long to wait before the next attempt, or raise `error` when there is to be none."""
+        now = time.monotonic()
+        config = self._services.recipe.pipeline
+        self._failing_since = self._failing_since or now
+        if isinstance(error, UnreachableError) and not self.tokens and not self.migrations:
+            raise error
+        if isinstance(error, EngineLostError):
+            self.migrations += 1
+            if self.migrations > config.migration_limit:
+                raise UnavailableError(
+                    f"{error}; moved {config.migration_limit} times already (pipeline.migration_limit)"
+                ) from error
+            self._services.metrics.add("bireme_migrations_total")
+            return 0.0
+        if now - self._failing_since > config.stall_timeout_s:
+            raise error
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return pause_s
+
+    def _remaining_s(self) -> float | None:
+        return self._work.deadline - time.monotonic() if self._work.deadline else None
+
+    def _check_deadline(self) -> None:
+        remaining_s = self._remaining_s()
+        if remaining_s is not None and remaining_s <= 0:
+            raise DeadlineExceededError(f"the request's time limit has passed, {len(self.tokens)} tokens were made")
+
+    def _whole(self, finish: Finish, placement: Placement) -> Finish:
+        """Return the finish with the cost of all attempts."""
+        own = finish.usage
+        prefill_worker, prefill = self._prefill or ("", Usage())
+        usage = msgspec.structs.replace(
+            own,
+            prompt_tokens=len(self._work.prompt),
+            cached_tokens=max(own.cached_tokens, prefill.cached_tokens) if not self.migrations else own.cached_tokens,
+            completion_tokens=max(own.completion_tokens, len(self.tokens)),
+            queue_ms=own.queue_ms + prefill.queue_ms,
+            prefill_ms=own.prefill_ms + prefill.prefill_ms,
+            decode_ms=own.decode_ms + self._lost_ms,
+            prefill_worker=prefill_worker,
+            decode_worker=placement.decode,
+        )
+        return Finish(finish.reason, usage, finish.error, finish.stop_token_id)
+
+
+class _Lease:
+    """One prefill: the call, and the KV that it leaves leased until decode has claimed it."""
+
+    def __init__(self, services: Services, worker: str) -> None:
+        self._services, self._worker = services, worker
+        self._request_id = secrets.token_hex(16)  # nobody else can abort it
+        self._call: asyncio.Future[PrefillResult] | None = None
+
+    async def prefill(self, request: EngineRequest, remaining_s: float | None) -> PrefillResult:
+        """Raises UnavailableError, having told the router, when the worker is lost or not there."""
+        request = msgspec.structs.replace(request, request_type="context_only")
+        self._call = asyncio.ensure_future(self._services.workers.prefill(self._worker, request, self._request_id))
+        try:
+            result = await _within(self._call, remaining_s)
+        except UnavailableError:
+            self._services.router.note_down(self._worker)
+            raise
+        self._services.router.note_up(self._worker)
+        return result
+
+    def release(self) -> None:
+        """Stop the prefill, or free its lease, in the background. Harmless when decode has claimed it."""
+        call = self._call
+        if call is None or (call.done() and (call.cancelled() or call.exception() is not None)):
+            return
+        self._services.run_errand(self._abort(call))
+
+    async def _abort(self, call: asyncio.Future[PrefillResult]) -> None:
+        was_done = call.done()
+        with contextlib.suppress(NotFoundError):
+            await self._services.workers.abort_prefill(self._worker, self._request_id)
+        if was_done:
+            return
+        try:
+            await call
+        except BiremeError:
+            return
+        with contextlib.suppress(NotFoundError):  # it was faster than the abort
+            await self._services.workers.abort_prefill(self._worker, self._request_id)
+
+
+async def _within(future: asyncio.Future[_T], remaining_s: float | None) -> _T:
+    """Await it, at most until a second past the deadline; the future itself goes on."""
+    if remaining_s is None:
+        return await asyncio.shield(future)
+    try:
+        return await asyncio.wait_for(asyncio.shield(future), remaining_s + DEADLINE_GRACE_S)
+    except asyncio.TimeoutError:
+        raise DeadlineExceededError("the request's time limit has passed") from None

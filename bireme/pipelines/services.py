@@ -1,0 +1,63 @@
+"""What every text pipeline works with: workers, router, limits, metrics; and the count of requests under way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from bireme.config import Recipe
+from bireme.errors import BiremeError, ResourceExhaustedError
+from bireme.kv.router import Router
+from bireme.metrics import Registry
+from bireme.workers.base import WorkerClient
+
+logger = logging.getLogger("bireme.pipeline")
+
+
+@dataclass(slots=True)
+class Services:
+    """Shared by all requests of one pipeline; used on one loop."""
+
+    recipe: Recipe
+    workers: WorkerClient
+    router: Router
+    metrics: Registry
+    num_active: int = 0
+    _errands: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count a request in for as long as it runs. Raises ResourceExhaustedError when there are too many."""
+        limit = self.recipe.limits.max_concurrent_requests
+        if self.num_active >= limit:
+            raise ResourceExhaustedError(
+                f"{self.num_active} requests under way; limits.max_concurrent_requests is {limit}, try again later"
+            )
+        self.num_active += 1
+        try:
+            yield
+        finally:
+            self.num_active -= 1
+
+    def run_errand(self, errand: Coroutine[Any, Any, None]) -> None:
+        """Do something that nobody waits for, such as freeing a lease; its errors are logged."""
+        task = asyncio.get_running_loop().create_task(_quietly(errand))
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    async def close(self) -> None:
+        """Give errands a moment, then close the workers."""
+        if self._errands:
+            await asyncio.wait(list(self._errands), timeout=1.0)
+        await self.workers.close()
+
+
+async def _quietly(errand: Coroutine[Any, Any, None]) -> None:
+    try:
+        await errand
+    except BiremeError as error:
+        logger.info("errand_failed error=%s", error)
