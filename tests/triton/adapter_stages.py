@@ -46,8 +46,7 @@ class TokenResponse:
     is_last: bool = False
 
     def merge(self, later: Response) -> Response | None:
-        assert isinstance(later, TokenResponse)
-        return TokenResponse(self.tokens + later.tokens)
+        return TokenResponse(self.tokens + later.tokens) if isinstance(later, TokenResponse) else None
 
     def tensors(self) -> Tensors:
         return {"tokens": np.array(self.tokens, np.int32)}
@@ -161,7 +160,10 @@ class Tokens(TestStage):
     """`count` tokens, one a step of STEP_MS milliseconds, from a thread of its own; abort on cancel."""
 
     spec = streaming(
-        "tokens", optional("count", INT32), optional("report", INT32), outputs=(TOKENS, TensorSpec("running", INT32, (1,)))
+        "tokens",
+        optional("count", INT32),
+        optional("report", INT32),
+        outputs=(TOKENS, TensorSpec("running", INT32, (1,))),
     )
 
     async def start(self, context: StageContext) -> None:
@@ -181,8 +183,8 @@ class Tokens(TestStage):
         self.ticker.stopped = True
         steps = sorted(self.ticker.steps)
         if steps:
-            p99 = steps[int(len(steps) * 0.99)]
-            print(f"ticker steps={len(steps)} p50_ms={steps[len(steps) // 2] * 1e3:.2f} p99_ms={p99 * 1e3:.2f}", flush=True)
+            p50, p99 = (steps[int(len(steps) * share)] * 1e3 for share in (0.5, 0.99))
+            print(f"ticker steps={len(steps)} p50_ms={p50:.2f} p99_ms={p99:.2f}", flush=True)
 
 
 class Bursts(TestStage):
@@ -276,12 +278,12 @@ class Caller(TestStage):
     """Calls `model` by BLS `times` times side by side and says what came back."""
 
     spec = streaming(
-        "caller", optional("model", BYTES), optional("times", INT32), optional("how", BYTES), outputs=(TEXT,)
+        "caller", optional("target", BYTES), optional("times", INT32), optional("how", BYTES), outputs=(TEXT,)
     )
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         assert self.context.call_async is not None
-        model = bytes(inputs["model"][0]).decode()
+        model = bytes(inputs["target"][0]).decode()
         ask: dict[str, np.ndarray] = {"how": inputs["how"]} if "how" in inputs else {}
         if not ask:
             ask = {"text_in": np.array([b"ahoy", b""], object), "delay_ms": np.array([20], np.int32)}

@@ -42,7 +42,9 @@ def write_recipe(folder: Path) -> Recipe:
     (folder / "recipe.yaml").write_text(
         f"model: {folder}\nworkers: {{decode: {{engine: mocker}}}}\nlimits: {{max_stream_buffer_bytes: 4194304}}\n"
     )
-    return Recipe(model=str(folder), workers={"decode": WorkerEntry(engine="mocker")}, name="recipe", folder=str(folder))
+    return Recipe(
+        model=str(folder), workers={"decode": WorkerEntry(engine="mocker")}, name="recipe", folder=str(folder)
+    )
 
 
 @pytest.fixture(scope="session")
