@@ -1,0 +1,106 @@
+"""Tokens in, text out, piece by piece: no character is split, no space lost, nothing held longer than needed.
+
+What comes out after n tokens depends on those tokens alone, not on how they were cut into pushes. At most
+three bytes, the beginning of a character, are held back; `flush` gives them as U+FFFD. All pieces together
+are what decoding all tokens at once gives. One exception: of a run of byte tokens that is not valid UTF-8
+a SentencePiece decoder makes U+FFFD alone, also of its valid characters; here those stay what they are,
+because they went out before the run's end was known.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from bireme.text.vocabulary import Vocabulary
+
+
+class Detokenizer(Protocol):
+    """The text of one sequence. Used from one thread at a time."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Take tokens and return the text that is certain now. Ids outside the vocabulary have no text."""
+
+    def flush(self) -> str:
+        """Return what is held back; nothing may be pushed afterwards."""
+
+
+class TableDetokenizer:
+    """Looks every token up; UTF-8 is put together here."""
+
+    __slots__ = ("_held", "_parts", "_texts")
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._texts = vocabulary.texts
+        self._parts = vocabulary.parts
+        self._held = b""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        if len(tokens) == 1 and not self._held:  # nearly every call
+            try:
+                text = self._texts[tokens[0]]
+            except IndexError:
+                return ""
+            if text is not None:
+                return text
+        return "".join([self._push(token) for token in tokens])
+
+    def _push(self, token: int) -> str:
+        text = self._texts[token] if token < len(self._texts) else ""
+        if text is None:
+            text, taken = codecs.utf_8_decode(data := self._held + self._parts[token], "replace", False)
+            self._held = data[taken:]
+        elif text and self._held:
+            text = self.flush() + text
+        return text
+
+    def flush(self) -> str:
+        text, self._held = self._held.decode(errors="replace"), b""
+        return text
+
+
+class WindowDetokenizer:
+    """For decoders that look at neighbours: decodes a short window again with every token.
+
+    The window starts at a token after which the text was certain; its text minus the text of the part that
+    is out already is the news. Text that ends in U+FFFD may be the beginning of a character and is held for
+    the next tokens, at most `_PATIENCE` of them: no character has more bytes.
+    """
+
+    __slots__ = ("_num_out", "_skip", "_tokenizer", "_window")
+
+    _PATIENCE = 4
+    _CONTEXT = 4  # tokens kept before the news, for decoders that look back
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = []
+        self._num_out = 0  # tokens of the window whose text is out
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return "".join([self._push(token) for token in tokens])
+
+    def _push(self, token: int) -> str:
+        if self._tokenizer.id_to_token(token) is None:
+            return ""
+        self._window.append(token)
+        return self._news(is_last=False)
+
+    def flush(self) -> str:
+        return self._news(is_last=True)
+
+    def _news(self, is_last: bool) -> str:
+        before = self._text(self._window[: self._num_out])
+        text = self._text(self._window)
+        num_new = len(self._window) - self._num_out
+        if text.endswith("\ufffd") and num_new < self._PATIENCE and not is_last:
+            return ""
+        del self._window[: max(0, self._num_out - self._CONTEXT)]
+        self._num_out = len(self._window)
+        return text[len(before) :]
+
+    def _text(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
+        return text

@@ -1,0 +1,195 @@
+"""What a client gets of one generated sequence: tokens become text, and both become responses.
+
+A `TextStream` is the Sink of one request, in the decode stage and in the pipelines alike. It may be called
+from any thread, but from one at a time. It never waits and never raises: what goes wrong in an engine comes
+in `Finish` and is handed to `done`.
+
+Tokens go out with the step that made them, text as soon as it is certain. When a stop string is complete,
+`abort` is called once and the engine's finish is awaited for its usage; then the reason is `stop`, whatever
+the engine says. Tokens after the one that completed the stop string are neither delivered nor counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bireme.messages import Finish, SamplingParams, TokenLogprobs, Usage
+from bireme.text.detokenizer import Detokenizer
+from bireme.text.stop import StopFinder
+from bireme.types import Array, Response, Tensors
+
+_json = msgspec.json.Encoder().encode
+_NO_REASON: Array = np.array([b""], dtype=object)
+_ENDED_WELL = ("stop", "length")
+
+
+class TokenDelta:
+    """News of one sequence; later news of the same sequence merge into it."""
+
+    __slots__ = ("finish_reason", "index", "logprobs", "prompt_logprobs", "texts", "tokens", "usage")
+
+    def __init__(
+        self,
+        tokens: list[int],
+        text: str,
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs | None] | None = None,
+        index: int | None = None,
+        finish_reason: str = "",
+        usage: Usage | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.texts = [text]
+        self.logprobs = logprobs  # one entry a token; None: not asked for
+        self.prompt_logprobs = prompt_logprobs  # one entry a prompt token, the first is None
+        self.index = index  # of n sequences; None: there is only one
+        self.finish_reason = finish_reason  # "": it goes on
+        self.usage = usage
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def merge(self, later: Response) -> TokenDelta | None:
+        """Take the later delta of the same sequence into this one; None when it is another sequence's."""
+        if not isinstance(later, TokenDelta) or later.index != self.index or self.finish_reason:
+            return None
+        self.tokens += later.tokens
+        self.texts += later.texts
+        self.logprobs = _joined(self.logprobs, later.logprobs)
+        self.prompt_logprobs = _joined(self.prompt_logprobs, later.prompt_logprobs)
+        self.finish_reason = later.finish_reason
+        self.usage = later.usage
+        return self
+
+    def tensors(self) -> Tensors:
+        outputs: dict[str, Array] = {
+            "output_ids": np.array(self.tokens, dtype=np.int32),
+            "text_output": _bytes(self.text.encode()),
+            "finish_reason": _bytes(self.finish_reason.encode()) if self.finish_reason else _NO_REASON,
+        }
+        if self.logprobs is not None:
+            outputs["log_probs"] = np.array([entry[0][1] for entry in self.logprobs], dtype=np.float32)
+            if any(len(entry) > 1 for entry in self.logprobs):
+                outputs["top_log_probs"] = _bytes(_json([entry[1:] for entry in self.logprobs]))
+        if self.prompt_logprobs is not None:
+            outputs["prompt_log_probs"] = _bytes(_json(self.prompt_logprobs))
+        if self.usage is not None:
+            outputs["usage"] = _bytes(_json(self.usage))
+        if self.index is not None:
+            outputs["index"] = np.array([self.index], dtype=np.int32)
+        return outputs
+
+
+class TextStream:
+    """The Sink of one sequence.
+
+    `done` is called with each Finish: once, or more than once when the caller goes on with the same stream on
+    another engine after an error. Whether the sequence ended well is `finish_reason`: then the last delta,
+    with reason and usage, has been sent. Otherwise nothing was sent and the caller has the error.
+    """
+
+    __slots__ = (
+        "_abort",
+        "_detokenizer",
+        "_done",
+        "_finder",
+        "_index",
+        "_send",
+        "_takes_prompt_logprobs",
+        "finish_reason",
+        "output_ids",
+    )
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        sampling: SamplingParams,
+        send: Callable[[TokenDelta], None],
+        done: Callable[[Finish], None],
+        abort: Callable[[], None],
+        index: int | None = None,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._finder = StopFinder(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
+        self._send = send
+        self._done = done
+        self._abort = abort
+        self._index = index
+        self._takes_prompt_logprobs = False
+        self.output_ids: list[int] = []  # all delivered so far, replayed ones too: what a migration sends along
+        self.finish_reason = ""
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Take tokens that were delivered before (migration): their text is not sent again."""
+        self.output_ids += tokens
+        text = self._detokenizer.push(tokens)
+        if self._finder is not None:
+            self._finder.push(text)
+
+    def push(
+        self,
+        tokens: Sequence[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        finder = self._finder
+        if finder is None:
+            taken, text = list(tokens), self._detokenizer.push(tokens)
+        elif finder.is_stopped:
+            return
+        else:
+            taken, text = self._find_stop(tokens, finder)
+            logprobs = logprobs[: len(taken)] if logprobs is not None else None
+        self.output_ids += taken
+        shown = self._prompt_logprobs(prompt_logprobs) if prompt_logprobs is not None else None
+        self._send(TokenDelta(taken, text, logprobs, shown, self._index))
+        if finder is not None and finder.is_stopped:
+            self._abort()
+
+    def finish(self, finish: Finish) -> None:
+        is_stopped = self._finder is not None and self._finder.is_stopped
+        if not is_stopped and finish.reason not in _ENDED_WELL:
+            self._done(finish)
+            return
+        text = "" if is_stopped else self._rest()
+        is_stopped = self._finder is not None and self._finder.is_stopped
+        self.finish_reason = "stop" if is_stopped else finish.reason
+        usage = msgspec.structs.replace(finish.usage, completion_tokens=len(self.output_ids))
+        self._send(TokenDelta([], text, None, None, self._index, self.finish_reason, usage))
+        self._done(finish)
+
+    def _find_stop(self, tokens: Sequence[int], finder: StopFinder) -> tuple[list[int], str]:
+        """Return the tokens up to the one that completes a stop string, and the text that can go out."""
+        texts = []
+        for at, token in enumerate(tokens):
+            texts.append(finder.push(self._detokenizer.push((token,))))
+            if finder.is_stopped:
+                return list(tokens[: at + 1]), "".join(texts)
+        return list(tokens), "".join(texts)
+
+    def _rest(self) -> str:
+        """Return the text held back for characters or stop strings that will not be completed."""
+        text = self._detokenizer.flush()
+        if self._finder is None:
+            return text
+        return self._finder.push(text) + self._finder.flush()
+
+    def _prompt_logprobs(self, entries: list[TokenLogprobs]) -> list[TokenLogprobs | None]:
+        """Put None before the first entry: nothing predicts the first token of a prompt."""
+        is_first, self._takes_prompt_logprobs = not self._takes_prompt_logprobs, True
+        return [None, *entries] if is_first else list(entries)
+
+
+def _bytes(value: bytes) -> Array:
+    return np.array([value], dtype=object)
+
+
+def _joined(first: list[Any] | None, later: list[Any] | None) -> list[Any] | None:
+    if first is None or later is None:
+        return later if first is None else first
+    return [*first, *later]

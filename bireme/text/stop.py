@@ -1,0 +1,87 @@
+"""Stop strings in a stream of text: found wherever the pieces are cut, never leaked, nothing else delayed.
+
+The first stop string to be complete ends the text; of several complete at the same character, the longest.
+Only text that may become a stop string is held back. Each stop string is followed by a Knuth-Morris-Pratt
+automaton, so the cost per character does not depend on lengths, however repetitive text and strings are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class _Follower:
+    """How much of one stop string the text so far ends with."""
+
+    __slots__ = ("_failure", "_stop", "matched")
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._failure = _failure(stop)
+        self.matched = 0  # characters at the end of the text that may become the stop string
+
+    def advance(self, text: str) -> int | None:
+        """Take more text; return the index in it after the stop string's last character, if it is complete."""
+        stop, matched = self._stop, self.matched
+        if not matched and stop[0] not in text:
+            return None
+        for at, character in enumerate(text):
+            while matched and stop[matched] != character:
+                matched = self._failure[matched - 1]
+            if stop[matched] == character:
+                matched += 1
+                if matched == len(stop):
+                    return at + 1
+        self.matched = matched
+        return None
+
+    @property
+    def length(self) -> int:
+        return len(self._stop)
+
+
+class StopFinder:
+    """Follows all stop strings of one request."""
+
+    __slots__ = ("_followers", "_held", "_includes_stop", "is_stopped")
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        self._followers = [_Follower(stop) for stop in stops if stop]
+        self._includes_stop = include_stop
+        self._held = ""
+        self.is_stopped = False
+
+    def push(self, text: str) -> str:
+        """Take more text and return what can go out; after the stop (`is_stopped`) there is no more."""
+        if self.is_stopped:
+            return ""
+        ends = [(end, -follower.length) for follower in self._followers if (end := follower.advance(text)) is not None]
+        whole = self._held + text
+        if ends:
+            self.is_stopped = True
+            end, negative_length = min(ends)
+            end += len(self._held)
+            self._held = ""
+            return whole[: end if self._includes_stop else end + negative_length]
+        num_held = max(follower.matched for follower in self._followers) if self._followers else 0
+        out = len(whole) - num_held
+        self._held = whole[out:]
+        return whole[:out]
+
+    def flush(self) -> str:
+        """Return what is held back: the text has ended, so it was no stop string."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _failure(stop: str) -> list[int]:
+    """For each prefix of `stop`, the length of its longest proper suffix that `stop` begins with."""
+    failure = [0] * len(stop)
+    matched = 0
+    for at in range(1, len(stop)):
+        while matched and stop[matched] != stop[at]:
+            matched = failure[matched - 1]
+        if stop[matched] == stop[at]:
+            matched += 1
+        failure[at] = matched
+    return failure
