@@ -1,0 +1,92 @@
+"""Which python runs an engine process, and the environment in which it starts."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from bireme.config import CHECKOUT, Recipe, WorkerEntry, stage_of
+from bireme.errors import ConfigError
+
+RECIPE_VARIABLE = "BIREME_ENGINE_RECIPE"
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def find_python(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the python for engine processes: BIREME_ENGINE_PYTHON, this environment's, PATH's. Raises ConfigError.
+
+    `sys.executable` is of no use inside a Triton stub, which embeds its interpreter.
+    """
+    if named := environment.get("BIREME_ENGINE_PYTHON"):
+        if found := shutil.which(named, path=environment.get("PATH")):
+            return found
+        raise ConfigError(f"BIREME_ENGINE_PYTHON: {named} is not an executable; name the engine environment's python")
+    for name in ("python3", "python"):
+        candidate = Path(sys.prefix) / "bin" / name
+        if os.access(candidate, os.X_OK):
+            return str(candidate)
+    if found := shutil.which("python3", path=environment.get("PATH")):
+        return found
+    raise ConfigError(f"no python3 in {sys.prefix}/bin or on PATH; set BIREME_ENGINE_PYTHON")
+
+
+def engine_environment(
+    recipe: Recipe, worker: str, run_dir: Path, base: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the child's environment. The recipe's `env` wins over everything but the run directory and recipe.
+
+    The recipe travels whole: an engine that is started again serves what its stub loaded, whatever has
+    become of the files since.
+    """
+    entry = recipe.entry(worker)
+    assert entry is not None, f"{worker} is not in recipe {recipe.name}"
+    result = {name: value for name, value in base.items() if name != "PYTHONHOME"}
+    threads = str(num_threads(recipe, entry))
+    result |= dict.fromkeys(_THREAD_VARIABLES, threads)
+    result |= {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if entry.devices:
+        result["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices_of(entry, worker)))
+    if path := _package_path(base.get("PYTHONPATH", "")):
+        result["PYTHONPATH"] = path
+    result |= entry.env
+    return result | {"BIREME_RUN_DIR": str(run_dir), RECIPE_VARIABLE: msgspec.json.encode(recipe).decode()}
+
+
+def num_threads(recipe: Recipe, entry: WorkerEntry) -> int:
+    """Return the entry's CPU threads; unset, an equal share of the cores among the recipe's engines."""
+    if entry.num_threads is not None:
+        return max(1, entry.num_threads)
+    engines = sum(worker.replicas for worker in recipe.workers.values())
+    return max(1, usable_cores() // max(1, engines))
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use: its affinity, or less where a cgroup's quota is smaller."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+
+
+def devices_of(entry: WorkerEntry, worker: str) -> tuple[int, ...]:
+    """Return a replica's part of the entry's GPUs: equal runs, or round robin when there are fewer than replicas."""
+    replica = 0 if worker == stage_of(worker) else int(worker.rpartition("_")[2])
+    share = len(entry.devices) // entry.replicas
+    if share == 0:
+        return (entry.devices[replica % len(entry.devices)],)
+    return entry.devices[replica * share : (replica + 1) * share]
+
+
+def _package_path(inherited: str) -> str:
+    """Put the checkout first. An installed package's folder stays out: it holds the stub's numpy, too."""
+    if not (CHECKOUT / "pyproject.toml").exists():
+        return inherited
+    return os.pathsep.join(filter(None, (str(CHECKOUT), inherited)))

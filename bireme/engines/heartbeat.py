@@ -1,0 +1,65 @@
+"""Is the engine process alive, and does it move? Pure arithmetic over time and pongs.
+
+Silence is counted in looks, not by the clock: when this process itself was stopped or starved, the time that
+it missed counts as one interval, so a supervisor that wakes up late kills nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from bireme.config import SupervisorConfig
+from bireme.messages import Pong
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why the life has to end."""
+
+    cause: str  # hang or stall
+    text: str
+
+
+class Heartbeat:
+    """One life's. Call `look` about once an interval, `heard` at each frame, `pong` at each pong."""
+
+    def __init__(self, config: SupervisorConfig, transfer_timeout_s: float = 0.0) -> None:
+        self._config = config
+        self._transfer_timeout_s = transfer_timeout_s  # a request may wait so long for KV without any step
+        self._looked_at = time.monotonic()
+        self._silent_s = 0.0
+        self._still_s = 0.0  # work is there and no step is done
+        self._step = -1
+        self._has_work = False
+        self._step_age_s = 0.0
+
+    def heard(self) -> None:
+        self._silent_s = 0.0
+
+    def pong(self, pong: Pong) -> None:
+        self.heard()
+        self._has_work = pong.num_waiting + pong.num_running > 0
+        self._step_age_s = pong.step_age_ms / 1e3
+        if pong.step != self._step or not self._has_work:
+            self._step = pong.step
+            self._still_s = 0.0
+
+    def look(self) -> Verdict | None:
+        """Return a verdict, or None while all is well."""
+        now = time.monotonic()
+        passed_s = min(now - self._looked_at, 2 * self._config.ping_interval_s)
+        self._looked_at = now
+        self._silent_s += passed_s
+        self._still_s += passed_s if self._has_work else 0.0
+        if self._silent_s > self._config.ping_timeout_s:
+            return Verdict("hang", f"no answer to pings for {self._config.ping_timeout_s:g} s")
+        if self._step_age_s > self._config.stall_timeout_s:
+            return Verdict("stall", f"step {self._step + 1} runs for {self._step_age_s:.1f} s; {self._limit}")
+        if self._step_age_s == 0 and self._still_s > self._config.stall_timeout_s + self._transfer_timeout_s:
+            return Verdict("stall", f"requests are there and no step was done for {self._still_s:.1f} s; {self._limit}")
+        return None
+
+    @property
+    def _limit(self) -> str:
+        return f"supervisor.stall_timeout_s is {self._config.stall_timeout_s:g}"

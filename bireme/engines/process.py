@@ -1,0 +1,187 @@
+"""The life of an engine process: IO thread first, then load and warm-up, hello, serve, drain, stop.
+
+The main thread loads and then waits for SIGTERM or SIGINT. While it loads, both end the process at once:
+a native call that takes minutes would hold up a Python handler, and nothing is in flight.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from bireme import config
+from bireme.config import Recipe, WorkerEntry
+from bireme.discovery import run
+from bireme.engines import create_engine
+from bireme.engines.base import Engine, EngineContext
+from bireme.engines.config import check_engine_config
+from bireme.engines.environment import RECIPE_VARIABLE, num_threads
+from bireme.engines.server import EngineServer
+from bireme.engines.validate import Gate
+from bireme.errors import ConfigError, to_message
+from bireme.kv.transfer.base import KvTransfer
+from bireme.messages import Capacity
+from bireme.metrics import Registry
+
+logger = logging.getLogger("bireme.engine")
+DRAIN_S = 1.0  # how long SIGTERM lets requests in flight run on
+EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h
+_SWITCH_INTERVAL_S = 0.001  # a Python-heavy step must not hold up the IO thread for the default 5 ms
+
+
+class EngineProcess:
+    """Run once, on the main thread."""
+
+    def __init__(self, worker: str, endpoint: str, life: int) -> None:
+        self._worker = worker
+        self._life = life
+        self._metrics = Registry(worker)
+        self._server = EngineServer(endpoint, life, self._metrics)
+        self._engine: Engine | None = None
+        self._transfer: KvTransfer | None = None
+        self._has_ended = threading.Event()
+        self._began_at = time.monotonic()
+
+    def run(self) -> int:
+        """Serve until told to stop; return the exit status."""
+        start_log(self._worker)
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._server.start()
+        try:
+            gate = self._load()
+        except Exception as error:
+            return self._give_up(error)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._has_ended.set())
+        assert self._engine is not None
+        self._server.open(self._engine, gate)
+        logger.info("engine_ready life=%d load_s=%.2f", self._life, gate.capacity.load_s)
+        self._has_ended.wait()
+        self._drain()
+        self._stop()
+        logger.info("engine_stopped life=%d", self._life)
+        return 0
+
+    def _load(self) -> Gate:
+        folder = run.run_dir()
+        recipe = _recipe()
+        entry = recipe.entry(self._worker)
+        if entry is None:
+            raise ConfigError(f"{self._worker} is not in recipe {recipe.name}; workers: {', '.join(recipe.workers)}")
+        check_engine_config(entry)
+        self._transfer = self._make_transfer(entry, folder)
+        self._engine = create_engine(entry.engine, self._context(recipe, entry))
+        capacity = self._engine.start(self._server.emit)
+        if not capacity.load_s:
+            capacity = msgspec.structs.replace(capacity, load_s=time.monotonic() - self._began_at)
+        self._publish(folder, capacity)
+        return Gate(
+            config.stage_of(self._worker),
+            capacity,
+            recipe.limits,
+            run.deployment_key(folder),
+            self._transfer is not None,
+            entry.engine_config.max_input_len,
+        )
+
+    def _context(self, recipe: Recipe, entry: WorkerEntry) -> EngineContext:
+        return EngineContext(
+            worker=self._worker,
+            stage=config.stage_of(self._worker),
+            model_path=_model_path(recipe, entry),
+            config=entry.engine_config,
+            metrics=self._metrics,
+            transfer=self._transfer,
+            num_threads=num_threads(recipe, entry),
+            life=self._life,
+        )
+
+    def _make_transfer(self, entry: WorkerEntry, folder: Path) -> KvTransfer | None:
+        transceiver = entry.engine_config.cache_transceiver_config
+        if transceiver.backend is None:
+            return None
+        from bireme.kv import transfer
+
+        return transfer.create_transfer(
+            transceiver.backend,
+            run_dir=folder,
+            worker=self._worker,
+            life=self._life,
+            config=transceiver,
+            metrics=self._metrics,
+        )
+
+    def _publish(self, folder: Path, capacity: Capacity) -> None:
+        endpoint = self._transfer.endpoint if self._transfer else ""
+        record = run.WorkerRecord(
+            worker=self._worker,
+            life=self._life,
+            pid=os.getpid(),
+            transfer_endpoint=endpoint,
+            tokens_per_block=capacity.tokens_per_block,
+        )
+        run.publish(folder, record)
+
+    def _give_up(self, error: Exception) -> int:
+        is_expected = isinstance(error, ConfigError)
+        logger.error("engine_failed life=%d error=%s", self._life, to_message(error), exc_info=not is_expected)
+        self._server.fail(to_message(error))
+        self._stop()
+        return EXIT_CONFIG if is_expected else 1
+
+    def _drain(self) -> None:
+        assert self._engine is not None
+        self._engine.drain()
+        deadline = time.monotonic() + DRAIN_S
+        while time.monotonic() < deadline:
+            progress = self._engine.progress()
+            if not progress.num_waiting + progress.num_running:
+                return
+            time.sleep(0.005)
+
+    def _stop(self) -> None:
+        for part in (self._engine, self._transfer):
+            try:
+                if part is not None:
+                    part.stop() if part is self._engine else part.close()  # type: ignore[union-attr]
+            except Exception:
+                logger.exception("stop_failed part=%s", type(part).__name__)
+        self._server.close()
+
+
+def start_log(worker: str) -> None:
+    """Log to stderr, which is tritonserver's, with the worker's name on each line."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = f"%(asctime)s.%(msecs)03d %(levelname).1s {worker} engine[{os.getpid()}] %(message)s"
+    handler.setFormatter(logging.Formatter(text, "%m%d %H:%M:%S"))
+    root = logging.getLogger("bireme")
+    root.handlers[:] = [handler]
+    root.setLevel(os.environ.get("BIREME_LOG_LEVEL", "INFO").upper())
+    root.propagate = False
+
+
+def _recipe() -> Recipe:
+    """Return the supervisor's recipe, or the one that the environment names."""
+    if text := os.environ.get(RECIPE_VARIABLE):
+        return msgspec.json.decode(text, type=Recipe)
+    return config.load_recipe()
+
+
+def _model_path(recipe: Recipe, entry: WorkerEntry) -> str:
+    """The mocker needs no model, only its tokenizer's folder, and that only when it exists."""
+    if entry.engine != "mocker":
+        return recipe.model_path
+    try:
+        return recipe.tokenizer_path
+    except ConfigError:
+        return ""

@@ -1,0 +1,219 @@
+"""What an engine process accepts: every submit is checked here, because bus commands come unread by the stub.
+
+Rules for lengths. A prompt must leave room for one token. `max_tokens` counts resumed tokens as well; above
+what is left of the context it is clamped, unset it is all that is left, zero or less is refused. Limits of
+the recipe are never clamped to: exceeding one is an error that names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from bireme import disagg
+from bireme.config import Limits
+from bireme.errors import NotFoundError, RequestError
+from bireme.messages import Capacity, EngineRequest, SamplingParams
+
+MAX_SEED = (1 << 64) - 1
+MAX_SALT_CHARACTERS = 1024
+_ANY = 1e9  # finite, and more than any sensible value
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What this worker's engine can take."""
+
+    stage: str
+    capacity: Capacity
+    limits: Limits
+    key: bytes  # the deployment's, for disaggregated_params
+    has_transfer: bool = False
+    max_input_len: int | None = None
+
+    @property
+    def context(self) -> int:
+        """Tokens, prompt and generated together, that one sequence may have."""
+        held = self.capacity.num_blocks * self.capacity.tokens_per_block
+        return min(self.capacity.max_seq_len, held) if held else self.capacity.max_seq_len
+
+    def admit(self, request: EngineRequest) -> tuple[EngineRequest, disagg.DisaggregatedParams | None]:
+        """Return the request with its lengths resolved, and its opened params. Raises RequestError, NotFoundError."""
+        num_prompt = self._check_prompt(request)
+        self._check_request(request)
+        check_sampling(request.sampling, self.capacity.vocab_size, self.limits)
+        sampling = self._resolve_lengths(request, num_prompt)
+        params = self._open_params(request, num_prompt)
+        return msgspec.structs.replace(request, sampling=sampling), params
+
+    def _check_prompt(self, request: EngineRequest) -> int:
+        """Return the number of prompt tokens, resumed ones included."""
+        if len(request.prompt) % 4:
+            raise RequestError(f"prompt: {len(request.prompt)} bytes; int32 ids take a multiple of 4")
+        ids = np.frombuffer(request.prompt, "<i4")
+        if not 0 <= request.num_resumed <= len(ids):
+            raise RequestError(f"num_resumed: {request.num_resumed}; the prompt has {len(ids)} tokens")
+        num_own = len(ids) - request.num_resumed
+        if not num_own:
+            raise RequestError("prompt: no tokens; send at least one")
+        self._check_length(len(ids), num_own)
+        wrong = np.flatnonzero((ids < 0) | (ids >= self.capacity.vocab_size))
+        if len(wrong):
+            at = int(wrong[0])
+            raise RequestError(
+                f"prompt: token id {ids[at]} at position {at};"
+                f" ids of this model are 0 to {self.capacity.vocab_size - 1}"
+            )
+        return len(ids)
+
+    def _check_length(self, num_prompt: int, num_own: int) -> None:
+        if num_prompt >= self.context:
+            raise RequestError(
+                f"prompt: {num_prompt} tokens; this worker takes {self.context - 1} (a context of {self.context},"
+                " less one to generate); shorten the prompt, or raise max_seq_len and kv_cache_config.max_tokens"
+            )
+        for name, limit in (
+            ("limits.max_prompt_tokens", self.limits.max_prompt_tokens),
+            ("max_input_len", self.max_input_len),
+        ):
+            if limit is not None and num_own > limit:
+                raise RequestError(f"prompt: {num_own} tokens; {name} is {limit}; shorten the prompt or raise it")
+
+    def _check_request(self, request: EngineRequest) -> None:
+        if not (math.isfinite(request.priority) and 0 <= request.priority <= 1):
+            raise RequestError(f"priority: {request.priority}; 0 to 1, higher first")
+        if request.timeout_ms < 0:
+            raise RequestError(f"timeout_ms: {request.timeout_ms}; 0 (none) or more")
+        if len(request.cache_salt) > MAX_SALT_CHARACTERS:
+            raise RequestError(
+                f"cache_salt: {len(request.cache_salt)} characters; the limit is {MAX_SALT_CHARACTERS}; send a digest"
+            )
+        if request.lora_name:
+            raise NotFoundError(
+                f"lora_name: no adapter {request.lora_name[:100]!r}; this worker has none, leave it out"
+            )
+        if request.multimodal is not None:
+            raise RequestError("multimodal: this worker's model takes text only; leave it out")
+
+    def _resolve_lengths(self, request: EngineRequest, num_prompt: int) -> SamplingParams:
+        asked, limit = request.sampling.max_tokens, self.limits.max_tokens
+        if asked is not None and limit is not None and asked > limit:
+            raise RequestError(f"max_tokens: {asked}; limits.max_tokens is {limit}; ask for less or raise it")
+        left = self.context - (num_prompt - request.num_resumed)
+        granted = min(value for value in (asked, limit, left) if value is not None)
+        if granted <= request.num_resumed:
+            raise RequestError(
+                f"num_resumed: {request.num_resumed}; max_tokens {granted} counts them, so nothing is left to generate"
+            )
+        min_tokens = request.sampling.min_tokens
+        if asked is not None and min_tokens is not None and min_tokens > asked:
+            raise RequestError(f"min_tokens: {min_tokens}; max_tokens is {asked}; lower it")
+        if min_tokens is not None:
+            min_tokens = min(min_tokens, granted)
+        return msgspec.structs.replace(request.sampling, max_tokens=granted, min_tokens=min_tokens)
+
+    def _open_params(self, request: EngineRequest, num_prompt: int) -> disagg.DisaggregatedParams | None:
+        self._check_type(request)
+        if request.disaggregated_params is None:
+            return None
+        params = disagg.unseal(request.disaggregated_params, self.key)
+        if params.request_type != "generation_only":
+            raise RequestError(f"disaggregated_params: made for {params.request_type}, not for generation_only")
+        digest = disagg.prompt_digest(request.prompt, request.cache_salt, request.lora_name)
+        if params.num_tokens != num_prompt or (params.prompt_digest and params.prompt_digest != digest):
+            raise RequestError(
+                "disaggregated_params: they belong to another prompt, cache_salt or lora_name;"
+                " send what prefill was sent"
+            )
+        vocab_size = self.capacity.vocab_size
+        _check_ids("disaggregated_params.first_gen_tokens", params.first_gen_tokens, vocab_size)
+        return params
+
+    def _check_type(self, request: EngineRequest) -> None:
+        kind, has_params = request.request_type, request.disaggregated_params is not None
+        if (kind == "generation_only") != has_params:
+            text = "needs disaggregated_params" if kind == "generation_only" else "takes no disaggregated_params"
+            raise RequestError(f"request_type: {kind} {text}; they go with generation_only")
+        if kind != "context_and_generation" and not self.has_transfer:
+            raise RequestError(
+                f"request_type: {kind}, but this worker moves no KV; set cache_transceiver_config.backend"
+                " (DEFAULT) or send context_and_generation"
+            )
+        if self.stage == "prefill" and kind != "context_only":
+            raise RequestError(f"request_type: {kind}; a prefill worker serves context_only, send it to decode")
+        if self.stage == "decode" and kind == "context_only":
+            raise RequestError("request_type: context_only; send it to a prefill worker")
+
+
+def check_sampling(params: SamplingParams, vocab_size: int, limits: Limits) -> None:
+    """Check every value on its own. Raises RequestError naming value and limit."""
+    if params.n != 1:
+        raise RequestError(f"n: {params.n}; an engine runs one sequence a request, the entry expands n")
+    _check_integer("max_tokens", params.max_tokens, 1)
+    _check_integer("min_tokens", params.min_tokens, 0)
+    _check_integer("top_k", params.top_k, 0, remedy="; 0 turns it off")
+    _check_integer("seed", params.seed, 0, MAX_SEED)
+    _check_integer("logprobs", params.logprobs, 0, limits.max_logprobs)
+    _check_integer("prompt_logprobs", params.prompt_logprobs, 0, limits.max_logprobs)
+    _check_number("temperature", params.temperature, 0, _ANY)
+    _check_number("top_p", params.top_p, 0, 1)
+    _check_number("min_p", params.min_p, 0, 1)
+    _check_number("repetition_penalty", params.repetition_penalty, 0, _ANY)
+    if params.repetition_penalty == 0:
+        raise RequestError("repetition_penalty: 0; more than 0, 1 turns it off")
+    _check_number("presence_penalty", params.presence_penalty, -_ANY, _ANY)
+    _check_number("frequency_penalty", params.frequency_penalty, -_ANY, _ANY)
+    _check_stops(params, vocab_size, limits)
+    _check_bias(params, vocab_size, limits)
+
+
+def _check_stops(params: SamplingParams, vocab_size: int, limits: Limits) -> None:
+    _check_count("stop", len(params.stop), limits.max_stop_strings, "limits.max_stop_strings")
+    _check_count("stop_token_ids", len(params.stop_token_ids), limits.max_stop_token_ids, "limits.max_stop_token_ids")
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    if params.end_id is not None:
+        if params.end_id == -1:
+            raise RequestError("end_id: -1; to generate past the end, set ignore_eos")
+        _check_ids("end_id", (params.end_id,), vocab_size)
+
+
+def _check_bias(params: SamplingParams, vocab_size: int, limits: Limits) -> None:
+    _check_count("bad_token_ids", len(params.bad_token_ids), limits.max_bad_words, "limits.max_bad_words")
+    for sequence in params.bad_token_ids:
+        if not sequence:
+            raise RequestError("bad_token_ids: an empty sequence; leave it out")
+        _check_ids("bad_token_ids", sequence, vocab_size)
+    _check_count("logit_bias", len(params.logit_bias), limits.max_logit_bias, "limits.max_logit_bias")
+    _check_ids("logit_bias", params.logit_bias, vocab_size)
+    for bias in params.logit_bias.values():
+        _check_number("logit_bias", bias, -_ANY, _ANY)
+
+
+def _check_integer(name: str, value: int | None, low: int, high: int | None = None, remedy: str = "") -> None:
+    if value is not None and (value < low or (high is not None and value > high)):
+        bounds = f"{low} to {high}" if high is not None else f"{low} or more"
+        raise RequestError(f"{name}: {value}; {bounds}{remedy}")
+
+
+def _check_number(name: str, value: float | None, low: float, high: float) -> None:
+    if value is None:
+        return
+    if not math.isfinite(value):
+        raise RequestError(f"{name}: {value}; a finite number is needed")
+    if not low <= value <= high:
+        raise RequestError(f"{name}: {value}; {low:g} to {high:g}")
+
+
+def _check_count(name: str, count: int, limit: int, key: str) -> None:
+    if count > limit:
+        raise RequestError(f"{name}: {count} entries; {key} is {limit}; send fewer or raise it")
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"{name}: token id {token}; ids of this model are 0 to {vocab_size - 1}")
