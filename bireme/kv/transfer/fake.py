@@ -9,6 +9,7 @@ Nothing expires by itself: `expire_leases` does. `hold` keeps fetches unclaimed 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -113,6 +114,7 @@ class FakeTransfer:
     def _wait(self, fetch: FakeFetch) -> Iterator[None]:
         while self._is_held:
             self._check(fetch)
+            time.sleep(0.001)
             yield
 
     def _copy(self, fetch: FakeFetch) -> Iterator[None]:
@@ -123,10 +125,11 @@ class FakeTransfer:
             check_layouts(exporter.layout, self.layout)
             plan = plan_chunks(self.layout, fetch.firsts, lease.num_tokens, self._chunk_bytes)
             read = lease.begin_copy()
-            for chunk in plan.chunks if read else ():
+            if read is None:
+                raise NotFoundError("the KV lease has ended; prefill again")
+            for chunk in plan.chunks:
                 self._check(fetch)
                 rows = memoryview(bytearray(chunk.end - chunk.begin))
-                assert read is not None
                 read(chunk.group, chunk.first, chunk.last, rows)
                 fetch.write(chunk.group, chunk.first, chunk.last, rows)
                 yield

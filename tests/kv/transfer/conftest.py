@@ -1,0 +1,47 @@
+"""Sides of a transfer that are closed, and children that are reaped, after each test; no file may stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kv_side import Child, Side, files_of
+
+
+@pytest.fixture
+def make_side(tmp_path: Path) -> Iterator[Callable[..., Side]]:
+    sides: list[Side] = []
+
+    def make(worker: str, **options: Any) -> Side:
+        sides.append(Side(tmp_path, worker, **options))
+        return sides[-1]
+
+    yield make
+    for side in sides:
+        side.close()
+        assert not files_of(tmp_path, side.worker)
+
+
+@pytest.fixture
+def make_child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
+    children: list[Child] = []
+
+    def make(worker: str, **options: Any) -> Child:
+        children.append(Child(tmp_path, worker, **options))
+        return children[-1]
+
+    yield make
+    for child in children:
+        child.reap()
+
+
+@pytest.fixture
+def prefill(make_side: Callable[..., Side]) -> Side:
+    return make_side("prefill")
+
+
+@pytest.fixture
+def decode(make_side: Callable[..., Side]) -> Side:
+    return make_side("decode")

@@ -1,0 +1,235 @@
+"""One side of a KV transfer with rows that check themselves, in this process or in a child of its own.
+
+As a program it reads one JSON call a line and answers each with one line: `Child` is its other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bireme.config import CacheTransceiverConfig
+from bireme.disagg import DisaggregatedParams
+from bireme.discovery import run
+from bireme.kv.transfer.base import GroupLayout, KvLayout
+from bireme.kv.transfer.shm import ShmTransfer, file_prefix
+from bireme.kv.transfer.shm_file import SHM_DIR
+from bireme.metrics import Registry
+
+LAYOUT = KvLayout("tiny", "float32", (GroupLayout(0, (64, 64)), GroupLayout(16, (32,))))
+CHUNK_BYTES = 1024  # 8 tokens of the first group
+
+
+def expected_rows(group: int, first: int, last: int, row_bytes: int) -> np.ndarray:
+    """Return bytes (last - first, row_bytes) that no other position has."""
+    tokens = np.arange(first, last).reshape(-1, 1)
+    return ((tokens * 31 + group * 101 + np.arange(row_bytes) * 7) % 251).astype(np.uint8)
+
+
+class Fetching:
+    """What one fetch did."""
+
+    def __init__(self, layout: KvLayout, write_delay_s: float) -> None:
+        self._layout = layout
+        self._write_delay_s = write_delay_s
+        self.rows: list[tuple[int, int, int]] = []
+        self.is_right = True
+        self.num_done = 0
+        self.errors: list[Any] = []
+        self.ended = threading.Event()
+        self.began_writing = threading.Event()
+        self.handle: Any = None
+
+    def write(self, group: int, first: int, last: int, data: memoryview) -> None:
+        self.began_writing.set()
+        assert not self.ended.is_set()
+        width = self._layout.groups[group].bytes_per_token
+        actual = np.frombuffer(data, np.uint8).reshape(last - first, width)
+        self.is_right &= bool((actual == expected_rows(group, first, last, width)).all())
+        self.rows.append((group, first, last))
+        time.sleep(self._write_delay_s)
+
+    def done(self, error: Any) -> None:
+        self.num_done += 1
+        self.errors.append(error)
+        self.ended.set()
+
+    def result(self, timeout_s: float = 10.0) -> Any:
+        """Return the error given to `done`, or None."""
+        assert self.ended.wait(timeout_s), "done was not called"
+        return self.errors[0]
+
+    def tokens_written(self, group: int) -> list[int]:
+        return sorted(token for g, first, last in self.rows if g == group for token in range(first, last))
+
+
+class Side:
+    def __init__(
+        self,
+        run_dir: Path,
+        worker: str,
+        *,
+        life: int = 1,
+        layout: KvLayout = LAYOUT,
+        timeout_ms: int = 10_000,
+        max_tokens: int | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self.run_dir, self.worker, self.life, self.layout = run_dir, worker, life, layout
+        self.metrics = Registry(worker)
+        self.num_released = 0
+        self.began_reading = threading.Event()
+        config = CacheTransceiverConfig(
+            backend="DEFAULT", kv_transfer_timeout_ms=timeout_ms, max_tokens_in_buffer=max_tokens
+        )
+        self.transfer = ShmTransfer(
+            run_dir=run_dir, worker=worker, life=life, config=config, metrics=self.metrics, chunk_bytes=chunk_bytes
+        )
+        self.transfer.start(layout)
+        run.publish(run_dir, self.record())
+
+    def record(self) -> run.WorkerRecord:
+        return run.WorkerRecord(
+            worker=self.worker, life=self.life, pid=os.getpid(), transfer_endpoint=self.transfer.endpoint
+        )
+
+    def reserve(self) -> Any:
+        return self.transfer.reserve(self._release)
+
+    def _release(self) -> None:
+        self.num_released += 1
+
+    def export(self, num_tokens: int, read_delay_s: float = 0.0) -> DisaggregatedParams:
+        return self.export_lease(self.reserve(), num_tokens, read_delay_s)
+
+    def export_lease(self, lease: Any, num_tokens: int, read_delay_s: float = 0.0) -> DisaggregatedParams:
+        def read(group: int, first: int, last: int, data: memoryview) -> None:
+            self.began_reading.set()
+            width = self.layout.groups[group].bytes_per_token
+            np.frombuffer(data, np.uint8).reshape(last - first, width)[:] = expected_rows(group, first, last, width)
+            time.sleep(read_delay_s)
+
+        lease.export(num_tokens, read)
+        return DisaggregatedParams(
+            worker=self.worker,
+            life=self.life,
+            lease_id=lease.lease_id,
+            generation=lease.generation,
+            num_tokens=num_tokens,
+        )
+
+    def fetch(
+        self, params: DisaggregatedParams, firsts: tuple[int, ...] = (0, 0), write_delay_s: float = 0.0
+    ) -> Fetching:
+        fetching = Fetching(self.layout, write_delay_s)
+        fetching.handle = self.transfer.fetch(params, firsts, fetching.write, fetching.done)
+        return fetching
+
+    def lease_counts(self) -> dict[str, int]:
+        return {state.value: count for state, count in self.transfer._table.counts().items() if count}
+
+    def counters(self) -> dict[str, float]:
+        """Return counters and gauges by name and labels without the worker, e.g. `..._failures_total timeout`."""
+        delta = self.metrics.take_delta()
+        return {" ".join((name, *labels[1:])): value for name, labels, value in delta.counters + delta.gauges}
+
+    def close(self) -> None:
+        self.transfer.close()
+
+
+def wait_until(condition: Any, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.005)
+
+
+def files_of(run_dir: Path, worker: str) -> list[str]:
+    prefix = file_prefix(run_dir, worker)
+    return [path.name for path in SHM_DIR.iterdir() if path.name.startswith(prefix)]
+
+
+class Child:
+    """A Side in a process of its own, to be killed or stopped."""
+
+    def __init__(self, run_dir: Path, worker: str, **options: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.call("start", run_dir=str(run_dir), worker=worker, **options)
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps([method, arguments]) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def export(self, num_tokens: int, read_delay_s: float = 0.0) -> DisaggregatedParams:
+        return DisaggregatedParams(**self.call("export", num_tokens=num_tokens, read_delay_s=read_delay_s))
+
+    def fetch(self, params: DisaggregatedParams, write_delay_s: float = 0.0) -> None:
+        fields = {name: getattr(params, name) for name in ("worker", "life", "lease_id", "generation", "num_tokens")}
+        self.call("fetch", params=fields, write_delay_s=write_delay_s)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL; it stays a zombie until `reap`, as under a supervisor that is slow."""
+        self.process.kill()
+
+    def reap(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream
+            stream.close()
+
+
+class _Calls:
+    """The program's side of Child.call."""
+
+    def start(self, run_dir: str, worker: str, **options: Any) -> None:
+        self._side = Side(Path(run_dir), worker, **options)
+
+    def export(self, num_tokens: int, read_delay_s: float) -> dict[str, Any]:
+        params = self._side.export(num_tokens, read_delay_s)
+        return {name: getattr(params, name) for name in ("worker", "life", "lease_id", "generation", "num_tokens")}
+
+    def fetch(self, params: dict[str, Any], write_delay_s: float) -> None:
+        self._fetching = self._side.fetch(DisaggregatedParams(**params), write_delay_s=write_delay_s)
+
+    def wait_writing(self) -> bool:
+        return self._fetching.began_writing.wait(10)
+
+    def wait_reading(self) -> bool:
+        return self._side.began_reading.wait(10)
+
+    def result(self) -> list[Any]:
+        error = self._fetching.result()
+        return [type(error).__name__ if error else None, self._fetching.is_right]
+
+    def close(self) -> None:
+        self._side.close()
+
+
+def main() -> None:
+    calls = _Calls()
+    for line in sys.stdin:
+        method, arguments = json.loads(line)
+        print(json.dumps(getattr(calls, method)(**arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Random operations from several threads: in the end nothing is held."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from kv_side import files_of, wait_until
+
+from bireme.errors import BiremeError
+
+
+def test_two_hundred_random_operations_leave_no_lease_and_no_file(make_side, tmp_path):
+    dice = random.Random(7)
+    prefill = make_side("prefill", max_tokens=120, timeout_ms=1500)
+    decodes = [make_side("decode"), make_side("decode_1")]
+    fetchings, leases, exported = [], [], []
+    for _ in range(200):
+        act = dice.choice(["export", "export", "fetch", "fetch", "cancel", "abort", "reserve", "replay"])
+        if act == "reserve":
+            leases.append(prefill.reserve())
+        elif act == "export":
+            leases.append(prefill.reserve())
+            delay_s = dice.choice([0, 0, 0.0002])
+            exported.append(prefill.export_lease(leases[-1], dice.randint(1, 120), delay_s))
+        elif act == "fetch" and exported:
+            params = exported.pop(dice.randrange(len(exported)))
+            firsts = (dice.randint(0, params.num_tokens), dice.randint(0, params.num_tokens))
+            fetchings.append(dice.choice(decodes).fetch(params, firsts, dice.choice([0, 0, 0.0002])))
+        elif act == "replay" and exported:
+            fetchings += [dice.choice(decodes).fetch(exported[-1]) for _ in range(2)]
+        elif act == "cancel" and fetchings:
+            dice.choice(fetchings).handle.cancel()
+        elif act == "abort" and leases:
+            dice.choice(leases).abort()
+        time.sleep(dice.choice([0, 0, 0.001]))
+    for lease in leases:
+        if lease.state.value == "reserved":
+            lease.abort()
+    errors = [fetching.result(30) for fetching in fetchings]
+    assert all(error is None or isinstance(error, BiremeError) for error in errors)
+    assert errors.count(None) > 20
+    assert all(fetching.is_right and fetching.num_done == 1 for fetching in fetchings)
+    wait_until(lambda: not prefill.lease_counts() and prefill.num_released == len(leases), timeout_s=10)
+    wait_until(lambda: not files_of(tmp_path, "prefill"))
+    assert prefill.transfer._exporter._buffer.used_bytes == 0

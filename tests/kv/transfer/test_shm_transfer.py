@@ -1,0 +1,400 @@
+"""Transfers between two live sides in one process: what arrives, what is refused, what is freed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+
+import msgspec
+import pytest
+import zmq
+from kv_side import LAYOUT, Side, files_of, wait_until
+
+from bireme.discovery import run
+from bireme.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    NotFoundError,
+    RequestCancelledError,
+    RequestError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from bireme.kv.transfer import create_transfer
+from bireme.kv.transfer.base import GroupLayout, KvLayout
+from bireme.kv.transfer.shm import ShmTransfer
+
+
+def test_every_row_arrives_as_it_was_exported(prefill, decode):
+    fetching = decode.fetch(prefill.export(100))
+    assert fetching.result() is None
+    assert fetching.is_right
+    assert fetching.tokens_written(0) == fetching.tokens_written(1) == list(range(100))
+
+
+def test_rows_that_decode_holds_are_not_sent(prefill, decode):
+    fetching = decode.fetch(prefill.export(100), firsts=(64, 84))
+    assert fetching.result() is None
+    assert fetching.tokens_written(0) == list(range(64, 100))
+    assert fetching.tokens_written(1) == list(range(84, 100))
+
+
+def test_nothing_to_copy_is_acknowledged_without_a_file(prefill, decode):
+    fetching = decode.fetch(prefill.export(100), firsts=(100, 100))
+    assert fetching.result() is None
+    wait_until(lambda: prefill.num_released == 1 and not prefill.lease_counts())
+    assert not fetching.rows
+    assert "bireme_kv_transfer_bytes_total export" not in prefill.counters()
+
+
+def test_a_finished_transfer_leaves_neither_lease_nor_file_nor_buffer(prefill, decode, tmp_path):
+    assert decode.fetch(prefill.export(100)).result() is None
+    wait_until(lambda: prefill.num_released == 1 and not prefill.lease_counts() and not files_of(tmp_path, "prefill"))
+    wait_until(lambda: prefill.counters().get("bireme_kv_transfer_buffer_bytes") == 0)
+
+
+def test_blocks_are_free_once_copied_even_if_the_importer_is_slow(prefill, decode):
+    fetching = decode.fetch(prefill.export(100), write_delay_s=0.05)
+    assert fetching.began_writing.wait(10)
+    wait_until(lambda: prefill.num_released == 1)
+    assert prefill.lease_counts() == {"claimed": 1}
+
+
+def test_both_sides_count_the_bytes(prefill, decode):
+    assert decode.fetch(prefill.export(10)).result() is None
+    wait_until(lambda: not prefill.lease_counts())
+    num_bytes = 10 * LAYOUT.bytes_per_token
+    assert prefill.counters()["bireme_kv_transfer_bytes_total export"] == num_bytes
+    assert decode.counters()["bireme_kv_transfer_bytes_total import"] == num_bytes
+
+
+def test_one_side_exports_and_imports_at_once(prefill, decode):
+    there, back = decode.fetch(prefill.export(50)), prefill.fetch(decode.export(70))
+    assert there.result() is None and back.result() is None
+    assert there.is_right and back.is_right
+
+
+def test_a_second_claim_of_the_same_lease_is_not_found(prefill, decode):
+    params = prefill.export(10)
+    assert decode.fetch(params).result() is None
+    error = decode.fetch(params).result()
+    assert isinstance(error, NotFoundError)
+    assert "before" in str(error)
+
+
+def test_a_replay_during_the_first_transfer_does_not_disturb_it(prefill, decode):
+    params = prefill.export(100)
+    first = decode.fetch(params, write_delay_s=0.01)
+    assert first.began_writing.wait(10)
+    assert isinstance(decode.fetch(params).result(), NotFoundError)
+    assert first.result() is None and first.is_right
+
+
+@pytest.mark.parametrize("field", ["generation", "lease_id"])
+def test_a_wrong_generation_or_id_is_not_found_and_leaves_the_lease(prefill, decode, field):
+    params = prefill.export(10)
+    wrong = msgspec.structs.replace(params, **{field: getattr(params, field) ^ 1})
+    # decode's refusal of the wrong one must not cost the right one
+    assert isinstance(decode.fetch(wrong).result(), NotFoundError)
+    assert decode.fetch(params).result() is None
+
+
+def test_a_lease_that_is_not_exported_cannot_be_claimed(prefill, decode):
+    lease = prefill.reserve()
+    params = msgspec.structs.replace(prefill.export(10), lease_id=lease.lease_id, generation=lease.generation)
+    error = decode.fetch(params).result()
+    assert isinstance(error, NotFoundError) and "not exported yet" in str(error)
+
+
+def test_params_of_an_earlier_life_are_not_found(prefill, decode):
+    params = msgspec.structs.replace(prefill.export(10), life=0)
+    error = decode.fetch(params).result()
+    assert isinstance(error, NotFoundError)
+    assert "life 0" in str(error)
+
+
+def test_the_exporter_itself_refuses_a_claim_of_another_life(prefill, decode, tmp_path):
+    params = msgspec.structs.replace(prefill.export(10), life=7)
+    run.publish(tmp_path, msgspec.structs.replace(prefill.record(), life=7))
+    error = decode.fetch(params).result()
+    assert isinstance(error, NotFoundError) and "life 7" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (KvLayout("other", "float32", LAYOUT.groups), "model is tiny on prefill and other on decode"),
+        (KvLayout("tiny", "bfloat16", LAYOUT.groups), "dtype is float32 on prefill and bfloat16 on decode"),
+        (KvLayout("tiny", "float32", (GroupLayout(0, (64, 64)), GroupLayout(8, (32,)))), r"groups\[1\].window is 16"),
+        (KvLayout("tiny", "float32", (GroupLayout(0, (64, 32)), GroupLayout(16, (32,)))), r"groups\[0\].row_bytes"),
+        (KvLayout("tiny", "float32", LAYOUT.groups[:1]), "number of groups is 2 on prefill and 1 on decode"),
+    ],
+)
+def test_differing_layouts_are_refused_by_field_and_free_the_lease(prefill, make_side, layout, text):
+    decode = make_side("decode", layout=layout)
+    error = decode.fetch(prefill.export(10), firsts=(0,) * len(layout.groups)).result()
+    with pytest.raises(RequestError, match=text):
+        raise error
+    wait_until(lambda: prefill.num_released == 1)
+
+
+def test_a_wrong_number_of_tokens_is_refused(prefill, decode):
+    params = msgspec.structs.replace(prefill.export(10), num_tokens=11)
+    error = decode.fetch(params).result()
+    assert isinstance(error, RequestError) and "11 claimed; the lease holds 10" in str(error)
+
+
+@pytest.mark.parametrize(("firsts", "text"), [((0,), "1 entries"), ((0, 11), "between 0 and num_tokens 10")])
+def test_firsts_that_do_not_fit_are_refused_and_free_the_lease(prefill, decode, firsts, text):
+    error = decode.fetch(prefill.export(10), firsts=firsts).result()
+    assert isinstance(error, RequestError) and text in str(error)
+    wait_until(lambda: prefill.num_released == 1)
+
+
+def test_an_unknown_worker_is_unavailable(prefill, decode):
+    params = msgspec.structs.replace(prefill.export(10), worker="prefill_9")
+    error = decode.fetch(params).result()
+    assert isinstance(error, UnavailableError) and "prefill_9 is not running" in str(error)
+
+
+def test_a_worker_without_transfer_is_unavailable(prefill, decode, tmp_path):
+    params = prefill.export(10)
+    run.publish(tmp_path, msgspec.structs.replace(prefill.record(), transfer_endpoint=""))
+    error = decode.fetch(params).result()
+    assert isinstance(error, UnavailableError) and "cache_transceiver_config.backend" in str(error)
+
+
+def test_a_lease_nobody_claims_expires(make_side, decode):
+    prefill = make_side("prefill", timeout_ms=150)
+    params = prefill.export(10)
+    wait_until(lambda: prefill.num_released == 1)
+    error = decode.fetch(params).result()
+    assert isinstance(error, NotFoundError) and "kv_transfer_timeout_ms" in str(error)
+    assert prefill.counters()["bireme_kv_leases_expired_total"] == 1
+
+
+def test_a_reserved_lease_does_not_expire(make_side):
+    prefill = make_side("prefill", timeout_ms=50)
+    lease = prefill.reserve()
+    threading.Event().wait(0.4)
+    assert prefill.lease_counts() == {"reserved": 1}
+    lease.abort()
+    wait_until(lambda: prefill.num_released == 1)
+
+
+def test_an_aborted_lease_cannot_be_claimed(prefill, decode):
+    lease = prefill.reserve()
+    params = prefill.export_lease(lease, 10)
+    lease.abort()
+    lease.abort()
+    assert isinstance(decode.fetch(params).result(), NotFoundError)
+    assert prefill.num_released == 1
+
+
+def test_an_abort_during_the_copy_waits_for_the_chunk_and_refuses_the_claim(prefill, decode):
+    lease = prefill.reserve()
+    fetching = decode.fetch(prefill.export_lease(lease, 1000, read_delay_s=0.02))
+    assert prefill.began_reading.wait(10)
+    lease.abort()
+    assert isinstance(fetching.result(), NotFoundError)
+    wait_until(lambda: prefill.num_released == 1)
+    assert not fetching.rows
+
+
+def test_a_cancel_before_the_claim_frees_the_lease_at_once(prefill, decode):
+    params = prefill.export(10)
+    fetching = decode.fetch(params)
+    fetching.handle.cancel()
+    assert fetching.result() is None or isinstance(fetching.result(), RequestCancelledError)
+    wait_until(lambda: prefill.num_released == 1 and not prefill.lease_counts())
+
+
+def test_a_cancel_while_prefill_copies_stops_the_copy(prefill, decode, tmp_path):
+    fetching = decode.fetch(prefill.export(1000, read_delay_s=0.02))
+    assert prefill.began_reading.wait(10)
+    fetching.handle.cancel()
+    assert isinstance(fetching.result(), RequestCancelledError)
+    wait_until(lambda: prefill.num_released == 1 and not files_of(tmp_path, "prefill"))
+
+
+def test_a_cancel_while_decode_writes_ends_after_the_write(prefill, decode, tmp_path):
+    fetching = decode.fetch(prefill.export(1000), write_delay_s=0.02)
+    assert fetching.began_writing.wait(10)
+    fetching.handle.cancel()
+    fetching.handle.cancel()
+    assert isinstance(fetching.result(), RequestCancelledError)
+    wait_until(lambda: not prefill.lease_counts() and not files_of(tmp_path, "prefill"))
+    assert fetching.num_done == 1
+
+
+def test_a_cancel_after_the_end_does_nothing(prefill, decode):
+    fetching = decode.fetch(prefill.export(10))
+    assert fetching.result() is None
+    fetching.handle.cancel()
+    assert decode.fetch(prefill.export(10)).result() is None
+    assert fetching.num_done == 1
+
+
+def test_many_fetches_share_a_buffer_of_one_request(make_side, tmp_path):
+    prefill, decode = make_side("prefill", max_tokens=50), make_side("decode")
+    fetchings = [decode.fetch(prefill.export(50)) for _ in range(40)]
+    assert [fetching.result(30) for fetching in fetchings] == [None] * 40
+    assert all(fetching.is_right for fetching in fetchings)
+    wait_until(lambda: prefill.num_released == 40 and not files_of(tmp_path, "prefill"))
+
+
+def test_the_buffer_never_holds_more_than_its_limit(make_side):
+    prefill, decode = make_side("prefill", max_tokens=50), make_side("decode")
+    peak, buffer = 0, prefill.transfer._exporter._buffer
+    fetchings = [decode.fetch(prefill.export(20), write_delay_s=0.002) for _ in range(20)]
+    while not all(fetching.ended.is_set() for fetching in fetchings):
+        peak = max(peak, buffer.used_bytes)
+    assert 0 < peak <= 50 * LAYOUT.bytes_per_token
+
+
+def test_a_transfer_larger_than_the_buffer_is_refused_with_the_key(make_side, decode):
+    prefill = make_side("prefill", max_tokens=50)
+    error = decode.fetch(prefill.export(51)).result()
+    assert isinstance(error, RequestError)
+    assert "51 tokens" in str(error) and "50 tokens" in str(error) and "max_tokens_in_buffer" in str(error)
+    wait_until(lambda: prefill.num_released == 1)
+
+
+def test_a_slow_importer_makes_others_wait_no_longer_than_the_limit(make_side):
+    prefill, decode = make_side("prefill", max_tokens=50, timeout_ms=400), make_side("decode")
+    slow = decode.fetch(prefill.export(50), write_delay_s=0.3)
+    assert slow.began_writing.wait(10)
+    second = make_side("decode_1").fetch(prefill.export(50))
+    # the slow one's file goes when its time is over, and then there is room, or the second one's time is over too
+    error = second.result()
+    assert error is None or isinstance(error, DeadlineExceededError)
+    slow.handle.cancel()
+    slow.result()
+    wait_until(lambda: prefill.num_released == 2 and not prefill.lease_counts())
+
+
+def test_a_full_dev_shm_is_a_clean_error_with_the_remedy(make_side):
+    layout = KvLayout("vast", "float32", (GroupLayout(0, (1 << 50,)),))
+    prefill, decode = make_side("prefill", layout=layout), make_side("decode", layout=layout)
+    error = decode.fetch(prefill.export(1), firsts=(0,)).result()
+    assert isinstance(error, ResourceExhaustedError)
+    assert "/dev/shm" in str(error) and "--shm-size" in str(error)
+    wait_until(lambda: prefill.num_released == 1)
+
+
+def test_a_small_dev_shm_makes_transfers_wait_for_each_other(prefill, decode, tmp_path, monkeypatch):
+    refusals = []
+    fallocate = os.posix_fallocate
+
+    def room_for_one_file(descriptor: int, offset: int, num_bytes: int) -> None:
+        if len(files_of(tmp_path, "prefill")) > 1:
+            refusals.append(num_bytes)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fallocate(descriptor, offset, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", room_for_one_file)
+    fetchings = [decode.fetch(prefill.export(50), write_delay_s=0.002) for _ in range(10)]
+    assert [fetching.result() for fetching in fetchings] == [None] * 10
+    assert refusals
+
+
+def test_a_read_that_fails_refuses_the_claim_and_frees_the_blocks(prefill, decode, caplog):
+    lease = prefill.reserve()
+    params = prefill.export_lease(lease, 10)
+    lease._read = lambda *_: 1 / 0
+    error = decode.fetch(params).result()
+    assert "ZeroDivisionError" in str(error)
+    wait_until(lambda: prefill.num_released == 1 and not prefill.lease_counts())
+
+
+def test_a_write_that_fails_ends_the_fetch_and_frees_the_lease(prefill, decode, tmp_path):
+    fetching = decode.fetch(prefill.export(10))
+    broken = decode.transfer.fetch(prefill.export(10), (0, 0), lambda *_: 1 / 0, fetching.done)
+    assert broken
+    wait_until(lambda: fetching.num_done == 2)
+    assert any("ZeroDivisionError" in str(error) for error in fetching.errors)
+    wait_until(lambda: prefill.num_released == 2 and not files_of(tmp_path, "prefill"))
+
+
+def test_malformed_messages_are_dropped_and_logged(prefill, decode, caplog):
+    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.connect(prefill.transfer.endpoint)
+    for payload in (b"", b"\x00garbage", msgspec.msgpack.encode(["claim", 1]), msgspec.msgpack.encode({"a": 1})):
+        dealer.send(payload)
+    wait_until(lambda: caplog.text.count("malformed_message") == 4)
+    dealer.close(linger=0)
+    assert decode.fetch(prefill.export(10)).result() is None
+
+
+def test_another_protocol_version_is_refused_by_number(prefill, decode, monkeypatch):
+    monkeypatch.setattr("bireme.kv.transfer.importer.Importer._claim", claim_of_version_99)
+    error = decode.fetch(prefill.export(10)).result()
+    assert isinstance(error, RequestError) and "version 99" in str(error)
+
+
+def claim_of_version_99(importer, fetch):
+    params = fetch.params
+    ids = (params.lease_id, params.generation, params.life, params.num_tokens)
+    return ("claim", 99, fetch.number, *ids, importer._layout, fetch.firsts, os.getpid(), "a later field")
+
+
+def test_files_and_socket_are_for_their_owner_only(prefill, decode, tmp_path):
+    fetching = decode.fetch(prefill.export(100), write_delay_s=0.02)
+    assert fetching.began_writing.wait(10)
+    (name,) = files_of(tmp_path, "prefill")
+    assert stat.S_IMODE(os.stat(f"/dev/shm/{name}").st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(prefill.transfer.endpoint.removeprefix("ipc://")).st_mode) == 0o600
+
+
+def test_close_aborts_every_lease_and_fetch(make_side, tmp_path):
+    prefill, decode = make_side("prefill"), make_side("decode")
+    waiting = decode.fetch(prefill.export(1000, read_delay_s=0.01))
+    prefill.export(10)
+    prefill.reserve()
+    assert prefill.began_reading.wait(10)
+    prefill.close()
+    assert prefill.num_released == 3
+    assert isinstance(waiting.result(), UnavailableError)
+    assert not files_of(tmp_path, "prefill") and not list(tmp_path.glob("kv-prefill*"))
+
+
+def test_close_of_the_importer_ends_its_fetches_and_frees_the_leases(make_side, prefill):
+    decode = make_side("decode")
+    writing = decode.fetch(prefill.export(1000), write_delay_s=0.01)
+    claiming = decode.fetch(prefill.export(1000, read_delay_s=0.01))
+    assert writing.began_writing.wait(10)
+    decode.close()
+    assert isinstance(writing.result(), UnavailableError) and isinstance(claiming.result(), UnavailableError)
+    wait_until(lambda: prefill.num_released == 2 and not prefill.lease_counts())
+
+
+def test_after_close_leases_are_released_and_fetches_fail_at_once(make_side, prefill):
+    decode = make_side("decode")
+    decode.close()
+    decode.close()
+    assert isinstance(decode.fetch(prefill.export(10)).result(), UnavailableError)
+    decode.reserve()
+    assert decode.num_released == 1
+
+
+def test_close_without_start_is_harmless(tmp_path):
+    from bireme.config import CacheTransceiverConfig
+    from bireme.metrics import Registry
+
+    transfer = ShmTransfer(
+        run_dir=tmp_path, worker="prefill", life=1, config=CacheTransceiverConfig(), metrics=Registry()
+    )
+    transfer.close()
+
+
+def test_a_run_directory_with_too_long_a_path_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="the limit is 107: set BIREME_RUN_DIR"):
+        Side(tmp_path / ("x" * 100), "prefill")
+
+
+@pytest.mark.parametrize("backend", ["NIXL", "UCX", "MPI"])
+def test_backends_of_other_engines_are_refused_with_what_there_is(backend, tmp_path):
+    with pytest.raises(ConfigError, match=f"{backend} is not available.*DEFAULT and SHM"):
+        create_transfer(backend, run_dir=tmp_path, worker="prefill", life=1, config=None, metrics=None)
