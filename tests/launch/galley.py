@@ -72,6 +72,7 @@ def build(folder: Path) -> Path:
 def main(folder: Path, port: int) -> int:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
     import serve
+
     from bireme.config import load_recipe
     from bireme.launch import Ports
     from bireme.launch.console import Console

@@ -1,0 +1,45 @@
+# `make demo` and `make test` work on a fresh machine: Python 3.10-3.12 and make are all they need.
+# Another Python: make PYTHON=python3.11 demo. More for a program: make serve ARGS="--model models/tiny-llama".
+
+PYTHON ?=
+VENV ?= .venv
+ARGS ?=
+RUN := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup models demo serve test check format clean clean-venv
+
+help: ## Say what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## Make .venv with tritonserver, torch and this package
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/setup.sh
+
+models: setup ## Make the small sample model (random weights)
+	@$(RUN) tools/make_sample_model.py
+
+demo: models ## Serve the sample model disaggregated and stream a completion to the terminal
+	@$(RUN) tools/demo.py $(ARGS)
+
+serve: models ## Serve recipes/tiny until Ctrl-C; ARGS="recipes/mocker --http-port 9000"
+	@$(RUN) tools/serve.py $(ARGS)
+
+test: models ## Run all tests, with a real tritonserver; ARGS="tests/stages -k prefill"
+	@$(RUN) -m pytest $(ARGS)
+
+check: setup ## Formatting, lints, types and the rules of the house
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+	@if [ -d tests/repository ]; then $(RUN) -m pytest -q tests/repository; fi
+
+format: setup ## Format the code and fix what ruff can fix
+	@$(VENV)/bin/ruff format .
+	@$(VENV)/bin/ruff check --fix .
+
+clean: ## Remove caches and outputs
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist out run
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-venv: ## Remove .venv
+	rm -rf "$(VENV)"

@@ -1,0 +1,154 @@
+"""Serve the small sample model, prefill and decode apart, and stream one completion to the terminal.
+
+    python tools/demo.py
+    python tools/demo.py --prompt "Two banks of oars" --max-tokens 128
+    python tools/demo.py --recipe recipes/tiny-agg
+
+Text goes to stdout, everything else to stderr. The sample model's weights are random: its text is, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bireme.config import load_recipe
+from bireme.errors import BiremeError, from_message
+from bireme.launch import free_ports
+from bireme.launch.console import LEVELS, Console
+from bireme.launch.deployment import Deployment, DeploymentSettings
+
+_TIMEOUT_S = 120.0  # without any response
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    text: str
+    num_tokens: int
+    at: float  # time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    num_tokens: int
+    ttft_ms: float
+    tokens_per_s: float  # after the first token
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    console = Console(options.log_level)
+    try:
+        settings = DeploymentSettings(
+            recipe=load_recipe(options.recipe, ""), ports=free_ports(), health_port=0, canary_interval_s=0
+        )
+        with Deployment(settings, console) as deployment:
+            figures = show(deployment.server.grpc, options.prompt, options.max_tokens)
+    except BiremeError as error:
+        console.event(str(error), "error")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    say(figures)
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="recipes/tiny")
+    parser.add_argument("--prompt", default="A galley with two banks of oars")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--log-level", choices=LEVELS, default="info")
+    return parser.parse_args(arguments)
+
+
+def show(grpc: str, prompt: str, max_tokens: int) -> Figures:
+    """Print the completion as it comes; return how fast it came."""
+    print(f"\n> {prompt}\n", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    pieces = []
+    for piece in stream(grpc, prompt, max_tokens):
+        pieces.append(piece)
+        print(piece.text, end="", flush=True)
+    print("\n", flush=True)
+    return figures_of(pieces, began)
+
+
+def figures_of(pieces: Sequence[Piece], began: float) -> Figures:
+    """The first piece's tokens count for the time to the first token, those after it for the speed."""
+    timed = [piece for piece in pieces if piece.num_tokens]
+    if not timed:
+        return Figures(0, 0.0, 0.0)
+    later = sum(piece.num_tokens for piece in timed[1:])
+    seconds = timed[-1].at - timed[0].at
+    return Figures(
+        num_tokens=later + timed[0].num_tokens,
+        ttft_ms=(timed[0].at - began) * 1e3,
+        tokens_per_s=later / seconds if seconds > 0 else 0.0,
+    )
+
+
+def say(figures: Figures) -> None:
+    print(
+        f"{figures.num_tokens} tokens, time to first token {figures.ttft_ms:.0f} ms, then"
+        f" {figures.tokens_per_s:.0f} tokens/s"
+    )
+
+
+def stream(grpc: str, prompt: str, max_tokens: int) -> Iterator[Piece]:
+    """Yield a completion of `generate` piece by piece. Raises the error that the server sends."""
+    from tritonclient.grpc import InferenceServerClient
+
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    with InferenceServerClient(grpc) as client:
+        client.start_stream(callback=lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("generate", request_inputs(prompt, max_tokens), enable_empty_final_response=True)
+        try:
+            yield from _pieces(answers)
+        finally:
+            client.stop_stream(cancel_requests=True)
+
+
+def request_inputs(prompt: str, max_tokens: int) -> list[Any]:
+    from tritonclient.grpc import InferInput
+
+    values = {
+        "text_input": ("BYTES", np.array([prompt.encode()], object)),
+        "max_tokens": ("INT32", np.array([max_tokens], np.int32)),
+        "stream": ("BOOL", np.array([True])),
+    }
+    inputs = []
+    for name, (kind, array) in values.items():
+        inputs.append(InferInput(name, list(array.shape), kind))
+        inputs[-1].set_data_from_numpy(array)
+    return inputs
+
+
+def _pieces(answers: queue.SimpleQueue[tuple[Any, Any]]) -> Iterator[Piece]:
+    while True:
+        try:
+            result, error = answers.get(timeout=_TIMEOUT_S)
+        except queue.Empty:
+            raise BiremeError(f"no response within {_TIMEOUT_S:.0f} s") from None
+        if error is not None:
+            raise from_message(error.message())
+        text, ids = result.as_numpy("text_output"), result.as_numpy("output_ids")
+        if text is not None:
+            yield Piece(text[0].decode(errors="replace"), 0 if ids is None else ids.size, time.monotonic())
+        if result.get_response().parameters["triton_final_response"].bool_param:
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())
