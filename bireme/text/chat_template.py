@@ -1,0 +1,222 @@
+"""Chat templates: messages to a prompt, in jinja2's sandbox with the helpers that transformers gives templates.
+
+A template comes with a model and sees only plain JSON data. What it may do is bounded: attributes of Python's
+internals are out of reach, the prompt's size and the rendering time are limited (checked with every piece of
+output). Messages are shown as transformers and vLLM show them: arguments of tool calls as objects, content
+given in text parts as one string (parts of other kinds stay a list), reasoning under each name in use.
+
+**Special tokens in user and tool messages are text.** A template writes `<|im_end|>` to end a message; the
+same characters in a user's message must not. `protect` marks them before rendering, and `Prompt` keeps the
+marks, so that the tokenizer encodes these places as ordinary text. Other roles are the application's own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from bireme.errors import ConfigError, RequestError
+
+Message = dict[str, Any]
+MAX_RENDER_S = 5.0
+_RESERVED = ("chat_template", "messages", "tools", "tokenize", "return_dict", "continue_final_message")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_UNTRUSTED_ROLES = ("user", "tool", "function")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered prompt; `pieces` alternate between text with special tokens and text without."""
+
+    pieces: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class ChatTemplate:
+    """A compiled template and the special tokens that it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], max_bytes: int = 8 << 20) -> None:
+        """Compile. Raises ConfigError when the source is not valid."""
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template is not valid: {error}") from error
+        self._special_tokens = dict(special_tokens)
+        self._max_bytes = max_bytes
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        protected: Sequence[str] = (),
+    ) -> Prompt:
+        """Render a conversation. `protected` strings in user and tool messages will stay text.
+
+        Raises RequestError when the template refuses the messages, and when the prompt gets too large.
+        """
+        variables = _checked(variables or {})
+        shield = _Shield(protected)
+        context = {
+            "documents": None,
+            "add_generation_prompt": True,
+            **self._special_tokens,
+            **variables,
+            "messages": [shield.protect(_shown(message)) for message in messages],
+            "tools": list(tools) if tools else None,
+        }
+        return shield.restore(self._render(context))
+
+    def _render(self, context: Mapping[str, Any]) -> str:
+        deadline = time.monotonic() + MAX_RENDER_S
+        parts, size = [], 0
+        try:
+            for part in self._template.generate(context):
+                parts.append(part)
+                size += len(part)
+                if size > self._max_bytes:
+                    raise RequestError(f"the rendered chat prompt exceeds limits.max_prompt_bytes {self._max_bytes}")
+                if time.monotonic() > deadline:
+                    raise RequestError(f"the chat template took more than {MAX_RENDER_S:g} s; send fewer messages")
+        except RequestError:
+            raise
+        except jinja2.TemplateError as error:
+            raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
+        except Exception as error:  # templates are code: a message without a field they need raises anything
+            raise RequestError(
+                f"messages: the model's chat template can't show them: {type(error).__name__}: {error}"
+            ) from error
+        return "".join(parts)
+
+
+class _Shield:
+    """Swaps protected strings for marks that no message can know, and back."""
+
+    def __init__(self, protected: Sequence[str]) -> None:
+        longest_first = sorted(filter(None, protected), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._nonce = ""
+        self._strings: list[str] = []
+
+    def protect(self, message: Message) -> Message:
+        if self._pattern is None or message.get("role") not in _UNTRUSTED_ROLES:
+            return message
+        return {key: value if key == "role" else self._walk(value) for key, value in message.items()}
+
+    def _walk(self, value: Any) -> Any:
+        if isinstance(value, str):
+            assert self._pattern is not None
+            return self._pattern.sub(self._mark, value)
+        if isinstance(value, list):
+            return [self._walk(item) for item in value]
+        if isinstance(value, dict):
+            return {key: self._walk(item) for key, item in value.items()}
+        return value
+
+    def _mark(self, match: re.Match[str]) -> str:
+        self._nonce = self._nonce or secrets.token_hex(8)
+        self._strings.append(match.group())
+        return f"\ue000{self._nonce}.{len(self._strings) - 1}\ue001"
+
+    def restore(self, text: str) -> Prompt:
+        if not self._strings:
+            return Prompt((text,))
+        pieces = re.split(f"\ue000{self._nonce}\\.([0-9]+)\ue001", text)
+        return Prompt(tuple(piece if at % 2 == 0 else self._strings[int(piece)] for at, piece in enumerate(pieces)))
+
+
+def _checked(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in variables:
+        if name in _RESERVED:
+            raise RequestError(f"chat_template_kwargs.{name} can't be set by a request; remove it")
+    return variables
+
+
+def _shown(message: Message) -> Message:
+    """Return the message as templates expect it; the given one is left alone."""
+    shown = dict(message)
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if reasoning is not None:
+        shown = {"thinking": reasoning, **shown, "reasoning_content": reasoning}
+    content = shown.get("content")
+    if isinstance(content, list) and content and all(_is_text(part) for part in content):
+        shown["content"] = "\n".join(part["text"] for part in content)
+    calls = shown.get("tool_calls")
+    if isinstance(calls, list):
+        shown["tool_calls"] = [_with_object_arguments(call) for call in calls]
+    return shown
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _with_object_arguments(call: Any) -> Any:
+    """OpenAI's arguments are a JSON string; templates turn an object into JSON themselves."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; here its body is just shown."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+class _Dict:
+    """`dict(...)` in templates: makes one, gives nothing else away."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    return environment
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter escapes HTML characters; prompts must not be."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

@@ -1,0 +1,201 @@
+"""A model's tokenizer, from its folder, by the `tokenizers` library alone: no torch, no transformers.
+
+`tokenizer.json` is needed; `tokenizer_config.json` gives special tokens and bos handling; the chat template
+is chat_template.jinja, chat_template.json or tokenizer_config.json's own, in this order (transformers').
+Plain text is encoded as transformers does it, special tokens in it included; in chat messages they are text
+(chat_template.py). A Tokenizer may be used from many threads: encoding releases the GIL.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from bireme.errors import ConfigError, RequestError
+from bireme.text import vocabulary
+from bireme.text.chat_template import ChatTemplate, Message, Prompt
+from bireme.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back."""
+
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        templates: Mapping[str, str] | None = None,
+        max_prompt_bytes: int = 8 << 20,
+    ) -> None:
+        self._inner = inner
+        self.special_tokens = dict(special_tokens or {})  # by role: bos_token, eos_token, ...
+        self._templates = {
+            name: ChatTemplate(source, self.special_tokens, max_prompt_bytes)
+            for name, source in (templates or {}).items()
+        }
+        added = inner.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special_texts = tuple(token.content for token in added.values() if token.special)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids in use; the model's head may be larger."""
+        return int(self._inner.get_vocab_size())
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token given by its text, for example an end-of-sequence token."""
+        token_id: int | None = self._inner.token_to_id(token)
+        return token_id
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises RequestError for text that is not valid Unicode."""
+        try:
+            ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:  # tokenizers says TypeError for lone surrogates
+            raise RequestError("text_input: it holds a lone surrogate; send valid Unicode") from error
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """Return a new incremental detokeniser for one sequence."""
+        table = self._table_without_special if skip_special_tokens else self._table
+        return TableDetokenizer(table) if table else WindowDetokenizer(self._inner, skip_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Return the prompt of a conversation. Raises RequestError when there is no template or it refuses."""
+        template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
+        if template is None:
+            raise RequestError("messages: this model has no chat template; send text_input instead")
+        return template.render(messages, tools, variables, self._special_texts)
+
+    def encode_chat(self, prompt: Prompt) -> list[int]:
+        """Encode a rendered prompt: the template's special tokens are tokens, those in messages are text."""
+        ids: list[int] = []
+        for at, piece in enumerate(prompt.pieces):
+            for text in [piece] if at % 2 == 0 else self._fragments(piece):
+                ids += self.encode(text, add_special_tokens=False)
+        return ids
+
+    def _fragments(self, text: str) -> list[str]:
+        """Cut the text of a special token so that no fragment is one."""
+        fragments = [text[:1], text[1:]]
+        if any(special in fragment for special in self._special_texts for fragment in fragments):
+            return list(text)
+        return fragments
+
+    @functools.cached_property
+    def _table(self) -> vocabulary.Vocabulary | None:
+        return vocabulary.build(self._inner)
+
+    @functools.cached_property
+    def _table_without_special(self) -> vocabulary.Vocabulary | None:
+        return self._table and self._table.without(self._special_ids)
+
+
+def load(path: str, max_prompt_bytes: int = 8 << 20) -> Tokenizer:
+    """Load from a folder, or a hub id where huggingface_hub is installed. Raises ConfigError with the remedy."""
+    folder = Path(path) if Path(path).is_dir() else _download(path)
+    config = _json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+    special = {name: text for name in _NAMED if (text := _token_text(config.get(name)))}
+    inner = _inner(folder)
+    _apply_bos_eos(inner, config, special)
+    return Tokenizer(inner, special, _templates(folder, config), max_prompt_bytes)
+
+
+def _download(path: str) -> Path:
+    if path.startswith(("/", ".")) or path.count("/") != 1:
+        raise ConfigError(f"tokenizer folder {path} does not exist; check `model` and `tokenizer` in recipe.yaml")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is not a folder; to load it from a hub pip install huggingface_hub, or give a folder"
+        ) from error
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(_FILES)))
+    except Exception as error:  # network, authorisation, missing repository: the hub's own text says which
+        raise ConfigError(f"{path} can't be downloaded: {type(error).__name__}: {error}") from error
+
+
+def _inner(folder: Path) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        raise ConfigError(
+            f"{file} does not exist; save it with transformers:"
+            f" AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
+        )
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{file} can't be read: {error}; download it again") from error
+    inner.no_truncation()  # left over from training in some checkpoints; would cut prompts silently
+    inner.no_padding()
+    return inner
+
+
+def _apply_bos_eos(inner: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Explicit add_bos_token or add_eos_token replace tokenizer.json's post-processor, as in transformers."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    first = special.get("bos_token") if config.get("add_bos_token") else None
+    last = special.get("eos_token") if config.get("add_eos_token") else None
+    used = [token for token in (first, last) if token]
+    ids = [(token, inner.token_to_id(token)) for token in used]
+    missing = next((token for token, token_id in ids if token_id is None), None)
+    if missing:
+        raise ConfigError(f"tokenizer_config.json names {missing}, which tokenizer.json does not have")
+    template = " ".join([*([f"{first}:0"] if first else []), "$A:0", *([f"{last}:0"] if last else [])])
+    inner.post_processor = TemplateProcessing(single=template, special_tokens=ids)
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return template sources by name; a model with one has it as `default`."""
+    found = config.get("chat_template")
+    if (folder / "chat_template.json").exists():
+        found = _json(folder / "chat_template.json").get("chat_template", found)
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
+    templates = {"default": found} if isinstance(found, str) else dict(found or {})
+    if (folder / "chat_template.jinja").exists():
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    return templates
+
+
+def _token_text(value: Any) -> str:
+    """A special token is a string, or an object with its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} can't be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: a JSON object is expected, not {type(tree).__name__}")
+    return tree
