@@ -105,7 +105,7 @@ class Exporter:
         elif isinstance(message, wire.Ack):
             self._on_ack(message)
         else:
-            self._on_cancel(message)
+            self._on_cancel(identity, message)
 
     def tick(self) -> None:
         """Expire leases; end the transfers whose lease or importer is gone."""
@@ -187,11 +187,13 @@ class Exporter:
             self._metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - transfer.began_at, "export")
         self._end(transfer)
 
-    def _on_cancel(self, cancel: wire.Cancel) -> None:
+    def _on_cancel(self, identity: bytes, cancel: wire.Cancel) -> None:
+        transfer = self._find(cancel.lease_id, cancel.generation)
+        if transfer is not None and (transfer.identity, transfer.number) != (identity, cancel.number):
+            return  # a replay gives up: the first claim goes on
         lease = self._table.find(cancel.lease_id, cancel.generation)
         if lease is not None:
             lease.abort()
-        transfer = self._find(cancel.lease_id, cancel.generation)
         if transfer is not None:
             self._end(transfer)
 

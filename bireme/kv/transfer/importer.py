@@ -83,6 +83,9 @@ class ShmFetch:
             self.stopped = RequestCancelledError("the KV transfer was cancelled")
             self._wake(self)
 
+    def cancellation(self) -> wire.Cancel:
+        return wire.Cancel(self.number, self.params.lease_id, self.params.generation)
+
     def finish(self, error: BiremeError | None) -> None:
         """Call `done`, once. Runs on the copier."""
         done, self._done = self._done, None
@@ -214,7 +217,7 @@ class Importer:
     def _fail(self, fetch: ShmFetch, error: BiremeError, tell: bool = True) -> None:
         del self._fetches[fetch.number]
         if tell and fetch.peer is not None:
-            fetch.peer.send(wire.Cancel(fetch.params.lease_id, fetch.params.generation))
+            fetch.peer.send(fetch.cancellation())
         self._count(error)
         self._copier.call(partial(fetch.finish, error))
 
@@ -262,11 +265,11 @@ class Importer:
     def _on_written(self, fetch: ShmFetch, num_bytes: int, error: BiremeError | None) -> None:
         del self._fetches[fetch.number]
         assert fetch.peer is not None
-        ids = fetch.params.lease_id, fetch.params.generation
-        fetch.peer.send(wire.Ack(*ids) if error is None else wire.Cancel(*ids))
         if error is not None:
+            fetch.peer.send(fetch.cancellation())
             self._count(error)
             return
+        fetch.peer.send(wire.Ack(fetch.params.lease_id, fetch.params.generation))
         self._metrics.add("bireme_kv_transfer_bytes_total", num_bytes, "import")
         self._metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - fetch.began_at, "import")
 

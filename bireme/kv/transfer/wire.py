@@ -37,8 +37,9 @@ class Ack(msgspec.Struct, array_like=True, tag="ack", frozen=True):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
-    """The importer wants no rows (any more), claimed or not."""
+    """The fetch wants no rows (any more). Ends the lease unless another fetch has claimed it."""
 
+    number: int
     lease_id: int
     generation: int
 

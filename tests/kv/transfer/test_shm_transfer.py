@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import threading
+import time
 
 import msgspec
 import pytest
@@ -89,6 +90,16 @@ def test_a_replay_during_the_first_transfer_does_not_disturb_it(prefill, decode)
     first = decode.fetch(params, write_delay_s=0.01)
     assert first.began_writing.wait(10)
     assert isinstance(decode.fetch(params).result(), NotFoundError)
+    assert first.result() is None and first.is_right
+
+
+def test_a_replay_that_is_cancelled_does_not_disturb_the_first(prefill, make_side, decode):
+    params = prefill.export(1000, read_delay_s=0.005)
+    first = decode.fetch(params)
+    assert prefill.began_reading.wait(10)
+    for side in (decode, make_side("decode_1")):
+        side.fetch(params).handle.cancel()
+        side.fetch(params, firsts=(0,)).result()  # refused by its own side, which then cancels
     assert first.result() is None and first.is_right
 
 
@@ -251,6 +262,7 @@ def test_the_buffer_never_holds_more_than_its_limit(make_side):
     fetchings = [decode.fetch(prefill.export(20), write_delay_s=0.002) for _ in range(20)]
     while not all(fetching.ended.is_set() for fetching in fetchings):
         peak = max(peak, buffer.used_bytes)
+        time.sleep(0.0005)
     assert 0 < peak <= 50 * LAYOUT.bytes_per_token
 
 
