@@ -1,0 +1,96 @@
+"""What requests cost: the usage that ends each of them, and the engine's metrics.
+
+`prompt_tokens` leaves resumed tokens out and `completion_tokens` counts them; the token that ended a
+request is in neither, because it is not delivered.
+"""
+
+from __future__ import annotations
+
+from bireme.engines.torch.sequence import Sequence
+from bireme.kv.block_manager import BlockManager
+from bireme.messages import FinishReason, Usage
+from bireme.metrics import Registry
+
+
+class Accounts:
+    def __init__(self, metrics: Registry, worker: str) -> None:
+        self._metrics = metrics
+        self._worker = worker
+        self._num_events = (0, 0)
+        self._num_preemptions = 0
+
+    def scheduled(self, sequence: Sequence, now: float) -> None:
+        """The first step that works on it begins."""
+        if sequence.scheduled_at:
+            return
+        sequence.scheduled_at = now
+        self._metrics.observe("bireme_queue_seconds", now - sequence.arrived_at)
+        self._metrics.observe("bireme_prompt_tokens", sequence.num_prompt)
+        self._metrics.add("bireme_prompt_tokens_total", sequence.num_prompt)
+        self._metrics.add("bireme_cached_prompt_tokens_total", max(0, sequence.num_cached))
+
+    def first_token(self, sequence: Sequence, now: float) -> None:
+        sequence.first_token_at = now
+        if not sequence.request.num_resumed:
+            self._metrics.observe("bireme_time_to_first_token_seconds", now - sequence.arrived_at)
+
+    def finished(self, sequence: Sequence, reason: FinishReason, error: str, now: float) -> None:
+        outcome = error.partition(":")[0] if error else reason
+        self._metrics.add("bireme_requests_total", 1, outcome)
+        self._metrics.observe("bireme_request_seconds", now - sequence.arrived_at)
+        self._metrics.observe("bireme_completion_tokens", sequence.num_output)
+        if reason == "cancelled":
+            self._metrics.add("bireme_cancellations_total")
+        gaps = sequence.num_output - sequence.request.num_resumed - 1
+        if gaps > 0 and sequence.last_token_at > sequence.first_token_at:
+            mean_s = (sequence.last_token_at - sequence.first_token_at) / gaps
+            self._metrics.observe("bireme_inter_token_latency_seconds", mean_s)
+
+    def stepped(self, seconds: float, num_tokens: int) -> None:
+        self._metrics.observe("bireme_engine_step_seconds", seconds)
+        self._metrics.add("bireme_generated_tokens_total", num_tokens)
+
+    def levels(self, manager: BlockManager, num_running: int, num_waiting: int, num_preemptions: int) -> None:
+        """Set the gauges; called once a step and when the engine falls idle."""
+        self._metrics.set("bireme_requests_running", num_running)
+        self._metrics.set("bireme_requests_waiting", num_waiting)
+        self._metrics.set("bireme_kv_blocks_used", manager.num_referenced)
+        self._metrics.set("bireme_kv_blocks_cached", manager.num_cached)
+        if num_preemptions > self._num_preemptions:
+            self._metrics.add("bireme_preemptions_total", num_preemptions - self._num_preemptions)
+            self._num_preemptions = num_preemptions
+        if manager.events is not None:
+            self._count_events(manager.events.num_stored, manager.events.num_removed)
+
+    def started(self, manager: BlockManager, load_s: float) -> None:
+        self._metrics.set("bireme_kv_blocks_total", manager.num_blocks)
+        self._metrics.set("bireme_engine_load_seconds", load_s)
+        self.levels(manager, 0, 0, 0)
+
+    def usage(self, sequence: Sequence, now: float) -> Usage:
+        params, kind = sequence.params, sequence.request.request_type
+        begun = sequence.scheduled_at or now
+        computing = sequence.imported_at or begun
+        first = sequence.first_token_at
+        usage = Usage(
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=max(0, sequence.num_cached),
+            completion_tokens=sequence.num_output,
+            queue_ms=1e3 * (begun - sequence.arrived_at),
+            prefill_ms=1e3 * ((first or now) - computing),
+            decode_ms=1e3 * (now - first) if first else 0.0,
+            prefill_worker=self._worker,
+            decode_worker="" if kind == "context_only" else self._worker,
+        )
+        if params is not None:
+            usage.prefill_worker, usage.prefill_ms = params.worker, params.prefill_ms
+            usage.queue_ms += params.queue_ms
+            usage.cached_tokens = params.cached_tokens
+            usage.transfer_ms = 1e3 * ((sequence.imported_at or now) - begun)
+        return usage
+
+    def _count_events(self, num_stored: int, num_removed: int) -> None:
+        for kind, before, count in zip(("stored", "removed"), self._num_events, (num_stored, num_removed), strict=True):
+            if count > before:
+                self._metrics.add("bireme_kv_events_total", count - before, kind)
+        self._num_events = (num_stored, num_removed)

@@ -1,0 +1,110 @@
+"""Which transformers classes this engine runs: those whose greedy output was proved equal to `generate`.
+
+A class is fit when every layer calls the attention interface, keeps no other state between tokens, and
+passes its window, softcap and sinks along. tests/engines/torch/test_torch_architectures.py proves each.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from bireme.errors import ConfigError
+
+PROVED = frozenset(
+    {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MinistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "MixtralForCausalLM",
+        "GemmaForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Phi3ForCausalLM",
+        "PhiForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "GraniteForCausalLM",
+        "CohereForCausalLM",
+        "Cohere2ForCausalLM",
+        "Starcoder2ForCausalLM",
+        "Glm4ForCausalLM",
+        "SmolLM3ForCausalLM",
+        "GptOssForCausalLM",
+        "Exaone4ForCausalLM",
+        "NemotronForCausalLM",
+        "StableLmForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "SeedOssForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "GPT2LMHeadModel",
+        "OPTForCausalLM",
+        "GPTNeoXForCausalLM",
+        "HunYuanDenseV1ForCausalLM",
+        "Dots1ForCausalLM",
+    }
+)
+_REASONS = {
+    "FalconForCausalLM": "its layers do not use the attention interface",
+    "Llama4ForCausalLM": "chunked attention is not passed to the attention interface",
+    "Llama4ForConditionalGeneration": "chunked attention is not passed to the attention interface",
+    "Gemma3nForCausalLM": "its layers share KV through a cache object",
+    "Gemma3nForConditionalGeneration": "its layers share KV through a cache object",
+    "Gemma4ForCausalLM": "its layers share KV through a cache object",
+    "MambaForCausalLM": "state-space layers keep a state that is not paged KV",
+    "Mamba2ForCausalLM": "state-space layers keep a state that is not paged KV",
+    "JambaForCausalLM": "state-space layers keep a state that is not paged KV",
+    "Qwen3NextForCausalLM": "linear-attention layers keep a state that is not paged KV",
+    "T5ForConditionalGeneration": "it is an encoder-decoder model",
+    "BartForConditionalGeneration": "it is an encoder-decoder model",
+}
+
+
+def check_architecture(config: Any) -> str:
+    """Return the class name of a transformers config. Raises ConfigError for what this engine can't run."""
+    names = list(getattr(config, "architectures", None) or [])
+    if not names:
+        raise ConfigError('config.json names no architecture; add `architectures`, e.g. ["LlamaForCausalLM"]')
+    name = str(names[0])
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is not None:
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method
+        raise ConfigError(
+            f"{name}: the checkpoint is quantised ({method}), which the torch engine can't run;"
+            " use an unquantised checkpoint, or engine trtllm"
+        )
+    if name not in PROVED:
+        raise ConfigError(f"{name}: not supported by the torch engine: {_reason(name)}")
+    return name
+
+
+def _reason(name: str) -> str:
+    if name in _REASONS:
+        return _REASONS[name]
+    near = difflib.get_close_matches(name, PROVED, n=1, cutoff=0.85)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"its output has not been proved equal to transformers' generate{hint} (known: {', '.join(sorted(PROVED))})"
+
+
+def position_limit(config: Any) -> int | None:
+    """Return the longest sequence whose rotary embedding does not depend on its length, if there is such a limit.
+
+    `dynamic` and `longrope` scaling choose their frequencies by the longest position of the whole packed batch;
+    up to the original length they are constant, beyond it requests would disturb each other.
+    """
+    limits = [
+        int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+        for rope in _ropes(config)
+        if (rope.get("rope_type") or rope.get("type")) in ("dynamic", "longrope", "su")
+    ]
+    return min(limits, default=None)
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [entry for entry in rope.values() if isinstance(entry, dict)]
+    return nested or [rope]

@@ -1,0 +1,241 @@
+"""Attention over paged KV, in the place of transformers' own: `AttentionInterface` calls `paged_attention`.
+
+All tokens of a step are one packed row; decode rows come first, then prefill chunks. What the step is about
+travels in a context variable, because some model families drop keyword arguments on the way. One rule: an
+argument that changes the result is honoured or refused, never ignored.
+
+Shapes: T tokens, H query heads, N key/value heads, G = H / N, K head size of keys, V of values, L KV rows.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NAME = "bireme_paged"  # absent from transformers' mask functions, so that no dense mask is built
+
+
+class AttentionStep(Protocol):
+    """What the attention calls of one forward pass mean."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
+        """query (1, H, T, K), key (1, N, T, K), value (1, N, T, V) -> (1, T, H, V)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a layer asks of attention beyond query, key and value."""
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None  # (H,)
+    window: int = 0
+    unknown: tuple[str, ...] = ()  # arguments given that this attention does not know
+
+
+current: ContextVar[AttentionStep] = ContextVar("bireme_attention_step")
+# Given by some families and without effect here: positions are applied already, masks are the step's own.
+_HARMLESS = frozenset(
+    "position_ids use_cache is_causal output_attentions output_hidden_states cache_position position_embeddings "
+    "output_router_logits past_key_values return_dict logits_to_keep".split()
+)
+
+
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls once a layer."""
+    unknown = tuple(name for name, given in others.items() if given is not None and name not in _HARMLESS)
+    if attention_mask is not None:
+        unknown += ("attention_mask",)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    extras = Extras(scale, softcap, s_aux, sliding_window or 0, unknown)
+    return current.get().attend(module.layer_idx, query, key, value, extras), None
+
+
+def register() -> None:
+    """Make the function known to transformers; harmless when it is already."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, paged_attention)
+
+
+@dataclass(slots=True)
+class DecodeView:
+    """KV of the step's decode rows: the same number of blocks each, padded with the null block."""
+
+    blocks: Tensor  # (rows * num_blocks,) block ids
+    num_rows: int
+    num_blocks: int
+    first: int  # when all rows see the same part [first, last) of their blocks ...
+    last: int
+    mask: Tensor | None  # ... this is None; otherwise (rows, 1, 1, num_blocks * block size), true: visible
+
+
+@dataclass(slots=True)
+class ChunkView:
+    """KV of one prefill chunk."""
+
+    begin: int  # its tokens are [begin, end) of the packed row
+    end: int
+    rows: Tensor | None  # (L,) pool rows that it sees; None: exactly its own tokens
+    mask: Tensor | None  # (1, 1, tokens, L), true: visible; None: causal
+
+
+@dataclass(slots=True)
+class GroupStep:
+    """One window's share of a step."""
+
+    slots: Tensor  # (T,) pool row that each token's key and value go to
+    decode: DecodeView | None
+    chunks: list[ChunkView]
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """A forward pass over the pools: stores new keys and values, then attends."""
+
+    keys: list[Tensor]  # per layer (pool rows, N * K)
+    values: list[Tensor]  # per layer (pool rows, N * V)
+    groups: list[GroupStep]  # per layer: its group's
+    block_size: int
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
+        group, keys, values = self.groups[layer], self.keys[layer], self.values[layer]
+        num_tokens = query.shape[2]
+        keys.index_copy_(0, group.slots, key[0].transpose(0, 1).reshape(num_tokens, -1).to(keys.dtype))
+        values.index_copy_(0, group.slots, value[0].transpose(0, 1).reshape(num_tokens, -1).to(values.dtype))
+        if group.decode is not None and not group.chunks:
+            return self._decode(group.decode, query, key.shape[1], keys, values, extras)
+        parts = []
+        if group.decode is not None:
+            parts.append(self._decode(group.decode, query, key.shape[1], keys, values, extras))
+        for chunk in group.chunks:
+            parts.append(self._prefill(chunk, query, key, value, keys, values, extras))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _decode(
+        self, view: DecodeView, query: Tensor, num_kv: int, keys: Tensor, values: Tensor, extras: Extras
+    ) -> Tensor:
+        rows, heads, size = view.num_rows, query.shape[1], query.shape[3]
+        length = view.num_blocks * self.block_size
+        query_BNGK = query[0, :, :rows].transpose(0, 1).reshape(rows, num_kv, heads // num_kv, size)
+        key_BNLK = _gather(keys, view.blocks, self.block_size).view(rows, length, num_kv, -1).transpose(1, 2)
+        value_BNLV = _gather(values, view.blocks, self.block_size).view(rows, length, num_kv, -1).transpose(1, 2)
+        if view.mask is None and view.last - view.first < length:
+            key_BNLK, value_BNLV = key_BNLK[:, :, view.first : view.last], value_BNLV[:, :, view.first : view.last]
+        sinks = None if extras.sinks is None else extras.sinks.view(1, num_kv, -1, 1)
+        out_BNGV = attend(query_BNGK, key_BNLK, value_BNLV, view.mask, extras, sinks)
+        return out_BNGV.reshape(1, rows, heads, -1)
+
+    def _prefill(
+        self,
+        view: ChunkView,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        extras: Extras,
+    ) -> Tensor:
+        num_kv, own = key.shape[1], slice(view.begin, view.end)
+        if view.rows is None:
+            key_1NLK, value_1NLV = key[:, :, own], value[:, :, own]
+        else:
+            key_1NLK = keys.index_select(0, view.rows).view(1, len(view.rows), num_kv, -1).transpose(1, 2)
+            value_1NLV = values.index_select(0, view.rows).view(1, len(view.rows), num_kv, -1).transpose(1, 2)
+        sinks = None if extras.sinks is None else extras.sinks.view(1, -1, 1, 1)
+        return attend(query[:, :, own], key_1NLK, value_1NLV, view.mask, extras, sinks, view.mask is None).transpose(
+            1, 2
+        )
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    extras: Extras,
+    sinks: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Attention of (B, heads, T, K) over (B, N, L, K); heads may be a multiple of N.
+
+    mask is true where visible; sinks broadcast to (B, heads, T, 1).
+    """
+    if extras.softcap is None and sinks is None:
+        grouped = query.shape[1] != key.shape[1]
+        causal = is_causal and query.shape[2] > 1
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=extras.scaling, enable_gqa=grouped
+        )
+    return _attend_eagerly(query, key, value, _causal(query, key) if is_causal else mask, extras, sinks)
+
+
+def _attend_eagerly(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, extras: Extras, sinks: Tensor | None
+) -> Tensor:
+    """With softcap or sinks, which scaled_dot_product_attention does not have."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = query @ key.transpose(-1, -2) * extras.scaling
+    if extras.softcap is not None:
+        scores = torch.tanh(scores / extras.softcap) * extras.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    return weights.to(value.dtype) @ value
+
+
+def _causal(query: Tensor, key: Tensor) -> Tensor:
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+
+
+def _gather(pool: Tensor, blocks: Tensor, block_size: int) -> Tensor:
+    """Copy whole blocks: one index and one long move each, instead of one a token."""
+    return pool.view(-1, block_size * pool.shape[1]).index_select(0, blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """What a layer's attention call looks like, as the probe saw it."""
+
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    window: int  # 0: all
+    dtype: torch.dtype
+    unknown: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class ProbeStep:
+    """A forward pass without pools that notes each layer's geometry."""
+
+    seen: dict[int, LayerGeometry] = field(default_factory=dict)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
+        self.seen[layer] = LayerGeometry(
+            key.shape[1], key.shape[3], value.shape[3], extras.window, key.dtype, extras.unknown
+        )
+        sinks = None if extras.sinks is None else extras.sinks.view(1, -1, 1, 1)
+        return attend(query, key, value, None, extras, sinks, is_causal=True).transpose(1, 2)

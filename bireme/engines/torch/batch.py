@@ -1,0 +1,161 @@
+"""Turns a plan into one packed row of tensors: ids, positions, pool rows, masks. Numpy, without a loop over tokens.
+
+Decode rows come first, then chunks in the plan's order. Block tables of running sequences are mirrored in
+one array per group, so that a decode step gathers them at once; only what has grown is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bireme.engines.torch.attention import ChunkView, DecodeView, GroupStep
+from bireme.engines.torch.scheduler import Plan
+from bireme.engines.torch.sequence import Sequence
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class PromptRows:
+    """Logits rows of a chunk whose next tokens are given by the prompt."""
+
+    sequence: Sequence
+    begin: int  # in the step's logits
+    next_ids: list[int]
+
+
+@dataclass(slots=True)
+class Batch:
+    ids: Tensor  # (1, T) int64
+    positions: Tensor  # (1, T) int64
+    logits_rows: Tensor  # int64: rows to sample first, then those of prompt log probabilities
+    groups: list[GroupStep]  # per group
+    sampled: list[Sequence]  # in the order of the logits rows
+    prompt_rows: list[PromptRows]
+
+
+class BatchBuilder:
+    def __init__(
+        self, windows: list[int], tokens_per_block: int, max_batch_size: int, max_seq_len: int, device: torch.device
+    ) -> None:
+        columns = -(-max_seq_len // tokens_per_block) + 1
+        self._windows = windows
+        self._size = tokens_per_block
+        self._device = device
+        self._tables = [np.zeros((max_batch_size, columns), dtype=np.int64) for _ in windows]
+
+    def build(self, plan: Plan) -> Batch:
+        ids, positions = self._tokens(plan)
+        sampled, rows, prompt_rows = _logits_rows(plan)
+        groups = []
+        for group, window in enumerate(self._windows):
+            self._mirror(group, plan)
+            groups.append(self._group(group, window, plan, positions))
+        return Batch(
+            self._tensor(ids).unsqueeze(0),
+            self._tensor(positions).unsqueeze(0),
+            self._tensor(np.asarray(rows, dtype=np.int64)),
+            groups,
+            sampled,
+            prompt_rows,
+        )
+
+    def _tokens(self, plan: Plan) -> tuple[Ints, Ints]:
+        ids = [sequence.tokens[-1] for sequence in plan.decodes]
+        positions = [np.array([sequence.computed for sequence in plan.decodes], dtype=np.int64)]
+        for sequence, count in plan.chunks:
+            ids += sequence.tokens[sequence.computed : sequence.computed + count]
+            positions.append(np.arange(sequence.computed, sequence.computed + count))
+        return np.array(ids, dtype=np.int64), np.concatenate(positions)
+
+    def _mirror(self, group: int, plan: Plan) -> None:
+        table = self._tables[group]
+        for sequence in _sequences(plan):
+            blocks, known = sequence.table.blocks[group], sequence.mirrored[group]
+            if len(blocks) > known:
+                table[sequence.slot, known : len(blocks)] = blocks[known:]
+                sequence.mirrored[group] = len(blocks)
+
+    def _group(self, group: int, window: int, plan: Plan, positions: Ints) -> GroupStep:
+        table, size, count = self._tables[group], self._size, len(plan.decodes)
+        slots = np.empty(len(positions), dtype=np.int64)
+        decode = None
+        if count:
+            rows = np.array([sequence.slot for sequence in plan.decodes])
+            at = positions[:count]
+            slots[:count] = table[rows, at // size] * size + at % size
+            decode = self._decode(table, rows, at, window)
+        chunks, begin = [], count
+        for sequence, length in plan.chunks:
+            own, end = table[sequence.slot], begin + length
+            at = positions[begin:end]
+            slots[begin:end] = own[at // size] * size + at % size
+            chunks.append(self._chunk(own, at, window, begin))
+            begin = end
+        return GroupStep(self._tensor(slots), decode, chunks)
+
+    def _decode(self, table: Ints, rows: Ints, positions: Ints, window: int) -> DecodeView:
+        size = self._size
+        seen_from = np.maximum(positions - window + 1, 0) if window else np.zeros_like(positions)
+        first_block, last_block = seen_from // size, positions // size
+        width = int((last_block - first_block).max()) + 1
+        columns = first_block[:, None] + np.arange(width)  # (rows, width)
+        inside = columns <= last_block[:, None]
+        blocks = np.where(inside, table[rows[:, None], np.minimum(columns, table.shape[1] - 1)], 0)
+        first, last = seen_from - first_block * size, positions + 1 - first_block * size
+        view = DecodeView(self._tensor(blocks.reshape(-1)), len(rows), width, int(first[0]), int(last[0]), None)
+        if (first != first[0]).any() or (last != last[0]).any():
+            token = np.arange(width * size)
+            visible = (token >= first[:, None]) & (token < last[:, None])
+            view.mask = self._tensor(visible)[:, None, None, :]
+        return view
+
+    def _chunk(self, blocks: Ints, positions: Ints, window: int, begin: int) -> ChunkView:
+        size, count = self._size, len(positions)
+        start, end = int(positions[0]), int(positions[-1]) + 1
+        is_fresh = start == 0
+        if is_fresh and (not window or count <= window):
+            return ChunkView(begin, begin + count, None, None)
+        seen = np.arange(max(0, start - window + 1) if window else 0, end)
+        visible = seen <= positions[:, None]
+        if window:
+            visible &= seen > positions[:, None] - window
+        rows = None if is_fresh else self._tensor(blocks[seen // size] * size + seen % size)
+        return ChunkView(begin, begin + count, rows, self._tensor(visible)[None, None])
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+
+
+def _sequences(plan: Plan) -> Iterator[Sequence]:
+    yield from plan.decodes
+    for sequence, _ in plan.chunks:
+        yield sequence
+
+
+def _logits_rows(plan: Plan) -> tuple[list[Sequence], list[int], list[PromptRows]]:
+    """Return who samples, from which tokens of the step logits are wanted, and which of them are for prompts."""
+    sampled = list(plan.decodes)
+    rows = list(range(len(sampled)))
+    wanted: list[tuple[Sequence, int, list[int]]] = []
+    begin = len(sampled)
+    for sequence, count in plan.chunks:
+        if sequence.computed + count == len(sequence.tokens):
+            sampled.append(sequence)
+            rows.append(begin + count - 1)
+        if sequence.wants_prompt_logprobs:
+            next_ids = sequence.tokens[sequence.computed + 1 : min(sequence.computed + count + 1, sequence.num_prompt)]
+            wanted.append((sequence, begin, next_ids))
+        begin += count
+    prompt_rows = []
+    for sequence, first, next_ids in wanted:
+        prompt_rows.append(PromptRows(sequence, len(rows), next_ids))
+        rows += range(first, first + len(next_ids))
+    return sampled, rows, prompt_rows

@@ -1,0 +1,185 @@
+"""A model folder: checked before transformers sees it, so that what is wrong is named, then loaded.
+
+safetensors only. Messages name files by their name in the folder, never by path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from bireme.engines.torch.architectures import check_architecture
+from bireme.errors import ConfigError
+
+_SAMPLE_BYTES = 1 << 16
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder whose files can be read and whose architecture is supported."""
+
+    folder: Path
+    config: Any  # transformers' PretrainedConfig
+    shards: tuple[Path, ...]
+    digest: str  # hex; different weights or configuration: different digest
+
+
+def open_checkpoint(model: str, trust_remote_code: bool = False) -> Checkpoint:
+    """Check a model folder (or fetch a hub id). Raises ConfigError naming the file and what is wrong with it."""
+    if trust_remote_code:
+        raise ConfigError(
+            "trust_remote_code: true is not supported by the torch engine; it runs no code of a checkpoint"
+        )
+    folder = _resolve(model)
+    config = _read_config(folder)
+    check_architecture(config)
+    shards = _shards(folder)
+    for shard in shards:
+        _check_shard(shard)
+    return Checkpoint(folder, config, shards, _digest(folder, shards))
+
+
+def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
+    """Return the transformers model in eval mode, its weights complete. Raises ConfigError."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # it would fill the log
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder,
+            config=checkpoint.config,
+            dtype=choose_dtype(dtype, checkpoint.config),
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"the weights could not be loaded: {_first_line(error)}") from error
+    missing = sorted(report.get("missing_keys", ()))
+    if missing:
+        raise ConfigError(
+            f"the weights lack {len(missing)} tensors that the model needs, {missing[0]} among them;"
+            " the checkpoint is incomplete or config.json is another model's"
+        )
+    mismatched = list(report.get("mismatched_keys", ()))
+    if mismatched:
+        raise ConfigError(f"weights and config.json disagree on a tensor's shape: {mismatched[0]}")
+    return model.to(device).eval().requires_grad_(False)
+
+
+def choose_dtype(name: str, config: Any) -> torch.dtype:
+    """Return the dtype of the weights; auto: the checkpoint's own. Raises ConfigError."""
+    if name != "auto":
+        if name not in _DTYPES:
+            raise ConfigError(f"dtype: {name!r}; the torch engine has auto, {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+    own = getattr(config, "dtype", None)
+    if isinstance(own, str):
+        own = _DTYPES.get(own)
+    return own if own in _DTYPES.values() else torch.float32
+
+
+def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Return the ids that end a sequence: generation_config.json's, else config.json's."""
+    path = checkpoint.folder / "generation_config.json"
+    ids = _read_json(path).get("eos_token_id") if path.exists() else None
+    if ids is None:
+        ids = getattr(checkpoint.config, "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(int(token) for token in ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+
+def _resolve(model: str) -> Path:
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if model.startswith(("/", ".")) or model.count("/") > 1:
+        raise ConfigError(f"model folder {model} does not exist; check `model` in recipe.yaml")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(_FILES)))
+    except Exception as error:  # the hub's client raises its own, httpx's and OS errors
+        raise ConfigError(
+            f"model {model}: no such folder, and it could not be fetched from the hub ({type(error).__name__}:"
+            f" {_first_line(error)}); give a local folder, or check the name and the network"
+        ) from error
+
+
+def _read_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    raw = _read_json(folder / "config.json")
+    if "auto_map" in raw and "model_type" not in raw:
+        raise ConfigError("config.json: the model needs its own code (auto_map), which the torch engine does not run")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # validation errors of many kinds, all about this one file
+        name = (raw.get("architectures") or [raw.get("model_type")])[0]
+        raise ConfigError(f"config.json ({name}): {_first_line(error)}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path.name} is missing from the model folder") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path.name} is not valid JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path.name}: a JSON object is expected, not {type(tree).__name__}")
+    return tree
+
+
+def _shards(folder: Path) -> tuple[Path, ...]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ConfigError(f"{index.name}: no weight_map in it")
+        return tuple(folder / name for name in sorted({Path(str(name)).name for name in weight_map.values()}))
+    whole = folder / "model.safetensors"
+    if not whole.exists():
+        raise ConfigError(
+            "model.safetensors is missing from the model folder (nor is there an index of shards);"
+            " only safetensors weights are read"
+        )
+    return (whole,)
+
+
+def _check_shard(shard: Path) -> None:
+    try:
+        with safe_open(shard, framework="pt") as tensors:
+            next(iter(tensors.keys()), None)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{shard.name} is missing from the model folder; fetch the checkpoint again") from error
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{shard.name} is corrupted: {_first_line(error)}; fetch the checkpoint again") from error
+
+
+def _digest(folder: Path, shards: tuple[Path, ...]) -> str:
+    """Hash the configuration, and of each shard its size and samples: whole files would take minutes."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for shard in shards:
+        size = shard.stat().st_size
+        digest.update(f"{shard.name} {size} ".encode())
+        with shard.open("rb") as file:
+            for at in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+                file.seek(at)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:300] or type(error).__name__

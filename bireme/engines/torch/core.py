@@ -1,0 +1,371 @@
+"""The engine without its thread: takes requests, does one step at a time, returns the news.
+
+A step is schedule, build, forward, sample, accept. Everything here runs on the engine's thread; a request
+that goes wrong ends with INTERNAL and gives its blocks back, the others go on.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bireme.engines.base import Delta, RequestKey
+from bireme.engines.torch.accounting import Accounts
+from bireme.engines.torch.admission import Admission
+from bireme.engines.torch.batch import Batch, BatchBuilder
+from bireme.engines.torch.disaggregation import Exporter, Importer
+from bireme.engines.torch.limits import Limits
+from bireme.engines.torch.runner import HfRunner
+from bireme.engines.torch.scheduler import Plan, Scheduler
+from bireme.engines.torch.sequence import Sequence, State
+from bireme.errors import BiremeError, DeadlineExceededError, RequestCancelledError, to_message
+from bireme.kv.block_manager import BlockManager
+from bireme.logits.sampler import Sampled, Sampler
+from bireme.messages import Finish, FinishReason, TokenLogprobs
+
+logger = logging.getLogger("bireme.engines.torch")
+
+MAX_FAILED_STEPS = 3  # in a row: then it is the engine, not a request
+
+
+class BrokenEngineError(BiremeError):
+    """Step after step fails, whatever is in it; only a fresh process can help."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a core works with; made by loading.py."""
+
+    worker: str
+    life: int
+    limits: Limits
+    runner: HfRunner
+    builder: BatchBuilder
+    manager: BlockManager
+    sampler: Sampler[RequestKey]
+    admission: Admission
+    accounts: Accounts
+    exporter: Exporter | None = None
+    importer: Importer | None = None
+
+
+class EngineCore:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.scheduler = Scheduler(parts.manager, parts.limits)
+        self.num_steps = 0
+        self._sequences: dict[RequestKey, Sequence] = {}
+        self._deadlines: list[tuple[float, int, Sequence, str]] = []
+        self._news: list[Delta] = []  # outside of steps
+        self._num_added = 0
+        self._num_failed_steps = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    # -- between steps
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that `admission` made."""
+        if sequence.key in self._sequences:
+            raise AssertionError(f"request {sequence.key} is in the engine already")
+        self._num_added += 1
+        sequence.number = self._num_added
+        self._sequences[sequence.key] = sequence
+        if sequence.num_output >= sequence.max_tokens:
+            # A migrated request that had all its tokens and lost only its end.
+            self._finish(sequence, "length", Delta(sequence.key))
+            return
+        if sequence.request.request_type == "context_only":
+            assert self._parts.exporter is not None, "admission lets no context_only through without a transfer"
+            self._parts.exporter.reserve(sequence)
+        self.scheduler.waiting.push(sequence)
+        self._watch(sequence)
+
+    def abort(self, key: RequestKey) -> None:
+        """End a request, or the lease that it left behind; unknown keys are ignored."""
+        if (sequence := self._sequences.get(key)) is not None:
+            self._end(sequence, "cancelled", "")
+        elif self._parts.exporter is not None:
+            self._parts.exporter.abort(key)
+
+    def expire(self, now: float) -> None:
+        """End the requests whose time is over."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, sequence, text = heapq.heappop(self._deadlines)
+            is_queue_limit = text.startswith("queue time")
+            if sequence.state is State.FINISHED or (is_queue_limit and sequence.scheduled_at):
+                continue
+            self._end(sequence, "timeout", to_message(DeadlineExceededError(text)))
+
+    def fail_all(self, error: BiremeError) -> None:
+        """End every request, imports under way included, with this error."""
+        for sequence in list(self._sequences.values()):
+            self._fail(sequence, error)
+
+    def take_news(self) -> list[Delta]:
+        """Return and forget what has happened since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    # -- steps
+
+    def step(self) -> bool:
+        """Do one step; False: nothing can run now. Raises BrokenEngineError."""
+        began = time.monotonic()
+        plan = self.scheduler.schedule()
+        for sequence in plan.imports:
+            self._start_import(sequence, began)
+        if not plan.has_tokens:
+            self._set_levels()
+            return bool(plan.imports)
+        try:
+            self._run(plan, began)
+            self._num_failed_steps = 0
+        except Exception as error:
+            self._fail_step(plan, error)
+        self.num_steps += 1
+        self._set_levels()
+        return True
+
+    def _run(self, plan: Plan, began: float) -> None:
+        parts = self._parts
+        self._begin(plan, began)
+        batch = parts.builder.build(plan)
+        logits = parts.runner.forward(batch)
+        self._keep_prompt_logprobs(batch, logits)
+        sampled = Sampled([], [])
+        if batch.sampled:
+            keys = [sequence.key for sequence in batch.sampled]
+            sampled = parts.sampler.sample(logits[: len(keys)], keys)
+        self._advance(plan)
+        now = time.monotonic()
+        for row, sequence in enumerate(batch.sampled):
+            if (error := sampled.errors.get(row)) is not None:
+                self._fail(sequence, error)
+            else:
+                self._accept(sequence, sampled.tokens[row], sampled.logprobs[row], now)
+        parts.accounts.stepped(now - began, len(batch.sampled))
+
+    def _begin(self, plan: Plan, now: float) -> None:
+        """Tell sampler and accounts of those that run for the first time."""
+        for sequence, _ in plan.chunks:
+            self._begin_one(sequence, now)
+        for sequence in plan.decodes:
+            if not sequence.is_sampling:
+                self._begin_one(sequence, now)
+
+    def _begin_one(self, sequence: Sequence, now: float) -> None:
+        self._parts.accounts.scheduled(sequence, now)
+        if not sequence.is_sampling:
+            self._add_to_sampler(sequence)
+
+    def _add_to_sampler(self, sequence: Sequence) -> None:
+        split = sequence.num_prompt
+        eos_ids = self._parts.admission.eos_ids(sequence.sampling)
+        self._parts.sampler.add(
+            sequence.key, sequence.sampling, sequence.tokens[:split], sequence.tokens[split:], eos_ids
+        )
+        sequence.is_sampling = True
+
+    def _advance(self, plan: Plan) -> None:
+        """The KV of the step's tokens is in the pools: offer full blocks, let go of what slid out of windows."""
+        for sequence in plan.decodes:
+            self._computed(sequence, 1)
+        for sequence, count in plan.chunks:
+            self._computed(sequence, count)
+
+    def _computed(self, sequence: Sequence, count: int) -> None:
+        manager = self._parts.manager
+        sequence.computed += count
+        manager.commit(sequence.table, sequence.tokens, sequence.computed)
+        manager.slide(sequence.table, sequence.computed)
+
+    def _keep_prompt_logprobs(self, batch: Batch, logits: Tensor) -> None:
+        for rows in batch.prompt_rows:
+            count = rows.sequence.sampling.prompt_logprobs or 0
+            wanted = logits[rows.begin : rows.begin + len(rows.next_ids)]
+            if rows.next_ids:
+                rows.sequence.prompt_logprobs += self._parts.sampler.prompt_logprobs(wanted, rows.next_ids, count)
+
+    def _accept(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        """Take a sampled token: deliver it, or end the request with it."""
+        delta = Delta(sequence.key)
+        if not sequence.first_token_at:
+            self._parts.accounts.first_token(sequence, now)
+            if sequence.wants_prompt_logprobs:
+                delta.prompt_logprobs = sequence.prompt_logprobs
+        sequence.last_token_at = now
+        stop = token in sequence.stop_ids
+        if not stop:
+            sequence.tokens.append(token)
+            delta.tokens.append(token)
+            if logprobs is not None:
+                delta.logprobs = [logprobs]
+        if sequence.request.request_type == "context_only":
+            self._hand_over(sequence, token, logprobs, stop, delta)
+        elif stop:
+            self._finish(sequence, "stop", delta, stop_token_id=token)
+        elif sequence.num_output >= sequence.max_tokens:
+            self._finish(sequence, "length", delta)
+        else:
+            self._news.append(delta)
+
+    # -- disaggregation
+
+    def _hand_over(
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, stop: bool, delta: Delta
+    ) -> None:
+        """End a context_only request. Where its one token is the last, decode needs no KV and none is exported."""
+        parts, exporter = self._parts, self._parts.exporter
+        assert exporter is not None
+        usage = parts.accounts.usage(sequence, sequence.last_token_at)
+        delta.exported = exporter.params(sequence, parts.worker, parts.life, token, logprobs, usage)
+        if stop:
+            self._finish(sequence, "stop", delta, stop_token_id=token)
+        elif sequence.num_output >= sequence.max_tokens:
+            self._finish(sequence, "length", delta)
+        else:
+            self._forget(sequence)
+            exporter.export(sequence)
+            self._report(sequence, "not_finished", delta)
+
+    def _start_import(self, sequence: Sequence, now: float) -> None:
+        assert sequence.params is not None and self._parts.importer is not None
+        self._parts.accounts.scheduled(sequence, now)
+        token = sequence.params.first_gen_tokens[0]
+        try:
+            if token in sequence.stop_ids or sequence.num_output + 1 >= sequence.max_tokens:
+                sequence.computed = len(sequence.tokens)
+                self._imported(sequence, None)  # over with its first token: no KV is needed
+                return
+            self._parts.importer.fetch(sequence, self._imported)
+        except Exception as error:
+            self._fail(sequence, _internal(error))
+
+    def _imported(self, sequence: Sequence, error: BiremeError | None) -> None:
+        """All rows have been written, or none will be any more."""
+        if sequence.state is not State.IMPORTING:
+            return
+        sequence.fetch = None
+        if sequence.ending is not None:
+            self._finish(sequence, sequence.ending[0], Delta(sequence.key), error=sequence.ending[1])
+        elif error is not None:
+            self._fail(sequence, error)
+        else:
+            try:
+                self._join(sequence)
+            except Exception as failure:
+                self._fail(sequence, _internal(failure))
+
+    def _join(self, sequence: Sequence) -> None:
+        """Begin to decode with the token that prefill sampled."""
+        params = sequence.params
+        assert params is not None
+        now = time.monotonic()
+        sequence.state, sequence.imported_at = State.RUNNING, now
+        token, logprobs = params.first_gen_tokens[0], params.first_gen_log_probs
+        if token not in sequence.stop_ids and sequence.num_output + 1 < sequence.max_tokens:
+            self._computed(sequence, len(sequence.tokens) - sequence.computed)
+        sequence.tokens.append(token)
+        self._add_to_sampler(sequence)
+        sequence.tokens.pop()
+        self._accept(sequence, token, logprobs[0] if logprobs else None, now)
+
+    # -- ends
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str) -> None:
+        """End a request between steps; one whose KV is being copied ends when the copy has."""
+        if sequence.state is State.IMPORTING and sequence.fetch is not None:
+            sequence.ending = sequence.ending or (reason, error)
+            sequence.fetch.cancel()
+            return
+        self._finish(sequence, reason, Delta(sequence.key), error=error)
+
+    def _fail(self, sequence: Sequence, error: BiremeError) -> None:
+        reason: FinishReason = "error"
+        if isinstance(error, DeadlineExceededError):
+            reason = "timeout"
+        elif isinstance(error, RequestCancelledError):
+            reason = "cancelled"
+        self._end(sequence, reason, "" if reason == "cancelled" else to_message(error))
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        delta: Delta,
+        error: str = "",
+        stop_token_id: int | None = None,
+    ) -> None:
+        """Free what it holds and report its end."""
+        self._forget(sequence)
+        self._parts.manager.release(sequence.table)
+        if sequence.lease is not None:
+            sequence.lease.abort()
+        self._report(sequence, reason, delta, error, stop_token_id)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Take it out of everything but the block manager."""
+        self.scheduler.finish(sequence)
+        self._sequences.pop(sequence.key, None)
+        self._parts.sampler.remove(sequence.key)
+
+    def _report(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        delta: Delta,
+        error: str = "",
+        stop_token_id: int | None = None,
+    ) -> None:
+        now = time.monotonic()
+        delta.finish = Finish(reason, self._parts.accounts.usage(sequence, now), error, stop_token_id)
+        self._parts.accounts.finished(sequence, reason, error, now)
+        self._news.append(delta)
+
+    def _fail_step(self, plan: Plan, error: Exception) -> None:
+        """End the requests of a step that raised. Raises BrokenEngineError when steps keep failing."""
+        self._num_failed_steps += 1
+        members = [*plan.decodes, *(sequence for sequence, _ in plan.chunks)]
+        logger.exception(
+            "step_failed step=%d requests=%d in_a_row=%d", self.num_steps, len(members), self._num_failed_steps
+        )
+        for sequence in members:
+            if sequence.state is not State.FINISHED:
+                self._fail(sequence, _internal(error))
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise BrokenEngineError(
+                f"{self._num_failed_steps} steps in a row failed, the last with {error!r}"
+            ) from error
+
+    def _watch(self, sequence: Sequence) -> None:
+        limit_s = self._parts.limits.max_queue_time_s
+        if limit_s:
+            text = f"queue time: not begun after {limit_s:g} s (scheduler_config.max_queue_time_s); try again later"
+            heapq.heappush(self._deadlines, (sequence.arrived_at + limit_s, sequence.number, sequence, text))
+        if sequence.deadline:
+            text = f"timeout_ms: {sequence.request.timeout_ms} ms have passed"
+            heapq.heappush(self._deadlines, (sequence.deadline, -sequence.number, sequence, text))
+
+    def _set_levels(self) -> None:
+        self._parts.accounts.levels(
+            self._parts.manager, self.num_running, self.num_waiting, self.scheduler.num_preemptions
+        )
+
+
+def _internal(error: Exception) -> BiremeError:
+    return error if isinstance(error, BiremeError) else BiremeError(f"{type(error).__name__}: {error}")

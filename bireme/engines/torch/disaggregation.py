@@ -1,0 +1,103 @@
+"""The two ends of a KV transfer in this engine: rows that a prefill leases out, rows that a decode takes in.
+
+Transfers call back on threads of their own: `read` and `write` touch only rows that the engine leaves
+alone meanwhile, everything else is posted to the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from bireme.disagg import DisaggregatedParams, prompt_digest
+from bireme.engines.base import RequestKey
+from bireme.engines.torch.kv_store import KvStore
+from bireme.engines.torch.sequence import Sequence
+from bireme.errors import BiremeError
+from bireme.kv.block_manager import BlockManager
+from bireme.kv.transfer.base import KvTransfer
+from bireme.messages import TokenLogprobs, Usage
+
+Post = Callable[[Callable[[], None]], None]  # run it on the engine's thread, between steps
+
+
+class Exporter:
+    """Leases of finished context_only requests; their blocks stay referenced until the transfer lets go."""
+
+    def __init__(self, transfer: KvTransfer, manager: BlockManager, store: KvStore, post: Post) -> None:
+        self._transfer = transfer
+        self._manager = manager
+        self._store = store
+        self._post = post
+        self._pinned: dict[RequestKey, Sequence] = {}
+
+    def reserve(self, sequence: Sequence) -> None:
+        sequence.lease = self._transfer.reserve(lambda: self._post(partial(self._released, sequence)))
+
+    def export(self, sequence: Sequence) -> None:
+        """Make the rows of all its tokens readable and keep its blocks."""
+        assert sequence.lease is not None
+        self._manager.settle(sequence.table)
+        self._pinned[sequence.key] = sequence
+        blocks = [list(group) for group in sequence.table.blocks]
+
+        def read(group: int, first: int, last: int, data: memoryview) -> None:
+            self._store.read(group, self._store.rows(blocks[group], first, last), data)
+
+        sequence.lease.export(sequence.computed, read)
+
+    def abort(self, key: RequestKey) -> None:
+        """End the lease of a request that is over; unknown keys are ignored."""
+        if (sequence := self._pinned.get(key)) is not None and sequence.lease is not None:
+            sequence.lease.abort()
+
+    def params(
+        self, sequence: Sequence, worker: str, life: int, token: int, logprobs: TokenLogprobs | None, usage: Usage
+    ) -> DisaggregatedParams:
+        assert sequence.lease is not None
+        request = sequence.request
+        return DisaggregatedParams(
+            worker=worker,
+            life=life,
+            lease_id=sequence.lease.lease_id,
+            generation=sequence.lease.generation,
+            num_tokens=sequence.computed,
+            first_gen_tokens=(token,),
+            first_gen_log_probs=(logprobs,) if logprobs is not None else None,
+            ctx_request_id=sequence.key[1],
+            prompt_digest=prompt_digest(request.prompt, request.cache_salt, request.lora_name),
+            prefill_ms=usage.prefill_ms,
+            queue_ms=usage.queue_ms,
+            cached_tokens=usage.cached_tokens,
+        )
+
+    def _released(self, sequence: Sequence) -> None:
+        # A lease that ends before its export leaves the blocks with the request, which frees them itself.
+        if self._pinned.get(sequence.key) is sequence:
+            del self._pinned[sequence.key]
+            self._manager.release(sequence.table)
+        sequence.lease = None
+
+
+class Importer:
+    """Fetches the rows that a generation_only request does not find in our own pool."""
+
+    def __init__(self, transfer: KvTransfer, manager: BlockManager, store: KvStore, post: Post) -> None:
+        self._transfer = transfer
+        self._manager = manager
+        self._store = store
+        self._post = post
+
+    def fetch(self, sequence: Sequence, done: Callable[[Sequence, BiremeError | None], None]) -> None:
+        """Start it; `done` is posted when the last row has been written."""
+        assert sequence.params is not None
+        blocks = [list(group) for group in sequence.table.blocks]
+        end = sequence.params.num_tokens
+        firsts = [max(sequence.computed, self._manager.first_visible(group, end)) for group in range(len(blocks))]
+
+        def write(group: int, first: int, last: int, data: memoryview) -> None:
+            self._store.write(group, self._store.rows(blocks[group], first, last), data)
+
+        sequence.fetch = self._transfer.fetch(
+            sequence.params, firsts, write, lambda error: self._post(partial(done, sequence, error))
+        )

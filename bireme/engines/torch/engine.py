@@ -1,0 +1,174 @@
+"""The torch engine: a core, the thread that drives it, and the inbox between that thread and all others.
+
+One rule: nothing but the engine's thread touches the core. `submit` checks a request on the caller's thread,
+against what never changes, and posts it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from bireme.disagg import DisaggregatedParams
+from bireme.engines.base import Emit, EngineContext, Progress, RequestKey
+from bireme.engines.torch.core import BrokenEngineError, EngineCore
+from bireme.engines.torch.loading import LoadedEngine
+from bireme.engines.torch.sequence import Sequence
+from bireme.errors import ResourceExhaustedError, UnavailableError
+from bireme.kv.events import KvEvent
+from bireme.messages import Capacity, EngineRequest
+
+logger = logging.getLogger("bireme.engines.torch")
+
+EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
+_STOP_S = 10.0  # how long `stop` waits for the step under way
+Action = Callable[[], None]
+
+
+class TorchEngine:
+    def __init__(self, context: EngineContext, die: Callable[[int], None] = os._exit) -> None:
+        self._context = context
+        self._die = die
+        self._loaded: LoadedEngine | None = None
+        self._emit: Emit | None = None
+        self._thread: threading.Thread | None = None
+        self._inbox: deque[Action] = deque()
+        self._wake = threading.Condition()  # guards the inbox, the queue count and the two flags
+        self._num_submitted = 0  # in the inbox, not yet taken
+        self._is_draining = False
+        self._is_stopping = False
+        self._step_began_at = 0.0
+
+    def start(self, emit: Emit) -> Capacity:
+        self._emit = emit
+        self._loaded = LoadedEngine(self._context, self._post)
+        self._thread = threading.Thread(target=self._run, args=(self._loaded.core,), name="engine", daemon=True)
+        self._thread.start()
+        return self._loaded.capacity
+
+    def submit(self, key: RequestKey, request: EngineRequest, disaggregated: DisaggregatedParams | None) -> None:
+        loaded = self._loaded
+        assert loaded is not None, "start first"
+        self._check_open(loaded)  # before the work of checking it
+        sequence = loaded.admission.admit(key, request, disaggregated)
+        with self._wake:
+            self._check_open(loaded)
+            self._num_submitted += 1
+            self._inbox.append(partial(self._add, loaded.core, sequence))
+            self._wake.notify()
+
+    def abort(self, key: RequestKey) -> None:
+        loaded = self._loaded
+        assert loaded is not None, "start first"
+        self._post(partial(loaded.core.abort, key))
+
+    def drain(self) -> None:
+        with self._wake:
+            self._is_draining = True
+
+    def progress(self) -> Progress:
+        if self._loaded is None:
+            return Progress(0, 0.0, 0, 0)
+        core = self._loaded.core
+        return Progress(core.num_steps, self._step_began_at, core.num_waiting + self._num_submitted, core.num_running)
+
+    def kv_events(self) -> list[KvEvent]:
+        """Return and forget the KV events since the last call; thread-safe."""
+        events = self._loaded.events if self._loaded is not None else None
+        return events.drain() if events is not None else []
+
+    def stop(self) -> None:
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_STOP_S)
+
+    # -- any thread
+
+    def _post(self, action: Action) -> None:
+        with self._wake:
+            self._inbox.append(action)
+            self._wake.notify()
+
+    def _check_open(self, loaded: LoadedEngine) -> None:
+        worker, limits = self._context.worker, loaded.limits
+        if self._is_draining or self._is_stopping:
+            raise UnavailableError(f"{worker} is draining; send it to another worker, or try again")
+        waiting = loaded.core.num_waiting + self._num_submitted
+        # Who finds a place in the batch at once does not wait.
+        places = limits.max_batch_size - loaded.core.num_running
+        if waiting >= limits.max_queue_size + places:
+            raise ResourceExhaustedError(
+                f"queue: {waiting} requests wait; scheduler_config.max_queue_size is {limits.max_queue_size};"
+                " try again later"
+            )
+
+    # -- the engine's thread
+
+    def _run(self, core: EngineCore) -> None:
+        import torch
+
+        torch.set_num_threads(self._context.num_threads)
+        try:
+            while not self._is_stopping:
+                self._turn(core)
+        except BrokenEngineError as error:
+            self._give_up(core, error)
+        except Exception as error:  # a defect of the loop itself: no request is to blame
+            self._give_up(core, error)
+        else:
+            core.fail_all(UnavailableError(f"{self._context.worker} has stopped"))
+            self._publish(core)
+
+    def _turn(self, core: EngineCore) -> None:
+        """Take what came in, do a step, tell the news; sleep when there is nothing to do."""
+        for action in self._take():
+            action()
+        core.expire(time.monotonic())
+        self._step_began_at = time.monotonic()
+        try:
+            has_run = core.step()
+        finally:
+            self._step_began_at = 0.0
+        self._publish(core)
+        if not has_run:
+            self._sleep(core)
+
+    def _take(self) -> list[Action]:
+        with self._wake:
+            actions = list(self._inbox)
+            self._inbox.clear()
+        return actions
+
+    def _add(self, core: EngineCore, sequence: Sequence) -> None:
+        try:
+            core.add(sequence)
+        finally:
+            with self._wake:
+                self._num_submitted -= 1
+
+    def _sleep(self, core: EngineCore) -> None:
+        deadline = core.next_deadline
+        with self._wake:
+            if not self._inbox and not self._is_stopping:
+                self._wake.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def _publish(self, core: EngineCore) -> None:
+        news = core.take_news()
+        if news and self._emit is not None:
+            self._emit(core.num_steps, news)
+
+    def _give_up(self, core: EngineCore, error: Exception) -> None:
+        """End all requests and the process: the supervisor starts a fresh one."""
+        logger.critical("engine_broken error=%r", error, exc_info=error)
+        self._is_draining = True
+        core.fail_all(UnavailableError(f"{self._context.worker} broke down and is being restarted"))
+        self._publish(core)
+        time.sleep(0.1)  # the IO thread sends the ends before the process goes
+        self._die(EXIT_BROKEN)

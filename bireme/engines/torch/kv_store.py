@@ -1,0 +1,125 @@
+"""The KV tensors of all layers, as rows of one token each, and their movement to and from transfers.
+
+Layers that share a window share block ids; each layer has its own two tensors (keys, values) of
+(blocks * tokens_per_block, heads * size). Block 0 is padding and stays zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bireme.engines.torch.attention import LayerGeometry
+from bireme.kv.block_pool import NULL
+from bireme.kv.transfer.base import GroupLayout, KvLayout
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share a window, in the model's order."""
+
+    window: int
+    layers: tuple[int, ...]
+    row_bytes: tuple[int, ...]  # one layer each, keys and values together
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(self.row_bytes)
+
+
+def group_layers(geometry: Sequence[LayerGeometry]) -> tuple[LayerGroup, ...]:
+    """Sort layers by window: all-seeing first, then from the widest to the narrowest."""
+    windows = sorted({layer.window for layer in geometry}, key=lambda window: -window if window else -float("inf"))
+    return tuple(
+        LayerGroup(window, layers, tuple(_row_bytes(geometry[layer]) for layer in layers))
+        for window in windows
+        for layers in [tuple(index for index, layer in enumerate(geometry) if layer.window == window)]
+    )
+
+
+class KvStore:
+    """Allocated once; rows are written by forward passes and by imports."""
+
+    def __init__(
+        self,
+        geometry: Sequence[LayerGeometry],
+        groups: Sequence[LayerGroup],
+        num_blocks: Sequence[int],
+        tokens_per_block: int,
+        device: torch.device,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.tokens_per_block = tokens_per_block
+        self.dtype = geometry[0].dtype
+        self.device = device
+        self.group_of = [0] * len(geometry)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for index, group in enumerate(groups):
+            for layer in group.layers:
+                self.group_of[layer] = index
+        for layer, shape in enumerate(geometry):
+            rows = (num_blocks[self.group_of[layer]] + 1) * tokens_per_block
+            self.keys.append(self._empty(rows, shape.num_kv_heads * shape.key_size, shape.dtype))
+            self.values.append(self._empty(rows, shape.num_kv_heads * shape.value_size, shape.dtype))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def layout(self, model: str) -> KvLayout:
+        groups = tuple(GroupLayout(group.window, group.row_bytes) for group in self.groups)
+        return KvLayout(model, str(self.dtype).removeprefix("torch."), groups)
+
+    def rows(self, blocks: Sequence[int], first: int, last: int) -> Rows:
+        """Return the rows of tokens [first, last) of a request that holds `blocks`."""
+        positions = np.arange(first, last)
+        index = np.asarray(blocks, dtype=np.int64)[positions // self.tokens_per_block]
+        assert not (index == NULL).any(), "a row of a block that is not held"
+        rows: Rows = index * self.tokens_per_block + positions % self.tokens_per_block
+        return rows
+
+    def read(self, group: int, rows: Rows, data: memoryview) -> None:
+        """Copy rows of all layers of a group into `data`: layer by layer, keys then values."""
+        index = torch.from_numpy(rows).to(self.device)
+        target, at = torch.frombuffer(data, dtype=torch.uint8), 0
+        for tensor in self._tensors(group):
+            source = tensor.view(torch.uint8)
+            end = at + len(rows) * source.shape[1]
+            target[at:end].view(len(rows), -1).copy_(source.index_select(0, index))
+            at = end
+
+    def write(self, group: int, rows: Rows, data: memoryview) -> None:
+        """Copy `data`, in the order of `read`, into rows of all layers of a group."""
+        index = torch.from_numpy(rows).to(self.device)
+        array = np.frombuffer(data, dtype=np.uint8)
+        source, at = torch.from_numpy(array if array.flags.writeable else array.copy()), 0
+        for tensor in self._tensors(group):
+            target = tensor.view(torch.uint8)
+            end = at + len(rows) * target.shape[1]
+            target.index_copy_(0, index, source[at:end].view(len(rows), -1).to(self.device))
+            at = end
+
+    def clear(self, num_rows: int) -> None:
+        """Zero the first rows, which warm-up wrote; not all, which would take memory for rows never used."""
+        for tensor in (*self.keys, *self.values):
+            tensor[:num_rows].zero_()
+
+    def _tensors(self, group: int) -> list[Tensor]:
+        return [tensor for layer in self.groups[group].layers for tensor in (self.keys[layer], self.values[layer])]
+
+    def _empty(self, rows: int, size: int, dtype: torch.dtype) -> Tensor:
+        # Zeroed, because padding is attended to with weight zero, and zero times NaN is NaN. On CPU the
+        # system hands out zero pages on first use, so this costs nothing before.
+        return torch.zeros(rows, size, dtype=dtype, device=self.device)
+
+
+def _row_bytes(layer: LayerGeometry) -> int:
+    return layer.num_kv_heads * (layer.key_size + layer.value_size) * int(layer.dtype.itemsize)

@@ -1,0 +1,170 @@
+"""What one engine can take, worked out from its settings, the model and the memory; refusals name the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bireme.config import EngineConfig
+from bireme.engines.torch.architectures import position_limit
+from bireme.engines.torch.attention import LayerGeometry
+from bireme.engines.torch.kv_store import LayerGroup
+from bireme.errors import ConfigError
+
+logger = logging.getLogger("bireme.engines.torch")
+
+_CPU_POOL_BYTES = 1 << 30
+_BATCH_SIZE = 64
+_NUM_TOKENS = {"cpu": 2048, "cuda": 8192}
+_LOGPROB_ELEMENTS = 1 << 25  # logits kept at once for prompt log probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int  # of the model and the settings; the pool may hold less
+    max_input_len: int
+    tokens_per_block: int
+    enable_chunked_prefill: bool
+    may_preempt: bool  # MAX_UTILIZATION
+    max_logprob_rows: int
+    max_queue_size: int
+    max_queue_time_s: float
+
+
+def resolve_limits(config: EngineConfig, model_config: Any, device: torch.device) -> Limits:
+    """Fill in what the settings leave open. Raises ConfigError naming key, value and remedy."""
+    max_seq_len = _max_seq_len(config, model_config)
+    max_num_tokens = _at_least_one("max_num_tokens", config.max_num_tokens, _NUM_TOKENS.get(device.type, 2048))
+    max_batch_size = _at_least_one("max_batch_size", config.max_batch_size, min(_BATCH_SIZE, max_num_tokens))
+    if max_num_tokens < max_batch_size:
+        raise ConfigError(
+            f"max_num_tokens: {max_num_tokens} is less than max_batch_size {max_batch_size}: a step could not take"
+            " one token of each request; raise the one or lower the other"
+        )
+    scheduler, size = config.scheduler_config, config.kv_cache_config.tokens_per_block
+    if size < 1:
+        raise ConfigError(f"kv_cache_config.tokens_per_block: {size}; at least 1, e.g. 32")
+    return Limits(
+        max_batch_size=max_batch_size,
+        max_num_tokens=max_num_tokens,
+        max_seq_len=max_seq_len,
+        max_input_len=min(_at_least_one("max_input_len", config.max_input_len, max_seq_len - 1), max_seq_len - 1),
+        tokens_per_block=size,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        may_preempt=scheduler.capacity_scheduler_policy == "MAX_UTILIZATION",
+        max_logprob_rows=max(1, _LOGPROB_ELEMENTS // model_config.vocab_size),
+        max_queue_size=_at_least_one("scheduler_config.max_queue_size", scheduler.max_queue_size, 1),
+        max_queue_time_s=scheduler.max_queue_time_s,
+    )
+
+
+def narrow_windows(
+    geometry: Sequence[LayerGeometry], windows: Sequence[int] | None, longest: int
+) -> list[LayerGeometry]:
+    """Apply kv_cache_config.max_attention_window, a list repeated over the layers: the smaller window counts.
+
+    An entry of the model's longest sequence or more (`longest`; 0: unknown) is no window, as in TensorRT-LLM.
+    """
+    if windows is None:
+        return list(geometry)
+    if not windows or any(window < 1 for window in windows):
+        raise ConfigError(f"kv_cache_config.max_attention_window: {list(windows)}; one or more positive numbers")
+    narrowed = []
+    for index, layer in enumerate(geometry):
+        window = windows[index % len(windows)]
+        if longest and window >= longest:
+            window = layer.window
+        narrowed.append(dataclasses.replace(layer, window=min(layer.window or window, window)))
+    return narrowed
+
+
+def pool_sizes(config: EngineConfig, limits: Limits, groups: Sequence[LayerGroup], device: torch.device) -> list[int]:
+    """Return the number of blocks per group.
+
+    Layers that see everything get as many tokens as there is memory for; layers with a window no more than the
+    largest batch can hold at once, twice over, so that there is something left for reuse.
+    """
+    size = limits.tokens_per_block
+    caps = [_window_cap(group.window, limits) for group in groups]
+    if (tokens := config.kv_cache_config.max_tokens) is not None:
+        if tokens < size:
+            raise ConfigError(
+                f"kv_cache_config.max_tokens: {tokens} is less than one block (tokens_per_block {size}); raise it"
+            )
+        return [min(tokens // size, cap) if cap else tokens // size for cap in caps]
+    budget = _pool_bytes(config, device)
+    most = -(-limits.max_batch_size * limits.max_seq_len // size)
+    sizes = _share([group.bytes_per_token * size for group in groups], caps, budget, most)
+    if min(sizes) < 1:
+        raise ConfigError(
+            f"{budget >> 20} MiB of memory for KV do not hold one block of every layer;"
+            " free memory or set kv_cache_config.max_tokens"
+        )
+    return sizes
+
+
+def _window_cap(window: int, limits: Limits) -> int:
+    if not window:
+        return 0
+    size = limits.tokens_per_block
+    a_request = (window + limits.max_num_tokens - 2) // size + 2
+    decoding = (window - 1) // size + 2
+    return 2 * (a_request + limits.max_batch_size * decoding)
+
+
+def _share(block_bytes: Sequence[int], caps: Sequence[int], budget: int, most: int) -> list[int]:
+    """Give every group the same number of blocks, but none more than its cap; what that saves goes to the others."""
+    capped: dict[int, int] = {}
+    while True:
+        left = budget - sum(count * block_bytes[group] for group, count in capped.items())
+        open_bytes = sum(size for group, size in enumerate(block_bytes) if group not in capped)
+        even = min(most, left // open_bytes) if open_bytes else 0
+        over = {group: cap for group, cap in enumerate(caps) if group not in capped and cap and cap < even}
+        if not over:
+            return [capped.get(group, even) for group in range(len(block_bytes))]
+        capped |= over
+
+
+def _pool_bytes(config: EngineConfig, device: torch.device) -> int:
+    fraction = config.kv_cache_config.free_gpu_memory_fraction
+    if not 0 < fraction < 1:
+        raise ConfigError(f"kv_cache_config.free_gpu_memory_fraction: {fraction}; between 0 and 1, e.g. 0.9")
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * fraction)
+    return _CPU_POOL_BYTES
+
+
+def _max_seq_len(config: EngineConfig, model_config: Any) -> int:
+    trained = int(getattr(model_config, "max_position_embeddings", 0) or 0)
+    constant = position_limit(model_config)
+    own = min(filter(None, (trained, constant)), default=0)
+    asked = config.max_seq_len
+    if asked is not None and asked < 2:
+        raise ConfigError(f"max_seq_len: {asked}; at least 2, one prompt token and one generated")
+    if not own:
+        if asked is None:
+            raise ConfigError("max_seq_len: not set, and config.json has no max_position_embeddings; set it")
+        return asked
+    if asked is not None and asked > own:
+        why = "its rotary scaling is not constant beyond" if constant == own else "the model was made for"
+        raise ConfigError(f"max_seq_len: {asked}; {why} {own} tokens; lower it to {own}")
+    return asked or own
+
+
+def _at_least_one(name: str, value: int | None, default: int) -> int:
+    if value is not None and value < 1:
+        raise ConfigError(f"{name}: {value}; at least 1")
+    return default if value is None else value
+
+
+def check_kv_dtype(asked: str, dtype: torch.dtype) -> None:
+    own = str(dtype).removeprefix("torch.")
+    if asked not in ("auto", own):
+        raise ConfigError(f"kv_cache_config.dtype: {asked}; the torch engine keeps KV in the model's {own}; use auto")

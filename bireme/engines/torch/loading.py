@@ -1,0 +1,132 @@
+"""From a model folder to a core that is ready to serve: check, load, probe, allocate, warm up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from bireme.engines.base import EngineContext, RequestKey
+from bireme.engines.torch import limits as limit
+from bireme.engines.torch.accounting import Accounts
+from bireme.engines.torch.admission import Admission
+from bireme.engines.torch.attention import LayerGeometry
+from bireme.engines.torch.batch import BatchBuilder
+from bireme.engines.torch.checkpoint import Checkpoint, eos_token_ids, load_model, open_checkpoint
+from bireme.engines.torch.core import EngineCore, Parts
+from bireme.engines.torch.disaggregation import Exporter, Importer, Post
+from bireme.engines.torch.kv_store import KvStore, group_layers
+from bireme.engines.torch.limits import Limits
+from bireme.engines.torch.runner import HfRunner, probe
+from bireme.engines.torch.warmup import warm_up
+from bireme.kv.block_manager import BlockManager, GroupSpec
+from bireme.kv.events import EventBuffer
+from bireme.logits.sampler import Sampler
+from bireme.messages import Capacity
+
+logger = logging.getLogger("bireme.engines.torch")
+
+
+class LoadedEngine:
+    """A core, what it can take, and who checks requests for it."""
+
+    def __init__(self, context: EngineContext, post: Post) -> None:
+        began = time.monotonic()
+        torch.set_num_threads(context.num_threads)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        checkpoint = open_checkpoint(context.model_path, context.config.trust_remote_code)
+        self.limits = limit.resolve_limits(context.config, checkpoint.config, device)
+        model = load_model(checkpoint, context.config.dtype, device)
+        geometry = _geometry(context, model, checkpoint, device)
+        store, manager = _pools(context, geometry, self.limits, checkpoint, device)
+        builder = BatchBuilder(
+            [group.window for group in store.groups],
+            self.limits.tokens_per_block,
+            self.limits.max_batch_size,
+            self.limits.max_seq_len,
+            device,
+        )
+        runner = HfRunner(model, store)
+        warm_up(runner, builder, manager, store, self.limits)
+        self.events = manager.events
+        self._sampler: Sampler[RequestKey] = Sampler(int(model.config.vocab_size), device)
+        eos_ids = eos_token_ids(checkpoint)
+        self.admission = Admission(
+            self.limits, manager, self._sampler, int(model.config.vocab_size), eos_ids, context.transfer is not None
+        )
+        accounts = Accounts(context.metrics, context.worker)
+        self.core = EngineCore(
+            Parts(
+                worker=context.worker,
+                life=context.life,
+                limits=self.limits,
+                runner=runner,
+                builder=builder,
+                manager=manager,
+                sampler=self._sampler,
+                admission=self.admission,
+                accounts=accounts,
+                exporter=Exporter(context.transfer, manager, store, post) if context.transfer else None,
+                importer=Importer(context.transfer, manager, store, post) if context.transfer else None,
+            )
+        )
+        if context.transfer is not None:
+            context.transfer.start(store.layout(checkpoint.digest))
+        load_s = time.monotonic() - began
+        accounts.started(manager, load_s)
+        self.capacity = _capacity(self.limits, manager, model, eos_ids, load_s)
+        logger.info(
+            "engine_loaded model=%s dtype=%s device=%s kv_mib=%d kv_blocks=%d windows=%s load_s=%.1f",
+            type(model).__name__,
+            self.capacity.dtype,
+            device.type,
+            store.num_bytes >> 20,
+            manager.num_blocks,
+            ",".join(str(group.window) for group in store.groups),
+            load_s,
+        )
+
+
+def _geometry(context: EngineContext, model: Any, checkpoint: Checkpoint, device: torch.device) -> list[LayerGeometry]:
+    geometry = probe(model, device)
+    limit.check_kv_dtype(context.config.kv_cache_config.dtype, geometry[0].dtype)
+    longest = int(getattr(checkpoint.config, "max_position_embeddings", 0) or 0)
+    return limit.narrow_windows(geometry, context.config.kv_cache_config.max_attention_window, longest)
+
+
+def _pools(
+    context: EngineContext, geometry: list[LayerGeometry], limits: Limits, checkpoint: Checkpoint, device: torch.device
+) -> tuple[KvStore, BlockManager]:
+    cache = context.config.kv_cache_config
+    groups = group_layers(geometry)
+    num_blocks = limit.pool_sizes(context.config, limits, groups, device)
+    store = KvStore(geometry, groups, num_blocks, limits.tokens_per_block, device)
+    manager = BlockManager(
+        [GroupSpec(group.window, count) for group, count in zip(groups, num_blocks, strict=True)],
+        limits.tokens_per_block,
+        model=checkpoint.digest,
+        enable_reuse=cache.enable_block_reuse,
+        events=EventBuffer(cache.event_buffer_max_size) if cache.event_buffer_max_size else None,
+    )
+    return store, manager
+
+
+def _capacity(limits: Limits, manager: BlockManager, model: Any, eos_ids: tuple[int, ...], load_s: float) -> Capacity:
+    size = limits.tokens_per_block
+    # Consumers take num_blocks * tokens_per_block for the longest sequence; windows alone do not limit it.
+    full = [spec.num_blocks for spec in manager.groups if not spec.window]
+    num_blocks = full[0] if full else max(manager.num_blocks, -(-limits.max_seq_len // size))
+    return Capacity(
+        max_seq_len=limits.max_seq_len,
+        max_batch_size=limits.max_batch_size,
+        max_num_tokens=limits.max_num_tokens,
+        max_queue_size=limits.max_queue_size,
+        tokens_per_block=size,
+        num_blocks=num_blocks,
+        vocab_size=int(model.config.vocab_size),
+        eos_token_ids=eos_ids,
+        load_s=load_s,
+        dtype=str(model.dtype).removeprefix("torch."),
+    )

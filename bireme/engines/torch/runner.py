@@ -1,0 +1,84 @@
+"""Runner A: an unmodified transformers model whose attention reads and writes our pools.
+
+The pools are allocated from what a probe pass sees in the attention calls, not from names in the
+configuration: families spell heads and windows in too many ways.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bireme.engines.torch import attention
+from bireme.engines.torch.attention import AttentionStep, LayerGeometry, PagedStep, ProbeStep
+from bireme.engines.torch.batch import Batch
+from bireme.engines.torch.kv_store import KvStore
+from bireme.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def probe(model: Any, device: torch.device) -> list[LayerGeometry]:
+    """Route the model's attention to ours and return the geometry of every layer. Raises ConfigError."""
+    attention.register()
+    name = type(model).__name__
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(f"{name}: its forward has no logits_to_keep, which the torch engine needs")
+    model.set_attn_implementation(attention.NAME)
+    step = ProbeStep()
+    tokens = torch.tensor([[0, 1]], device=device)
+    try:
+        _forward(model, step, tokens, tokens, torch.tensor([1], device=device))
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{name}: a probe pass failed: {type(error).__name__}: {error}") from error
+    return _complete(step.seen, int(model.config.num_hidden_layers), name)
+
+
+def _complete(seen: dict[int, LayerGeometry], num_layers: int, name: str) -> list[LayerGeometry]:
+    silent = [layer for layer in range(num_layers) if layer not in seen]
+    if silent or len(seen) != num_layers:
+        raise ConfigError(
+            f"{name}: {len(silent)} of {num_layers} layers (first: {silent[:1]}) never call the attention interface;"
+            " the torch engine can't keep their state"
+        )
+    unknown = sorted({argument for layer in seen.values() for argument in layer.unknown})
+    if unknown:
+        raise ConfigError(f"{name}: passes attention arguments that the torch engine does not honour: {unknown}")
+    return [seen[layer] for layer in range(num_layers)]
+
+
+class HfRunner:
+    """Owns the model; used by the engine's thread."""
+
+    def __init__(self, model: Any, store: KvStore) -> None:
+        self._model = model
+        self._store = store
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Compute the batch: writes its KV rows, returns logits (rows wanted, vocabulary)."""
+        groups = [batch.groups[group] for group in self._store.group_of]
+        step = PagedStep(self._store.keys, self._store.values, groups, self._store.tokens_per_block)
+        return _forward(self._model, step, batch.ids, batch.positions, batch.logits_rows)
+
+
+def _forward(model: Any, step: AttentionStep, ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+    with torch.inference_mode(), _entered(step):
+        output = model(
+            input_ids=ids, position_ids=positions, use_cache=False, return_dict=True, logits_to_keep=logits_rows
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+@contextmanager
+def _entered(step: AttentionStep) -> Iterator[None]:
+    token = attention.current.set(step)
+    try:
+        yield
+    finally:
+        attention.current.reset(token)

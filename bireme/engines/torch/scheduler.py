@@ -1,0 +1,164 @@
+"""Decides what the next step works on: who decodes, who prefills how much, who is let in.
+
+A step has a token budget. Decodes come first, then prefills under way, then waiting requests by rank; the
+first that does not fit stops the queue, so that nobody starves. GUARANTEED_NO_EVICT lets a request in only
+with its worst case reserved. MAX_UTILIZATION reserves the tokens it has and, when decode runs out of
+blocks, preempts from the lowest rank: the request goes back to the queue and is computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bireme.engines.torch.limits import Limits
+from bireme.engines.torch.sequence import Sequence, State
+from bireme.engines.torch.waiting import WaitingQueue
+from bireme.kv.block_manager import BlockManager
+
+
+@dataclass(slots=True)
+class Plan:
+    decodes: list[Sequence] = field(default_factory=list)  # one token each
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # so many tokens of each
+    imports: list[Sequence] = field(default_factory=list)  # let in; their KV is to be fetched
+    budget: int = 0
+
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self.decodes or self.chunks)
+
+
+class Scheduler:
+    def __init__(self, manager: BlockManager, limits: Limits) -> None:
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # RUNNING and IMPORTING, in order of admission
+        self.num_preemptions = 0
+        self._manager = manager
+        self._limits = limits
+        self._slots = list(range(limits.max_batch_size - 1, -1, -1))
+        self._refused = (-1, -1)  # head of the queue and `num_released` when it did not fit
+
+    def schedule(self) -> Plan:
+        plan = Plan(budget=self._limits.max_num_tokens)
+        active = [sequence for sequence in self.running if sequence.state is State.RUNNING]
+        before = self.num_preemptions
+        if self._limits.may_preempt:
+            active.sort(key=lambda sequence: sequence.rank)
+        for sequence in active:
+            if sequence.num_pending == 1:
+                self._plan_decode(sequence, plan)
+        for sequence in active:
+            if sequence.num_pending > 1 and sequence.state is State.RUNNING:
+                self._plan_chunk(sequence, plan)
+        if self.num_preemptions == before:
+            self._admit(plan)
+        else:
+            self._drop_preempted(plan)
+        return plan
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is; its blocks stay with it."""
+        self.waiting.remove(sequence)
+        if sequence.slot >= 0:
+            self.running.remove(sequence)
+            self._slots.append(sequence.slot)
+            sequence.slot = -1
+        sequence.state = State.FINISHED
+
+    def _plan_decode(self, sequence: Sequence, plan: Plan) -> None:
+        if sequence.state is State.RUNNING and plan.budget and self._make_room(sequence, sequence.computed + 1):
+            plan.decodes.append(sequence)
+            plan.budget -= 1
+
+    def _plan_chunk(self, sequence: Sequence, plan: Plan) -> None:
+        count = self._chunk(sequence, plan.budget)
+        if count and self._make_room(sequence, sequence.computed + count):
+            plan.chunks.append((sequence, count))
+            plan.budget -= count
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Return how many tokens of a prefill go into what is left of the step; 0: none."""
+        pending = sequence.num_pending
+        # Without chunking a prompt waits for a step that takes it whole; what was preempted may be longer.
+        if not self._limits.enable_chunked_prefill and budget < pending <= self._limits.max_num_tokens:
+            return 0
+        if sequence.wants_prompt_logprobs:  # all its logits are kept: chunks bound their memory
+            budget = min(budget, self._limits.max_logprob_rows)
+        return min(budget, pending)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Grow, preempting lower ranks if need be. False: it was preempted itself, or has to wait."""
+        manager, table = self._manager, sequence.table
+        while not manager.can_grow(table, num_tokens, sequence.computed):
+            assert self._limits.may_preempt, "a reservation that does not hold"
+            others = [other for other in self.running if other.state is State.RUNNING]
+            victim = max(others, key=lambda other: other.rank)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        manager.grow(table, num_tokens, sequence.computed)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._manager.release(sequence.table)
+        self.finish(sequence)
+        sequence.state, sequence.computed = State.WAITING, 0
+        self.waiting.push(sequence)
+        self.num_preemptions += 1
+
+    def _drop_preempted(self, plan: Plan) -> None:
+        plan.decodes = [sequence for sequence in plan.decodes if sequence.state is State.RUNNING]
+        plan.chunks = [(sequence, count) for sequence, count in plan.chunks if sequence.state is State.RUNNING]
+
+    def _admit(self, plan: Plan) -> None:
+        while self._slots and plan.budget and (head := self.waiting.peek()) is not None:
+            if (head.number, self._manager.num_released) == self._refused:
+                return
+            is_import = head.params is not None and not head.is_sampling
+            if not self._claim(head, is_import):
+                self._refused = (head.number, self._manager.num_released)
+                return
+            if is_import:
+                head.state = State.IMPORTING
+                self._manager.slide(head.table, len(head.tokens))
+                self._manager.grow(head.table, len(head.tokens), len(head.tokens))
+                plan.imports.append(head)
+            else:
+                count = self._chunk(head, plan.budget)
+                if not count:
+                    self._manager.release(head.table)
+                    return
+                head.state = State.RUNNING
+                self._manager.grow(head.table, head.computed + count, head.computed)
+                self._place(head, count, plan)
+            self.waiting.remove(head)
+            head.slot = self._slots.pop()
+            head.mirrored = [0] * len(self._manager.groups)
+            self.running.append(head)
+
+    def _place(self, sequence: Sequence, count: int, plan: Plan) -> None:
+        if sequence.num_pending == 1:
+            plan.decodes.append(sequence)
+        else:
+            plan.chunks.append((sequence, count))
+        plan.budget -= count
+
+    def _claim(self, sequence: Sequence, is_import: bool) -> bool:
+        """Take the cached prefix and reserve the rest; on failure nothing is held."""
+        manager, table = self._manager, sequence.table
+        length = len(sequence.tokens)
+        matched = 0
+        if not sequence.wants_prompt_logprobs:
+            matched = manager.match(table, sequence.tokens, length if is_import else length - 1)
+        if not manager.reserve(table, self.need(sequence)):
+            manager.release(table)
+            return False
+        sequence.computed = matched
+        if sequence.num_cached < 0:
+            sequence.num_cached = min(matched, sequence.num_prompt)
+        return True
+
+    def need(self, sequence: Sequence) -> list[int]:
+        """Return the blocks per group to reserve at admission."""
+        length = len(sequence.tokens) if self._limits.may_preempt else sequence.worst_length
+        return self._manager.worst_case(length, self._limits.max_num_tokens)

@@ -1,0 +1,272 @@
+"""Which KV blocks a request holds, in each group of layers that share an attention window.
+
+A group with a window only holds the blocks that the next token can still see: the others are freed as
+decode advances (and stay reusable while cached), and a prefix hit needs only the visible ones. A
+*reservation* promises a request its worst case: what is promised counts as taken.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from bireme.kv import hashing
+from bireme.kv.block_pool import NULL, BlockPool
+from bireme.kv.events import EventBuffer, StoredBlock
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Layers that share a window."""
+
+    window: int  # tokens visible, the token itself among them; 0: all
+    num_blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """One request's blocks: `blocks[group][i]` holds tokens [i * size, (i + 1) * size), NULL where none is held."""
+
+    blocks: list[list[int]]
+    first: list[int]  # per group, index of the first block held
+    reserved: list[int]  # per group, the most blocks that it may come to hold at once
+    root: bytes
+    seed: int
+    lora_name: str
+    cache_salt: str
+    hashes: list[bytes] = field(default_factory=list)  # of full blocks
+    event_hashes: list[int] = field(default_factory=list)
+    num_committed: int = 0  # blocks offered for reuse
+
+    def num_held(self, group: int) -> int:
+        return len(self.blocks[group]) - self.first[group]
+
+
+class BlockManager:
+    """The pools of all groups. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        tokens_per_block: int,
+        model: str = "",
+        enable_reuse: bool = True,
+        events: EventBuffer | None = None,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.tokens_per_block = tokens_per_block
+        self.events = events
+        self.num_released = 0  # changes whenever room may have been made
+        self._model = model
+        self._enable_reuse = enable_reuse
+        self.pools = tuple(BlockPool(spec.num_blocks, self._evictor(spec.window)) for spec in groups)
+        self._promised = [0] * len(self.groups)
+
+    # -- what there is
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(pool.num_blocks for pool in self.pools)
+
+    @property
+    def num_referenced(self) -> int:
+        return sum(pool.num_referenced for pool in self.pools)
+
+    @property
+    def num_cached(self) -> int:
+        return sum(pool.num_cached for pool in self.pools)
+
+    def first_visible(self, group: int, position: int) -> int:
+        """Return the first token that a token at `position` sees in this group."""
+        window = self.groups[group].window
+        return max(0, position - window + 1) if window else 0
+
+    def worst_case(self, num_tokens: int, chunk: int) -> list[int]:
+        """Return, per group, the most blocks held at once by a request that grows to `num_tokens` in steps <= chunk."""
+        size = self.tokens_per_block
+        whole = -(-num_tokens // size)
+        return [
+            min(whole, (spec.window + min(chunk, num_tokens) - 2) // size + 2) if spec.window else whole
+            for spec in self.groups
+        ]
+
+    def can_ever_hold(self, need: Sequence[int]) -> bool:
+        return all(count <= spec.num_blocks for count, spec in zip(need, self.groups, strict=True))
+
+    # -- a request's life
+
+    def open(self, lora_name: str = "", cache_salt: str = "") -> BlockTable:
+        """Return an empty table. Only requests of the same LoRA and salt share blocks."""
+        count = len(self.groups)
+        return BlockTable(
+            blocks=[[] for _ in range(count)],
+            first=[0] * count,
+            reserved=[0] * count,
+            root=hashing.reuse_root(self._model, lora_name, cache_salt),
+            seed=hashing.event_seed(lora_name, cache_salt),
+            lora_name=lora_name,
+            cache_salt=cache_salt,
+        )
+
+    def match(self, table: BlockTable, tokens: Sequence[int], limit: int) -> int:
+        """Take the cached blocks of the longest known prefix of at most `limit` tokens; return its tokens.
+
+        The table must be empty. Groups with a window get only the blocks that the next token sees.
+        """
+        if not self._enable_reuse:
+            return 0
+        size = self.tokens_per_block
+        self._hash(table, tokens, limit // size)
+        count = self._longest(table.hashes[: limit // size])
+        for group, pool in enumerate(self.pools):
+            first = self.first_visible(group, count * size) // size
+            held = [pool.lookup(digest) for digest in table.hashes[first:count]]
+            for block in held:
+                assert block is not None
+                pool.share(block)
+            table.blocks[group] = [NULL] * first + [block for block in held if block is not None]
+            table.first[group] = first
+        table.num_committed = count
+        return count * size
+
+    def reserve(self, table: BlockTable, need: Sequence[int]) -> bool:
+        """Promise `need` blocks per group (those held count). False, and no change, when there is no room."""
+        for group, pool in enumerate(self.pools):
+            more = max(0, need[group] - table.num_held(group)) - self._promise(table, group)
+            if more > pool.num_available - self._promised[group]:
+                return False
+        for group in range(len(self.pools)):
+            before = self._promise(table, group)
+            table.reserved[group] = need[group]
+            self._promised[group] += self._promise(table, group) - before
+        return True
+
+    def can_grow(self, table: BlockTable, num_tokens: int, position: int) -> bool:
+        """Say whether `grow` would succeed without touching what others were promised."""
+        for group, pool in enumerate(self.pools):
+            others = self._promised[group] - self._promise(table, group)
+            if self._missing(table, group, num_tokens, position) > pool.num_available - others:
+                return False
+        return True
+
+    def grow(self, table: BlockTable, num_tokens: int, position: int) -> None:
+        """Hold blocks for tokens up to `num_tokens`, from the first that `position` sees. There must be room."""
+        last = -(-num_tokens // self.tokens_per_block)
+        for group, pool in enumerate(self.pools):
+            blocks = table.blocks[group]
+            if len(blocks) >= last:
+                continue
+            before = self._promise(table, group)
+            hidden = self.first_visible(group, position) // self.tokens_per_block
+            if len(blocks) < hidden:
+                assert table.first[group] == len(blocks), "slide before growing"
+                table.first[group] = hidden
+                blocks.extend([NULL] * (hidden - len(blocks)))
+            blocks.extend([pool.allocate() for _ in range(last - len(blocks))])
+            self._promised[group] += self._promise(table, group) - before
+
+    def commit(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
+        """Offer the blocks that are full with computed tokens for reuse."""
+        full = num_computed // self.tokens_per_block
+        if full <= table.num_committed or not self._enable_reuse:
+            return
+        self._hash(table, tokens, full)
+        for group, pool in enumerate(self.pools):
+            self._commit_group(table, tokens, group, pool, full)
+        table.num_committed = full
+
+    def slide(self, table: BlockTable, position: int) -> None:
+        """Free the blocks that a token at `position` (and all after it) can't see any more."""
+        for group, spec in enumerate(self.groups):
+            if not spec.window:
+                continue
+            blocks = table.blocks[group]
+            hidden = min(self.first_visible(group, position) // self.tokens_per_block, len(blocks))
+            if hidden > table.first[group]:
+                before = self._promise(table, group)
+                self._free(group, table.first[group], hidden, blocks)
+                table.first[group] = hidden
+                self._promised[group] += self._promise(table, group) - before
+
+    def release(self, table: BlockTable) -> None:
+        """Free everything and drop the reservation; the table is empty again and may be used anew."""
+        for group in range(len(self.pools)):
+            self._promised[group] -= self._promise(table, group)
+            self._free(group, table.first[group], len(table.blocks[group]), table.blocks[group])
+            table.blocks[group], table.first[group], table.reserved[group] = [], 0, 0
+        table.num_committed = 0
+        self.num_released += 1
+
+    def settle(self, table: BlockTable) -> None:
+        """Drop the reservation and keep the blocks: the request won't grow any more."""
+        for group in range(len(self.pools)):
+            self._promised[group] -= self._promise(table, group)
+            table.reserved[group] = 0
+        self.num_released += 1
+
+    # -- inside
+
+    def _evictor(self, window: int) -> Callable[[int], None] | None:
+        return functools.partial(self.events.removed, window) if self.events is not None else None
+
+    def _promise(self, table: BlockTable, group: int) -> int:
+        return max(0, table.reserved[group] - table.num_held(group))
+
+    def _missing(self, table: BlockTable, group: int, num_tokens: int, position: int) -> int:
+        size = self.tokens_per_block
+        begin = max(len(table.blocks[group]), self.first_visible(group, position) // size)
+        return max(0, -(-num_tokens // size) - begin)
+
+    def _free(self, group: int, begin: int, end: int, blocks: list[int]) -> None:
+        # Deepest first: of a cached chain the leaves are evicted before what they hang on.
+        pool = self.pools[group]
+        for index in range(end - 1, begin - 1, -1):
+            pool.free(blocks[index])
+            blocks[index] = NULL
+        self.num_released += end > begin
+
+    def _hash(self, table: BlockTable, tokens: Sequence[int], count: int) -> None:
+        """Extend the table's hashes to `count` full blocks."""
+        size = self.tokens_per_block
+        for index in range(len(table.hashes), count):
+            raw = hashing.token_bytes(tokens[index * size : (index + 1) * size])
+            table.hashes.append(hashing.reuse_hash(table.hashes[-1] if table.hashes else table.root, raw))
+            if self.events is not None:
+                parent = table.event_hashes[-1] if table.event_hashes else None
+                table.event_hashes.append(hashing.sequence_hash(parent, hashing.local_hash(raw, table.seed)))
+
+    def _longest(self, hashes: Sequence[bytes]) -> int:
+        """Return how many blocks from the start every group can serve."""
+        best = len(hashes)
+        usable = [True] * (best + 1)
+        for group, pool in enumerate(self.pools):
+            run = 0  # consecutive blocks held, up to here
+            for count, digest in enumerate(hashes, 1):
+                run = run + 1 if pool.lookup(digest) is not None else 0
+                hidden = self.first_visible(group, count * self.tokens_per_block) // self.tokens_per_block
+                usable[count] = usable[count] and run >= count - hidden
+        return next(count for count in range(best, -1, -1) if usable[count])
+
+    def _commit_group(self, table: BlockTable, tokens: Sequence[int], group: int, pool: BlockPool, full: int) -> None:
+        size = self.tokens_per_block
+        run: list[StoredBlock] = []
+        parent = None
+        for index in range(table.num_committed, full):
+            block = table.blocks[group][index]
+            event_hash = table.event_hashes[index] if self.events is not None else None
+            if block != NULL and pool.commit(block, table.hashes[index], event_hash):
+                if event_hash is None:
+                    continue
+                if not run:
+                    parent = table.event_hashes[index - 1] if index else None
+                run.append(StoredBlock(event_hash, tuple(tokens[index * size : (index + 1) * size])))
+            elif run:
+                self._record(table, group, parent, run)
+                run = []
+        if run:
+            self._record(table, group, parent, run)
+
+    def _record(self, table: BlockTable, group: int, parent: int | None, run: list[StoredBlock]) -> None:
+        assert self.events is not None
+        self.events.stored(self.groups[group].window, parent, tuple(run), table.lora_name, table.cache_salt)

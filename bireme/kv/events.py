@@ -1,0 +1,71 @@
+"""What happened to KV blocks, for routers: recorded by the engine's thread, drained by any other.
+
+The buffer is bounded: when nobody drains it the oldest events go, and the gap in the event ids tells.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    block_hash: int  # public 64-bit hash, see hashing.py
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Consecutive blocks that can be reused from now on."""
+
+    event_id: int
+    window: int  # of the group that holds them; 0: all tokens are visible
+    parent_hash: int | None  # of the first block; None: it begins a sequence
+    blocks: tuple[StoredBlock, ...]
+    lora_name: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    event_id: int
+    window: int
+    block_hashes: tuple[int, ...]
+
+
+KvEvent = BlocksStored | BlocksRemoved
+
+
+class EventBuffer:
+    """At most `max_size` events, numbered from 0 without gaps as they are recorded."""
+
+    def __init__(self, max_size: int) -> None:
+        assert max_size > 0, "a buffer without room records nothing: leave it out"
+        self._events: deque[KvEvent] = deque(maxlen=max_size)
+        self._lock = threading.Lock()
+        self._next_id = 0
+        self.num_stored = 0  # blocks
+        self.num_removed = 0
+
+    def stored(
+        self, window: int, parent_hash: int | None, blocks: tuple[StoredBlock, ...], lora_name: str, cache_salt: str
+    ) -> None:
+        with self._lock:
+            self._events.append(BlocksStored(self._next_id, window, parent_hash, blocks, lora_name, cache_salt))
+            self._next_id += 1
+            self.num_stored += len(blocks)
+
+    def removed(self, window: int, block_hash: int) -> None:
+        with self._lock:
+            self._events.append(BlocksRemoved(self._next_id, window, (block_hash,)))
+            self._next_id += 1
+            self.num_removed += 1
+
+    def drain(self) -> list[KvEvent]:
+        """Return and forget what is buffered, oldest first."""
+        with self._lock:
+            events = list(self._events)
+            self._events.clear()
+        return events

@@ -1,0 +1,83 @@
+"""Two hashes of a KV block: one to trust, one to tell.
+
+*Reuse* is keyed by chained SHA-256: another tenant must not be able to make a block that collides.
+*Events and routing* use the public 64-bit form (XXH3-64, seed 1337) that vLLM's and Dynamo's consumers
+of KV events read; it is equal across workers and restarts. Both chain over full blocks only.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import struct
+import sys
+from collections.abc import Iterable, Sequence
+
+import xxhash
+
+SEED = 1337
+_MASK = (1 << 64) - 1
+_PAIR = struct.Struct("<QQ")
+_U32 = next(code for code in "IL" if array.array(code).itemsize == 4)
+
+
+def token_bytes(tokens: Iterable[int]) -> bytes:
+    """Return the ids as little-endian u32."""
+    packed = array.array(_U32, tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def reuse_root(*parts: str) -> bytes:
+    """Return the parent of a chain's first block: what must be equal for blocks to be shared."""
+    digest = hashlib.sha256(b"bireme kv 1")
+    for part in parts:
+        raw = part.encode()
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
+    return digest.digest()
+
+
+def reuse_hash(parent: bytes, tokens: bytes) -> bytes:
+    """Return the key of one full block: 32 bytes that stand for its tokens and all before them."""
+    return hashlib.sha256(parent + tokens).digest()
+
+
+def event_seed(lora_name: str = "", cache_salt: str = "") -> int:
+    """Return the seed of a namespace; LoRA and salt move it, so that equal tokens hash apart."""
+    seed = SEED
+    if lora_name:
+        seed += xxhash.xxh3_64_intdigest(lora_name.encode(), 0)
+    if cache_salt:
+        seed += xxhash.xxh3_64_intdigest(cache_salt.encode(), 1)
+    return seed & _MASK
+
+
+def local_hash(tokens: bytes, seed: int = SEED, media: Sequence[int] = ()) -> int:
+    """Return the hash of a block's own tokens (little-endian u32) and of the media in it, without its prefix."""
+    extra = b"".join(item.to_bytes(8, "little") for item in sorted(media))
+    return xxhash.xxh3_64_intdigest(tokens + extra, seed)
+
+
+def sequence_hash(parent: int | None, local: int) -> int:
+    """Return the public hash of a block with its prefix; the first block's is its local hash."""
+    if parent is None:
+        return local
+    return xxhash.xxh3_64_intdigest(_PAIR.pack(parent, local), SEED)
+
+
+def local_hashes(tokens: Sequence[int], block_size: int, seed: int = SEED) -> list[int]:
+    """Return the local hash of every full block."""
+    return [
+        local_hash(token_bytes(tokens[at : at + block_size]), seed)
+        for at in range(0, len(tokens) - block_size + 1, block_size)
+    ]
+
+
+def sequence_hashes(tokens: Sequence[int], block_size: int, seed: int = SEED) -> list[int]:
+    """Return the chained public hash of every full block."""
+    chain: list[int] = []
+    for local in local_hashes(tokens, block_size, seed):
+        chain.append(sequence_hash(chain[-1] if chain else None, local))
+    return chain
