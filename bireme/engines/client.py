@@ -22,7 +22,7 @@ from bireme.config import Recipe
 from bireme.discovery import run
 from bireme.engines.life import Life
 from bireme.engines.supervisor import Supervisor
-from bireme.errors import ConfigError, UnavailableError, to_message
+from bireme.errors import ConfigError, EngineLostError, UnavailableError, to_message
 from bireme.messages import (
     STUB,
     Abort,
@@ -210,7 +210,7 @@ class EngineClient:
             self._gauges |= {(name, tuple(labels)) for name, labels, _ in delta.gauges}
             self._metrics.merge(delta)
 
-    def on_end(self, life: Life, error: UnavailableError) -> None:
+    def on_end(self, life: Life, error: EngineLostError) -> None:
         with self._lock:
             session, self._session = self._session, None
             self._pong = None

@@ -42,7 +42,7 @@ class Owner(Protocol):
 
     def on_pong(self, pong: Pong) -> None: ...
 
-    def on_end(self, life: Life, error: UnavailableError) -> None:
+    def on_end(self, life: Life, error: EngineLostError) -> None:
         """This life is over: fail what was in flight. Called once a life, also before it was ready."""
 
     def on_restart(self, cause: str) -> None:
@@ -282,5 +282,5 @@ def _control(data: bytes) -> Hello | Pong | None:
         return Hello(-1, 0, error=f"FAILED_PRECONDITION: the engine process speaks another protocol: {error}")
 
 
-def _as_lost(error: BiremeError) -> UnavailableError:
-    return error if isinstance(error, UnavailableError) else EngineLostError(str(error))
+def _as_lost(error: BiremeError) -> EngineLostError:
+    return error if isinstance(error, EngineLostError) else EngineLostError(str(error))

@@ -1,0 +1,71 @@
+"""What tests of engine processes share: a sink and a bus that remember, and requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bireme.engines.client import EngineClient
+from bireme.messages import EngineRequest, Finish, SamplingParams, Step, TokenLogprobs, decode_step
+
+VOCAB_SIZE = 32000
+PROMPT = list(range(1000, 1050))
+
+
+class Collector:
+    """A sink that keeps everything; `wait` returns the finish."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.finishes: list[Finish] = []
+        self._has_ended = threading.Event()
+
+    def push(self, tokens: Any, logprobs: Any = None, prompt_logprobs: Any = None) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs or []
+        self.prompt_logprobs += prompt_logprobs or []
+
+    def finish(self, finish: Finish) -> None:
+        self.finishes.append(finish)
+        self._has_ended.set()
+
+    def wait(self, timeout_s: float = 20.0) -> Finish:
+        assert self._has_ended.wait(timeout_s), f"no finish in {timeout_s} s; {len(self.tokens)} tokens"
+        return self.finishes[0]
+
+
+class Bus:
+    """A bus consumer that keeps its steps."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.steps: list[Step] = []
+        self.client = client
+        self.consumer = client.open_bus(lambda payload: self.steps.append(decode_step(payload)))
+
+    def finish_of(self, number: int, timeout_s: float = 20.0) -> Finish:
+        wait_for(lambda: any(number in step.finished for step in self.steps), timeout_s)
+        return next(step.finished[number] for step in self.steps if number in step.finished)
+
+    def tokens_of(self, number: int) -> list[int]:
+        return [
+            token for step in self.steps for request, tokens in step.deltas() if request == number for token in tokens
+        ]
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.005)
+
+
+def make_request(prompt: list[int] | None = None, max_tokens: int | None = 10, **fields: Any) -> EngineRequest:
+    sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens)
+    data = np.array(PROMPT if prompt is None else prompt, np.int32).tobytes()
+    return EngineRequest(prompt=data, sampling=sampling, **fields)
