@@ -1,0 +1,113 @@
+"""Who may import whom, by AST: an arrow that points the wrong way fails here, with file and line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from house import CHECKOUT, MODULES, PACKAGE, Import, imports_of, name_of
+
+# Lower may not import higher. Modules of one row may import each other.
+ROWS = (
+    ("errors",),
+    ("specs", "messages", "request", "disagg", "config", "metrics", "types"),
+    ("kv", "text", "logits", "multimodal", "video", "discovery"),
+    ("engines",),
+    ("workers",),
+    ("stages", "pipelines"),
+    ("triton",),
+)
+RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
+# Outside the rows: programs that start others, and the frontend, which can run on another machine.
+OUTSIDE = {"launch", "openai"}
+# What the stubs load: must stay light.
+STUB_PARTS = ("stages", "pipelines", "text", "workers", "triton", "discovery")
+TORCH_HOMES = ("engines/torch", "kv/transfer", "logits", "multimodal", "video")
+HEAVY = ("torch", "transformers", "tensorrt_llm", "diffusers", "nixl")
+FORBIDDEN_CALLS = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
+
+
+def part_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def breaches(paths: Iterable[Path], is_breach) -> list[str]:
+    return [
+        f"{name_of(path)}:{found.line} imports {found.module}"
+        for path in paths
+        for found in imports_of(path)
+        if is_breach(path, found)
+    ]
+
+
+def top(found: Import) -> str:
+    return found.module.split(".")[0]
+
+
+def test_imports_point_downwards():
+    def is_upwards(path: Path, found: Import) -> bool:
+        if found.is_for_types or top(found) != "bireme" or part_of(path) not in RANK:
+            return False
+        target = found.module.split(".")[1]
+        return target in OUTSIDE or RANK.get(target, 0) > RANK[part_of(path)]
+
+    assert breaches(MODULES, is_upwards) == []
+
+
+def test_every_part_of_the_package_has_its_place_in_the_order():
+    assert {part_of(path) for path in MODULES} - {"__init__"} <= RANK.keys() | OUTSIDE
+
+
+def test_triton_s_module_is_imported_in_one_folder_only():
+    def is_outside(path: Path, found: Import) -> bool:
+        return top(found) == "triton_python_backend_utils" and part_of(path) != "triton"
+
+    assert breaches(MODULES, is_outside) == []
+
+
+def test_torch_stays_in_its_homes():
+    def is_misplaced(path: Path, found: Import) -> bool:
+        if top(found) not in ("torch", "transformers") or found.is_for_types:
+            return False
+        return not any(PACKAGE / home in path.parents for home in TORCH_HOMES)
+
+    assert breaches(MODULES, is_misplaced) == []
+
+
+def test_tensorrt_llm_is_imported_in_its_engine_only():
+    def is_outside(path: Path, found: Import) -> bool:
+        return top(found) == "tensorrt_llm" and (PACKAGE / "engines" / "trtllm") not in path.parents
+
+    assert breaches(MODULES, is_outside) == []
+
+
+def test_stub_parts_import_nothing_heavy():
+    paths = [path for path in MODULES if part_of(path) in STUB_PARTS]
+    assert breaches(paths, lambda path, found: top(found) in HEAVY and not found.is_for_types) == []
+
+
+def test_code_that_runs_what_it_reads_is_not_imported():
+    assert breaches(MODULES, lambda path, found: top(found) in FORBIDDEN_CALLS) == []
+
+
+@pytest.mark.parametrize("package", ["engines", "kv", "kv.transfer", "logits", "multimodal", "video"])
+def test_torch_comes_with_an_implementation_not_with_its_package(package):
+    code = f"import sys, bireme.{package}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr
+
+
+@pytest.mark.parametrize("part", ["stages", "pipelines"])
+def test_a_stub_s_modules_load_without_the_heavy_ones(part):
+    """The AST sees our own imports only; this sees what comes along with them."""
+    names = [f"bireme.{part}.{path.stem}" for path in sorted((PACKAGE / part).glob("*.py")) if path.stem != "__init__"]
+    code = (
+        f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
+        f"print([name for name in {[*HEAVY, 'grpc', 'tokenizers', 'pandas', 'scipy']!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
