@@ -54,6 +54,19 @@ class TokenDelta:
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def is_last(self) -> bool:
+        """With several sequences another one may still go on."""
+        return bool(self.finish_reason) and self.index is None
+
+    @property
+    def num_bytes(self) -> int:
+        """An estimate, for the limit on a slow reader's unsent responses."""
+        num_logprobs = sum(map(len, self.logprobs or ())) + sum(
+            len(entry or ()) for entry in self.prompt_logprobs or ()
+        )
+        return 200 + 8 * len(self.tokens) + 80 * len(self.texts) + 100 * num_logprobs
+
     def merge(self, later: Response) -> TokenDelta | None:
         """Take the later delta of the same sequence into this one; None when it is another sequence's."""
         if not isinstance(later, TokenDelta) or later.index != self.index or self.finish_reason:

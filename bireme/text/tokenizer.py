@@ -65,7 +65,7 @@ class Tokenizer:
         try:
             ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:  # tokenizers says TypeError for lone surrogates
-            raise RequestError("text_input: it holds a lone surrogate; send valid Unicode") from error
+            raise RequestError("the prompt holds a lone surrogate; send valid Unicode") from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -113,7 +113,7 @@ class Tokenizer:
         return self._table and self._table.without(self._special_ids)
 
 
-def load(path: str, max_prompt_bytes: int = 8 << 20) -> Tokenizer:
+def load_tokenizer(path: str, max_prompt_bytes: int = 8 << 20) -> Tokenizer:
     """Load from a folder, or a hub id where huggingface_hub is installed. Raises ConfigError with the remedy."""
     folder = Path(path) if Path(path).is_dir() else _download(path)
     config = _json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
