@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 import yaml
@@ -29,6 +29,10 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 DEFAULT_RECIPE = CHECKOUT / "recipes" / "tiny"
 logger = logging.getLogger("bireme.config")
 _S = TypeVar("_S", bound=msgspec.Struct)
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+Duration = Annotated[float, msgspec.Meta(ge=0)]  # its unit is in the field's name
+PositiveDuration = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,12 +40,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class KvCacheConfig(Settings, frozen=True, kw_only=True):
-    tokens_per_block: int = 32
+    tokens_per_block: Positive = 32
     enable_block_reuse: bool = True
-    max_tokens: int | None = None  # tokens the pool holds; None: from free_gpu_memory_fraction, or 1 GiB on CPU
-    free_gpu_memory_fraction: float = 0.9
+    max_tokens: Positive | None = None  # tokens the pool holds; None: from free_gpu_memory_fraction, or 1 GiB on CPU
+    free_gpu_memory_fraction: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.9
     max_attention_window: tuple[int, ...] | None = None  # repeated over the layers; None: the model's own
-    event_buffer_max_size: int = 0  # KV events kept for readers; 0: none are recorded
+    event_buffer_max_size: NotNegative = 0  # KV events kept for readers; 0: none are recorded
     dtype: str = "auto"
     enable_partial_reuse: bool = False
     host_cache_size: int | None = None
@@ -49,35 +53,35 @@ class KvCacheConfig(Settings, frozen=True, kw_only=True):
 
 class SchedulerConfig(Settings, frozen=True, kw_only=True):
     capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = "GUARANTEED_NO_EVICT"
-    max_queue_size: int = 1024  # waiting requests; one more is refused with RESOURCE_EXHAUSTED
-    max_queue_time_s: float = 0.0  # waiting longer ends with DEADLINE_EXCEEDED; 0: no limit
+    max_queue_size: Positive = 1024  # waiting requests; one more is refused with RESOURCE_EXHAUSTED
+    max_queue_time_s: Duration = 0.0  # waiting longer ends with DEADLINE_EXCEEDED; 0: no limit
 
 
 class CacheTransceiverConfig(Settings, frozen=True, kw_only=True):
     backend: Literal["DEFAULT", "SHM", "NIXL", "UCX", "MPI"] | None = None  # DEFAULT: shm on one host
-    max_tokens_in_buffer: int | None = None  # bounded transfer buffer, in tokens; must hold the longest prompt
-    kv_transfer_timeout_ms: int = 60_000  # a lease nobody claimed is freed after this
+    max_tokens_in_buffer: Positive | None = None  # bounded transfer buffer, in tokens; must hold the longest prompt
+    kv_transfer_timeout_ms: Positive = 60_000  # a lease nobody claimed is freed after this
 
 
 class MockerConfig(Settings, frozen=True, kw_only=True):
     """Timing model of the mocker engine. Milliseconds."""
 
-    step_ms: float = 5.0  # a decode step
-    step_ms_per_request: float = 0.0
-    prefill_ms: float = 0.0  # a prefill, plus
-    prefill_ms_per_token: float = 0.0
-    load_ms: float = 0.0
-    vocab_size: int = 0  # 0: the tokenizer's
-    max_seq_len: int = 1 << 20
+    step_ms: Duration = 5.0  # a decode step
+    step_ms_per_request: Duration = 0.0
+    prefill_ms: Duration = 0.0  # a prefill, plus
+    prefill_ms_per_token: Duration = 0.0
+    load_ms: Duration = 0.0
+    vocab_size: NotNegative = 0  # 0: the tokenizer's
+    max_seq_len: Positive = 1 << 20
 
 
 class EngineConfig(Settings, frozen=True, kw_only=True):
     """Engine YAML, TensorRT-LLM's key names. Which engine honours what: bireme/engines/config.py."""
 
-    max_batch_size: int | None = None
-    max_num_tokens: int | None = None
-    max_seq_len: int | None = None
-    max_input_len: int | None = None
+    max_batch_size: Positive | None = None
+    max_num_tokens: Positive | None = None
+    max_seq_len: Positive | None = None
+    max_input_len: Positive | None = None
     dtype: str = "auto"
     enable_chunked_prefill: bool = True
     trust_remote_code: bool = False
@@ -97,44 +101,46 @@ class WorkerEntry(Settings, frozen=True, kw_only=True):
     engine: Literal["torch", "trtllm", "mocker"] = "torch"
     engine_config: EngineConfig = EngineConfig()  # in YAML also the name of a file beside recipe.yaml
     replicas: int = 1
-    num_threads: int | None = None  # CPU threads an engine process; None: an equal share of the cores
-    devices: tuple[int, ...] = ()  # GPUs: CUDA_VISIBLE_DEVICES of the engine process; empty: all
+    num_threads: Positive | None = None  # CPU threads an engine process; None: an equal share of the cores
+    devices: tuple[NotNegative, ...] = ()  # GPUs: CUDA_VISIBLE_DEVICES of the engine process; empty: all
     env: dict[str, str] = {}
 
 
 class Limits(Settings, frozen=True, kw_only=True):
     """Upper bounds of a request; exceeding one is INVALID_ARGUMENT naming value and limit."""
 
-    max_prompt_bytes: int = 8 << 20
-    max_prompt_tokens: int | None = None  # None: the engine's
-    max_tokens: int | None = None  # None: what is left of the context
-    max_n: int = 16
-    max_stop_strings: int = 16
-    max_stop_string_bytes: int = 1024
-    max_stop_token_ids: int = 256
-    max_logprobs: int = 20
-    max_bad_words: int = 128
-    max_logit_bias: int = 1024
-    max_stream_buffer_bytes: int = 4 << 20  # a slow reader's unsent responses; above it the request is cancelled
-    max_bus_buffer_bytes: int = 64 << 20  # a slow bus consumer's unsent steps; above it the subscription is dropped
-    max_concurrent_requests: int = 4096  # a pipeline's; one more is refused with RESOURCE_EXHAUSTED
+    max_prompt_bytes: Positive = 8 << 20
+    max_prompt_tokens: Positive | None = None  # None: the engine's
+    max_tokens: Positive | None = None  # None: what is left of the context
+    max_n: Positive = 16
+    max_stop_strings: NotNegative = 16
+    max_stop_string_bytes: Positive = 1024
+    max_stop_token_ids: NotNegative = 256
+    max_logprobs: NotNegative = 20
+    max_bad_words: NotNegative = 128
+    max_logit_bias: NotNegative = 1024
+    max_stream_buffer_bytes: Positive = 4 << 20  # a slow reader's unsent responses; above it the request is cancelled
+    max_bus_buffer_bytes: Positive = (
+        64 << 20
+    )  # a slow bus consumer's unsent steps; above it the subscription is dropped
+    max_concurrent_requests: Positive = 4096  # a pipeline's; one more is refused with RESOURCE_EXHAUSTED
 
 
 class PipelineConfig(Settings, frozen=True, kw_only=True):
-    migration_limit: int = 3  # times that one stream may move to another engine or engine life
-    stall_timeout_s: float = 30.0  # no news from a worker for so long ends the stream with UNAVAILABLE
+    migration_limit: NotNegative = 3  # times that one stream may move to another engine or engine life
+    stall_timeout_s: PositiveDuration = 30.0  # no news from a worker for so long ends the stream with UNAVAILABLE
     enforce_disaggregation: bool = False  # no prefill worker: refuse instead of serving aggregated
-    request_timeout_s: float = 0.0  # default deadline; 0: none
+    request_timeout_s: Duration = 0.0  # default deadline; 0: none
 
 
 class SupervisorConfig(Settings, frozen=True, kw_only=True):
-    start_timeout_s: float = 600.0  # load and warm-up
-    ping_interval_s: float = 0.1
-    ping_timeout_s: float = 2.0  # the IO thread does not answer: the process hangs (SIGSTOP, swap)
-    stall_timeout_s: float = 60.0  # work queued and one step takes longer: the engine hangs
-    max_restarts: int = 5  # in restart_window_s; then the worker stays down and says so
-    restart_window_s: float = 300.0
-    restart_backoff_s: float = 0.1  # doubles with each restart in the window, 10 s at most
+    start_timeout_s: PositiveDuration = 600.0  # load and warm-up
+    ping_interval_s: PositiveDuration = 0.1
+    ping_timeout_s: PositiveDuration = 2.0  # the IO thread does not answer: the process hangs (SIGSTOP, swap)
+    stall_timeout_s: PositiveDuration = 60.0  # work queued and one step takes longer: the engine hangs
+    max_restarts: NotNegative = 5  # in restart_window_s; then the worker stays down and says so
+    restart_window_s: PositiveDuration = 300.0
+    restart_backoff_s: Duration = 0.1  # doubles with each restart in the window, 10 s at most
 
 
 class Recipe(Settings, frozen=True, kw_only=True):
@@ -180,15 +186,16 @@ def load_recipe(path: str | Path | None = None, override: str | None = None) -> 
     """Read a recipe folder. Defaults: BIREME_RECIPE, else recipes/tiny; BIREME_OVERRIDE. Raises ConfigError."""
     folder = _recipe_folder(path or os.environ.get("BIREME_RECIPE") or DEFAULT_RECIPE)
     tree = _read_yaml(folder / "recipe.yaml")
-    for worker in (tree.get("workers") or {}).values():
-        if isinstance(worker, dict) and isinstance(worker.get("engine_config"), str):
-            worker["engine_config"] = _read_yaml(folder / worker["engine_config"])
+    _read_engine_configs(tree, folder)
     text = os.environ.get("BIREME_OVERRIDE", "") if override is None else override
     if text:
         deep_merge(tree, _parse_override(text))
+        _read_engine_configs(tree, folder)
     for reserved in ("name", "folder"):
         if reserved in tree:
             raise ConfigError(f"{folder}/recipe.yaml: {reserved} is the folder's name; remove the key")
+    for name, worker in _workers(tree).items():
+        convert(worker, WorkerEntry, f"{folder}/recipe.yaml: workers.{name}")  # an error names this worker
     recipe = convert(tree | {"name": folder.name, "folder": str(folder)}, Recipe, f"{folder}/recipe.yaml")
     _check(recipe)
     return recipe
@@ -210,18 +217,43 @@ def convert(tree: Any, kind: type[_S], where: str) -> _S:
     try:
         return msgspec.convert(tree, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {_explain(str(error), kind)}") from error
+        raise ConfigError(f"{where}: {_explain(str(error), kind, tree)}") from error
 
 
-def _explain(text: str, kind: type[msgspec.Struct]) -> str:
-    match = re.match(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(.*)`)?$", text)
-    if not match:
+def _explain(text: str, kind: type[msgspec.Struct], tree: Any) -> str:
+    """Put msgspec's message the way an operator needs it: key, value, what is allowed."""
+    text, _, path = text.partition(" - at `$")
+    path = path.strip("`").lstrip(".")
+    unknown = re.match(r"Object contains unknown field `(.+?)`", text)
+    if unknown:
+        return _explain_unknown(unknown.group(1), path, kind)
+    if not path:
         return text
-    key, where = match.group(1), match.group(2) or ""
-    known = sorted(field.encode_name for field in msgspec.structs.fields(_struct_at(kind, where)))
+    choices = _choices_at(kind, path)
+    hint = f"one of {', '.join(choices)}" if choices else text
+    return f"{path}: {hint}" if "[" in path else f"{path}: {_value_at(tree, path)!r}; {hint}"
+
+
+def _explain_unknown(key: str, path: str, kind: type[msgspec.Struct]) -> str:
+    known = sorted(field.encode_name for field in msgspec.structs.fields(_struct_at(kind, path)))
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(known)}"
-    return f"unknown key {where + '.' if where else ''}{key}{hint}"
+    return f"unknown key {path + '.' if path else ''}{key}{hint}"
+
+
+def _choices_at(kind: type[msgspec.Struct], path: str) -> tuple[str, ...]:
+    """Return the values that a Literal field allows; () for other fields."""
+    block, _, name = path.rpartition(".")
+    fields = msgspec.structs.fields(_struct_at(kind, block))
+    annotation = next((field.type for field in fields if field.encode_name == name), None)
+    parts = (annotation, *get_args(annotation))
+    return next((get_args(part) for part in parts if get_origin(part) is Literal), ())
+
+
+def _value_at(tree: Any, path: str) -> Any:
+    for part in path.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else tree
+    return tree
 
 
 def _struct_at(kind: type[msgspec.Struct], where: str) -> type[msgspec.Struct]:
@@ -255,11 +287,27 @@ def _recipe_folder(path: str | Path) -> Path:
     raise ConfigError(f"no recipe at {path} (a folder with recipe.yaml); {hint}")
 
 
+def _workers(tree: dict[str, Any]) -> dict[str, Any]:
+    workers = tree.get("workers")
+    return workers if isinstance(workers, dict) else {}
+
+
+def _read_engine_configs(tree: dict[str, Any], folder: Path) -> None:
+    """Put the content of engine YAMLs in the place of their names."""
+    for worker in _workers(tree).values():
+        if isinstance(worker, dict) and isinstance(worker.get("engine_config"), str):
+            worker["engine_config"] = _read_yaml(folder / worker["engine_config"])
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist") from error
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
