@@ -197,7 +197,7 @@ def _read(tensor: TensorSpec, array: Array) -> Any:
     return flat if tensor.name in _ID_TENSORS else flat.tolist()
 
 
-_ID_TENSORS = frozenset({"input_ids", "resumed_output_ids", "commands"})
+_ID_TENSORS = frozenset({"input_ids", "resumed_output_ids", "commands", "engine_request"})
 _RAW = frozenset({"disaggregated_params", "multimodal", "subscribe", "consumer"})  # bytes, not text
 
 

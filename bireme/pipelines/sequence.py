@@ -3,8 +3,8 @@
     place -> prefill (context_only) -> decode (generation_only) -> finish
           -> decode (aggregated)                                -> finish
 
-The sequence is the sink of whichever decode worker has it: tokens go on to the output at once, and are kept
-so that after a loss another worker can be given prompt + tokens. The output notices nothing of that.
+The sequence is the sink of whichever decode worker has it: tokens go on to its TextStream at once, which
+keeps them, so that after a loss another worker can be given prompt + tokens. The client notices nothing.
 
 What ends an attempt, and what follows:
     engine lost, lease gone, transfer failed   another attempt; pipeline.migration_limit of these
@@ -20,9 +20,10 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,19 +33,33 @@ from bireme.errors import (
     DeadlineExceededError,
     EngineLostError,
     NotFoundError,
+    RequestCancelledError,
     ResourceExhaustedError,
     UnavailableError,
     from_message,
 )
 from bireme.kv.router import Placement, RoutingRequest
-from bireme.messages import EngineRequest, Finish, SamplingParams, Sink, TokenLogprobs, Usage
+from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs, Usage
 from bireme.pipelines.services import Services
 from bireme.request import Ids
+from bireme.text.detokenizer import Detokenizer
+from bireme.text.output import TextStream, TokenDelta
 from bireme.workers.base import Generation, PrefillResult, UnreachableError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 _T = TypeVar("_T")
 DEADLINE_GRACE_S = 1.0  # engines keep deadlines themselves; this side steps in when they don't
+
+
+class Push(Protocol):
+    """Sink.push."""
+
+    def __call__(
+        self,
+        tokens: Many[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,53 +77,75 @@ class Work:
 class Sequence:
     """Runs once. `push` and `finish` are for workers, on the loop's thread."""
 
-    def __init__(self, services: Services, work: Work, output: Sink) -> None:
-        self._services, self._work, self._output = services, work, output
-        self.tokens: list[int] = []  # delivered to the output
+    push: Push  # the stream's own, once the first token's time has been taken: no call more than needed
+
+    def __init__(
+        self,
+        services: Services,
+        work: Work,
+        detokenizer: Detokenizer,
+        send: Callable[[TokenDelta], None],
+        index: int | None = None,
+    ) -> None:
+        self._services, self._work = services, work
+        self._stream = TextStream(detokenizer, work.sampling, send, self._settle, self.abort, index)
+        self.push = self._push_first
         self.first_token_at = 0.0
         self.migrations = 0
         self._generation: Generation | None = None
         self._ended: asyncio.Future[Finish] | None = None
+        self._placement: Placement | None = None
         self._prefill: tuple[str, Usage] | None = None  # worker and cost of the prefill that counted
         self._failing_since = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._lost_ms = 0.0  # decode time of attempts that were lost
 
+    @property
+    def tokens(self) -> list[int]:
+        """What has been delivered so far."""
+        return self._stream.output_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self._stream.finish_reason
+
     # Sink
 
-    def push(
+    def _push_first(
         self,
         tokens: Many[int],
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
-        if not self.tokens:
-            self.first_token_at = time.monotonic()
-        self.tokens.extend(tokens)
-        self._output.push(tokens, logprobs, prompt_logprobs)
+        self.first_token_at = time.monotonic()
+        self.push = self._stream.push
+        self._stream.push(tokens, logprobs, prompt_logprobs)
 
     def finish(self, finish: Finish) -> None:
+        if self._ended is not None and not self._ended.done():  # else it was given up before
+            self._stream.finish(self._whole(finish))
+
+    def _settle(self, finish: Finish) -> None:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(finish)
 
     # The way
 
     def abort(self) -> None:
-        """Stop generating (a stop string was found); `run` returns with the engine's finish."""
+        """Stop generating (a stop string was found); the engine's finish still comes."""
         if self._generation is not None:
             self._generation.abort()
 
-    async def run(self) -> Finish:
-        """Return the finish, with usage of the whole way. Raises the error that ends it.
+    async def run(self) -> None:
+        """Return when the last delta has been sent. Raises the error that ends it otherwise.
 
         Cancelling the task that runs this aborts what is under way and frees what is leased.
         """
         while True:
             self._check_deadline()
-            placement = self._place()
+            placement = self._placement = self._place()
             try:
-                finish = await self._attempt(placement)
-                return self._whole(finish, placement)
+                return await self._attempt(placement)
             except UnavailableError as error:
                 pause_s = self._plan_retry(error)
             except ResourceExhaustedError as error:
@@ -133,7 +170,7 @@ class Sequence:
             self._services.metrics.add("bireme_routed_total", 1, worker)
         return placement
 
-    async def _attempt(self, placement: Placement) -> Finish:
+    async def _attempt(self, placement: Placement) -> None:
         request = self._request()
         if placement.prefill is None:
             return await self._decode(placement.decode, request)
@@ -161,7 +198,7 @@ class Sequence:
         remaining_s = self._remaining_s()
         return EngineRequest(
             prompt=prompt.tobytes(),
-            sampling=work.sampling,
+            sampling=msgspec.structs.replace(work.sampling, prompt_logprobs=None) if resumed else work.sampling,
             num_resumed=len(resumed),
             cache_salt=work.cache_salt,
             lora_name=work.lora_name,
@@ -169,7 +206,7 @@ class Sequence:
             timeout_ms=0 if remaining_s is None else max(1, int(remaining_s * 1000)),
         )
 
-    async def _decode(self, worker: str, request: EngineRequest) -> Finish:
+    async def _decode(self, worker: str, request: EngineRequest) -> None:
         """Generate on one worker. Raises what its finish says went wrong."""
         began_at = time.monotonic()
         num_tokens = len(self.tokens)
@@ -181,15 +218,16 @@ class Sequence:
             if not self._ended.done():
                 generation.abort()
             self._ended = None
-        if finish.reason not in ("error", "timeout"):
-            self._services.router.note_up(worker)
-            return finish
+        if self._stream.finish_reason:
+            return self._services.router.note_up(worker)
         self._lost_ms += (time.monotonic() - began_at) * 1000
         if len(self.tokens) > num_tokens:
             self._failing_since, self._pause_s = 0.0, FIRST_PAUSE_S
         raise self._reason(worker, generation, finish)
 
     def _reason(self, worker: str, generation: Generation, finish: Finish) -> BiremeError:
+        if finish.reason == "cancelled":
+            return RequestCancelledError("the request was aborted")
         error = generation.failure or from_message(finish.error)
         if isinstance(error, UnavailableError):
             self._services.router.note_down(worker)
@@ -225,20 +263,19 @@ class Sequence:
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceededError(f"the request's time limit has passed, {len(self.tokens)} tokens were made")
 
-    def _whole(self, finish: Finish, placement: Placement) -> Finish:
+    def _whole(self, finish: Finish) -> Finish:
         """Return the finish with the cost of all attempts."""
         own = finish.usage
         prefill_worker, prefill = self._prefill or ("", Usage())
         usage = msgspec.structs.replace(
             own,
             prompt_tokens=len(self._work.prompt),
-            cached_tokens=max(own.cached_tokens, prefill.cached_tokens) if not self.migrations else own.cached_tokens,
-            completion_tokens=max(own.completion_tokens, len(self.tokens)),
+            cached_tokens=prefill.cached_tokens if self._prefill else own.cached_tokens,
             queue_ms=own.queue_ms + prefill.queue_ms,
             prefill_ms=own.prefill_ms + prefill.prefill_ms,
             decode_ms=own.decode_ms + self._lost_ms,
             prefill_worker=prefill_worker,
-            decode_worker=placement.decode,
+            decode_worker=self._placement.decode if self._placement else "",
         )
         return Finish(finish.reason, usage, finish.error, finish.stop_token_id)
 

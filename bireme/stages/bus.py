@@ -71,9 +71,9 @@ class StepsResponse:
 class Subscription:
     """One consumer. `push` is called on the engine client's thread, the rest on the loop's."""
 
-    def __init__(self, life: int, send: Send, max_bytes: int) -> None:
+    def __init__(self, send: Send, max_bytes: int) -> None:
         self.name = secrets.token_hex(16)
-        self.life = life
+        self.life = 0
         self.number = 0  # the engine's name of this consumer
         self.heard_at = time.monotonic()
         self._send, self._max_bytes, self._backlog = send, max_bytes, Backlog()
@@ -129,17 +129,15 @@ class TokenBus:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def subscribe(self, send: Send, cancelled: Cancelled) -> None:
-        """Serve one subscription to its end."""
-        capacity, life = self._engine.capacity, self._engine.life
-        if not self._engine.is_ready or capacity is None:
-            raise UnavailableError(f"{self._worker}: its engine is not ready; try again")
-        subscription = Subscription(life, send, self._max_bytes)
-        subscription.welcome(Welcome(VERSION, subscription.name, life, capacity))
+        """Serve one subscription to its end. Raises UnavailableError when the engine is not ready."""
+        subscription = Subscription(send, self._max_bytes)
         subscription.number = self._engine.open_bus(subscription.push)
         self._open[subscription.name] = subscription
         self._count()
-        cancelled.on_set(subscription.end)
         try:
+            subscription.life = self._engine.life
+            subscription.welcome(Welcome(VERSION, subscription.name, subscription.life, self._engine.capacity))
+            cancelled.on_set(subscription.end)
             await subscription.wait()
         except ResourceExhaustedError:
             self._metrics.add("bireme_bus_dropped_total")
@@ -189,9 +187,10 @@ class TokenBus:
         while True:
             await asyncio.sleep(1.0)
             now = time.monotonic()
+            life = self._engine.life if self._engine.is_ready else 0
             for subscription in list(self._open.values()):
-                if subscription.life != self._engine.life:
-                    subscription.end(UnavailableError(f"{self._worker}: its engine was restarted; subscribe again"))
+                if subscription.life != life:
+                    subscription.end(UnavailableError(f"{self._worker}: its engine has ended; subscribe again"))
                 elif now - subscription.heard_at > SILENCE_S:
                     subscription.end(
                         UnavailableError(f"consumer: nothing heard for {SILENCE_S:g} s; send `subscribe` = keep")

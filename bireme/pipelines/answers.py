@@ -1,0 +1,177 @@
+"""Responses of the text pipelines, in the two contracts that clients know.
+
+tensorrtllm_backend's: what a TokenDelta says, and the extras that were asked for. vllm_backend's: the same
+with finish_reason "None" until the end. Streaming sends parts of one sequence each; otherwise one response
+has everything, with one element a sequence where n > 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bireme.messages import TokenLogprob, TokenLogprobs
+from bireme.request import Contract
+from bireme.text.output import TokenDelta
+from bireme.types import Array, Response, Send, Tensors
+
+_json = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How one request's answer is to look."""
+
+    contract: Contract
+    extras: frozenset[str]
+    num_input_tokens: int
+    token_text: Callable[[int], str]  # for vllm's logprobs
+    prompt: str = ""  # echoed before a whole answer
+
+    @property
+    def is_plain(self) -> bool:
+        """Do a TokenDelta's own tensors say all?"""
+        return self.contract == "trtllm" and not self.extras
+
+
+class Tally:
+    """Running sums of one sequence."""
+
+    __slots__ = ("logprob", "num_tokens")
+
+    def __init__(self) -> None:
+        self.logprob = 0.0
+        self.num_tokens = 0
+
+    def count(self, delta: TokenDelta) -> None:
+        self.num_tokens += len(delta.tokens)
+        if delta.logprobs:
+            self.logprob += sum(entry[0][1] for entry in delta.logprobs)
+
+
+class Part:
+    """A delta with what its form adds; later parts of the same sequence merge into it."""
+
+    __slots__ = ("_delta", "_form", "_logprob", "_num_tokens")
+
+    def __init__(self, delta: TokenDelta, form: Form, tally: Tally) -> None:
+        self._delta, self._form = delta, form
+        self._logprob, self._num_tokens = tally.logprob, tally.num_tokens
+
+    def merge(self, later: Response) -> Response | None:
+        if not isinstance(later, Part) or self._delta.merge(later._delta) is None:
+            return None
+        self._logprob, self._num_tokens = later._logprob, later._num_tokens
+        return self
+
+    def tensors(self) -> Tensors:
+        delta, form = self._delta, self._form
+        outputs = dict(delta.tensors())
+        if form.contract == "vllm" and not delta.finish_reason:
+            outputs["finish_reason"] = _strings(["None"])
+        num_tokens = len(delta.tokens) if form.contract == "vllm" else self._num_tokens
+        return outputs | _extras(form, [delta], [num_tokens], [self._logprob])
+
+
+class Stream:
+    """Sends a sequence's deltas as they come."""
+
+    __slots__ = ("_form", "_send", "_tally")
+
+    def __init__(self, send: Send, form: Form) -> None:
+        self._send, self._form, self._tally = send, form, Tally()
+
+    def add(self, delta: TokenDelta) -> None:
+        self._tally.count(delta)
+        self._send(Part(delta, self._form, self._tally))
+
+
+class Collection:
+    """Keeps a sequence's deltas as one."""
+
+    __slots__ = ("delta",)
+
+    def __init__(self) -> None:
+        self.delta: TokenDelta | None = None
+
+    def add(self, delta: TokenDelta) -> None:
+        if self.delta is None:
+            self.delta = delta
+        else:
+            self.delta.merge(delta)
+
+
+class Whole:
+    """The one response of a request that does not stream."""
+
+    is_last = True
+
+    def __init__(self, deltas: list[TokenDelta], form: Form) -> None:
+        self._deltas, self._form = deltas, form
+
+    def merge(self, later: Response) -> Response | None:
+        return None
+
+    def tensors(self) -> Tensors:
+        deltas, form = self._deltas, self._form
+        outputs = dict(deltas[0].tensors()) if len(deltas) == 1 else _joined([delta.tensors() for delta in deltas])
+        if form.prompt:
+            outputs["text_output"] = _strings([form.prompt + delta.text for delta in deltas])
+        if form.is_plain:
+            return outputs
+        sums = [sum(entry[0][1] for entry in delta.logprobs or ()) for delta in deltas]
+        return outputs | _extras(form, deltas, [len(delta.tokens) for delta in deltas], sums)
+
+
+def _joined(parts: list[Tensors]) -> dict[str, Array]:
+    """Concatenate per name; a sequence without a value has an empty string where there is one a sequence."""
+    names = {name: array.dtype for part in parts for name, array in part.items()}
+    blank = _strings([""])
+    return {
+        name: np.concatenate([part.get(name, blank if dtype == np.object_ else np.zeros(0, dtype)) for part in parts])
+        for name, dtype in names.items()
+    }
+
+
+def _extras(form: Form, deltas: list[TokenDelta], counts: list[int], sums: list[float]) -> dict[str, Array]:
+    if not form.extras:
+        return {}
+    makers: Mapping[str, Callable[[], Array]] = {
+        "output_log_probs": lambda: _log_probs(deltas),
+        "cum_log_probs": lambda: np.array(sums, np.float32),
+        "cumulative_logprob": lambda: np.array(sums, np.float32),
+        "logprobs": lambda: _strings([_vllm_logprobs(delta, form.token_text) for delta in deltas]),
+        "num_input_tokens": lambda: np.array([form.num_input_tokens], np.int32),
+        "num_output_tokens": lambda: np.array(counts, np.int32),
+        "sequence_index": lambda: np.array([delta.index or 0 for delta in deltas], np.int32),
+    }
+    return {name: makers[name]() for name in form.extras}
+
+
+def _log_probs(deltas: list[TokenDelta]) -> Array:
+    return np.array([entry[0][1] for delta in deltas for entry in delta.logprobs or ()], np.float32)
+
+
+def _vllm_logprobs(delta: TokenDelta, token_text: Callable[[int], str]) -> str:
+    """vllm_backend's form: a JSON list, one object a token: id -> logprob, rank, decoded_token."""
+    if delta.logprobs is None:
+        return "null"
+    return _json([_ranked(entry, token_text) for entry in delta.logprobs]).decode()
+
+
+def _ranked(entry: TokenLogprobs, token_text: Callable[[int], str]) -> dict[str, Any]:
+    """The chosen token comes first; its rank is known only if it is among the likeliest."""
+    likeliest = {token: rank for rank, (token, _) in enumerate(entry[1:], 1)}
+
+    def describe(item: TokenLogprob) -> dict[str, Any]:
+        return {"logprob": item[1], "rank": likeliest.get(item[0]), "decoded_token": token_text(item[0])}
+
+    return {str(item[0]): describe(item) for item in entry}
+
+
+def _strings(values: list[str]) -> Array:
+    return np.array([value.encode() for value in values], np.object_)

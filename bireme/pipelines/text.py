@@ -1,0 +1,185 @@
+"""The orchestration that generate and completion share (chat and the OpenAI frontend use its parts).
+
+parse -> tokenize -> n sequences (sequence.py), side by side -> answers (answers.py) -> metrics
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from bireme.errors import BiremeError, UnavailableError
+from bireme.kv.router import RoundRobin
+from bireme.pipelines.answers import Collection, Form, Stream, Whole
+from bireme.pipelines.sequence import Sequence, Work
+from bireme.pipelines.services import Services
+from bireme.request import GenerateRequest, Ids, check_defaults, check_prompt_tokens, expand, parse_generate
+from bireme.specs import ModelSpec
+from bireme.text.output import TokenDelta
+from bireme.text.tokenizer import Tokenizer, load_tokenizer
+from bireme.types import Cancelled, Send, StageContext, Tensors
+from bireme.workers.base import WorkerClient
+from bireme.workers.local import LocalWorkers
+
+
+class TextPipeline:
+    """A stage that answers text requests with the deployment's workers."""
+
+    spec: ClassVar[ModelSpec]
+
+    def __init__(self, workers: WorkerClient | None = None, texts: Tokenizer | None = None) -> None:
+        self._workers, self._tokenizer = workers, texts  # given by tests; else made at start
+        self._services: Services | None = None
+
+    async def start(self, context: StageContext) -> None:
+        recipe = context.recipe
+        check_defaults(recipe)
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(recipe.tokenizer_path, recipe.limits.max_prompt_bytes)
+        if self._workers is None:
+            if context.call_async is None:
+                raise UnavailableError(f"{context.model_name}: no way to call other models")
+            self._workers = LocalWorkers(context.call_async, recipe.pipeline.stall_timeout_s)
+        self._services = Services(recipe, self._workers, RoundRobin.of(recipe), context.metrics)
+
+    async def stop(self) -> None:
+        if self._services is not None:
+            await self._services.close()
+
+    def is_ready(self) -> bool:
+        return self._services is not None
+
+    async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
+        assert self._services is not None
+        arrived_at = time.monotonic()
+        try:
+            with self._services.admitted():
+                request = parse_generate(inputs, self.spec, self._services.recipe)
+                _cancel_with(cancelled)
+                sequences = await self._serve(request, send, arrived_at)
+        except asyncio.CancelledError:
+            self._count("CANCELLED", arrived_at)
+            raise
+        except BiremeError as error:
+            self._count(error.code, arrived_at)
+            raise
+        self._count(sequences[0].finish_reason, arrived_at)
+
+    async def _serve(self, request: GenerateRequest, send: Send, arrived_at: float) -> list[Sequence]:
+        """Return the sequences, all ended well."""
+        assert self._services is not None and self._tokenizer is not None
+        prompt = await self._tokenize(request)
+        check_prompt_tokens(len(prompt), self._services.recipe.limits)
+        works = self._works(request, prompt, arrived_at)
+        form = self._form(request, len(prompt))
+        if request.stream:
+            return await self._run(
+                works, [send if form.is_plain else Stream(send, form).add for _ in works], arrived_at
+            )
+        collections = [Collection() for _ in works]
+        sequences = await self._run(works, [collection.add for collection in collections], arrived_at)
+        send(Whole([collection.delta for collection in collections if collection.delta is not None], form))
+        return sequences
+
+    async def _tokenize(self, request: GenerateRequest) -> Ids:
+        if request.input_ids is not None:
+            return request.input_ids
+        assert self._services is not None and request.text is not None
+        return np.array(await self._services.workers.tokenize(request.text), np.int32)
+
+    def _works(self, request: GenerateRequest, prompt: Ids, arrived_at: float) -> list[Work]:
+        work = Work(
+            prompt=prompt,
+            sampling=request.sampling.resolve(self._encode),
+            cache_salt=request.cache_salt,
+            lora_name=request.lora_name,
+            priority=request.sampling.priority,
+            deadline=arrived_at + request.timeout_ms / 1000 if request.timeout_ms else 0.0,
+        )
+        return [replace(work, sampling=params) for params in expand(work.sampling)]
+
+    def _form(self, request: GenerateRequest, num_input_tokens: int) -> Form:
+        assert self._tokenizer is not None
+        prompt = ""
+        if request.echo:
+            prompt = request.text or self._tokenizer.decode(_ids(request.input_ids))
+        return Form(request.contract, request.extras, num_input_tokens, self._token_text, prompt)
+
+    async def _run(
+        self, works: list[Work], outputs: list[Callable[[TokenDelta], None]], arrived_at: float
+    ) -> list[Sequence]:
+        assert self._services is not None and self._tokenizer is not None
+        sequences = [
+            Sequence(
+                self._services,
+                work,
+                self._tokenizer.detokenizer(work.sampling.skip_special_tokens),
+                output,
+                index if len(works) > 1 else None,
+            )
+            for index, (work, output) in enumerate(zip(works, outputs, strict=True))
+        ]
+        try:
+            await _all(sequences)
+        finally:
+            for sequence in sequences:
+                self._measure(sequence, arrived_at)
+        return sequences
+
+    def _measure(self, sequence: Sequence, arrived_at: float) -> None:
+        if not sequence.first_token_at:
+            return
+        assert self._services is not None
+        metrics = self._services.metrics
+        metrics.observe("bireme_time_to_first_token_seconds", sequence.first_token_at - arrived_at)
+        if len(sequence.tokens) > 1:
+            gap_s = (time.monotonic() - sequence.first_token_at) / (len(sequence.tokens) - 1)
+            metrics.observe("bireme_inter_token_latency_seconds", gap_s)
+
+    def _count(self, outcome: str, arrived_at: float) -> None:
+        assert self._services is not None
+        self._services.metrics.add("bireme_requests_total", 1, outcome)
+        self._services.metrics.observe("bireme_request_seconds", time.monotonic() - arrived_at)
+
+    def _encode(self, text: str) -> list[int]:
+        assert self._tokenizer is not None
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _token_text(self, token: int) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _ids(ids: Ids | None) -> list[int]:
+    return [] if ids is None else ids.tolist()
+
+
+async def _all(sequences: list[Sequence]) -> None:
+    """Run them side by side; when one fails, the others are cancelled."""
+    if len(sequences) == 1:
+        return await sequences[0].run()
+    tasks = [asyncio.ensure_future(sequence.run()) for sequence in sequences]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _cancel_with(cancelled: Cancelled) -> None:
+    """Cancel the running task when the client goes away: every await below cleans up after itself."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+
+    def cancel() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the task
+            loop.call_soon_threadsafe(task.cancel)
+
+    cancelled.on_set(cancel)

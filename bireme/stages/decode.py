@@ -1,0 +1,132 @@
+"""decode: make tokens and text, for plain clients and for consumers of the token bus.
+
+What a request is, its tensors say:
+    subscribe                            a token bus subscription: open; with `consumer`: keep, close
+    consumer + commands                  a command batch of a subscription, passed on to the engine unread
+    abort + request_id                   stop a plain request
+    input_ids (+ sampling tensors)       a plain request: aggregated, or with disaggregated_params taking over
+                                         a prefill; resumed_output_ids were generated before
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from bireme.engines.client import EngineClient
+from bireme.errors import RequestError, UnavailableError
+from bireme.request import read_tensors
+from bireme.specs import DECODE, ModelSpec
+from bireme.stages.bus import TokenBus
+from bireme.stages.requests import (
+    EngineRun,
+    RequestNames,
+    StageRequest,
+    failure_of,
+    parse_stage_request,
+    request_id_of,
+)
+from bireme.text.output import TextStream
+from bireme.text.tokenizer import Tokenizer, load_tokenizer
+from bireme.types import Cancelled, Send, StageContext, Tensors
+
+
+class Decode:
+    """The stage; its engine runs in a child process."""
+
+    spec: ClassVar[ModelSpec] = DECODE
+
+    def __init__(self, engine: EngineClient | None = None, texts: Tokenizer | None = None) -> None:
+        self._engine, self._tokenizer = engine, texts  # given by tests; else made at start
+        self._bus: TokenBus | None = None
+
+    async def start(self, context: StageContext) -> None:
+        self._context = context
+        self._names = RequestNames()
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(context.recipe.tokenizer_path)
+        if self._engine is None:
+            self._engine = EngineClient(context.recipe, context.model_name, context.metrics, context.logger)
+        await asyncio.to_thread(self._engine.start)
+        limit = context.recipe.limits.max_bus_buffer_bytes
+        self._bus = TokenBus(context.model_name, self._engine, limit, context.metrics)
+        self._bus.start()
+
+    async def stop(self) -> None:
+        if self._bus is not None:
+            self._bus.stop()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.stop)
+
+    def is_ready(self) -> bool:
+        return self._engine is not None and self._engine.is_ready
+
+    async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
+        values = read_tensors(inputs, self.spec)
+        if "subscribe" in values:
+            await self._serve_bus(values, send, cancelled)
+        elif "commands" in values or "consumer" in values:
+            self._command(values)
+        elif values.get("abort"):
+            self._abort(request_id_of(values))
+        else:
+            request = parse_stage_request(values, inputs, self._context.recipe, self._encode)
+            await self._generate(request, send, cancelled)
+
+    async def _serve_bus(self, values: Mapping[str, Any], send: Send, cancelled: Cancelled) -> None:
+        assert self._bus is not None
+        verb, consumer = values["subscribe"], values.get("consumer")
+        if verb == b"open" and consumer is None:
+            await self._bus.subscribe(send, cancelled)
+        elif verb == b"keep" and consumer is not None:
+            self._bus.keep(consumer)
+        elif verb == b"close" and consumer is not None:
+            self._bus.close(consumer)
+        else:
+            raise RequestError(f"subscribe: {verb[:20]!r}; send open, or keep or close with consumer")
+
+    def _command(self, values: Mapping[str, Any]) -> None:
+        assert self._bus is not None
+        if "consumer" not in values or "commands" not in values:
+            missing = "commands" if "consumer" in values else "consumer"
+            raise RequestError(f"{missing}: missing; a command batch needs consumer and commands")
+        self._bus.command(values["consumer"], values["commands"])
+
+    def _abort(self, name: str) -> None:
+        number = self._names.find(name)
+        assert self._engine is not None
+        if number:
+            self._engine.abort(number)
+
+    def _encode(self, text: str) -> list[int]:
+        assert self._tokenizer is not None
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    async def _generate(self, request: StageRequest, send: Send, cancelled: Cancelled) -> None:
+        """Run a plain request; its responses go out as the engine makes them."""
+        assert self._engine is not None and self._tokenizer is not None
+        if not self._engine.is_ready:
+            raise UnavailableError(f"{self._context.model_name}: {self._engine.state}; try again")
+        self._names.reserve(request.request_id)
+        try:
+            run = EngineRun(self._engine)
+            sampling = request.engine.sampling
+            detokenizer = self._tokenizer.detokenizer(sampling.skip_special_tokens)
+            stream = TextStream(detokenizer, sampling, send, run.done, run.abort)
+            stream.replay(_resumed(request))
+            run.submit(request.engine, stream)
+            self._names.bind(request.request_id, run.number)
+            finish = await run.wait(cancelled)
+        finally:
+            self._names.forget(request.request_id)
+        if not stream.finish_reason:
+            raise failure_of(finish)
+
+
+def _resumed(request: StageRequest) -> list[int]:
+    count = request.engine.num_resumed
+    ids: list[int] = np.frombuffer(request.engine.prompt, np.int32)[-count:].tolist() if count else []
+    return ids

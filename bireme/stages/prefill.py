@@ -1,0 +1,155 @@
+"""prefill: run a prompt, make its first token, leave its KV leased for a decode worker.
+
+Unary. The answer carries signed disaggregated_params, which name the lease. `abort` with a request id stops
+a prefill, and also frees the lease of one that has been answered: what is left then is found by its id
+until the lease would have expired anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+
+from bireme.engines.client import EngineClient
+from bireme.errors import BiremeError, RequestCancelledError, RequestError, UnavailableError
+from bireme.messages import Finish, TokenLogprobs, Usage
+from bireme.request import read_tensors
+from bireme.specs import PREFILL, ModelSpec
+from bireme.stages.requests import (
+    EngineRun,
+    RequestNames,
+    StageRequest,
+    failure_of,
+    parse_stage_request,
+    request_id_of,
+)
+from bireme.text.tokenizer import Tokenizer, load_tokenizer
+from bireme.types import Array, Cancelled, Send, StageContext, TensorResponse, Tensors
+
+_encode_usage = msgspec.json.Encoder().encode
+
+
+class Prefill:
+    """The stage; its engine runs in a child process."""
+
+    spec: ClassVar[ModelSpec] = PREFILL
+
+    def __init__(self, engine: EngineClient | None = None, texts: Tokenizer | None = None) -> None:
+        self._engine, self._tokenizer = engine, texts  # given by tests; else made at start
+
+    async def start(self, context: StageContext) -> None:
+        self._context = context
+        self._names = RequestNames()
+        self._leased: deque[tuple[float, str]] = deque()  # answered requests: when to forget, request id
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(context.recipe.tokenizer_path)
+        if self._engine is None:
+            self._engine = EngineClient(context.recipe, context.model_name, context.metrics, context.logger)
+        await asyncio.to_thread(self._engine.start)
+
+    async def stop(self) -> None:
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.stop)
+
+    def is_ready(self) -> bool:
+        return self._engine is not None and self._engine.is_ready
+
+    async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
+        values = read_tensors(inputs, self.spec)
+        self._forget_expired()
+        if values.get("abort"):
+            return self._abort(request_id_of(values), send)
+        request = parse_stage_request(values, inputs, self._context.recipe, self._encode)
+        self._check(request)
+        self._names.reserve(request.request_id)
+        try:
+            sink = await self._run(request, cancelled)
+        except BaseException:
+            self._names.forget(request.request_id)
+            raise
+        self._keep(request.request_id)
+        send(sink.answer())
+
+    def _encode(self, text: str) -> list[int]:
+        assert self._tokenizer is not None
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _check(self, request: StageRequest) -> None:
+        if request.engine.disaggregated_params:
+            raise RequestError("disaggregated_params: prefill makes them; send them to decode")
+        if not self.is_ready():
+            raise UnavailableError(f"{self._context.model_name}: its engine is not ready; try again")
+
+    async def _run(self, request: StageRequest, cancelled: Cancelled) -> _FirstToken:
+        """Return the sink, finished well. Raises what went wrong."""
+        assert self._engine is not None
+        run = EngineRun(self._engine)
+        sink = _FirstToken(run)
+        run.submit(msgspec.structs.replace(request.engine, request_type="context_only"), sink)
+        self._names.bind(request.request_id, run.number)
+        sink.ending = await run.wait(cancelled)
+        if sink.ending.reason not in ("stop", "length", "not_finished"):
+            raise failure_of(sink.ending)
+        if sink.ending.disaggregated_params is None:
+            raise BiremeError("prefill: the engine made no disaggregated_params")
+        if cancelled:
+            run.abort()  # nobody will claim the lease
+            raise RequestCancelledError("the client is gone")
+        return sink
+
+    def _abort(self, name: str, send: Send) -> None:
+        number = self._names.find(name)
+        if number:
+            assert self._engine is not None
+            self._engine.abort(number)
+        send(TensorResponse(_tensors(b"", [], Usage())))
+
+    def _keep(self, name: str) -> None:
+        """Let an answered request be found by `abort` as long as its lease may live."""
+        entry = self._context.entry
+        lease_s = entry.engine_config.cache_transceiver_config.kv_transfer_timeout_ms / 1000 if entry else 60.0
+        if name:
+            self._leased.append((asyncio.get_running_loop().time() + lease_s, name))
+
+    def _forget_expired(self) -> None:
+        now = asyncio.get_running_loop().time()
+        while self._leased and self._leased[0][0] < now:
+            self._names.forget(self._leased.popleft()[1])
+
+
+class _FirstToken:
+    """Sink of one prefill; called on the engine client's thread."""
+
+    def __init__(self, run: EngineRun) -> None:
+        self._run = run
+        self.tokens: list[int] = []
+        self.ending: Finish | None = None
+
+    def push(
+        self,
+        tokens: Sequence[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        self.tokens.extend(tokens)
+
+    def finish(self, finish: Finish) -> None:
+        self._run.done(finish)
+
+    def answer(self) -> TensorResponse:
+        finish = self.ending
+        assert finish is not None and finish.disaggregated_params is not None
+        return TensorResponse(_tensors(finish.disaggregated_params, self.tokens, finish.usage))
+
+
+def _tensors(params: bytes, tokens: list[int], usage: Usage) -> dict[str, Array]:
+    return {
+        "disaggregated_params": np.array([params], np.object_),
+        "output_ids": np.array(tokens, np.int32),
+        "usage": np.array([_encode_usage(usage)], np.object_),
+    }

@@ -1,0 +1,164 @@
+"""What decode and prefill have in common: reading a request, running it, and finding it by its request id."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from bireme.config import Recipe
+from bireme.errors import BiremeError, NotFoundError, RequestCancelledError, RequestError, from_message
+from bireme.messages import EngineRequest, Finish, Sink
+from bireme.request import Encode, Sampling, check_ids, check_prompt_tokens, parse_sampling, timeout_ms, with_seed
+from bireme.types import Cancelled, Tensors, info_of
+
+if TYPE_CHECKING:
+    from bireme.engines.client import EngineClient
+
+MAX_REQUEST_ID_BYTES = 256
+_decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
+
+
+@dataclass(frozen=True, slots=True)
+class StageRequest:
+    """A plain request of decode or prefill."""
+
+    engine: EngineRequest
+    request_id: str  # "": can't be aborted by name
+
+
+def parse_stage_request(values: Mapping[str, Any], inputs: Tensors, recipe: Recipe, encode: Encode) -> StageRequest:
+    """Raises RequestError. `encode` turns bad words into ids."""
+    if "engine_request" in values:
+        return StageRequest(_unpack(values["engine_request"]), request_id_of(values))
+    sampling = parse_sampling(values, info_of(inputs).parameters, recipe)
+    prompt, num_resumed = _prompt(values, recipe)
+    request = EngineRequest(
+        prompt=prompt,
+        sampling=with_seed(_single(sampling).resolve(encode)),
+        num_resumed=num_resumed,
+        cache_salt=values.get("cache_salt", ""),
+        lora_name=values.get("lora_name", ""),
+        priority=sampling.priority,
+        timeout_ms=timeout_ms(inputs, recipe),
+        multimodal=values.get("multimodal"),
+    )
+    if blob := values.get("disaggregated_params"):
+        request = msgspec.structs.replace(request, request_type="generation_only", disaggregated_params=blob)
+    return StageRequest(request, request_id_of(values))
+
+
+def request_id_of(values: Mapping[str, Any]) -> str:
+    name: str = values.get("request_id", "")
+    if len(name.encode()) > MAX_REQUEST_ID_BYTES:
+        raise RequestError(f"request_id: {len(name.encode())} bytes; the limit is {MAX_REQUEST_ID_BYTES}, shorten it")
+    return name
+
+
+class EngineRun:
+    """One request in the stub's own engine. `done` and `abort` may be called from any thread."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[Finish] = self._loop.create_future()
+        self._is_aborted = False
+        self.number = 0
+
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        """`sink` gives its finish to `done`."""
+        self.number = self._engine.submit(request, sink)
+        if self._is_aborted:  # by the sink, before the number was known
+            self._engine.abort(self.number)
+
+    def abort(self) -> None:
+        self._is_aborted = True
+        if self.number:
+            self._engine.abort(self.number)
+
+    def done(self, finish: Finish) -> None:
+        self._loop.call_soon_threadsafe(self._settle, finish)
+
+    async def wait(self, cancelled: Cancelled) -> Finish:
+        """Return the finish; the engine is told when the client goes away or this task is cancelled."""
+        cancelled.on_set(self.abort)
+        try:
+            return await self._ended
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+
+    def _settle(self, finish: Finish) -> None:
+        if not self._ended.done():
+            self._ended.set_result(finish)
+
+
+def failure_of(finish: Finish) -> BiremeError:
+    """Return the error that a finish other than stop and length stands for."""
+    if finish.error:
+        return from_message(finish.error)
+    return RequestCancelledError("the request was aborted")
+
+
+class RequestNames:
+    """Requests under way (and, in prefill, leases left behind) by their request id; used on one loop."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def reserve(self, name: str) -> None:
+        """Take a name before the engine has given a number. Raises RequestError when it is taken."""
+        if name in self._numbers:
+            raise RequestError(f"request_id: {name[:80]} is in use; choose ids that nobody else can guess")
+        if name:
+            self._numbers[name] = 0
+
+    def bind(self, name: str, number: int) -> None:
+        if name:
+            self._numbers[name] = number
+
+    def forget(self, name: str) -> None:
+        self._numbers.pop(name, None)
+
+    def find(self, name: str) -> int:
+        """Raises RequestError without a name, NotFoundError for one that is not under way."""
+        if not name:
+            raise RequestError("abort: without request_id; send the id of the request that is to stop")
+        number = self._numbers.get(name)
+        if number is None:
+            raise NotFoundError(f"request_id: {name[:80]} is not under way; it may have ended")
+        return number
+
+
+def _single(sampling: Sampling) -> Sampling:
+    if sampling.params.n != 1:
+        raise RequestError(
+            f"num_return_sequences: {sampling.params.n}; this model makes one sequence a request, use generate for more"
+        )
+    return sampling
+
+
+def _prompt(values: Mapping[str, Any], recipe: Recipe) -> tuple[bytes, int]:
+    """Return prompt and resumed ids together, and the number of resumed ones."""
+    if "input_ids" not in values:
+        raise RequestError("input_ids: missing; send the prompt's token ids (text goes to generate or completion)")
+    prompt = check_ids("input_ids", values["input_ids"])
+    check_prompt_tokens(len(prompt), recipe.limits)
+    resumed = check_ids("resumed_output_ids", values.get("resumed_output_ids", np.zeros(0, np.int32)))
+    return prompt.tobytes() + resumed.tobytes(), len(resumed)
+
+
+def _unpack(payload: Any) -> EngineRequest:
+    try:
+        return _decode_request(payload.tobytes())
+    except (msgspec.DecodeError, AttributeError) as error:
+        raise RequestError(
+            f"engine_request: {str(error)[:120]}; it is for this deployment's pipelines, send input_ids instead"
+        ) from error
