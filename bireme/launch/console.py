@@ -15,6 +15,17 @@ LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
 
 _TRITON_LINE = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (.*)$")
 _TRITON_LEVELS: Mapping[str, Level] = {"I": "debug", "W": "warning", "E": "error", "F": "error"}
+# A model's or engine's own line: 2026-01-31 12:00:00,000 INFO decode bireme.stages event key=value
+_MODEL_LINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,.]+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (\S+) (.*)$")
+# An engine process': 0131 12:00:00.000 I decode engine[123] event key=value
+_ENGINE_LINE = re.compile(r"^\d{4} [\d:.]+ ([DIWEC]) (\S+) (.*)$")
+_MODEL_LEVELS: Mapping[str, Level] = {
+    "D": "debug",
+    "I": "info",
+    "W": "warning",
+    "E": "error",
+    "C": "error",
+}
 _BOILERPLATE = re.compile(r"^([+|]|\s*$|Signal \(\d+\) received)")  # tables at the start, its word at the end
 # Said on every machine without a GPU; nothing is wrong.
 _CPU_NOISE = ("CudaDriverHelper", "unable to create stream", "initialize NVML", "DCGM unable", "pinned memory")
@@ -35,8 +46,10 @@ class Console:
 
     def triton_line(self, line: str) -> None:
         """Pass on a line of tritonserver or of one of its models."""
-        match = _TRITON_LINE.match(line)
-        if match:
+        if match := _MODEL_LINE.match(line) or _ENGINE_LINE.match(line):
+            level = _MODEL_LEVELS[match.group(1)[0]]
+            self._write(level, match.group(2), match.group(3), {})
+        elif match := _TRITON_LINE.match(line):
             text = match.group(2)
             level = _TRITON_LEVELS[match.group(1)]
             self._write("debug" if any(noise in text for noise in _CPU_NOISE) else level, "triton", text, {})

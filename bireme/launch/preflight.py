@@ -5,6 +5,7 @@ Checks return messages instead of raising, so that a newcomer sees all that is m
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -12,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bireme.config import Recipe
@@ -29,7 +30,7 @@ _SHM_MIB_SPARE = 32  # larger tensors grow the regions
 _SHM_MIB_TRANSFER = 64  # KV on its way from a prefill to a decode worker, for each prefill worker
 _RUN_FOLDER_MIB = 32
 _MAX_SOCKET_PATH = 107  # bytes of a Unix socket's address
-_LONGEST_SOCKET_NAME = 48
+_LONGEST_SOCKET_NAME = 40
 # distribution that holds the module -> how to get it
 _ENGINE_MODULES = {
     "torch": (("torch", "transformers", "safetensors"), "pip install -e .[torch]"),
@@ -215,11 +216,14 @@ def port_holders(port: int) -> Iterator[int]:
             yield int(process.name)
 
 
-def _descriptors(process: Path) -> Iterable[str]:
+def _descriptors(process: Path) -> Iterator[str]:
     try:
-        return [os.readlink(link) for link in (process / "fd").iterdir()]
+        links = os.listdir(process / "fd")
     except OSError:  # another user's, or gone
-        return []
+        return
+    for link in links:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            yield os.readlink(process / "fd" / link)
 
 
 def _listening_inodes(port: int) -> Iterator[str]:

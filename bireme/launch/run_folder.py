@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bireme.errors import ConfigError
+from bireme.kv.transfer import shm_file
 
 SHM = Path("/dev/shm")
 _LOCK = "lock"
@@ -41,7 +42,7 @@ class RunFolder:
 
     def sweep_shared_memory(self) -> list[str]:
         """Unlink the launch's files in /dev/shm, once no process uses them; return their names."""
-        return _sweep_shared_memory(self.shm_prefix)
+        return _sweep_shared_memory(self.path)
 
     def clear(self) -> None:
         """Empty it for another life of the server."""
@@ -73,7 +74,7 @@ def sweep_stale(base: Path) -> list[Path]:
         lock = _take_lock(folder)
         if lock is None:
             continue
-        _sweep_shared_memory(_shm_prefix(folder))
+        _sweep_shared_memory(folder)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
         swept.append(folder)
@@ -88,12 +89,15 @@ def _shm_prefix(folder: Path) -> str:
     return f"bireme_{folder.name}_"
 
 
-def _sweep_shared_memory(prefix: str) -> list[str]:
+def _sweep_shared_memory(folder: Path) -> list[str]:
+    """Unlink the Python backend's regions and the KV files of engines that were killed with their stubs."""
     names = []
-    for path in SHM.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # gone meanwhile
-            path.unlink()
-            names.append(path.name)
+    all_workers = shm_file.file_prefix(folder, "").removesuffix("-")
+    for prefix in (_shm_prefix(folder), all_workers):
+        for path in SHM.glob(f"{prefix}*"):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                path.unlink()
+                names.append(path.name)
     return names
 
 

@@ -1,0 +1,163 @@
+"""A deployment on a real tritonserver: what dies comes back, what is wrong is told, nothing is left behind."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import galley
+import pytest
+
+from bireme.launch import processes
+from bireme.launch.run_folder import SHM, default_base
+
+pytestmark = pytest.mark.server
+
+PORT = 23360
+LIMIT_S = 60  # of any wait: a hang fails the test, the time itself is no claim
+
+
+class Served:
+    """galley.py as a process, looked at from outside."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        self.log = log
+        self.before = leftovers()
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, galley.__file__, folder, str(PORT)], stdout=stream, stderr=stream
+            )
+
+    def health(self, path="/health/ready"):
+        connection = http.client.HTTPConnection("127.0.0.1", PORT + 3, timeout=5)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        except OSError:
+            return 0, {}
+        finally:
+            connection.close()
+
+    def status(self):
+        return self.health()[1].get("status")
+
+    def wait_for(self, condition):
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
+    def server_pid(self):
+        found = [
+            pid for pid in processes.children(self.process.pid) if "tritonserver" in str(processes.command_line(pid))
+        ]
+        return found[0] if found else 0
+
+    def stub_pid(self, model):
+        return processes.stubs(self.server_pid())[model][0]
+
+    def run_folder(self):
+        return next(default_base().glob(f"{self.process.pid}-*"))
+
+    def stop(self):
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(LIMIT_S)
+
+
+def leftovers():
+    return {str(path) for folder in (SHM, default_base()) if folder.is_dir() for path in folder.iterdir()}
+
+
+def mine(served):
+    """Return what carries the launch's pid (others may run on the machine)."""
+    return [path for path in leftovers() - served.before if f"{served.process.pid}-" in path]
+
+
+@contextlib.contextmanager
+def serving(tmp_path):
+    served = Served(galley.build(tmp_path / "checkout"), tmp_path / "log")
+    try:
+        served.wait_for(lambda: served.status() == "ready")
+        yield served
+    finally:
+        if served.process.poll() is None:
+            served.process.send_signal(signal.SIGTERM)
+            served.process.wait(LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("served")) as served:
+        yield served
+
+
+def test_health_says_each_worker_and_that_it_is_live(served):
+    status, report = served.health()
+    assert status == 200 and set(report["workers"]) == {"decode", "decode_1"} and report["pipeline"]["ready"]
+    assert served.health("/health/live") == (200, {"live": True})
+    assert served.health("/elsewhere")[0] == 404
+
+
+def test_a_killed_stub_is_replaced_and_the_others_stay(served):
+    other, killed = served.stub_pid("decode_1"), served.stub_pid("decode")
+    os.kill(killed, signal.SIGKILL)
+    served.wait_for(lambda: served.status() == "degraded")
+    served.wait_for(lambda: served.status() == "ready")
+    assert served.stub_pid("decode") != killed and served.stub_pid("decode_1") == other
+    assert served.health()[1]["workers"]["decode"]["stub_restarts"] == 1
+
+
+def test_a_failing_canary_makes_a_worker_not_ready_until_it_works_again(served):
+    fault = served.run_folder() / "fault-decode_1"
+    fault.write_text("fail")
+    served.wait_for(lambda: not served.health()[1]["workers"]["decode_1"]["ready"])
+    assert "told to fail" in served.health()[1]["workers"]["decode_1"]["reason"]
+    fault.unlink()
+    served.wait_for(lambda: served.status() == "ready")
+
+
+def test_a_stub_that_never_answers_is_killed_and_replaced(served):
+    hung = served.stub_pid("decode_1")
+    os.kill(hung, signal.SIGSTOP)
+    served.wait_for(lambda: not processes.is_alive(hung))
+    served.wait_for(lambda: served.status() == "ready")
+    assert served.stub_pid("decode_1") != hung
+
+
+def test_a_killed_server_is_started_again(served):
+    killed = served.server_pid()
+    os.kill(killed, signal.SIGKILL)
+    served.wait_for(lambda: served.server_pid() not in (0, killed) and served.status() == "ready")
+    assert "server_died" in served.log.read_text()
+
+
+def test_a_taken_port_is_said_with_its_holder_and_code_2(tmp_path, served):
+    second = Served(galley.build(tmp_path / "checkout"), tmp_path / "second.log")
+    assert second.process.wait(LIMIT_S) == 2
+    assert f"port {PORT} of 127.0.0.1 is taken by pid {served.server_pid()}" in second.log.read_text()
+    assert mine(second) == []
+
+
+def test_sigterm_ends_with_code_0_and_leaves_nothing(tmp_path, served):
+    members = [(pid, processes.started_at(pid)) for pid in processes.descendants(served.process.pid)]
+    assert served.stop() == 0, served.log.read_text()
+    assert not [pid for pid, start in members if start and processes.started_at(pid) == start]
+    assert mine(served) == []
+
+
+def test_a_killed_launcher_takes_the_server_along_and_the_next_one_sweeps(tmp_path):
+    with serving(tmp_path) as served:
+        members = list(processes.descendants(served.process.pid))
+        served.process.kill()
+        served.process.wait()
+        assert processes.wait_gone(members, LIMIT_S)
+    again = Served(tmp_path / "checkout", tmp_path / "again.log")
+    again.wait_for(lambda: again.status() == "ready")
+    assert mine(served) == []
+    assert again.stop() == 0

@@ -1,0 +1,199 @@
+"""The small parts of a launch: ports, model links, command lines, log lines, series, recipes of one model."""
+
+import io
+import json
+import os
+import socket
+import subprocess
+import time
+
+import pytest
+
+from bireme.config import Recipe, WorkerEntry, load_recipe
+from bireme.errors import ConfigError
+from bireme.launch import free_ports, processes
+from bireme.launch.console import Console
+from bireme.launch.deployment import thread_pool_size
+from bireme.launch.ports import is_free
+from bireme.launch.quick_recipe import write_recipe
+from bireme.launch.repository import link_models, python_models, used_models
+from bireme.launch.series import worker_series
+from bireme.launch.tritonserver import address, failed_models
+
+STUB = "/run/backends/python/triton_python_backend_stub"
+
+
+def recipe(**workers):
+    entries = {stage: WorkerEntry(engine="mocker", replicas=count) for stage, count in workers.items()}
+    return Recipe(model="m", workers=entries)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    for path in (
+        "model_repository/tokenizer",
+        "model_repository/prefill",
+        "model_repository/decode",
+        "ensembles/generate",
+    ):
+        (tmp_path / path / "1").mkdir(parents=True)
+        (tmp_path / path / "config.pbtxt").touch()
+        (tmp_path / path / "1" / "model.py").touch()
+    (tmp_path / "ensembles" / "generate" / "1" / "model.py").unlink()
+    return tmp_path
+
+
+def test_free_ports_are_three_different_ones_that_can_be_bound():
+    ports = free_ports(range(23380, 23399))
+    numbers = {ports.http, ports.grpc, ports.metrics}
+    assert len(numbers) == 3 and all(is_free(port) for port in numbers)
+
+
+def test_a_port_that_is_listened_on_is_not_free():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        assert not is_free(holder.getsockname()[1])
+
+
+def test_each_replica_is_a_model_folder_of_its_own(checkout):
+    names = link_models(checkout / "models", recipe(decode=2), checkout)
+    assert set(names) == {"tokenizer", "prefill", "decode", "decode_1", "generate"}
+    assert (checkout / "models" / "decode_1").resolve() == checkout / "model_repository" / "decode"
+
+
+def test_stages_that_are_not_in_the_recipe_are_not_loaded(checkout):
+    models, pipelines = used_models(recipe(decode=2), checkout)
+    assert models == ("decode", "decode_1", "tokenizer") and pipelines == ("generate",)
+
+
+def test_a_declarative_ensemble_has_no_stub_to_watch(checkout):
+    link_models(checkout / "models", recipe(decode=1), checkout)
+    assert python_models(checkout / "models", ("decode", "generate")) == ("decode",)
+
+
+def test_a_checkout_without_models_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no model folders"):
+        link_models(tmp_path / "models", recipe(decode=1), tmp_path)
+
+
+def test_a_stub_is_told_by_its_command_line():
+    path = "/run/models/decode_1/1/model.py"
+    assert processes.stub_model([STUB, path, "prefix_x", "1048576", "decode_1_0_0", "DEFAULT"]) == "decode_1"
+    assert processes.stub_model([STUB, path, "prefix_x", "1048576", "decode_1", "DEFAULT"]) is None
+    assert processes.stub_model(["vim", path]) is None
+
+
+def test_killing_spares_a_process_that_has_the_pid_of_a_former_one():
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert processes.kill_all([(other.pid, processes.started_at(other.pid) - 1)]) == []
+        assert processes.kill_all([(other.pid, processes.started_at(other.pid))]) == [other.pid]
+
+
+def test_a_zombie_is_not_alive():
+    child = subprocess.Popen(["true"])
+    deadline = time.monotonic() + 10
+    while processes.state(child.pid) != "Z" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not processes.is_alive(child.pid)
+    child.wait()
+    assert processes.started_at(child.pid) is None
+
+
+def test_descendants_are_found_below_this_process():
+    with subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) as shell:
+        deadline = time.monotonic() + 10
+        while len(list(processes.descendants(shell.pid))) != 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        below = list(processes.descendants(shell.pid))
+        assert shell.pid in processes.children(os.getpid()) and len(below) == 1
+        processes.kill_all((pid, processes.started_at(pid)) for pid in (*below, shell.pid))
+
+
+def test_failed_models_are_read_out_of_tritons_table():
+    table = [
+        "+--------+---------+------------------------+",
+        "| Model  | Version | Status                 |",
+        "| decode | 1       | UNAVAILABLE: Internal: |",
+        "|        |         | no such | file         |",
+        "| other  | 1       | READY                  |",
+        "|        |         | ignored                |",
+    ]
+    assert failed_models(table) == {"decode": "UNAVAILABLE: Internal: no such | file"}
+
+
+@pytest.mark.parametrize(("host", "expected"), [("0.0.0.0", "127.0.0.1:8001"), ("::1", "[::1]:8001"), ("h", "h:8001")])
+def test_an_address_is_one_that_a_client_can_use(host, expected):
+    assert address(host, 8001) == expected
+
+
+def test_series_are_read_per_worker():
+    page = """
+# TYPE bireme_engine_up gauge
+bireme_engine_up{worker="decode"} 1
+bireme_engine_up{worker="decode_1"} 0
+bireme_engine_step_seconds_count{worker="decode"} 12
+bireme_requests_running{worker="decode"} 2
+bireme_requests_waiting{worker="decode"} 3
+nv_inference_count{model="decode"} 9
+"""
+    series = worker_series(page)
+    assert series["decode"].engine_up and series["decode"].steps == 12 and series["decode"].queued == 5
+    assert series["decode_1"].engine_up is False and series["decode_1"].steps is None
+
+
+def console_text(line, **options):
+    stream = io.StringIO()
+    Console(stream=stream, **options).triton_line(line)
+    return stream.getvalue()
+
+
+def test_log_lines_carry_their_source():
+    assert "model  | event=loaded" in console_text("event=loaded")
+    line = 'E1121 13:15:36.881079 9563 python_be.cc:2249] "failed"'
+    assert 'triton | error: python_be.cc:2249] "failed"' in console_text(line)
+
+
+def test_a_models_own_line_carries_its_name_and_level():
+    line = "2026-01-31 12:00:00,000 WARNING decode_1 bireme.engines engine_lost life=2"
+    assert "decode_1 | warning: bireme.engines engine_lost life=2" in console_text(line)
+
+
+def test_an_engines_line_carries_its_worker_and_level():
+    assert "decode | error: engine[7] out of memory" in console_text(
+        "0131 12:00:00.000 E decode engine[7] out of memory"
+    )
+
+
+def test_tritons_chatter_shows_only_at_debug():
+    line = 'I1121 13:15:36.881079 9563 python_be.cc:2249] "hello"'
+    assert console_text(line) == "" and "hello" in console_text(line, level="debug")
+
+
+def test_json_logs_are_one_object_a_line():
+    stream = io.StringIO()
+    Console(as_json=True, stream=stream).event("loaded", model="decode", seconds=1.5)
+    entry = json.loads(stream.getvalue())
+    assert (entry["message"], entry["model"], entry["level"]) == ("loaded", "decode", "info")
+
+
+def test_a_model_folder_becomes_a_recipe(tmp_path):
+    (tmp_path / "my: model").mkdir()
+    made = load_recipe(write_recipe(tmp_path / "run", str(tmp_path / "my: model"), disaggregated=True), "")
+    assert set(made.workers) == {"prefill", "decode"} and made.model == str(tmp_path / "my: model")
+
+
+def test_a_hub_id_becomes_an_aggregated_recipe(tmp_path):
+    made = load_recipe(write_recipe(tmp_path, "someone/model-1B"), "")
+    assert (made.name, made.model, set(made.workers)) == ("model-1B", "someone/model-1B", {"decode"})
+
+
+def test_a_model_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no such folder"):
+        write_recipe(tmp_path, "./nothing")
+
+
+def test_backend_threads_stay_below_a_containers_process_limit():
+    assert thread_pool_size(7, 1 << 20) == 256
+    assert thread_pool_size(8, 1600) == 100
+    assert thread_pool_size(8, 100) == 32

@@ -1,0 +1,146 @@
+"""Each missing prerequisite has one clear message with its remedy."""
+
+import os
+import shutil
+import socket
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from bireme.config import EngineConfig, Recipe, WorkerEntry
+from bireme.errors import ConfigError
+from bireme.launch import installation, preflight
+from bireme.launch.installation import Installation, find_installation
+
+Usage = namedtuple("Usage", "total used free")
+MIB = 1 << 20
+
+
+def only(problems):
+    assert len(problems) == 1
+    return problems[0]
+
+
+def test_an_unsupported_python_is_named_with_the_supported_ones():
+    message = only(preflight.check_python((3, 13)))
+    assert "Python 3.13" in message and "3.10 to 3.12" in message and "make PYTHON=" in message
+
+
+@pytest.mark.parametrize("minor", [10, 11, 12])
+def test_supported_pythons_pass(minor):
+    assert preflight.check_python((3, minor)) == []
+
+
+def test_numpy_2_with_the_wheels_stub_is_refused_with_the_command():
+    assert "pip install 'numpy>=1.26,<2'" in only(preflight.check_numpy("2.2.1"))
+    assert preflight.check_numpy("1.26.4") == []
+
+
+def test_a_missing_libpython_names_the_package(monkeypatch):
+    monkeypatch.setattr(installation, "_library_folders", list)
+    with pytest.raises(ConfigError, match=r"apt-get install libpython3\.11"):
+        installation.find_libpython("3.11")
+
+
+def test_a_small_shm_says_how_to_enlarge_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 * MIB, 0, 64 * MIB))
+    message = only(preflight.check_shared_memory(128, tmp_path))
+    assert "holds 64 MiB; 128 MiB" in message and "--shm-size=1g" in message
+
+
+def test_a_full_shm_says_what_is_free(monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1024 * MIB, 1020 * MIB, 4 * MIB))
+    assert "4 of 1024 MiB are free" in only(preflight.check_shared_memory(128, tmp_path))
+
+
+def test_a_full_disk_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1024 * MIB, 1023 * MIB, MIB))
+    message = only(preflight.check_disk(tmp_path / "not" / "yet", 32))
+    assert str(tmp_path) in message and "1 MiB are free, 32 MiB" in message
+
+
+def test_a_taken_port_is_named_with_its_holder():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        message = only(preflight.check_ports({"--http-port": port}))
+    assert f"port {port}" in message and f"pid {os.getpid()}" in message and "--http-port" in message
+
+
+def test_one_port_given_twice_is_refused():
+    assert "more than one" in only(preflight.check_ports({"--http-port": 23399, "--grpc-port": 23399}))
+
+
+def test_a_port_out_of_range_is_refused():
+    assert "70000 is not a port" in only(preflight.check_ports({"--http-port": 70000}))
+
+
+def test_a_missing_sample_model_names_the_command_that_makes_it():
+    recipe = Recipe(model="models/tiny-nobody", workers={}, folder="/")
+    assert "make models" in only(preflight.check_model(recipe))
+
+
+def test_a_folder_without_config_is_no_model(tmp_path):
+    recipe = Recipe(model=str(tmp_path), workers={}, folder="/")
+    assert "no config.json" in only(preflight.check_model(recipe))
+
+
+def test_a_model_without_safetensors_is_refused_where_weights_are_needed(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    recipe = Recipe(model=str(tmp_path), workers={"decode": WorkerEntry(engine="torch")}, folder="/")
+    assert "no .safetensors" in only(preflight.check_model(recipe))
+
+
+def test_a_damaged_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    recipe = Recipe(model=str(tmp_path), workers={"decode": WorkerEntry(engine="mocker")}, folder="/")
+    assert "config.json can't be read" in only(preflight.check_model(recipe))
+
+
+def test_an_engine_that_is_not_installed_says_how_to_get_it():
+    recipe = Recipe(model="m", workers={"decode": WorkerEntry(engine="trtllm", engine_config=EngineConfig())})
+    assert "tensorrt_llm" in only(preflight.check_engines(recipe))
+
+
+def test_a_wrong_tritonserver_variable_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="BIREME_TRITONSERVER: .* is not an executable"):
+        find_installation({"BIREME_TRITONSERVER": str(tmp_path)})
+
+
+def test_no_tritonserver_says_where_it_was_looked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(installation, "_OPT", tmp_path)
+    monkeypatch.setattr(installation, "_wheel_root", lambda: None)
+    monkeypatch.setattr(installation, "_OPT", tmp_path / "absent")
+    with pytest.raises(ConfigError, match=r"pip install -e \.\[server\]"):
+        find_installation({"PATH": str(tmp_path)})
+
+
+def test_a_named_tritonserver_wins_over_the_path(tmp_path):
+    binary = tmp_path / "bin" / "tritonserver"
+    binary.parent.mkdir()
+    binary.touch(mode=0o755)
+    assert find_installation({"BIREME_TRITONSERVER": str(binary)}) == Installation(binary)
+
+
+def test_backends_beside_a_named_tritonserver_are_used(tmp_path):
+    (tmp_path / "backends").mkdir()
+    prepared = installation.prepare(
+        Installation(tmp_path / "bin" / "tritonserver"), tmp_path / "run", {"PYTHONHOME": "x"}
+    )
+    assert prepared.arguments == (f"--backend-directory={tmp_path / 'backends'}",)
+    assert "PYTHONHOME" not in prepared.environment
+    assert prepared.environment["PATH"].startswith(f"{sys.prefix}/bin:")
+
+
+def test_a_run_folder_too_long_for_sockets_is_refused():
+    assert "XDG_RUNTIME_DIR" in only(preflight.check_socket_paths(Path("/" + "x" * 100)))
+
+
+def test_all_problems_are_reported_at_once():
+    recipe = Recipe(model="models/tiny-nobody", workers={"decode": WorkerEntry(engine="trtllm")}, folder="/")
+    with pytest.raises(preflight.PreflightError) as caught:
+        preflight.check_all(recipe, {"--http-port": 70000}, "127.0.0.1", 4, Path("/tmp/run"))
+    assert len(str(caught.value).splitlines()) == 3
