@@ -11,6 +11,7 @@ from adapter_client import Client
 
 from bireme.config import Recipe, WorkerEntry
 from bireme.launch import Server, free_ports, start_server
+from bireme.launch.installation import find_installation
 
 HERE = Path(__file__).resolve().parent
 PORTS = range(23100, 23200)
@@ -66,3 +67,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def client(server: Server) -> Client:
     return Client(server.grpc)
+
+
+@pytest.fixture
+def triton_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own module, as far as it exists outside a stub: no Tensor, no InferenceResponse."""
+    installation = find_installation()
+    root = installation.root or installation.binary.parent.parent
+    monkeypatch.syspath_prepend(str(root / "backends" / "python"))
