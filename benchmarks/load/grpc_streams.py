@@ -7,54 +7,39 @@ A slot's stream stays open from request to request, the cheapest way for both si
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from array import array
-from typing import Any
 
-import grpc
 from tritonclient.grpc import service_pb2 as pb
 
+from benchmarks.load.http2 import Connection, Stream, StreamError
 from benchmarks.load.meter import LoadError, Trace
 from benchmarks.load.workload import Prompt
 
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
-MAX_CHANNELS = 4
+MAX_CONNECTIONS = 4
 CLOSE_S = 3.0
-OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
 
 
 class GrpcStreams:
     def __init__(self, target: str, model: str, stream_per_request: bool = False) -> None:
         self.target, self.model, self.stream_per_request = target, model, stream_per_request
-        self._channels: list[grpc.aio.Channel] = []
-        self._calls: dict[int, Any] = {}
+        self._connections: list[Connection | None] = [None] * MAX_CONNECTIONS
+        self._connecting = asyncio.Lock()
+        self._calls: dict[int, Call] = {}
         self._count = 0
 
-    async def open(self) -> None:
-        self._channels = [grpc.aio.insecure_channel(self.target, OPTIONS) for _ in range(MAX_CHANNELS)]
+    async def open(self) -> None: ...
 
     async def request(self, slot: int, trace: Trace) -> None:
-        call = self._calls.get(slot) or self._open(slot)
         self._count += 1
-        message = make_request(self.model, str(self._count), trace.prompt)
+        call = self._calls.get(slot) or await self._open(slot)
         try:
-            await call.write(message)
+            await call.run(make_request(self.model, str(self._count), trace.prompt), trace)
             if self.stream_per_request:
-                await call.done_writing()
-            while not take(await call.read(), message.id, trace):
-                pass
-            if self.stream_per_request:
-                await self._expect_end(slot, call)
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            self.drop(slot)
-            raise LoadError(f"stream: {_describe(error)}") from error
-        except asyncio.CancelledError as error:
-            self.drop(slot)
-            if trace.is_dropped or trace.is_stalled:  # our own call.cancel(); otherwise the task is cancelled
-                raise LoadError("cancelled by this client") from error
-            raise
-        except LoadError:
-            self.drop(slot)
+                await call.finish()
+                del self._calls[slot]
+        except BaseException:
+            self.drop(slot)  # never use a stream again on which something went wrong
             raise
 
     def drop(self, slot: int) -> None:
@@ -63,34 +48,90 @@ class GrpcStreams:
             call.cancel()
 
     async def close(self) -> None:
-        idle = [asyncio.create_task(_end(call)) for call in self._calls.values()]
-        if idle:
-            await asyncio.wait(idle, timeout=CLOSE_S)
+        """End idle streams in good order, then cancel what is left."""
+        ends = [asyncio.create_task(call.finish()) for call in self._calls.values()]
+        if ends:
+            await asyncio.wait(ends, timeout=CLOSE_S)
+        for end in ends:
+            if end.done():
+                end.exception()  # nothing to tell any more
         for slot in list(self._calls):
             self.drop(slot)
-        for channel in self._channels:
-            await channel.close()
+        for connection in self._connections:
+            if connection is not None:
+                connection.close()
 
-    def _open(self, slot: int) -> Any:
-        call = self._channels[slot % len(self._channels)].stream_stream(
-            METHOD,
-            request_serializer=pb.ModelInferRequest.SerializeToString,
-            response_deserializer=pb.ModelStreamInferResponse.FromString,
-        )()
-        self._calls[slot] = call
+    async def _open(self, slot: int) -> Call:
+        call = self._calls[slot] = Call(await self._connect(slot % MAX_CONNECTIONS))
         return call
 
-    async def _expect_end(self, slot: int, call: Any) -> None:
-        if await call.read() is not grpc.aio.EOF:
-            raise LoadError("a response came after the last")
-        self._calls.pop(slot, None)
+    async def _connect(self, at: int) -> Connection:
+        async with self._connecting:
+            connection = self._connections[at]
+            if connection is None or connection.is_closed:
+                connection = self._connections[at] = await self._new_connection()
+            return connection
+
+    async def _new_connection(self) -> Connection:
+        host, _, port = self.target.rpartition(":")
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(lambda: Connection(self.target), host, int(port))
+        except OSError as error:
+            raise LoadError(f"no connection: {type(error).__name__}") from error
+        return connection
 
 
-async def _end(call: Any) -> None:
-    """Close our side and wait for the server's: an idle stream ends without being cancelled."""
-    with contextlib.suppress(grpc.RpcError, asyncio.CancelledError, asyncio.InvalidStateError):
-        await call.done_writing()
-        await call.read()
+class Call:
+    """A stream and the request that runs on it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._stream: Stream = connection.open_stream(METHOD, self._take, self._ended)
+        self._trace: Trace | None = None
+        self._request_id = ""
+        self._done: asyncio.Future[None] | None = None
+        self._has_ended = asyncio.Event()
+        self._wrong: LoadError | None = None  # what came when no request was running
+
+    async def run(self, message: pb.ModelInferRequest, trace: Trace) -> None:
+        """Send and take all responses. Raises LoadError."""
+        if self._wrong:
+            raise self._wrong
+        self._trace, self._request_id = trace, message.id
+        self._done = asyncio.get_running_loop().create_future()
+        self._stream.send(message.SerializeToString())
+        await self._done
+
+    async def finish(self) -> None:
+        """Close our side, wait for the server's. Raises LoadError when more than the end comes."""
+        self._stream.end()
+        await self._has_ended.wait()
+        if self._wrong:
+            raise self._wrong
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+        self._fail(LoadError("cancelled by this client"))
+
+    def _take(self, data: bytes) -> None:
+        if self._done is None or self._done.done() or self._trace is None:
+            self._wrong = LoadError("a response came after the last")
+            return
+        try:
+            if take(pb.ModelStreamInferResponse.FromString(data), self._request_id, self._trace):
+                self._done.set_result(None)
+        except LoadError as error:
+            self._done.set_exception(error)
+
+    def _ended(self, error: StreamError | None) -> None:
+        self._has_ended.set()
+        self._fail(LoadError(f"stream: {error or 'it ended before the request'}"))
+
+    def _fail(self, error: LoadError) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)
+        elif self._done is None:
+            self._wrong = error
 
 
 def make_request(model: str, request_id: str, prompt: Prompt) -> pb.ModelInferRequest:
@@ -107,10 +148,8 @@ def make_request(model: str, request_id: str, prompt: Prompt) -> pb.ModelInferRe
     return pb.ModelInferRequest(model_name=model, id=request_id, inputs=inputs, raw_input_contents=contents)
 
 
-def take(response: Any, request_id: str, trace: Trace) -> bool:
+def take(response: pb.ModelStreamInferResponse, request_id: str, trace: Trace) -> bool:
     """Check one response; return whether it was the request's last. Raises LoadError."""
-    if response is grpc.aio.EOF:
-        raise LoadError("the stream ended before the request")
     if response.error_message:
         raise LoadError(response.error_message)
     inner = response.infer_response
@@ -129,9 +168,3 @@ def take(response: Any, request_id: str, trace: Trace) -> bool:
     if reason:
         trace.finish(reason.decode())
     return bool(reason)
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name} {error.details()}"
-    return f"{type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from typing import Any
 
 import msgspec
 
@@ -81,7 +82,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.is_closed = False
-        self._transport: asyncio.Transport | None = None
+        self._transport: Any = None
         self._trace: Trace | None = None
         self._done: asyncio.Future[None] | None = None
         self._body: ChunkedBody | SizedBody | None = None
@@ -90,8 +91,7 @@ class Connection(asyncio.Protocol):
         self._events = b""
         self._has_finished = False
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: Any) -> None:  # uvloop's is not an asyncio.Transport
         self._transport = transport
 
     async def request(self, message: bytes, trace: Trace) -> None:
