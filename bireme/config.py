@@ -230,8 +230,18 @@ def _explain(text: str, kind: type[msgspec.Struct], tree: Any) -> str:
     if not path:
         return text
     choices = _choices_at(kind, path)
-    hint = f"one of {', '.join(choices)}" if choices else text
+    hint = f"one of {', '.join(choices)}" if choices else _say_range(text)
     return f"{path}: {hint}" if "[" in path else f"{path}: {_value_at(tree, path)!r}; {hint}"
+
+
+def _say_range(text: str) -> str:
+    """Expected `int` >= 1 -> 1 or more."""
+    match = re.fullmatch(r"Expected `.+` (>=|>|<=|<) (\S+)", text)
+    if not match:
+        return text
+    bound = match.group(2).removesuffix(".0")
+    words = {">=": "{} or more", ">": "more than {}", "<=": "{} or less", "<": "less than {}"}
+    return words[match.group(1)].format(bound)
 
 
 def _explain_unknown(key: str, path: str, kind: type[msgspec.Struct]) -> str:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from pathlib import Path
 
 import msgspec
 
-from bireme.errors import NotFoundError
+from bireme.errors import ConfigError, NotFoundError
 
 KEY_BYTES = 32
+MIN_KEY_BYTES = 16
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,15 +34,31 @@ def run_dir() -> Path:
     """Return the run directory, made if missing."""
     named = os.environ.get("BIREME_RUN_DIR")
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
-    path = Path(named) if named else base / f"bireme-{os.getuid()}" / str(os.getppid())
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if named:
+        path = Path(named)
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return path
+    own = base / f"bireme-{os.getuid()}"
+    own.mkdir(exist_ok=True, mode=0o700)
+    _make_private(own)
+    path = own / str(os.getppid())
+    path.mkdir(exist_ok=True, mode=0o700)
     return path
 
 
+def _make_private(folder: Path) -> None:
+    """Refuse a directory that somebody else put in a shared place: ours holds the key and the sockets."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise ConfigError(f"{folder} belongs to another user; set BIREME_RUN_DIR to a directory of your own")
+    if status.st_mode & 0o077:
+        folder.chmod(0o700)
+
+
 def deployment_key(folder: Path) -> bytes:
-    """Return the deployment's HMAC key; the first process makes it. BIREME_KEY (hex) wins."""
+    """Return the deployment's HMAC key; the first process makes it. BIREME_KEY (hex) wins. Raises ConfigError."""
     if text := os.environ.get("BIREME_KEY"):
-        return bytes.fromhex(text)
+        return _parse_key(text)
     path = folder / "key"
     draft = folder / f".key-{os.getpid()}-{secrets.token_hex(4)}"
     draft.touch(mode=0o600)
@@ -52,6 +70,16 @@ def deployment_key(folder: Path) -> bytes:
     finally:
         draft.unlink()
     return path.read_bytes()
+
+
+def _parse_key(text: str) -> bytes:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        raise ConfigError("BIREME_KEY: not hexadecimal; make one with `openssl rand -hex 32`") from None
+    if len(key) < MIN_KEY_BYTES:
+        raise ConfigError(f"BIREME_KEY: {len(key)} bytes; at least {MIN_KEY_BYTES}: `openssl rand -hex 32` makes one")
+    return key
 
 
 def publish(folder: Path, record: WorkerRecord) -> None:
@@ -70,3 +98,5 @@ def find(folder: Path, worker: str) -> WorkerRecord:
         return msgspec.json.decode((folder / f"{worker}.json").read_bytes(), type=WorkerRecord)
     except FileNotFoundError:
         raise NotFoundError(f"worker {worker} is not running in this deployment") from None
+    except msgspec.DecodeError as error:
+        raise NotFoundError(f"worker {worker}: its record in the run directory can't be read: {error}") from error
