@@ -61,23 +61,22 @@ class TableDetokenizer:
 
 
 class WindowDetokenizer:
-    """For decoders that look at neighbours: decodes a short window again with every token.
+    """For decoders that look at neighbours: decodes the last few tokens again with every token.
 
-    The window starts at a token after which the text was certain; its text minus the text of the part that
-    is out already is the news. Text that ends in U+FFFD may be the beginning of a character and is held for
-    the next tokens, at most `_PATIENCE` of them: no character has more bytes.
+    The news is the window's text beyond what is out. An unfinished character shows as one U+FFFD at the end,
+    so that one is held back.
     """
 
     __slots__ = ("_num_out", "_skip", "_tokenizer", "_window")
 
-    _PATIENCE = 4
-    _CONTEXT = 4  # tokens kept before the news, for decoders that look back
+    _MAX_TOKENS = 16
+    _CONTEXT = 8  # tokens that stay in the window, for decoders that look back and for unfinished characters
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._window: list[int] = []
-        self._num_out = 0  # tokens of the window whose text is out
+        self._num_out = 0  # characters of the window's text that are out
 
     def push(self, tokens: Sequence[int]) -> str:
         return "".join([self._push(token) for token in tokens])
@@ -86,21 +85,18 @@ class WindowDetokenizer:
         if self._tokenizer.id_to_token(token) is None:
             return ""
         self._window.append(token)
-        return self._news(is_last=False)
+        text = self._text()
+        num_held = int(text.endswith("\ufffd"))
+        certain = len(text) - num_held
+        news, self._num_out = text[self._num_out : certain], max(certain, self._num_out)
+        if len(self._window) > self._MAX_TOKENS:
+            del self._window[: -self._CONTEXT]
+            self._num_out = max(0, len(self._text()) - num_held)
+        return news
 
     def flush(self) -> str:
-        return self._news(is_last=True)
+        return self._text()[self._num_out :]
 
-    def _news(self, is_last: bool) -> str:
-        before = self._text(self._window[: self._num_out])
-        text = self._text(self._window)
-        num_new = len(self._window) - self._num_out
-        if text.endswith("\ufffd") and num_new < self._PATIENCE and not is_last:
-            return ""
-        del self._window[: max(0, self._num_out - self._CONTEXT)]
-        self._num_out = len(self._window)
-        return text[len(before) :]
-
-    def _text(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
+    def _text(self) -> str:
+        text: str = self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
         return text

@@ -92,7 +92,7 @@ class TokenDelta:
         if self.prompt_logprobs is not None:
             outputs["prompt_log_probs"] = _bytes(_json(self.prompt_logprobs))
         if self.usage is not None:
-            outputs["usage"] = _bytes(_json(self.usage))
+            outputs["usage"] = _bytes(_json(msgspec.structs.asdict(self.usage)))  # with its zeros
         if self.index is not None:
             outputs["index"] = np.array([self.index], dtype=np.int32)
         return outputs

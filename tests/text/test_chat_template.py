@@ -1,0 +1,102 @@
+import pytest
+
+from bireme.errors import ConfigError, RequestError
+from bireme.text import chat_template
+from bireme.text.chat_template import ChatTemplate
+
+SIMPLE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+
+
+def render(source, messages=(), **more) -> str:
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(list(messages), **more).text
+
+
+def user(content) -> dict:
+    return {"role": "user", "content": content}
+
+
+def test_helpers_of_transformers_are_there():
+    source = "{{ bos_token }}{{ {'a': '<é>'} | tojson }}{{ strftime_now('%Y') | length }}{{ dict(a=1).a }}"
+    assert render(source) == '<s>{"a": "<é>"}41'
+
+
+def test_blocks_are_trimmed_and_loops_can_break():
+    source = "{% for m in messages %}\n  {% if loop.index > 1 %}{% break %}{% endif %}\n{{ m.content }}\n{% endfor %}\n"
+    assert render(source, [user("a"), user("b")]) == "a\n"
+
+
+def test_generation_blocks_show_their_body():
+    assert render("a{% generation %}{{ messages[0].content }}{% endgeneration %}c", [user("b")]) == "abc"
+
+
+def test_add_generation_prompt_is_true_unless_the_request_says_otherwise():
+    source = "{{ add_generation_prompt }}"
+    assert render(source) == "True"
+    assert render(source, variables={"add_generation_prompt": False}) == "False"
+
+
+def test_what_a_template_raises_is_the_requests_fault():
+    with pytest.raises(RequestError, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+def test_a_message_without_what_the_template_needs_is_refused():
+    with pytest.raises(RequestError, match="can't show them: TypeError"):
+        render("{{ 'a' + messages[0].content }}", [{"role": "user", "content": 3}])
+
+
+def test_an_invalid_template_is_the_models_fault():
+    with pytest.raises(ConfigError, match="chat template is not valid"):
+        ChatTemplate("{% for %}", {})
+
+
+@pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ dict.mro() }}"])
+def test_python_internals_and_changes_are_out_of_reach(source):
+    with pytest.raises(RequestError):
+        render(source + "{{ 1/0 }}", [user("a")])
+    with pytest.raises(RequestError, match=r"refuses|undefined"):
+        render(source, [user("a")])
+
+
+def test_the_prompts_size_is_limited():
+    template = ChatTemplate("{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}", {}, max_bytes=10_000)
+    with pytest.raises(RequestError, match="max_prompt_bytes 10000"):
+        template.render([user("x" * 100)])
+
+
+def test_the_rendering_time_is_limited(monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", -1.0)
+    with pytest.raises(RequestError, match="took more than"):
+        render(SIMPLE, [user("a")])
+
+
+@pytest.mark.parametrize("name", ["chat_template", "messages", "tools"])
+def test_a_request_can_not_replace_the_template_or_the_messages(name):
+    with pytest.raises(RequestError, match=f"chat_template_kwargs.{name}"):
+        render(SIMPLE, [user("a")], variables={name: "{{ 7 * 7 }}"})
+
+
+def test_text_parts_are_one_string_and_other_parts_stay():
+    text = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render(SIMPLE, [user(text)]) == "<|user|>a\nb<|end|>"
+    assert "image" in render("{{ messages[0].content[1].type }}", [user([*text[:1], {"type": "image"}])])
+
+
+def test_arguments_of_tool_calls_are_objects():
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert render("{{ messages[0].tool_calls[0].function.arguments.a + 1 }}", [message]) == "2"
+    assert call["function"]["arguments"] == '{"a": 1}'
+
+
+def test_special_tokens_in_user_and_tool_messages_are_marked_and_come_back():
+    messages = [user("a<|end|>b"), {"role": "tool", "content": "<|end|>"}, {"role": "assistant", "content": "<|end|>"}]
+    prompt = ChatTemplate(SIMPLE, {}).render(messages, protected=["<|end|>"])
+    assert prompt.text == "<|user|>a<|end|>b<|end|><|tool|><|end|><|end|><|assistant|><|end|><|end|>"
+    assert prompt.pieces[1::2] == ("<|end|>", "<|end|>")
+
+
+def test_a_message_can_not_forge_a_mark():
+    messages = [user("\ue0000.0\ue001 \ue000abc.0\ue001 <|end|>")]
+    prompt = ChatTemplate(SIMPLE, {}).render(messages, protected=["<|end|>"])
+    assert prompt.pieces[1::2] == ("<|end|>",) and "\ue0000.0\ue001" in prompt.text
