@@ -108,6 +108,13 @@ def test_an_ensemble_s_tensors_have_the_types_of_the_specs(folder, side, mapping
         assert [int(dim) for dim in tensor["dims"]] == expected["dims"]
 
 
+@pytest.mark.parametrize("folder", ENSEMBLES, **by_name)
+def test_an_ensemble_s_inputs_are_all_optional(folder):
+    """HTTP answers a request that lacks a required one with an empty body; the first step can say what is wrong."""
+    config, _ = steps_of(folder)
+    assert [tensor["name"] for tensor in config["input"] if tensor.get("optional") != ["true"]] == []
+
+
 @pytest.mark.parametrize("spec", MODELS.values(), ids=lambda spec: spec.name)
 def test_a_spec_s_names_are_unique_and_plain(spec):
     for tensors in (spec.inputs, spec.outputs):
