@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from bireme.discovery import run
+from bireme.errors import ConfigError, NotFoundError
+
+RECORD = run.WorkerRecord(worker="decode", life=2, pid=7, transfer_endpoint="ipc:///run/x", tokens_per_block=32)
+
+
+def mode(path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("BIREME_RUN_DIR", "BIREME_KEY", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_named_run_directory_is_made_for_its_owner_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("BIREME_RUN_DIR", str(tmp_path / "a" / "b"))
+    assert run.run_dir() == tmp_path / "a" / "b"
+    assert mode(tmp_path / "a" / "b") == 0o700
+
+
+def test_the_default_run_directory_is_that_of_the_parent_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = run.run_dir()
+    assert path == tmp_path / f"bireme-{os.getuid()}" / str(os.getppid())
+    assert mode(path) == mode(path.parent) == 0o700
+    assert run.run_dir() == path
+
+
+def test_a_default_directory_open_to_others_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / f"bireme-{os.getuid()}").mkdir(mode=0o755)
+    assert mode(run.run_dir().parent) == 0o700
+
+
+def test_a_link_in_the_place_of_the_default_directory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"bireme-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="belongs to another user; set BIREME_RUN_DIR"):
+        run.run_dir()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a directory of somebody else")
+def test_a_default_directory_of_somebody_else_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "bireme-0").mkdir(mode=0o700)
+    os.chown(tmp_path / "bireme-0", 12345, -1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        run.run_dir()
+
+
+def test_the_key_is_made_once_and_for_its_owner_only(tmp_path):
+    key = run.deployment_key(tmp_path)
+    assert len(key) == run.KEY_BYTES and run.deployment_key(tmp_path) == key
+    assert mode(tmp_path / "key") == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+def test_racing_processes_agree_on_one_key(tmp_path):
+    program = "import sys; from pathlib import Path; from bireme.discovery.run import deployment_key as key;"
+    program += "print(key(Path(sys.argv[1])).hex())"
+    processes = [subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE) for _ in range(6)]
+    keys = {process.communicate()[0] for process in processes}
+    assert len(keys) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+def test_the_key_of_the_environment_wins(tmp_path, monkeypatch):
+    monkeypatch.setenv("BIREME_KEY", "ab" * 32)
+    assert run.deployment_key(tmp_path) == b"\xab" * 32
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("text", "reason"), [("no hex", "not hexadecimal"), ("abcd", "2 bytes; at least 16")])
+def test_a_bad_key_in_the_environment_is_refused(text, reason, tmp_path, monkeypatch):
+    monkeypatch.setenv("BIREME_KEY", text)
+    with pytest.raises(ConfigError, match=f"{reason}.*openssl rand -hex 32"):
+        run.deployment_key(tmp_path)
+
+
+def test_a_published_worker_is_found_until_it_is_withdrawn(tmp_path):
+    run.publish(tmp_path, RECORD)
+    assert run.find(tmp_path, "decode") == RECORD
+    run.withdraw(tmp_path, "decode")
+    run.withdraw(tmp_path, "decode")
+    with pytest.raises(NotFoundError, match="worker decode is not running"):
+        run.find(tmp_path, "decode")
+
+
+def test_a_later_life_replaces_the_record(tmp_path):
+    run.publish(tmp_path, RECORD)
+    run.publish(tmp_path, msgspec.structs.replace(RECORD, life=3))
+    assert run.find(tmp_path, "decode").life == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["decode.json"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"worker": "decode"}'])
+def test_an_unreadable_record_is_not_found(tmp_path, content):
+    (tmp_path / "decode.json").write_bytes(content)
+    with pytest.raises(NotFoundError, match="worker decode: its record"):
+        run.find(tmp_path, "decode")

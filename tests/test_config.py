@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from bireme import config
+from bireme.config import load_recipe
+from bireme.errors import ConfigError
+
+DECODE = "workers: {decode: {engine: mocker}}\n"
+READY = {"cache_transceiver_config": {"backend": "DEFAULT"}}
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("BIREME_RECIPE", "BIREME_OVERRIDE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write recipe.yaml (and engine YAMLs by name) and return the folder."""
+
+    def write(text: str | bytes | dict, **engines: str) -> Path:
+        folder = tmp_path / "galley"
+        folder.mkdir(exist_ok=True)
+        if isinstance(text, dict):
+            text = json.dumps({"model": "org/model"} | text)
+        elif isinstance(text, str):
+            text = "model: org/model\n" + text
+        (folder / "recipe.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+        for name, content in engines.items():
+            (folder / f"{name}.yaml").write_text(content)
+        return folder
+
+    return write
+
+
+def disaggregated(prefill: dict | None = None, decode: dict | None = None, **more) -> dict:
+    """Return a recipe of both stages; the arguments are added to their engine configs."""
+    workers = {
+        name: {"engine": "mocker", "engine_config": READY | (own or {})}
+        for name, own in (("prefill", prefill), ("decode", decode))
+    }
+    return {"workers": workers} | more
+
+
+def refusal(folder: Path, override: str = "") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(folder, override)
+    return str(caught.value)
+
+
+# what is read
+
+
+def test_defaults_hold_where_the_recipe_is_silent(write):
+    recipe = load_recipe(write(DECODE))
+    assert recipe.entry("decode").engine_config == config.EngineConfig()
+    assert (recipe.limits, recipe.name) == (config.Limits(), "galley")
+
+
+def test_an_engine_yaml_is_read_from_beside_the_recipe(write):
+    recipe = load_recipe(write("workers: {decode: {engine_config: a.yaml}}", a="max_batch_size: 3"))
+    assert recipe.entry("decode").engine_config.max_batch_size == 3
+
+
+def test_an_empty_engine_yaml_means_the_defaults(write):
+    recipe = load_recipe(write("workers: {decode: {engine_config: a.yaml}}", a=""))
+    assert recipe.entry("decode").engine_config == config.EngineConfig()
+
+
+def test_the_override_wins_over_recipe_and_engine_yaml_key_by_key(write):
+    engine = "max_batch_size: 3\nkv_cache_config: {tokens_per_block: 16, max_tokens: 64}"
+    override = {"workers": {"decode": {"engine_config": {"kv_cache_config": {"max_tokens": 128}}}}}
+    recipe = load_recipe(write("workers: {decode: {engine_config: a.yaml}}", a=engine), json.dumps(override))
+    settings = recipe.entry("decode").engine_config
+    assert settings.max_batch_size == 3
+    assert (settings.kv_cache_config.tokens_per_block, settings.kv_cache_config.max_tokens) == (16, 128)
+
+
+def test_the_override_may_name_an_engine_yaml(write):
+    folder = write(DECODE, b="max_batch_size: 5")
+    recipe = load_recipe(folder, '{"workers": {"decode": {"engine_config": "b.yaml"}}}')
+    assert recipe.entry("decode").engine_config.max_batch_size == 5
+
+
+def test_recipe_and_override_come_from_the_environment(write, monkeypatch):
+    monkeypatch.setenv("BIREME_RECIPE", str(write(DECODE)))
+    monkeypatch.setenv("BIREME_OVERRIDE", '{"limits": {"max_n": 2}}')
+    assert load_recipe().limits.max_n == 2
+
+
+def test_each_replaced_scalar_is_logged(caplog):
+    caplog.set_level(logging.INFO, "bireme.config")
+    config.deep_merge({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
+    assert "override key=a.b old=1 new=3" in caplog.text and "a.c" not in caplog.text
+
+
+def test_deep_merge_replaces_lists_whole_and_blocks_by_scalars():
+    base = {"list": [1, 2], "block": {"a": 1}, "kept": 0}
+    config.deep_merge(base, {"list": [3], "block": None, "new": {"x": 1}})
+    assert base == {"list": [3], "block": None, "kept": 0, "new": {"x": 1}}
+
+
+# replicas
+
+
+def test_the_first_replica_keeps_the_plain_name(write):
+    recipe = load_recipe(write("workers: {decode: {engine: mocker, replicas: 3}}"))
+    assert recipe.replicas("decode") == ("decode", "decode_1", "decode_2")
+    assert recipe.replicas("prefill") == ()
+    assert recipe.entry("decode_2") is recipe.entry("decode")
+    assert recipe.entry("prefill") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("decode", "decode"), ("decode_12", "decode"), ("multimodal_encoder", "multimodal_encoder")]
+)
+def test_the_stage_of_a_model_name(name, stage):
+    assert config.stage_of(name) == stage
+
+
+# what can't be read
+
+
+def test_a_recipe_that_is_not_there_suggests_the_nearest():
+    with pytest.raises(ConfigError, match=r"no recipe at recipes/tinny .*did you mean recipes/tiny\?"):
+        load_recipe("recipes/tinny")
+
+
+def test_a_recipe_unlike_any_other_lists_what_there_is():
+    with pytest.raises(ConfigError, match="known recipes: .*mocker.*tiny"):
+        load_recipe("recipes/zzzzzzzz")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"a: [", "not valid YAML"),
+        (b"\xff\xfe\x00", "not UTF-8 text"),
+        (b"- 1", "a mapping is expected at the top, not list"),
+        (b"", "missing required field `model`"),
+        (b"model: m", "missing required field `workers`"),
+    ],
+)
+def test_a_broken_recipe_names_its_file_and_the_reason(write, text, reason):
+    message = refusal(write(text))
+    assert "recipe.yaml: " in message and reason in message
+
+
+def test_a_missing_engine_yaml_is_named(write):
+    assert refusal(write("workers: {decode: {engine_config: nope.yaml}}")).endswith("nope.yaml does not exist")
+
+
+def test_an_engine_yaml_that_is_a_folder_is_named(write):
+    folder = write("workers: {decode: {engine_config: sub}}")
+    (folder / "sub").mkdir()
+    assert "can't be read: Is a directory" in refusal(folder)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("{", "not valid JSON"), ("[1]", "a JSON object is expected")])
+def test_a_broken_override_is_refused(write, text, reason):
+    assert f"BIREME_OVERRIDE: {reason}" in refusal(write(DECODE), text)
+
+
+@pytest.mark.parametrize("key", ["name", "folder"])
+def test_name_and_folder_are_not_keys_of_a_recipe(write, key):
+    assert f"{key} is the folder's name; remove the key" in refusal(write(DECODE + f"{key}: x"))
+
+
+# unknown keys and wrong values
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("worker: {}", "unknown key worker; did you mean workers?"),
+        ("workers: {decode: {enigne: torch}}", "workers.decode: unknown key enigne; did you mean engine?"),
+        (
+            "workers: {decode: {engine_config: {kv_cache_config: {tokens_per_blok: 3}}}}",
+            "workers.decode: unknown key engine_config.kv_cache_config.tokens_per_blok; did you mean tokens_per_block?",
+        ),
+        (DECODE + "limits: {max_nn: 1}", "unknown key limits.max_nn; did you mean max_n?"),
+        (DECODE + "pipeline: {zzzz: 1}", "unknown key pipeline.zzzz; known keys: enforce_disaggregation, "),
+    ],
+)
+def test_an_unknown_key_suggests_the_nearest_or_lists_all(write, text, expected):
+    assert expected in refusal(write(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("workers: [decode]", "workers: ['decode']; Expected `object`"),
+        ("workers: {decode: 3}", "workers.decode: Expected `object`, got `int`"),
+        ("workers: {decode: {engine: torhc}}", "workers.decode: engine: 'torhc'; one of torch, trtllm, mocker"),
+        ("workers: {decode: {replicas: two}}", "workers.decode: replicas: 'two'; Expected `int`, got `str`"),
+        ("workers: {decode: {num_threads: 0}}", "workers.decode: num_threads: 0; 1 or more"),
+        ("workers: {decode: {devices: [-1]}}", "workers.decode: devices[0]: 0 or more"),
+        (
+            "workers: {decode: {engine_config: {cache_transceiver_config: {backend: RDMA}}}}",
+            "cache_transceiver_config.backend: 'RDMA'; one of DEFAULT, SHM, NIXL, UCX, MPI",
+        ),
+        (
+            "workers: {decode: {engine_config: {cache_transceiver_config: {kv_transfer_timeout_ms: 0}}}}",
+            "kv_transfer_timeout_ms: 0; 1 or more",
+        ),
+        (
+            "workers: {decode: {engine_config: {kv_cache_config: {free_gpu_memory_fraction: 1}}}}",
+            "free_gpu_memory_fraction: 1; less than 1",
+        ),
+        (DECODE + "limits: {max_n: 1.5}", "limits.max_n: 1.5; Expected `int`, got `float`"),
+        (DECODE + "limits: null", "limits: None; Expected `object`, got `null`"),
+        (DECODE + "supervisor: {ping_timeout_s: 0}", "supervisor.ping_timeout_s: 0; more than 0"),
+        (DECODE + "pipeline: {stall_timeout_s: -1}", "pipeline.stall_timeout_s: -1; more than 0"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(write, text, expected):
+    assert expected in refusal(write(text))
+
+
+# rules across fields
+
+
+def test_an_unknown_stage_suggests_the_nearest(write):
+    message = refusal(write("workers: {decoder: {}}"))
+    assert "workers.decoder: not a stage (prefill, decode, " in message and "did you mean decode?" in message
+
+
+@pytest.mark.parametrize("replicas", [0, 65])
+def test_replicas_are_bounded(write, replicas):
+    assert f"workers.decode.replicas: {replicas}; 1 to 64" in refusal(
+        write({"workers": {"decode": {"replicas": replicas}}})
+    )
+
+
+def test_prefill_needs_decode(write):
+    assert "prefill without decode; add decode" in refusal(write("workers: {prefill: {engine: mocker}}"))
+
+
+def test_enforced_disaggregation_needs_prefill(write):
+    message = refusal(write(DECODE + "pipeline: {enforce_disaggregation: true}"))
+    assert "enforce_disaggregation is true but the recipe has no prefill worker" in message
+
+
+def test_a_good_disaggregated_recipe_is_accepted(write):
+    recipe = load_recipe(write(disaggregated(pipeline={"enforce_disaggregation": True})))
+    assert set(recipe.workers) == {"prefill", "decode"}
+
+
+def test_prefill_and_decode_run_on_the_same_engine(write):
+    tree = disaggregated()
+    tree["workers"]["prefill"]["engine"] = "torch"
+    assert "prefill runs on torch, decode on mocker" in refusal(write(tree))
+
+
+def test_prefill_and_decode_agree_on_the_kv_dtype(write):
+    message = refusal(write(disaggregated(prefill={"kv_cache_config": {"dtype": "fp8"}})))
+    assert "kv_cache_config.dtype: prefill has fp8, decode auto" in message and "use one dtype" in message
+
+
+def test_disaggregation_needs_a_transfer_backend_on_both_sides(write):
+    message = refusal(write(disaggregated(decode={"cache_transceiver_config": {}})))
+    assert "workers.decode: cache_transceiver_config.backend is not set" in message
+
+
+@pytest.mark.parametrize("key", ["max_seq_len", "max_input_len"])
+def test_the_buffer_holds_the_longest_input(write, key):
+    own = {"cache_transceiver_config": {"backend": "DEFAULT", "max_tokens_in_buffer": 99}, key: 100}
+    message = refusal(write(disaggregated(prefill=own)))
+    assert "workers.prefill: max_tokens_in_buffer 99 is less than the longest input 100" in message
+
+
+# where the model is
+
+
+def test_a_hub_id_is_passed_on(write):
+    assert load_recipe(write(DECODE)).model_path == "org/model"
+
+
+def test_a_folder_beside_the_recipe_is_found(write):
+    folder = write({"model": "weights", "workers": {"decode": {}}})
+    (folder / "weights").mkdir()
+    recipe = load_recipe(folder)
+    assert recipe.model_path == recipe.tokenizer_path == str(folder / "weights")
+
+
+@pytest.mark.parametrize(
+    ("model", "remedy"), [("models/tiny-none", "run `make models`"), ("/no/model", "check `model`")]
+)
+def test_a_missing_model_folder_says_what_to_do(write, model, remedy):
+    recipe = load_recipe(write({"model": model, "workers": {"decode": {}}}))
+    with pytest.raises(ConfigError, match=remedy):
+        _ = recipe.model_path
+
+
+def test_every_recipe_of_the_checkout_loads():
+    for path in (config.CHECKOUT / "recipes").glob("*/recipe.yaml"):
+        assert load_recipe(path.parent, "").workers

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from bireme import errors
+from bireme.errors import BiremeError, EngineLostError, UnavailableError, from_message, to_message
+
+
+def tree(kind: type[BiremeError] = BiremeError) -> list[type[BiremeError]]:
+    return [kind, *(inner for child in kind.__subclasses__() for inner in tree(child))]
+
+
+KINDS = [kind for kind in tree() if kind.__module__ == errors.__name__]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_error_survives_the_wire(kind):
+    error = from_message(to_message(kind("3 tokens; the limit is 2: send fewer")))
+    assert type(error) is kind
+    assert str(error) == "3 tokens; the limit is 2: send fewer"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_starts_with_the_code_of_its_error(kind):
+    assert to_message(kind("x")).startswith(f"{kind.code}: ")
+
+
+def test_the_module_docstring_names_every_error_with_its_code():
+    for kind in KINDS:
+        line = next(line for line in errors.__doc__.splitlines() if kind.__name__ in line)
+        assert kind is EngineLostError or f" {kind.code}" in line
+
+
+def test_a_foreign_exception_is_internal_and_keeps_its_type():
+    assert to_message(ValueError("odd")) == "INTERNAL: ValueError: odd"
+    assert type(from_message("INTERNAL: ValueError: odd")) is BiremeError
+
+
+@pytest.mark.parametrize("text", ["no code at all", "TEAPOT: short and stout", "UNAVAILABLE", ""])
+def test_text_without_a_known_code_is_kept_whole(text):
+    error = from_message(text)
+    assert type(error) is BiremeError and str(error) == text
+
+
+def test_text_may_hold_colons_and_lines():
+    assert str(from_message("NOT_FOUND: a: b\nc")) == "a: b\nc"
+
+
+def test_only_full_and_unavailable_are_retryable():
+    assert {kind.code for kind in KINDS if kind.retryable} == {"RESOURCE_EXHAUSTED", "UNAVAILABLE"}
+    assert issubclass(EngineLostError, UnavailableError)

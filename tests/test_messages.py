@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bireme import messages
+from bireme.messages import (
+    CONTROL,
+    VERSION,
+    Abort,
+    Capacity,
+    Commands,
+    Drain,
+    Drop,
+    EngineRequest,
+    Finish,
+    Hello,
+    Ping,
+    Pong,
+    SamplingParams,
+    Step,
+    Submit,
+    Usage,
+    Welcome,
+    frame,
+    pack_steps,
+    pack_welcome,
+    split,
+    unpack_bus,
+    unpack_steps,
+)
+
+CAPACITY = Capacity(
+    max_seq_len=8, max_batch_size=1, max_num_tokens=8, max_queue_size=1, tokens_per_block=4, num_blocks=2, vocab_size=9
+)
+
+
+@given(st.integers(0, CONTROL), st.binary(max_size=200))
+def test_a_frame_gives_back_consumer_and_payload(consumer, payload):
+    assert split(frame(consumer, payload)) == (consumer, payload)
+
+
+def test_commands_survive_the_wire():
+    request = EngineRequest(
+        prompt=b"\x01\0\0\0",
+        sampling=SamplingParams(temperature=0.0, seed=2**64 - 1, top_k=0, stop=("a",), logit_bias={3: -1.5}),
+        request_type="generation_only",
+        num_resumed=1,
+        disaggregated_params=b"signed",
+    )
+    commands = Commands(7, [Submit(1, request), Abort(2), Drop(), Ping(3), Drain()])
+    assert messages.decode_commands(messages.encode(commands)) == commands
+
+
+def test_unset_and_zero_stay_different():
+    sampling = SamplingParams(temperature=0.0, max_tokens=0)
+    decoded = msgspec.msgpack.decode(messages.encode(sampling), type=SamplingParams)
+    assert (decoded.temperature, decoded.max_tokens, decoded.top_k) == (0.0, 0, None)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step(1, 2, [5, 6], [50, 60]),
+        Step(1, 2, [5, 6], [50, 51, 60], [2, 1]),
+        Step(1, 3, finished={5: Finish("stop", Usage(prompt_tokens=3), stop_token_id=2)}),
+        Step(1, 4, [5], [50], logprobs={5: [[(50, -0.5), (3, -1.0)]]}, prompt_logprobs={5: []}),
+        Step(1, 5, lost=True),
+    ],
+)
+def test_steps_survive_the_wire(step):
+    assert messages.decode_step(messages.encode(step)) == step
+
+
+def test_deltas_split_the_columns_by_request():
+    assert list(Step(1, 2, [5, 6], [50, 60]).deltas()) == [(5, [50]), (6, [60])]
+    assert list(Step(1, 2, [5, 6, 7], [50, 51, 70], [2, 0, 1]).deltas()) == [(5, [50, 51]), (6, []), (7, [70])]
+
+
+def test_columns_of_different_length_are_an_error():
+    with pytest.raises(ValueError):
+        list(Step(1, 2, [5, 6], [50]).deltas())
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=20))
+def test_packed_steps_come_out_in_order(numbers):
+    steps = [Step(1, number, [number], [number]) for number in numbers]
+    assert list(unpack_steps(pack_steps([messages.encode(step) for step in steps]))) == steps
+
+
+def test_late_steps_coalesce_by_appending():
+    first, second = (pack_steps([messages.encode(Step(1, number))]) for number in (1, 2))
+    assert [step.number for step in unpack_steps(first + second)] == [1, 2]
+
+
+def test_a_subscription_opens_with_its_welcome():
+    welcome = Welcome(VERSION, "secret", 3, CAPACITY)
+    items = list(unpack_bus(pack_welcome(welcome) + pack_steps([messages.encode(Step(3, 1))])))
+    assert items == [welcome, Step(3, 1)]
+
+
+@pytest.mark.parametrize(
+    "control", [Hello(VERSION, 1, CAPACITY), Hello(VERSION, 1, error="no"), Pong(1, 2, 3, 4.5, 0, 1, b"m")]
+)
+def test_control_messages_survive_the_wire(control):
+    assert messages.decode_control(messages.encode(control)) == control
+
+
+def test_a_truncated_step_is_an_error_and_not_half_a_step():
+    data = pack_steps([messages.encode(Step(1, 2, [5], [50]))])
+    with pytest.raises((msgspec.DecodeError, ValueError)):
+        list(unpack_steps(data[:-1]))
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode([1, [["x"]]])])
+def test_malformed_commands_are_decode_errors(payload):
+    with pytest.raises(msgspec.DecodeError):
+        messages.decode_commands(payload)

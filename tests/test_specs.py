@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from bireme import specs
+from bireme.specs import MODELS, PIPELINES, STAGES
+
+DATA_TYPES = {"INT32", "INT64", "UINT8", "UINT64", "FP32", "BYTES", "BOOL"}
+
+
+def test_every_model_is_listed_once():
+    assert len(MODELS) == len(STAGES) + len(PIPELINES)
+
+
+def test_every_spec_of_the_module_is_in_the_table():
+    found = {value.name for value in vars(specs).values() if isinstance(value, specs.ModelSpec)}
+    assert found == set(MODELS)
+
+
+@pytest.mark.parametrize("spec", MODELS.values(), ids=lambda spec: spec.name)
+def test_tensors_are_well_formed_and_unique(spec):
+    for tensors in (spec.inputs, spec.outputs):
+        names = [tensor.name for tensor in tensors]
+        assert len(names) == len(set(names)) > 0
+        for tensor in tensors:
+            assert re.fullmatch(r"[a-z][a-z0-9_]*", tensor.name)
+            assert tensor.data_type in DATA_TYPES
+            assert tensor.dims and all(dim == -1 or dim > 0 for dim in tensor.dims)
+
+
+@pytest.mark.parametrize("spec", MODELS.values(), ids=lambda spec: spec.name)
+def test_every_input_is_optional_because_http_does_not_notice_a_missing_one(spec):
+    assert all(tensor.optional for tensor in spec.inputs)
+
+
+def test_the_kinds_of_the_models_are_those_of_the_design():
+    decoupled = {spec.name for spec in MODELS.values() if spec.decoupled}
+    assert decoupled == {"decode", "video_diffusion", "generate", "chat", "video"}
+
+
+def test_completion_is_generate_without_stream():
+    names = {tensor.name for tensor in MODELS["generate"].inputs} - {"stream"}
+    assert names == {tensor.name for tensor in MODELS["completion"].inputs}
+    assert MODELS["generate"].outputs == MODELS["completion"].outputs
+
+
+def test_sampling_means_the_same_in_every_model():
+    for name in ("prefill", "decode", "generate", "completion"):
+        assert set(specs.SAMPLING) <= set(MODELS[name].inputs)
+
+
+def test_an_input_is_found_by_name():
+    assert MODELS["decode"].input("top_k").data_type == "INT32"
+    assert MODELS["decode"].input("nope") is None
