@@ -1,7 +1,9 @@
 """A model's tokenizer, from its folder, by the `tokenizers` library alone: no torch, no transformers.
 
-`tokenizer.json` is needed; `tokenizer_config.json` gives special tokens and bos handling; the chat template
-is chat_template.jinja, chat_template.json or tokenizer_config.json's own, in this order (transformers').
+`tokenizer.json` is needed; its post-processor alone says whether bos and eos are added (as in transformers 5,
+which passes over tokenizer_config.json's add_bos_token where this file is). `tokenizer_config.json` names the
+special tokens for templates. The chat template is chat_template.jinja, chat_template.json or
+tokenizer_config.json's own, in this order.
 Plain text is encoded as transformers does it, special tokens in it included; in chat messages they are text
 (chat_template.py). A Tokenizer may be used from many threads: encoding releases the GIL.
 """
@@ -15,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from bireme.errors import ConfigError, RequestError
 from bireme.text import vocabulary
@@ -118,9 +119,7 @@ def load_tokenizer(path: str, max_prompt_bytes: int = 8 << 20) -> Tokenizer:
     folder = Path(path) if Path(path).is_dir() else _download(path)
     config = _json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     special = {name: text for name in _NAMED if (text := _token_text(config.get(name)))}
-    inner = _inner(folder)
-    _apply_bos_eos(inner, config, special)
-    return Tokenizer(inner, special, _templates(folder, config), max_prompt_bytes)
+    return Tokenizer(_inner(folder), special, _templates(folder, config), max_prompt_bytes)
 
 
 def _download(path: str) -> Path:
@@ -152,21 +151,6 @@ def _inner(folder: Path) -> tokenizers.Tokenizer:
     inner.no_truncation()  # left over from training in some checkpoints; would cut prompts silently
     inner.no_padding()
     return inner
-
-
-def _apply_bos_eos(inner: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Explicit add_bos_token or add_eos_token replace tokenizer.json's post-processor, as in transformers."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    first = special.get("bos_token") if config.get("add_bos_token") else None
-    last = special.get("eos_token") if config.get("add_eos_token") else None
-    used = [token for token in (first, last) if token]
-    ids = [(token, inner.token_to_id(token)) for token in used]
-    missing = next((token for token, token_id in ids if token_id is None), None)
-    if missing:
-        raise ConfigError(f"tokenizer_config.json names {missing}, which tokenizer.json does not have")
-    template = " ".join([*([f"{first}:0"] if first else []), "$A:0", *([f"{last}:0"] if last else [])])
-    inner.post_processor = TemplateProcessing(single=template, special_tokens=ids)
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
