@@ -1,0 +1,1 @@
+"""The synthetic worlds that the sample models are trained on, and how they are trained."""

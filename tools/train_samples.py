@@ -1,0 +1,32 @@
+"""Train the small sample models that tests and demo use.
+
+    python tools/train_samples.py tiny-chat                    # on one H200: minutes; see --budget
+    python tools/train_samples.py tiny-chat --budget cpu       # a worse model in about an hour of two cores
+
+The trained folders are committed under models/, so nobody has to run this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from samples import train_chat
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=["tiny-chat"])
+    parser.add_argument("--out", type=Path, help="default: models/<model>")
+    parser.add_argument("--budget", choices=sorted(train_chat.BUDGETS), default="h200")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    accuracy = train_chat.train(args.out or CHECKOUT / "models" / args.model, args.budget, args.seed)
+    print(json.dumps({"model": args.model, "held_out_accuracy": accuracy}))
+
+
+if __name__ == "__main__":
+    main()
