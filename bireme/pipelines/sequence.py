@@ -274,7 +274,7 @@ class Sequence:
             queue_ms=own.queue_ms + prefill.queue_ms,
             prefill_ms=own.prefill_ms + prefill.prefill_ms,
             decode_ms=own.decode_ms + self._lost_ms,
-            prefill_worker=prefill_worker,
+            prefill_worker=prefill_worker or own.prefill_worker,
             decode_worker=self._placement.decode if self._placement else "",
         )
         return Finish(finish.reason, usage, finish.error, finish.stop_token_id)

@@ -1,0 +1,148 @@
+"""Workers in memory, for tests of what calls them: every step and every fault happens when the test says so.
+
+Tokens depend on the prompt and the position alone, so a sequence that moved must look as if it had not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import numpy as np
+
+from bireme.errors import BiremeError, EngineLostError, NotFoundError, RequestCancelledError, to_message
+from bireme.messages import EngineRequest, Finish, FinishReason, Sink, Usage
+from bireme.workers.base import PrefillResult
+
+
+def token_at(prompt: list[int], position: int) -> int:
+    """Return the token that every fake worker makes there."""
+    return 100 + (sum(prompt) + 7 * position) % 800
+
+
+class FakeGeneration:
+    """One request in a fake decode worker."""
+
+    def __init__(self, workers: FakeWorkers, worker: str, request: EngineRequest, sink: Sink) -> None:
+        self._workers = workers
+        self.worker, self.request, self.sink = worker, request, sink
+        self.was_sent = True
+        self.failure: BiremeError | None = None
+        self.is_aborted = self.is_over = False
+        ids: list[int] = np.frombuffer(request.prompt, np.int32).tolist()
+        self.prompt = ids[: len(ids) - request.num_resumed]
+        self.num_tokens = request.num_resumed
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        asyncio.get_running_loop().call_soon(self.end, "cancelled")
+
+    def emit(self) -> None:
+        """Make the next token; the last one also ends it."""
+        if self.is_over:
+            return
+        if self.request.disaggregated_params:
+            self._workers.leases.pop(self.request.disaggregated_params.decode(), None)
+        self.sink.push((token_at(self.prompt, self.num_tokens),))
+        self.num_tokens += 1
+        if self.num_tokens == (self.request.sampling.max_tokens or 1 << 30):
+            self.end("length")
+
+    def end(self, reason: FinishReason, error: str = "") -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._workers.running.remove(self)
+            self.sink.finish(Finish(reason, Usage(completion_tokens=self.num_tokens), error=error))
+
+    def fail(self, error: BiremeError) -> None:
+        """End it as the bus does when this side knows better than the engine."""
+        self.failure = error
+        self.end("error", to_message(error))
+
+
+class FakeWorkers:
+    """WorkerClient. `down` says what calls of a worker meet; `hold` keeps unary calls waiting."""
+
+    def __init__(self) -> None:
+        self.down: dict[str, BiremeError] = {}
+        self.hold: set[str] = set()  # tokenizer, or a prefill worker
+        self.waiting: dict[str, asyncio.Future[None]] = {}  # request id (or tokenizer) -> goes on when set
+        self.leases: dict[str, str] = {}  # request id -> prefill worker
+        self.running: list[FakeGeneration] = []
+        self.log: list[str] = []  # worker and request type, or what was aborted
+        self.errors: deque[BiremeError] = deque()  # the next decode requests end with these, as engines do
+        self.is_closed = False
+
+    async def tokenize(self, text: str) -> list[int]:
+        await self._wait("tokenizer", "tokenizer")
+        return [ord(character) for character in text]
+
+    async def prefill(self, worker: str, request: EngineRequest, request_id: str) -> PrefillResult:
+        self.log.append(f"{worker} {request.request_type}")
+        self._check(worker)
+        await self._wait(worker, request_id)
+        self._check(worker)
+        self.leases[request_id] = worker
+        ids: list[int] = np.frombuffer(request.prompt, np.int32).tolist()
+        return PrefillResult(request_id.encode(), (token_at(ids, 0),), Usage(prefill_ms=5.0, cached_tokens=1))
+
+    async def abort_prefill(self, worker: str, request_id: str) -> None:
+        self.log.append(f"{worker} abort")
+        waiting = self.waiting.pop(request_id, None)
+        if waiting is not None:
+            waiting.set_exception(RequestCancelledError("the prefill was aborted"))
+        elif self.leases.pop(request_id, None) is None:
+            raise NotFoundError(f"request_id: {request_id} is not under way")
+
+    def decode(self, worker: str, request: EngineRequest, sink: Sink) -> FakeGeneration:
+        self.log.append(f"{worker} {request.request_type} {request.num_resumed}")
+        generation = FakeGeneration(self, worker, request, sink)
+        self.running.append(generation)
+        loop = asyncio.get_running_loop()
+        blob = request.disaggregated_params
+        if worker in self.down:
+            generation.was_sent = False
+            loop.call_soon(generation.fail, self.down[worker])
+        elif self.errors:
+            loop.call_soon(generation.end, "error", to_message(self.errors.popleft()))
+        elif blob is not None and blob.decode() not in self.leases:
+            loop.call_soon(generation.end, "error", "NOT_FOUND: the lease is gone")
+        return generation
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    # For tests
+
+    async def emit(self, count: int = 1) -> None:
+        """Let every running request make tokens, once there is one."""
+        while not self.running:
+            await asyncio.sleep(0)
+        for _ in range(count):
+            for generation in list(self.running):
+                generation.emit()
+            await asyncio.sleep(0)
+
+    async def lose(self, worker: str) -> None:
+        """The worker's engine dies with all that it runs."""
+        for generation in list(self.running):
+            if generation.worker == worker:
+                generation.fail(EngineLostError(f"{worker}: its engine died"))
+        await asyncio.sleep(0)
+
+    async def reached(self, name: str) -> None:
+        """Return when a held call waits, or (worker) when a decode request runs there."""
+        while name not in self.waiting and not any(generation.worker == name for generation in self.running):
+            await asyncio.sleep(0)
+
+    def go_on(self, name: str) -> None:
+        self.waiting.pop(name).set_result(None)
+
+    def _check(self, worker: str) -> None:
+        if worker in self.down:
+            raise self.down[worker]
+
+    async def _wait(self, worker: str, name: str) -> None:
+        if worker in self.hold:
+            future = self.waiting[name] = asyncio.get_running_loop().create_future()
+            await future

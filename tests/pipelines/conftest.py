@@ -1,0 +1,106 @@
+"""A text pipeline over fake workers, and what a client of it sees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models
+
+from bireme.config import Recipe, WorkerEntry, convert
+from bireme.metrics import Registry
+from bireme.pipelines.completion import Completion
+from bireme.pipelines.generate import Generate
+from bireme.pipelines.text import TextPipeline
+from bireme.text.tokenizer import Tokenizer
+from bireme.types import Cancelled, Inputs, RequestInfo, Response, StageContext
+from bireme.workers.fake import FakeWorkers
+
+KINDS = {"BYTES": object, "INT32": np.int32, "FP32": np.float32, "BOOL": bool, "UINT64": np.uint64, "UINT8": np.uint8}
+
+
+def letters() -> Tokenizer:
+    """One token a character: ids are code points, up to 1000."""
+    inner = Inner(models.WordLevel({chr(code): code for code in range(1, 1000)}, unk_token="?"))
+    inner.decoder = decoders.Fuse()
+    return Tokenizer(inner)
+
+
+class Call:
+    """One request to a pipeline, running."""
+
+    def __init__(self, pipeline: TextPipeline, info: RequestInfo | None, values: dict[str, Any]) -> None:
+        self.responses: list[dict[str, Any]] = []
+        self.cancelled = Cancelled()
+        tensors = {name: tensor_of(pipeline, name, value) for name, value in values.items()}
+        self.task = asyncio.ensure_future(pipeline.handle(Inputs(tensors, info), self._send, self.cancelled))
+
+    def _send(self, response: Response) -> None:
+        self.responses.append(dict(response.tensors()))
+
+    async def end(self) -> None:
+        await asyncio.wait_for(self.task, 5)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for response in self.responses for token in response["output_ids"].tolist()]
+
+    @property
+    def text(self) -> str:
+        return b"".join(response["text_output"][0] for response in self.responses).decode()
+
+    def last(self, name: str) -> Any:
+        return self.responses[-1][name].tolist()
+
+
+def tensor_of(pipeline: TextPipeline, name: str, value: Any) -> Any:
+    spec = pipeline.spec.input(name)
+    items = value if isinstance(value, list) else [value]
+    if spec is not None and spec.data_type == "BYTES":
+        return np.array([item.encode() if isinstance(item, str) else item for item in items], object)
+    return np.array(items, KINDS[spec.data_type] if spec else None)
+
+
+class Bench:
+    """A started pipeline."""
+
+    def __init__(self, pipeline: TextPipeline, workers: FakeWorkers, metrics: Registry) -> None:
+        self.pipeline, self.workers, self.metrics = pipeline, workers, metrics
+
+    def ask(self, info: RequestInfo | None = None, **values: Any) -> Call:
+        return Call(self.pipeline, info, {"text_input": "hi", "max_tokens": 4, **values})
+
+    def counters(self) -> dict[tuple[str, ...], float]:
+        return {(name, *labels[1:]): value for name, labels, value in self.metrics.take_delta().counters}
+
+
+def recipe(prefill: int = 0, decode: int = 1, **tree: Any) -> Recipe:
+    workers = {"decode": {"engine": "mocker", "replicas": decode}}
+    if prefill:
+        workers["prefill"] = {"engine": "mocker", "replicas": prefill}
+    return convert({"model": "none", "workers": workers, "name": "test"} | tree, Recipe, "test")
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def bench() -> Make:
+    async def make(kind: type[TextPipeline] = Generate, **settings: Any) -> Bench:
+        workers, metrics = FakeWorkers(), Registry("generate")
+        pipeline = kind(workers, letters())
+        chosen = recipe(**settings)
+        entry: WorkerEntry | None = None
+        await pipeline.start(StageContext("generate", chosen, entry, metrics))
+        return Bench(pipeline, workers, metrics)
+
+    return make
+
+
+@pytest.fixture
+def completion(bench: Make) -> Make:
+    return lambda **settings: bench(Completion, **settings)

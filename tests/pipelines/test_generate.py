@@ -1,0 +1,336 @@
+"""One request through generate: what goes out, and what happens when workers or clients go away."""
+
+import asyncio
+
+import pytest
+
+from bireme.errors import (
+    BiremeError,
+    DeadlineExceededError,
+    EngineLostError,
+    NotFoundError,
+    RequestError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from bireme.types import RequestInfo
+from bireme.workers.base import UnreachableError
+from bireme.workers.fake import token_at
+
+PROMPT = [ord("h"), ord("i")]
+EXPECTED = [token_at(PROMPT, position) for position in range(4)]
+ENGINE_DOWN = UnavailableError("its engine is starting")
+QUICK = {"pipeline": {"stall_timeout_s": 0.2}}
+
+
+async def test_stream_sends_each_token_and_its_text_at_once(bench):
+    test = await bench()
+    call = test.ask(stream=True)
+    await test.workers.emit()
+    assert call.tokens == EXPECTED[:1]
+    await test.workers.emit(3)
+    await call.end()
+    assert call.tokens == EXPECTED
+    assert call.text == "".join(map(chr, EXPECTED))
+    assert call.last("finish_reason") == [b"length"]
+
+
+async def test_without_stream_there_is_exactly_one_response(bench):
+    test = await bench()
+    call = test.ask()
+    await test.workers.emit(4)
+    await call.end()
+    assert len(call.responses) == 1
+    assert call.tokens == EXPECTED
+
+
+async def test_token_ids_are_taken_instead_of_text(bench):
+    test = await bench()
+    call = test.ask(text_input="hi", input_ids=[1])
+    with pytest.raises(RequestError, match="both text_input and input_ids"):
+        await call.end()
+
+
+async def test_sequences_of_one_request_are_told_apart_by_index(bench):
+    test = await bench()
+    call = test.ask(stream=True, num_return_sequences=2)
+    await test.workers.reached("decode")
+    await asyncio.sleep(0.01)
+    await test.workers.emit(4)
+    await call.end()
+    for index in (0, 1):
+        mine = [response for response in call.responses if response["index"].tolist() == [index]]
+        assert [token for response in mine for token in response["output_ids"].tolist()] == EXPECTED
+
+
+async def test_sequences_come_in_one_response_without_stream(bench):
+    test = await bench()
+    call = test.ask(num_return_sequences=2, return_num_output_tokens=True)
+    await test.workers.reached("decode")
+    await asyncio.sleep(0.01)
+    await test.workers.emit(4)
+    await call.end()
+    assert len(call.responses) == 1
+    assert len(call.last("text_output")) == 2
+    assert call.last("index") == [0, 1]
+    assert call.last("num_output_tokens") == [4, 4]
+    assert call.last("sequence_index") == [0, 1]
+
+
+async def test_a_stop_string_aborts_in_the_engine_and_ends_with_stop(bench):
+    test = await bench()
+    call = test.ask(stream=True, max_tokens=50, stop_words=[chr(EXPECTED[2])])
+    await test.workers.emit(3)
+    await call.end()
+    assert call.text == "".join(map(chr, EXPECTED[:2]))
+    assert call.last("finish_reason") == [b"stop"]
+    assert not test.workers.running
+
+
+async def test_disaggregated_request_is_prefilled_and_decode_takes_over(bench):
+    test = await bench(prefill=1)
+    call = test.ask(stream=True)
+    await test.workers.emit(4)
+    await call.end()
+    assert test.workers.log == ["prefill context_only", "decode generation_only 0"]
+    assert call.tokens == EXPECTED
+    assert not test.workers.leases
+
+
+async def test_prefill_that_is_down_is_passed_by(bench):
+    test = await bench(prefill=1)
+    test.workers.down["prefill"] = ENGINE_DOWN
+    call = test.ask(stream=True)
+    await test.workers.emit(4)
+    await call.end()
+    assert test.workers.log == ["prefill context_only", "decode context_and_generation 0"]
+    assert call.tokens == EXPECTED
+
+
+async def test_enforced_disaggregation_waits_for_prefill_and_then_refuses(bench):
+    pipeline = {"enforce_disaggregation": True, "stall_timeout_s": 0.2}
+    test = await bench(prefill=1, pipeline=pipeline)
+    test.workers.down["prefill"] = ENGINE_DOWN
+    call = test.ask(stream=True)
+    with pytest.raises(UnavailableError, match="its engine is starting"):
+        await call.end()
+    assert not any("decode" in entry for entry in test.workers.log)
+
+
+async def test_enforced_disaggregation_goes_on_when_prefill_is_back(bench):
+    test = await bench(prefill=1, pipeline={"enforce_disaggregation": True})
+    test.workers.down["prefill"] = ENGINE_DOWN
+    call = test.ask(stream=True)
+    await asyncio.sleep(0.05)
+    test.workers.down.clear()
+    await test.workers.emit(4)
+    await call.end()
+    assert call.tokens == EXPECTED
+    assert test.workers.log[-1] == "decode generation_only 0"
+
+
+async def test_a_lease_that_is_gone_means_prefill_again(bench):
+    test = await bench(prefill=1)
+    test.workers.errors.append(NotFoundError("the lease is gone"))
+    call = test.ask(stream=True)
+    await test.workers.reached("decode")
+    await asyncio.sleep(0.01)
+    await test.workers.emit(4)
+    await call.end()
+    assert [entry for entry in test.workers.log if "abort" not in entry] == [
+        "prefill context_only",
+        "decode generation_only 0",
+        "prefill context_only",
+        "decode generation_only 0",
+    ]
+    assert call.tokens == EXPECTED
+
+
+async def test_stream_goes_on_exactly_on_another_replica(bench):
+    test = await bench(decode=2)
+    call = test.ask(stream=True)
+    await test.workers.emit(2)
+    await test.workers.lose("decode")
+    await test.workers.reached("decode_1")
+    await test.workers.emit(2)
+    await call.end()
+    assert call.tokens == EXPECTED
+    assert call.text == "".join(map(chr, EXPECTED))
+    assert test.workers.log[-1] == "decode_1 context_and_generation 2"
+    assert test.counters()[("bireme_migrations_total",)] == 1
+
+
+async def test_stream_waits_for_the_only_worker_to_come_back(bench):
+    test = await bench()
+    call = test.ask(stream=True)
+    await test.workers.emit(2)
+    test.workers.down["decode"] = ENGINE_DOWN
+    await test.workers.lose("decode")
+    await asyncio.sleep(0.05)
+    test.workers.down.clear()
+    while not test.workers.running:
+        await asyncio.sleep(0.01)
+    await test.workers.emit(2)
+    await call.end()
+    assert call.tokens == EXPECTED
+
+
+async def test_stream_ends_when_its_worker_stays_away(bench):
+    test = await bench(**QUICK)
+    call = test.ask(stream=True)
+    await test.workers.emit(2)
+    test.workers.down["decode"] = ENGINE_DOWN
+    await test.workers.lose("decode")
+    with pytest.raises(UnavailableError):
+        await call.end()
+    assert call.tokens == EXPECTED[:2]
+
+
+async def test_past_the_migration_limit_the_stream_ends(bench):
+    test = await bench(pipeline={"migration_limit": 1})
+    call = test.ask(stream=True)
+    for _ in range(2):
+        await test.workers.emit(1)
+        await test.workers.lose("decode")
+    with pytest.raises(UnavailableError, match="migration_limit"):
+        await call.end()
+
+
+async def test_an_unreachable_server_is_said_at_once(bench):
+    test = await bench()
+    test.workers.down["decode"] = UnreachableError("no Triton gRPC endpoint; set BIREME_GRPC")
+    call = test.ask()
+    with pytest.raises(UnavailableError, match="BIREME_GRPC"):
+        await call.end()
+
+
+async def test_a_full_queue_is_the_clients_to_retry(bench):
+    test = await bench()
+    test.workers.errors.append(ResourceExhaustedError("queue full"))
+    with pytest.raises(ResourceExhaustedError, match="queue full"):
+        await test.ask().end()
+
+
+async def test_a_full_queue_does_not_end_a_stream_that_moves(bench):
+    test = await bench()
+    call = test.ask(stream=True)
+    await test.workers.emit(2)
+    test.workers.errors.append(ResourceExhaustedError("queue full"))
+    await test.workers.lose("decode")
+    await asyncio.sleep(0.1)
+    await test.workers.emit(2)
+    await call.end()
+    assert call.tokens == EXPECTED
+
+
+async def test_cancel_while_tokenizing_ends_the_request(bench):
+    test = await bench()
+    test.workers.hold.add("tokenizer")
+    call = test.ask()
+    await test.workers.reached("tokenizer")
+    call.cancelled.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call.end()
+    assert not test.workers.log
+
+
+async def test_cancel_during_prefill_aborts_it(bench):
+    test = await bench(prefill=1)
+    test.workers.hold.add("prefill")
+    call = test.ask()
+    while not test.workers.waiting:
+        await asyncio.sleep(0)
+    call.cancelled.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call.end()
+    await asyncio.sleep(0.01)
+    assert test.workers.log == ["prefill context_only", "prefill abort"]
+    assert not test.workers.waiting and not test.workers.leases
+
+
+async def test_cancel_between_prefill_and_decode_frees_the_lease(bench):
+    test = await bench(prefill=1)
+    call = test.ask()
+    await test.workers.reached("decode")
+    assert test.workers.leases
+    call.cancelled.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call.end()
+    await asyncio.sleep(0.01)
+    assert not test.workers.leases and not test.workers.running
+
+
+async def test_cancel_while_decoding_aborts_in_the_engine(bench):
+    test = await bench()
+    call = test.ask(stream=True)
+    await test.workers.emit(2)
+    generation = test.workers.running[0]
+    call.cancelled.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call.end()
+    assert generation.is_aborted
+    assert test.counters()[("bireme_requests_total", "CANCELLED")] == 1
+
+
+async def test_cancel_between_attempts_ends_the_request(bench):
+    test = await bench()
+    test.workers.down["decode"] = ENGINE_DOWN
+    call = test.ask()
+    await asyncio.sleep(0.05)
+    call.cancelled.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call.end()
+    assert test.pipeline._services.num_active == 0
+
+
+async def test_one_request_too_many_is_refused(bench):
+    test = await bench(limits={"max_concurrent_requests": 1})
+    first = test.ask()
+    await test.workers.reached("decode")
+    with pytest.raises(ResourceExhaustedError, match="max_concurrent_requests is 1"):
+        await test.ask().end()
+    await test.workers.emit(4)
+    await first.end()
+
+
+async def test_the_clients_deadline_reaches_the_engine_and_binds(bench, monkeypatch):
+    monkeypatch.setattr("bireme.pipelines.sequence.DEADLINE_GRACE_S", 0.02)
+    test = await bench()
+    call = test.ask(RequestInfo(timeout_ms=50))
+    await test.workers.reached("decode")
+    assert 0 < test.workers.running[0].request.timeout_ms <= 50
+    with pytest.raises(DeadlineExceededError):
+        await call.end()
+
+
+async def test_usage_says_who_served_it(bench):
+    test = await bench(prefill=1)
+    call = test.ask()
+    await test.workers.emit(4)
+    await call.end()
+    usage = call.last("usage")[0]
+    assert b'"prefill_worker":"prefill"' in usage and b'"decode_worker":"decode"' in usage
+
+
+async def test_a_foreign_error_of_the_engine_is_passed_on(bench):
+    test = await bench()
+    test.workers.errors.append(BiremeError("out of memory"))
+    with pytest.raises(BiremeError, match="out of memory"):
+        await test.ask().end()
+
+
+async def test_engine_lost_in_the_queue_counts_as_a_migration(bench):
+    test = await bench(decode=2)
+    test.workers.errors.append(EngineLostError("died"))
+    call = test.ask()
+    await test.workers.reached("decode_1")
+    await test.workers.emit(4)
+    await call.end()
+    assert call.tokens == EXPECTED
+    assert test.counters()[("bireme_migrations_total",)] == 1
+
+
+async def test_stopping_closes_the_workers(bench):
+    test = await bench()
+    await test.pipeline.stop()
+    assert test.workers.is_closed
