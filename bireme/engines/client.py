@@ -98,8 +98,9 @@ class EngineClient:
 
     @property
     def life(self) -> int:
-        """Return the number of the life that is ready. Raises UnavailableError."""
-        return self._require().life.number
+        """Return the number of the life that is ready; 0: none is."""
+        session = self._session
+        return session.life.number if session else 0
 
     @property
     def capacity(self) -> Capacity:
@@ -135,9 +136,9 @@ class EngineClient:
         return number
 
     def abort(self, number: int) -> None:
-        """Stop a request; its sink still gets its finish. Harmless after the end."""
+        """Stop a request; its sink still gets its finish. After the end of a context_only one: free its lease."""
         with self._lock:
-            if self._session is not None and number in self._session.sinks:
+            if self._session is not None:
                 self._try_send(self._session, STUB, Abort(number))
 
     def open_bus(self, push: Push) -> int:

@@ -21,15 +21,10 @@ class StepEncoder:
     def frames(self, number: int, deltas: list[Delta]) -> list[bytes]:
         """Return what goes out; news of muted or unknown requests goes nowhere."""
         steps: dict[int, Step] = {}
-        firsts: list[Record] = []
         for delta in deltas:
             record = self._ledger.get(delta.key)
             if record is None:
                 continue
-            if delta.tokens:
-                if not record.num_tokens:
-                    firsts.append(record)
-                record.num_tokens += len(delta.tokens)
             if not record.is_muted:
                 consumer = delta.key[0]
                 step = steps.get(consumer)
@@ -37,9 +32,7 @@ class StepEncoder:
                     step = steps[consumer] = Step(self._life, number)
                 self._add(step, delta, record)
             if delta.finish is not None:
-                self._ledger.leave(delta.key, delta.finish)
-        if firsts:
-            self._ledger.count_tokens(firsts)
+                self._ledger.leave(delta.key)
         return [frame(consumer, encode(step)) for consumer, step in steps.items()]
 
     def refusal(self, consumer: int, number: int, finish: Finish) -> bytes:

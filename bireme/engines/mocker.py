@@ -17,11 +17,11 @@ import threading
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import Delta, Emit, EngineContext, Progress, RequestKey
+from bireme.engines.mocker_accounts import Accounts
 from bireme.engines.mocker_blocks import BlockPool, Holding
+from bireme.engines.mocker_rows import LAYOUT, Rows
 from bireme.engines.mocker_sequence import Sequence, State
 from bireme.engines.mocker_tokens import Ids, plain_ids, printable_ids
 from bireme.engines.step_log import StepLog
@@ -33,11 +33,10 @@ from bireme.errors import (
     UnavailableError,
     to_message,
 )
-from bireme.kv.transfer.base import GroupLayout, KvLayout
+from bireme.kv.transfer.base import Lease
 from bireme.messages import Capacity, EngineRequest, Finish, FinishReason
 
 logger = logging.getLogger("bireme.engine")
-LAYOUT = KvLayout("mocker", "int32", (GroupLayout(0, (8,)),))  # a token's row: its id (K) and its position (V)
 MAX_BATCH_SIZE = 1024
 MAX_NUM_TOKENS = 8192
 _POOL_TOKENS_PER_REQUEST = 8192  # default size of the pool: this times max_batch_size, or one longest sequence
@@ -52,7 +51,7 @@ class MockEngine:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._model = context.config.mocker
-        self._metrics = context.metrics
+        self._accounts = Accounts(context.metrics)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_queued = 0  # submitted, not admitted
@@ -61,6 +60,7 @@ class MockEngine:
         self._stopping = threading.Event()
         self._waiting: list[Sequence] = []  # by rank
         self._running: dict[RequestKey, Sequence] = {}
+        self._leases: dict[RequestKey, Lease] = {}  # exported; theirs are the blocks of requests that have ended
         self._step = 0
         self._began_at = 0.0
         self._due_at = 0.0  # end of the last step; 0: idle since
@@ -83,7 +83,7 @@ class MockEngine:
         if self._context.transfer is not None:
             self._context.transfer.start(LAYOUT)
         self._stopping.wait(self._model.load_ms / 1e3)
-        self._count_blocks()
+        self._accounts.levels(self._pool)
         self._thread.start()
         return Capacity(
             max_seq_len=max_seq_len,
@@ -152,7 +152,7 @@ class MockEngine:
             self._do_step(active)
             return
         self._began_at = self._due_at = 0.0
-        self._count_blocks()
+        self._accounts.levels(self._pool)
         self._wait()
 
     def _take_inbox(self) -> None:
@@ -191,6 +191,8 @@ class MockEngine:
     def _abort(self, key: RequestKey) -> None:
         sequence = self._running.get(key) or next((one for one in self._waiting if one.key == key), None)
         if sequence is None:
+            if (lease := self._leases.get(key)) is not None:
+                lease.abort()
             return
         if sequence.state is State.FETCHING and sequence.fetch is not None:
             sequence.is_aborted = True
@@ -231,39 +233,44 @@ class MockEngine:
             self._waiting.pop(0)
             self._leave_queue()
             self._running[one.key] = one
-            self._begin(one, holding)
+            try:
+                self._begin(one, holding)
+            except BiremeError as error:
+                self._end(one, "error", error)
 
     def _begin(self, one: Sequence, holding: Holding) -> None:
         one.holding = holding
         one.admitted_at = time.monotonic()
-        self._metrics.observe("bireme_queue_seconds", one.admitted_at - one.arrived_at)
         held = len(holding.shared) * self._pool.tokens_per_block
+        one.num_cached = 0 if one.params else held
+        self._accounts.admitted(one)
         if one.params is not None:
             self._fetch(one, one.params, held)
             return
         one.state = State.PREFILL
-        one.num_cached = held
         one.prefill_left = one.num_prompt - held
-        self._metrics.add("bireme_prompt_tokens_total", one.num_prompt)
-        self._metrics.add("bireme_cached_prompt_tokens_total", held)
         if one.request.request_type == "context_only":
             assert self._context.transfer is not None, "the gate lets no context_only through without a transfer"
-            one.lease = self._context.transfer.reserve(lambda: self._inbox.put(lambda: self._pool.free(holding)))
+            one.lease = self._context.transfer.reserve(lambda: self._inbox.put(lambda: self._unlease(one.key, holding)))
+
+    def _unlease(self, key: RequestKey, holding: Holding) -> None:
+        """The transfer has let go of a lease."""
+        self._leases.pop(key, None)
+        self._pool.free(holding)
 
     def _fetch(self, one: Sequence, params: DisaggregatedParams, held: int) -> None:
         assert self._context.transfer is not None, "the gate lets no generation_only through without a transfer"
         one.state = State.FETCHING
-        ids = one.prompt_ids
-
-        def write(group: int, first: int, last: int, data: memoryview) -> None:
-            rows = np.frombuffer(data, "<i4").reshape(2, last - first)  # (id | position, tokens)
-            if not (np.array_equal(rows[0], ids[first:last]) and np.array_equal(rows[1], np.arange(first, last))):
-                one.corruption = f"KV rows {first} to {last} are not those of this prompt"
+        one.rows = Rows(one.prompt_ids)
+        first = params.first_gen_tokens
+        if first and (first[0] in one.stop_ids or one.num_generated + len(first) >= one.max_tokens):
+            self._fetched(one, None)  # over with its first token: no KV is needed
+            return
 
         def done(error: BiremeError | None) -> None:
             self._inbox.put(lambda: self._fetched(one, error))
 
-        one.fetch = self._context.transfer.fetch(params, (held,), write, done)
+        one.fetch = self._context.transfer.fetch(params, (held,), one.rows.write, done)
 
     def _fetched(self, one: Sequence, error: BiremeError | None) -> None:
         if one.state is not State.FETCHING:
@@ -273,14 +280,13 @@ class MockEngine:
         elif time.monotonic() > one.deadline:
             text = f"timeout_ms: {one.request.timeout_ms} have passed while KV was on the way"
             self._end(one, "timeout", DeadlineExceededError(text))
-        elif error is not None or one.corruption:
-            self._end(one, "error", error or BiremeError(one.corruption))
+        elif error is not None or (one.rows and one.rows.corruption):
+            self._end(one, "error", error or BiremeError(one.rows.corruption if one.rows else ""))
         else:
             self._begin_decode(one)
             assert one.params is not None
-            first = [token for token in one.params.first_gen_tokens if one.num_generated < one.max_tokens]
-            if first:
-                self._emit(self._step, [self._deliver(one, first)])
+            if one.params.first_gen_tokens:
+                self._emit(self._step, [self._deliver(one, list(one.params.first_gen_tokens))])
 
     def _begin_decode(self, one: Sequence) -> None:
         one.state = State.DECODE
@@ -301,10 +307,9 @@ class MockEngine:
         deltas = [self._deliver(one, [one.next_token()]) for one in (*decoding, *prefilled)]
         self._step += 1
         self._began_at = 0.0
-        self._count_blocks()
-        self._metrics.add("bireme_generated_tokens_total", len(deltas))
+        self._accounts.levels(self._pool)
         ended = time.monotonic()
-        self._metrics.observe("bireme_engine_step_seconds", ended - began)
+        self._accounts.stepped(ended - began, len(deltas))
         self._step_log.add(began, ended, is_first)
         self._emit(self._step, deltas)
 
@@ -352,40 +357,42 @@ class MockEngine:
                 break
         delta.logprobs = one.logprobs(delta.tokens)
         if is_first:
+            self._accounts.delivered(one)
             delta.prompt_logprobs = one.prompt_logprobs()
         if one.request.request_type == "context_only":
             self._export(one, delta)
-        elif delta.finish is not None:
+        if delta.finish is not None:
+            self._accounts.finished(one, delta.finish)
             self._release(one)
         return delta
 
     def _export(self, one: Sequence, delta: Delta) -> None:
-        """End a context_only request: its rows stay until the lease lets them go."""
+        """Hand a context_only request over: its rows stay until the lease lets them go.
+
+        Where its one token is the last, decode needs no KV and none is exported.
+        """
         assert one.lease is not None
-        ids = one.prompt_ids
-
-        def read(group: int, first: int, last: int, data: memoryview) -> None:
-            rows = np.frombuffer(data, "<i4").reshape(2, last - first)  # (id | position, tokens)
-            rows[0], rows[1] = ids[first:last], np.arange(first, last)
-
         usage = one.usage(self._context.worker)
-        delta.finish = Finish("not_finished", usage)
+        first = tuple(delta.tokens)
+        if delta.finish is not None and delta.finish.stop_token_id is not None:
+            first = (delta.finish.stop_token_id,)
         delta.exported = DisaggregatedParams(
             worker=self._context.worker,
             life=self._context.life,
             lease_id=one.lease.lease_id,
             generation=one.lease.generation,
             num_tokens=one.num_prompt,
-            first_gen_tokens=tuple(delta.tokens),
+            first_gen_tokens=first,
             first_gen_log_probs=tuple(delta.logprobs) if delta.logprobs else None,
             prefill_ms=usage.prefill_ms,
             queue_ms=usage.queue_ms,
             cached_tokens=usage.cached_tokens,
         )
-        one.lease.export(one.num_prompt, read)
-        one.lease = None  # exported: only the transfer ends it now
-        one.holding = None
-        self._release(one)
+        if delta.finish is None:
+            delta.finish = Finish("not_finished", usage)
+            self._leases[one.key] = one.lease
+            one.lease.export(one.num_prompt, Rows(one.prompt_ids).read)
+            one.lease = one.holding = None
 
     def _finish(self, one: Sequence, reason: FinishReason, error: str = "", stop_token_id: int | None = None) -> Finish:
         return Finish(reason, one.usage(self._context.worker), error, stop_token_id)
@@ -393,6 +400,7 @@ class MockEngine:
     def _end(self, one: Sequence, reason: FinishReason, error: BaseException | None = None) -> None:
         """End a request outside a step."""
         finish = self._finish(one, reason, to_message(error) if error else "")
+        self._accounts.finished(one, finish)
         self._release(one)
         self._emit(self._step, [Delta(one.key, finish=finish)])
 
@@ -412,8 +420,3 @@ class MockEngine:
             if one.state is not State.ENDED:
                 self._remove_waiting(one)
                 self._end(one, "error", error)
-
-    def _count_blocks(self) -> None:
-        self._metrics.set("bireme_kv_blocks_used", self._pool.num_used)
-        self._metrics.set("bireme_kv_blocks_cached", self._pool.num_cached)
-        self._metrics.set("bireme_kv_blocks_total", self._pool.num_blocks)

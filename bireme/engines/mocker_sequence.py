@@ -12,6 +12,7 @@ import numpy.typing as npt
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey
 from bireme.engines.mocker_blocks import Holding
+from bireme.engines.mocker_rows import Rows
 from bireme.engines.mocker_tokens import Ids, prompt_digest, tokens_at
 from bireme.kv.transfer.base import Fetch, Lease
 from bireme.messages import EngineRequest, TokenLogprobs, Usage
@@ -39,13 +40,14 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)
     lease: Lease | None = None
     fetch: Fetch | None = None
+    rows: Rows | None = None  # what the fetch writes to
     is_aborted: bool = False
-    corruption: str = ""  # what the importer found wrong
     num_cached: int = 0
     prefill_left: int = 0  # prompt tokens still to compute
     arrived_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
     decode_at: float = 0.0
+    first_token_at: float = 0.0
     num_generated: int = 0  # delivered, resumed ones included
     digest: int = 0
     num_prompt: int = 0  # with resumed tokens

@@ -3,6 +3,7 @@
 The thread owns both sockets and the ledger. It answers pings at once, also while the engine loads or a step
 is under way, checks every command, and encodes what the engine makes: the engine's own thread only appends
 to a queue and, when the IO thread sleeps, rings its bell. No frame, however malformed, ends the process.
+Metrics of requests that the engine takes are the engine's; what is refused here is counted here.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class EngineServer:
         self._endpoint = endpoint
         self._life = life
         self._metrics = metrics
-        self._ledger = Ledger(metrics)
+        self._ledger = Ledger()
         self._encoder = StepEncoder(life, self._ledger, b"")
         self._service: _Service | None = None
         self._outbox: collections.deque[bytes | tuple[int, list[Delta]]] = collections.deque()
@@ -209,7 +210,7 @@ class EngineServer:
         elif not is_current:
             return  # what another life was running is gone already
         elif isinstance(command, Abort):
-            if (consumer, command.number) in self._ledger and self._service:
+            if self._service:  # also after the end: an exported lease is freed this way
                 self._service.engine.abort((consumer, command.number))
         elif isinstance(command, Drop):
             self._drop(consumer)
@@ -228,15 +229,15 @@ class EngineServer:
         digest = ""
         if request.request_type == "context_only":
             digest = disagg.prompt_digest(request.prompt, request.cache_salt, request.lora_name)
-        self._ledger.enter(key, len(request.prompt) // 4 - request.num_resumed, digest)
+        self._ledger.enter(key, digest)
         try:
             service.engine.submit(key, request, params)
         except BiremeError as error:
-            self._ledger.leave(key, None)
+            self._ledger.leave(key)
             self._refuse(key, error)
         except Exception as error:
             logger.exception("submit_failed consumer=%d number=%d", *key)
-            self._ledger.leave(key, None)
+            self._ledger.leave(key)
             self._refuse(key, error)
 
     def _check_service(self, life: int) -> _Service:
@@ -261,7 +262,7 @@ class EngineServer:
 
     def _refuse(self, key: RequestKey, error: BaseException) -> None:
         finish = Finish(reason_of(error), Usage(), to_message(error))
-        self._ledger.count_outcome(finish)
+        self._metrics.add("bireme_requests_total", 1, finish.error.partition(":")[0])
         self._outbox.append(self._encoder.refusal(*key, finish))
         self._ring()
 

@@ -28,7 +28,7 @@ def pair(make_recipe, start_client):
 
 def prefill(client, prompt=None, **fields):
     sink = Collector()
-    client.submit(make_request(prompt, 1, request_type="context_only", **fields), sink)
+    client.submit(make_request(prompt, fields.pop("max_tokens", 20), request_type="context_only", **fields), sink)
     finish = sink.wait()
     assert finish.disaggregated_params, finish
     return sink, finish
@@ -71,9 +71,22 @@ def test_many_pairs_at_once_free_everything(pair):
 
 def test_an_answer_of_one_token_ends_at_once(pair):
     first, second = pair
-    answer = decode(second, prefill(first)[1].disaggregated_params, max_tokens=1)
+    _, finish = prefill(first, max_tokens=1)
+    assert finish.reason == "length"
+    answer = decode(second, finish.disaggregated_params, max_tokens=1)
     assert answer.wait().reason == "length"
     assert answer.tokens == expected_tokens(PROMPT, 1)
+    wait_for(lambda: used_blocks(first) == 0)
+
+
+def test_an_abort_after_the_end_of_prefill_frees_its_lease(make_recipe, start_client):
+    slow = DISAGGREGATED | {"cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 600_000}}
+    client, sink = start_client(make_recipe(engine=slow), "prefill"), Collector()
+    number = client.submit(make_request(max_tokens=20, request_type="context_only"), sink)
+    sink.wait()
+    wait_for(lambda: used_blocks(client) > 0)
+    client.abort(number)
+    wait_for(lambda: used_blocks(client) == 0)
 
 
 def test_params_are_good_for_one_request(pair):
@@ -134,7 +147,7 @@ def test_stages_refuse_what_is_not_theirs(pair):
 
 def test_first_log_probs_travel_with_the_params(pair, tmp_path):
     first, second = pair
-    sampling = SamplingParams(max_tokens=1, logprobs=2)
+    sampling = SamplingParams(max_tokens=20, logprobs=2)
     params = prefill(first, sampling=sampling)[1].disaggregated_params
     opened = disagg.unseal(params, run.deployment_key(tmp_path / "run"))
     assert opened.first_gen_log_probs is not None
