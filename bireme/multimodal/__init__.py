@@ -1,1 +1,1 @@
-""""""
+"""Images on their way to embeddings."""

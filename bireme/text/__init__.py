@@ -1,1 +1,1 @@
-""""""
+"""Text and tokens: tokenizer, chat template, incremental detokeniser, stop strings."""

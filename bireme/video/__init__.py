@@ -1,1 +1,1 @@
-""""""
+"""Video generation."""

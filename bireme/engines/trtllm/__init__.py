@@ -1,1 +1,1 @@
-""""""
+"""The engine that drives TensorRT-LLM; the only package that imports it."""
