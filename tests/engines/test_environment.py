@@ -1,0 +1,56 @@
+"""The python and the environment of an engine process."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from bireme.config import CHECKOUT, Recipe, WorkerEntry
+from bireme.engines.environment import (
+    RECIPE_VARIABLE,
+    devices_of,
+    engine_environment,
+    find_python,
+    num_threads,
+    usable_cores,
+)
+from bireme.errors import ConfigError
+
+
+def recipe_of(**entry) -> Recipe:
+    return Recipe(model="none", name="r", workers={"decode": WorkerEntry(**entry)})
+
+
+def test_a_named_python_wins():
+    assert find_python({"BIREME_ENGINE_PYTHON": "/bin/sh"}) == "/bin/sh"
+
+
+def test_a_named_python_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="BIREME_ENGINE_PYTHON: /no/python is not an executable"):
+        find_python({"BIREME_ENGINE_PYTHON": "/no/python"})
+
+
+def test_threads_are_shared_among_the_recipes_engines():
+    recipe = recipe_of(replicas=2)
+    assert num_threads(recipe, recipe.workers["decode"]) == max(1, usable_cores() // 2)
+    assert num_threads(recipe, WorkerEntry(num_threads=7)) == 7
+
+
+@pytest.mark.parametrize(
+    ("devices", "replicas", "expected"),
+    [((0, 1), 2, [(0,), (1,)]), ((0, 1, 2, 3), 2, [(0, 1), (2, 3)]), ((5,), 2, [(5,), (5,)])],
+)
+def test_replicas_get_their_part_of_the_devices(devices, replicas, expected):
+    entry = WorkerEntry(devices=devices, replicas=replicas)
+    assert [devices_of(entry, name) for name in ("decode", "decode_1")] == expected
+
+
+def test_the_environment_has_threads_devices_and_the_recipe(tmp_path):
+    recipe = recipe_of(num_threads=3, devices=(4,), env={"MY_SETTING": "1"})
+    result = engine_environment(recipe, "decode", tmp_path, {"PYTHONHOME": "/x", "PYTHONPATH": "/lib"})
+    assert (result["OMP_NUM_THREADS"], result["OMP_WAIT_POLICY"]) == ("3", "PASSIVE")
+    assert (result["CUDA_VISIBLE_DEVICES"], result["MY_SETTING"]) == ("4", "1")
+    assert "PYTHONHOME" not in result
+    assert result["PYTHONPATH"] == f"{CHECKOUT}:/lib"
+    assert result["BIREME_RUN_DIR"] == str(tmp_path)
+    assert msgspec.json.decode(result[RECIPE_VARIABLE], type=Recipe) == recipe
