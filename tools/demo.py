@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bireme.config import load_recipe
 from bireme.errors import BiremeError, from_message
 from bireme.launch import free_ports
-from bireme.launch.console import LEVELS, Console
+from bireme.launch.console import Console
 from bireme.launch.deployment import Deployment, DeploymentSettings
 
 _TIMEOUT_S = 120.0  # without any response
@@ -47,7 +47,7 @@ class Figures:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    console = Console(options.log_level)
+    console = Console(models_level="info" if options.verbose else "warning")
     try:
         settings = DeploymentSettings(
             recipe=load_recipe(options.recipe, ""), ports=free_ports(), health_port=0, canary_interval_s=0
@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipe", default="recipes/tiny")
     parser.add_argument("--prompt", default="A galley with two banks of oars")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--log-level", choices=LEVELS, default="info")
+    parser.add_argument("--verbose", action="store_true", help="show the lines of models and engines as well")
     return parser.parse_args(arguments)
 
 

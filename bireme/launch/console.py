@@ -34,8 +34,16 @@ _CPU_NOISE = ("CudaDriverHelper", "unable to create stream", "initialize NVML", 
 class Console:
     """Thread-safe writer of log lines."""
 
-    def __init__(self, level: Level = "info", as_json: bool = False, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        level: Level = "info",
+        as_json: bool = False,
+        stream: TextIO | None = None,
+        models_level: Level = "debug",
+    ) -> None:
+        """`models_level` is a higher threshold for the lines of models and engines."""
         self._threshold = LEVELS.index(level)
+        self._models_threshold = max(self._threshold, LEVELS.index(models_level))
         self._as_json = as_json
         self._stream = stream
         self._lock = threading.Lock()
@@ -59,7 +67,8 @@ class Console:
             self._write("info", "model", line, {})
 
     def _write(self, level: Level, source: str, text: str, fields: Mapping[str, object]) -> None:
-        if LEVELS.index(level) < self._threshold:
+        threshold = self._threshold if source in ("serve", "triton") else self._models_threshold
+        if LEVELS.index(level) < threshold:
             return
         line = self._json(level, source, text, fields) if self._as_json else _text(level, source, text, fields)
         with self._lock:

@@ -99,12 +99,15 @@ def engines(stub_pid: int) -> list[int]:
     return [pid for pid in children(stub_pid) if any(_ENGINE in part for part in command_line(pid)) and is_alive(pid)]
 
 
-def kill_all(processes: Iterable[tuple[int, int | None]]) -> list[int]:
+def survivors(members: Iterable[tuple[int, int | None]]) -> list[int]:
+    """Return those of (pid, start time) that are alive and still the same process."""
+    return [pid for pid, start in members if start is not None and started_at(pid) == start and is_alive(pid)]
+
+
+def kill_all(members: Iterable[tuple[int, int | None]]) -> list[int]:
     """SIGKILL each (pid, start time) that still is the same process; return those that were there."""
     killed = []
-    for pid, start in processes:
-        if start is None or started_at(pid) != start or not is_alive(pid):
-            continue
+    for pid in survivors(members):
         try:
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)

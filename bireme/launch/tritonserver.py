@@ -150,11 +150,8 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         processes.kill_all(self._members.items())
         self._exited.wait(10)
-        processes.wait_gone(self._living_members(), 5)
+        processes.wait_gone(processes.survivors(self._members.items()), 5)
         self.run.sweep_shared_memory()
-
-    def _living_members(self) -> list[int]:
-        return [pid for pid, start in self._members.items() if start is not None and processes.started_at(pid) == start]
 
     def note_members(self) -> None:
         """Remember what runs below the server now, so that it can be ended should the server be gone first."""
@@ -206,7 +203,7 @@ class Server:
         reader = threading.Thread(target=self._read, args=(self._process.stdout,), name="tritonserver-log", daemon=True)
         reader.start()
         self._process.wait()
-        reader.join(1)  # a stub that outlives the server holds the pipe open
+        reader.join(0.3)  # not longer: a stub that outlives the server holds the pipe open
         self._exited.set()
 
     def _spawn(self, prepared: Prepared) -> subprocess.Popen[str]:

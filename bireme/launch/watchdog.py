@@ -79,16 +79,22 @@ class StubWatchdog:
 
     def _run(self) -> None:
         while not self._stopping.wait(_INTERVAL_S):
-            if not self._server.is_running:
-                return  # a new server gets a watchdog of its own
             self._look()
+            if not self._is_server_alive():
+                return  # a new server gets a watchdog of its own
+
+    def _is_server_alive(self) -> bool:
+        # Asked of the kernel: the server's own word comes a moment later, its stubs' end before that.
+        return self._server.is_running and processes.is_alive(self._server.pid)
 
     def _look(self) -> None:
         now = time.monotonic()
-        for model, state in self._states.items():
-            if state.is_healing or state.is_alive or now < state.retry_at:
-                continue
-            self._heal_later(model, state, "stub_died")
+        dead = [model for model, state in self._states.items() if not (state.is_healing or state.is_alive)]
+        if not self._is_server_alive():
+            return
+        for model in dead:
+            if now >= self._states[model].retry_at:
+                self._heal_later(model, self._states[model], "stub_died")
         if now >= self._next_index:
             self._next_index = now + _INDEX_INTERVAL_S
             self._look_at_index(now)

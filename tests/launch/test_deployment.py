@@ -147,7 +147,7 @@ def test_a_taken_port_is_said_with_its_holder_and_code_2(tmp_path, served):
 def test_sigterm_ends_with_code_0_and_leaves_nothing(tmp_path, served):
     members = [(pid, processes.started_at(pid)) for pid in processes.descendants(served.process.pid)]
     assert served.stop() == 0, served.log.read_text()
-    assert not [pid for pid, start in members if start and processes.started_at(pid) == start]
+    assert processes.survivors(members) == []
     assert mine(served) == []
 
 
