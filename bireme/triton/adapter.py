@@ -35,7 +35,7 @@ from bireme.triton.senders import Senders
 from bireme.triton.streams import Stream
 from bireme.types import Inputs, Stage, StageContext
 
-STOP_LIMIT_S = 5.0  # for stage.stop(); finalize() as a whole takes less than 10 s
+STOP_LIMIT_S = 5.0  # for stage.stop(); finalize() as a whole takes at most 9 s
 JOIN_LIMIT_S = 1.0  # for each of our own threads
 CANCEL_GRACE_S = 10.0  # a stage that does not react to `cancelled` has its task cancelled after this
 logger = logging.getLogger("bireme.triton")
@@ -83,7 +83,8 @@ class Adapter:
         self._is_stopping = True
         self._stop_stage()
         self._abort_streams()
-        self._senders.stop(2 * JOIN_LIMIT_S)
+        if not self._senders.stop(JOIN_LIMIT_S):
+            logger.warning("senders_stuck model=%s open_streams=%d", self._model_name, len(self._streams))
         self._poller.stop(JOIN_LIMIT_S)
         self._loop.stop(JOIN_LIMIT_S)
         self._bls.close()
@@ -165,15 +166,20 @@ class Adapter:
             self._refuse_arrivals()
 
     def _refuse_arrivals(self) -> None:
-        while self._arrivals:
-            _, stream = self._arrivals.popleft()
-            stream.finish(UnavailableError(f"{self._model_name} is shutting down"))
+        while (arrival := self._next_arrival()) is not None:
+            arrival[1].finish(UnavailableError(f"{self._model_name} is shutting down"))
+
+    def _next_arrival(self) -> tuple[Inputs, Stream] | None:
+        try:
+            return self._arrivals.popleft()
+        except IndexError:
+            return None
 
     def _begin_arrivals(self) -> None:
         with self._wake_lock:
             self._is_woken = False
-        while self._arrivals:
-            inputs, stream = self._arrivals.popleft()
+        while (arrival := self._next_arrival()) is not None:
+            inputs, stream = arrival
             task = asyncio.get_running_loop().create_task(self._serve(inputs, stream))
             self._tasks[task] = stream
             task.add_done_callback(self._end_task)

@@ -12,7 +12,6 @@ import asyncio
 import os
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import triton_python_backend_utils as pb_utils
 from bireme.config import stage_of
 from bireme.errors import BiremeError, ConfigError, UnavailableError, from_message
 from bireme.specs import MODELS
+from bireme.triton.daemon_threads import DaemonThreads
 from bireme.types import Tensors
 
 DEFAULT_THREADS = 24
@@ -38,7 +38,7 @@ class BlsClient:
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads or threads_from_environment()
         self._slots = threading.BoundedSemaphore(self._num_threads)
-        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="bls")
+        self._pool = DaemonThreads(self._num_threads, "bls")
 
     def call(self, model: str, inputs: Tensors) -> Tensors:
         """Call a unary model of this server on the calling thread. Raises the errors of errors.py."""
@@ -59,7 +59,7 @@ class BlsClient:
 
     def close(self) -> None:
         """Refuse new calls; those under way end when their model answers."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown()
 
 
 def parse_error(message: str) -> BiremeError:

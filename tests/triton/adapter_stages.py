@@ -202,8 +202,7 @@ class Bursts(TestStage):
 class Flood(TestStage):
     """Megabytes that don't merge, faster than they can be sent."""
 
-    spec = streaming("flood", optional("count", INT32), outputs=(TOKENS,))
-    ends: list[str] = []
+    spec = streaming("flood", optional("count", INT32), optional("pause_ms", INT32), outputs=(TOKENS,))
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         block = TensorResponse({"tokens": np.zeros(1 << 18, np.int32)})
@@ -211,6 +210,8 @@ class Flood(TestStage):
             if cancelled:
                 return
             send(block)
+            if pause := number(inputs, "pause_ms", 0):
+                await asyncio.sleep(pause / 1e3)
 
 
 class Failing(TestStage):

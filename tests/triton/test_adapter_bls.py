@@ -25,7 +25,7 @@ def test_more_calls_than_threads_all_come_back(client):
     ("model", "how", "message"),
     [
         ("unary_failing", "request", "INVALID_ARGUMENT: max_tokens: -1; at least 1"),
-        ("unary_failing", "lost", "UNAVAILABLE: the engine died"),
+        ("unary_failing", "lost", "UNAVAILABLE: engine lost: the engine died"),
         ("unary_failing", "value", "INTERNAL: ValueError: odd"),
         ("nowhere", "request", "nowhere"),
         ("failing", "request", "failing"),  # decoupled

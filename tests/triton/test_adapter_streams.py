@@ -68,7 +68,7 @@ def test_an_empty_answer_still_ends(client):
     ("how", "message"),
     [
         ("request", "INVALID_ARGUMENT: max_tokens: -1; at least 1"),
-        ("lost", "UNAVAILABLE: the engine died"),
+        ("lost", "UNAVAILABLE: engine lost: the engine died"),
         ("value", "INTERNAL: ValueError: odd"),
         ("exit", "INTERNAL: SystemExit: 3"),
         ("interrupt", "INTERNAL: KeyboardInterrupt"),

@@ -70,7 +70,7 @@ def test_a_stage_without_an_answer_is_an_error_not_a_hang(client):
     ("how", "message", "status"),
     [
         ("request", "INVALID_ARGUMENT: max_tokens: -1; at least 1", "StatusCode.INVALID_ARGUMENT"),
-        ("lost", "UNAVAILABLE: the engine died", "StatusCode.UNAVAILABLE"),
+        ("lost", "UNAVAILABLE: engine lost: the engine died", "StatusCode.UNAVAILABLE"),
         ("full", "RESOURCE_EXHAUSTED: queue", "StatusCode.UNAVAILABLE"),
         ("missing", "NOT_FOUND: no lease 7", "StatusCode.NOT_FOUND"),
         ("value", "INTERNAL: ValueError: odd", "StatusCode.INTERNAL"),
@@ -99,3 +99,33 @@ def test_http_infer_has_the_status_of_the_error(server):
         post(f"http://{server.http}/v2/models/unary_failing/infer", body)
     assert caught.value.code == 404
     assert "NOT_FOUND: no lease 7" in caught.value.read().decode()
+
+
+@pytest.mark.parametrize(
+    "payload", [b"\xff\xff\xff\xff", b"\x05\x00\x00\x00ab", b"\x01", b"", b"\x01\x00\x00\x00a\x01\x00\x00\x00b"]
+)
+def test_a_malformed_string_tensor_is_refused_and_the_model_lives(server, client, payload):
+    import grpc
+    from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+    request = service_pb2.ModelInferRequest(model_name="echo", raw_input_contents=[payload])
+    request.inputs.add(name="text_in", datatype="BYTES", shape=[1])
+    with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=20)
+    assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
+    assert client.infer("echo", values={"text_in": "x"}).as_numpy("text_out").tolist() == [b"x"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data_type", "shape"),
+    [("nonsense", "INT32", [1]), ("tokens_in", "FP32", [1]), ("delay_ms", "INT32", [2]), ("delay_ms", "INT32", [1, 1])],
+)
+def test_unknown_and_misshapen_tensors_are_refused(client, name, data_type, shape):
+    import numpy as np
+    import tritonclient.grpc as grpcclient
+
+    tensor = grpcclient.InferInput(name, shape, data_type)
+    tensor.set_data_from_numpy(np.zeros(shape, np.float32 if data_type == "FP32" else np.int32))
+    with grpcclient.InferenceServerClient(client.address) as raw, pytest.raises(InferenceServerException) as caught:
+        raw.infer("echo", [tensor], client_timeout=20)
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"

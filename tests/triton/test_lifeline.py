@@ -1,0 +1,44 @@
+"""A stub does not outlive its server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+_STUB = """
+import time
+from bireme.triton.lifeline import watch_parent
+
+watch_parent()
+print("on", flush=True)
+time.sleep(60)
+"""
+_SERVER = f"""
+import subprocess, sys, time
+stub = subprocess.Popen([sys.executable, "-c", {_STUB!r}], stdout=subprocess.PIPE)
+stub.stdout.readline()
+print(stub.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_process_ends_soon_after_its_parent():
+    server = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE)
+    stub = int(server.stdout.readline())
+    assert is_running(stub)
+    server.kill()
+    server.wait()
+    deadline = time.monotonic() + 10
+    while is_running(stub) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(stub), os.kill(stub, 9)
