@@ -1,14 +1,19 @@
 """Which KV blocks a request holds, in each group of layers that share an attention window.
 
 A group with a window only holds the blocks that the next token can still see: the others are freed as
-decode advances (and stay reusable while cached), and a prefix hit needs only the visible ones. A
-*reservation* promises a request its worst case: what is promised counts as taken.
+decode advances (and stay reusable while cached), and a prefix hit needs only the visible ones.
+
+A *reservation* promises a request its worst case. Of a group that sees everything a request keeps what it
+takes, so what is promised beyond that must be available, and a block shared by many counts once. With a
+window, a request lets go of a shared block and needs another while its sharer keeps the first: there every
+request counts with all that it may hold.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bireme.kv import hashing
@@ -42,6 +47,10 @@ class BlockTable:
     def num_held(self, group: int) -> int:
         return len(self.blocks[group]) - self.first[group]
 
+    def claim(self, group: int) -> int:
+        """Return how many blocks are held or promised."""
+        return max(self.reserved[group], self.num_held(group))
+
 
 class BlockManager:
     """The pools of all groups. Not thread-safe: the engine's thread owns it."""
@@ -61,7 +70,8 @@ class BlockManager:
         self._model = model
         self._enable_reuse = enable_reuse
         self.pools = tuple(BlockPool(spec.num_blocks, self._evictor(spec.window)) for spec in groups)
-        self._promised = [0] * len(self.groups)
+        self._promised = [0] * len(self.groups)  # reserved and not held yet
+        self._claimed = [0] * len(self.groups)  # reserved or held, whichever is more, shared blocks as often as held
 
     # -- what there is
 
@@ -125,30 +135,31 @@ class BlockManager:
             for block in held:
                 assert block is not None
                 pool.share(block)
-            table.blocks[group] = [NULL] * first + [block for block in held if block is not None]
-            table.first[group] = first
+            with self._counted(table, group):
+                table.blocks[group] = [NULL] * first + [block for block in held if block is not None]
+                table.first[group] = first
         table.num_committed = count
         return count * size
 
     def reserve(self, table: BlockTable, need: Sequence[int]) -> bool:
-        """Promise `need` blocks per group (those held count). False, and no change, when there is no room."""
-        for group, pool in enumerate(self.pools):
-            more = max(0, need[group] - table.num_held(group)) - self._promise(table, group)
-            if more > pool.num_available - self._promised[group]:
+        """Promise `need` blocks per group (those held count), in place of what was. False, and no change: no room."""
+        for group, count in enumerate(need):
+            if max(count, table.num_held(group)) - table.claim(group) > self._room(group):
                 return False
-        for group in range(len(self.pools)):
-            before = self._promise(table, group)
-            table.reserved[group] = need[group]
-            self._promised[group] += self._promise(table, group) - before
+        for group, count in enumerate(need):
+            with self._counted(table, group):
+                self.num_released += count < table.reserved[group]
+                table.reserved[group] = count
         return True
 
     def can_grow(self, table: BlockTable, num_tokens: int, position: int) -> bool:
         """Say whether `grow` would succeed without touching what others were promised."""
-        for group, pool in enumerate(self.pools):
-            others = self._promised[group] - self._promise(table, group)
-            if self._missing(table, group, num_tokens, position) > pool.num_available - others:
-                return False
-        return True
+        return all(
+            max(table.claim(group), table.num_held(group) + self._missing(table, group, num_tokens, position))
+            - table.claim(group)
+            <= self._room(group)
+            for group in range(len(self.pools))
+        )
 
     def grow(self, table: BlockTable, num_tokens: int, position: int) -> None:
         """Hold blocks for tokens up to `num_tokens`, from the first that `position` sees. There must be room."""
@@ -157,14 +168,13 @@ class BlockManager:
             blocks = table.blocks[group]
             if len(blocks) >= last:
                 continue
-            before = self._promise(table, group)
-            hidden = self.first_visible(group, position) // self.tokens_per_block
-            if len(blocks) < hidden:
-                assert table.first[group] == len(blocks), "slide before growing"
-                table.first[group] = hidden
-                blocks.extend([NULL] * (hidden - len(blocks)))
-            blocks.extend([pool.allocate() for _ in range(last - len(blocks))])
-            self._promised[group] += self._promise(table, group) - before
+            with self._counted(table, group):
+                hidden = self.first_visible(group, position) // self.tokens_per_block
+                if len(blocks) < hidden:
+                    assert table.first[group] == len(blocks), "slide before growing"
+                    table.first[group] = hidden
+                    blocks.extend([NULL] * (hidden - len(blocks)))
+                blocks.extend([pool.allocate() for _ in range(last - len(blocks))])
 
     def commit(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
         """Offer the blocks that are full with computed tokens for reuse."""
@@ -181,28 +191,29 @@ class BlockManager:
         for group, spec in enumerate(self.groups):
             if not spec.window:
                 continue
-            blocks = table.blocks[group]
-            hidden = min(self.first_visible(group, position) // self.tokens_per_block, len(blocks))
-            if hidden > table.first[group]:
-                before = self._promise(table, group)
-                self._free(group, table.first[group], hidden, blocks)
-                table.first[group] = hidden
-                self._promised[group] += self._promise(table, group) - before
+            first, end = table.first[group], len(table.blocks[group])
+            hidden = min(self.first_visible(group, position) // self.tokens_per_block, end)
+            if hidden > first:
+                with self._counted(table, group):
+                    # Shallowest first: of what slid out, a later hit needs the blocks just before its end.
+                    self._free(table, group, range(first, hidden))
+                    table.first[group] = hidden
 
     def release(self, table: BlockTable) -> None:
         """Free everything and drop the reservation; the table is empty again and may be used anew."""
         for group in range(len(self.pools)):
-            self._promised[group] -= self._promise(table, group)
-            self._free(group, table.first[group], len(table.blocks[group]), table.blocks[group])
-            table.blocks[group], table.first[group], table.reserved[group] = [], 0, 0
+            with self._counted(table, group):
+                # Deepest first: of a cached chain the leaves are evicted before what they hang on.
+                self._free(table, group, range(len(table.blocks[group]) - 1, table.first[group] - 1, -1))
+                table.blocks[group], table.first[group], table.reserved[group] = [], 0, 0
         table.num_committed = 0
         self.num_released += 1
 
     def settle(self, table: BlockTable) -> None:
         """Drop the reservation and keep the blocks: the request won't grow any more."""
         for group in range(len(self.pools)):
-            self._promised[group] -= self._promise(table, group)
-            table.reserved[group] = 0
+            with self._counted(table, group):
+                table.reserved[group] = 0
         self.num_released += 1
 
     # -- inside
@@ -210,21 +221,33 @@ class BlockManager:
     def _evictor(self, window: int) -> Callable[[int], None] | None:
         return functools.partial(self.events.removed, window) if self.events is not None else None
 
-    def _promise(self, table: BlockTable, group: int) -> int:
-        return max(0, table.reserved[group] - table.num_held(group))
+    def _room(self, group: int) -> int:
+        """Return how many blocks can still be promised or taken; below zero while a match is being weighed."""
+        pool = self.pools[group]
+        if self.groups[group].window:
+            return pool.num_blocks - self._claimed[group]
+        return pool.num_available - self._promised[group]
+
+    @contextmanager
+    def _counted(self, table: BlockTable, group: int) -> Iterator[None]:
+        """Keep the sums right around a change of what the table holds or has reserved."""
+        self._promised[group] -= table.claim(group) - table.num_held(group)
+        self._claimed[group] -= table.claim(group)
+        yield
+        self._promised[group] += table.claim(group) - table.num_held(group)
+        self._claimed[group] += table.claim(group)
 
     def _missing(self, table: BlockTable, group: int, num_tokens: int, position: int) -> int:
         size = self.tokens_per_block
         begin = max(len(table.blocks[group]), self.first_visible(group, position) // size)
         return max(0, -(-num_tokens // size) - begin)
 
-    def _free(self, group: int, begin: int, end: int, blocks: list[int]) -> None:
-        # Deepest first: of a cached chain the leaves are evicted before what they hang on.
-        pool = self.pools[group]
-        for index in range(end - 1, begin - 1, -1):
-            pool.free(blocks[index])
+    def _free(self, table: BlockTable, group: int, indices: Iterable[int]) -> None:
+        blocks = table.blocks[group]
+        for index in indices:
+            self.pools[group].free(blocks[index])
             blocks[index] = NULL
-        self.num_released += end > begin
+            self.num_released += 1
 
     def _hash(self, table: BlockTable, tokens: Sequence[int], count: int) -> None:
         """Extend the table's hashes to `count` full blocks."""

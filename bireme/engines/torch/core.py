@@ -206,6 +206,7 @@ class EngineCore:
         delta = Delta(sequence.key)
         if not sequence.first_token_at:
             self._parts.accounts.first_token(sequence, now)
+            self.scheduler.prefilled(sequence)
             if sequence.wants_prompt_logprobs:
                 delta.prompt_logprobs = sequence.prompt_logprobs
         sequence.last_token_at = now

@@ -65,6 +65,11 @@ class Scheduler:
             sequence.slot = -1
         sequence.state = State.FINISHED
 
+    def prefilled(self, sequence: Sequence) -> None:
+        """Give back what was reserved for the windows of prefill chunks: from now on it takes one token a step."""
+        if not self._limits.may_preempt:
+            self._manager.reserve(sequence.table, self._manager.worst_case(sequence.worst_length, 1))
+
     def _plan_decode(self, sequence: Sequence, plan: Plan) -> None:
         if sequence.state is State.RUNNING and plan.budget and self._make_room(sequence, sequence.computed + 1):
             plan.decodes.append(sequence)
@@ -89,6 +94,8 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grow, preempting lower ranks if need be. False: it was preempted itself, or has to wait."""
         manager, table = self._manager, sequence.table
+        if len(table.blocks[0]) * manager.tokens_per_block >= num_tokens:
+            return True
         while not manager.can_grow(table, num_tokens, sequence.computed):
             assert self._limits.may_preempt, "a reservation that does not hold"
             others = [other for other in self.running if other.state is State.RUNNING]

@@ -1,0 +1,54 @@
+"""Tiny models on disk, and what transformers' generate makes of the standard prompts; made once a session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+class TinyModel:
+    """A model folder and its oracle."""
+
+    def __init__(self, folder: Path, model_type: str, **changes: object) -> None:
+        import tiny_models
+
+        self.path = tiny_models.save(folder, model_type, **changes)
+        self.module = tiny_models.build(model_type, **changes)
+        self._known: dict[tuple[object, ...], list[int]] = {}
+
+    def expect(self, prompts: list[list[int]], num_tokens: int = 48, eos: int | None = None) -> list[list[int]]:
+        """Return generate's greedy tokens."""
+        import tiny_models
+
+        found = []
+        for prompt in prompts:
+            key = (tuple(prompt), num_tokens, eos)
+            if key not in self._known:
+                self._known[key] = tiny_models.generate(self.module, prompt, num_tokens, eos)
+            found.append(self._known[key])
+        return found
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """Return the tiny model of a name: llama, qwen3 or gemma3 (window 32)."""
+    import tiny_models
+    import torch
+
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("models")
+    kinds = {"llama": ("llama", {}), "qwen3": ("qwen3", {}), "gemma3": ("gemma3_text", tiny_models.WINDOW)}
+    made: dict[str, TinyModel] = {}
+
+    def get(name: str) -> TinyModel:
+        if name not in made:
+            kind, changes = kinds[name]
+            made[name] = TinyModel(folder / name, kind, **changes)
+        return made[name]
+
+    return get

@@ -1,0 +1,137 @@
+"""Drives a TorchEngine as the worker does: submits requests and collects what it emits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bireme.config import CacheTransceiverConfig, EngineConfig, KvCacheConfig, SchedulerConfig
+from bireme.disagg import DisaggregatedParams
+from bireme.engines.base import Delta, EngineContext
+from bireme.engines.torch.engine import TorchEngine
+from bireme.kv.transfer.base import KvTransfer
+from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs
+from bireme.metrics import Registry
+
+WAIT_S = 60.0
+
+
+@dataclass
+class Result:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finishes: list[Finish] = field(default_factory=list)
+    exported: DisaggregatedParams | None = None
+    has_tokens: threading.Event = field(default_factory=threading.Event)
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def finish(self) -> Finish:
+        assert self.is_over.wait(WAIT_S), "the request does not end"
+        return self.finishes[0]
+
+    def take(self, delta: Delta) -> None:
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs or []
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        self.exported = delta.exported or self.exported
+        if delta.tokens:
+            self.has_tokens.set()
+        if delta.finish is not None:
+            self.finishes.append(delta.finish)
+            self.is_over.set()
+
+
+def request(prompt: Sequence[int], max_tokens: int | None = 48, **fields: Any) -> EngineRequest:
+    """Return a greedy request that goes on past the end of sequence; EngineRequest's fields pass through."""
+    sampling = {name: fields.pop(name) for name in list(fields) if name in SamplingParams.__struct_fields__}
+    params = SamplingParams(**({"max_tokens": max_tokens, "ignore_eos": True} | sampling))
+    return EngineRequest(prompt=np.asarray(prompt, "<i4").tobytes(), sampling=params, **fields)
+
+
+class Harness:
+    """One started engine."""
+
+    def __init__(
+        self,
+        model_path: str,
+        transfer: KvTransfer | None = None,
+        worker: str = "decode",
+        queue: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        cache = {name: settings.pop(name) for name in list(settings) if name in KvCacheConfig.__struct_fields__}
+        cache.setdefault("tokens_per_block", 16)
+        config = EngineConfig(
+            **({"max_batch_size": 16} | settings),
+            kv_cache_config=KvCacheConfig(**cache),
+            scheduler_config=SchedulerConfig(**(queue or {})),
+            cache_transceiver_config=CacheTransceiverConfig(backend="DEFAULT" if transfer else None),
+        )
+        self.metrics = Registry(worker)
+        self.died: list[int] = []
+        self.engine = TorchEngine(
+            EngineContext(worker, worker, model_path, config, self.metrics, transfer, num_threads=1, life=1),
+            die=self.died.append,
+        )
+        self.results: dict[tuple[int, int], Result] = {}
+        self.capacity = self.engine.start(self._emit)
+
+    def __enter__(self) -> Harness:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop()
+
+    @property
+    def core(self) -> Any:
+        assert self.engine._loaded is not None
+        return self.engine._loaded.core
+
+    @property
+    def manager(self) -> Any:
+        return self.core._parts.manager
+
+    def submit(self, what: EngineRequest, params: DisaggregatedParams | None = None) -> Result:
+        key = (0, len(self.results) + 1)
+        result = self.results[key] = Result()
+        try:
+            self.engine.submit(key, what, params)
+        except Exception:
+            del self.results[key]
+            raise
+        return result
+
+    def abort(self, result: Result) -> None:
+        self.engine.abort(next(key for key, value in self.results.items() if value is result))
+
+    def run(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
+        """Submit all at once and return their tokens; every one must end once, without error."""
+        results = [self.submit(one) for one in requests]
+        for result in results:
+            assert result.finish.error == ""
+        assert all(len(result.finishes) == 1 for result in results)
+        return [result.tokens for result in results]
+
+    def settle(self) -> None:
+        """Wait until the engine's thread has taken in all that was posted."""
+        done = threading.Event()
+        self.engine._post(done.set)
+        assert done.wait(WAIT_S)
+
+    def _emit(self, step: int, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self.results[delta.key].take(delta)
+
+
+def make_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(10, 500, length).tolist() for length in lengths]
+
+
+MIXED = (3, 20, 45, 70, 150, 33, 8, 1, 64, 17, 90, 31, 32, 5, 128, 48)
