@@ -115,7 +115,7 @@ class Exporter:
             if transfer.is_over:
                 continue
             if transfer.lease.state is not LeaseState.CLAIMED:
-                self._refuse(transfer.identity, transfer.number, NotFoundError("the KV lease was aborted by prefill"))
+                self._refuse(transfer.identity, transfer.number, _aborted())
                 self._end(transfer)
             elif not transfer.importer.is_alive():
                 self._lose(transfer)
@@ -245,18 +245,16 @@ class Exporter:
             self._post(partial(self._on_copied, transfer, error))
 
     def _fill(self, transfer: Outgoing, file: SharedFile) -> Iterator[None]:
-        read = transfer.lease.begin_copy()
-        if read is None:
-            file.unmap()
-            return
+        lease = transfer.lease
+        read = lease.begin_copy()
         try:
             for chunk in transfer.plan.chunks:
-                if transfer.is_over:
-                    break
+                if read is None or lease.state is not LeaseState.CLAIMED:
+                    raise _aborted()  # half a file must never be offered
                 read(chunk.group, chunk.first, chunk.last, file.view[chunk.begin : chunk.end])
                 yield
         finally:
-            transfer.lease.end_copy()
+            lease.end_copy()
             file.unmap()
 
     def _on_copied(self, transfer: Outgoing, error: BiremeError | None) -> None:
@@ -269,7 +267,8 @@ class Exporter:
         elif isinstance(error, ResourceExhaustedError) and self._may_find_room(transfer):
             self._wait_again(transfer)
         else:
-            self._metrics.add("bireme_kv_transfer_failures_total", 1, error.code.lower())
+            if transfer.lease.state is LeaseState.CLAIMED:  # otherwise prefill itself gave it up
+                self._metrics.add("bireme_kv_transfer_failures_total", 1, error.code.lower())
             transfer.lease.abort()
             self._refuse(transfer.identity, transfer.number, error)
             self._end(transfer)
@@ -310,6 +309,10 @@ class Exporter:
         if transfer.file:
             transfer.file.unlink()
         self._admit()
+
+
+def _aborted() -> NotFoundError:
+    return NotFoundError("the KV lease was aborted by prefill; prefill again")
 
 
 def check_layouts(exporter: KvLayout, importer: KvLayout) -> None:

@@ -74,8 +74,7 @@ class TableLease:
                 return
             assert self.state is LeaseState.RESERVED, f"a lease is exported once; this one is {self.state.value}"
             self.num_tokens, self._read = num_tokens, read
-            self.state = LeaseState.EXPORTED
-            self._table.restart_timer(self)
+            self._table.move(self, LeaseState.EXPORTED)
 
     def abort(self) -> None:
         """Any live state -> ABORTED. Blocks are freed now, or when the copy that is under way has ended."""
@@ -131,6 +130,7 @@ class LeaseTable:
         self._clock = clock
         self._live: dict[int, TableLease] = {}
         self._ended: dict[int, LeaseState] = {}
+        self._counts = dict.fromkeys(LeaseState, 0)
         self._generation = 0
         self._is_closed = False
 
@@ -142,6 +142,7 @@ class LeaseTable:
             self._generation += 1
             lease = TableLease(self, self._new_id(), self._generation, release)
             self._live[lease.lease_id] = lease
+            self._counts[LeaseState.RESERVED] += 1
             if self._is_closed:
                 lease.abort()
             return lease
@@ -154,8 +155,7 @@ class LeaseTable:
                 raise NotFoundError(
                     f"the KV lease of this request {self._why_gone(lease_id, generation)}; prefill again"
                 )
-            lease.state = LeaseState.CLAIMED
-            self.restart_timer(lease)
+            self.move(lease, LeaseState.CLAIMED)
             return lease
 
     def find(self, lease_id: int, generation: int) -> TableLease | None:
@@ -184,17 +184,14 @@ class LeaseTable:
 
     def counts(self) -> dict[LeaseState, int]:
         """Return how many leases are in each live state."""
-        counts = dict.fromkeys(LIVE, 0)
         with self.lock:
-            for lease in self._live.values():
-                counts[lease.state] += 1
-        return counts
+            return {state: self._counts[state] for state in LIVE}
 
     def end(self, lease: TableLease, state: LeaseState) -> bool:
         with self.lock:
             if lease.state not in LIVE:
                 return False
-            lease.state = state
+            self.move(lease, state)
             del self._live[lease.lease_id]
             self._ended[lease.lease_id] = state
             if len(self._ended) > REMEMBERED:
@@ -207,6 +204,13 @@ class LeaseTable:
         callback = lease._take_release()
         if callback is not None:
             self._run(callback)
+
+    def move(self, lease: TableLease, state: LeaseState) -> None:
+        """Change the state and start its time limit. The caller holds the lock."""
+        self._counts[lease.state] -= 1
+        self._counts[state] += 1
+        lease.state = state
+        self.restart_timer(lease)
 
     def restart_timer(self, lease: TableLease) -> None:
         lease._deadline = self._clock() + self._timeout_s

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -71,6 +72,7 @@ class ShmTransfer:
         self._table = LeaseTable(self._timeout_s, self._copier.call)
         self._control = threading.Thread(target=self._serve, name=f"kv-control-{worker}", daemon=True)
         self._is_closing = False
+        self._next_tick = 0.0
         self._poller: Any = zmq.Poller()
         self._dealers: set[Any] = set()
 
@@ -129,9 +131,15 @@ class ShmTransfer:
             self._read_router()
         for dealer in [dealer for dealer in ready if dealer in self._dealers]:
             self._read_dealer(dealer)
-        self._exporter.tick()
-        self._importer.tick()
+        self._tick()
         self._exporter.publish()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_MS / 1000
+            self._exporter.tick()
+            self._importer.tick()
 
     def _read_mail(self) -> None:
         for letter in self._mailbox.take():

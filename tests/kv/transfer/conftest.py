@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from kv_side import Child, Side, files_of
 
+from bireme.kv.transfer.shm import sweep
+
 
 @pytest.fixture
 def make_side(tmp_path: Path) -> Iterator[Callable[..., Side]]:
@@ -35,6 +37,7 @@ def make_child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
     yield make
     for child in children:
         child.reap()
+        sweep(tmp_path, child.worker)  # as its supervisor would
 
 
 @pytest.fixture

@@ -165,6 +165,7 @@ class Child:
         self.process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        self.worker = worker
         self.call("start", run_dir=str(run_dir), worker=worker, **options)
 
     def call(self, method: str, **arguments: Any) -> Any:

@@ -214,6 +214,17 @@ def test_an_abort_during_the_copy_waits_for_the_chunk_and_refuses_the_claim(pref
     assert not fetching.rows
 
 
+def test_an_abort_between_claim_and_copy_offers_nothing(prefill, decode):
+    gate, lease = threading.Event(), prefill.reserve()
+    prefill.transfer._copier.call(gate.wait)
+    fetching = decode.fetch(prefill.export_lease(lease, 10))
+    wait_until(lambda: prefill.lease_counts() == {"claimed": 1})
+    lease.abort()
+    gate.set()
+    assert isinstance(fetching.result(), NotFoundError)
+    assert not fetching.rows and prefill.num_released == 1
+
+
 def test_a_cancel_before_the_claim_frees_the_lease_at_once(prefill, decode):
     params = prefill.export(10)
     fetching = decode.fetch(params)

@@ -1,0 +1,112 @@
+"""The fake must refuse and release as the real one does, or engines would be tested against a dream."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+from bireme.disagg import DisaggregatedParams
+from bireme.errors import NotFoundError, RequestCancelledError, RequestError, UnavailableError
+from bireme.kv.transfer.base import GroupLayout, KvLayout
+from bireme.kv.transfer.fake import FakeNetwork
+
+LAYOUT = KvLayout("tiny", "float32", (GroupLayout(0, (4,)),))
+
+
+class Story:
+    """A prefill and a decode side; rows hold their token's number."""
+
+    def __init__(self) -> None:
+        self.network = FakeNetwork()
+        self.prefill = self.network.join("prefill")
+        self.decode = self.network.join("decode", chunk_bytes=16)
+        self.prefill.start(LAYOUT)
+        self.decode.start(LAYOUT)
+        self.released: list[int] = []
+        self.written: dict[int, int] = {}
+
+    def export(self, num_tokens: int = 10) -> DisaggregatedParams:
+        lease = self.prefill.reserve(lambda: self.released.append(1))
+        lease.export(num_tokens, self.read)
+        ids = {"lease_id": lease.lease_id, "generation": lease.generation}
+        return DisaggregatedParams(worker="prefill", life=1, num_tokens=num_tokens, **ids)
+
+    def read(self, group: int, first: int, last: int, data: memoryview) -> None:
+        data[:] = bytes(token for token in range(first, last) for _ in range(4))
+
+    def write(self, group: int, first: int, last: int, data: memoryview) -> None:
+        self.written |= {token: data[4 * (token - first)] for token in range(first, last)}
+
+    def fetch(self, params: DisaggregatedParams, first: int = 0):
+        ended, errors = threading.Event(), []
+        fetch = self.decode.fetch(params, (first,), self.write, lambda error: (errors.append(error), ended.set()))
+
+        def result():
+            assert ended.wait(5)
+            return errors[0]
+
+        return fetch, result
+
+    def close(self) -> None:
+        self.prefill.close()
+        self.decode.close()
+
+
+@pytest.fixture
+def story():
+    story = Story()
+    yield story
+    story.close()
+
+
+def test_rows_arrive_and_the_lease_is_released(story):
+    assert story.fetch(story.export(), first=4)[1]() is None
+    assert story.written == {token: token for token in range(4, 10)}
+    story.prefill.close()
+    assert story.released == [1]
+
+
+def test_a_replay_is_not_found(story):
+    params = story.export()
+    assert story.fetch(params)[1]() is None
+    assert isinstance(story.fetch(params)[1](), NotFoundError)
+
+
+def test_an_expired_lease_is_not_found(story):
+    params = story.export()
+    assert story.prefill.expire_leases() == 1
+    assert isinstance(story.fetch(params)[1](), NotFoundError)
+
+
+def test_another_life_is_not_found_and_a_closed_exporter_unavailable(story):
+    params = story.export()
+    assert isinstance(story.fetch(msgspec.structs.replace(params, life=2))[1](), NotFoundError)
+    story.prefill.close()
+    assert isinstance(story.fetch(params)[1](), UnavailableError)
+
+
+def test_a_held_fetch_can_be_cancelled(story):
+    story.decode.hold()
+    fetch, result = story.fetch(story.export())
+    fetch.cancel()
+    assert isinstance(result(), RequestCancelledError)
+
+
+def test_a_held_fetch_goes_on_after_resume(story):
+    story.decode.hold()
+    _, result = story.fetch(story.export())
+    story.decode.resume()
+    assert result() is None
+
+
+def test_a_failure_can_be_ordered(story):
+    story.decode.fail_with = UnavailableError("lost")
+    assert story.fetch(story.export())[1]() is story.decode.fail_with
+
+
+def test_layouts_are_compared(story):
+    story.decode.layout = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
+    error = story.fetch(story.export())[1]()
+    assert isinstance(error, RequestError) and "dtype" in str(error)
