@@ -13,9 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
+
+_DEPTHS = (-6.0, -12.0, -np.inf)  # how far below the likeliest token to look for a nucleus, in steps
 
 
 def scale(logits_RV: torch.Tensor, temperature_R1: torch.Tensor) -> torch.Tensor:
@@ -30,7 +33,18 @@ def top_k_threshold(scaled_RV: torch.Tensor, top_k_R1: torch.Tensor, largest_k: 
 
 def top_p_threshold(scaled_RV: torch.Tensor, top_k_R1: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
     """Return the smallest value of each row's nucleus among its top k, (rows, 1); k is the vocabulary when off."""
-    sorted_RV = _descending(scaled_RV)
+    if scaled_RV.device.type != "cpu":
+        return nucleus_of_batch(scaled_RV, top_k_R1, top_p_R1)
+    import torch
+
+    limits = zip(top_k_R1.squeeze(1).tolist(), top_p_R1.squeeze(1).tolist(), strict=True)
+    found = [nucleus_of_row(row, k, p) for row, (k, p) in zip(scaled_RV.numpy(), limits, strict=True)]
+    return torch.tensor(found, dtype=scaled_RV.dtype).unsqueeze(1)
+
+
+def nucleus_of_batch(scaled_RV: torch.Tensor, top_k_R1: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
+    """The nuclei of all rows from one sort: for GPUs, where that is cheap."""
+    sorted_RV = scaled_RV.sort(-1, descending=True).values
     is_kept_RV = sorted_RV >= sorted_RV.gather(1, top_k_R1 - 1)
     probs_RV = sorted_RV.exp().mul_(is_kept_RV)
     cumulative_RV = probs_RV.cumsum(-1)
@@ -40,14 +54,24 @@ def top_p_threshold(scaled_RV: torch.Tensor, top_k_R1: torch.Tensor, top_p_R1: t
     return sorted_RV.gather(1, count_R1 - 1)
 
 
-def _descending(values_RV: torch.Tensor) -> torch.Tensor:
-    """Sort each row, largest first."""
-    if values_RV.device.type != "cpu":
-        return values_RV.sort(-1, descending=True).values
-    import torch
-
-    # numpy's vectorised sort of values alone takes a twelfth of torch's, which also sorts indices
-    return torch.from_numpy(np.sort(values_RV.neg().numpy(), axis=-1)).neg_()
+def nucleus_of_row(scaled_V: npt.NDArray[np.float32], top_k: int, top_p: float) -> float:
+    """The nucleus of one row: looks at the likeliest tokens alone as long as they suffice, for CPUs."""
+    is_limited = top_k < scaled_V.size
+    total = 0.0 if is_limited else float(np.exp(scaled_V).sum(dtype=np.float64))
+    for least in _DEPTHS:
+        some = scaled_V if least == -np.inf else scaled_V[scaled_V >= least]
+        if is_limited and some.size < top_k:
+            continue
+        some = np.sort(some)[::-1]
+        if is_limited:
+            some = some[: np.searchsorted(-some, -some[top_k - 1], side="right")]  # ties with the k-th stay
+        weights = np.exp(some)
+        cumulative = weights.cumsum(dtype=np.float64)
+        wanted = top_p * (float(cumulative[-1]) if is_limited else total)
+        count = int(np.count_nonzero(cumulative - weights < wanted))
+        if is_limited or count < some.size:
+            break
+    return float(some[max(count, 1) - 1])
 
 
 def draw(scaled_RV: torch.Tensor, threshold_R1: torch.Tensor | None, uniform_R1: torch.Tensor) -> torch.Tensor:
