@@ -12,6 +12,7 @@ from bireme.launch.processes import command_line, descendants, is_alive, stub_mo
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SHM = Path("/dev/shm")
+FOREIGN = "foreign"
 
 
 def roles(server_pid: int) -> dict[str, int]:
@@ -69,14 +70,25 @@ def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
 
 
+def busy_s() -> float:
+    """Return the CPU seconds that the whole machine was not idle so far, time stolen by its host included."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = fields[3] + fields[4]
+    return (sum(fields) - idle) / _TICKS_PER_S
+
+
 class CpuMeter:
     """CPU shares (cores) of some processes since it was made."""
 
     def __init__(self, processes: Mapping[str, int]) -> None:
         self._processes = dict(processes)
         self._before = {role: cpu_s(pid) for role, pid in self._processes.items()}
+        self._busy_before_s = busy_s()
         self._began_at = time.monotonic()
 
     def cores(self) -> dict[str, float]:
+        """Return role -> cores; FOREIGN is what the rest of the machine took."""
         wall = max(time.monotonic() - self._began_at, 1e-9)
-        return {role: round((cpu_s(pid) - self._before[role]) / wall, 3) for role, pid in self._processes.items()}
+        used = {role: (cpu_s(pid) - self._before[role]) / wall for role, pid in self._processes.items()}
+        used[FOREIGN] = max((busy_s() - self._busy_before_s) / wall - sum(used.values()), 0.0)
+        return {role: round(share, 3) for role, share in used.items()}
