@@ -85,6 +85,7 @@ class EngineClient:
         self._consumers = itertools.count(STUB + 1)
         self._gauges: set[tuple[str, Labels]] = set()
         self._pong: Pong | None = None
+        self._pong_at = 0.0
         self._is_draining = False
 
     @property
@@ -171,9 +172,9 @@ class EngineClient:
             self._is_draining = True
             if self._session is not None:
                 self._try_send(self._session, STUB, Drain())
-        deadline = time.monotonic() + timeout_s
-        while not self._is_idle():
-            if time.monotonic() >= deadline:
+        began = time.monotonic()
+        while not self._is_idle(began):
+            if time.monotonic() >= began + timeout_s:
                 return False
             time.sleep(0.01)
         return True
@@ -205,7 +206,7 @@ class EngineClient:
             self._push(push, data[4:])
 
     def on_pong(self, pong: Pong) -> None:
-        self._pong = pong
+        self._pong, self._pong_at = pong, time.monotonic()
         if pong.metrics:
             delta = decode_delta(pong.metrics)
             self._gauges |= {(name, tuple(labels)) for name, labels, _ in delta.gauges}
@@ -292,11 +293,14 @@ class EngineClient:
     def _ended_state(self) -> str:
         return self._supervisor.state if self._session is None else "subscribe again"
 
-    def _is_idle(self) -> bool:
+    def _is_idle(self, since: float) -> bool:
+        """Return whether nothing runs, by a report that is newer than `since`."""
         session, pong = self._session, self._pong
         if session is None:
             return True
-        return not session.sinks and pong is not None and not pong.num_waiting + pong.num_running
+        if session.sinks or pong is None or self._pong_at <= since:
+            return False
+        return not pong.num_waiting + pong.num_running
 
     def _send(self, session: _Session, consumer: int, command: Submit | Abort | Drop | Drain) -> None:
         session.life.send(frame(consumer, encode(Commands(session.life.number, [command]))))

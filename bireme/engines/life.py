@@ -83,9 +83,9 @@ class Life:
             timeout_s = min(timeout_s, _EXIT_POLL_S)
         self._poller.poll(max(0, int(timeout_s * 1000)))
 
-    def frames(self) -> Iterator[bytes]:
+    def frames(self, limit: int = 1 << 62) -> Iterator[bytes]:
         """Yield what has come in, without waiting."""
-        while True:
+        for _ in range(limit):
             try:
                 data: bytes = self._frames.recv(zmq.NOBLOCK)
             except zmq.Again:

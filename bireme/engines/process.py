@@ -7,6 +7,7 @@ a native call that takes minutes would hold up a Python handler, and nothing is 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -63,6 +64,8 @@ class EngineProcess:
             return self._give_up(error)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._has_ended.set())
+        gc.collect()
+        gc.freeze()  # what the load has made stays: no collection in a step needs to look at it
         assert self._engine is not None
         self._server.open(self._engine, gate)
         logger.info("engine_ready life=%d load_s=%.2f", self._life, gate.capacity.load_s)

@@ -55,6 +55,7 @@ from bireme.metrics import Registry, encode_delta
 
 logger = logging.getLogger("bireme.engine")
 MAX_NUMBER = (1 << 63) - 1
+EXIT_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
 _FRAMES_A_TURN = 64  # commands taken before steps go out again
 _LINGER_MS = 1000  # the last frames of an orderly end get this long to reach the stub
 _IDLE = Progress(0, 0.0, 0, 0)
@@ -119,6 +120,13 @@ class EngineServer:
             os.eventfd_write(self._bell, 1)
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            logger.exception("io_failed life=%d", self._life)
+            os._exit(EXIT_SOFTWARE)  # a mute engine is of no use, and its supervisor starts another
+
+    def _serve(self) -> None:
         context = zmq.Context()
         commands, steps = (
             _connect(context, zmq.PULL, self._endpoint + ".c"),

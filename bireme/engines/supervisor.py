@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import zmq
 
 from bireme.config import Recipe
 from bireme.engines.environment import engine_environment, find_python
@@ -28,6 +29,7 @@ from bireme.engines.restarts import RestartPolicy
 from bireme.errors import BiremeError, ConfigError, EngineLostError, UnavailableError, from_message, to_message
 from bireme.messages import CONTROL, STUB, VERSION, Commands, Hello, Ping, Pong, decode_control, encode, frame, split
 
+_FRAMES_A_TURN = 256  # an engine without pauses must not keep this thread from pinging it
 _STACKS_S = 0.2  # for the child to write its threads' stacks before it is killed
 _STOP_S = 5.0  # from SIGTERM to SIGKILL
 
@@ -99,24 +101,37 @@ class Supervisor:
     def _supervise(self) -> None:
         while not self._stopping.is_set():
             self._state = f"{self._worker} is starting" + (" again" if self._number else "")
-            life = Life(self._worker, self._next_number(), self._run_dir)
-            error, cause = self._live(life)
-            how = life.end()
-            if self._stopping.is_set():
-                error = UnavailableError(f"{self._worker} is stopping")
-            elif error is None:
-                error = self._exit_error(how)
-            self._state = str(error)
-            self._owner.on_end(life, _as_lost(error))
+            error, cause = self._run_life()
             if self._stopping.is_set() or not self._has_started.is_set():
                 self._fail_start(error)
                 return
-            self._logger.error(
-                "engine_lost worker=%s life=%d cause=%s how=%s reason=%s", self._worker, life.number, cause, how, error
-            )
             if not self._pause(str(error)):
                 return
             self._owner.on_restart(cause)
+
+    def _run_life(self) -> tuple[BiremeError, str]:
+        """Run one life from sockets to sweep; return why it ended and the cause. The owner has been told then."""
+        try:
+            life = Life(self._worker, self._next_number(), self._run_dir)
+        except (OSError, zmq.ZMQError) as failure:
+            return UnavailableError(f"{self._worker}: no sockets for its engine process: {failure}"), "exit"
+        try:
+            error, cause = self._live(life)
+        except Exception as failure:
+            self._logger.exception("life_failed worker=%s life=%d", self._worker, life.number)
+            error, cause = UnavailableError(f"{self._worker}: its supervisor failed: {to_message(failure)}"), "exit"
+        how = life.end()
+        if self._stopping.is_set():
+            error = UnavailableError(f"{self._worker} is stopping")
+        elif error is None:
+            error = self._exit_error(how)
+        self._state = str(error)
+        self._owner.on_end(life, _as_lost(error))
+        if not self._stopping.is_set():
+            self._logger.error(
+                "engine_lost worker=%s life=%d cause=%s how=%s reason=%s", self._worker, life.number, cause, how, error
+            )
+        return error, cause
 
     def _live(self, life: Life) -> tuple[BiremeError | None, str]:
         """Run one life to its end; return why it ended (None: the process exited by itself) and the cause."""
@@ -171,7 +186,7 @@ class Supervisor:
         pinged_at, count = 0.0, 0
         while True:
             has_exited = life.has_exited()
-            for data in life.frames():
+            for data in life.frames() if has_exited else life.frames(_FRAMES_A_TURN):
                 self._take(data, heartbeat)
             if has_exited:
                 return None
@@ -244,7 +259,8 @@ class Supervisor:
 
     def _fail_start(self, error: BiremeError) -> None:
         if not self._has_started.is_set():
-            self._failure = error
+            is_told = isinstance(error, (ConfigError, UnavailableError))
+            self._failure = error if is_told else UnavailableError(f"{self._worker}: {to_message(error)}")
             self._has_started.set()
 
     def _exit_error(self, how: str) -> UnavailableError:
