@@ -158,8 +158,8 @@ class ShmTransfer:
                 _guard(partial(self._importer.on_message, payload))
 
     def _shut_down(self) -> None:
-        self._exporter.close()
-        self._importer.close()
+        _guard(self._exporter.close)
+        _guard(self._importer.close)
         if not self._copier.close(CLOSE_TIMEOUT_S):
             logger.error("transfer event=callback_hangs worker=%s", self._worker)
         self._read_mail()  # results of the last copies: acknowledgements, files to unlink
@@ -176,8 +176,14 @@ class ShmTransfer:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         router.setsockopt(zmq.SNDHWM, 10_000)
-        router.bind(self.endpoint)
-        self._socket_path.chmod(0o600)
+        try:
+            router.bind(self.endpoint)
+            self._socket_path.chmod(0o600)
+        except (zmq.ZMQError, OSError) as error:
+            router.close(linger=0)
+            raise ConfigError(
+                f"KV transfer: {self._socket_path} can't be made: {error}; check BIREME_RUN_DIR {self._run_dir}"
+            ) from error
         return router
 
     def _connect(self, endpoint: str) -> Any:

@@ -412,6 +412,11 @@ def test_close_without_start_is_harmless(tmp_path):
     transfer.close()
 
 
+def test_a_run_directory_that_is_not_there_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match="kv-prefill-1.sock can't be made: .*check BIREME_RUN_DIR"):
+        Side(tmp_path / "gone", "prefill")
+
+
 def test_a_run_directory_with_too_long_a_path_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="the limit is 107: set BIREME_RUN_DIR"):
         Side(tmp_path / ("x" * 100), "prefill")
