@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 
 import pytest
 import show_config
-from triton_client import Client
+from triton_client import Client, inputs_of
 from tritonclient.utils import InferenceServerException
 
 from bireme.config import CHECKOUT
@@ -108,3 +110,60 @@ def test_a_recipe_that_can_not_be_served_is_the_load_error_of_every_model(tmp_pa
         pass
     text = str(caught.value)
     assert text.count("unknown key pipelin; did you mean pipeline?") == len(MODELS), text
+
+
+def gauge(server, name: str, worker: str) -> float:
+    line = next(
+        (line for line in server.metrics_text().splitlines() if line.startswith(f'{name}{{worker="{worker}"}}')), ""
+    )
+    return float(line.rpartition(" ")[2] or 0)
+
+
+def wait_for_idle(server) -> bool:
+    """Wait until neither the engine nor a stub works on anything; bus subscriptions close after a second."""
+    deadline = time.monotonic() + 15
+    names = [("bireme_requests_running", "decode"), ("bireme_streams", "generate"), ("bireme_streams", "completion")]
+    while any(gauge(server, *name) for name in names):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("model", "ask"), [("decode", {"input_ids": [1, 2]}), ("generate", {"text_input": "a", "stream": True})]
+)
+def test_a_client_that_cancels_frees_the_engine(server, client, model, ask):
+    stream = client.stream(model, max_tokens=100_000, ignore_eos=True, **ask)
+    assert next(iter(stream))
+    stream.cancel()
+    assert wait_for_idle(server)
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "ask"), [("decode", {"input_ids": [1, 2]}), ("generate", {"text_input": "a", "stream": True})]
+)
+def test_an_http_client_that_leaves_frees_the_engine(server, model, ask):
+    body = json.dumps({"max_tokens": 100_000, "ignore_eos": True, **ask}).encode()
+    head = f"POST /v2/models/{model}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(tuple(server.http.rsplit(":", 1)), timeout=20) as connection:
+        connection.sendall(head.encode() + body)
+        received = b""
+        while b"data: " not in received:
+            received += connection.recv(65536)
+        assert b"output_ids" in received
+    assert wait_for_idle(server)
+
+
+def test_a_unary_client_that_cancels_frees_the_engine(server, client):
+    import tritonclient.grpc as grpcclient
+
+    with grpcclient.InferenceServerClient(client.address) as raw:
+        inputs = inputs_of("completion", {"text_input": "a", "max_tokens": 100_000, "ignore_eos": True})
+        call = raw.async_infer("completion", inputs, callback=lambda result, error: None)
+        deadline = time.monotonic() + 10
+        while not gauge(server, "bireme_requests_running", "decode") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        call.cancel()
+        assert wait_for_idle(server)
