@@ -64,7 +64,7 @@ TABLES: dict[str, dict[str, Rule]] = {
     | {
         "dtype": HONOURED,
         "enable_chunked_prefill": HONOURED,
-        "trust_remote_code": HONOURED,
+        "trust_remote_code": _refused("no code of a checkpoint is run; remove it, or use engine: trtllm"),
         "attn_backend": HARMLESS,
         "disable_overlap_scheduler": HARMLESS,
         "tensor_parallel_size": _refused(_ONE_GPU),

@@ -41,6 +41,7 @@ MAX_BATCH_SIZE = 1024
 MAX_NUM_TOKENS = 8192
 _POOL_TOKENS_PER_REQUEST = 8192  # default size of the pool: this times max_batch_size, or one longest sequence
 _POLL_S = 0.05  # how often deadlines are looked at while nothing can run
+_EXPIRE_S = 0.005  # how exact deadlines are
 _COARSE_S = 0.02  # longer waits than this can be interrupted by stop
 _PR_SET_TIMERSLACK = 29
 
@@ -64,6 +65,7 @@ class MockEngine:
         self._step = 0
         self._began_at = 0.0
         self._due_at = 0.0  # end of the last step; 0: idle since
+        self._expire_at = 0.0
         self._emit: Emit = lambda step, deltas: None
         self._step_log = StepLog()
         self._thread = threading.Thread(target=self._run, name="mocker", daemon=True)
@@ -207,6 +209,9 @@ class MockEngine:
             self._leave_queue()
 
     def _expire(self, now: float) -> None:
+        if now < self._expire_at:
+            return
+        self._expire_at = now + _EXPIRE_S
         limit = self._context.config.scheduler_config.max_queue_time_s or float("inf")
         for one in [one for one in self._waiting if now - one.arrived_at > limit]:
             self._remove_waiting(one)

@@ -30,6 +30,7 @@ from bireme.errors import BiremeError, ConfigError, EngineLostError, Unavailable
 from bireme.messages import CONTROL, STUB, VERSION, Commands, Hello, Ping, Pong, decode_control, encode, frame, split
 
 _FRAMES_A_TURN = 256  # an engine without pauses must not keep this thread from pinging it
+_PARENT_POLL_S = 0.5
 _STACKS_S = 0.2  # for the child to write its threads' stacks before it is killed
 _STOP_S = 5.0  # from SIGTERM to SIGKILL
 
@@ -105,9 +106,11 @@ class Supervisor:
             if self._stopping.is_set() or not self._has_started.is_set():
                 self._fail_start(error)
                 return
-            if not self._pause(str(error)):
-                return
-            self._owner.on_restart(cause)
+            delay_s = self._plan_restart(str(error))
+            if delay_s is None:
+                self._sleep(float("inf"))  # the parent is watched still
+            elif self._sleep(delay_s):
+                self._owner.on_restart(cause)
 
     def _run_life(self) -> tuple[BiremeError, str]:
         """Run one life from sockets to sweep; return why it ended and the cause. The owner has been told then."""
@@ -240,15 +243,24 @@ class Supervisor:
                 if take is not None:
                     take(data)
 
-    def _pause(self, reason: str) -> bool:
-        """Wait before the next life; return whether there is to be one."""
+    def _plan_restart(self, reason: str) -> float | None:
+        """Return the seconds until the next life; None: there is none."""
         delay_s = self._restarts.next_delay_s()
         if delay_s is None:
             limit, window = self._config.max_restarts, self._config.restart_window_s
             self._give_up(f"it was started again {limit} times in {window:g} s (last: {reason})")
-            return False
-        self._state = f"{self._worker} starts again in {delay_s:.1f} s ({reason})"
-        return not self._stopping.wait(delay_s)
+        else:
+            self._state = f"{self._worker} starts again in {delay_s:.1f} s ({reason})"
+        return delay_s
+
+    def _sleep(self, seconds: float) -> bool:
+        """Return false as soon as the supervisor is to stop."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._check_parent()
+            if self._stopping.wait(min(left, _PARENT_POLL_S)):
+                return False
+        return not self._stopping.is_set()
 
     def _give_up(self, reason: str) -> None:
         self._state = (
