@@ -62,6 +62,8 @@ class TokenDelta:
     @property
     def num_bytes(self) -> int:
         """An estimate, for the limit on a slow reader's unsent responses."""
+        if self.logprobs is None and self.prompt_logprobs is None:  # the path that has to be quick
+            return 200 + 8 * len(self.tokens) + 80 * len(self.texts)
         num_logprobs = sum(map(len, self.logprobs or ())) + sum(
             len(entry or ()) for entry in self.prompt_logprobs or ()
         )
@@ -178,6 +180,8 @@ class TextStream:
 
     def _find_stop(self, tokens: Sequence[int], finder: StopFinder) -> tuple[list[int], str]:
         """Return the tokens up to the one that completes a stop string, and the text that can go out."""
+        if len(tokens) == 1:
+            return list(tokens), finder.push(self._detokenizer.push(tokens))
         texts = []
         for at, token in enumerate(tokens):
             texts.append(finder.push(self._detokenizer.push((token,))))

@@ -43,10 +43,11 @@ class _Follower:
 class StopFinder:
     """Follows all stop strings of one request."""
 
-    __slots__ = ("_followers", "_held", "_includes_stop", "is_stopped")
+    __slots__ = ("_beginnings", "_followers", "_held", "_includes_stop", "is_stopped")
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         self._followers = [_Follower(stop) for stop in stops if stop]
+        self._beginnings = frozenset(stop[0] for stop in stops if stop)
         self._includes_stop = include_stop
         self._held = ""
         self.is_stopped = False
@@ -55,6 +56,8 @@ class StopFinder:
         """Take more text and return what can go out; after the stop (`is_stopped`) there is no more."""
         if self.is_stopped:
             return ""
+        if not self._held and self._beginnings.isdisjoint(text):  # nearly every call
+            return text
         ends = [(end, -follower.length) for follower in self._followers if (end := follower.advance(text)) is not None]
         whole = self._held + text
         if ends:
@@ -63,7 +66,7 @@ class StopFinder:
             end += len(self._held)
             self._held = ""
             return whole[: end if self._includes_stop else end + negative_length]
-        num_held = max(follower.matched for follower in self._followers) if self._followers else 0
+        num_held = max(follower.matched for follower in self._followers)
         out = len(whole) - num_held
         self._held = whole[out:]
         return whole[:out]
