@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 from bireme.errors import DeadlineExceededError
 
 _T = TypeVar("_T")
+logger = logging.getLogger("bireme.triton")
 
 
 class EventLoop:
@@ -19,6 +21,7 @@ class EventLoop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name=f"loop-{name}", daemon=True)
         self._thread.start()
 
@@ -43,6 +46,7 @@ class EventLoop:
 
     def stop(self, limit_s: float) -> None:
         """Cancel what still runs, then end the thread."""
+        self._is_stopping = True
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(limit_s)
@@ -50,10 +54,17 @@ class EventLoop:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            while not self._is_stopping:
+                self._run_until_interrupted()
             self._cancel_rest()
         finally:
             self._loop.close()
+
+    def _run_until_interrupted(self) -> None:
+        try:
+            self._loop.run_forever()
+        except BaseException:  # SystemExit in a callback leaves run_forever(); the requests of others go on
+            logger.exception("loop_interrupted")
 
     def _cancel_rest(self) -> None:
         tasks = asyncio.all_tasks(self._loop)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import sys
 import threading
 import time
 
@@ -236,6 +237,10 @@ class Failing(TestStage):
         if how == "late":
             send(TokenResponse([7], is_last=True))
             raise RequestError("too late")
+        if how == "loop_exit":
+            asyncio.get_running_loop().call_soon(sys.exit, 3)
+            await asyncio.sleep(0.05)
+            send(TokenResponse([1]))
         if how == "cancel_self":
             asyncio.current_task().cancel()  # type: ignore[union-attr]
             await asyncio.sleep(1)

@@ -93,6 +93,10 @@ def test_the_final_flag_travels_with_the_last_response_and_nothing_follows(clien
     assert client.tokens("failing", how="late") == [7]
 
 
+def test_a_callback_that_exits_disturbs_nobody(client):
+    assert client.tokens("failing", how="loop_exit") == [1]
+
+
 def test_a_grpc_cancel_reaches_the_stage(client):
     with client.call("tokens", count=100_000) as call:
         next(iter(call))

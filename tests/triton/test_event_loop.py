@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 
 import pytest
@@ -79,3 +80,8 @@ def test_stop_cancels_what_runs_and_refuses_more():
     assert not loop.is_running
     with pytest.raises(RuntimeError):
         loop.post(lambda: None)
+
+
+def test_a_callback_that_exits_does_not_take_the_loop_along(loop):
+    loop.post(sys.exit)
+    assert loop.run(answer(3), 5) == 3
