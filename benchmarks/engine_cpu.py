@@ -227,8 +227,8 @@ def print_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> None
         target = row["target"] or "-"
         continuous, ratio = row.get("continuous_ms", "-"), row.get("continuous_ratio", "-")
         print(
-            f"{row['batch']:5} {row['engine_ms']:7} {row['generate_ms']:9} {row['ratio']:11} {row['ratio_of_minima']:11}"
-            f" {target:>7} {continuous:>11} {ratio:>5} {row['prefill_ratio']:>9}"
+            f"{row['batch']:5} {row['engine_ms']:7} {row['generate_ms']:9} {row['ratio']:11}"
+            f" {row['ratio_of_minima']:11} {target:>7} {continuous:>11} {ratio:>5} {row['prefill_ratio']:>9}"
         )
     missed = [row["batch"] for row in rows if row["target"] and row["ratio"] < row["target"]]
     print(f"targets: {'all met' if not missed else f'missed at batch {missed}'}", file=sys.stdout)

@@ -52,7 +52,8 @@ def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # it would fill the log
+    transformers_logging.disable_progress_bar()  # it would fill the log, as would its tables of what is amiss:
+    transformers_logging.set_verbosity_error()  # that is said below, as an error
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
@@ -62,6 +63,7 @@ def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
         )
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(f"the weights could not be loaded: {_first_line(error)}") from error

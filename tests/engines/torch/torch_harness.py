@@ -65,7 +65,8 @@ class Harness:
         queue: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        cache = {name: settings.pop(name) for name in list(settings) if name in KvCacheConfig.__struct_fields__}
+        own = set(KvCacheConfig.__struct_fields__) - set(EngineConfig.__struct_fields__)
+        cache = {name: settings.pop(name) for name in list(settings) if name in own}
         cache.setdefault("tokens_per_block", 16)
         config = EngineConfig(
             **({"max_batch_size": 16} | settings),
