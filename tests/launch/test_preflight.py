@@ -139,6 +139,17 @@ def test_a_run_folder_too_long_for_sockets_is_refused():
     assert "XDG_RUNTIME_DIR" in only(preflight.check_socket_paths(Path("/" + "x" * 100)))
 
 
+def test_a_newer_flag_is_passed_only_to_a_server_that_has_it(tmp_path):
+    binary = tmp_path / "bin" / "tritonserver"
+    binary.parent.mkdir()
+    for text, expected in (("--http-max-input-size <n>", 1), ("--http-port <n>", 0)):
+        binary.write_text(f"#!/bin/sh\necho '{text}'\n")
+        binary.chmod(0o755)
+        other = Installation(binary)
+        prepared = installation.prepare(other, tmp_path, dict(os.environ))
+        assert len(installation.newer_flags(other, prepared)) == expected
+
+
 def test_all_problems_are_reported_at_once():
     recipe = Recipe(model="models/tiny-nobody", workers={"decode": WorkerEntry(engine="trtllm")}, folder="/")
     with pytest.raises(preflight.PreflightError) as caught:
