@@ -27,11 +27,12 @@ def file_prefix(run_dir: Path, worker: str) -> str:
 
 
 def sweep(run_dir: Path, worker: str) -> int:
-    """Unlink what a dead engine left in /dev/shm. Returns the number of files. Call it between two lives."""
-    names = [path for path in SHM_DIR.iterdir() if path.name.startswith(file_prefix(run_dir, worker))]
-    for path in names:
+    """Unlink what a dead engine left: files in /dev/shm, which are counted, and its socket. Call it between lives."""
+    prefix = file_prefix(run_dir, worker)
+    files = [path for path in SHM_DIR.iterdir() if path.name.startswith(prefix)]
+    for path in (*files, *run_dir.glob(f"kv-{worker}-*.sock")):
         path.unlink(missing_ok=True)
-    return len(names)
+    return len(files)
 
 
 class SharedFile:

@@ -133,6 +133,15 @@ def test_sweeping_takes_only_the_workers_own_files(tmp_path):
     assert sweep(tmp_path, "decode_1") == 1
 
 
+def test_sweeping_takes_the_socket_of_a_killed_engine(make_child, tmp_path):
+    first, other = make_child("prefill"), make_child("prefill_1")
+    first.kill()
+    first.process.wait()
+    sweep(tmp_path, "prefill")
+    assert [path.name for path in tmp_path.glob("*.sock")] == ["kv-prefill_1-1.sock"]
+    assert other.process.poll() is None
+
+
 @pytest.mark.parametrize("pid", [2**22 + 1, 0])
 def test_a_process_that_never_was_is_not_alive(pid):
     assert not Process(pid).is_alive()
