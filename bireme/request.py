@@ -231,9 +231,8 @@ def check_ids(name: str, ids: Array, vocab_size: int | None = None) -> Ids:
 def _prompt(values: Mapping[str, Any], limits: Limits) -> tuple[str | None, Ids | None]:
     text, ids = values.get("text_input"), values.get("input_ids")
     if (text is None) == (ids is None):
-        raise RequestError(
-            f"{'neither' if text is None else 'both'} text_input and input_ids; send exactly one of them"
-        )
+        given = "neither" if text is None else "both"
+        raise RequestError(f"{given} of text_input and input_ids were sent; send exactly one of them")
     if text is not None:
         num_bytes = len(text.encode())
         if num_bytes > limits.max_prompt_bytes:

@@ -47,7 +47,7 @@ async def test_without_stream_there_is_exactly_one_response(bench):
 async def test_token_ids_are_taken_instead_of_text(bench):
     test = await bench()
     call = test.ask(text_input="hi", input_ids=[1])
-    with pytest.raises(RequestError, match="both text_input and input_ids"):
+    with pytest.raises(RequestError, match="both of text_input and input_ids"):
         await call.end()
 
 

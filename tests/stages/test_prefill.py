@@ -1,0 +1,124 @@
+"""prefill: the first token and signed params, or a clear error."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from bireme.errors import (
+    EngineLostError,
+    NotFoundError,
+    RequestCancelledError,
+    RequestError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from bireme.messages import EngineRequest, Finish, SamplingParams, Usage, encode
+
+DONE = Finish("not_finished", Usage(prompt_tokens=2, prefill_ms=3.0), disaggregated_params=b"signed")
+
+
+async def test_answer_has_params_first_token_and_usage(prefill):
+    test = await prefill()
+    call = await test.ask(input_ids=[1, 2]).begun()
+    assert test.engine.requests[0, 1].request_type == "context_only"
+    test.engine.emit(0, {1: 97})
+    test.engine.finish(0, 1, DONE)
+    [answer] = await call.end()
+    assert answer["disaggregated_params"] == [b"signed"]
+    assert answer["output_ids"] == [97]
+    assert b'"prefill_ms":3.0' in answer["usage"][0]
+
+
+async def test_a_pipelines_request_travels_whole(prefill):
+    test = await prefill()
+    request = EngineRequest(prompt=b"\1\0\0\0", sampling=SamplingParams(logit_bias={5: 1.0}, max_tokens=9))
+    await test.ask(engine_request=np.frombuffer(encode(request), np.uint8), request_id="id").begun()
+    assert test.engine.requests[0, 1].sampling == request.sampling
+
+
+async def test_garbage_instead_of_a_request_is_refused(prefill):
+    test = await prefill()
+    with pytest.raises(RequestError, match="engine_request"):
+        await test.ask(engine_request=[1, 2, 3]).end()
+
+
+async def test_abort_while_it_runs_cancels_it(prefill):
+    test = await prefill()
+    call = await test.ask(input_ids=[1, 2], request_id="mine").begun()
+    assert len(await test.ask(abort=True, request_id="mine").end()) == 1
+    with pytest.raises(RequestCancelledError):
+        await call.end()
+
+
+async def test_abort_after_the_answer_frees_the_lease(prefill):
+    test = await prefill()
+    call = await test.ask(input_ids=[1, 2], request_id="mine").begun()
+    test.engine.emit(0, {1: 97})
+    test.engine.finish(0, 1, DONE)
+    await call.end()
+    await test.ask(abort=True, request_id="mine").end()
+    assert test.engine.aborted == [(0, 1)]
+
+
+async def test_a_lease_is_forgotten_with_its_time(prefill):
+    transceiver = {"cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 1}}
+    workers = {
+        "prefill": {"engine": "mocker", "engine_config": transceiver},
+        "decode": {"engine": "mocker", "engine_config": transceiver},
+    }
+    test = await prefill(workers=workers)
+    call = await test.ask(input_ids=[1, 2], request_id="mine").begun()
+    test.engine.finish(0, 1, DONE)
+    await call.end()
+    await asyncio.sleep(0.01)
+    with pytest.raises(NotFoundError):
+        await test.ask(abort=True, request_id="mine").end()
+
+
+async def test_abort_of_an_unknown_id_is_not_found(prefill):
+    test = await prefill()
+    with pytest.raises(NotFoundError):
+        await test.ask(abort=True, request_id="theirs").end()
+
+
+async def test_a_client_that_left_leaves_no_lease(prefill):
+    test = await prefill()
+    call = await test.ask(input_ids=[1, 2]).begun()
+    test.engine.sinks[1].push((97,))
+    sink = test.engine.sinks.pop(1)
+    sink.finish(DONE)
+    call.cancelled.set()
+    with pytest.raises(RequestCancelledError):
+        await call.end()
+    assert (0, 1) in test.engine.aborted
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ("RESOURCE_EXHAUSTED: queue full", ResourceExhaustedError),
+        ("UNAVAILABLE: engine lost: died", EngineLostError),
+        ("INVALID_ARGUMENT: prompt too long", RequestError),
+    ],
+)
+async def test_engine_errors_keep_their_kind(prefill, error, kind):
+    test = await prefill()
+    call = await test.ask(input_ids=[1, 2]).begun()
+    test.engine.finish(0, 1, Finish("error", Usage(), error=error))
+    with pytest.raises(kind):
+        await call.end()
+
+
+async def test_params_of_another_prefill_are_refused(prefill):
+    test = await prefill()
+    request = EngineRequest(prompt=b"\1\0\0\0", sampling=SamplingParams(), disaggregated_params=b"x")
+    with pytest.raises(RequestError, match="send them to decode"):
+        await test.ask(engine_request=np.frombuffer(encode(request), np.uint8)).end()
+
+
+async def test_an_engine_that_is_not_ready_refuses(prefill):
+    test = await prefill()
+    test.engine.die()
+    with pytest.raises(UnavailableError):
+        await test.ask(input_ids=[1]).end()

@@ -1,0 +1,186 @@
+"""Sessions of the token bus against the real decode stage over a real gRPC connection."""
+
+import asyncio
+
+import pytest
+
+from bireme.errors import EngineLostError, UnavailableError
+from bireme.messages import EngineRequest, Finish, SamplingParams, Usage
+from bireme.workers import bus as bus_module
+from bireme.workers.base import UnreachableError
+from bireme.workers.buses import Buses
+
+REQUEST = EngineRequest(prompt=b"\1\0\0\0", sampling=SamplingParams())
+DONE = Finish("length", Usage())
+
+
+async def test_tokens_come_to_the_sink_and_end_with_the_finish(bus, recorder):
+    sink = recorder()
+    ticket = bus.buses.decode("decode", REQUEST, sink)
+    consumer, number = await bus.request_at_engine()
+    bus.engine.emit(consumer, {number: 5})
+    bus.engine.emit(consumer, {number: 6})
+    bus.engine.finish(consumer, number, DONE)
+    assert (await sink.end()).reason == "length"
+    assert sink.tokens == [5, 6]
+    assert ticket.failure is None and ticket.was_sent
+
+
+async def test_requests_that_come_together_go_out_in_one_message(bus, recorder):
+    sinks = [recorder() for _ in range(20)]
+    for sink in sinks:
+        bus.buses.decode("decode", REQUEST, sink)
+    await bus.until(lambda: len(bus.engine.requests) == 20)
+    assert len(bus.engine.payloads) == 1
+    assert bus.server.num_streams == 1
+
+
+async def test_capacity_of_the_worker_is_known_after_the_welcome(bus, recorder):
+    bus.buses.decode("decode", REQUEST, recorder())
+    await bus.request_at_engine()
+    assert bus.buses.capacity("decode").vocab_size == 1000
+
+
+async def test_abort_reaches_the_engine(bus, recorder):
+    sink = recorder()
+    ticket = bus.buses.decode("decode", REQUEST, sink)
+    await bus.request_at_engine()
+    ticket.abort()
+    assert (await sink.end()).reason == "cancelled"
+    ticket.abort()  # harmless
+    assert len(bus.engine.aborted) == 1
+
+
+async def test_abort_before_the_subscription_stands_never_reaches_it(bus, recorder):
+    sink = recorder()
+    bus.buses.decode("decode", REQUEST, sink).abort()
+    assert (await sink.end()).reason == "cancelled"
+    await asyncio.sleep(0.1)
+    assert not bus.engine.requests
+
+
+async def test_engine_death_is_told_as_engine_lost(bus, recorder):
+    sink = recorder()
+    ticket = bus.buses.decode("decode", REQUEST, sink)
+    await bus.request_at_engine()
+    bus.engine.die()
+    assert (await sink.end()).error.startswith("UNAVAILABLE: engine lost: decode")
+    assert isinstance(ticket.failure, EngineLostError)
+
+
+async def test_the_next_request_subscribes_to_the_next_life(bus, recorder):
+    sink = recorder()
+    bus.buses.decode("decode", REQUEST, sink)
+    await bus.request_at_engine()
+    bus.engine.die()
+    await sink.end()
+    bus.engine.come_back()
+    bus.buses.decode("decode", REQUEST, recorder())
+    await bus.request_at_engine()
+
+
+async def test_a_refused_subscription_costs_nothing(bus, recorder):
+    bus.engine.die()
+    sink = recorder()
+    ticket = bus.buses.decode("decode", REQUEST, sink)
+    assert "being restarted" in (await sink.end()).error
+    assert not ticket.was_sent
+    assert type(ticket.failure) is UnavailableError
+
+
+async def test_no_server_is_said_with_the_variable_to_set(recorder):
+    sink = recorder()
+    ticket = Buses(2.0, "127.0.0.1:1").decode("decode", REQUEST, sink)
+    assert "set BIREME_GRPC" in (await sink.end()).error
+    assert isinstance(ticket.failure, UnreachableError)
+
+
+async def test_a_server_that_goes_away_loses_what_was_sent(bus, recorder):
+    sink = recorder()
+    ticket = bus.buses.decode("decode", REQUEST, sink)
+    await bus.request_at_engine()
+    await bus.server.server.stop(0)
+    await sink.end()
+    assert isinstance(ticket.failure, EngineLostError)
+
+
+async def test_a_silent_stub_is_given_up(bus, recorder):
+    buses = Buses(0.2, bus.address)
+    sink = recorder()
+    buses.decode("decode", REQUEST, sink)
+    await bus.request_at_engine()
+    bus.server.is_deaf = True
+    assert "no news for" in (await sink.end()).error
+    await buses.close()
+
+
+async def test_keepalives_keep_a_quiet_request_alive(bus, recorder):
+    buses = Buses(0.2, bus.address)
+    sink = recorder()
+    buses.decode("decode", REQUEST, sink)
+    await bus.request_at_engine()
+    await asyncio.sleep(0.6)
+    assert not sink.ended.done()
+    await buses.close()
+
+
+async def test_an_idle_subscription_is_closed_and_opened_again(bus, recorder, monkeypatch):
+    monkeypatch.setattr(bus_module, "IDLE_S", 0.1)
+    for _ in range(2):
+        sink = recorder()
+        bus.buses.decode("decode", REQUEST, sink)
+        consumer, number = await bus.request_at_engine()
+        bus.engine.finish(consumer, number, DONE)
+        await sink.end()
+        await bus.until(lambda: not bus.engine.buses and bus.server.num_streams == 0)
+
+
+async def test_a_subscription_that_the_stub_closed_is_replaced_unseen(bus, recorder):
+    first = recorder()
+    bus.buses.decode("decode", REQUEST, first)
+    consumer, number = await bus.request_at_engine()
+    bus.engine.finish(consumer, number, DONE)
+    await first.end()
+    for subscription in list(bus.stage._bus._open.values()):
+        subscription.end()
+    await asyncio.sleep(0.05)
+    second = recorder()
+    bus.buses.decode("decode", REQUEST, second)
+    consumer, number = await bus.request_at_engine()
+    bus.engine.finish(consumer, number, DONE)
+    assert (await second.end()).reason == "length"
+
+
+async def test_one_broken_sink_does_not_take_the_others_along(bus, recorder):
+    class Broken(recorder):
+        def push(self, *news):
+            raise ValueError("broken")
+
+    broken, sound = Broken(), recorder()
+    bus.buses.decode("decode", REQUEST, broken)
+    bus.buses.decode("decode", REQUEST, sound)
+    await bus.until(lambda: len(bus.engine.requests) == 2)
+    consumer, _ = next(iter(bus.engine.requests))
+    bus.engine.emit(consumer, {1: 5, 2: 6})
+    assert "ValueError" in (await broken.end()).error
+    await bus.until(lambda: sound.tokens == [6])
+    await bus.until(lambda: (consumer, 1) in bus.engine.aborted)
+
+
+async def test_closing_ends_requests_and_subscription(bus, recorder):
+    sink = recorder()
+    bus.buses.decode("decode", REQUEST, sink)
+    await bus.request_at_engine()
+    await bus.buses.close()
+    assert "shutting down" in (await sink.end()).error
+    await bus.until(lambda: not bus.engine.buses)
+
+
+@pytest.mark.parametrize("life", [0, 7])
+async def test_commands_name_the_life_of_the_welcome(bus, recorder, life):
+    bus.engine.number_of_life = life
+    bus.buses.decode("decode", REQUEST, recorder())
+    await bus.request_at_engine()
+    from bireme.messages import decode_commands
+
+    assert decode_commands(bus.engine.payloads[0]).life == life
