@@ -35,6 +35,23 @@ def test_a_request_gets_its_tokens_and_one_finish(client):
     assert len(sink.finishes) == 1
 
 
+def test_log_probs_arrive_with_their_tokens(client):
+    sink = Collector()
+    client.submit(make_request(sampling=SamplingParams(max_tokens=5, logprobs=1, prompt_logprobs=0)), sink)
+    sink.wait()
+    assert [entry[0][0] for entry in sink.logprobs] == sink.tokens == expected_tokens(PROMPT, 5)
+    assert [entry[0][0] for entry in sink.prompt_logprobs] == PROMPT[1:]
+
+
+def test_a_full_queue_is_refused_as_exhausted(make_recipe, start_client):
+    engine = {"max_batch_size": 1, "scheduler_config": {"max_queue_size": 1}}
+    client = start_client(make_recipe(engine=engine, step_ms=20))
+    sinks = [Collector() for _ in range(4)]
+    for sink in sinks:
+        client.submit(make_request(max_tokens=1000), sink)
+    assert sinks[-1].wait().error.startswith("RESOURCE_EXHAUSTED: queue: 1 requests wait")
+
+
 def test_many_requests_at_once_keep_their_tokens_apart(client):
     prompts = [[400 + i, *PROMPT[: i % 7]] for i in range(100)]
     sinks = [Collector() for _ in prompts]
@@ -298,6 +315,17 @@ def test_a_load_failure_says_why(make_recipe, start_client):
 def test_a_key_that_the_engine_refuses_fails_the_load(make_recipe, start_client):
     with pytest.raises(ConfigError, match="max_batch_size: 0; 1 or more"):
         start_client(make_recipe(engine={"max_batch_size": 0}))
+
+
+def test_a_load_failure_with_a_transfer_ends_just_as_well(make_recipe, start_client):
+    engine = {"cache_transceiver_config": {"backend": "DEFAULT"}}
+    with pytest.raises(ConfigError, match="set mocker.vocab_size"):
+        start_client(make_recipe(vocab_size=0, engine=engine))
+
+
+def test_a_transfer_that_is_not_there_fails_the_load(make_recipe, start_client):
+    with pytest.raises(ConfigError, match="cache_transceiver_config.backend: NIXL"):
+        start_client(make_recipe(engine={"cache_transceiver_config": {"backend": "NIXL"}}))
 
 
 def test_a_python_that_fails_is_named(make_recipe, start_client, monkeypatch):

@@ -1,0 +1,63 @@
+"""Deltas into frames."""
+
+from __future__ import annotations
+
+import pytest
+
+from bireme.disagg import DisaggregatedParams, unseal
+from bireme.engines.base import Delta
+from bireme.engines.columns import StepEncoder
+from bireme.engines.ledger import Ledger
+from bireme.messages import Finish, Step, Usage, decode_step, split
+
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    ledger = Ledger()
+    for key in ((0, 1), (0, 2), (5, 1)):
+        ledger.enter(key, "digest")
+    return ledger
+
+
+def steps_of(ledger: Ledger, *deltas: Delta) -> dict[int, Step]:
+    frames = map(split, StepEncoder(7, ledger, KEY).frames(3, list(deltas)))
+    return {consumer: decode_step(payload) for consumer, payload in frames}
+
+
+def test_each_consumer_gets_one_frame_with_its_own(ledger):
+    steps = steps_of(ledger, Delta((0, 1), [10]), Delta((5, 1), [11]), Delta((0, 2), [12]))
+    assert (steps[0].life, steps[0].number) == (7, 3)
+    assert (steps[0].requests, steps[0].tokens, steps[0].counts) == ([1, 2], [10, 12], None)
+    assert (steps[5].requests, steps[5].tokens) == ([1], [11])
+
+
+def test_counts_appear_when_one_request_has_more_than_one_token(ledger):
+    step = steps_of(ledger, Delta((0, 1), [10]), Delta((0, 2), [11, 12]))[0]
+    assert step.counts == [1, 2]
+    assert list(step.deltas()) == [(1, [10]), (2, [11, 12])]
+
+
+def test_prompt_log_probs_without_a_token_arrive(ledger):
+    entries = [[(4, -0.5)]]
+    step = steps_of(ledger, Delta((0, 1), prompt_logprobs=entries, finish=Finish("stop", Usage())))[0]
+    assert list(step.deltas()) == [(1, [])]
+    assert step.prompt_logprobs == {1: entries}
+
+
+def test_news_of_muted_and_unknown_requests_go_nowhere(ledger):
+    ledger.get((0, 1)).is_muted = True
+    assert steps_of(ledger, Delta((0, 1), [10]), Delta((0, 99), [11])) == {}
+
+
+def test_a_finish_ends_the_entry_also_of_a_muted_request(ledger):
+    ledger.get((0, 1)).is_muted = True
+    steps_of(ledger, Delta((0, 1), finish=Finish("cancelled", Usage())))
+    assert ledger.get((0, 1)) is None
+
+
+def test_exported_params_are_signed_with_the_digest_of_the_prompt(ledger):
+    exported = DisaggregatedParams(worker="prefill", life=7, lease_id=1, generation=1, num_tokens=3)
+    step = steps_of(ledger, Delta((0, 1), [10], finish=Finish("not_finished", Usage()), exported=exported))[0]
+    assert unseal(step.finished[1].disaggregated_params, KEY).prompt_digest == "digest"
