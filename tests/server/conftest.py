@@ -1,0 +1,84 @@
+"""Real tritonservers for tests, and what transformers says about the same models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+for folder in (CHECKOUT / "tools", Path(__file__).parent):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(scope="session")
+def sample_model() -> Callable[[str], Path]:
+    """Return a function: architecture -> folder of a small random model, made once."""
+    from make_sample_model import make
+
+    return lambda arch: make(CHECKOUT / "models" / f"tiny-{arch}", arch)
+
+
+@pytest.fixture(scope="module")
+def write_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that writes a recipe folder: model, workers and further keys of recipe.yaml."""
+
+    def write(model: Path, workers: dict[str, Any], **more: Any) -> Path:
+        folder = tmp_path_factory.mktemp("recipe")
+        (folder / "recipe.yaml").write_text(yaml.safe_dump({"model": str(model), "workers": workers, **more}))
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., Any]]:
+    """Return `start_server`, whose servers end with the test module."""
+    from contextlib import ExitStack
+
+    from bireme.launch.tritonserver import start_server
+
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(start_server(*args, **kwargs))
+
+
+class Reference:
+    """Greedy decoding by plain transformers in fp32."""
+
+    def __init__(self, folder: Path):
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(1)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        eos = self.model.generation_config.eos_token_id
+        self.eos_ids = set(eos if isinstance(eos, list) else [eos])
+
+    def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """Return the generated ids without the end-of-sequence id."""
+        import torch
+
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
+            )
+        new = out[0, len(prompt) :].tolist()
+        return new[:-1] if new and new[-1] in self.eos_ids else new
+
+
+@pytest.fixture(scope="session")
+def reference(sample_model: Callable[[str], Path]) -> Callable[[str], Reference]:
+    made: dict[str, Reference] = {}
+
+    def get(arch: str) -> Reference:
+        if arch not in made:
+            made[arch] = Reference(sample_model(arch))
+        return made[arch]
+
+    return get

@@ -1,0 +1,111 @@
+"""Greedy output through Triton equals transformers' generate, token by token, in fp32."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from triton_client import Client
+
+pytestmark = pytest.mark.server
+
+MODES = {
+    "aggregated": {"decode": 32},
+    "disaggregated": {"prefill": 32, "decode": 32},
+    "other_block_sizes": {"prefill": 32, "decode": 16},
+}
+CASES = [(arch, mode) for arch in ("llama", "qwen3", "gemma3") for mode in MODES]
+
+
+@dataclass
+class Deployment:
+    client: Client
+    reference: Any
+    mode: str
+    vocab_size: int
+
+
+def _workers(mode: str) -> dict[str, Any]:
+    def engine(tokens_per_block: int) -> dict[str, Any]:
+        return {
+            "engine": "torch",
+            "num_threads": 1,
+            "engine_config": {
+                "dtype": "float32",
+                "max_batch_size": 32,
+                "max_num_tokens": 256,  # long prompts are prefilled in chunks
+                "max_seq_len": 1024,
+                "kv_cache_config": {"tokens_per_block": tokens_per_block, "max_tokens": 32768},
+                "cache_transceiver_config": {"backend": "DEFAULT"},
+            },
+        }
+
+    return {stage: engine(size) for stage, size in MODES[mode].items()}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
+def deployment(request, sample_model, reference, write_recipe, start) -> Any:
+    from bireme.launch.tritonserver import start_server
+
+    arch, mode = request.param
+    recipe = write_recipe(sample_model(arch), _workers(mode))
+    with start_server(recipe) as server:
+        model = reference(arch)
+        yield Deployment(Client(server.grpc), model, mode, model.model.config.vocab_size)
+
+
+def _prompts(deployment: Deployment, lengths: list[int], seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(300, deployment.vocab_size) for _ in range(length)] for length in lengths]
+
+
+def test_one_request_alone_streamed_and_not(deployment: Deployment) -> None:
+    (prompt,) = _prompts(deployment, [45], seed=1)
+    expected = deployment.reference.greedy(prompt, 24)
+    assert len(set(expected)) > 6  # a model that repeats one token would prove nothing
+    streamed = deployment.client.generate("generate", input_ids=prompt, max_tokens=24, stream=True)
+    whole = deployment.client.infer("completion", input_ids=prompt, max_tokens=24)
+    assert streamed["output_ids"] == expected
+    assert whole["output_ids"] == expected
+    assert whole["text_output"] == streamed["text_output"]
+
+
+def test_sixteen_requests_of_mixed_lengths_side_by_side(deployment: Deployment) -> None:
+    lengths = [1, 2, 7, 15, 16, 17, 31, 32, 33, 50, 64, 90, 128, 200, 300, 400]
+    prompts = _prompts(deployment, lengths, seed=2)
+    budgets = [8 + i for i in range(16)]
+    expected = [deployment.reference.greedy(*pair) for pair in zip(prompts, budgets, strict=True)]
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(
+            pool.map(
+                lambda pair: deployment.client.generate(
+                    "generate", input_ids=pair[0], max_tokens=pair[1], stream=True
+                ),
+                zip(prompts, budgets, strict=True),
+            )
+        )
+    assert [answer["output_ids"] for answer in answers] == expected
+
+
+def test_a_reused_prefix_changes_nothing(deployment: Deployment) -> None:
+    (prefix,) = _prompts(deployment, [150], seed=3)
+    tails = _prompts(deployment, [5, 40], seed=4)
+    for tail in tails:
+        expected = deployment.reference.greedy(prefix + tail, 12)
+        first, second = (
+            deployment.client.generate("generate", input_ids=prefix + tail, max_tokens=12, stream=True)
+            for _ in range(2)
+        )
+        assert first["output_ids"] == second["output_ids"] == expected
+        assert json.loads(second["usage"])["cached_tokens"] >= 128
+
+
+def test_text_is_what_the_tokenizer_makes_of_the_ids(deployment: Deployment) -> None:
+    answer = deployment.client.generate("generate", text_input="def main():\n", max_tokens=40, stream=True)
+    ids = deployment.client.infer("tokenizer", text_input="def main():\n")["input_ids"]
+    assert answer["output_ids"] == deployment.reference.greedy(ids, 40)
+    assert json.loads(answer["usage"])["prompt_tokens"] == len(ids)
