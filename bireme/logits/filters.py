@@ -1,61 +1,54 @@
-"""Temperature, top-k, top-p and min-p as one threshold a row, and the draw itself.
+"""Temperature, top-k, top-p and min-p as one threshold a row, and the draw itself; twice.
 
 Each filter keeps the tokens at or above some value, so together they are the largest of those values.
-That needs no sorted copy of the vocabulary, and exact ties (frequent in bf16) are kept or dropped
-together: the outcome does not depend on how a sort breaks them, hence not on device or batch. The draw is
-the inverse of the cumulative distribution in the order of token ids, with one uniform number a token.
+Exact ties (frequent in bf16) are kept or dropped together: the outcome does not depend on how a sort breaks
+them, hence not on device or batch. The draw is the inverse of the cumulative distribution in the order of
+token ids, with one uniform number a token. Order and meaning are transformers': temperature, top-k, top-p
+among the survivors, then min-p.
 
-Order and meaning are transformers': temperature, top-k, top-p among the survivors, then min-p.
+`draw_batch` works on all rows at once, for GPUs, where sorting and summing a vocabulary is cheap.
+`draw_row` is for CPUs, in numpy: it stays in cache, sorts only the likeliest tokens while they suffice, and
+sums blocks instead of accumulating the vocabulary; several times quicker there than torch on the batch.
+Both give the same tokens, but for numbers that fall on a rounding error between two.
+
+Suffixes: R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from bireme.logits.rows import Row
+
 if TYPE_CHECKING:
     import torch
 
+Logits = npt.NDArray[np.float32]
 _DEPTHS = (-6.0, -12.0, -np.inf)  # how far below the likeliest token to look for a nucleus, in steps
+_BLOCK = 256  # tokens summed at once
 
 
-def scale(logits_RV: torch.Tensor, temperature_R1: torch.Tensor) -> torch.Tensor:
-    """Return (logits - row maximum) / temperature: at most 0, so no temperature overflows. Works in place."""
-    return logits_RV.sub_(logits_RV.amax(-1, keepdim=True)).div_(temperature_R1)
+def draw_row(logits_V: Logits, row: Row, uniform: float) -> int:
+    """Return a token id; the logits (finite maximum) are used up."""
+    logits_V -= logits_V.max()  # at most 0 from here on: no temperature overflows
+    logits_V /= np.float32(row.temperature)
+    threshold = math.log(row.min_p) if row.min_p else -math.inf
+    if row.top_k or row.top_p < 1:
+        threshold = max(threshold, nucleus_of_row(logits_V, row.top_k or logits_V.size, row.top_p))
+    weights_V = np.exp(logits_V)
+    if threshold > -math.inf:
+        weights_V[logits_V < threshold] = 0.0
+    return _invert(weights_V, uniform)
 
 
-def top_k_threshold(scaled_RV: torch.Tensor, top_k_R1: torch.Tensor, largest_k: int) -> torch.Tensor:
-    """Return the k-th largest value of each row, (rows, 1)."""
-    return scaled_RV.topk(largest_k, -1).values.gather(1, top_k_R1 - 1)
-
-
-def top_p_threshold(scaled_RV: torch.Tensor, top_k_R1: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
-    """Return the smallest value of each row's nucleus among its top k, (rows, 1); k is the vocabulary when off."""
-    if scaled_RV.device.type != "cpu":
-        return nucleus_of_batch(scaled_RV, top_k_R1, top_p_R1)
-    import torch
-
-    limits = zip(top_k_R1.squeeze(1).tolist(), top_p_R1.squeeze(1).tolist(), strict=True)
-    found = [nucleus_of_row(row, k, p) for row, (k, p) in zip(scaled_RV.numpy(), limits, strict=True)]
-    return torch.tensor(found, dtype=scaled_RV.dtype).unsqueeze(1)
-
-
-def nucleus_of_batch(scaled_RV: torch.Tensor, top_k_R1: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
-    """The nuclei of all rows from one sort: for GPUs, where that is cheap."""
-    sorted_RV = scaled_RV.sort(-1, descending=True).values
-    is_kept_RV = sorted_RV >= sorted_RV.gather(1, top_k_R1 - 1)
-    probs_RV = sorted_RV.exp().mul_(is_kept_RV)
-    cumulative_RV = probs_RV.cumsum(-1)
-    before_RV = cumulative_RV - probs_RV
-    in_nucleus_RV = (before_RV < top_p_R1 * cumulative_RV[:, -1:]).logical_and_(is_kept_RV)
-    count_R1 = in_nucleus_RV.sum(-1, keepdim=True).clamp_(min=1)
-    return sorted_RV.gather(1, count_R1 - 1)
-
-
-def nucleus_of_row(scaled_V: npt.NDArray[np.float32], top_k: int, top_p: float) -> float:
-    """The nucleus of one row: looks at the likeliest tokens alone as long as they suffice, for CPUs."""
+def nucleus_of_row(scaled_V: Logits, top_k: int, top_p: float) -> float:
+    """Return the smallest value of the nucleus among the top k; k is the vocabulary's size when off."""
     is_limited = top_k < scaled_V.size
     total = 0.0 if is_limited else float(np.exp(scaled_V).sum(dtype=np.float64))
     for least in _DEPTHS:
@@ -74,14 +67,57 @@ def nucleus_of_row(scaled_V: npt.NDArray[np.float32], top_k: int, top_p: float) 
     return float(some[max(count, 1) - 1])
 
 
-def draw(scaled_RV: torch.Tensor, threshold_R1: torch.Tensor | None, uniform_R1: torch.Tensor) -> torch.Tensor:
-    """Return one token id a row, (rows,); `scaled` is used up."""
+def _invert(weights_V: Logits, uniform: float) -> int:
+    """Return the first id at which the sum of weights exceeds this share of the whole."""
+    sums = np.add.reduceat(weights_V, _block_starts(weights_V.size), dtype=np.float64).cumsum()
+    target = min(uniform * sums[-1], np.nextafter(sums[-1], 0.0))  # a product that rounds up would find no token
+    block = int(np.searchsorted(sums, target, side="right"))
+    inside = weights_V[block * _BLOCK : (block + 1) * _BLOCK]
+    before = sums[block - 1] if block else 0.0
+    at = int(np.searchsorted(inside.cumsum(dtype=np.float64) + before, target, side="right"))
+    if at == inside.size:  # the block's sum, rounded in another order, was a little larger
+        at = int(np.flatnonzero(inside)[-1])
+    return block * _BLOCK + at
+
+
+@functools.lru_cache(maxsize=4)
+def _block_starts(size: int) -> npt.NDArray[np.int64]:
+    return np.arange(0, size, _BLOCK)
+
+
+def draw_batch(logits_RV: torch.Tensor, rows: Sequence[Row], uniforms_R: npt.NDArray[np.float64]) -> list[int]:
+    """Return a token id for each row; the logits (float32, finite maxima) are used up."""
     import torch
 
-    if threshold_R1 is not None:
-        scaled_RV.masked_fill_(scaled_RV < threshold_R1, float("-inf"))
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits_RV.device).unsqueeze(1)
+
+    scaled_RV = logits_RV.sub_(logits_RV.amax(-1, keepdim=True)).div_(column([row.temperature for row in rows]))
+    if any(row.top_k or row.top_p < 1 or row.min_p for row in rows):
+        threshold_R1 = column([math.log(row.min_p) if row.min_p else -math.inf for row in rows])
+        if any(row.top_k or row.top_p < 1 for row in rows):
+            size = scaled_RV.shape[1]
+            top_k = torch.tensor([[row.top_k or size] for row in rows], device=scaled_RV.device)
+            threshold_R1 = threshold_R1.maximum(nucleus_of_batch(scaled_RV, top_k, column([row.top_p for row in rows])))
+        scaled_RV.masked_fill_(scaled_RV < threshold_R1, -math.inf)
     cumulative_RV = scaled_RV.exp_().cumsum(-1)
     total_R1 = cumulative_RV[:, -1:]
-    below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))  # a product that rounds up finds no token
-    target_R1 = torch.minimum(uniform_R1.to(total_R1.dtype) * total_R1, below_total_R1)
-    return torch.searchsorted(cumulative_RV, target_R1, right=True).squeeze(1)
+    below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
+    target_R1 = torch.minimum(column(uniforms_R.tolist()) * total_R1, below_total_R1)
+    chosen: list[int] = torch.searchsorted(cumulative_RV, target_R1, right=True).squeeze(1).tolist()
+    return chosen
+
+
+def nucleus_of_batch(scaled_RV: torch.Tensor, top_k_R1: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
+    """Return the smallest value of each row's nucleus among its top k, (rows, 1); from one sort of all rows.
+
+    top_p 1 or more keeps every token of the top k, also those whose probability is 0 in float32.
+    """
+    sorted_RV = scaled_RV.sort(-1, descending=True).values
+    is_kept_RV = sorted_RV >= sorted_RV.gather(1, top_k_R1 - 1)
+    probs_RV = sorted_RV.exp().mul_(is_kept_RV)
+    cumulative_RV = probs_RV.cumsum(-1)
+    before_RV = cumulative_RV - probs_RV
+    reaches_RV = (before_RV < top_p_R1 * cumulative_RV[:, -1:]).logical_or_(top_p_R1 >= 1)
+    count_R1 = reaches_RV.logical_and_(is_kept_RV).sum(-1, keepdim=True).clamp_(min=1)
+    return sorted_RV.gather(1, count_R1 - 1)

@@ -127,7 +127,7 @@ class TopP:
         if self._top_p < 1:
             scaled = (logits - logits.max()).unsqueeze(0)
             whole = _index([scaled.shape[1]], logits).unsqueeze(0)
-            threshold = filters.top_p_threshold(scaled, whole, scaled.new_tensor([[self._top_p]]))
+            threshold = filters.nucleus_of_batch(scaled, whole, scaled.new_tensor([[self._top_p]]))
             logits[scaled[0] < threshold[0]] = _MINUS_INFINITY
 
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 Key = TypeVar("Key", bound=Hashable)
 NO_TOKEN = -1  # in place of the token of a failed row
-_BLOCK_VALUES = 1 << 18  # logits worked on at once on CPU: temporaries stay in cache, 64 rows take half the time
 
 
 @dataclass(slots=True)
@@ -148,12 +147,8 @@ class Sampler(Generic[Key]):
                     break
         self._argmax(work, at, tokens)
         drawn = [i for i, row in enumerate(rows) if row.temperature and tokens[at[i]] != NO_TOKEN]
-        block = max(1, _BLOCK_VALUES // self._vocab_size) if self._is_cpu else len(work)
-        for start in range(0, len(drawn), block):
-            some = drawn[start : start + block]
-            chosen = self._draw(_pick(work, some), [rows[i] for i in some])
-            for i, token in zip(some, chosen, strict=True):
-                tokens[at[i]] = token
+        for i, token in zip(drawn, self._draw(work, drawn, rows), strict=True):
+            tokens[at[i]] = token
 
     def _edit(self, work: torch.Tensor, rows: list[Row]) -> None:
         """Apply bias, penalties and bans: few places a row, gathered from all rows and changed in three steps."""
@@ -183,30 +178,15 @@ class Sampler(Generic[Key]):
         values, factor = flat[where], self._tensor(np.concatenate(divide))
         flat[where] = (values / factor).where(values > 0, values * factor) - self._tensor(np.concatenate(subtract))
 
-    def _draw(self, work: torch.Tensor, rows: list[Row]) -> list[int]:
-        scaled = filters.scale(work, self._column([row.temperature for row in rows]))
-        threshold = self._threshold(scaled, rows)
-        numbers = uniforms([row.seed for row in rows], [row.num_output for row in rows])
-        chosen: list[int] = filters.draw(scaled, threshold, self._tensor(numbers[:, None])).tolist()
-        return chosen
-
-    def _threshold(self, scaled: torch.Tensor, rows: list[Row]) -> torch.Tensor | None:
-        """Return the smallest value each row keeps, (rows, 1); None when no row filters."""
-        nucleus = [i for i, row in enumerate(rows) if row.top_p < 1]
-        limited = [i for i, row in enumerate(rows) if row.top_k and row.top_p >= 1]
-        if not limited and not nucleus and not any(row.min_p for row in rows):
-            return None
-        threshold = scaled.new_full((len(rows), 1), float("-inf"))
-        if limited:
-            top_k = [rows[i].top_k for i in limited]
-            threshold[limited] = filters.top_k_threshold(_pick(scaled, limited), self._column(top_k), max(top_k))
-        if nucleus:
-            top_k = [rows[i].top_k or self._vocab_size for i in nucleus]
-            top_p = self._column([rows[i].top_p for i in nucleus])
-            threshold[nucleus] = filters.top_p_threshold(_pick(scaled, nucleus), self._column(top_k), top_p)
-        min_p = np.array([[row.min_p] for row in rows], dtype=np.float32)
-        with np.errstate(divide="ignore"):
-            return threshold.maximum(self._tensor(np.log(min_p)))
+    def _draw(self, work: torch.Tensor, drawn: list[int], rows: list[Row]) -> list[int]:
+        """Return a token for each of the rows `drawn`; their logits are used up."""
+        if not drawn:
+            return []
+        numbers = uniforms([rows[i].seed for i in drawn], [rows[i].num_output for i in drawn])
+        if not self._is_cpu:
+            return filters.draw_batch(_pick(work, drawn), [rows[i] for i in drawn], numbers)
+        array = work.numpy()
+        return [filters.draw_row(array[i], rows[i], number) for i, number in zip(drawn, numbers.tolist(), strict=True)]
 
     def _places(self, ids: list[tuple[int, Any]]) -> torch.Tensor:
         """Return positions in the flat logits of (row, token ids)."""
@@ -216,11 +196,6 @@ class Sampler(Generic[Key]):
         import torch
 
         return torch.from_numpy(array).to(self._device)
-
-    def _column(self, values: list[int] | list[float]) -> torch.Tensor:
-        """Return (rows, 1), int64 or float32."""
-        column = np.array(values)[:, None]
-        return self._tensor(column if column.dtype.kind == "i" else column.astype(np.float32))
 
 
 def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
