@@ -4,6 +4,9 @@ The one rule: whatever happens, exactly one final flag goes out, and nothing is 
 `send`, `finish` and `cancel` come from any thread and never block; `flush` runs on the stream's own sender
 thread; `poll` on the cancel poller's. Triton dies of is_cancelled() during or after the final flag
 (SIGSEGV of the whole server), hence the gate around both.
+
+The buffer's limit is for what the senders can't hand over. A client that does not read at all is not seen
+here: Triton's own frontends take every response and keep it in the server's memory without a limit (2.51).
 """
 
 from __future__ import annotations

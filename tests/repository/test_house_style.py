@@ -61,6 +61,13 @@ def test_no_file_is_a_heap():
     assert [name_of(path) for path in MODULES if len(path.read_text().splitlines()) > MAX_FILE_LINES] == []
 
 
+def test_modules_of_the_tests_have_names_of_their_own():
+    """Test folders are not packages, so pytest and `import` find modules by their bare names."""
+    paths = [path for path in (CHECKOUT / "tests").rglob("*.py") if path.stem not in ("conftest", "__init__")]
+    names = [path.stem for path in paths]
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
+
+
 def test_function_names_are_plain():
     odd = [
         f"{name_of(path)}:{node.lineno} {node.name}"
