@@ -60,7 +60,8 @@ class TokenCounts:
                 self._slot(token)
 
     def generate(self, token: int) -> None:
-        self._outputs[self._slot(token)] += 1
+        slot = self._slot(token)  # first: it may replace the columns
+        self._outputs[slot] += 1
 
     def _slot(self, token: int) -> int:
         slot = self._slots.get(token)
