@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
 
 _PROMPT_IDS = [1, 2, 3]  # ids that every vocabulary has
 _PROMPT_TEXT = "a"
+# Triton's own words for a stub that does not react within a second.
+_UNHEALTHY = re.compile(r"Stub process .* is not healthy")
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
     error: str = ""  # empty: it worked
-    is_timeout: bool = False  # no answer at all; an error is an answer
+    is_silent: bool = False  # the stub said nothing itself; an error of its own is an answer
 
     @property
     def is_ok(self) -> bool:
@@ -38,9 +41,10 @@ def _probe(address: str, path: str, prompt: dict[str, Any], timeout_s: float) ->
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
-        return CanaryResult(_error_in(response.status, response.read().decode(errors="replace")))
+        error = _error_in(response.status, response.read().decode(errors="replace"))
+        return CanaryResult(error, is_silent=bool(_UNHEALTHY.search(error)))
     except TimeoutError:
-        return CanaryResult(f"no answer within {timeout_s:g} s", is_timeout=True)
+        return CanaryResult(f"no answer within {timeout_s:g} s", is_silent=True)
     except (OSError, http.client.HTTPException) as error:
         return CanaryResult(f"{type(error).__name__}: {error}")
     finally:

@@ -19,7 +19,7 @@ from bireme.launch.tritonserver import Server
 from bireme.launch.watchdog import StubWatchdog
 
 _INTERVAL_S = 1.0
-_MAX_TIMEOUTS = 3  # canaries in a row without an answer, with no step made: the stub hangs
+_MAX_SILENCES = 3  # canaries in a row without an answer, with no step made: the stub hangs
 PIPELINE = "completion"
 
 
@@ -34,7 +34,7 @@ class WorkerHealth:
     canary: CanaryResult | None = None  # None: none yet
     canary_at: float = 0.0
     steps_at_canary: float | None = None
-    timeouts: int = 0
+    silences: int = 0  # canaries in a row without an answer
 
     def take(self, series: WorkerSeries) -> None:
         if series.steps != self.steps or not series.queued:
@@ -43,7 +43,7 @@ class WorkerHealth:
 
     def take_canary(self, result: CanaryResult) -> None:
         self.canary, self.canary_at, self.steps_at_canary = result, time.monotonic(), self.steps
-        self.timeouts = self.timeouts + 1 if result.is_timeout else 0
+        self.silences = self.silences + 1 if result.is_silent else 0
 
 
 class HealthMonitor:
@@ -167,9 +167,9 @@ class HealthMonitor:
             return
         worker.take_canary(probe_decode(self._server.http, name, self._canary_timeout_s))
         self._say(name, worker)
-        if worker.timeouts >= _MAX_TIMEOUTS and not self._stopping.is_set():
-            worker.timeouts = 0
-            self._watchdog.kill(name, f"{_MAX_TIMEOUTS} canaries without an answer")
+        if worker.silences >= _MAX_SILENCES and not self._stopping.is_set():
+            worker.silences = 0
+            self._watchdog.kill(name, f"{_MAX_SILENCES} canaries without an answer")
 
     def _say(self, name: str, worker: WorkerHealth) -> None:
         if worker.canary and not worker.canary.is_ok and not self._stopping.is_set():

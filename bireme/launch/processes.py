@@ -14,6 +14,10 @@ _STUB = "triton_python_backend_stub"
 _ENGINE = "bireme.engines.worker"
 
 
+def all_pids() -> list[int]:
+    return [int(entry.name) for entry in _PROC.glob("[0-9]*")]
+
+
 def command_line(pid: int) -> list[str]:
     """Return the arguments of a process; empty when it is gone, or a zombie."""
     try:

@@ -6,6 +6,7 @@ own: `decode`, `decode_1`, ... all lead to model_repository/decode.
 
 from __future__ import annotations
 
+import compileall
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,10 +22,17 @@ def link_models(folder: Path, recipe: Recipe, checkout: Path = CHECKOUT) -> tupl
     folder.mkdir(parents=True, exist_ok=True)
     names: list[str] = []
     for stage, source in sources.items():
+        _compile(source)
         for name in recipe.replicas(stage) or (stage,):
             (folder / name).symlink_to(source)
             names.append(name)
     return tuple(names)
+
+
+def _compile(model: Path) -> None:
+    """Write the byte code that the first load would write: it changes the folder, and Triton would take that for a
+    new version of the model and load it again when an ensemble that uses it is loaded."""
+    compileall.compile_dir(model / "1", maxlevels=0, quiet=2)
 
 
 def used_models(recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bireme.errors import ConfigError
 from bireme.kv.transfer import shm_file
+from bireme.launch import processes
 
 SHM = Path("/dev/shm")
 _LOCK = "lock"
@@ -74,11 +75,19 @@ def sweep_stale(base: Path) -> list[Path]:
         lock = _take_lock(folder)
         if lock is None:
             continue
+        processes.kill_all(_orphans(folder))
         _sweep_shared_memory(folder)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
         swept.append(folder)
     return swept
+
+
+def _orphans(folder: Path) -> Iterator[tuple[int, int | None]]:
+    """Yield a dead launch's stubs: one that waits inside its dead server's IPC never ends by itself."""
+    for pid in processes.all_pids():
+        if any(argument.startswith(_shm_prefix(folder)) for argument in processes.command_line(pid)):
+            yield pid, processes.started_at(pid)
 
 
 def _launches(base: Path) -> Iterator[Path]:
