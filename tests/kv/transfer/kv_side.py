@@ -80,7 +80,7 @@ class Side:
         *,
         life: int = 1,
         layout: KvLayout = LAYOUT,
-        timeout_ms: int = 10_000,
+        timeout_ms: int = 60_000,
         max_tokens: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:

@@ -287,8 +287,8 @@ def test_a_transfer_larger_than_the_buffer_is_refused_with_the_key(make_side, de
 
 
 def test_a_slow_importer_makes_others_wait_no_longer_than_the_limit(make_side):
-    prefill, decode = make_side("prefill", max_tokens=50, timeout_ms=400), make_side("decode")
-    slow = decode.fetch(prefill.export(50), write_delay_s=0.3)
+    prefill, decode = make_side("prefill", max_tokens=50, timeout_ms=1500), make_side("decode")
+    slow = decode.fetch(prefill.export(50), write_delay_s=0.5)
     assert slow.began_writing.wait(10)
     second = make_side("decode_1").fetch(prefill.export(50))
     # the slow one's file goes when its time is over, and then there is room, or the second one's time is over too
