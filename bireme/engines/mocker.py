@@ -10,7 +10,6 @@ parameters other than lengths, stop ids and logprobs change nothing.
 from __future__ import annotations
 
 import bisect
-import ctypes
 import logging
 import queue
 import threading
@@ -21,6 +20,7 @@ from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import Delta, Emit, EngineContext, Progress, RequestKey
 from bireme.engines.mocker_accounts import Accounts
 from bireme.engines.mocker_blocks import BlockPool, Holding
+from bireme.engines.mocker_pace import Pace
 from bireme.engines.mocker_rows import LAYOUT, Rows
 from bireme.engines.mocker_sequence import Sequence, State
 from bireme.engines.mocker_tokens import Ids, plain_ids, printable_ids
@@ -42,8 +42,6 @@ MAX_NUM_TOKENS = 8192
 _POOL_TOKENS_PER_REQUEST = 8192  # default size of the pool: this times max_batch_size, or one longest sequence
 _POLL_S = 0.05  # how often deadlines are looked at while nothing can run
 _EXPIRE_S = 0.005  # how exact deadlines are
-_COARSE_S = 0.02  # longer waits than this can be interrupted by stop
-_PR_SET_TIMERSLACK = 29
 
 
 class MockEngine:
@@ -64,7 +62,7 @@ class MockEngine:
         self._leases: dict[RequestKey, Lease] = {}  # exported; theirs are the blocks of requests that have ended
         self._step = 0
         self._began_at = 0.0
-        self._due_at = 0.0  # end of the last step; 0: idle since
+        self._pace = Pace(self._stopping)
         self._expire_at = 0.0
         self._emit: Emit = lambda step, deltas: None
         self._step_log = StepLog()
@@ -136,7 +134,7 @@ class MockEngine:
         return printable_ids(self._context.model_path)
 
     def _run(self) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)  # nanosecond; the default of 50 us shows in every step
+        self._pace.sharpen()
         while not self._stopping.is_set():
             try:
                 self._turn()
@@ -153,7 +151,8 @@ class MockEngine:
         if active:
             self._do_step(active)
             return
-        self._began_at = self._due_at = 0.0
+        self._began_at = 0.0
+        self._pace.rest()
         self._accounts.levels(self._pool)
         self._wait()
 
@@ -269,7 +268,8 @@ class MockEngine:
         one.rows = Rows(one.prompt_ids)
         first = params.first_gen_tokens
         if first and (first[0] in one.stop_ids or one.num_generated + len(first) >= one.max_tokens):
-            self._fetched(one, None)  # over with its first token: no KV is needed
+            one.state, one.decode_at = State.DECODE, time.monotonic()
+            self._emit(self._step, [self._deliver(one, list(first))])  # over with it: no KV is needed
             return
 
         def done(error: BiremeError | None) -> None:
@@ -288,8 +288,8 @@ class MockEngine:
         elif error is not None or (one.rows and one.rows.corruption):
             self._end(one, "error", error or BiremeError(one.rows.corruption if one.rows else ""))
         else:
-            self._begin_decode(one)
             assert one.params is not None
+            self._begin_decode(one)
             if one.params.first_gen_tokens:
                 self._emit(self._step, [self._deliver(one, list(one.params.first_gen_tokens))])
 
@@ -300,13 +300,13 @@ class MockEngine:
         self._pool.publish(one.holding, one.block_keys)
 
     def _do_step(self, active: list[Sequence]) -> None:
-        began, is_first = time.monotonic(), not self._due_at
+        began, is_first = time.monotonic(), self._pace.is_idle
         self._began_at = began
         decoding = [one for one in active if one.state is State.DECODE]
         prefill_s, prefilled = self._prefill(active, self._max_num_tokens - len(decoding))
         model = self._model
         duration_s = (model.step_ms + model.step_ms_per_request * len(decoding)) / 1e3 + prefill_s
-        self._sleep_until(self._next_due(began, duration_s))
+        self._pace.step(began, duration_s)
         for one in prefilled:
             self._begin_decode(one)
         deltas = [self._deliver(one, [one.next_token()]) for one in (*decoding, *prefilled)]
@@ -333,19 +333,6 @@ class MockEngine:
             if not one.prefill_left:
                 complete.append(one)
         return seconds, complete
-
-    def _next_due(self, began: float, duration_s: float) -> float:
-        """Return when this step ends. Up to one step of lateness is caught up with, more is forgotten."""
-        last = self._due_at or began
-        self._due_at = max(last + duration_s, began)
-        return self._due_at
-
-    def _sleep_until(self, due_at: float) -> None:
-        left = due_at - time.monotonic()
-        if left > _COARSE_S:
-            self._stopping.wait(left - _COARSE_S / 2)
-            left = due_at - time.monotonic()
-        time.sleep(max(0.0, left))  # also at 0: the IO thread gets its turn
 
     def _deliver(self, one: Sequence, tokens: list[int]) -> Delta:
         """Return the delta of new tokens, with the end if one of them is the last."""

@@ -18,6 +18,7 @@ DISAGGREGATED = {
     "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 1000},
     "kv_cache_config": {"max_tokens": 4096, "tokens_per_block": 16},
 }
+PATIENT = DISAGGREGATED | {"cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 600_000}}
 
 
 @pytest.fixture
@@ -80,8 +81,7 @@ def test_an_answer_of_one_token_ends_at_once(pair):
 
 
 def test_an_abort_after_the_end_of_prefill_frees_its_lease(make_recipe, start_client):
-    slow = DISAGGREGATED | {"cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 600_000}}
-    client, sink = start_client(make_recipe(engine=slow), "prefill"), Collector()
+    client, sink = start_client(make_recipe(engine=PATIENT), "prefill"), Collector()
     number = client.submit(make_request(max_tokens=20, request_type="context_only"), sink)
     sink.wait()
     wait_for(lambda: used_blocks(client) > 0)
@@ -128,11 +128,10 @@ def test_a_dead_prefill_worker_ends_decode_with_an_error(pair):
 
 
 def test_an_aborted_prefill_leaves_no_lease(make_recipe, start_client):
-    recipe = make_recipe(engine=DISAGGREGATED, prefill_ms=300)
-    client, sink = start_client(recipe, "prefill"), Collector()
-    number = client.submit(make_request(max_tokens=1, request_type="context_only"), sink)
+    client, sink = start_client(make_recipe(engine=PATIENT, prefill_ms=300), "prefill"), Collector()
+    number = client.submit(make_request(max_tokens=20, request_type="context_only"), sink)
     client.abort(number)
-    assert sink.wait().reason == "cancelled"
+    assert sink.wait().reason in ("cancelled", "not_finished")  # the step may have begun before the abort
     wait_for(lambda: used_blocks(client) == 0)
 
 
