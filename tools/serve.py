@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_options(parser)
     add_network_options(parser)
-    parser.add_argument("--drain-timeout", type=int, default=10, metavar="S", help="seconds for requests at the end")
+    parser.add_argument("--drain-timeout", type=int, default=30, metavar="S", help="seconds for requests at the end")
     parser.add_argument("--canary-interval", type=float, default=30.0, metavar="S", help="0: no canary generations")
     parser.add_argument("--log-level", choices=LEVELS, default="info")
     parser.add_argument("--json-logs", action="store_true", help="one JSON object a line")

@@ -45,7 +45,7 @@ class DeploymentSettings:
     host: str = "127.0.0.1"
     ports: Ports = Ports()
     health_port: int = 8003  # 0: any free one
-    drain_timeout_s: int = 10  # for requests under way at the end
+    drain_timeout_s: int = 30  # for requests under way at the end
     canary_interval_s: float = 30.0  # 0: no canaries
     canary_timeout_s: float = 20.0
     max_restarts: int = 10  # of the server, in restart_window_s; then give up

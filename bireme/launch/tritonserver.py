@@ -69,7 +69,7 @@ class ServerOptions:
     models: tuple[str, ...] | None = None  # explicit mode with these loaded at the start; None: all, no explicit mode
     thread_pool_size: int = 256  # threads of the Python backend for each model
     http_threads: int = 16  # a blocking load holds one
-    exit_timeout_s: int = 10  # for requests under way at SIGTERM
+    exit_timeout_s: int = 20  # for requests under way at SIGTERM
     environment: Mapping[str, str] = field(default_factory=dict)  # on top of the process's own
     arguments: tuple[str, ...] = ()  # more flags, last
 
