@@ -41,7 +41,8 @@ class Vocabulary:
 
 def build(tokenizer: Any) -> Vocabulary | None:
     """Tabulate a `tokenizers.Tokenizer`; None when its decoder looks at more than one token."""
-    token_bytes = _token_bytes(json.loads(tokenizer.to_str()).get("decoder"))
+    decoder = tokenizer.decoder
+    token_bytes = _token_bytes(json.loads(decoder.__getstate__()) if decoder else None)  # its JSON, as when pickled
     if token_bytes is None:
         return None
     vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
