@@ -6,7 +6,6 @@ that goes wrong ends with INTERNAL and gives its blocks back, the others go on.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from bireme.engines.base import Delta, RequestKey
 from bireme.engines.torch.accounting import Accounts
 from bireme.engines.torch.admission import Admission
 from bireme.engines.torch.batch import Batch, BatchBuilder
+from bireme.engines.torch.deadlines import Deadlines
 from bireme.engines.torch.disaggregation import Exporter, Importer
 from bireme.engines.torch.limits import Limits
 from bireme.engines.torch.runner import HfRunner
@@ -59,7 +59,7 @@ class EngineCore:
         self.scheduler = Scheduler(parts.manager, parts.limits)
         self.num_steps = 0
         self._sequences: dict[RequestKey, Sequence] = {}
-        self._deadlines: list[tuple[float, int, Sequence, str]] = []
+        self._deadlines = Deadlines()
         self._news: list[Delta] = []  # outside of steps
         self._num_added = 0
         self._num_failed_steps = 0
@@ -73,8 +73,13 @@ class EngineCore:
         return len(self.scheduler.running)
 
     @property
+    def is_empty(self) -> bool:
+        """Nothing waits, runs or is on its way in."""
+        return not self._sequences
+
+    @property
     def next_deadline(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next
 
     # -- between steps
 
@@ -104,10 +109,8 @@ class EngineCore:
 
     def expire(self, now: float) -> None:
         """End the requests whose time is over."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, sequence, text = heapq.heappop(self._deadlines)
-            is_queue_limit = text.startswith("queue time")
-            if sequence.state is State.FINISHED or (is_queue_limit and sequence.scheduled_at):
+        for sequence, text, is_of_queue in self._deadlines.take(now):
+            if sequence.state is State.FINISHED or (is_of_queue and sequence.scheduled_at):
                 continue
             self._end(sequence, "timeout", to_message(DeadlineExceededError(text)))
 
@@ -209,6 +212,7 @@ class EngineCore:
             self.scheduler.prefilled(sequence)
             if sequence.wants_prompt_logprobs:
                 delta.prompt_logprobs = sequence.prompt_logprobs
+                sequence.wants_prompt_logprobs = False  # delivered: a preemption must not make them again
         sequence.last_token_at = now
         stop = token in sequence.stop_ids
         if not stop:
@@ -357,10 +361,10 @@ class EngineCore:
         limit_s = self._parts.limits.max_queue_time_s
         if limit_s:
             text = f"queue time: not begun after {limit_s:g} s (scheduler_config.max_queue_time_s); try again later"
-            heapq.heappush(self._deadlines, (sequence.arrived_at + limit_s, sequence.number, sequence, text))
+            self._deadlines.add(sequence.arrived_at + limit_s, sequence, text, is_of_queue=True)
         if sequence.deadline:
             text = f"timeout_ms: {sequence.request.timeout_ms} ms have passed"
-            heapq.heappush(self._deadlines, (sequence.deadline, -sequence.number, sequence, text))
+            self._deadlines.add(sequence.deadline, sequence, text)
 
     def _set_levels(self) -> None:
         self._parts.accounts.levels(

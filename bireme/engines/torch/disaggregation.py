@@ -29,7 +29,8 @@ class Exporter:
         self._manager = manager
         self._store = store
         self._post = post
-        self._pinned: dict[RequestKey, Sequence] = {}
+        self._pinned: dict[int, Sequence] = {}  # by Sequence.number: a key may be used again after its request's end
+        self._latest: dict[RequestKey, Sequence] = {}
 
     def reserve(self, sequence: Sequence) -> None:
         sequence.lease = self._transfer.reserve(lambda: self._post(partial(self._released, sequence)))
@@ -38,7 +39,7 @@ class Exporter:
         """Make the rows of all its tokens readable and keep its blocks."""
         assert sequence.lease is not None
         self._manager.settle(sequence.table)
-        self._pinned[sequence.key] = sequence
+        self._pinned[sequence.number] = self._latest[sequence.key] = sequence
         blocks = [list(group) for group in sequence.table.blocks]
 
         def read(group: int, first: int, last: int, data: memoryview) -> None:
@@ -48,7 +49,7 @@ class Exporter:
 
     def abort(self, key: RequestKey) -> None:
         """End the lease of a request that is over; unknown keys are ignored."""
-        if (sequence := self._pinned.get(key)) is not None and sequence.lease is not None:
+        if (sequence := self._latest.get(key)) is not None and sequence.lease is not None:
             sequence.lease.abort()
 
     def params(
@@ -73,9 +74,10 @@ class Exporter:
 
     def _released(self, sequence: Sequence) -> None:
         # A lease that ends before its export leaves the blocks with the request, which frees them itself.
-        if self._pinned.get(sequence.key) is sequence:
-            del self._pinned[sequence.key]
+        if self._pinned.pop(sequence.number, None) is not None:
             self._manager.release(sequence.table)
+        if self._latest.get(sequence.key) is sequence:
+            del self._latest[sequence.key]
         sequence.lease = None
 
 

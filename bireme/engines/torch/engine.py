@@ -27,6 +27,7 @@ logger = logging.getLogger("bireme.engines.torch")
 
 EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _STOP_S = 10.0  # how long `stop` waits for the step under way
+_COPY_S = 2.0  # how long stopping waits for KV copies that were cancelled
 Action = Callable[[], None]
 
 
@@ -123,13 +124,11 @@ class TorchEngine:
         except Exception as error:  # a defect of the loop itself: no request is to blame
             self._give_up(core, error)
         else:
-            core.fail_all(UnavailableError(f"{self._context.worker} has stopped"))
-            self._publish(core)
+            self._wind_up(core)
 
     def _turn(self, core: EngineCore) -> None:
         """Take what came in, do a step, tell the news; sleep when there is nothing to do."""
-        for action in self._take():
-            action()
+        self._obey()
         core.expire(time.monotonic())
         self._step_began_at = time.monotonic()
         try:
@@ -139,6 +138,13 @@ class TorchEngine:
         self._publish(core)
         if not has_run:
             self._sleep(core)
+
+    def _obey(self) -> None:
+        for action in self._take():
+            try:
+                action()
+            except Exception:  # one request's defect: the others must not suffer
+                logger.exception("action_failed action=%r", action)
 
     def _take(self) -> list[Action]:
         with self._wake:
@@ -158,6 +164,17 @@ class TorchEngine:
         with self._wake:
             if not self._inbox and not self._is_stopping:
                 self._wake.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def _wind_up(self, core: EngineCore) -> None:
+        """End all requests; those whose KV is being copied end when the copies have."""
+        core.fail_all(UnavailableError(f"{self._context.worker} has stopped"))
+        last = time.monotonic() + _COPY_S
+        while not core.is_empty and time.monotonic() < last:
+            with self._wake:
+                if not self._inbox:
+                    self._wake.wait(last - time.monotonic())
+            self._obey()
+        self._publish(core)
 
     def _publish(self, core: EngineCore) -> None:
         news = core.take_news()

@@ -110,6 +110,7 @@ class Scheduler:
         self._manager.release(sequence.table)
         self.finish(sequence)
         sequence.state, sequence.computed = State.WAITING, 0
+        sequence.prompt_logprobs = []
         self.waiting.push(sequence)
         self.num_preemptions += 1
 

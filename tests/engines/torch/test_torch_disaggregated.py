@@ -212,3 +212,24 @@ def test_params_must_hold_exactly_one_token(tiny):
         first.exported = msgspec.structs.replace(first.exported, first_gen_tokens=())
         with pytest.raises(RequestError, match="one token with it"):
             pair.go_on(PROMPTS[2], first)
+
+
+def test_a_key_may_be_used_again_while_its_first_lease_is_out(tiny):
+    with Pair(tiny("llama").path) as pair:
+        firsts = []
+        for prompt in PROMPTS[2:4]:
+            firsts.append(pair.begin(prompt))
+            pair.prefill.results.clear()  # so that the harness numbers from 1 again
+        for prompt, first in zip(PROMPTS[2:4], firsts, strict=True):
+            assert pair.go_on(prompt, first).finish.error == ""
+        pair.assert_nothing_is_held()
+
+
+def test_stopping_decode_during_a_transfer_ends_the_request(tiny):
+    with Pair(tiny("llama").path) as pair:
+        pair.transfers[1].hold()
+        result = pair.go_on(PROMPTS[2], pair.begin(PROMPTS[2]))
+        pair.decode.settle()
+        pair.decode.engine.stop()
+        assert result.finish.error.startswith("UNAVAILABLE")
+        assert pair.decode.manager.num_referenced == 0

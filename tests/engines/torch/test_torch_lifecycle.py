@@ -9,6 +9,8 @@ from tiny_models import EOS
 from torch_harness import MIXED, Harness, Result, make_prompts, request
 
 from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
+from bireme.kv.events import BlocksRemoved
+from bireme.kv.hashing import sequence_hashes
 
 PROMPTS = make_prompts(*MIXED)
 
@@ -268,3 +270,27 @@ def test_metrics_tell_requests_tokens_and_blocks(engine):
     assert (gauges["bireme_kv_blocks_used"], gauges["bireme_requests_running"]) == (0, 0)
     histograms = {name for name, *_ in delta.histograms}
     assert {"bireme_time_to_first_token_seconds", "bireme_engine_step_seconds"} <= histograms
+
+
+def test_kv_events_replayed_give_what_can_be_reused(llama):
+    held: set[int] = set()
+    with Harness(llama.path, max_batch_size=4, max_tokens=256, event_buffer_max_size=1000) as engine:
+        engine.run([request(prompt, 20) for prompt in PROMPTS])
+        result = engine.submit(request(PROMPTS[3], 20))
+        tokens = PROMPTS[3] + result.tokens if result.finish.reason == "length" else []
+        engine.settle()
+        for event in engine.engine.kv_events():
+            if isinstance(event, BlocksRemoved):
+                held.difference_update(event.block_hashes)
+            else:
+                held.update(block.block_hash for block in event.blocks)
+        assert len(held) == engine.manager.num_cached
+        assert set(sequence_hashes(tokens[:-1], 16)) <= held
+        assert engine.engine.kv_events() == []
+
+
+def test_many_deadlines_of_requests_long_over_are_swept(llama):
+    with Harness(llama.path) as engine:
+        for _ in range(6):
+            engine.run([request([5, 6], 1, timeout_ms=3_600_000) for _ in range(400)])
+        assert len(engine.core._deadlines) <= 2100
