@@ -82,9 +82,7 @@ def test_sixteen_requests_of_mixed_lengths_side_by_side(deployment: Deployment) 
     with ThreadPoolExecutor(16) as pool:
         answers = list(
             pool.map(
-                lambda pair: deployment.client.generate(
-                    "generate", input_ids=pair[0], max_tokens=pair[1], stream=True
-                ),
+                lambda pair: deployment.client.generate("generate", input_ids=pair[0], max_tokens=pair[1], stream=True),
                 zip(prompts, budgets, strict=True),
             )
         )

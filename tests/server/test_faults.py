@@ -1,0 +1,139 @@
+"""Engine processes that die or hang in mid-stream: streams through generate go on exactly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+from triton_client import Client
+from watch import is_idle, total, until
+
+from bireme.engines.mocker_tokens import expected_tokens, printable_ids
+
+pytestmark = pytest.mark.server
+
+PROMPT = list(range(400, 480))
+STREAMS = 8
+LENGTH = 150
+
+
+def _start(sample_model, write_recipe, start, migration_limit: int) -> Any:
+    engine = {
+        "engine": "mocker",
+        "engine_config": {
+            "max_batch_size": 64,
+            "kv_cache_config": {"max_tokens": 1 << 18},
+            "cache_transceiver_config": {"backend": "DEFAULT"},
+            "mocker": {"step_ms": 20, "prefill_ms": 20},
+        },
+    }
+    return start(
+        write_recipe(
+            sample_model("llama"),
+            {"prefill": engine, "decode": engine},
+            pipeline={"migration_limit": migration_limit, "stall_timeout_s": 15},
+            supervisor={"ping_timeout_s": 1.0, "max_restarts": 50},
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def server(sample_model, write_recipe, start) -> Any:
+    return _start(sample_model, write_recipe, start, migration_limit=3)
+
+
+@pytest.fixture(scope="module")
+def server_without_migration(sample_model, write_recipe, start) -> Any:
+    return _start(sample_model, write_recipe, start, migration_limit=0)
+
+
+class Run:
+    """Streams under way on threads: what each delivered, or the error that ended it, and when."""
+
+    def __init__(self, server: Any, model: str, count: int = STREAMS, **values: Any):
+        self.answers: list[Any] = [None] * count
+        self.ended_at = [0.0] * count
+        self.tokens = [0] * count
+        self._threads = [threading.Thread(target=self._read, args=(server, model, i, values)) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, server: Any, model: str, i: int, values: dict[str, Any]) -> None:
+        ids: list[int] = []
+        try:
+            for answer in Client(server.grpc).stream(model, input_ids=[*PROMPT, 300 + i], **values):
+                ids += answer.get("output_ids", [])
+                self.tokens[i] = len(ids)
+            self.answers[i] = ids
+        except Exception as error:
+            self.answers[i] = error
+        self.ended_at[i] = time.monotonic()
+
+    def join(self) -> list[Any]:
+        for thread in self._threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in self._threads), "a stream hangs"
+        return self.answers
+
+
+@pytest.fixture(scope="module")
+def expected(sample_model) -> Any:
+    """Return a function: length -> what each of the streams must deliver."""
+    ids, _ = printable_ids(str(sample_model("llama")))
+    return lambda length: [expected_tokens([*PROMPT, 300 + i], length, ids) for i in range(STREAMS)]
+
+
+def _hit(server: Any, worker: str, sig: signal.Signals) -> int:
+    pid = server.engine_pid(worker)
+    os.kill(pid, sig)
+    return pid
+
+
+def _engine_pid(server: Any, worker: str) -> int | None:
+    try:
+        return int(server.engine_pid(worker))
+    except Exception:
+        return None  # between two lives
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("worker", ["prefill", "decode"])
+def test_streams_of_generate_finish_exactly(server: Any, expected: Any, worker: str, sig: signal.Signals) -> None:
+    run = Run(server, "generate", max_tokens=LENGTH, stream=True)
+    until(lambda: all(count > 10 for count in run.tokens), 20, "streams under way")
+    pid = _hit(server, worker, sig)
+    assert run.join() == expected(LENGTH)
+    until(lambda: _engine_pid(server, worker) not in (None, pid), 20, "engine started again")
+    until(lambda: is_idle(server), 20, "nothing left behind")
+    again = Client(server.grpc).generate("generate", input_ids=[*PROMPT, 300], max_tokens=5, stream=True)
+    assert again["output_ids"] == expected(5)[0]
+
+
+def test_new_requests_right_after_a_kill_are_served(server: Any, expected: Any) -> None:
+    _hit(server, "prefill", signal.SIGKILL)
+    run = Run(server, "generate", max_tokens=20, stream=True)
+    assert run.join() == expected(20)
+
+
+def test_direct_decode_streams_end_with_unavailable(server: Any) -> None:
+    run = Run(server, "decode", max_tokens=LENGTH)
+    until(lambda: all(count > 3 for count in run.tokens), 20, "streams under way")
+    began = time.monotonic()
+    _hit(server, "decode", signal.SIGKILL)
+    answers = run.join()
+    assert all("UNAVAILABLE" in str(answer) for answer in answers)
+    assert max(run.ended_at) - began < 5
+    until(lambda: total(server, "bireme_engine_up", worker="decode") == 1, 20, "decode up again")
+
+
+def test_past_the_migration_limit_a_stream_ends_with_unavailable(server_without_migration: Any) -> None:
+    server = server_without_migration
+    run = Run(server, "generate", max_tokens=LENGTH, stream=True)
+    until(lambda: all(count > 10 for count in run.tokens), 20, "streams under way")
+    _hit(server, "decode", signal.SIGKILL)
+    assert all("UNAVAILABLE" in str(answer) for answer in run.join())
+    until(lambda: is_idle(server), 20, "nothing left behind")

@@ -1,0 +1,38 @@
+"""Read a server's /metrics and wait for what they should say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def total(server: Any, name: str, **labels: str) -> float:
+    """Return the sum of a metric's samples that carry these labels."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(server.metrics_text())
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Wait; return the seconds it took. Fails the test when it never comes true."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s, f"{what}: not within {timeout_s} s"
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def held(server: Any) -> float:
+    """Return KV blocks referenced and leases open, over all workers."""
+    return total(server, "bireme_kv_blocks_used") + total(server, "bireme_kv_leases")
+
+
+def is_idle(server: Any) -> bool:
+    running = total(server, "bireme_requests_running") + total(server, "bireme_requests_waiting")
+    return held(server) == 0 and running == 0
