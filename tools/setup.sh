@@ -25,7 +25,7 @@ is_supported() {
 choose_python() {
     if [ -n "${PYTHON:-}" ]; then
         command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such program"
-        is_supported "$PYTHON" || fail "$PYTHON is Python $(version_of "$PYTHON"); 3.10, 3.11 or 3.12 is needed"
+        is_supported "$PYTHON" || fail "$PYTHON is not a Python that fits (version: $(version_of "$PYTHON" | grep . || echo none)); 3.10, 3.11 or 3.12 is needed"
         return
     fi
     for PYTHON in python3 python3.12 python3.11 python3.10; do

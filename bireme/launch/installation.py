@@ -53,19 +53,25 @@ def find_installation(environment: Mapping[str, str] = os.environ) -> Installati
             raise ConfigError(
                 f"BIREME_TRITONSERVER: {named} is not an executable; name the binary, .../bin/tritonserver"
             )
-        return Installation(Path(named).resolve())
+        return _installation_of(Path(named).resolve())
     on_path = shutil.which("tritonserver", path=environment.get("PATH"))
     if on_path:
-        return Installation(Path(on_path).resolve())
+        return _installation_of(Path(on_path).resolve())
     if os.access(_OPT, os.X_OK):
         return Installation(_OPT)
     root = _wheel_root()
     if root is not None:
-        return Installation(root / "bin" / "tritonserver", root)
+        return _installation_of(root / "bin" / "tritonserver")
     raise ConfigError(
         "no tritonserver: not in BIREME_TRITONSERVER, on PATH, in /opt/tritonserver or in this Python environment;"
         " run `pip install -e .[server]` (Linux, Python 3.10-3.12) or set BIREME_TRITONSERVER=/path/bin/tritonserver"
     )
+
+
+def _installation_of(binary: Path) -> Installation:
+    """A wheel's binary is told by the stubs for several Pythons beside it, which an ordinary server has not."""
+    root = binary.parent.parent
+    return Installation(binary, root if (root / "python_backend_stubs").is_dir() else None)
 
 
 def _wheel_root() -> Path | None:

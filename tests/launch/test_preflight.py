@@ -125,6 +125,13 @@ def test_a_named_tritonserver_wins_over_the_path(tmp_path):
     assert find_installation({"BIREME_TRITONSERVER": str(binary)}) == Installation(binary)
 
 
+def test_a_wheels_binary_named_by_hand_is_started_as_a_wheels():
+    found = find_installation({"PATH": ""})
+    if not found.is_wheel:
+        pytest.skip("tritonserver is not from the wheel here")
+    assert find_installation({"BIREME_TRITONSERVER": str(found.binary)}) == found
+
+
 def test_backends_beside_a_named_tritonserver_are_used(tmp_path):
     (tmp_path / "backends").mkdir()
     prepared = installation.prepare(
