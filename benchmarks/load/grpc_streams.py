@@ -37,7 +37,7 @@ class GrpcStreams:
             await call.run(make_request(self.model, str(self._count), trace.prompt), trace)
             if self.stream_per_request:
                 await call.finish()
-                del self._calls[slot]
+                self._calls.pop(slot, None)  # a late drop may have taken it
         except BaseException:
             self.drop(slot)  # never use a stream again on which something went wrong
             raise
@@ -111,6 +111,7 @@ class Call:
 
     def cancel(self) -> None:
         self._stream.cancel()
+        self._has_ended.set()
         self._fail(LoadError("cancelled by this client"))
 
     def _take(self, data: bytes) -> None:

@@ -1,5 +1,6 @@
 """The load clients see every token that is lost, repeated, reordered or another stream's."""
 
+import asyncio
 from array import array
 
 import pytest
@@ -112,3 +113,14 @@ def test_chunks_are_joined_however_they_are_cut(cut):
     body = ChunkedBody()
     assert body.feed(data[:cut]) + body.feed(data[cut:]) == b"hello\r\nworld\r\n!!"
     assert body.is_complete
+
+
+async def test_a_drop_after_the_last_token_does_no_harm(grpc_server, workload):
+    client = GrpcStreams(grpc_server.target, "decode", stream_per_request=True)
+    trace = trace_of(workload)
+    request = asyncio.create_task(client.request(0, trace))
+    while trace.count < 6:
+        await asyncio.sleep(0)
+    client.drop(0)
+    await asyncio.wait_for(request, 5)
+    await client.close()
