@@ -53,7 +53,7 @@ logger = logging.getLogger("bireme.bus")
 IDLE_S = 1.0  # without requests for so long, a session closes
 KEEPALIVE_S = 3.0  # the stub hears from us at least so often
 OPEN_TIMEOUT_S = 10.0  # from the first byte to Welcome
-_MAX_COMMANDS = 512  # in one message
+_MAX_BATCH_BYTES = 4 << 20  # prompts in one message, one prompt at least
 
 
 class Ticket:
@@ -243,12 +243,22 @@ class Session:
                 ticked_at = time.monotonic()
                 await self._tick()
             elif self._outbox:
-                commands, self._outbox = self._outbox[:_MAX_COMMANDS], self._outbox[_MAX_COMMANDS:]
-                await self._send_commands(commands)
+                await self._send_commands(self._batch())
             else:
                 self._wake.clear()
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._tick_s)
+
+    def _batch(self) -> list[Submit | Abort | Drop | Ping | Drain]:
+        """Take what is to go out next; big prompts are spread over several messages."""
+        num_bytes = 0
+        for at, command in enumerate(self._outbox):
+            num_bytes += len(command.request.prompt) if isinstance(command, Submit) else 0
+            if num_bytes > _MAX_BATCH_BYTES and at:
+                commands, self._outbox = self._outbox[:at], self._outbox[at:]
+                return commands
+        commands, self._outbox = self._outbox, []
+        return commands
 
     async def _send_commands(self, commands: list[Submit | Abort | Drop | Ping | Drain]) -> None:
         import numpy as np

@@ -184,3 +184,11 @@ async def test_commands_name_the_life_of_the_welcome(bus, recorder, life):
     from bireme.messages import decode_commands
 
     assert decode_commands(bus.engine.payloads[0]).life == life
+
+
+async def test_big_prompts_are_spread_over_several_messages(bus, recorder):
+    big = EngineRequest(prompt=b"\1\0\0\0" * (3 << 18), sampling=SamplingParams())
+    for _ in range(3):
+        bus.buses.decode("decode", big, recorder())
+    await bus.until(lambda: len(bus.engine.requests) == 3)
+    assert len(bus.engine.payloads) == 3

@@ -1,0 +1,98 @@
+"""The pipelines on a real tritonserver with the mocker: both ways in, a lost engine, a client that leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bireme.discovery import run
+from bireme.launch import Server, free_ports, start_server
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
+from triton_client import Client
+
+pytestmark = pytest.mark.server
+PORTS = range(23200, 23300)
+PROMPT = {"text_input": "Hello world", "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def server(sample_model) -> Iterator[Server]:
+    sample_model("llama")
+    with start_server("recipes/mocker-disagg", ports=free_ports(PORTS)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server) -> Client:
+    return Client(server.grpc)
+
+
+def metric(server: Server, name: str, **labels: str) -> float:
+    text = urllib.request.urlopen(f"http://{server.metrics}/metrics").read().decode()
+    lines = [line for line in text.splitlines() if line.startswith(name + "{")]
+    wanted = [line for line in lines if all(f'{key}="{value}"' in line for key, value in labels.items())]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in wanted)
+
+
+def until(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)
+
+
+def test_streamed_and_whole_answers_are_the_same(client):
+    streamed = client.generate(**PROMPT, stream=True)
+    whole = client.generate(**PROMPT)
+    unary = client.infer("completion", **PROMPT)
+    assert whole["responses"] == 1
+    assert streamed["text_output"] == whole["text_output"] == unary["text_output"]
+    assert streamed["output_ids"] == unary["output_ids"]
+
+
+def test_usage_names_the_workers_of_both_stages(client):
+    usage = json.loads(client.infer("completion", **PROMPT)["usage"])
+    assert (usage["prefill_worker"], usage["decode_worker"]) == ("prefill", "decode")
+    assert usage["completion_tokens"] == 24
+
+
+def test_plain_json_over_http_gets_one_answer(server):
+    body = json.dumps(PROMPT).encode()
+    with urllib.request.urlopen(f"http://{server.http}/v2/models/generate/generate", body, timeout=30) as answer:
+        assert json.load(answer)["finish_reason"] == "length"
+
+
+def test_bad_values_come_back_with_their_code(client):
+    with pytest.raises(Exception, match="INVALID_ARGUMENT: top_p: 7.0"):
+        client.generate(**PROMPT, top_p=7.0)
+
+
+def test_stream_of_a_killed_engine_goes_on_exactly(server, client):
+    expected = client.generate(**PROMPT, stream=True)
+    tokens, text, is_killed = [], "", False
+    for answer in client.stream("generate", **PROMPT, stream=True):
+        tokens += answer["output_ids"]
+        text += answer["text_output"]
+        if not is_killed and len(tokens) > 4:
+            os.kill(run.find(server.run.path, "decode").pid, signal.SIGKILL)
+            is_killed = True
+    assert (tokens, text) == (expected["output_ids"], expected["text_output"])
+
+
+def test_a_client_that_leaves_stops_the_engine_and_frees_everything(server, client):
+    stream = client.stream("generate", text_input="Hello", max_tokens=100000, stream=True)
+    next(iter(stream))
+    stream.close()
+    until(lambda: metric(server, "bireme_requests_running", worker="decode") == 0)
+    until(lambda: metric(server, "bireme_kv_blocks_used") == 0)
+    until(lambda: metric(server, "bireme_kv_leases") == 0)
+    until(lambda: metric(server, "bireme_bus_subscriptions") == 0)
