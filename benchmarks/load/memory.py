@@ -12,6 +12,7 @@ from benchmarks.load.processes import rss_bytes, shm_bytes
 
 SHARED = "/dev/shm"
 FLAT_SHARE = 0.05  # growth that is still called flat, of the first third's mean
+MIN_JUDGED_S = 40.0  # a shorter time is not judged: pools and arenas still fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class MemoryLog:
         return sum(values[-1] for values in self._series.values() if values)
 
     def growth(self, allowed_mb: float) -> dict[str, Growth]:
-        """Return role -> growth; nothing with fewer than six samples."""
+        """Return role -> growth; nothing with fewer than six samples, and all flat below MIN_JUDGED_S."""
         if len(self._times) < 6:
             return {}
         return {role: measure_growth(self._times, values, allowed_mb) for role, values in self._series.items()}
@@ -59,5 +60,6 @@ def measure_growth(times_s: Sequence[float], values_mb: Sequence[float], allowed
     third = len(values_mb) // 3
     first, last = statistics.fmean(values_mb[:third]), statistics.fmean(values_mb[-third:])
     slope = statistics.linear_regression(times_s, values_mb).slope * 60
-    is_flat = last - first <= max(allowed_mb, FLAT_SHARE * first)
+    is_short = times_s[-1] - times_s[0] < MIN_JUDGED_S
+    is_flat = is_short or last - first <= max(allowed_mb, FLAT_SHARE * first)
     return Growth(round(first, 2), round(last, 2), round(slope, 3), is_flat)

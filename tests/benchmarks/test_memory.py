@@ -29,6 +29,10 @@ def test_a_leak_is_not_flat():
     assert "+60.00 MB/min" in growth.describe()
 
 
+def test_a_short_time_is_not_judged():
+    assert measure_growth(range(30), [100.0 + 10 * i for i in range(30)], allowed_mb=8).is_flat
+
+
 def test_memory_that_shrinks_is_flat():
     assert measure_growth(range(9), [200.0 - i for i in range(9)], allowed_mb=0).is_flat
 
