@@ -36,6 +36,7 @@ from bireme.launch.watchdog import StubWatchdog
 _PARALLEL_LOADS = 8  # each holds one of the server's HTTP threads
 _PROGRESS_S = 5.0
 _MAX_BACKOFF_S = 30.0
+_LOADING_STOP_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +119,14 @@ class Deployment:
     def stop(self) -> None:
         """Drain and end everything; remove the run folder. Harmless when called again."""
         self._stopping.set()
+        # While models still load there is nothing to drain, and Triton would wait for the loads.
+        limit_s = _LOADING_STOP_S if self._monitor is None else None
         self._stop_watching()
         if self._server is not None:
             if self._server.is_running:
                 self._console.event("stopping", drain_timeout_s=self.settings.drain_timeout_s)
             began = time.monotonic()
-            code = self._server.stop()
+            code = self._server.stop(limit_s)
             self._console.event(
                 "stopped", "info" if code == 0 else "warning", code=code, seconds=time.monotonic() - began
             )

@@ -174,6 +174,16 @@ def test_a_model_that_does_not_load_ends_with_code_1_and_its_reason(tmp_path):
     assert mine(served) == []
 
 
+def test_sigterm_while_a_model_loads_does_not_wait_for_it(tmp_path):
+    checkout = galley.build(tmp_path / "checkout")
+    model = checkout / "model_repository" / "decode" / "1" / "model.py"
+    model.write_text(model.read_text().replace('self.name = args["model_name"]', "time.sleep(600)"))
+    served = Served(checkout, tmp_path / "log")
+    served.wait_for(lambda: "loaded model=tokenizer" in served.log.read_text())
+    assert served.status() == "starting"
+    assert served.stop() == 0 and mine(served) == []
+
+
 def test_a_second_signal_ends_at_once_with_code_3(tmp_path):
     with serving(tmp_path) as served:
         (served.run_folder() / "fault-decode").write_text("hang")

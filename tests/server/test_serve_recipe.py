@@ -43,7 +43,7 @@ def ready():
 
 @pytest.fixture(scope="module")
 def served(sample_model, tmp_path_factory):
-    sample_model()
+    sample_model("llama")
     log = tmp_path_factory.mktemp("serve") / "log"
     ports = [f"--{name}-port={getattr(PORTS, name)}" for name in ("http", "grpc", "metrics")]
     command = [sys.executable, "tools/serve.py", "recipes/mocker-disagg", *ports, f"--health-port={HEALTH_PORT}"]
