@@ -1,0 +1,44 @@
+"""Reasoning and tool calls in generated text: formats by name, and the parser of one answer.
+
+A recipe names its model's formats: `chat: {reasoning_parser: think, tool_parser: hermes}`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TypeVar
+
+from bireme.errors import ConfigError
+from bireme.text.parsers.base import Parser, ParserRequest, ReasoningFormat, ToolFormat
+from bireme.text.parsers.plain import PlainParser
+
+REASONING: dict[str, ReasoningFormat] = {}
+TOOLS: dict[str, ToolFormat] = {}
+_F = TypeVar("_F")
+
+
+def reasoning_format(name: str) -> ReasoningFormat | None:
+    """Return a format by its name; None for "". Raises ConfigError for a name that is not in the table."""
+    return _find(REASONING, name, "chat.reasoning_parser")
+
+
+def tool_format(name: str) -> ToolFormat | None:
+    """Return a format by its name; None for "". Raises ConfigError for a name that is not in the table."""
+    return _find(TOOLS, name, "chat.tool_parser")
+
+
+def create_parser(reasoning: ReasoningFormat | None, tools: ToolFormat | None, request: ParserRequest) -> Parser:
+    """Return the parser of one answer: reasoning first, then tool calls where functions are offered."""
+    parser = tools.parser(request) if tools is not None and request.functions else PlainParser()
+    return reasoning.parser(request, parser) if reasoning is not None else parser
+
+
+def _find(table: Mapping[str, _F], name: str, key: str) -> _F | None:
+    if not name:
+        return None
+    if name not in table:
+        near = difflib.get_close_matches(name, table, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(table) or 'none'}"
+        raise ConfigError(f"{key}: {name} is not a known format; {hint}")
+    return table[name]

@@ -1,0 +1,95 @@
+"""What a model's answer is made of: content, reasoning and tool calls, told apart while it is generated.
+
+A parser takes the text of one answer in pieces, cut anywhere, and returns events. One rule: the events put
+together do not depend on how the text was cut, and nothing is held back longer than it may still become a
+marker. Text that only looks like a call (not valid, or of a function that was not offered) comes as content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Function = Mapping[str, Any]  # OpenAI's function object: name, description, parameters (JSON schema), strict
+Guide = dict[str, Any]  # SamplingParams.guided_decoding: exactly one of json, regex, structural_tag, ...
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """More of what the user reads."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of what the model thinks, without its markers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins; its name is complete. Calls are numbered from 0 in the order of their starts."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of a call's arguments, as JSON text; the pieces of one call together are one valid JSON object,
+    unless the answer was cut (finish reason length)."""
+
+    index: int
+    text: str
+
+
+Event = Content | Reasoning | CallStart | CallArguments
+
+
+class Parser(Protocol):
+    """Parses one answer. Used from one thread at a time."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Is the text at hand part of the reasoning? For the count of reasoning tokens."""
+
+    def feed(self, text: str) -> list[Event]:
+        """Take more text and return what is certain now; neighbouring events of one kind may be merged."""
+
+    def close(self, is_cut: bool = False) -> list[Event]:
+        """Return what is held back. `is_cut`: the answer ended by length, not by the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParserRequest:
+    """What a parser may depend on beside its format."""
+
+    functions: Sequence[Function] = field(default_factory=tuple)  # offered; empty: call syntax is plain content
+    prompt_end: str = ""  # the last 256 characters of the rendered prompt: did the template open the reasoning?
+
+
+class ReasoningFormat(Protocol):
+    """One way to mark reasoning; an entry of the table in parsers/__init__.py."""
+
+    needs_special_tokens: bool  # its markers are special tokens: they must be in the text
+
+    def parser(self, request: ParserRequest, inner: Parser) -> Parser:
+        """Return a parser that takes reasoning out and feeds the rest to `inner`."""
+
+    def exempt(self, guide: Guide, request: ParserRequest) -> Guide:
+        """Return a guide that lets reasoning pass freely, where the request's answer begins with it."""
+
+
+class ToolFormat(Protocol):
+    """One way to write tool calls; an entry of the table in parsers/__init__.py."""
+
+    needs_special_tokens: bool
+
+    def parser(self, request: ParserRequest) -> Parser: ...
+
+    def guide(self, functions: Sequence[Function], is_parallel: bool) -> Guide:
+        """Return a guide under which the answer is one call of one of these functions, or several if
+        `is_parallel`, with arguments by their schemas (tool_choice required or named). Raises RequestError."""
