@@ -8,7 +8,8 @@ import pytest
 from bireme.config import Recipe, convert
 from bireme.errors import ConfigError, RequestError
 from bireme.messages import SamplingParams
-from bireme.request import Sampling, check_defaults, check_ids, expand, is_random, parse_generate, with_seed
+from bireme.request import check_ids, parse_generate
+from bireme.sampling import Sampling, check_defaults, expand, is_random, with_seed
 from bireme.specs import GENERATE
 from bireme.types import Inputs, RequestInfo
 
@@ -128,7 +129,7 @@ def test_words_become_ids_at_the_entry():
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"max_tokens": 0}, "max_tokens: 0; the range is 1 to"),
+        ({"max_tokens": 0}, "max_tokens: 0; send 1 or more"),
         ({"max_tokens": -5}, "max_tokens: -5"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens: 9; at most max_tokens, 3"),
         ({"temperature": float("nan")}, "temperature: nan; send a finite number"),

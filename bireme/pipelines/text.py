@@ -19,7 +19,8 @@ from bireme.kv.router import RoundRobin
 from bireme.pipelines.answers import Collection, Form, Stream, Whole
 from bireme.pipelines.sequence import Sequence, Work
 from bireme.pipelines.services import Services
-from bireme.request import GenerateRequest, Ids, check_defaults, check_prompt_tokens, expand, parse_generate
+from bireme.request import GenerateRequest, Ids, check_prompt_tokens, parse_generate
+from bireme.sampling import check_defaults, expand
 from bireme.specs import ModelSpec
 from bireme.text.output import TokenDelta
 from bireme.text.tokenizer import Tokenizer, load_tokenizer

@@ -13,7 +13,8 @@ import numpy as np
 from bireme.config import Recipe
 from bireme.errors import BiremeError, NotFoundError, RequestCancelledError, RequestError, from_message
 from bireme.messages import EngineRequest, Finish, Sink
-from bireme.request import Encode, Sampling, check_ids, check_prompt_tokens, parse_sampling, timeout_ms, with_seed
+from bireme.request import check_ids, check_prompt_tokens, timeout_ms
+from bireme.sampling import Encode, Sampling, parse_sampling, with_seed
 from bireme.types import Cancelled, Tensors, info_of
 
 if TYPE_CHECKING:
