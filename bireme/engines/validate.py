@@ -16,7 +16,7 @@ import numpy as np
 
 from bireme import disagg
 from bireme.config import Limits
-from bireme.errors import NotFoundError, RequestError
+from bireme.errors import RequestError
 from bireme.messages import Capacity, EngineRequest, SamplingParams
 
 MAX_SEED = (1 << 64) - 1
@@ -42,7 +42,7 @@ class Gate:
         return min(self.capacity.max_seq_len, held) if held else self.capacity.max_seq_len
 
     def admit(self, request: EngineRequest) -> tuple[EngineRequest, disagg.DisaggregatedParams | None]:
-        """Return the request with its lengths resolved, and its opened params. Raises RequestError, NotFoundError."""
+        """Return the request with its lengths resolved, and its opened params. Raises RequestError."""
         num_prompt = self._check_prompt(request)
         self._check_request(request)
         check_sampling(request.sampling, self.capacity.vocab_size, self.limits)
@@ -93,9 +93,7 @@ class Gate:
                 f"cache_salt: {len(request.cache_salt)} characters; the limit is {MAX_SALT_CHARACTERS}; send a digest"
             )
         if request.lora_name:
-            raise NotFoundError(
-                f"lora_name: no adapter {request.lora_name[:100]!r}; this worker has none, leave it out"
-            )
+            raise RequestError(f"lora_name: no adapter {request.lora_name[:100]!r}; this worker has none, leave it out")
         if request.multimodal is not None:
             raise RequestError("multimodal: this worker's model takes text only; leave it out")
 

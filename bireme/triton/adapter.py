@@ -220,7 +220,7 @@ class Adapter:
         self._metrics.set("bireme_streams", len(self._streams))
         if responses:
             self._metrics.add("bireme_responses_total", responses)
-        if cancelled:
+        if cancelled and stage_of(self._model_name) not in WORKER_STAGES:  # a worker's engine counts its own
             self._metrics.add("bireme_cancellations_total", cancelled)
 
     # -- the end

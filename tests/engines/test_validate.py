@@ -10,7 +10,7 @@ from engine_fixtures import PROMPT, make_request
 from bireme import disagg
 from bireme.config import Limits
 from bireme.engines.validate import Gate
-from bireme.errors import NotFoundError, RequestError
+from bireme.errors import RequestError
 from bireme.messages import Capacity, SamplingParams
 
 KEY = b"k" * 32
@@ -136,8 +136,8 @@ def test_the_recipes_limits_are_errors_not_clamps():
         gate(max_input_len=8).admit(make_request())
 
 
-def test_an_unknown_adapter_is_not_found():
-    with pytest.raises(NotFoundError, match="no adapter 'x'"):
+def test_an_unknown_adapter_is_refused():
+    with pytest.raises(RequestError, match="no adapter 'x'"):
         gate().admit(make_request(lora_name="x"))
 
 

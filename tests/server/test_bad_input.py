@@ -1,0 +1,216 @@
+"""Bad input gets its code, value, limit and remedy; nothing hangs, nothing dies, others go on unharmed."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from triton_client import Client
+from tritonclient.utils import InferenceServerException
+from watch import is_idle, until
+
+pytestmark = pytest.mark.server
+
+PROMPT = list(range(400, 420))
+LEASE_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def server(sample_model, write_recipe, start) -> Any:
+    engine = {
+        "engine": "torch",
+        "num_threads": 1,
+        "engine_config": {
+            "dtype": "float32",
+            "max_batch_size": 16,
+            "max_seq_len": 256,
+            "kv_cache_config": {"max_tokens": 8192},
+            "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": int(1e3 * LEASE_S)},
+        },
+    }
+    return start(write_recipe(sample_model("llama"), {"prefill": engine, "decode": engine}))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bystander(server: Any) -> Any:
+    """One client that asks the same over and over beside all the bad input, and always gets the same."""
+    client, stop, answers = Client(server.grpc), threading.Event(), []
+
+    def ask() -> None:
+        while not stop.is_set():
+            answers.append(client.generate("generate", input_ids=PROMPT, max_tokens=30, stream=True)["output_ids"])
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    yield
+    stop.set()
+    thread.join(60)
+    assert answers
+    assert all(answer == answers[0] for answer in answers)
+    until(lambda: is_idle(server), 20, "nothing left behind")
+
+
+def _refusal(server: Any, model: str, **values: Any) -> str:
+    client = Client(server.grpc)
+    with pytest.raises(InferenceServerException) as caught:
+        if model in ("completion", "tokenizer", "prefill"):
+            client.infer(model, **values)
+        else:
+            client.generate(model, **values)
+    return str(caught.value)
+
+
+BAD = {
+    "prompt_longer_than_the_context": ({"input_ids": list(range(300, 600)), "max_tokens": 5}, ["300", "256"]),
+    "empty_ids": ({"input_ids": np.array([], np.int32), "max_tokens": 5}, ["0"]),
+    "empty_text": ({"text_input": "", "max_tokens": 5}, ["text_input"]),
+    "no_prompt": ({"max_tokens": 5}, ["text_input", "input_ids"]),
+    "id_too_large": ({"input_ids": [400, 999_999], "max_tokens": 5}, ["999999"]),
+    "negative_id": ({"input_ids": [400, -1], "max_tokens": 5}, ["-1"]),
+    "zero_max_tokens": ({"input_ids": PROMPT, "max_tokens": 0}, ["max_tokens", "0"]),
+    "negative_max_tokens": ({"input_ids": PROMPT, "max_tokens": -7}, ["max_tokens", "-7"]),
+    "nan_temperature": ({"input_ids": PROMPT, "temperature": float("nan")}, ["temperature", "nan"]),
+    "infinite_temperature": ({"input_ids": PROMPT, "temperature": float("inf")}, ["temperature", "inf"]),
+    "negative_temperature": ({"input_ids": PROMPT, "temperature": -1.0}, ["temperature", "-1"]),
+    "top_p_above_one": ({"input_ids": PROMPT, "top_p": 1.5}, ["top_p", "1.5"]),
+    "negative_top_k": ({"input_ids": PROMPT, "top_k": -3}, ["top_k", "-3"]),
+    "zero_repetition_penalty": ({"input_ids": PROMPT, "repetition_penalty": 0.0}, ["repetition_penalty"]),
+    "beams": ({"input_ids": PROMPT, "beam_width": 4}, ["beam_width", "4"]),
+    "too_many_copies": ({"input_ids": PROMPT, "num_return_sequences": 100_000}, ["num_return_sequences", "100000"]),
+    "too_many_stops": ({"input_ids": PROMPT, "stop_words": ["x"] * 5000}, ["stop_words", "5000"]),
+    "unknown_processor": ({"input_ids": PROMPT, "logits_processors": '[{"name": "temprature"}]'}, ["temprature"]),
+    "processors_not_json": ({"input_ids": PROMPT, "logits_processors": "[{"}, ["logits_processors"]),
+    "sampling_parameters_not_json": ({"text_input": "hi", "sampling_parameters": "{"}, ["sampling_parameters"]),
+    "unknown_sampling_parameter": ({"text_input": "hi", "sampling_parameters": '{"temprature": 1}'}, ["temperature"]),
+    "unknown_lora": ({"input_ids": PROMPT, "lora_name": "nope"}, ["nope"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("model", ["generate", "completion"])
+def test_pipelines_refuse_with_code_value_and_field(server: Any, model: str, name: str) -> None:
+    values, words = BAD[name]
+    message = _refusal(server, model, **values)
+    assert "INVALID_ARGUMENT: " in message or "NOT_FOUND: " in message, message
+    assert all(word in message for word in words), message
+
+
+IDS_ONLY = [name for name, (values, _) in BAD.items() if "input_ids" in values and "num_return" not in str(values)]
+
+
+@pytest.mark.parametrize("name", IDS_ONLY)
+@pytest.mark.parametrize("model", ["decode", "prefill"])
+def test_stages_refuse_with_code_value_and_field(server: Any, model: str, name: str) -> None:
+    values, words = BAD[name]
+    message = _refusal(server, model, **values)
+    assert "INVALID_ARGUMENT: " in message or "NOT_FOUND: " in message, message
+    assert all(word in message for word in words), message
+
+
+def test_a_huge_max_tokens_is_clamped_to_the_context(server: Any) -> None:
+    answer = Client(server.grpc).generate("generate", input_ids=PROMPT, max_tokens=2**31 - 1, ignore_eos=True)
+    assert len(answer["output_ids"]) == 256 - len(PROMPT)
+    assert answer["finish_reason"] == "length"
+
+
+def _params(server: Any) -> str:
+    return str(Client(server.grpc).infer("prefill", input_ids=PROMPT, max_tokens=5)["disaggregated_params"])
+
+
+def test_forged_params_are_refused(server: Any) -> None:
+    params = _params(server)
+    forged = params[:10] + ("A" if params[10] != "A" else "B") + params[11:]
+    assert "INVALID_ARGUMENT" in _refusal(server, "decode", input_ids=PROMPT, disaggregated_params=forged)
+    assert "INVALID_ARGUMENT" in _refusal(server, "decode", input_ids=PROMPT, disaggregated_params="rubbish")
+
+
+def test_params_of_another_prompt_are_refused(server: Any) -> None:
+    params = _params(server)
+    message = _refusal(server, "decode", input_ids=[*PROMPT[:-1], 999], disaggregated_params=params)
+    assert "INVALID_ARGUMENT" in message
+
+
+def test_replayed_params_are_refused(server: Any) -> None:
+    params = _params(server)
+    client = Client(server.grpc)
+    first = client.generate("decode", input_ids=PROMPT, max_tokens=5, disaggregated_params=params)
+    assert len(first["output_ids"]) == 5
+    assert "NOT_FOUND" in _refusal(server, "decode", input_ids=PROMPT, max_tokens=5, disaggregated_params=params)
+
+
+def test_params_whose_lease_is_gone_are_refused(server: Any) -> None:
+    params = _params(server)
+    time.sleep(LEASE_S + 1)
+    assert "NOT_FOUND" in _refusal(server, "decode", input_ids=PROMPT, max_tokens=5, disaggregated_params=params)
+
+
+@pytest.mark.parametrize("model", ["decode", "prefill"])
+def test_abort_of_an_unknown_id_is_not_found(server: Any, model: str) -> None:
+    assert "NOT_FOUND" in _refusal(server, model, abort=True, request_id="nobody")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"commands": [1, 2, 3]},
+        {"commands": [1, 2, 3], "consumer": "nobody"},
+        {"consumer": "nobody"},
+        {"subscribe": "x", "input_ids": PROMPT},
+    ],
+    ids=["no_consumer", "unknown_consumer", "no_commands", "both"],
+)
+def test_a_misused_bus_answers_with_an_error(server: Any, values: dict[str, Any]) -> None:
+    message = _refusal(server, "decode", **values)
+    assert "INVALID_ARGUMENT" in message or "NOT_FOUND" in message
+
+
+def test_wrong_types_and_shapes_are_errors(server: Any) -> None:
+    with grpcclient.InferenceServerClient(server.grpc) as client:
+        for name, array, data_type in (
+            ("input_ids", np.array([[1, 2]], np.int32), "INT32"),
+            ("input_ids", np.array([1.0], np.float32), "FP32"),
+            ("no_such_tensor", np.array([1], np.int32), "INT32"),
+            ("max_tokens", np.array([1, 2], np.int32), "INT32"),
+        ):
+            tensor = grpcclient.InferInput(name, list(array.shape), data_type)
+            tensor.set_data_from_numpy(array)
+            with pytest.raises(InferenceServerException):
+                client.infer("completion", [tensor])
+
+
+def _post(server: Any, path: str, body: bytes) -> tuple[int, str]:
+    request = urllib.request.Request(f"http://{server.http}{path}", body, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("path", ["/v2/models/generate/generate", "/v2/models/generate/generate_stream"])
+def test_plain_json_over_http_is_refused_with_the_same_text(server: Any, path: str) -> None:
+    status, text = _post(server, path, json.dumps({"text_input": "hi", "max_tokens": -1}).encode())
+    assert status == 400
+    assert "INVALID_ARGUMENT: max_tokens" in text
+
+
+@pytest.mark.parametrize("model", ["chat", "video", "logits_processor", "multimodal_encoder", "video_diffusion"])
+def test_what_the_recipe_does_not_have_is_unavailable(server: Any, model: str) -> None:
+    if model == "chat":
+        pytest.skip("served from the next version on")
+    inputs = {
+        "video": {"request": "{}"},
+        "logits_processor": {"processors": "[]"},
+        "multimodal_encoder": {"request_id": "x"},
+        "video_diffusion": {"prompt": "a cat"},
+    }[model]
+    client = Client(server.grpc)
+    with pytest.raises(InferenceServerException, match="UNAVAILABLE: "):
+        client.generate(model, **inputs) if model in ("video", "video_diffusion") else client.infer(model, **inputs)
