@@ -36,7 +36,7 @@ from bireme.launch.watchdog import StubWatchdog
 _PARALLEL_LOADS = 8  # each holds one of the server's HTTP threads
 _PROGRESS_S = 5.0
 _MAX_BACKOFF_S = 30.0
-_LOADING_STOP_S = 3.0
+_SHORT_STOP_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +119,7 @@ class Deployment:
     def stop(self) -> None:
         """Drain and end everything; remove the run folder. Harmless when called again."""
         self._stopping.set()
-        # While models still load there is nothing to drain, and Triton would wait for the loads.
-        limit_s = _LOADING_STOP_S if self._monitor is None else None
+        limit_s = self._drain()
         self._stop_watching()
         if self._server is not None:
             if self._server.is_running:
@@ -135,6 +134,22 @@ class Deployment:
             self._health.stop()
             self._health = None
         self.run.remove()
+
+    def _drain(self) -> float | None:
+        """Return how long the server's own end may take; None: as long as its requests under way.
+
+        Triton never ends by itself once a stub has died with a request under way: the lost instance counts as
+        live for ever. Then the requests of the living are waited for here. While models still load there is
+        nothing to drain, and Triton would wait for the loads.
+        """
+        if self._monitor is None or self._watchdog is None:
+            return _SHORT_STOP_S
+        if not self._watchdog.has_lost_stubs:
+            return None
+        deadline = time.monotonic() + self.settings.drain_timeout_s
+        while self.server.is_running and self._monitor.has_requests() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return _SHORT_STOP_S
 
     def kill(self) -> None:
         """End at once what `stop` would wait for."""

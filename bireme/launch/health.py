@@ -82,6 +82,14 @@ class HealthMonitor:
         """A canary under way is not waited for: its server is about to end."""
         self._stopping.set()
 
+    def has_requests(self) -> bool:
+        """Return whether a worker runs or queues any request now."""
+        try:
+            series = worker_series(self._server.metrics_text())
+        except BiremeError:
+            return False
+        return any(series[name].queued for name in self._workers if name in series)
+
     def report(self) -> dict[str, Any]:
         """Return status (ready, degraded, not_ready) and each model's state, ready for JSON."""
         problems = {name: self._problem(name) for name in self._workers}

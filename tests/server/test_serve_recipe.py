@@ -90,7 +90,7 @@ def test_a_killed_decode_stub_is_noticed_and_serves_again(served):
     assert stub_of(served, "decode") != killed and stub_of(served, "generate") == other
 
 
-def test_sigterm_ends_in_order(served):
+def test_sigterm_ends_in_order_though_a_stub_was_lost(served):
     members = [(pid, processes.started_at(pid)) for pid in processes.descendants(served.pid)]
     run = re.search(r"/bireme-\d+/(\d+-\w+)/", " ".join(processes.command_line(stub_of(served, "decode"))))
     served.send_signal(signal.SIGTERM)
