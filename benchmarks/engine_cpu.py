@@ -36,6 +36,7 @@ from bireme.metrics import Registry
 
 TARGETS = {1: 0.95, 8: 1.2, 32: 1.5}
 PAGE = 32
+PREFILLS = 4
 
 
 def main() -> None:
@@ -147,20 +148,9 @@ class Interleaver:
 def interleave(
     folder: str, model: Any, prompts: Any, options: argparse.Namespace
 ) -> tuple[list[float], list[float], tuple[float, float]]:
-    """Return step times of the engine and of generate, and both prefill times (the lesser of two)."""
+    """Return step times of the engine and of generate, and both prefill times."""
     loaded = engine(folder, len(prompts), options)
-    prefills = []
-    for attempt in range(2):
-        began = time.perf_counter()
-        submit(loaded, prompts + attempt, options.steps + 8, attempt)
-        loaded.core.step()
-        middle = time.perf_counter()
-        with torch.inference_mode():
-            model(torch.from_numpy(prompts), use_cache=True, logits_to_keep=1)
-        prefills.append((middle - began, time.perf_counter() - middle))
-        if not attempt:
-            for number in range(len(prompts)):
-                loaded.core.abort((0, number + 1))
+    prefill = prefill_times(loaded, model, prompts, options)
     taken = Interleaver(loaded)
     ids = torch.from_numpy(prompts)
     with torch.inference_mode():
@@ -174,7 +164,25 @@ def interleave(
             stopping_criteria=[taken],
         )
     # The first of each is a warm-up: generate's is its prefill, ours comes right after it.
-    return taken.ours[2:], taken.theirs[1:], (min(ours for ours, _ in prefills), min(hf for _, hf in prefills))
+    return taken.ours[2:], taken.theirs[1:], prefill
+
+
+def prefill_times(loaded: LoadedEngine, model: Any, prompts: Any, options: argparse.Namespace) -> tuple[float, float]:
+    """Return the least times of the engine and of transformers; the engine's last prefill stays for decode."""
+    ours, theirs = [], []
+    for attempt in range(PREFILLS):
+        began = time.perf_counter()
+        with torch.inference_mode():
+            model(torch.from_numpy(prompts), use_cache=True, logits_to_keep=1)
+        middle = time.perf_counter()
+        submit(loaded, prompts + attempt, options.steps + 8, attempt)  # other prompts: nothing is reused
+        loaded.core.step()
+        theirs.append(middle - began)
+        ours.append(time.perf_counter() - middle)
+        if attempt < PREFILLS - 1:
+            for number in range(len(prompts)):
+                loaded.core.abort((attempt, number + 1))
+    return min(ours), min(theirs)
 
 
 def submit(loaded: LoadedEngine, prompts: Any, max_tokens: int, attempt: int) -> None:

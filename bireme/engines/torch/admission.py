@@ -6,8 +6,10 @@ limits of the recipe) are the gate's, in bireme/engines/validate.py.
 
 from __future__ import annotations
 
+import secrets
 import time
 
+import msgspec
 import numpy as np
 
 from bireme.disagg import DisaggregatedParams, prompt_digest
@@ -41,6 +43,9 @@ class Admission:
         """Raises RequestError, with value, limit and remedy, for what can never run."""
         tokens = self._tokens(request)
         self._check_features(request, params)
+        if request.sampling.seed is None:  # whoever may resume it elsewhere has drawn one; here any will do
+            seeded = msgspec.structs.replace(request.sampling, seed=secrets.randbits(64))
+            request = msgspec.structs.replace(request, sampling=seeded)
         num_prompt = len(tokens) - request.num_resumed
         now = time.monotonic()
         sequence = Sequence(

@@ -147,6 +147,8 @@ class EngineCore:
     def _run(self, plan: Plan, began: float) -> None:
         parts = self._parts
         self._begin(plan, began)
+        if not plan.has_tokens:
+            return
         batch = parts.builder.build(plan)
         logits = parts.runner.forward(batch)
         self._keep_prompt_logprobs(batch, logits)
@@ -164,17 +166,18 @@ class EngineCore:
         parts.accounts.stepped(now - began, len(batch.sampled))
 
     def _begin(self, plan: Plan, now: float) -> None:
-        """Tell sampler and accounts of those that run for the first time."""
-        for sequence, _ in plan.chunks:
-            self._begin_one(sequence, now)
-        for sequence in plan.decodes:
-            if not sequence.is_sampling:
-                self._begin_one(sequence, now)
-
-    def _begin_one(self, sequence: Sequence, now: float) -> None:
-        self._parts.accounts.scheduled(sequence, now)
-        if not sequence.is_sampling:
-            self._add_to_sampler(sequence)
+        """Tell sampler and accounts of those that run for the first time; who can't begin leaves the plan."""
+        new = [sequence for sequence in plan.decodes if not sequence.is_sampling]
+        new += [sequence for sequence, _ in plan.chunks if not sequence.is_sampling]
+        for sequence in new:
+            try:
+                self._add_to_sampler(sequence)
+                self._parts.accounts.scheduled(sequence, now)
+            except Exception as error:
+                self._fail(sequence, _internal(error))
+        if any(sequence.state is State.FINISHED for sequence in new):
+            plan.decodes = [sequence for sequence in plan.decodes if sequence.state is State.RUNNING]
+            plan.chunks = [(sequence, count) for sequence, count in plan.chunks if sequence.state is State.RUNNING]
 
     def _add_to_sampler(self, sequence: Sequence) -> None:
         split = sequence.num_prompt

@@ -41,22 +41,15 @@ class LoadedEngine:
         model = load_model(checkpoint, context.config.dtype, device)
         geometry = _geometry(context, model, checkpoint, device)
         store, manager = _pools(context, geometry, self.limits, checkpoint, device)
-        builder = BatchBuilder(
-            [group.window for group in store.groups],
-            self.limits.tokens_per_block,
-            self.limits.max_batch_size,
-            self.limits.max_seq_len,
-            device,
-        )
-        runner = HfRunner(model, store)
-        warm_up(runner, builder, manager, store, self.limits)
         self.events = manager.events
-        self._sampler: Sampler[RequestKey] = Sampler(int(model.config.vocab_size), device)
-        eos_ids = eos_token_ids(checkpoint)
+        eos_ids, vocab_size = eos_token_ids(checkpoint), int(model.config.vocab_size)
+        sampler: Sampler[RequestKey] = Sampler(vocab_size, device)
         self.admission = Admission(
-            self.limits, manager, self._sampler, int(model.config.vocab_size), eos_ids, context.transfer is not None
+            self.limits, manager, sampler, vocab_size, eos_ids, has_transfer=context.transfer is not None
         )
         accounts = Accounts(context.metrics, context.worker)
+        runner, builder = HfRunner(model, store), _builder(store, self.limits, device)
+        warm_up(runner, builder, manager, store, self.limits)
         self.core = EngineCore(
             Parts(
                 worker=context.worker,
@@ -65,7 +58,7 @@ class LoadedEngine:
                 runner=runner,
                 builder=builder,
                 manager=manager,
-                sampler=self._sampler,
+                sampler=sampler,
                 admission=self.admission,
                 accounts=accounts,
                 exporter=Exporter(context.transfer, manager, store, post) if context.transfer else None,
@@ -87,6 +80,11 @@ class LoadedEngine:
             ",".join(str(group.window) for group in store.groups),
             load_s,
         )
+
+
+def _builder(store: KvStore, limits: Limits, device: torch.device) -> BatchBuilder:
+    windows = [group.window for group in store.groups]
+    return BatchBuilder(windows, limits.tokens_per_block, limits.max_batch_size, limits.max_seq_len, device)
 
 
 def _geometry(context: EngineContext, model: Any, checkpoint: Checkpoint, device: torch.device) -> list[LayerGeometry]:

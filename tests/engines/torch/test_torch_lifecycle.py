@@ -240,6 +240,26 @@ def test_a_step_that_raises_fails_its_requests_and_the_next_ones_work(engine, ll
     assert engine.run([request(PROMPTS[1])]) == llama.expect([PROMPTS[1]])
 
 
+def test_a_request_that_the_sampler_refuses_fails_alone(engine, llama, monkeypatch):
+    sampler = engine.core._parts.sampler
+    add = sampler.add
+
+    def refuse(key, params, *rest):
+        if params.logprobs == 7:
+            raise RequestError("not this one")
+        add(key, params, *rest)
+
+    monkeypatch.setattr(sampler, "add", refuse)
+    good, bad = engine.submit(request(PROMPTS[1])), engine.submit(request(PROMPTS[2], logprobs=7))
+    assert bad.finish.error == "INVALID_ARGUMENT: not this one"
+    assert (good.finish.error, [good.tokens]) == ("", llama.expect([PROMPTS[1]]))
+    assert engine.manager.num_referenced == 0
+
+
+def test_sampling_without_a_seed_draws_one(engine):
+    assert len(engine.run([request(PROMPTS[1], 8, temperature=1.0)])[0]) == 8
+
+
 def test_steps_that_fail_again_and_again_end_the_process(engine):
     engine.core._parts.runner.forward = lambda batch: 1 / 0
     results: list[Result] = []

@@ -1,0 +1,83 @@
+"""How settings, model and memory become limits and pool sizes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bireme.config import EngineConfig, KvCacheConfig, SchedulerConfig
+from bireme.engines.torch.attention import LayerGeometry
+from bireme.engines.torch.kv_store import group_layers
+from bireme.engines.torch.limits import narrow_windows, pool_sizes, resolve_limits
+from bireme.errors import ConfigError
+
+CPU = torch.device("cpu")
+MODEL = SimpleNamespace(max_position_embeddings=4096, vocab_size=32000, rope_parameters={"rope_type": "default"})
+
+
+def layers(*windows: int) -> list[LayerGeometry]:
+    return [LayerGeometry(2, 64, 64, window, torch.bfloat16, ()) for window in windows]
+
+
+def sizes(config: EngineConfig, *windows: int) -> list[int]:
+    return pool_sizes(config, resolve_limits(config, MODEL, CPU), group_layers(layers(*windows)), CPU)
+
+
+def test_defaults_come_from_the_model():
+    limits = resolve_limits(EngineConfig(), MODEL, CPU)
+    assert (limits.max_seq_len, limits.max_input_len, limits.max_batch_size) == (4096, 4095, 64)
+
+
+def test_a_small_step_makes_a_small_default_batch():
+    assert resolve_limits(EngineConfig(max_num_tokens=16), MODEL, CPU).max_batch_size == 16
+
+
+def test_layers_are_grouped_by_window_all_seeing_first():
+    groups = group_layers(layers(512, 512, 0, 1024))
+    assert [(group.window, group.layers) for group in groups] == [(0, (2,)), (1024, (3,)), (512, (0, 1))]
+    assert groups[2].row_bytes == (512, 512)
+
+
+def test_max_tokens_sets_the_pool():
+    assert sizes(EngineConfig(kv_cache_config=KvCacheConfig(max_tokens=1000)), 0, 0) == [31]
+
+
+def test_a_window_takes_no_more_than_a_batch_can_hold():
+    config = EngineConfig(max_batch_size=2, max_num_tokens=128)
+    full, windowed = sizes(config, 0, 64)
+    assert windowed == 2 * ((64 + 128 - 2) // 32 + 2 + 2 * (63 // 32 + 2)) and full > windowed
+
+
+def test_without_max_tokens_the_pools_fill_a_gibibyte_or_the_largest_batch():
+    assert sizes(EngineConfig(max_batch_size=1), 0) == [128]
+    many = sizes(EngineConfig(), *[0] * 32)[0]
+    assert 0.95 * (1 << 30) < many * 32 * 32 * 512 <= 1 << 30
+
+
+def test_windows_are_narrowed_by_a_list_that_repeats():
+    narrowed = narrow_windows(layers(0, 0, 512, 512), (256, 4096), 4096)
+    assert [layer.window for layer in narrowed] == [256, 0, 256, 512]
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (EngineConfig(max_seq_len=8192), "max_seq_len: 8192; the model was made for 4096"),
+        (EngineConfig(max_batch_size=0), "max_batch_size: 0; at least 1"),
+        (EngineConfig(scheduler_config=SchedulerConfig(max_queue_size=0)), "max_queue_size: 0"),
+        (EngineConfig(kv_cache_config=KvCacheConfig(tokens_per_block=0)), "tokens_per_block: 0"),
+    ],
+)
+def test_settings_out_of_range_name_key_and_value(config: EngineConfig, text: str):
+    with pytest.raises(ConfigError, match=text):
+        resolve_limits(config, MODEL, CPU)
+
+
+def test_a_model_without_a_length_needs_one():
+    nameless: Any = SimpleNamespace(vocab_size=100)
+    with pytest.raises(ConfigError, match="max_seq_len: not set"):
+        resolve_limits(EngineConfig(), nameless, CPU)
+    assert resolve_limits(EngineConfig(max_seq_len=100), nameless, CPU).max_seq_len == 100
