@@ -95,6 +95,7 @@ class Sequence:
         self._generation: Generation | None = None
         self._ended: asyncio.Future[Finish] | None = None
         self._placement: Placement | None = None
+        self._lease: _Lease | None = None  # filled and not claimed yet: the next attempt's
         self._prefill: tuple[str, Usage] | None = None  # worker and cost of the prefill that counted
         self._failing_since = 0.0
         self._pause_s = FIRST_PAUSE_S
@@ -141,6 +142,13 @@ class Sequence:
 
         Cancelling the task that runs this aborts what is under way and frees what is leased.
         """
+        try:
+            await self._try_until_done()
+        finally:
+            if self._lease is not None:
+                self._lease.release()
+
+    async def _try_until_done(self) -> None:
         while True:
             self._check_deadline()
             placement = self._placement = self._place()
@@ -173,22 +181,33 @@ class Sequence:
     async def _attempt(self, placement: Placement) -> None:
         request = self._request()
         if placement.prefill is None:
+            self._prefill = self._prefill if self.tokens else None
             return await self._decode(placement.decode, request)
-        lease = _Lease(self._services, placement.prefill)
+        lease, self._lease = self._lease or _Lease(self._services, placement.prefill), None
         num_tokens = len(self.tokens)
+        is_kept = False
         try:
             result = await lease.prefill(request, self._remaining_s())
             self._services.router.prefilled(placement)
-            self._prefill = (placement.prefill, result.usage)
+            self._prefill = (lease.worker, result.usage)
             request = msgspec.structs.replace(
                 request, request_type="generation_only", disaggregated_params=result.disaggregated_params
             )
-            return await self._decode(placement.decode, request)
+            await self._decode_leased(placement.decode, request)
+        except UnavailableError as error:  # decode refused: what prefill has done still holds
+            is_kept = lease.is_filled and not isinstance(error, EngineLostError)
+            raise
+        finally:
+            if is_kept:
+                self._lease = lease
+            elif len(self.tokens) == num_tokens:
+                lease.release()  # decode may never have claimed it
+
+    async def _decode_leased(self, worker: str, request: EngineRequest) -> None:
+        try:
+            await self._decode(worker, request)
         except NotFoundError as error:  # the lease expired, or its engine is another by now
             raise EngineLostError(str(error)) from error
-        finally:
-            if len(self.tokens) == num_tokens:
-                lease.release()  # decode may never have claimed it
 
     def _request(self) -> EngineRequest:
         work, resumed = self._work, self.tokens
@@ -284,20 +303,27 @@ class _Lease:
     """One prefill: the call, and the KV that it leaves leased until decode has claimed it."""
 
     def __init__(self, services: Services, worker: str) -> None:
-        self._services, self._worker = services, worker
+        self._services, self.worker = services, worker
         self._request_id = secrets.token_hex(16)  # nobody else can abort it
         self._call: asyncio.Future[PrefillResult] | None = None
 
+    @property
+    def is_filled(self) -> bool:
+        call = self._call
+        return call is not None and call.done() and not call.cancelled() and call.exception() is None
+
     async def prefill(self, request: EngineRequest, remaining_s: float | None) -> PrefillResult:
-        """Raises UnavailableError, having told the router, when the worker is lost or not there."""
+        """Return the result, at once if it is there. Raises UnavailableError when the worker is lost or not there."""
+        if self._call is not None and self.is_filled:
+            return self._call.result()
         request = msgspec.structs.replace(request, request_type="context_only")
-        self._call = asyncio.ensure_future(self._services.workers.prefill(self._worker, request, self._request_id))
+        self._call = asyncio.ensure_future(self._services.workers.prefill(self.worker, request, self._request_id))
         try:
             result = await _within(self._call, remaining_s)
         except UnavailableError:
-            self._services.router.note_down(self._worker)
+            self._services.router.note_down(self.worker)
             raise
-        self._services.router.note_up(self._worker)
+        self._services.router.note_up(self.worker)
         return result
 
     def release(self) -> None:
@@ -310,7 +336,7 @@ class _Lease:
     async def _abort(self, call: asyncio.Future[PrefillResult]) -> None:
         was_done = call.done()
         with contextlib.suppress(NotFoundError):
-            await self._services.workers.abort_prefill(self._worker, self._request_id)
+            await self._services.workers.abort_prefill(self.worker, self._request_id)
         if was_done:
             return
         try:
@@ -318,7 +344,7 @@ class _Lease:
         except BiremeError:
             return
         with contextlib.suppress(NotFoundError):  # it was faster than the abort
-            await self._services.workers.abort_prefill(self._worker, self._request_id)
+            await self._services.workers.abort_prefill(self.worker, self._request_id)
 
 
 async def _within(future: asyncio.Future[_T], remaining_s: float | None) -> _T:

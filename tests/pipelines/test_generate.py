@@ -146,6 +146,35 @@ async def test_a_lease_that_is_gone_means_prefill_again(bench):
     assert call.tokens == EXPECTED
 
 
+async def test_a_refusing_decode_worker_does_not_waste_the_prefill(bench):
+    test = await bench(prefill=1)
+    test.workers.down["decode"] = ENGINE_DOWN
+    call = test.ask(stream=True)
+    await asyncio.sleep(0.1)
+    test.workers.down.clear()
+    await test.workers.emit(4)
+    await call.end()
+    assert call.tokens == EXPECTED
+    assert test.workers.log.count("prefill context_only") == 1
+
+
+async def test_giving_up_on_decode_frees_the_lease(bench):
+    test = await bench(prefill=1, **QUICK)
+    test.workers.down["decode"] = ENGINE_DOWN
+    with pytest.raises(UnavailableError):
+        await test.ask().end()
+    await asyncio.sleep(0.01)
+    assert not test.workers.leases
+
+
+async def test_what_prefill_does_not_find_is_told_and_not_tried_again(bench):
+    test = await bench(prefill=1)
+    test.workers.down["prefill"] = NotFoundError("lora_name: no such adapter")
+    with pytest.raises(NotFoundError, match="no such adapter"):
+        await test.ask().end()
+    assert len(test.workers.log) == 1
+
+
 async def test_stream_goes_on_exactly_on_another_replica(bench):
     test = await bench(decode=2)
     call = test.ask(stream=True)
