@@ -176,14 +176,21 @@ class BlockManager:
                     blocks.extend([NULL] * (hidden - len(blocks)))
                 blocks.extend([pool.allocate() for _ in range(last - len(blocks))])
 
-    def commit(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
-        """Offer the blocks that are full with computed tokens for reuse."""
+    def commit(
+        self, table: BlockTable, tokens: Sequence[int], num_computed: int, valid_from: Sequence[int] | None = None
+    ) -> None:
+        """Offer the blocks that are full with computed tokens for reuse.
+
+        `valid_from`: per group, the first token whose row was written. An import leaves out what the window
+        hides, which may be the first rows of a block: such a block serves its request and nobody else.
+        """
         full = num_computed // self.tokens_per_block
         if full <= table.num_committed or not self._enable_reuse:
             return
         self._hash(table, tokens, full)
         for group, pool in enumerate(self.pools):
-            self._commit_group(table, tokens, group, pool, full)
+            begin = -(-valid_from[group] // self.tokens_per_block) if valid_from is not None else 0
+            self._commit_group(table, tokens, group, pool, max(begin, table.num_committed), full)
         table.num_committed = full
 
     def slide(self, table: BlockTable, position: int) -> None:
@@ -271,11 +278,13 @@ class BlockManager:
                 usable[count] = usable[count] and run >= count - hidden
         return next(count for count in range(best, -1, -1) if usable[count])
 
-    def _commit_group(self, table: BlockTable, tokens: Sequence[int], group: int, pool: BlockPool, full: int) -> None:
+    def _commit_group(
+        self, table: BlockTable, tokens: Sequence[int], group: int, pool: BlockPool, begin: int, full: int
+    ) -> None:
         size = self.tokens_per_block
         run: list[StoredBlock] = []
         parent = None
-        for index in range(table.num_committed, full):
+        for index in range(begin, full):
             block = table.blocks[group][index]
             event_hash = table.event_hashes[index] if self.events is not None else None
             if block != NULL and pool.commit(block, table.hashes[index], event_hash):

@@ -287,7 +287,8 @@ class EngineCore:
         sequence.state, sequence.imported_at = State.RUNNING, now
         token, logprobs = params.first_gen_tokens[0], params.first_gen_log_probs
         if token not in sequence.stop_ids and sequence.num_output + 1 < sequence.max_tokens:
-            self._computed(sequence, len(sequence.tokens) - sequence.computed)
+            manager, sequence.computed = self._parts.manager, len(sequence.tokens)
+            manager.commit(sequence.table, sequence.tokens, sequence.computed, sequence.imported_from)
         sequence.tokens.append(token)
         self._add_to_sampler(sequence)
         sequence.tokens.pop()

@@ -96,6 +96,7 @@ class Importer:
         blocks = [list(group) for group in sequence.table.blocks]
         end = sequence.params.num_tokens
         firsts = [max(sequence.computed, self._manager.first_visible(group, end)) for group in range(len(blocks))]
+        sequence.imported_from = firsts
 
         def write(group: int, first: int, last: int, data: memoryview) -> None:
             self._store.write(group, self._store.rows(blocks[group], first, last), data)

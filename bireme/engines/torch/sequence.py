@@ -45,6 +45,7 @@ class Sequence:
     wants_prompt_logprobs: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     fetch: Fetch | None = None
+    imported_from: list[int] = field(default_factory=list)  # per group, the first row that was fetched
     ending: tuple[FinishReason, str] | None = None  # what an import under way will end with
     num_cached: int = -1  # tokens found in the pool at first admission; -1: not admitted yet
     scheduled_at: float = 0.0

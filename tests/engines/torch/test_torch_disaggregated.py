@@ -233,3 +233,11 @@ def test_stopping_decode_during_a_transfer_ends_the_request(tiny):
         pair.decode.engine.stop()
         assert result.finish.error.startswith("UNAVAILABLE")
         assert pair.decode.manager.num_referenced == 0
+
+
+def test_a_window_block_that_was_fetched_in_part_is_not_reused(tiny):
+    model = tiny("gemma3")
+    prompt = PROMPTS[4]  # 150 tokens: window rows come from 119 on, in the middle of a block
+    with Pair(model.path) as pair:
+        assert pair.run([prompt]) == model.expect([prompt])
+        assert pair.decode.run([request(prompt[:147])]) == model.expect([prompt[:147]])
