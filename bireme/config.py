@@ -63,6 +63,18 @@ class CacheTransceiverConfig(Settings, frozen=True, kw_only=True):
     kv_transfer_timeout_ms: Positive = 60_000  # a lease nobody claimed is freed after this
 
 
+class GuidedDecodingConfig(Settings, frozen=True, kw_only=True):
+    """What compiling and following the guides of guided decoding may cost."""
+
+    compile_timeout_s: PositiveDuration = 10.0  # a guide that takes longer is refused
+    max_queue_size: Positive = 64  # guides that wait to be compiled; one more is refused with RESOURCE_EXHAUSTED
+    num_helpers: Positive = 2  # processes that compile, started when they are needed
+    max_compiled_bytes: Positive = 64 << 20  # of one compiled guide
+    cache_bytes: Positive = 256 << 20  # of all that are kept
+    max_token_ms: PositiveDuration = 500.0  # CPU time for one token's mask; a guide that takes longer ends its request
+    any_whitespace: bool = False  # JSON in any layout; false: one line, one space after comma and colon
+
+
 class MockerConfig(Settings, frozen=True, kw_only=True):
     """Timing model of the mocker engine. Milliseconds."""
 
@@ -87,11 +99,13 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     trust_remote_code: bool = False
     attn_backend: str | None = None
     disable_overlap_scheduler: bool = False
+    guided_decoding_backend: Literal["xgrammar"] | None = "xgrammar"  # None: requests with guided_decoding are refused
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     kv_cache_config: KvCacheConfig = KvCacheConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
     cache_transceiver_config: CacheTransceiverConfig = CacheTransceiverConfig()
+    guided_decoding_config: GuidedDecodingConfig = GuidedDecodingConfig()
     mocker: MockerConfig = MockerConfig()
 
 
@@ -119,6 +133,8 @@ class Limits(Settings, frozen=True, kw_only=True):
     max_logprobs: NotNegative = 20
     max_bad_words: NotNegative = 128
     max_logit_bias: NotNegative = 1024
+    max_guide_depth: Positive = 64  # nesting of a guide's JSON
+    max_guide_choices: Positive = 1024
     max_stream_buffer_bytes: Positive = 4 << 20  # a slow reader's unsent responses; above it the request is cancelled
     max_bus_buffer_bytes: Positive = (
         64 << 20

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from bireme.config import EngineConfig, MockerConfig, WorkerEntry
+from bireme.config import EngineConfig, GuidedDecodingConfig, MockerConfig, WorkerEntry
 from bireme.errors import ConfigError
 
 logger = logging.getLogger("bireme.engines")
@@ -56,12 +56,15 @@ _UNIFORM = (
     "cache_transceiver_config.kv_transfer_timeout_ms",
 )
 _MOCKER = tuple(f"mocker.{name}" for name in MockerConfig.__struct_fields__)
+_GUIDED = tuple(f"guided_decoding_config.{name}" for name in GuidedDecodingConfig.__struct_fields__)
 _EVERY_ENGINE: dict[str, Rule] = dict.fromkeys(_UNIFORM, HONOURED)
 
 TABLES: dict[str, dict[str, Rule]] = {
     "torch": _EVERY_ENGINE
     | dict.fromkeys(_MOCKER, HARMLESS)
+    | dict.fromkeys(_GUIDED, HONOURED)
     | {
+        "guided_decoding_backend": HONOURED,
         "dtype": HONOURED,
         "enable_chunked_prefill": HONOURED,
         "trust_remote_code": _refused("no code of a checkpoint is run; remove it, or use engine: trtllm"),
@@ -77,9 +80,10 @@ TABLES: dict[str, dict[str, Rule]] = {
         "kv_cache_config.host_cache_size": _refused(_NO_HOST_CACHE, 0),
     },
     "trtllm": _EVERY_ENGINE
-    | dict.fromkeys(_MOCKER, HARMLESS)
+    | dict.fromkeys((*_MOCKER, *_GUIDED), HARMLESS)
     | dict.fromkeys(
         (
+            "guided_decoding_backend",
             "dtype",
             "enable_chunked_prefill",
             "trust_remote_code",
@@ -107,8 +111,10 @@ TABLES: dict[str, dict[str, Rule]] = {
     },
     "mocker": _EVERY_ENGINE
     | dict.fromkeys(_MOCKER, HONOURED)
+    | dict.fromkeys(_GUIDED, HARMLESS)
     | dict.fromkeys(
         (
+            "guided_decoding_backend",
             "dtype",
             "enable_chunked_prefill",
             "trust_remote_code",

@@ -1,0 +1,131 @@
+"""One sequence's way through its guide: which tokens may come next, and where the one that came leads.
+
+    reasoning   (only with reasoning_end) everything but the end of the answer is allowed
+    gap         after it, up to two tokens of white space beside what the grammar allows
+    guided      what the grammar allows; the stop ids once it is complete
+The state follows from the tokens alone, so a sequence that moves to another engine replays them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bireme.errors import BiremeError, RequestError
+from bireme.logits.guided.vocabulary import TokenTable
+
+Bitmask = npt.NDArray[np.int32]  # (rows, ceil(vocab / 32)), bit 1: allowed
+
+
+MAX_GAP_TOKENS = 2  # models are trained to break the line once or twice after their reasoning
+
+
+class Guidance:
+    """Belongs to the engine's thread once it is made."""
+
+    __slots__ = (
+        "_blank_mask",
+        "_blanks",
+        "_end",
+        "_gap",
+        "_matcher",
+        "_max_fill_s",
+        "_stop_ids",
+        "_stop_mask",
+        "_table",
+        "_tail",
+        "must_stop",
+    )
+
+    def __init__(
+        self,
+        compiled: Any,
+        table: TokenTable,
+        stop_ids: Sequence[int],
+        reasoning_end: str = "",
+        max_fill_s: float = 1.0,
+    ) -> None:
+        from xgrammar import GrammarMatcher
+
+        self._matcher = GrammarMatcher(compiled, override_stop_tokens=list(stop_ids))
+        self._table = table
+        self._stop_ids = frozenset(stop_ids)
+        self._stop_mask = _mask_of(stop_ids, table.vocab_size)
+        self._end = reasoning_end.encode()
+        self._tail: bytes | None = b"" if reasoning_end else None  # None: reasoning is over
+        self._gap = 0  # tokens of white space that are still free
+        self._blanks = frozenset(table.blank_ids if reasoning_end else ())
+        self._blank_mask = _mask_of(list(self._blanks), table.vocab_size)
+        self._max_fill_s = max_fill_s
+        self.must_stop = False  # after `fill`: nothing but the end of the answer is allowed
+
+    def fill(self, bitmask: Bitmask, row: int) -> None:
+        """Write which tokens may come next. Raises RequestError for a grammar that is too slow or a dead end."""
+        if self._tail is not None:
+            bitmask[row] = ~self._stop_mask
+            self.must_stop = False
+            return
+        began = time.thread_time()
+        self._matcher.fill_next_token_bitmask(bitmask, row)
+        self._check_speed(time.thread_time() - began)
+        if self._gap:
+            bitmask[row] |= self._blank_mask
+        self.must_stop = not (bitmask[row] & ~self._stop_mask).any()
+        if self.must_stop and not bitmask[row].any():
+            raise RequestError("guided_decoding: no token leads on from here; nothing can satisfy this guide")
+
+    def accept(self, token: int) -> None:
+        """Take the token that came. Raises RequestError when the guide does not allow it."""
+        if self._tail is not None:
+            self._think(token)
+            return
+        if self._gap and token in self._blanks:
+            self._gap -= 1
+            return
+        self._gap = 0
+        began = time.thread_time()
+        if not self._matcher.accept_token(token):
+            raise RequestError(f"guided_decoding: token {token} is not allowed here; send the guide it was made with")
+        self._check_speed(time.thread_time() - began)
+
+    def _think(self, token: int) -> None:
+        assert self._tail is not None
+        if token in self._stop_ids:
+            raise BiremeError(f"guided_decoding: stop token {token} came before the end of the reasoning")
+        text = self._tail + self._table.text(token)
+        at = text.find(self._end)
+        if at < 0:
+            self._tail = text[len(text) - min(len(text), len(self._end) - 1) :]
+            return
+        self._tail, self._gap = None, MAX_GAP_TOKENS
+        rest = text[at + len(self._end) :].lstrip()
+        if not rest:
+            return
+        self._gap = 0
+        if not self._matcher.accept_string(rest):
+            raise RequestError(
+                "guided_decoding.reasoning_end: the token that holds it goes on with what is not allowed"
+            )
+
+    def _check_speed(self, seconds: float) -> None:
+        if seconds > self._max_fill_s:
+            raise RequestError(
+                f"guided_decoding: one token took {seconds * 1e3:.0f} ms of work;"
+                f" guided_decoding_config.max_token_ms is {self._max_fill_s * 1e3:.0f}; simplify the guide"
+            )
+
+
+def allocate(num_rows: int, vocab_size: int) -> Bitmask:
+    """Return bitmasks that allow everything."""
+    return np.full((num_rows, -(-vocab_size // 32)), -1, dtype=np.int32)
+
+
+def _mask_of(ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
+    """Return a row in which these ids are set."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -1,0 +1,137 @@
+"""The process that compiles grammars: `python -m bireme.logits.guided.helper`, started by compiler.py.
+
+A grammar comes from a client, and compiling it is native code that can take for ever, take all memory or
+overflow its stack. Here it costs a process that its parent replaces. Frames, both ways: u32 length, then
+    in    JSON {"seconds": limit, "view": name, "info": its tokenizer info or null, "kind", "text", "any_whitespace"}
+    out   one byte, `+` or `-`, then the compiled grammar as JSON, or why there is none
+An alarm ends the process a little after the limit, also when its parent is no longer there to do so.
+
+torch and transformers stay out: xgrammar needs them only for masks and for reading tokenizers, and without
+them the process starts in a fraction of the time and memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import types
+from typing import Any, BinaryIO
+
+U32 = struct.Struct("<I")
+MAX_MEMORY_BYTES = 4 << 30
+_ALARM_GRACE_S = 2.0
+
+
+def main() -> int:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever native code prints must not get between the frames
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(5)  # the engine's steps come first
+    import_lightly()
+    compiler = Compiler()
+    write_frame(answers, b"+")
+    while (frame := read_frame(sys.stdin.buffer)) is not None:
+        request = json.loads(frame)
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + _ALARM_GRACE_S)
+        answer = compiler.answer(request)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        write_frame(answers, answer)
+    return 0
+
+
+class Compiler:
+    """Holds the vocabularies that it was sent."""
+
+    def __init__(self) -> None:
+        self._views: dict[str, Any] = {}
+
+    def answer(self, request: dict[str, Any]) -> bytes:
+        try:
+            text: str = self._compile(request).serialize_json()
+            return b"+" + text.encode()
+        except MemoryError:
+            return b"-it takes too much memory"
+        except Exception as error:  # a grammar's mistake; xgrammar says it in several types
+            return b"-" + explain(error).encode()
+
+    def _compile(self, request: dict[str, Any]) -> Any:
+        from xgrammar.compiler import GrammarCompiler
+
+        if request["info"] is not None:
+            self._views[request["view"]] = GrammarCompiler(
+                _open_info(request["info"]), max_threads=1, cache_enabled=False
+            )
+        compiler = self._views[request["view"]]
+        kind, text = request["kind"], request["text"]
+        if kind in ("json", "json_object"):
+            return compiler.compile_json_schema(
+                text or '{"type": "object"}', any_whitespace=request["any_whitespace"], strict_mode=True
+            )
+        if kind == "regex":
+            return compiler.compile_regex(text)
+        if kind == "structural_tag":
+            return compiler.compile_structural_tag(text)
+        from xgrammar.grammar import Grammar
+
+        return compiler.compile_grammar(Grammar.from_ebnf(choice_grammar(text) if kind == "choice" else text))
+
+
+def choice_grammar(text: str) -> str:
+    """Return EBNF for a JSON list of texts."""
+    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+
+
+def explain(error: Exception) -> str:
+    """Return xgrammar's message without its file names and time of day."""
+    text = str(error).strip().partition("\n")[0]
+    _, separator, rest = text.partition(": ")
+    if separator and text.startswith("["):
+        text = rest
+    return text[:500] or type(error).__name__
+
+
+def import_lightly() -> None:
+    """Import xgrammar's compiler without the package's own __init__, which imports everything."""
+    sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it fails, and tvm_ffi does without
+    transformers = types.ModuleType("transformers")
+    transformers.PreTrainedTokenizerBase = transformers.PreTrainedTokenizerFast = object  # type: ignore[attr-defined]
+    sys.modules["transformers"] = transformers
+    spec = importlib.util.find_spec("xgrammar")
+    if spec is None or spec.submodule_search_locations is None:
+        raise ImportError("xgrammar is not installed")
+    package = types.ModuleType("xgrammar")
+    package.__path__ = list(spec.submodule_search_locations)
+    sys.modules["xgrammar"] = package
+    importlib.import_module("xgrammar.load_binding")
+    importlib.import_module("xgrammar.compiler")
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """Return the next frame; None at the end."""
+    head = stream.read(4)
+    if len(head) < 4:
+        return None
+    data = stream.read(U32.unpack(head)[0])
+    return data if len(data) == U32.unpack(head)[0] else None
+
+
+def write_frame(stream: BinaryIO, data: bytes) -> None:
+    stream.write(U32.pack(len(data)) + data)
+    stream.flush()
+
+
+def _open_info(text: str) -> Any:
+    from xgrammar.tokenizer_info import TokenizerInfo
+
+    return TokenizerInfo.deserialize_json(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""Packed masks on logits, on whatever device these are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bireme.logits.guided.guidance import Bitmask
+
+if TYPE_CHECKING:
+    import torch
+
+
+def apply(logits: torch.Tensor, bitmask: Bitmask, rows: list[int]) -> None:
+    """Set what `bitmask` (len(rows), words) does not allow to -inf in these rows of `logits` (any, vocab)."""
+    import torch
+
+    vocab_size = logits.shape[1]
+    if logits.device.type == "cpu":
+        bits = np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+        allowed = torch.from_numpy(bits.view(np.bool_))
+    else:
+        words = torch.from_numpy(bitmask).to(logits.device, non_blocking=True)
+        shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
+        allowed = ((words.unsqueeze(-1) >> shifts) & 1).view(len(rows), -1)[:, :vocab_size].bool()
+    where = torch.tensor(rows, device=logits.device)
+    logits[where] = logits[where].masked_fill(~allowed, float("-inf"))

@@ -1,0 +1,42 @@
+"""A model's tokens as the bytes that they stand for: what grammars are compiled against.
+
+There are two views of it. In `plain` special tokens stand for nothing, so that no grammar can produce one: a
+detokeniser drops their text, and a quotation of `<|im_end|>` must be spelled out. In `marked` they stand for
+their text, because structural tags are made of such markers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """Bytes by token id, special tokens with their text."""
+
+    tokens: tuple[bytes, ...]
+    special_ids: frozenset[int]
+    vocab_size: int  # of the model's head; it may be larger than the table
+
+    @property
+    def blank_ids(self) -> list[int]:
+        """Return the tokens that are nothing but white space."""
+        return [at for at, token in enumerate(self.tokens[: self.vocab_size]) if token.isspace()]
+
+    def view(self, is_marked: bool, stop_ids: Iterable[int]) -> list[bytes]:
+        """Return the table with the hidden tokens empty."""
+        hidden = set(stop_ids) if is_marked else {*self.special_ids, *stop_ids}
+        shown = [b"" if at in hidden else token for at, token in enumerate(self.tokens[: self.vocab_size])]
+        return shown + [b""] * (self.vocab_size - len(shown))
+
+    def text(self, token: int) -> bytes:
+        return self.tokens[token] if 0 <= token < len(self.tokens) else b""
+
+
+def make_table(
+    texts: Sequence[str | None], parts: dict[int, bytes], special_ids: Iterable[int], vocab_size: int
+) -> TokenTable:
+    """Build it from text.vocabulary's columns: complete texts, and bytes where a token holds parts of characters."""
+    tokens = tuple(parts[at] if text is None else text.encode() for at, text in enumerate(texts))
+    return TokenTable(tokens, frozenset(special_ids), vocab_size)
