@@ -140,6 +140,26 @@ class Limits(Settings, frozen=True, kw_only=True):
         64 << 20
     )  # a slow bus consumer's unsent steps; above it the subscription is dropped
     max_concurrent_requests: Positive = 4096  # a pipeline's; one more is refused with RESOURCE_EXHAUSTED
+    max_messages: Positive = 2048  # of one chat request
+    max_tools: NotNegative = 128
+    max_guide_bytes: Positive = 256 << 10  # JSON schema, grammar or regex of one request
+    max_prompts: Positive = 64  # of one completion request
+
+
+class MediaLimits(Settings, frozen=True, kw_only=True):
+    """Where pictures of a request may come from, and how large they may be."""
+
+    max_images: NotNegative = 16  # of one request
+    max_image_bytes: Positive = 50 << 20  # of one picture, encoded
+    max_request_bytes: Positive = 200 << 20  # of all pictures of one request, encoded
+    max_pixels: Annotated[int, msgspec.Meta(ge=1, le=89_478_485)] = 40_000_000  # checked before decoding
+    max_aspect_ratio: PositiveDuration = 200.0  # longer side to shorter side
+    timeout_s: PositiveDuration = 10.0  # from the first look-up to the last byte, redirects included
+    max_redirects: NotNegative = 5
+    max_concurrent_fetches: Positive = 16  # of one process; more wait
+    allow_http: bool = True  # false: https only
+    allowed_domains: tuple[str, ...] = ()  # example.com, or .example.com for all below; empty: any public host
+    allowed_local_media_path: str = ""  # folder (absolute) that file: URLs may read; "": none
 
 
 class PipelineConfig(Settings, frozen=True, kw_only=True):
@@ -147,6 +167,25 @@ class PipelineConfig(Settings, frozen=True, kw_only=True):
     stall_timeout_s: PositiveDuration = 30.0  # no news from a worker for so long ends the stream with UNAVAILABLE
     enforce_disaggregation: bool = False  # no prefill worker: refuse instead of serving aggregated
     request_timeout_s: Duration = 0.0  # default deadline; 0: none
+
+
+class ChatConfig(Settings, frozen=True, kw_only=True):
+    """How the model's chat answers read."""
+
+    reasoning_parser: str = ""  # a format of bireme/text/parsers; "": reasoning is not told apart
+    tool_parser: str = ""  # a format of bireme/text/parsers; "": requests with tools are refused
+    template_kwargs: dict[str, Any] = {}  # the chat template's variables, weaker than the request's
+
+
+class FrontendConfig(Settings, frozen=True, kw_only=True):
+    """The OpenAI frontend, bireme/openai."""
+
+    max_body_bytes: Positive = 32 << 20
+    body_timeout_s: PositiveDuration = 30.0  # from the headers to the body's last byte
+    keep_alive_s: Positive = 30  # an idle connection stays open for so long
+    max_connections: Positive = 8192  # one more is answered with 503
+    comment_interval_s: PositiveDuration = 15.0  # a silent event stream gets a comment so often: proxies keep it open
+    api_keys: str = ""  # file with keys and their limits (relative to the recipe); "": no key is asked for
 
 
 class SupervisorConfig(Settings, frozen=True, kw_only=True):
@@ -166,8 +205,11 @@ class Recipe(Settings, frozen=True, kw_only=True):
     workers: dict[str, WorkerEntry]
     sampling: dict[str, Any] = {}  # default sampling parameters, weaker than the request's
     limits: Limits = Limits()
+    media: MediaLimits = MediaLimits()
     pipeline: PipelineConfig = PipelineConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    chat: ChatConfig = ChatConfig()
+    frontend: FrontendConfig = FrontendConfig()
     name: str = ""  # the folder's; not in the YAML
     folder: str = ""
 

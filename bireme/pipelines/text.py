@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -19,10 +18,10 @@ from bireme.kv.router import RoundRobin
 from bireme.pipelines.answers import Collection, Form, Stream, Whole
 from bireme.pipelines.sequence import Sequence, Work
 from bireme.pipelines.services import Services
+from bireme.pipelines.side_by_side import count_request, run_sequences
 from bireme.request import GenerateRequest, Ids, check_prompt_tokens, parse_generate
 from bireme.sampling import check_defaults, expand
 from bireme.specs import ModelSpec
-from bireme.text.output import TokenDelta
 from bireme.text.tokenizer import Tokenizer, load_tokenizer
 from bireme.types import Cancelled, Send, StageContext, Tensors
 from bireme.workers.base import WorkerClient
@@ -62,15 +61,15 @@ class TextPipeline:
         try:
             with self._services.admitted():
                 request = parse_generate(inputs, self.spec, self._services.recipe)
-                _cancel_with(cancelled)
+                cancel_with(cancelled)
                 sequences = await self._serve(request, send, arrived_at)
         except asyncio.CancelledError:
-            self._count("CANCELLED", arrived_at)
+            count_request(self._services.metrics, "CANCELLED", arrived_at)
             raise
         except BiremeError as error:
-            self._count(error.code, arrived_at)
+            count_request(self._services.metrics, error.code, arrived_at)
             raise
-        self._count(sequences[0].finish_reason, arrived_at)
+        count_request(self._services.metrics, sequences[0].finish_reason, arrived_at)
 
     async def _serve(self, request: GenerateRequest, send: Send, arrived_at: float) -> list[Sequence]:
         """Return the sequences, all ended well."""
@@ -80,11 +79,11 @@ class TextPipeline:
         works = self._works(request, prompt, arrived_at)
         form = self._form(request, len(prompt))
         if request.stream:
-            return await self._run(
-                works, [send if form.is_plain else Stream(send, form).add for _ in works], arrived_at
-            )
+            streams = [send if form.is_plain else Stream(send, form).add for _ in works]
+            return await run_sequences(self._services, self._tokenizer, works, streams, arrived_at)
         collections = [Collection() for _ in works]
-        sequences = await self._run(works, [collection.add for collection in collections], arrived_at)
+        outputs = [collection.add for collection in collections]
+        sequences = await run_sequences(self._services, self._tokenizer, works, outputs, arrived_at)
         send(Whole([collection.delta for collection in collections if collection.delta is not None], form))
         return sequences
 
@@ -112,42 +111,6 @@ class TextPipeline:
             prompt = request.text or self._tokenizer.decode(_ids(request.input_ids))
         return Form(request.contract, request.extras, num_input_tokens, self._token_text, prompt)
 
-    async def _run(
-        self, works: list[Work], outputs: list[Callable[[TokenDelta], None]], arrived_at: float
-    ) -> list[Sequence]:
-        assert self._services is not None and self._tokenizer is not None
-        sequences = [
-            Sequence(
-                self._services,
-                work,
-                self._tokenizer.detokenizer(work.sampling.skip_special_tokens),
-                output,
-                index if len(works) > 1 else None,
-            )
-            for index, (work, output) in enumerate(zip(works, outputs, strict=True))
-        ]
-        try:
-            await _all(sequences)
-        finally:
-            for sequence in sequences:
-                self._measure(sequence, arrived_at)
-        return sequences
-
-    def _measure(self, sequence: Sequence, arrived_at: float) -> None:
-        if not sequence.first_token_at:
-            return
-        assert self._services is not None
-        metrics = self._services.metrics
-        metrics.observe("bireme_time_to_first_token_seconds", sequence.first_token_at - arrived_at)
-        if len(sequence.tokens) > 1:
-            gap_s = (time.monotonic() - sequence.first_token_at) / (len(sequence.tokens) - 1)
-            metrics.observe("bireme_inter_token_latency_seconds", gap_s)
-
-    def _count(self, outcome: str, arrived_at: float) -> None:
-        assert self._services is not None
-        self._services.metrics.add("bireme_requests_total", 1, outcome)
-        self._services.metrics.observe("bireme_request_seconds", time.monotonic() - arrived_at)
-
     def _encode(self, text: str) -> list[int]:
         assert self._tokenizer is not None
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -161,20 +124,7 @@ def _ids(ids: Ids | None) -> list[int]:
     return [] if ids is None else ids.tolist()
 
 
-async def _all(sequences: list[Sequence]) -> None:
-    """Run them side by side; when one fails, the others are cancelled."""
-    if len(sequences) == 1:
-        return await sequences[0].run()
-    tasks = [asyncio.ensure_future(sequence.run()) for sequence in sequences]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _cancel_with(cancelled: Cancelled) -> None:
+def cancel_with(cancelled: Cancelled) -> None:
     """Cancel the running task when the client goes away: every await below cleans up after itself."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None

@@ -1,0 +1,64 @@
+"""The sequences of one request, run together and measured: all end well, or none goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+from bireme.metrics import Registry
+from bireme.pipelines.sequence import Sequence, Work
+from bireme.pipelines.services import Services
+from bireme.text.output import TokenDelta
+from bireme.text.tokenizer import Tokenizer
+
+Output = Callable[[TokenDelta], None]
+
+
+async def run_sequences(
+    services: Services, tokenizer: Tokenizer, works: list[Work], outputs: Iterable[Output], arrived_at: float
+) -> list[Sequence]:
+    """Return the sequences when all have ended well. Raises the first one's error otherwise."""
+    sequences = [
+        Sequence(
+            services,
+            work,
+            tokenizer.detokenizer(work.sampling.skip_special_tokens),
+            output,
+            index if len(works) > 1 else None,
+        )
+        for index, (work, output) in enumerate(zip(works, outputs, strict=True))
+    ]
+    try:
+        await _all(sequences)
+    finally:
+        for sequence in sequences:
+            _measure(services.metrics, sequence, arrived_at)
+    return sequences
+
+
+def count_request(metrics: Registry, outcome: str, arrived_at: float) -> None:
+    metrics.add("bireme_requests_total", 1, outcome)
+    metrics.observe("bireme_request_seconds", time.monotonic() - arrived_at)
+
+
+async def _all(sequences: list[Sequence]) -> None:
+    """Run them side by side; when one fails, the others are cancelled."""
+    if len(sequences) == 1:
+        return await sequences[0].run()
+    tasks = [asyncio.ensure_future(sequence.run()) for sequence in sequences]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _measure(metrics: Registry, sequence: Sequence, arrived_at: float) -> None:
+    if not sequence.first_token_at:
+        return
+    metrics.observe("bireme_time_to_first_token_seconds", sequence.first_token_at - arrived_at)
+    if len(sequence.tokens) > 1:
+        gap_s = (time.monotonic() - sequence.first_token_at) / (len(sequence.tokens) - 1)
+        metrics.observe("bireme_inter_token_latency_seconds", gap_s)
