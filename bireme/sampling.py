@@ -71,6 +71,11 @@ def parse_sampling(values: Mapping[str, Any], parameters: Mapping[str, Any], rec
     return _build(_merge(layers), recipe.limits)
 
 
+def json_sampling(fields: Mapping[str, Any], recipe: Recipe) -> Sampling:
+    """Check the sampling fields of a JSON request, over the recipe's defaults. Raises RequestError."""
+    return _build(_merge((("", fields), ("recipe sampling.", recipe.sampling))), recipe.limits)
+
+
 def check_defaults(recipe: Recipe) -> None:
     """Raise ConfigError when the recipe's own sampling defaults could not be served."""
     try:
