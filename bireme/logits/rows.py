@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from bireme.errors import RequestError
 from bireme.logits.base import LogitsProcessor
+from bireme.logits.guided.guidance import Guidance
 from bireme.messages import SamplingParams
 
 Ids = npt.NDArray[np.int64]
@@ -87,6 +88,7 @@ class Row:
         "bias_values",
         "counts",
         "frequency",
+        "guidance",
         "history",
         "is_plain",
         "min_p",
@@ -109,7 +111,9 @@ class Row:
         eos_ids: Sequence[int],
         vocab_size: int,
         processors: Sequence[LogitsProcessor] = (),
+        guidance: Guidance | None = None,
     ) -> None:
+        """`guidance` has taken `output_ids` already."""
         self.temperature = temperature_of(params)
         self.top_k = min(params.top_k or 0, vocab_size)
         self.top_p = 1.0 if params.top_p is None else params.top_p
@@ -131,9 +135,12 @@ class Row:
             or len(self._banned_always)
             or self._min_tokens
             or wants_history
+            or guidance
         )
+        self.guidance: Guidance | None = None
         for token in output_ids:
             self.append(token)
+        self.guidance = guidance
 
     def _take_penalties(self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:
         self.repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
@@ -157,7 +164,7 @@ class Row:
     def banned(self) -> Ids:
         """Return the token ids that may not come next."""
         parts = [self._banned_always]
-        if self.num_output < self._min_tokens:
+        if self.num_output < self._min_tokens and not (self.guidance and self.guidance.must_stop):
             parts.append(self._stop_ids)
         history = self.history
         if history is not None:
@@ -166,7 +173,9 @@ class Row:
         return np.concatenate(parts)
 
     def append(self, token: int) -> None:
-        """Take a generated token into the history."""
+        """Take a generated token into the history. Raises RequestError when the guide does not allow it."""
+        if self.guidance is not None:
+            self.guidance.accept(token)
         self.num_output += 1
         if self.counts is not None:
             self.counts.generate(token)

@@ -1,7 +1,8 @@
 """Chooses the next token of every row of a step. One Sampler belongs to one engine thread.
 
 The order is: logit bias; repetition, frequency and presence penalty; bad words and, until min_tokens,
-stop ids masked; the request's own processors; temperature; top-k; top-p; min-p; draw. Log probabilities
+stop ids masked; the request's own processors; what its guide does not allow masked; temperature; top-k;
+top-p; min-p; draw. A guide that is complete ends the answer, whatever min_tokens says. Log probabilities
 are those of the model itself, before all of that, as in OpenAI's API and vLLM's default.
 
 Repetition counts prompt and output, presence and frequency count output alone (vLLM, TensorRT-LLM).
@@ -21,6 +22,8 @@ import numpy as np
 from bireme.errors import BiremeError, RequestError
 from bireme.logits import filters
 from bireme.logits.base import LogitsProcessor, ProcessorContext
+from bireme.logits.guided.guidance import Bitmask, Guidance, allocate
+from bireme.logits.guided.mask import apply
 from bireme.logits.logprobs import token_logprobs
 from bireme.logits.random import uniforms
 from bireme.logits.registry import create
@@ -75,11 +78,15 @@ class Sampler(Generic[Key]):
         prompt_ids: Sequence[int],
         output_ids: Sequence[int] = (),
         eos_ids: Sequence[int] = (),
+        guidance: Guidance | None = None,
     ) -> None:
-        """Start, or after a preemption restart, a sequence. Raises RequestError as `check` does."""
+        """Start, or after a preemption restart, a sequence. Raises RequestError as `check` does.
+
+        `guidance` has taken `output_ids` already, and is the sampler's from now on.
+        """
         self._check_ids(params)
         processors = self._processors(params, str(key), len(prompt_ids), eos_ids)
-        self._rows[key] = Row(params, prompt_ids, output_ids, eos_ids, self._vocab_size, processors)
+        self._rows[key] = Row(params, prompt_ids, output_ids, eos_ids, self._vocab_size, processors, guidance)
 
     def remove(self, key: Key) -> None:
         """Forget a sequence; one that is unknown is ignored."""
@@ -99,9 +106,12 @@ class Sampler(Generic[Key]):
             self._process(logits[worked].float(), [rows[at] for at in worked], worked, tokens, errors)
         for at, token in enumerate(tokens):
             if token == NO_TOKEN:
-                errors.setdefault(at, BiremeError("the model's logits are not finite; check the weights and the dtype"))
-            else:
+                errors.setdefault(at, _why_unusable(rows[at]))
+                continue
+            try:
                 rows[at].append(token)
+            except BiremeError as error:
+                errors[at], tokens[at] = error, NO_TOKEN
         return Sampled(tokens, _logprobs(logits, rows, tokens), errors)
 
     def prompt_logprobs(self, logits: torch.Tensor, next_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
@@ -135,6 +145,8 @@ class Sampler(Generic[Key]):
         self, work: torch.Tensor, rows: list[Row], at: list[int], tokens: list[int], errors: dict[int, BiremeError]
     ) -> None:
         """Edit the float32 copy `work` (rows, vocab) in place and choose from it."""
+        guided = [index for index, row in enumerate(rows) if row.guidance is not None]
+        bitmask = self._fill(guided, rows, at, errors)  # first: a complete guide overrules min_tokens
         self._edit(work, rows)
         for index, row in enumerate(rows):
             for processor in row.processors:
@@ -145,10 +157,25 @@ class Sampler(Generic[Key]):
                     errors[at[index]] = BiremeError(f"logits processor {name}: {type(error).__name__}: {error}")
                     work[index].fill_(float("nan"))
                     break
+        if guided:
+            apply(work, bitmask, guided)
         self._argmax(work, at, tokens)
         drawn = [i for i, row in enumerate(rows) if row.temperature and tokens[at[i]] != NO_TOKEN]
         for i, token in zip(drawn, self._draw(work, drawn, rows), strict=True):
             tokens[at[i]] = token
+
+    def _fill(self, guided: list[int], rows: list[Row], at: list[int], errors: dict[int, BiremeError]) -> Bitmask:
+        """Return what the guides of these rows allow; a row whose guide fails is let go of with its error."""
+        bitmask = allocate(len(guided), self._vocab_size)
+        for position, index in enumerate(guided):
+            guidance = rows[index].guidance
+            assert guidance is not None
+            try:
+                guidance.fill(bitmask, position)
+            except BiremeError as error:
+                errors[at[index]] = error
+                bitmask[position] = 0
+        return bitmask
 
     def _edit(self, work: torch.Tensor, rows: list[Row]) -> None:
         """Apply bias, penalties and bans: few places a row, gathered from all rows and changed in three steps."""
@@ -201,6 +228,14 @@ class Sampler(Generic[Key]):
 def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Return these rows; without a copy when they are all."""
     return tensor if len(rows) == len(tensor) else tensor[rows]
+
+
+def _why_unusable(row: Row) -> BiremeError:
+    if row.guidance is not None:
+        return RequestError(
+            "guided_decoding: the request's own bans, bias or processors exclude every token that the guide allows"
+        )
+    return BiremeError("the model's logits are not finite; check the weights and the dtype")
 
 
 def _is_usable(value: float) -> bool:

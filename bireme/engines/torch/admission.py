@@ -14,6 +14,7 @@ import numpy as np
 
 from bireme.disagg import DisaggregatedParams, prompt_digest
 from bireme.engines.base import RequestKey
+from bireme.engines.torch.guides import Guides
 from bireme.engines.torch.limits import Limits
 from bireme.engines.torch.sequence import Sequence
 from bireme.errors import NotFoundError, RequestError
@@ -31,6 +32,7 @@ class Admission:
         vocab_size: int,
         eos_ids: tuple[int, ...],
         has_transfer: bool,
+        guides: Guides,
     ) -> None:
         self._limits = limits
         self._manager = manager
@@ -38,6 +40,7 @@ class Admission:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._has_transfer = has_transfer
+        self._guides = guides
 
     def admit(self, key: RequestKey, request: EngineRequest, params: DisaggregatedParams | None) -> Sequence:
         """Raises RequestError, with value, limit and remedy, for what can never run."""
@@ -105,8 +108,7 @@ class Admission:
             )
         if request.multimodal is not None:
             raise RequestError("multimodal: the torch engine runs text models; leave it out")
-        if request.sampling.guided_decoding is not None:
-            raise RequestError("guided_decoding: the torch engine has none; leave it out")
+        self._guides.check(request.sampling, self.eos_ids(request.sampling))
         if request.sampling.n != 1:
             raise RequestError(f"n: {request.sampling.n}; an engine runs one sequence a request")
         if request.request_type != "context_and_generation" and not self._has_transfer:

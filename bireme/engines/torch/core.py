@@ -18,6 +18,7 @@ from bireme.engines.torch.admission import Admission
 from bireme.engines.torch.batch import Batch, BatchBuilder
 from bireme.engines.torch.deadlines import Deadlines
 from bireme.engines.torch.disaggregation import Exporter, Importer
+from bireme.engines.torch.guides import Guides
 from bireme.engines.torch.limits import Limits
 from bireme.engines.torch.runner import HfRunner
 from bireme.engines.torch.scheduler import Plan, Scheduler
@@ -49,6 +50,7 @@ class Parts:
     sampler: Sampler[RequestKey]
     admission: Admission
     accounts: Accounts
+    guides: Guides
     exporter: Exporter | None = None
     importer: Importer | None = None
 
@@ -97,8 +99,21 @@ class EngineCore:
         if sequence.request.request_type == "context_only":
             assert self._parts.exporter is not None, "admission lets no context_only through without a transfer"
             self._parts.exporter.reserve(sequence)
-        self.scheduler.waiting.push(sequence)
         self._watch(sequence)
+        if sequence.sampling.guided_decoding is None:
+            self.scheduler.waiting.push(sequence)
+        else:
+            eos_ids = self._parts.admission.eos_ids(sequence.sampling)
+            self._parts.guides.prepare(sequence, eos_ids, self._prepared)
+
+    def _prepared(self, sequence: Sequence, error: BiremeError | None) -> None:
+        """Its guide has been compiled, or can't be."""
+        if sequence.state is State.FINISHED:
+            return
+        if error is not None:
+            self._fail(sequence, error)
+        else:
+            self.scheduler.waiting.push(sequence)
 
     def abort(self, key: RequestKey) -> None:
         """End a request, or the lease that it left behind; unknown keys are ignored."""
@@ -182,9 +197,8 @@ class EngineCore:
     def _add_to_sampler(self, sequence: Sequence) -> None:
         split = sequence.num_prompt
         eos_ids = self._parts.admission.eos_ids(sequence.sampling)
-        self._parts.sampler.add(
-            sequence.key, sequence.sampling, sequence.tokens[:split], sequence.tokens[split:], eos_ids
-        )
+        prompt_ids, output_ids = sequence.tokens[:split], sequence.tokens[split:]
+        self._parts.sampler.add(sequence.key, sequence.sampling, prompt_ids, output_ids, eos_ids, sequence.guidance)
         sequence.is_sampling = True
 
     def _advance(self, plan: Plan) -> None:
@@ -289,6 +303,8 @@ class EngineCore:
         if token not in sequence.stop_ids and sequence.num_output + 1 < sequence.max_tokens:
             manager, sequence.computed = self._parts.manager, len(sequence.tokens)
             manager.commit(sequence.table, sequence.tokens, sequence.computed, sequence.imported_from)
+        if sequence.guidance is not None:
+            sequence.guidance.accept(token)
         sequence.tokens.append(token)
         self._add_to_sampler(sequence)
         sequence.tokens.pop()

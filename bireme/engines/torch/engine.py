@@ -89,6 +89,8 @@ class TorchEngine:
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)
+        if self._loaded is not None:
+            self._loaded.guides.close()
 
     # -- any thread
 

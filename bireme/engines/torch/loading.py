@@ -17,6 +17,7 @@ from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.checkpoint import Checkpoint, eos_token_ids, load_model, open_checkpoint
 from bireme.engines.torch.core import EngineCore, Parts
 from bireme.engines.torch.disaggregation import Exporter, Importer, Post
+from bireme.engines.torch.guides import Guides
 from bireme.engines.torch.kv_store import KvStore, group_layers
 from bireme.engines.torch.limits import Limits
 from bireme.engines.torch.runner import HfRunner, probe
@@ -44,8 +45,9 @@ class LoadedEngine:
         self.events = manager.events
         eos_ids, vocab_size = eos_token_ids(checkpoint), int(model.config.vocab_size)
         sampler: Sampler[RequestKey] = Sampler(vocab_size, device)
+        self.guides = Guides(checkpoint.folder, vocab_size, eos_ids, context.config, post)
         self.admission = Admission(
-            self.limits, manager, sampler, vocab_size, eos_ids, has_transfer=context.transfer is not None
+            self.limits, manager, sampler, vocab_size, eos_ids, context.transfer is not None, self.guides
         )
         accounts = Accounts(context.metrics, context.worker)
         runner, builder = HfRunner(model, store), _builder(store, self.limits, device)
@@ -61,6 +63,7 @@ class LoadedEngine:
                 sampler=sampler,
                 admission=self.admission,
                 accounts=accounts,
+                guides=self.guides,
                 exporter=Exporter(context.transfer, manager, store, post) if context.transfer else None,
                 importer=Importer(context.transfer, manager, store, post) if context.transfer else None,
             )

@@ -13,6 +13,7 @@ from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey
 from bireme.kv.block_manager import BlockTable
 from bireme.kv.transfer.base import Fetch, Lease
+from bireme.logits.guided.guidance import Guidance
 from bireme.messages import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 
 
@@ -42,6 +43,7 @@ class Sequence:
     slot: int = -1  # row of the batch's block tables
     mirrored: list[int] = field(default_factory=list)  # per group, blocks copied to that row
     is_sampling: bool = False  # the sampler knows it
+    guidance: Guidance | None = None  # there before it joins the queue, if it asks for guided decoding
     wants_prompt_logprobs: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     fetch: Fetch | None = None

@@ -46,8 +46,12 @@ class _Job:
 class GuideCompiler:
     """One engine's. `compile` may be called from any thread."""
 
-    def __init__(self, table: TokenTable, stop_ids: Iterable[int], config: GuidedDecodingConfig) -> None:
-        self.table = table
+    def __init__(
+        self, load_table: Callable[[], TokenTable], stop_ids: Iterable[int], config: GuidedDecodingConfig
+    ) -> None:
+        """`load_table` is called once, with the first guide, on a thread of the compiler."""
+        self._load_table = load_table
+        self._table: TokenTable | None = None
         self.counts = Counts()
         self._stop_ids = tuple(stop_ids)
         self._config = config
@@ -63,6 +67,12 @@ class GuideCompiler:
         self._infos: dict[bool, tuple[Any, str]] = {}
         self._info_lock = threading.Lock()
         self._is_closed = False
+
+    @property
+    def table(self) -> TokenTable:
+        """The vocabulary; there since the first guide was compiled."""
+        assert self._table is not None, "nothing has been compiled"
+        return self._table
 
     def compile(self, guide: Guide, done: Done) -> None:
         """Call `done` with the compiled grammar, or with why there is none: at once if that is known."""
@@ -188,7 +198,8 @@ class GuideCompiler:
             if is_marked not in self._infos:
                 from xgrammar import TokenizerInfo
 
-                tokens = self.table.view(is_marked, self._stop_ids)
+                self._table = self._table or self._load_table()
+                tokens = self._table.view(is_marked, self._stop_ids)
                 info = TokenizerInfo(tokens, vocab_size=len(tokens), stop_token_ids=list(self._stop_ids))
                 self._infos[is_marked] = info, info.serialize_json()
             return self._infos[is_marked]

@@ -58,8 +58,8 @@ class Guidance:
         self._end = reasoning_end.encode()
         self._tail: bytes | None = b"" if reasoning_end else None  # None: reasoning is over
         self._gap = 0  # tokens of white space that are still free
-        self._blanks = frozenset(table.blank_ids if reasoning_end else ())
-        self._blank_mask = _mask_of(list(self._blanks), table.vocab_size)
+        self._blanks = table.blank_ids
+        self._blank_mask = _mask_of(sorted(self._blanks), table.vocab_size) if reasoning_end else None
         self._max_fill_s = max_fill_s
         self.must_stop = False  # after `fill`: nothing but the end of the answer is allowed
 
@@ -72,7 +72,7 @@ class Guidance:
         began = time.thread_time()
         self._matcher.fill_next_token_bitmask(bitmask, row)
         self._check_speed(time.thread_time() - began)
-        if self._gap:
+        if self._gap and self._blank_mask is not None:
             bitmask[row] |= self._blank_mask
         self.must_stop = not (bitmask[row] & ~self._stop_mask).any()
         if self.must_stop and not bitmask[row].any():

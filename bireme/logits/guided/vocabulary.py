@@ -11,18 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenTable:
     """Bytes by token id, special tokens with their text."""
 
     tokens: tuple[bytes, ...]
     special_ids: frozenset[int]
     vocab_size: int  # of the model's head; it may be larger than the table
-
-    @property
-    def blank_ids(self) -> list[int]:
-        """Return the tokens that are nothing but white space."""
-        return [at for at, token in enumerate(self.tokens[: self.vocab_size]) if token.isspace()]
+    blank_ids: frozenset[int] = frozenset()  # nothing but white space
 
     def view(self, is_marked: bool, stop_ids: Iterable[int]) -> list[bytes]:
         """Return the table with the hidden tokens empty."""
@@ -39,4 +35,5 @@ def make_table(
 ) -> TokenTable:
     """Build it from text.vocabulary's columns: complete texts, and bytes where a token holds parts of characters."""
     tokens = tuple(parts[at] if text is None else text.encode() for at, text in enumerate(texts))
-    return TokenTable(tokens, frozenset(special_ids), vocab_size)
+    blank_ids = frozenset(at for at, token in enumerate(tokens[:vocab_size]) if token.isspace())
+    return TokenTable(tokens, frozenset(special_ids), vocab_size, blank_ids)

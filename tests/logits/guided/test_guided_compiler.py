@@ -20,16 +20,17 @@ from bireme.errors import BiremeError, RequestError, ResourceExhaustedError, Una
 from bireme.guides import parse_guide
 from bireme.logits.guided.compiler import GuideCompiler
 from bireme.logits.guided.guidance import Guidance, allocate
-from bireme.logits.guided.vocabulary import TokenTable
+from bireme.logits.guided.vocabulary import make_table
 
 pytest.importorskip("xgrammar")
 EOS = 0
-BYTES = TokenTable((b"</s>", *(bytes([at]) for at in range(256)), b"<tool>"), frozenset({0, 257}), 258)
+ALL = [b"</s>", *(bytes([at]) for at in range(256)), b"<tool>"]
+BYTES = make_table([None] * len(ALL), dict(enumerate(ALL)), {0, 257}, len(ALL))
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[GuideCompiler]:
-    compiler = GuideCompiler(BYTES, (EOS,), GuidedDecodingConfig(num_helpers=1, compile_timeout_s=30))
+    compiler = GuideCompiler(lambda: BYTES, (EOS,), GuidedDecodingConfig(num_helpers=1, compile_timeout_s=30))
     yield compiler
     compiler.close()
 
@@ -39,7 +40,7 @@ def make() -> Iterator[Any]:
     made: list[GuideCompiler] = []
 
     def get(**settings: Any) -> GuideCompiler:
-        made.append(GuideCompiler(BYTES, (EOS,), GuidedDecodingConfig(**{"num_helpers": 1} | settings)))
+        made.append(GuideCompiler(lambda: BYTES, (EOS,), GuidedDecodingConfig(**{"num_helpers": 1} | settings)))
         return made[-1]
 
     yield get
