@@ -97,6 +97,8 @@ class MockEngine:
         )
 
     def submit(self, key: RequestKey, request: EngineRequest, disaggregated: DisaggregatedParams | None) -> None:
+        if request.sampling.guided_decoding is not None:
+            raise RequestError("guided_decoding: the mocker does not choose its tokens; leave it out")
         with self._lock:
             if self._is_draining:
                 raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")

@@ -17,6 +17,7 @@ import numpy as np
 from bireme import disagg
 from bireme.config import Limits
 from bireme.errors import RequestError
+from bireme.guides import parse_guide
 from bireme.messages import Capacity, EngineRequest, SamplingParams
 
 MAX_SEED = (1 << 64) - 1
@@ -165,6 +166,8 @@ def check_sampling(params: SamplingParams, vocab_size: int, limits: Limits) -> N
         raise RequestError("repetition_penalty: 0; more than 0, 1 turns it off")
     _check_number("presence_penalty", params.presence_penalty, -_ANY, _ANY)
     _check_number("frequency_penalty", params.frequency_penalty, -_ANY, _ANY)
+    if params.guided_decoding is not None:
+        parse_guide(params.guided_decoding, limits)
     _check_stops(params, vocab_size, limits)
     _check_bias(params, vocab_size, limits)
 
