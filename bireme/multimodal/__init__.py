@@ -1,1 +1,1 @@
-"""Images on their way to embeddings."""
+"""Pictures of a request: where they may come from, how they are decoded, what names their content."""

@@ -1,0 +1,52 @@
+"""How many encoded bytes the pictures of one request may still take; counted while they arrive."""
+
+from __future__ import annotations
+
+from bireme.config import MediaLimits
+from bireme.errors import RequestError
+
+
+class Budget:
+    """One a request. Not thread-safe: it belongs to the loop that loads the request's pictures."""
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self._limits = limits
+        self._left = limits.max_request_bytes
+
+    def picture(self) -> PictureBudget:
+        return PictureBudget(self, self._limits.max_image_bytes)
+
+    def take(self, num_bytes: int) -> None:
+        """Raises RequestError when the request as a whole is too large."""
+        self._left -= num_bytes
+        if self._left < 0:
+            limit = self._limits.max_request_bytes
+            raise RequestError(f"the request's pictures have more than {limit} bytes (media.max_request_bytes)")
+
+
+class PictureBudget:
+    """One picture's part."""
+
+    def __init__(self, whole: Budget, limit: int) -> None:
+        self._whole = whole
+        self._limit = limit
+        self._num_bytes = 0
+
+    @property
+    def limit(self) -> int:
+        return self._limit
+
+    def check(self, num_bytes: int) -> None:
+        """Raise RequestError when a picture of so many bytes would be too large; counts nothing."""
+        if num_bytes > self._limit:
+            raise self._too_large(f"{num_bytes} bytes")
+
+    def take(self, num_bytes: int) -> None:
+        """Count bytes that have arrived. Raises RequestError at the first one too many."""
+        self._num_bytes += num_bytes
+        if self._num_bytes > self._limit:
+            raise self._too_large("more bytes than allowed")
+        self._whole.take(num_bytes)
+
+    def _too_large(self, size: str) -> RequestError:
+        return RequestError(f"{size}; at most {self._limit} (media.max_image_bytes), send a smaller picture")

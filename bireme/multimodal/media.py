@@ -1,0 +1,100 @@
+"""The one door through which pictures come in: URLs, data: URLs, files, raw bytes -> RGB pixels.
+
+A source is judged by its first bytes: a known picture format is a picture, `scheme:` a URL, everything else is
+refused. Fetching waits on the loop, decoding runs on a few threads. Errors say which picture and which limit,
+and never repeat a path, a URL, a payload or an address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from bireme.config import MediaLimits
+from bireme.errors import BiremeError, RequestError, ResourceExhaustedError
+from bireme.multimodal.budget import Budget, PictureBudget
+from bireme.multimodal.images import FORMATS, DecodedImage, decode_image, kind_of
+from bireme.multimodal.inline import decode_data_url
+from bireme.multimodal.local_files import LocalFiles
+from bireme.multimodal.urls import scheme_of
+
+if TYPE_CHECKING:
+    from bireme.multimodal.fetch import HttpFetcher
+
+_T = TypeVar("_T")
+_DECODE_THREADS = 2  # each may hold a few times max_pixels bytes
+
+
+class MediaLoader:
+    """Belongs to one event loop: make it there, `close` it there. Raises ConfigError for a wrong media path."""
+
+    def __init__(self, limits: MediaLimits, make_fetcher: Callable[[MediaLimits], HttpFetcher] | None = None) -> None:
+        self._limits = limits
+        self._files = LocalFiles(limits)
+        self._fetcher = (make_fetcher or _http_fetcher)(limits)
+        self._threads = ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="media")
+
+    async def close(self) -> None:
+        await self._fetcher.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def load(self, sources: Sequence[bytes | str]) -> list[DecodedImage]:
+        """Return the pictures in order. Raises RequestError naming the first that fails; the others stop."""
+        if len(sources) > self._limits.max_images:
+            raise RequestError(f"{len(sources)} images; at most {self._limits.max_images} (media.max_images)")
+        budget = Budget(self._limits)
+        tasks = [asyncio.ensure_future(self._named(at, source, budget)) for at, source in enumerate(sources)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _named(self, at: int, source: bytes | str, budget: Budget) -> DecodedImage:
+        try:
+            content = await self._read(source, budget.picture())
+            return await self._in_thread(lambda: decode_image(content, self._limits))
+        except BiremeError as error:
+            raise type(error)(f"images[{at}]: {error}") from None
+        except MemoryError:
+            raise ResourceExhaustedError(f"images[{at}]: no memory for it now; try again") from None
+
+    async def _read(self, source: bytes | str, budget: PictureBudget) -> bytes:
+        """Return the encoded picture."""
+        if isinstance(source, bytes) and kind_of(source):
+            budget.take(len(source))
+            return source
+        text = _text(source)
+        scheme = scheme_of(text)
+        if scheme in ("http", "https"):
+            return await self._fetcher.fetch(text, budget)
+        if scheme == "data":
+            content = await self._in_thread(lambda: decode_data_url(text, budget))
+        elif scheme == "file":
+            content = await self._in_thread(lambda: self._files.read(text, budget))
+        else:
+            raise RequestError(f"neither {FORMATS} nor a URL that is fetched here; send https:, http: or data:")
+        budget.take(len(content))
+        return content
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _text(source: bytes | str) -> str:
+    if isinstance(source, str):
+        return source
+    try:
+        return source.decode("utf-8")
+    except UnicodeDecodeError:
+        raise RequestError(f"not a picture that is understood here; send {FORMATS}") from None
+
+
+def _http_fetcher(limits: MediaLimits) -> HttpFetcher:
+    from bireme.multimodal.fetch import HttpFetcher  # aiohttp: a third of a second that only this needs
+
+    return HttpFetcher(limits)
