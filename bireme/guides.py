@@ -88,7 +88,7 @@ def _json_text(value: object, limits: Limits, where: str) -> str:
     _check_depth(value, limits, where)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{where}: {str(error)[:120]}; send plain JSON") from error
     _check_bytes(text, limits, where)
     return text

@@ -24,6 +24,7 @@ import msgspec
 
 from bireme.config import Limits, Recipe
 from bireme.errors import ConfigError, RequestError
+from bireme.guides import parse_guide
 from bireme.messages import ProcessorCall, SamplingParams
 from bireme.specs import SAMPLING
 
@@ -346,7 +347,7 @@ def _hooks(values: dict[str, _Value], limits: Limits) -> dict[str, Any]:
         fields["logit_bias"] = _logit_bias(value, limits)
     if value := values.get("logits_processors"):
         fields["logits_processors"] = _processors(value)
-    if guided := _guided(values):
+    if guided := _guided(values, limits):
         fields["guided_decoding"] = guided
     return fields
 
@@ -377,16 +378,13 @@ def _processors(value: _Value) -> tuple[ProcessorCall, ...]:
 
 
 _GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
-_GUIDES = ("json", "regex", "grammar", "json_object", "choice", "structural_tag")
 
 
-def _guided(values: dict[str, _Value]) -> dict[str, Any] | None:
+def _guided(values: dict[str, _Value], limits: Limits) -> dict[str, Any] | None:
     """Return exactly one guide, from tensorrtllm_backend's pair or vllm's object."""
     if value := values.get("guided_decoding"):
-        raw = value.raw
-        if not isinstance(raw, dict) or len(raw) != 1 or next(iter(raw)) not in _GUIDES:
-            raise _wrong(value, f"send an object with exactly one of {', '.join(_GUIDES)}")
-        return raw
+        parse_guide(value.raw, limits, value.where)
+        return dict(value.raw)
     kind, guide = values.get("guided_decoding_guide_type"), values.get("guided_decoding_guide")
     if kind is None:
         if guide is not None:
@@ -398,7 +396,9 @@ def _guided(values: dict[str, _Value]) -> dict[str, Any] | None:
         return {"json_object": True}
     if guide is None:
         raise RequestError(f"{kind.where}: {kind.raw} without guided_decoding_guide; send the guide's text")
-    return {{"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}[kind.raw]: guide.raw}
+    guided = {{"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}[kind.raw]: guide.raw}
+    parse_guide(guided, limits, guide.where)
+    return guided
 
 
 def _bias_words(values: dict[str, _Value], limits: Limits) -> tuple[tuple[str, float], ...]:

@@ -19,11 +19,12 @@ from bireme.config import GuidedDecodingConfig
 from bireme.errors import BiremeError, RequestError, ResourceExhaustedError, UnavailableError
 from bireme.guides import Guide
 from bireme.logits.guided.helper_client import HelperClient
-from bireme.logits.guided.vocabulary import TokenTable
+from bireme.logits.guided.vocabulary import TokenTable, View
 
 logger = logging.getLogger("bireme.logits")
 _FAILURE_S = 60.0  # how long a failure is remembered
 _MAX_FAILURES = 1024
+_VIEWS: dict[str, View] = {"structural_tag": "marked", "json": "json", "json_object": "json"}
 Compiled = Any  # xgrammar.CompiledGrammar
 Done = Callable[[Compiled | BiremeError], None]  # from any thread; must be quick and not raise
 
@@ -64,7 +65,7 @@ class GuideCompiler:
         self._threads: list[threading.Thread] = []
         self._helpers: list[HelperClient] = []
         self._num_idle = 0
-        self._infos: dict[bool, tuple[Any, str]] = {}
+        self._infos: dict[View, tuple[Any, str]] = {}
         self._info_lock = threading.Lock()
         self._is_closed = False
 
@@ -177,10 +178,10 @@ class GuideCompiler:
             return BiremeError(f"guided_decoding: {type(error).__name__}: {error}"), 0
 
     def _compile(self, helper: HelperClient, guide: Guide) -> tuple[Compiled, int]:
-        is_marked = guide.kind == "structural_tag"
-        info, text = self._info(is_marked)
+        view = _VIEWS.get(guide.kind, "plain")
+        info, text = self._info(view)
         request = {
-            "view": "marked" if is_marked else "plain",
+            "view": view,
             "kind": guide.kind,
             "text": guide.text,
             "any_whitespace": self._config.any_whitespace,
@@ -192,17 +193,17 @@ class GuideCompiler:
         compiled = CompiledGrammar.deserialize_json(data.decode(), info)
         return compiled, max(1024, int(compiled.memory_size_bytes))
 
-    def _info(self, is_marked: bool) -> tuple[Any, str]:
-        """Return the vocabulary's view as xgrammar's object, and as text for helpers."""
+    def _info(self, view: View) -> tuple[Any, str]:
+        """Return a view of the vocabulary as xgrammar's object, and as text for helpers."""
         with self._info_lock:
-            if is_marked not in self._infos:
+            if view not in self._infos:
                 from xgrammar import TokenizerInfo
 
                 self._table = self._table or self._load_table()
-                tokens = self._table.view(is_marked, self._stop_ids)
+                tokens = self._table.view(view, self._stop_ids)
                 info = TokenizerInfo(tokens, vocab_size=len(tokens), stop_token_ids=list(self._stop_ids))
-                self._infos[is_marked] = info, info.serialize_json()
-            return self._infos[is_marked]
+                self._infos[view] = info, info.serialize_json()
+            return self._infos[view]
 
     def _finish(self, job: _Job, answer: Compiled | BiremeError, num_bytes: int, seconds: float) -> None:
         key = job.guide.grammar_key

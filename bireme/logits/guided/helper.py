@@ -70,6 +70,11 @@ class Compiler:
             )
         compiler = self._views[request["view"]]
         kind, text = request["kind"], request["text"]
+        if kind in ("json", "structural_tag"):
+            tree = json.loads(text)
+            check_patterns(tree)
+            if kind == "structural_tag" and not request["any_whitespace"]:
+                text = json.dumps(bound_whitespace(tree), ensure_ascii=False)
         if kind in ("json", "json_object"):
             return compiler.compile_json_schema(
                 text or '{"type": "object"}', any_whitespace=request["any_whitespace"], strict_mode=True
@@ -81,6 +86,37 @@ class Compiler:
         from xgrammar.grammar import Grammar
 
         return compiler.compile_grammar(Grammar.from_ebnf(choice_grammar(text) if kind == "choice" else text))
+
+
+def check_patterns(tree: Any) -> None:
+    """Raise ValueError for patterns with a quote or a backslash: xgrammar does not escape them in JSON."""
+    found = [tree]
+    while found:
+        node = found.pop()
+        if isinstance(node, list):
+            found += node
+        elif isinstance(node, dict):
+            found += node.values()
+            keyed = node.get("patternProperties")
+            patterns = [node.get("pattern"), *(keyed if isinstance(keyed, dict) else ())]
+            for pattern in patterns:
+                if isinstance(pattern, str) and ('"' in pattern or "\\\\" in pattern):
+                    raise ValueError(f"pattern {pattern[:60]}: quotes and backslashes are not supported in patterns")
+
+
+def bound_whitespace(tag: Any) -> Any:
+    """Allow one character of white space between the parts of a tag's JSON, where the tag does not say otherwise."""
+    found = [tag]
+    while found:
+        node = found.pop()
+        if isinstance(node, list):
+            found += node
+        elif isinstance(node, dict):
+            if node.get("type") == "json_schema" and "json_schema" in node:
+                node.setdefault("max_whitespace_cnt", 1)
+            else:
+                found += node.values()
+    return tag
 
 
 def choice_grammar(text: str) -> str:
