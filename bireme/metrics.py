@@ -90,6 +90,9 @@ TABLE: dict[str, MetricSpec] = {
         _counter("bireme_bus_dropped_total", "Subscriptions dropped because the consumer fell behind.", "worker"),
         _gauge("bireme_streams", "Response streams open in the stub.", "worker"),
         _counter("bireme_responses_total", "Responses sent to clients by the stub.", "worker"),
+        _counter("bireme_http_requests_total", "HTTP requests answered by the frontend.", "worker", "path", "status"),
+        _gauge("bireme_http_requests_active", "HTTP requests that the frontend is working on.", "worker"),
+        _counter("bireme_rate_limited_total", "Requests refused by a key's own limit.", "worker", "key"),
         _counter("bireme_kv_events_total", "KV events recorded by type (stored, removed).", "worker", "type"),
     )
 }

@@ -1,10 +1,148 @@
-"""The chat model: not served by this version; it says so."""
+"""chat: an OpenAI chat completion request in, its answer out; chunks where the request says `"stream": true`.
+
+The same code as the OpenAI frontend's /v1/chat/completions. Chunks carry no framing: one response, one JSON
+object; a reader who falls behind gets neighbouring pieces of text as one chunk.
+"""
 
 from __future__ import annotations
 
-from bireme.specs import CHAT
-from bireme.stages.absent import UnservedStage
+import asyncio
+import time
+from typing import ClassVar
+
+import numpy as np
+
+from bireme.errors import BiremeError, RequestError, UnavailableError
+from bireme.kv.router import RoundRobin
+from bireme.pipelines.chat_answer import Heading, WholeAnswer
+from bireme.pipelines.chat_request import ChatRequest, parse_chat
+from bireme.pipelines.chat_service import ChatService
+from bireme.pipelines.chat_stream import ChunkTemplate, StreamedAnswer
+from bireme.pipelines.sequence import Sequence
+from bireme.pipelines.services import Services
+from bireme.pipelines.side_by_side import count_request
+from bireme.pipelines.text import cancel_with
+from bireme.request import read_tensors
+from bireme.sampling import check_defaults
+from bireme.specs import CHAT, ModelSpec
+from bireme.text.tokenizer import Tokenizer, load_tokenizer
+from bireme.types import Cancelled, Response, Send, StageContext, Tensors
+from bireme.workers.base import WorkerClient
+from bireme.workers.local import LocalWorkers
 
 
-class Chat(UnservedStage):
-    spec = CHAT
+class Chat:
+    """The stage. Given workers and tokenizer by tests; else made at start."""
+
+    spec: ClassVar[ModelSpec] = CHAT
+
+    def __init__(self, workers: WorkerClient | None = None, texts: Tokenizer | None = None) -> None:
+        self._workers, self._tokenizer = workers, texts
+        self._service: ChatService | None = None
+
+    async def start(self, context: StageContext) -> None:
+        recipe = context.recipe
+        check_defaults(recipe)
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(recipe.tokenizer_path, recipe.limits.max_prompt_bytes)
+        if self._workers is None:
+            if context.call_async is None:
+                raise UnavailableError(f"{context.model_name}: no way to call other models")
+            self._workers = LocalWorkers(context.call_async, recipe.pipeline.stall_timeout_s)
+        services = Services(recipe, self._workers, RoundRobin.of(recipe), context.metrics)
+        self._service = ChatService(services, self._tokenizer)
+
+    async def stop(self) -> None:
+        if self._service is not None:
+            self._service.close()
+            await self._service.services.close()
+
+    def is_ready(self) -> bool:
+        return self._service is not None
+
+    async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
+        assert self._service is not None
+        arrived_at, services = time.monotonic(), self._service.services
+        try:
+            with services.admitted():
+                request = self._parse(inputs)
+                cancel_with(cancelled)
+                sequences = await self._serve(self._service, request, send, arrived_at)
+        except asyncio.CancelledError:
+            count_request(services.metrics, "CANCELLED", arrived_at)
+            raise
+        except BiremeError as error:
+            count_request(services.metrics, error.code, arrived_at)
+            raise
+        count_request(services.metrics, sequences[0].finish_reason, arrived_at)
+
+    def _parse(self, inputs: Tensors) -> ChatRequest:
+        assert self._service is not None
+        values = read_tensors(inputs, self.spec)
+        if "request" not in values:
+            raise RequestError("request: missing; send an OpenAI chat completion request as JSON")
+        return parse_chat(values["request"], self._service.services.recipe)
+
+    async def _serve(self, service: ChatService, request: ChatRequest, send: Send, arrived_at: float) -> list[Sequence]:
+        heading, n = Heading.of(request.model), request.sampling.params.n
+        if request.stream:
+            template = ChunkTemplate(heading, n, request.include_usage)
+            sink = _Sink(template, send)
+            answer = StreamedAnswer(template, sink, n, request.include_usage, request.return_timing)
+            return await service.run(request, answer, arrived_at)
+        whole = WholeAnswer(heading, n, request.return_timing)
+        sequences = await service.run(request, whole, arrived_at)
+        send(JsonResponse(whole.json(), is_last=True))
+        return sequences
+
+
+class JsonResponse:
+    """A JSON object that is made already."""
+
+    def __init__(self, data: bytes, is_last: bool = False) -> None:
+        self._data, self.is_last = data, is_last
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._data)
+
+    def merge(self, later: Response) -> Response | None:
+        return None
+
+    def tensors(self) -> Tensors:
+        return {"response": np.array([self._data], np.object_)}
+
+
+class _TextChunk:
+    """A chunk of content, made when it is sent: until then later content of the choice joins it."""
+
+    __slots__ = ("_index", "_template", "_texts")
+
+    def __init__(self, template: ChunkTemplate, index: int, text: str) -> None:
+        self._template, self._index, self._texts = template, index, [text]
+
+    def merge(self, later: Response) -> Response | None:
+        if not isinstance(later, _TextChunk) or later._index != self._index:
+            return None
+        self._texts += later._texts
+        return self
+
+    def tensors(self) -> Tensors:
+        data = self._template.text(self._index, "".join(self._texts))
+        return {"response": np.array([data], np.object_)}
+
+
+class _Sink:
+    """Sends chunks as responses."""
+
+    def __init__(self, template: ChunkTemplate, send: Send) -> None:
+        self._template, self._send = template, send
+
+    def text(self, index: int, text: str) -> None:
+        self._send(_TextChunk(self._template, index, text))
+
+    def chunk(self, data: bytes) -> None:
+        self._send(JsonResponse(data))
+
+    def end(self) -> None:
+        return None

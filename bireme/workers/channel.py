@@ -61,6 +61,18 @@ def unary_method(channel: Any) -> Any:
     )
 
 
+async def model_ready(channel: Any, model: str) -> bool:
+    """Return what the server says of a model. Raises grpc.aio.AioRpcError."""
+    from tritonclient.grpc import service_pb2
+
+    ask = channel.unary_unary(
+        _SERVICE + "ModelReady",
+        request_serializer=service_pb2.ModelReadyRequest.SerializeToString,
+        response_deserializer=service_pb2.ModelReadyResponse.FromString,
+    )
+    return bool((await ask(service_pb2.ModelReadyRequest(name=model))).ready)
+
+
 def infer_request(model: str, tensors: Mapping[str, bytes | bool | Array]) -> Any:
     """Build a request: bytes become BYTES[1], true and false BOOL[1], arrays what they are."""
     from tritonclient.grpc import service_pb2

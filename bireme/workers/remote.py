@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from bireme.messages import EngineRequest, Sink
+from bireme.messages import Capacity, EngineRequest, Sink
 from bireme.types import Array, Tensors
 from bireme.workers import unary
 from bireme.workers.base import Generation, PrefillResult
 from bireme.workers.buses import Buses
-from bireme.workers.channel import infer_request, outputs_of, rpc_error, unary_method
+from bireme.workers.channel import infer_request, model_ready, outputs_of, rpc_error, unary_method
 
 
 class RemoteWorkers:
@@ -30,6 +30,19 @@ class RemoteWorkers:
 
     def decode(self, worker: str, request: EngineRequest, sink: Sink) -> Generation:
         return self._buses.decode(worker, request, sink)
+
+    async def is_ready(self, model: str) -> bool:
+        """Ask the server whether a model is ready; false also when no server answers."""
+        import grpc
+
+        try:
+            return await model_ready(self._buses.channel(), model)
+        except grpc.aio.AioRpcError:
+            return False
+
+    def capacity(self, worker: str) -> Capacity | None:
+        """Return what a decode worker's engine takes, if it has been heard of."""
+        return self._buses.capacity(worker)
 
     async def close(self) -> None:
         await self._buses.close()

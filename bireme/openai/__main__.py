@@ -1,0 +1,121 @@
+"""Serve OpenAI's API for one or several tritonservers.
+
+    python -m bireme.openai --recipe recipes/tiny-chat                       # BIREME_GRPC, else 127.0.0.1:8001
+    python -m bireme.openai --recipe recipes/a --grpc host1:8001 --recipe recipes/b --grpc host2:8001 --port 9000
+
+SIGTERM: no new connections, requests under way get --drain-timeout seconds, then an error, then exit code 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from bireme.config import FrontendConfig, Recipe, load_recipe
+from bireme.errors import ConfigError
+from bireme.metrics import Registry
+from bireme.openai.app import Frontend
+from bireme.openai.keys import ApiKeys, load_keys
+from bireme.openai.logs import set_up_logs
+from bireme.openai.parent import end_with_parent
+from bireme.openai.served_model import Models, connect
+from bireme.workers.channel import server_address
+
+WRONG = 2
+_BACKLOG = 2048
+logger = logging.getLogger("bireme.openai")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    set_up_logs(options.log_level, options.json_logs, options.access_log)
+    if options.parent:
+        end_with_parent(options.parent)
+    try:
+        server = make_server(options)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return WRONG
+    server.run()
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bireme.openai", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipe", action="append", help="folder with recipe.yaml; one for each --grpc")
+    parser.add_argument("--grpc", action="append", metavar="HOST:PORT", help="a tritonserver's gRPC endpoint")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 opens it to the network")
+    parser.add_argument("--port", type=int, default=9000)
+    parser.add_argument("--api-keys", metavar="FILE", help="over frontend.api_keys of the first recipe")
+    parser.add_argument("--drain-timeout", type=int, default=30, metavar="S", help="for requests at the end")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument("--json-logs", action="store_true", help="one JSON object a line")
+    parser.add_argument("--no-access-log", dest="access_log", action="store_false")
+    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # end when this process does
+    return parser.parse_args(arguments)
+
+
+def make_server(options: argparse.Namespace) -> uvicorn.Server:
+    """Return a server that is ready to run. Raises ConfigError."""
+    recipes = [load_recipe(path) for path in options.recipe or [None]]
+    addresses = options.grpc or [server_address()]
+    if len(recipes) != len(addresses):
+        raise ConfigError(f"{len(recipes)} --recipe, {len(addresses)} --grpc; give one --grpc for each recipe")
+    metrics = Registry("frontend")
+    models = Models([connect(recipe, address, metrics) for recipe, address in zip(recipes, addresses, strict=True)])
+    config = recipes[0].frontend
+    frontend = Frontend(models, metrics, config, _keys(options.api_keys, recipes[0]))
+    return _Server(_uvicorn_config(frontend, options, config), frontend)
+
+
+class _Server(uvicorn.Server):
+    """Says that it drains as soon as it is asked to stop."""
+
+    def __init__(self, config: uvicorn.Config, frontend: Frontend) -> None:
+        super().__init__(config)
+        self._frontend = frontend
+
+    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        if self._frontend.readiness is not None:
+            self._frontend.readiness.is_draining = True
+        logger.info("draining")
+        await super().shutdown(sockets)  # type: ignore[arg-type]
+
+
+def _uvicorn_config(frontend: Frontend, options: argparse.Namespace, config: FrontendConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        frontend,
+        host=options.host,
+        port=options.port,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=config.keep_alive_s,
+        timeout_graceful_shutdown=options.drain_timeout,
+    )
+
+
+def _keys(path: str | None, recipe: Recipe) -> ApiKeys | None:
+    named = path or os.environ.get("BIREME_API_KEYS", "")
+    if named:
+        return load_keys(Path(named))
+    return load_keys(Path(recipe.folder) / recipe.frontend.api_keys) if recipe.frontend.api_keys else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""The ASGI application: who may call what, within which limits, and a word in the log for each request.
+
+One rule: decisions look at the decoded path alone. What is not in the table of routes is refused; without a
+key (where keys are set) everything is refused but OPEN_PATHS. The Host header decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from bireme.config import FrontendConfig
+from bireme.errors import BiremeError
+from bireme.metrics import Registry
+from bireme.openai.answering import Streams
+from bireme.openai.call import Call, ClientGoneError, Receive, Scope, Send
+from bireme.openai.chat_completions import ChatCompletions
+from bireme.openai.completions import Completions
+from bireme.openai.error_replies import HttpError, RateLimitError, is_internal, reply_of
+from bireme.openai.keys import OPEN, ApiKeys
+from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
+from bireme.openai.openapi import openapi
+from bireme.openai.pace import Pacer
+from bireme.openai.readiness import Readiness
+from bireme.openai.served_model import Models, ServedModel
+from bireme.openai.tokenization import Tokenization
+from bireme.pipelines.chat_answer import encode_json
+
+OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+_MODEL_PATH = "/v1/models/"
+_GONE = 499  # in log and metrics: the client left before the reply
+_FORBIDDEN_IN_HOST = frozenset(b"/?#@\\ \t")
+_NUM_TICKS = 4  # comments are at most a quarter of their interval late
+logger = logging.getLogger("bireme.openai")
+access = logging.getLogger("bireme.access")
+
+Handler = Callable[[Call], Awaitable[None]]
+Post = Callable[[Call, bytes], Awaitable[None]]
+
+
+class Frontend:
+    """One process's application. Made before the loop runs; `start` and `stop` by the server's lifespan."""
+
+    def __init__(
+        self, models: Models, metrics: Registry, config: FrontendConfig | None = None, keys: ApiKeys | None = None
+    ) -> None:
+        self._models, self._metrics, self._keys = models, metrics, keys
+        self._config = config or FrontendConfig()
+        self._page = MetricsPage(metrics)
+        self._streams: Streams = set()
+        self._routes: dict[str, dict[str, Handler]] = {}
+        self._ticker: asyncio.Task[None] | None = None
+        self._num_active = 0
+        self.readiness: Readiness | None = None
+
+    async def start(self) -> None:
+        pacer = Pacer()
+        self.readiness = Readiness(self._models)
+        chats = ChatCompletions(self._models, pacer, self._streams)
+        completions = Completions(self._models, pacer, self._streams)
+        tokens = Tokenization(self._models)
+        self._routes = {
+            "/v1/chat/completions": {"POST": self._with_body(chats.post)},
+            "/v1/completions": {"POST": self._with_body(completions.post)},
+            "/tokenize": {"POST": self._with_body(tokens.tokenize)},
+            "/detokenize": {"POST": self._with_body(tokens.detokenize)},
+            "/v1/models": {"GET": self._list_models},
+            "/health/live": {"GET": self._live},
+            "/health/ready": {"GET": self._ready},
+            "/metrics": {"GET": self._show_metrics},
+            "/openapi.json": {"GET": self._show_openapi},
+        }
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def stop(self) -> None:
+        """Close the ways to the workers; requests have ended."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        await asyncio.gather(*(model.close() for model in self._models))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._lifespan(receive, send)
+        if scope["type"] == "http":
+            await self._serve(Call(scope, receive, send))
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1003})
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        await self.start()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _serve(self, call: Call) -> None:
+        """Answer whatever happens; then count and log."""
+        self._num_active += 1
+        try:
+            await self._dispatch(call)
+        except ClientGoneError:
+            call.status = _GONE
+        except asyncio.CancelledError:
+            call.status = call.status or _GONE
+            raise
+        except Exception as error:
+            await self._refuse(call, error)
+        finally:
+            self._num_active -= 1
+            self._count(call)
+
+    async def _dispatch(self, call: Call) -> None:
+        _check_host(call)
+        if self._keys is not None and call.path not in OPEN_PATHS:
+            call.tenant = self._keys.tenant([value for key, value in call.headers if key == b"authorization"])
+        methods = self._methods(call.path)
+        handler = methods.get("GET" if call.method == "HEAD" else call.method)
+        if handler is None:
+            allowed = ", ".join(methods).encode()
+            raise HttpError(405, f"{call.method[:16]}: send {allowed.decode()}", headers=((b"allow", allowed),))
+        await handler(call)
+
+    def _methods(self, path: str) -> dict[str, Handler]:
+        methods = self._routes.get(path)
+        if methods is None and path.startswith(_MODEL_PATH):
+            return {"GET": self._show_model}
+        if methods is None:
+            raise HttpError(404, "no such path; GET /openapi.json lists what there is", code="not_found")
+        return methods
+
+    async def _refuse(self, call: Call, error: Exception) -> None:
+        if isinstance(error, RateLimitError):
+            self._metrics.add("bireme_rate_limited_total", 1, call.tenant.name)
+        if is_internal(error):
+            details = None if isinstance(error, BiremeError) else error
+            logger.error("request_failed request_id=%s error=%s", call.request_id.decode(), error, exc_info=details)
+        if call.status:  # too late to say it: uvicorn closes the connection
+            raise error
+        reply = reply_of(error)
+        await call.reply(reply.status, reply.body, *reply.headers)
+
+    def _with_body(self, post: Post) -> Handler:
+        """Return a handler that reads the body, within the key's limit of requests."""
+
+        async def handle(call: Call) -> None:
+            if self._num_active > self._config.max_connections:
+                raise HttpError(
+                    503, f"frontend.max_connections {self._config.max_connections} are busy; try again",
+                    "server_error", "overloaded", ((b"retry-after", b"1"),),
+                )  # fmt: skip
+            call.tenant.begin()
+            try:
+                await post(call, await call.body(self._config.max_body_bytes, self._config.body_timeout_s))
+            finally:
+                call.tenant.end()
+
+        return handle
+
+    async def _list_models(self, call: Call) -> None:
+        models = [_model_json(model) for model in self._models]
+        await call.reply(200, encode_json({"object": "list", "data": models}))
+
+    async def _show_model(self, call: Call) -> None:
+        model = self._models.get(call.path[len(_MODEL_PATH) :])
+        await call.reply(200, encode_json(_model_json(model)))
+
+    async def _live(self, call: Call) -> None:
+        await call.reply(200, b'{"status":"live"}')
+
+    async def _ready(self, call: Call) -> None:
+        assert self.readiness is not None
+        is_ready, report = await self.readiness.report()
+        await call.reply(200 if is_ready else 503, encode_json(report))
+
+    async def _show_metrics(self, call: Call) -> None:
+        self._metrics.set("bireme_http_requests_active", self._num_active)
+        await call.reply(200, self._page.text(), (b"content-type", CONTENT_TYPE))
+
+    async def _show_openapi(self, call: Call) -> None:
+        await call.reply(200, encode_json(openapi()))
+
+    def _count(self, call: Call) -> None:
+        path = call.path if call.path in self._routes else "other"
+        self._metrics.add("bireme_http_requests_total", 1, path, str(call.status))
+        if access.isEnabledFor(logging.INFO):
+            access.info(_log_line(call))
+
+    async def _tick(self) -> None:
+        """Give silent streams a comment."""
+        interval_s = self._config.comment_interval_s
+        while True:
+            await asyncio.sleep(interval_s / _NUM_TICKS)
+            now = time.monotonic()
+            for stream in [stream for stream in self._streams if now - stream.written_at >= interval_s]:
+                stream.comment()
+
+
+def _check_host(call: Call) -> None:
+    """Refuse what could mean one thing to a proxy and another to a client library."""
+    if call.header_count(b"host") > 1 or not _FORBIDDEN_IN_HOST.isdisjoint(call.header(b"host")):
+        raise HttpError(400, "host: send one Host header with a name or address and a port", code="invalid_host")
+
+
+def _model_json(model: ServedModel) -> dict[str, Any]:
+    capacity = model.capacity
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "bireme",
+        "max_model_len": capacity.max_seq_len if capacity else None,
+    }
+
+
+def _log_line(call: Call) -> str:
+    fields: dict[str, object] = {
+        "method": call.method,
+        "path": call.path,
+        "status": call.status,
+        "seconds": f"{time.monotonic() - call.arrived_at:.4f}",
+        "request_id": call.request_id.decode(),
+    }
+    if call.tenant is not OPEN:
+        fields["key"] = call.tenant.name
+    return "request " + " ".join(f"{name}={_value(value)}" for name, value in (fields | call.notes).items())
+
+
+def _value(value: object) -> str:
+    text = str(value)
+    return (
+        text
+        if text.isascii() and text.isprintable() and text and not set(text) & {" ", '"', "="}
+        else json.dumps(text[:200])
+    )

@@ -1,0 +1,124 @@
+"""One HTTP request: its headers, its body within limits, its reply, and whether its client is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeVar
+
+from bireme.openai.error_replies import HttpError
+from bireme.openai.keys import OPEN, Tenant
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Header = tuple[bytes, bytes]
+_T = TypeVar("_T")
+
+JSON: Header = (b"content-type", b"application/json")
+_EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache, no-transform"))
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class ClientGoneError(Exception):
+    """Nobody reads the answer any more."""
+
+
+class Call:
+    """Used by one task."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self.path: str = scope["path"]  # decoded; the only thing that decisions look at
+        self.method: str = scope["method"]
+        self.headers: list[Header] = scope["headers"]
+        self.arrived_at = time.monotonic()
+        given = self.header(b"x-request-id")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
+        self.tenant: Tenant = OPEN
+        self.status = 0  # of the reply; 0: none yet
+        self.notes: dict[str, object] = {}  # for the access log
+
+    def header(self, name: bytes) -> bytes:
+        """Return a header's value, b"" without; of several the first."""
+        return next((value for key, value in self.headers if key == name), b"")
+
+    def header_count(self, name: bytes) -> int:
+        return sum(1 for key, _ in self.headers if key == name)
+
+    async def body(self, max_bytes: int, timeout_s: float) -> bytes:
+        """Return the whole JSON body. Raises HttpError for another type, or when it is too large or too slow."""
+        kind = self.header(b"content-type").split(b";")[0].strip().lower()
+        if kind != b"application/json":
+            raise HttpError(415, "content-type: send application/json", code="unsupported_media_type")
+        if self.header(b"content-encoding") not in (b"", b"identity"):
+            raise HttpError(415, "content-encoding: send the body uncompressed", code="unsupported_media_type")
+        length = self.header(b"content-length")
+        if length.isdigit() and int(length[:20]) > max_bytes:
+            raise _too_large(max_bytes)
+        try:
+            return await asyncio.wait_for(self._read(max_bytes), timeout_s)
+        except asyncio.TimeoutError:
+            raise HttpError(
+                408, f"the body did not arrive in {timeout_s:g} s; send it faster", code="timeout"
+            ) from None
+
+    async def _read(self, max_bytes: int) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                raise ClientGoneError
+            part = message.get("body", b"")
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(part)
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def reply(self, status: int, body: bytes, *headers: Header) -> None:
+        """Send the whole reply; JSON unless a header says otherwise."""
+        kinds = () if any(key == b"content-type" for key, _ in headers) else (JSON,)
+        self.status = status
+        own = [(b"x-request-id", self.request_id), (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": [*own, *kinds, *headers]})
+        await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+
+    async def write_events(self, data: bytes, is_last: bool) -> None:
+        """Send server-sent events; the first time after the headers."""
+        if not self.status:
+            self.status = 200
+            headers = [*_EVENTS, (b"x-request-id", self.request_id)]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    def when_gone(self, callback: Callable[[], object]) -> asyncio.Future[Message]:
+        """Call back when the client leaves; after the body was read. The caller cancels what is returned."""
+        future = asyncio.ensure_future(self._receive())
+        future.add_done_callback(lambda done: None if done.cancelled() else callback())
+        return future
+
+    async def unless_gone(self, work: Awaitable[_T]) -> _T:
+        """Return what the work returns; when the client leaves, cancel it and raise ClientGoneError."""
+        task = asyncio.ensure_future(work)
+        watch = self.when_gone(task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if watch.done():
+                raise ClientGoneError from None
+            task.cancel()
+            raise
+        finally:
+            watch.cancel()
+
+
+def _too_large(max_bytes: int) -> HttpError:
+    close = ((b"connection", b"close"),)
+    return HttpError(413, f"the body exceeds frontend.max_body_bytes {max_bytes}; shorten it", code="too_large",
+                     headers=close)  # fmt: skip

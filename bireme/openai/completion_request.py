@@ -1,0 +1,120 @@
+"""OpenAI's (older) completion request, as JSON and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from bireme.config import Limits, Recipe
+from bireme.errors import RequestError
+from bireme.pipelines.chat_request import StreamOptions, openai_sampling
+from bireme.pipelines.extensions import MISPLACED, Extensions
+from bireme.sampling import Sampling
+
+REFUSED = {
+    "suffix": "not served: no fill in the middle; remove it",
+    "messages": "belongs to /v1/chat/completions; send prompt",
+    "max_completion_tokens": "belongs to /v1/chat/completions; send max_tokens",
+    **MISPLACED,
+}
+_SAME = (
+    "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "best_of",
+)  # fmt: skip
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_MAX_LOGPROBS = 5
+
+
+class CompletionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The request's JSON."""
+
+    model: str = ""
+    prompt: str | list[str | int | list[int]]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: None = None
+    user: str | None = None
+    bireme: Extensions = Extensions()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    prompts: list[str | list[int]]
+    sampling: Sampling
+    logprobs: int | None
+    echo: bool
+    stream: bool
+    include_usage: bool
+    cache_salt: str
+    return_timing: bool
+
+
+def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
+    """Check what the types don't say. Raises RequestError."""
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options: only with stream true; remove it")
+    if body.bireme.chat_template_kwargs:
+        raise RequestError("bireme.chat_template_kwargs: belongs to /v1/chat/completions; remove it")
+    if body.echo and body.logprobs is not None:
+        raise RequestError("echo: not together with logprobs; send one of them")
+    return CompletionRequest(
+        prompts=_prompts(body.prompt, recipe.limits),
+        sampling=_sampling(body, recipe),
+        logprobs=body.logprobs,
+        echo=bool(body.echo),
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        cache_salt=body.bireme.cache_salt,
+        return_timing=body.bireme.return_timing,
+    )
+
+
+def _sampling(body: CompletionBody, recipe: Recipe) -> Sampling:
+    fields: dict[str, Any] = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    fields |= body.bireme.sampling()
+    if body.logprobs is not None:
+        if not 0 <= body.logprobs <= _MAX_LOGPROBS:
+            raise RequestError(f"logprobs: {body.logprobs}; the range is 0 to {_MAX_LOGPROBS}")
+        fields["logprobs"] = body.logprobs
+    limit = recipe.limits.max_tokens
+    fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, limit or _DEFAULT_MAX_TOKENS)
+    if body.max_tokens is not None:
+        fields["max_tokens"] = body.max_tokens
+    return openai_sampling(fields, recipe)
+
+
+def _prompts(prompt: str | list[str | int | list[int]], limits: Limits) -> list[str | list[int]]:
+    """Return one entry a prompt: text, or token ids."""
+    if isinstance(prompt, str):
+        return [_text(prompt, "prompt")]
+    if not prompt:
+        raise RequestError("prompt: empty; send a string, token ids, or a list of either")
+    if all(isinstance(item, int) for item in prompt):
+        return [[item for item in prompt if isinstance(item, int)]]
+    if len(prompt) > limits.max_prompts:
+        raise RequestError(f"prompt: {len(prompt)} prompts; limits.max_prompts is {limits.max_prompts}, send fewer")
+    prompts: list[str | list[int]] = []
+    for at, item in enumerate(prompt):
+        if isinstance(item, int):
+            raise RequestError(f"prompt[{at}]: a token id among prompts; send either ids or prompts")
+        prompts.append(_text(item, f"prompt[{at}]") if isinstance(item, str) else item)
+    return prompts
+
+
+def _text(text: str, where: str) -> str:
+    if not text:
+        raise RequestError(f"{where}: empty; send at least one character")
+    return text

@@ -1,0 +1,152 @@
+"""API keys: who may call, how much a minute, and under which cache salt.
+
+The file holds hashes of keys, never keys; `python -m bireme.openai.keys NAME` makes one.
+
+    keys:
+      - name: alice                  # for logs and metrics
+        sha256: 9f86d081884c7d65...  # of the key, hex
+        requests_per_minute: 600     # both optional: without, no limit
+        tokens_per_minute: 200000    # prompt and generated tokens
+        max_concurrent_requests: 64
+
+Tokens generated count when they are known, so the answer under way when a budget ends is not cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import hmac
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import yaml
+
+from bireme.config import Positive, Settings, convert
+from bireme.errors import ConfigError
+from bireme.openai.error_replies import HttpError, RateLimitError
+from bireme.openai.token_bucket import TokenBucket
+
+_PREFIX = "br-"
+
+
+class KeyEntry(Settings, frozen=True, kw_only=True):
+    """One key of the file."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[\w.@-]{1,64}$")]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F]{64}$")]
+    requests_per_minute: Positive | None = None
+    tokens_per_minute: Positive | None = None
+    max_concurrent_requests: Positive | None = None
+
+
+class KeyFile(Settings, frozen=True, kw_only=True):
+    keys: tuple[KeyEntry, ...]
+
+
+class Tenant:
+    """Whoever holds a key, with what is left of its limits. Used on one loop."""
+
+    def __init__(self, entry: KeyEntry | None) -> None:
+        self.name = entry.name if entry else ""
+        self._salt = hashlib.sha256(b"bireme cache salt " + bytes.fromhex(entry.sha256)).hexdigest() if entry else ""
+        self._requests = _bucket(entry.requests_per_minute if entry else None)
+        self._tokens = _bucket(entry.tokens_per_minute if entry else None)
+        self._max_active = entry.max_concurrent_requests if entry else None
+        self._num_active = 0
+
+    def begin(self) -> None:
+        """Count a request in; `end` counts it out. Raises RateLimitError."""
+        if self._max_active is not None and self._num_active >= self._max_active:
+            raise RateLimitError(f"{self._num_active} requests of this key are under way, its limit", 1)
+        if self._requests is not None:
+            if wait_s := self._requests.wait_s(1):
+                raise RateLimitError("the key's requests_per_minute are used up", wait_s)
+            self._requests.take(1)
+        self._num_active += 1
+
+    def end(self) -> None:
+        self._num_active -= 1
+
+    def take_prompt(self, num_tokens: int) -> None:
+        """Raises RateLimitError when the prompt does not fit into what is left."""
+        if self._tokens is None:
+            return
+        if wait_s := self._tokens.wait_s(num_tokens):
+            raise RateLimitError("the key's tokens_per_minute are used up", wait_s)
+        self._tokens.take(num_tokens)
+
+    def take_generated(self, num_tokens: int) -> None:
+        if self._tokens is not None:
+            self._tokens.take(num_tokens)
+
+    def cache_salt(self, asked: str) -> str:
+        """Return the salt of this tenant's prompts: no two tenants share KV blocks, whatever they ask for."""
+        return f"{self._salt}.{asked}" if self._salt else asked
+
+
+OPEN = Tenant(None)  # everybody, where no keys are set
+
+
+class ApiKeys:
+    """All keys of a frontend."""
+
+    def __init__(self, entries: tuple[KeyEntry, ...]) -> None:
+        self._tenants = [(bytes.fromhex(entry.sha256), Tenant(entry)) for entry in entries]
+
+    def tenant(self, authorization: list[bytes]) -> Tenant:
+        """Return who sends these Authorization headers. Raises HttpError 401.
+
+        Every key is compared, in constant time, whatever was found before.
+        """
+        if len(authorization) != 1:
+            raise _unauthorized("send one header `Authorization: Bearer KEY`")
+        scheme, _, key = authorization[0].partition(b" ")
+        if scheme.lower() != b"bearer" or not key:
+            raise _unauthorized("send the key as `Authorization: Bearer KEY`")
+        digest = hashlib.sha256(key).digest()
+        found = [tenant for own, tenant in self._tenants if hmac.compare_digest(own, digest)]
+        if not found:
+            raise _unauthorized("the API key is not known here")
+        return found[0]
+
+
+def load_keys(path: Path) -> ApiKeys:
+    """Read a key file. Raises ConfigError."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"API keys: {path} can't be read: {type(error).__name__}; check the file") from error
+    entries = convert(tree, KeyFile, str(path)).keys
+    if not entries:
+        raise ConfigError(f"{path}: no keys; add one with python -m bireme.openai.keys NAME, or serve without a file")
+    for values in ([entry.name for entry in entries], [entry.sha256.lower() for entry in entries]):
+        if len(set(values)) < len(values):
+            raise ConfigError(f"{path}: a name or a hash is there twice; make them unique")
+    return ApiKeys(entries)
+
+
+def _bucket(per_minute: int | None) -> TokenBucket | None:
+    return None if per_minute is None else TokenBucket(per_minute)
+
+
+def _unauthorized(message: str) -> HttpError:
+    return HttpError(401, message, code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
+
+
+def main() -> int:
+    """Print a new key, and its entry for the file."""
+    parser = argparse.ArgumentParser(prog="python -m bireme.openai.keys", description=main.__doc__)
+    parser.add_argument("name", help="whose key it is: for logs and metrics")
+    name = parser.parse_args().name
+    key = _PREFIX + secrets.token_urlsafe(32)
+    print(f"key, shown this once: {key}", file=sys.stderr)
+    print(f"  - name: {name}\n    sha256: {hashlib.sha256(key.encode()).hexdigest()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""/openapi.json: the requests from the structs that read them, so that it can't say anything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from bireme import __version__
+from bireme.openai.completion_request import CompletionBody
+from bireme.openai.tokenization import DetokenizeBody, TokenizeBody
+from bireme.pipelines.chat_request import ChatBody
+
+_POSTS: dict[str, tuple[type[msgspec.Struct], str]] = {
+    "/v1/chat/completions": (ChatBody, "Answer a conversation, whole or as server-sent events"),
+    "/v1/completions": (CompletionBody, "Continue prompts, whole or as server-sent events"),
+    "/tokenize": (TokenizeBody, "Return the tokens of a prompt or conversation"),
+    "/detokenize": (DetokenizeBody, "Return the text of tokens"),
+}
+_GETS = {
+    "/v1/models": "List the models",
+    "/v1/models/{model}": "Describe a model",
+    "/health/live": "Is the process alive",
+    "/health/ready": "Can it answer",
+    "/metrics": "Prometheus metrics",
+    "/openapi.json": "This document",
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def openapi() -> dict[str, Any]:
+    """Return the document (OpenAPI 3.1)."""
+    kinds = [kind for kind, _ in _POSTS.values()]
+    _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    paths: dict[str, Any] = {path: {"post": _post(kind, text)} for path, (kind, text) in _POSTS.items()}
+    paths |= {path: {"get": _get(path, text)} for path, text in _GETS.items()}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "bireme", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": {**components, "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _post(kind: type[msgspec.Struct], text: str) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {
+        "summary": text,
+        "requestBody": body,
+        "responses": _responses("400", "401", "404", "413", "415", "429", "503"),
+    }
+
+
+def _get(path: str, text: str) -> dict[str, Any]:
+    operation: dict[str, Any] = {"summary": text, "responses": _responses("401", "404", "503")}
+    if "{" in path:
+        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation
+
+
+def _responses(*statuses: str) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    refused = {status: {"description": "refused", "content": error} for status in statuses}
+    return {"200": {"description": "answered"}, **refused}

@@ -1,0 +1,201 @@
+"""From deltas of tokens to the parts of a chat answer: content, reasoning, tool calls, finish.
+
+A `Choice` takes the deltas of one sequence and tells its `Answer`. Two answers exist: `WholeAnswer` collects
+one chat.completion, `StreamedAnswer` (chat_stream.py) makes chunks as parts come.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from bireme.messages import Usage
+from bireme.pipelines.chat_usage import timing_json, usage_json
+from bireme.pipelines.token_logprobs import TokenTexts
+from bireme.text.output import TokenDelta
+from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, Parser, Reasoning
+
+Logprobs = list[dict[str, Any]]  # OpenAI's entries, one a token
+encode_json = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What all parts of one answer say."""
+
+    id: str
+    model: str
+    created: int  # unix time
+
+    @classmethod
+    def of(cls, model: str, prefix: str = "chatcmpl") -> Heading:
+        return cls(f"{prefix}-{secrets.token_hex(16)}", model, int(time.time()))
+
+
+class Answer(Protocol):
+    """Takes the parts of an answer's choices. Must be quick and must not raise."""
+
+    def text(self, index: int, text: str, logprobs: Logprobs | None) -> None: ...
+
+    def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None: ...
+
+    def call(self, index: int, number: int, name: str, logprobs: Logprobs | None) -> None: ...
+
+    def arguments(self, index: int, number: int, text: str, logprobs: Logprobs | None) -> None: ...
+
+    def finish(self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int) -> None:
+        """The choice's last part; `logprobs` of tokens that belong to no other part."""
+
+
+class Choice:
+    """One sequence of an answer."""
+
+    def __init__(
+        self,
+        index: int,
+        answer: Answer,
+        parser: Parser | None = None,
+        texts: TokenTexts | None = None,
+        num_top: int = 0,
+        is_parallel: bool = True,
+    ) -> None:
+        """`texts` where log probabilities are wanted; `is_parallel` false: only the first call is delivered."""
+        self._index, self._answer, self._parser = index, answer, parser
+        self._texts, self._num_top = texts, num_top
+        self._is_parallel = is_parallel
+        self._logprobs: Logprobs | None = None if texts is None else []
+        self._num_reasoning = 0
+        self._num_calls = 0
+
+    def add(self, delta: TokenDelta) -> None:
+        if self._texts is not None and delta.logprobs:
+            assert self._logprobs is not None
+            self._logprobs += [self._texts.chat_entry(entry, self._num_top) for entry in delta.logprobs]
+        if self._parser is None:
+            if text := delta.text:
+                self._answer.text(self._index, text, self._take_logprobs())
+        else:
+            self._parse(delta, self._parser)
+        if delta.finish_reason:
+            self._finish(delta)
+
+    def _parse(self, delta: TokenDelta, parser: Parser) -> None:
+        if parser.is_reasoning:
+            self._num_reasoning += len(delta.tokens)
+        self._tell(parser.feed(delta.text))
+        if delta.finish_reason:
+            self._tell(parser.close(delta.finish_reason == "length"))
+
+    def _tell(self, events: list[Event]) -> None:
+        index, answer = self._index, self._answer
+        for event in events:
+            if isinstance(event, Content):
+                answer.text(index, event.text, self._take_logprobs())
+            elif isinstance(event, Reasoning):
+                answer.reasoning(index, event.text, self._take_logprobs())
+            elif event.index and not self._is_parallel:
+                continue
+            elif isinstance(event, CallStart):
+                self._num_calls += 1
+                answer.call(index, event.index, event.name, self._take_logprobs())
+            elif isinstance(event, CallArguments):
+                answer.arguments(index, event.index, event.text, self._take_logprobs())
+
+    def _finish(self, delta: TokenDelta) -> None:
+        reason = delta.finish_reason
+        if self._num_calls and reason == "stop":
+            reason = "tool_calls"
+        usage = delta.usage or Usage()
+        self._answer.finish(self._index, reason, self._take_logprobs(), usage, self._num_reasoning)
+
+    def _take_logprobs(self) -> Logprobs | None:
+        if self._logprobs is None:
+            return None
+        taken, self._logprobs = self._logprobs, []
+        return taken
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+@dataclass(slots=True)
+class _Collected:
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[tuple[str, list[str]]] = field(default_factory=list)
+    logprobs: Logprobs | None = None
+    reason: str = ""
+    usage: Usage = field(default_factory=Usage)
+    num_reasoning: int = 0
+
+
+class WholeAnswer:
+    """Collects a chat.completion."""
+
+    def __init__(self, heading: Heading, n: int, has_timing: bool = False) -> None:
+        self._heading, self._has_timing = heading, has_timing
+        self._choices = [_Collected() for _ in range(n)]
+
+    def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+        self._choices[index].texts.append(text)
+        self._add(index, logprobs)
+
+    def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+        self._choices[index].thoughts.append(text)
+        self._add(index, logprobs)
+
+    def call(self, index: int, number: int, name: str, logprobs: Logprobs | None) -> None:
+        self._choices[index].calls.append((name, []))
+        self._add(index, logprobs)
+
+    def arguments(self, index: int, number: int, text: str, logprobs: Logprobs | None) -> None:
+        self._choices[index].calls[number][1].append(text)
+        self._add(index, logprobs)
+
+    def finish(self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int) -> None:
+        choice = self._choices[index]
+        choice.reason, choice.usage, choice.num_reasoning = reason, usage, num_reasoning
+        self._add(index, logprobs)
+
+    @property
+    def usages(self) -> list[Usage]:
+        return [choice.usage for choice in self._choices]
+
+    def json(self) -> bytes:
+        """Return the chat.completion; once all choices have finished."""
+        body = {
+            "id": self._heading.id,
+            "object": "chat.completion",
+            "created": self._heading.created,
+            "model": self._heading.model,
+            "choices": [_choice_json(index, choice) for index, choice in enumerate(self._choices)],
+            "usage": usage_json(self.usages, sum(choice.num_reasoning for choice in self._choices)),
+        }
+        if self._has_timing:
+            body["bireme"] = timing_json(self.usages)
+        return encode_json(body)
+
+    def _add(self, index: int, logprobs: Logprobs | None) -> None:
+        if logprobs is not None:
+            choice = self._choices[index]
+            choice.logprobs = (choice.logprobs or []) + logprobs
+
+
+def _choice_json(index: int, choice: _Collected) -> dict[str, Any]:
+    text = "".join(choice.texts)
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if choice.thoughts:
+        message["reasoning_content"] = "".join(choice.thoughts)
+    if choice.calls:
+        message["content"] = text.strip() or None
+        message["tool_calls"] = [
+            {"id": call_id(), "type": "function", "function": {"name": name, "arguments": "".join(arguments)}}
+            for name, arguments in choice.calls
+        ]
+    logprobs = None if choice.logprobs is None else {"content": choice.logprobs, "refusal": None}
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason}

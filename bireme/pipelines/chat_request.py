@@ -1,0 +1,356 @@
+"""OpenAI's chat completion request, as JSON and as what the pipeline works with.
+
+One rule: every field is served, or refused by name; none is passed over in silence. `user`, `metadata`,
+`store`, `safety_identifier` and `prompt_cache_key` are taken and change nothing: nothing is stored here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from bireme.config import Limits, Recipe
+from bireme.errors import RequestError
+from bireme.pipelines.extensions import MISPLACED, Extensions
+from bireme.pipelines.json_body import check_plain, decode_body
+from bireme.sampling import Sampling, json_sampling
+from bireme.text.chat_template import Message
+
+ToolMode = Literal["none", "auto", "required"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_ROLES = ("developer", "system", "user", "assistant", "tool")
+_MAX_METADATA = 16
+
+REFUSED = {
+    "functions": "not served (deprecated by OpenAI); send tools",
+    "function_call": "not served (deprecated by OpenAI); send tool_choice",
+    "audio": "this server makes no audio; remove it",
+    "prediction": "predicted outputs are not served; remove it",
+    "web_search_options": "there is no web search here; remove it",
+    "verbosity": "not served; say it in a message",
+    "prompt_cache_retention": "not served; prompts are cached as long as there is room",
+    "moderation": "not served; remove it",
+    "best_of": "not served for chats; send n",
+    **MISPLACED,
+}
+
+
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None  # clients that put streamed calls together send it back
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None  # of a response that comes back as history
+    audio: None = None
+    function_call: None = None
+
+
+class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    function: FunctionDefinition
+    type: Literal["function"]
+
+
+class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
+    function: ChosenFunction
+    type: Literal["function"]
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class ChatBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The request's JSON."""
+
+    messages: list[ChatMessage]
+    model: str = ""  # the frontend asks for it; inside Triton there is only one
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Effort | None = None
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    bireme: Extensions = Extensions()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A chat request, checked."""
+
+    model: str
+    messages: list[Message]
+    functions: list[dict[str, Any]]  # offered; empty with tool_choice none
+    tool_mode: ToolMode
+    is_parallel: bool  # may the answer hold several calls?
+    variables: Mapping[str, Any]  # of the chat template
+    sampling: Sampling
+    logprobs: bool
+    guide: dict[str, Any] | None  # of the content: response_format or bireme.guided_decoding
+    stream: bool
+    include_usage: bool
+    cache_salt: str
+    return_timing: bool
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Return the tools as chat templates expect them."""
+        return [{"type": "function", "function": function} for function in self.functions]
+
+
+def parse_chat(body: bytes | str, recipe: Recipe) -> ChatRequest:
+    """Read and check a request. Raises RequestError."""
+    return check_chat(decode_body(body, ChatBody, REFUSED), recipe)
+
+
+def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
+    """Check what the types don't say. Raises RequestError."""
+    extensions = body.bireme
+    guide = _guide(body)
+    functions, mode = _tools(body, recipe.limits)
+    if functions and guide is not None:
+        raise RequestError("response_format: not together with tools; send tool_choice none, or no tools")
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options: only with stream true; remove it")
+    _check_metadata(body.metadata)
+    check_plain(extensions.chat_template_kwargs, "bireme.chat_template_kwargs")
+    return ChatRequest(
+        model=body.model,
+        messages=_messages(body.messages, recipe.limits),
+        functions=functions,
+        tool_mode=mode,
+        is_parallel=body.parallel_tool_calls is not False,
+        variables=_variables(body, recipe),
+        sampling=chat_sampling(body, extensions, recipe),
+        logprobs=bool(body.logprobs),
+        guide=guide,
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        cache_salt=extensions.cache_salt,
+        return_timing=extensions.return_timing,
+    )
+
+
+_SAME = ("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
+_DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
+
+
+def chat_sampling(body: ChatBody, extensions: Extensions, recipe: Recipe) -> Sampling:
+    fields = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    fields |= extensions.sampling()
+    fields.pop("guided_decoding", None)
+    if (max_tokens := _max_tokens(body)) is not None:
+        fields["max_tokens"] = max_tokens
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs: only with logprobs true; send logprobs true as well")
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    return openai_sampling(fields, recipe)
+
+
+def openai_sampling(fields: dict[str, Any], recipe: Recipe) -> Sampling:
+    """Check sampling fields in OpenAI's ranges; without any word on the distribution, temperature is 1."""
+    temperature = fields.get("temperature")
+    if temperature is not None and not 0 <= temperature <= 2:
+        raise RequestError(f"temperature: {temperature}; the range is 0 to 2, 0 is greedy")
+    if not any(name in fields or name in recipe.sampling for name in _DISTRIBUTION):
+        fields["temperature"] = 1.0
+    return json_sampling(fields, recipe)
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    new, old = body.max_completion_tokens, body.max_tokens
+    if new is not None and old is not None and new != old:
+        raise RequestError(f"max_tokens: {old} contradicts max_completion_tokens: {new}; send one of them")
+    return old if new is None else new
+
+
+def _variables(body: ChatBody, recipe: Recipe) -> dict[str, Any]:
+    variables = dict(recipe.chat.template_kwargs)
+    if (effort := body.reasoning_effort) is not None:
+        variables |= {"reasoning_effort": effort, "enable_thinking": effort not in ("none", "minimal")}
+    return variables | body.bireme.chat_template_kwargs
+
+
+def _guide(body: ChatBody) -> dict[str, Any] | None:
+    guide, form = body.bireme.guided_decoding, body.response_format
+    if form is None or form.type == "text":
+        return guide
+    if guide is not None:
+        raise RequestError("bireme.guided_decoding: not together with response_format; send one of them")
+    if form.type == "json_object":
+        return {"json_object": True}
+    if form.json_schema is None:
+        raise RequestError("response_format.json_schema: missing; send it, or type json_object")
+    if not _NAME.fullmatch(form.json_schema.name):
+        raise RequestError("response_format.json_schema.name: send 1 to 64 letters, digits, underscores or hyphens")
+    schema = form.json_schema.schema
+    if schema is None:
+        return {"json_object": True}
+    check_plain(schema, "response_format.json_schema.schema")
+    return {"json": schema}
+
+
+def _tools(body: ChatBody, limits: Limits) -> tuple[list[dict[str, Any]], ToolMode]:
+    """Return the functions on offer, and whether one has to be called."""
+    tools, choice = body.tools or [], body.tool_choice
+    if len(tools) > limits.max_tools:
+        raise RequestError(f"tools: {len(tools)}; limits.max_tools is {limits.max_tools}, send fewer")
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice: without tools; send tools, or remove it")
+        return [], "none"
+    functions = [_function(tool.function, f"tools[{at}].function") for at, tool in enumerate(tools)]
+    names = [function["name"] for function in functions]
+    if len(set(names)) < len(names):
+        raise RequestError("tools: two functions have the same name; give each its own")
+    if isinstance(choice, ChosenTool):
+        chosen = [function for function in functions if function["name"] == choice.function.name]
+        if not chosen:
+            raise RequestError(f"tool_choice.function.name: {choice.function.name[:64]}; no such function in tools")
+        return chosen, "required"
+    return ([], "none") if choice == "none" else (functions, choice or "auto")
+
+
+def _function(function: FunctionDefinition, where: str) -> dict[str, Any]:
+    if not _NAME.fullmatch(function.name):
+        raise RequestError(f"{where}.name: send 1 to 64 letters, digits, underscores, dots or hyphens")
+    check_plain(function.parameters, f"{where}.parameters")
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _messages(messages: list[ChatMessage], limits: Limits) -> list[Message]:
+    if not messages:
+        raise RequestError("messages: empty; send at least one message")
+    if len(messages) > limits.max_messages:
+        raise RequestError(f"messages: {len(messages)}; limits.max_messages is {limits.max_messages}, send fewer")
+    return [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def _message(message: ChatMessage, where: str) -> Message:
+    """Return the message for a template; developer is the newer name of system."""
+    role = message.role
+    if role not in _ROLES:
+        raise RequestError(f"{where}.role: {role[:40]}; send one of {', '.join(_ROLES)}")
+    shown: Message = {"role": "system" if role == "developer" else role, "content": _content(message, where)}
+    if message.name is not None:
+        shown["name"] = message.name
+    if role == "tool":
+        if not message.tool_call_id:
+            raise RequestError(f"{where}.tool_call_id: missing; send the id of the call that this answers")
+        shown["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        if role != "assistant":
+            raise RequestError(f"{where}.tool_calls: only assistants call tools; remove it")
+        shown["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.reasoning_content is not None:
+        shown["reasoning_content"] = message.reasoning_content
+    return shown
+
+
+def _content(message: ChatMessage, where: str) -> str:
+    content = message.content
+    if content is None:
+        if message.role == "assistant" and (message.tool_calls or message.refusal is not None):
+            return message.refusal or ""
+        raise RequestError(f"{where}.content: missing; send a string or a list of text parts")
+    if isinstance(content, str):
+        return content
+    return "\n".join(_part(part, f"{where}.content[{at}]") for at, part in enumerate(content))
+
+
+def _part(part: Part, where: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in ("text", "refusal"):
+        raise RequestError(f"{where}.type: {part.type[:40]}; this model reads text parts only")
+    if text is None:
+        raise RequestError(f"{where}.{part.type}: missing; send a string")
+    return text
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _check_metadata(metadata: dict[str, str] | None) -> None:
+    if metadata is None:
+        return
+    if len(metadata) > _MAX_METADATA:
+        raise RequestError(f"metadata: {len(metadata)} entries; at most {_MAX_METADATA}, send fewer")
+    for key, value in metadata.items():
+        if len(key) > 64 or len(value) > 512:
+            raise RequestError("metadata: keys have at most 64 characters, values 512; shorten them")

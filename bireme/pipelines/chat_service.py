@@ -1,0 +1,106 @@
+"""Chat requests through the deployment's workers: the orchestration of the chat model and of the frontend.
+
+render and encode -> parser and guide -> n sequences side by side -> the answer's choices
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from bireme.errors import RequestError
+from bireme.messages import SamplingParams
+from bireme.pipelines.chat_answer import Answer, Choice
+from bireme.pipelines.chat_request import ChatRequest
+from bireme.pipelines.prompts import EncodedPrompt, Prompts
+from bireme.pipelines.sequence import Sequence, Work
+from bireme.pipelines.services import Services
+from bireme.pipelines.side_by_side import run_sequences
+from bireme.pipelines.token_logprobs import TokenTexts
+from bireme.sampling import expand
+from bireme.text.parsers import create_parser, reasoning_format, tool_format
+from bireme.text.parsers.base import Parser, ParserRequest
+from bireme.text.tokenizer import Tokenizer
+
+OnPrompt = Callable[[int], None]  # told the number of prompt tokens before anything is generated; may refuse
+
+
+def _ignore(num_tokens: int) -> None:
+    return None
+
+
+class ChatService:
+    """Serves one recipe's model."""
+
+    def __init__(self, services: Services, tokenizer: Tokenizer) -> None:
+        """Raises ConfigError when the recipe names unknown formats."""
+        self.services, self.tokenizer = services, tokenizer
+        self.prompts = Prompts(tokenizer, services.recipe.limits)
+        self.texts = TokenTexts(tokenizer)
+        self._reasoning = reasoning_format(services.recipe.chat.reasoning_parser)
+        self._tools = tool_format(services.recipe.chat.tool_parser)
+
+    async def run(
+        self, request: ChatRequest, answer: Answer, arrived_at: float, on_prompt: OnPrompt = _ignore
+    ) -> list[Sequence]:
+        """Return when the answer has everything. Raises the error that ended it otherwise."""
+        if request.functions and self._tools is None:
+            name = self.services.recipe.name
+            raise RequestError(f"tools: the model has no tool parser (chat.tool_parser in recipe {name}); remove them")
+        prompt = await self.prompts.chat(request.messages, request.tools, request.variables)
+        on_prompt(len(prompt.ids))
+        parsing = ParserRequest(request.functions, prompt.end)
+        works = self._works(request, prompt, self._params(request, parsing), arrived_at)
+        choices = [self._choice(index, request, parsing, answer) for index in range(len(works))]
+        outputs = [choice.add for choice in choices]
+        return await run_sequences(self.services, self.tokenizer, works, outputs, arrived_at)
+
+    def close(self) -> None:
+        self.prompts.close()
+
+    def _params(self, request: ChatRequest, parsing: ParserRequest) -> SamplingParams:
+        params = request.sampling.resolve(self._encode)
+        changes: dict[str, Any] = {}
+        guide = request.guide
+        if request.tool_mode == "required":
+            assert self._tools is not None
+            guide = self._tools.guide(request.functions, request.is_parallel)
+        if guide is not None:
+            changes["guided_decoding"] = guide if self._reasoning is None else self._reasoning.exempt(guide, parsing)
+        if self._needs_special_tokens(request):
+            changes["skip_special_tokens"] = False
+        return msgspec.structs.replace(params, **changes) if changes else params
+
+    def _needs_special_tokens(self, request: ChatRequest) -> bool:
+        tools = self._tools is not None and bool(request.functions) and self._tools.needs_special_tokens
+        return tools or (self._reasoning is not None and self._reasoning.needs_special_tokens)
+
+    def _works(
+        self, request: ChatRequest, prompt: EncodedPrompt, params: SamplingParams, arrived_at: float
+    ) -> list[Work]:
+        timeout_s = self.services.recipe.pipeline.request_timeout_s
+        work = Work(
+            prompt=prompt.ids,
+            sampling=params,
+            cache_salt=request.cache_salt,
+            priority=request.sampling.priority,
+            deadline=arrived_at + timeout_s if timeout_s else 0.0,
+        )
+        return [replace(work, sampling=single) for single in expand(params)]
+
+    def _choice(self, index: int, request: ChatRequest, parsing: ParserRequest, answer: Answer) -> Choice:
+        texts = self.texts if request.logprobs else None
+        num_top = request.sampling.params.logprobs or 0
+        return Choice(index, answer, self._parser(parsing), texts, num_top, request.is_parallel)
+
+    def _parser(self, parsing: ParserRequest) -> Parser | None:
+        """Return None where all text is content: nothing to look for."""
+        if self._reasoning is None and not parsing.functions:
+            return None
+        return create_parser(self._reasoning, self._tools, parsing)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)

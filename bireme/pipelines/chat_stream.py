@@ -1,0 +1,122 @@
+"""A streamed chat answer: chat.completion.chunk JSON from a template of which only the text is encoded."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from bireme.messages import Usage
+from bireme.pipelines.chat_answer import Heading, Logprobs, call_id, encode_json
+from bireme.pipelines.chat_usage import timing_json, usage_json
+
+
+class ChunkSink(Protocol):
+    """Where chunks go. Must be quick and must not raise."""
+
+    def text(self, index: int, text: str) -> None:
+        """A chunk with content alone, not yet made: `ChunkTemplate.text` makes it."""
+
+    def chunk(self, data: bytes) -> None: ...
+
+    def end(self) -> None:
+        """No chunk follows."""
+
+
+class ChunkTemplate:
+    """Makes the chunks of one answer. `prefix` and `suffix` frame each (server-sent events)."""
+
+    def __init__(
+        self, heading: Heading, n: int, include_usage: bool = False, prefix: bytes = b"", suffix: bytes = b""
+    ) -> None:
+        head = b'%b{"id":"%b","object":"chat.completion.chunk","created":%d,"model":%b,"choices":[' % (
+            prefix,
+            heading.id.encode(),
+            heading.created,
+            encode_json(heading.model),
+        )
+        self._head = head
+        self._heads = [b'%b{"index":%d,"delta":' % (head, index) for index in range(n)]
+        self._texts = [start + b'{"content":' for start in self._heads]
+        self._end = (b'],"usage":null}' if include_usage else b"]}") + suffix
+        self._text_end = b'},"logprobs":null,"finish_reason":null}' + self._end
+        self._suffix = suffix
+
+    def text(self, index: int, text: str) -> bytes:
+        return self._texts[index] + encode_json(text) + self._text_end
+
+    def delta(self, index: int, delta: dict[str, Any], logprobs: Logprobs | None, reason: str | None) -> bytes:
+        shown = None if logprobs is None else {"content": logprobs, "refusal": None}
+        return b'%b%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            self._heads[index],
+            encode_json(delta),
+            encode_json(shown),
+            encode_json(reason),
+            self._end,
+        )
+
+    def last(self, fields: dict[str, Any]) -> bytes:
+        """Return a chunk without choices, with these fields (at least one) instead."""
+        return self._head + b"]," + encode_json(fields)[1:] + self._suffix
+
+
+class StreamedAnswer:
+    """Makes chunks as parts come (chat_answer.Answer)."""
+
+    def __init__(
+        self, template: ChunkTemplate, sink: ChunkSink, n: int, include_usage: bool = False, has_timing: bool = False
+    ) -> None:
+        self._template, self._sink = template, sink
+        self._include_usage, self._has_timing = include_usage, has_timing
+        self._usages: list[Usage | None] = [None] * n
+        self._has_begun = [False] * n
+        self._num_reasoning = 0
+
+    @property
+    def usages(self) -> list[Usage]:
+        """What ended choices cost."""
+        return [usage for usage in self._usages if usage is not None]
+
+    def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+        if not self._has_begun[index]:
+            self._begin(index)
+        if logprobs is None:
+            self._sink.text(index, text)
+        else:
+            self._delta(index, {"content": text}, logprobs)
+
+    def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+        self._delta(index, {"reasoning_content": text}, logprobs)
+
+    def call(self, index: int, number: int, name: str, logprobs: Logprobs | None) -> None:
+        function = {"name": name, "arguments": ""}
+        call = {"index": number, "id": call_id(), "type": "function", "function": function}
+        self._delta(index, {"tool_calls": [call]}, logprobs)
+
+    def arguments(self, index: int, number: int, text: str, logprobs: Logprobs | None) -> None:
+        self._delta(index, {"tool_calls": [{"index": number, "function": {"arguments": text}}]}, logprobs)
+
+    def finish(self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int) -> None:
+        self._delta(index, {}, logprobs or None, reason)
+        self._usages[index] = usage
+        self._num_reasoning += num_reasoning
+        usages = self.usages
+        if len(usages) == len(self._usages):
+            self._end(usages)
+
+    def _begin(self, index: int) -> None:
+        self._has_begun[index] = True
+        self._sink.chunk(self._template.delta(index, {"role": "assistant", "content": ""}, None, None))
+
+    def _delta(self, index: int, delta: dict[str, Any], logprobs: Logprobs | None, reason: str | None = None) -> None:
+        if not self._has_begun[index]:
+            self._begin(index)
+        self._sink.chunk(self._template.delta(index, delta, logprobs, reason))
+
+    def _end(self, usages: list[Usage]) -> None:
+        fields: dict[str, Any] = {}
+        if self._include_usage:
+            fields["usage"] = usage_json(usages, self._num_reasoning)
+        if self._has_timing:
+            fields["bireme"] = timing_json(usages)
+        if fields:
+            self._sink.chunk(self._template.last(fields))
+        self._sink.end()

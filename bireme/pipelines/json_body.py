@@ -1,0 +1,99 @@
+"""JSON requests into structs: types checked by msgspec, errors in the words of a caller.
+
+The rule of the messages: field first (`tools[0].function.name: ...`), so that OpenAI's `param` can be told.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from bireme.errors import RequestError
+
+_S = TypeVar("_S", bound=msgspec.Struct)
+MAX_DEPTH, MAX_ITEMS = 64, 100_000  # of values that travel to engines as they are
+_INT64_LOW, _UINT64_HIGH = -(2**63), 2**64 - 1
+_PATH = re.compile(r"(?P<text>.*) - at `\$(?P<path>.*)`", re.DOTALL)
+_FIELD = re.compile(r"[A-Za-z_][\w.\[\]-]*(?=: )")
+
+
+def decode_body(body: bytes | str, kind: type[_S], refused: Mapping[str, str]) -> _S:
+    """Return the request. `refused` names fields that are known but not served, with the reason.
+
+    Raises RequestError for anything but valid JSON of this kind.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(_explain(str(error), kind, refused)) from None
+    except RecursionError:
+        raise RequestError("the body's JSON is nested too deeply; flatten it") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RequestError(f"the body is not valid JSON ({str(error)[:200]}); send a JSON object in UTF-8") from None
+
+
+def param_of(message: str) -> str | None:
+    """Return the field that an error's message begins with."""
+    match = _FIELD.match(message)
+    return match.group() if match else None
+
+
+def check_plain(value: Any, where: str) -> None:
+    """Raise RequestError for a value that could not travel on: too deep, too many items, numbers too large."""
+    level, num_items = [value], 0
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            below += _inner(item, where)
+        num_items += len(below)
+        if num_items > MAX_ITEMS:
+            raise RequestError(f"{where}: more than {MAX_ITEMS} values; shorten it")
+        if not below:
+            return
+        level = below
+    raise RequestError(f"{where}: nested more than {MAX_DEPTH} levels; flatten it")
+
+
+def _inner(item: Any, where: str) -> Iterable[Any]:
+    if isinstance(item, dict):
+        return item.values()
+    if isinstance(item, list):
+        return item
+    if isinstance(item, int) and not _INT64_LOW <= item <= _UINT64_HIGH:
+        raise RequestError(f"{where}: an integer of more than 64 bits; send a smaller one")
+    return ()
+
+
+def _explain(text: str, kind: type[msgspec.Struct], refused: Mapping[str, str]) -> str:
+    """Put msgspec's message as `field: what is wrong; remedy`."""
+    match = _PATH.fullmatch(text)
+    text, path = (match["text"], match["path"].lstrip(".")) if match else (text, "")
+    text = text.replace("`", "")
+    if field := _after(text, "Object contains unknown field "):
+        where = f"{path}.{field}" if path else field
+        return f"{where[:200]}: {refused.get(where) or _unknown(field, path, kind)}"
+    if field := _after(text, "Object missing required field "):
+        return f"{path}.{field}: missing; send it" if path else f"{field}: missing; send it"
+    if not path:
+        return f"the body is wrong: {_lower(text)}; send a JSON object"
+    return f"{path}: {_lower(text)}; change its type"
+
+
+def _unknown(field: str, path: str, kind: type[msgspec.Struct]) -> str:
+    if path:
+        return "unknown field; remove it"
+    known = [known.encode_name for known in msgspec.structs.fields(kind)]
+    near = difflib.get_close_matches(field, known, n=1)
+    return f"unknown field; did you mean {near[0]}?" if near else "unknown field; remove it"
+
+
+def _after(text: str, beginning: str) -> str:
+    return text[len(beginning) :] if text.startswith(beginning) else ""
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,80 @@
+"""Prompts of chats and completions as token ids: short ones at once, long ones on a few threads.
+
+Rendering and encoding happen where the tokenizer is anyway for detokenising: a call of the tokenizer model
+would cost more than the work. Encoding releases the GIL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from bireme.config import Limits
+from bireme.errors import RequestError
+from bireme.request import Ids, check_prompt_tokens
+from bireme.text.chat_template import Message
+from bireme.text.tokenizer import Tokenizer
+
+_T = TypeVar("_T")
+_MAX_THREADS = 4
+_INLINE_CHARACTERS = 4096  # these take about as long as a thread switch
+_NUM_END_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    ids: Ids  # CPU 1D
+    end: str = ""  # the last characters of a rendered chat
+
+
+class Prompts:
+    """Encodes with one tokenizer; used on one loop."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+        self._tokenizer, self._limits = tokenizer, limits
+        num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="prompts")
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> EncodedPrompt:
+        """Render and encode a conversation. Raises RequestError."""
+        size = sum(len(message["content"]) for message in messages)
+        return await self._run(lambda: self._encode_chat(messages, tools, variables), size + 1000 * len(tools))
+
+    async def text(self, text: str, add_special_tokens: bool = True) -> EncodedPrompt:
+        """Encode plain text. Raises RequestError."""
+        self._check_bytes(text)
+        return await self._run(lambda: self._checked(self._tokenizer.encode(text, add_special_tokens)), len(text))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, work: Callable[[], _T], num_characters: int) -> _T:
+        if num_characters <= _INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> EncodedPrompt:
+        prompt = self._tokenizer.render_chat(messages, tools, variables)
+        text = prompt.text
+        self._check_bytes(text)
+        return self._checked(self._tokenizer.encode_chat(prompt), text[-_NUM_END_CHARACTERS:])
+
+    def _checked(self, ids: list[int], end: str = "") -> EncodedPrompt:
+        check_prompt_tokens(len(ids), self._limits)
+        return EncodedPrompt(np.array(ids, np.int32), end)
+
+    def _check_bytes(self, text: str) -> None:
+        limit = self._limits.max_prompt_bytes
+        num_bytes = len(text) if len(text) > limit else len(text.encode("utf-8", "surrogatepass"))
+        if num_bytes > limit:
+            raise RequestError(f"prompt: {num_bytes} bytes; limits.max_prompt_bytes is {limit}, shorten it")

@@ -1,0 +1,34 @@
+"""Log probabilities as OpenAI shows them: tokens as text and as bytes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from bireme.messages import TokenLogprob, TokenLogprobs
+from bireme.text.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # JSON has no infinity
+
+
+class TokenTexts:
+    """Texts of a tokenizer's tokens, kept once they were asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.show = functools.lru_cache(maxsize=65536)(functools.partial(_shown, tokenizer))
+
+    def text(self, token: int) -> str:
+        text: str = self.show(token)["token"]
+        return text
+
+    def chat_entry(self, logprobs: TokenLogprobs, num_top: int) -> dict[str, Any]:
+        """Return one token's entry; the chosen token comes first in `logprobs`, then the likeliest."""
+        return {**self._entry(logprobs[0]), "top_logprobs": [self._entry(item) for item in logprobs[1 : 1 + num_top]]}
+
+    def _entry(self, item: TokenLogprob) -> dict[str, Any]:
+        return {**self.show(item[0]), "logprob": max(item[1], LOWEST)}
+
+
+def _shown(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token)
+    return {"token": data.decode(errors="replace"), "bytes": list(data)}
