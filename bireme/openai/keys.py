@@ -47,6 +47,10 @@ class KeyFile(Settings, frozen=True, kw_only=True):
     keys: tuple[KeyEntry, ...]
 
 
+def _bucket(per_minute: int | None) -> TokenBucket | None:
+    return None if per_minute is None else TokenBucket(per_minute)
+
+
 class Tenant:
     """Whoever holds a key, with what is left of its limits. Used on one loop."""
 
@@ -127,10 +131,6 @@ def load_keys(path: Path) -> ApiKeys:
         if len(set(values)) < len(values):
             raise ConfigError(f"{path}: a name or a hash is there twice; make them unique")
     return ApiKeys(entries)
-
-
-def _bucket(per_minute: int | None) -> TokenBucket | None:
-    return None if per_minute is None else TokenBucket(per_minute)
 
 
 def _unauthorized(message: str) -> HttpError:
