@@ -144,6 +144,8 @@ class Limits(Settings, frozen=True, kw_only=True):
     max_tools: NotNegative = 128
     max_guide_bytes: Positive = 256 << 10  # JSON schema, grammar or regex of one request
     max_prompts: Positive = 64  # of one completion request
+    max_logits_bytes: Positive = 256 << 20  # of one logits_processor request
+    max_logits_processors: Positive = 32  # of one logits_processor request
 
 
 class MediaLimits(Settings, frozen=True, kw_only=True):

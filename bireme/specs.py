@@ -152,9 +152,17 @@ MULTIMODAL_ENCODER = ModelSpec(
     ),
 )
 
+# Triton fixes the rank of a tensor: one row of logits is [1, vocab].
 LOGITS_PROCESSOR = ModelSpec(
     "logits_processor",
-    inputs=(_in("input_ids", "INT32", (-1,)), _in("logits", "FP32", (-1, -1)), _in("processors", "BYTES")),
+    inputs=(
+        _in("input_ids", "INT32", (-1,)),  # histories of all rows, one after the other
+        _in("input_lengths", "INT32", (-1,)),  # tokens of each row's history; needed for more than one row
+        _in("num_prompt_tokens", "INT32", (-1,)),  # of each history: how many are the prompt; default 0
+        _in("end_id", "INT32", (-1,)),  # end-of-sequence ids; default: the model's
+        _in("logits", "FP32", (-1, -1)),
+        _in("processors", "BYTES"),
+    ),
     outputs=(_out("logits", "FP32", (-1, -1)),),
 )
 

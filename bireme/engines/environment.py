@@ -46,16 +46,21 @@ def engine_environment(
     """
     entry = recipe.entry(worker)
     assert entry is not None, f"{worker} is not in recipe {recipe.name}"
-    result = {name: value for name, value in base.items() if name != "PYTHONHOME"}
-    threads = str(num_threads(recipe, entry))
-    result |= dict.fromkeys(_THREAD_VARIABLES, threads)
-    result |= {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    result = child_environment(num_threads(recipe, entry), base)
     if entry.devices:
         result["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices_of(entry, worker)))
-    if path := _package_path(base.get("PYTHONPATH", "")):
-        result["PYTHONPATH"] = path
     result |= entry.env
     return result | {"BIREME_RUN_DIR": str(run_dir), RECIPE_VARIABLE: msgspec.json.encode(recipe).decode()}
+
+
+def child_environment(threads: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what every child needs: so many CPU threads that sleep when idle, and this package."""
+    result = {name: value for name, value in base.items() if name != "PYTHONHOME"}
+    result |= dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    result |= {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if path := _package_path(base.get("PYTHONPATH", "")):
+        result["PYTHONPATH"] = path
+    return result
 
 
 def num_threads(recipe: Recipe, entry: WorkerEntry) -> int:

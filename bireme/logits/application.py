@@ -1,0 +1,71 @@
+"""Processors applied to logits that came from somewhere else: what the logits_processor model computes.
+
+The same registry, factories and classes as the sampler's, called in the same way; nothing is kept between
+jobs, so a processor is made anew for each row of each job and knows of the past what the row's history says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from bireme.errors import BiremeError, ConfigError
+from bireme.logits.base import LogitsProcessor, ProcessorContext
+from bireme.logits.registry import create
+from bireme.messages import ProcessorCall
+
+if TYPE_CHECKING:
+    import torch
+
+Ids = npt.NDArray[np.int32]
+Logits = npt.NDArray[np.float32]
+
+
+class LogitsJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of the model, checked. Arrays travel as their bytes."""
+
+    processors: tuple[ProcessorCall, ...]
+    logits: bytes  # float32 (rows, vocab_size)
+    vocab_size: int
+    histories: tuple[bytes, ...]  # int32, one a row: prompt and generated tokens
+    num_prompt_tokens: tuple[int, ...]  # one a row: how many of its history are the prompt
+    eos_ids: tuple[int, ...] = ()
+    request_id: str = ""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.histories)
+
+
+def warm_up() -> None:
+    """Import torch and set it up. Raises ConfigError when it is not there."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ConfigError(f"logits processors need torch, which can't be imported: {error}") from error
+    torch.set_grad_enabled(False)
+
+
+def apply(job: LogitsJob) -> Logits:
+    """Return new logits (rows, vocab_size). Raises RequestError naming a processor, or INTERNAL what one raised."""
+    import torch
+
+    logits_RV = np.frombuffer(job.logits, np.float32).reshape(job.num_rows, job.vocab_size).copy()
+    rows = torch.from_numpy(logits_RV)
+    for at, history in enumerate(job.histories):
+        context = ProcessorContext(job.request_id, job.vocab_size, job.num_prompt_tokens[at], job.eos_ids)
+        token_ids = np.frombuffer(history, np.int32).tolist()
+        for processor in create(job.processors, context):
+            _call(processor, token_ids, rows[at])
+    return logits_RV
+
+
+def _call(processor: LogitsProcessor, token_ids: list[int], row: torch.Tensor) -> None:
+    try:
+        processor(token_ids, row)
+    except Exception as error:  # a user's code; whatever it raises ends this request alone
+        name = type(processor).__name__
+        raise BiremeError(f"logits processor {name}: {type(error).__name__}: {error}") from error
