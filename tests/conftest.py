@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "tools"))
+os.environ.setdefault("BIREME_OPENAI_PORT", "0")  # launches of tests share the machine; who wants it names a port
 # pytest puts this folder on the path, and tests/triton would then pass for the package `triton`: torch asks for it.
 sys.path[:] = [entry for entry in sys.path if entry != str(CHECKOUT / "tests")]
 

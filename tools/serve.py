@@ -2,10 +2,10 @@
 
     python tools/serve.py recipes/tiny
     python tools/serve.py --model models/tiny-llama --disaggregated
-    python tools/serve.py recipes/tiny --override '{"workers": {"decode": {"replicas": 2}}}' --http-port 9000
+    python tools/serve.py recipes/tiny --override '{"workers": {"decode": {"replicas": 2}}}' --http-port 8100
 
-Prints the endpoints when ready. SIGTERM or Ctrl-C lets requests under way end, then stops; a second one
-stops at once. GET /health/live and /health/ready on --health-port are for probes and load balancers.
+Prints the endpoints when ready; OpenAI's API is on --openai-port. SIGTERM or Ctrl-C lets requests under way
+end, then stops; a second one stops at once. GET /health/live and /health/ready on --health-port are for probes and load balancers.
 
 Exit codes: 0 stopped as asked; 1 a model or the server did not start, or the server kept dying;
 2 an option, the recipe or something that the launch needs is wrong or missing; 3 stopped by a second signal.
@@ -29,6 +29,7 @@ from bireme.config import DEFAULT_RECIPE, load_recipe
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch.console import LEVELS, Console
 from bireme.launch.deployment import Deployment, DeploymentSettings
+from bireme.launch.frontend import FrontendProcess, FrontendSettings, check_frontend
 from bireme.launch.ports import Ports
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.run_folder import RunFolder
@@ -42,24 +43,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = None
     try:
         run = RunFolder()
+        if options.openai_port:
+            check_frontend(options.openai_port, options.host)
         deployment = Deployment(settings_of(options, run.path), console, run)
     except ConfigError as error:
         if run is not None:
             run.remove()
         return report(console, error, WRONG)
-    return serve(deployment, console)
+    return serve(deployment, console, options)
 
 
-def serve(deployment: Deployment, console: Console) -> int:
+def serve(deployment: Deployment, console: Console, options: argparse.Namespace) -> int:
     """Run a deployment until a signal ends it; return the exit code."""
     with stopped_by_signals(deployment):
         try:
-            with deployment:
+            with deployment, frontend_of(options, deployment, console):
                 return STOPPED if deployment.supervise() else FAILED
         except ConfigError as error:
             return report(console, error, WRONG)
         except BiremeError as error:
             return report(console, error, FAILED)
+
+
+def frontend_of(
+    options: argparse.Namespace, deployment: Deployment, console: Console
+) -> contextlib.AbstractContextManager[object]:
+    """Return the frontend of a deployment that has started; nothing where it is off or is to stop already."""
+    if not options.openai_port or deployment.is_stopping:
+        return contextlib.nullcontext()
+    settings = deployment.settings
+    arguments = [*(("--api-keys", options.api_keys) if options.api_keys else ()), "--log-level", options.log_level]
+    return FrontendProcess(
+        FrontendSettings(
+            recipe=settings.recipe.folder,
+            grpc=deployment.server.grpc,
+            host=options.host,
+            port=options.openai_port,
+            drain_timeout_s=options.drain_timeout,
+            arguments=tuple(arguments),
+            environment={"BIREME_OVERRIDE": settings.override},
+        ),
+        console,
+    )
 
 
 def report(console: Console, error: BiremeError, code: int) -> int:
@@ -100,6 +125,9 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 opens it to the network")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("health", 8003)):
         parser.add_argument(f"--{name}-port", type=int, default=port, metavar="PORT")
+    port = int(os.environ.get("BIREME_OPENAI_PORT", "9000"))
+    parser.add_argument("--openai-port", type=int, default=port, metavar="PORT", help="OpenAI's API; 0: without")
+    parser.add_argument("--api-keys", metavar="FILE", help="keys that the OpenAI frontend asks for")
 
 
 def settings_of(options: argparse.Namespace, run: Path) -> DeploymentSettings:

@@ -87,6 +87,10 @@ class Deployment:
         return self._server
 
     @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    @property
     def health_port(self) -> int:
         assert self._health is not None, "the deployment was not started"
         return self._health.port
