@@ -69,10 +69,18 @@ async def test_the_addresses_of_the_world_are_checked_by_default(media_server):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.2", "10.0.0.1", "169.254.169.254", "fd00:ec2::254", "::ffff:10.0.0.1"])
-async def test_a_name_of_a_private_address_is_refused_before_connecting(fetch, address):
+async def test_a_name_of_a_private_address_is_refused_before_a_socket_is_made(fetch, monkeypatch, address):
+    monkeypatch.setattr(HttpFetcher, "_make_socket", lambda *_: pytest.fail("a socket was made"))
     with pytest.raises(RequestError, match="public address") as refused:
         await fetch("http://pictures.example:23700/", Names(pictures_example=[[address]]))
     assert address not in str(refused.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "10.0.0.1", "169.254.169.254", "[fd00:ec2::254]", "[::ffff:10.0.0.1]"])
+async def test_a_private_address_in_the_url_is_refused_before_a_socket_is_made(fetch, monkeypatch, host):
+    monkeypatch.setattr(HttpFetcher, "_make_socket", lambda *_: pytest.fail("a socket was made"))
+    with pytest.raises(RequestError, match="public address"):
+        await fetch(f"http://{host}:23700/")
 
 
 async def test_a_name_with_one_private_address_among_others_is_refused(media_server, fetch):

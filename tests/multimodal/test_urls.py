@@ -81,6 +81,12 @@ def test_what_two_parsers_could_read_differently_is_refused(text):
     assert "example" not in str(refused.value) and "127" not in str(refused.value)
 
 
+@pytest.mark.parametrize("host", ["example.com@127.0.0.1", "user:secret@example.com", "@example.com"])
+def test_a_user_name_is_refused_as_such(host):
+    with pytest.raises(RequestError, match="without credentials"):
+        parse(f"http://{host}/")
+
+
 def test_http_can_be_switched_off():
     with pytest.raises(RequestError, match="allow_http"):
         parse("http://example.com/", allow_http=False)
