@@ -5,7 +5,8 @@
     python tools/serve.py recipes/tiny --override '{"workers": {"decode": {"replicas": 2}}}' --http-port 8100
 
 Prints the endpoints when ready; OpenAI's API is on --openai-port. SIGTERM or Ctrl-C lets requests under way
-end, then stops; a second one stops at once. GET /health/live and /health/ready on --health-port are for probes and load balancers.
+end, then stops; a second one stops at once. GET /health/live and /health/ready on --health-port are for probes
+and load balancers.
 
 Exit codes: 0 stopped as asked; 1 a model or the server did not start, or the server kept dying;
 2 an option, the recipe or something that the launch needs is wrong or missing; 3 stopped by a second signal.

@@ -1,0 +1,96 @@
+"""A deployment of tiny-chat with its OpenAI frontend, served by tools/serve.py as a user would."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 120
+PORTS = {"http": 23540, "grpc": 23541, "metrics": 23542, "health": 23543, "openai": 23544}
+URL = f"http://127.0.0.1:{PORTS['openai']}"
+
+
+class Served:
+    """The running launch."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process, self.log = process, log
+
+    def frontend_pid(self) -> int:
+        return int(re.findall(r"frontend_ready .*pid=(\d+)", self.log.read_text())[-1])
+
+
+@contextlib.contextmanager
+def served(recipe: str, log: Path, *arguments: str) -> Iterator[Served]:
+    ports = [f"--{name}-port={port}" for name, port in PORTS.items()]
+    command = [sys.executable, "tools/serve.py", recipe, *ports, "--canary-interval=0", *arguments]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=stream)
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while "frontend_ready" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield Served(process, log)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(LIMIT_S)
+
+
+def call(path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """Return status and JSON of a request; bytes go as they are."""
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    request = urllib.request.Request(URL + path, data, {"content-type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, _json(reply.read())
+    except urllib.error.HTTPError as error:
+        return error.code, _json(error.read())
+
+
+def chat(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "tiny-chat", "messages": [{"role": "user", "content": text}], **fields}
+
+
+def gauge(name: str) -> float:
+    """Return the sum of a metric over tritonserver's page."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORTS['metrics']}/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+
+def wait_for(condition: Any, limit_s: float = 30) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def engine_of(served: Served, model: str = "decode") -> int:
+    from bireme.launch import processes
+
+    tree = processes.children(served.process.pid)
+    server = next(pid for pid in tree if "tritonserver" in str(processes.command_line(pid)))
+    return processes.engines(processes.stubs(server)[model][0])[0]
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode(errors="replace")
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
