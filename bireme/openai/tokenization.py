@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -22,7 +24,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, object] = {}
+    chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -1,0 +1,121 @@
+"""A frontend over fake workers, called as an ASGI server calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models, pre_tokenizers
+
+from bireme.config import Recipe, convert
+from bireme.metrics import Registry
+from bireme.openai.app import Frontend
+from bireme.openai.keys import ApiKeys
+from bireme.openai.served_model import Models, ServedModel
+from bireme.text.tokenizer import Tokenizer
+from bireme.workers.fake import FakeWorkers
+
+TEMPLATE = "{% for message in messages %}{{ message.role }}:{{ message.content }}\n{% endfor %}assistant:"
+
+
+def letters() -> Tokenizer:
+    """One token a character: ids are code points, up to 1000."""
+    inner = Inner(models.WordLevel({chr(code): code for code in range(1, 1000)}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    return Tokenizer(inner, templates={"default": TEMPLATE})
+
+
+class Reply:
+    """One request to the application, running."""
+
+    def __init__(self, app: Frontend, scope: dict[str, Any], body: bytes) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._body, self._gone = body, asyncio.Event()
+        self._has_read = False
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._has_read:
+            self._has_read = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+
+    def leave(self) -> None:
+        self._gone.set()
+
+    async def end(self) -> Reply:
+        await asyncio.wait_for(self.task, 5)
+        return self
+
+    @property
+    def status(self) -> int:
+        return self.messages[0]["status"]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {key.decode(): value.decode() for key, value in self.messages[0]["headers"]}
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages[1:])
+
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+    def events(self) -> list[Any]:
+        """Return the events' JSON, without comments; the end as a string."""
+        lines = [line[6:] for line in self.data.decode().split("\n\n") if line.startswith("data: ")]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+class Bench:
+    """A started frontend."""
+
+    def __init__(self, app: Frontend, workers: FakeWorkers) -> None:
+        self.app, self.workers = app, workers
+
+    def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
+        pairs = [(key.encode(), value.encode("latin-1")) for key, value in given.items()]
+        scope = {"type": "http", "method": method, "path": path, "headers": pairs}
+        return Reply(self.app, scope, data)
+
+    def chat(self, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"model": "test", "messages": messages, "max_tokens": 4, **fields}
+        return self.call("POST", "/v1/chat/completions", body, headers)
+
+    def complete(self, **fields: Any) -> Reply:
+        return self.call("POST", "/v1/completions", {"model": "test", "prompt": "hi", "max_tokens": 4, **fields})
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def frontend():
+    benches = []
+
+    async def make(keys: ApiKeys | None = None, **tree: Any) -> Bench:
+        workers, metrics = FakeWorkers(), Registry("frontend")
+        fields = {"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": "test"} | tree
+        recipe = convert(fields, Recipe, "test")
+        app = Frontend(Models([ServedModel(recipe, workers, letters(), metrics)]), metrics, recipe.frontend, keys)
+        await app.start()
+        benches.append(app)
+        return Bench(app, workers)
+
+    yield make
+    for app in benches:
+        if app._ticker is not None:
+            app._ticker.cancel()

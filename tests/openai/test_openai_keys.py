@@ -1,0 +1,120 @@
+"""Who may call, and how much a minute."""
+
+import hashlib
+
+import pytest
+
+from bireme.errors import ConfigError
+from bireme.openai.app import OPEN_PATHS
+from bireme.openai.keys import ApiKeys, KeyEntry, load_keys
+from bireme.openai.token_bucket import TokenBucket
+
+KEY = "br-secret"
+
+
+def keys(**limits):
+    return ApiKeys((KeyEntry(name="alice", sha256=hashlib.sha256(KEY.encode()).hexdigest(), **limits),))
+
+
+def bearer(key=KEY):
+    return {"authorization": f"Bearer {key}"}
+
+
+async def answered(bench, **fields):
+    reply = bench.chat(bearer(), **fields)
+    if reply.task.done():
+        return reply
+    await bench.workers.emit(4)
+    return await reply.end()
+
+
+WRONG = [
+    "",
+    "Bearer",
+    "Bearer ",
+    "Bearer br-secre",
+    "Bearer br-secrets",
+    "Bearer BR-SECRET",
+    "Basic br-secret",
+    "Bearer \xe4",
+]
+
+
+@pytest.mark.parametrize("header", [*WRONG, "Bearer \xe4"])
+async def test_a_wrong_key_is_401(frontend, header):
+    bench = await frontend(keys())
+    reply = await bench.chat({"authorization": header}).end()
+    assert reply.status == 401 and reply.headers["www-authenticate"] == "Bearer"
+
+
+async def test_the_right_key_is_let_in(frontend):
+    assert (await answered(await frontend(keys()))).status == 200
+
+
+PATHS = ["/v1/models", "/v1/models/test", "/metrics", "/openapi.json", "/tokenize", "/", "/nothing", "/health/live/"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_without_a_key_all_but_the_health_is_closed(frontend, path):
+    bench = await frontend(keys())
+    assert (await bench.call("GET", path).end()).status == 401
+    assert (await bench.call("GET", path, None, {"host": "localhost/health/live"}).end()).status == 400
+
+
+@pytest.mark.parametrize("path", sorted(OPEN_PATHS))
+async def test_probes_need_no_key(frontend, path):
+    assert (await (await frontend(keys())).call("GET", path).end()).status == 200
+
+
+async def test_requests_beyond_a_minutes_worth_wait(frontend):
+    bench = await frontend(keys(requests_per_minute=1))
+    assert (await answered(bench)).status == 200
+    reply = await bench.chat(bearer()).end()
+    assert reply.status == 429 and 1 <= int(reply.headers["retry-after"]) <= 60
+    assert reply.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_tokens_beyond_a_minutes_worth_wait(frontend):
+    bench = await frontend(keys(tokens_per_minute=25))
+    assert (await answered(bench)).status == 200
+    assert (await bench.chat(bearer()).end()).status == 429
+
+
+async def test_a_keys_requests_under_way_are_limited(frontend):
+    bench = await frontend(keys(max_concurrent_requests=1))
+    first = bench.chat(bearer())
+    await bench.workers.reached("decode")
+    assert (await bench.chat(bearer()).end()).status == 429
+    await bench.workers.emit(4)
+    assert (await first.end()).status == 200
+
+
+async def test_a_tenants_prompts_share_no_blocks_with_others(frontend):
+    salts = []
+    for tenant in (keys(), None):
+        bench = await frontend(tenant)
+        reply = bench.chat(bearer(), bireme={"cache_salt": "mine"})
+        await bench.workers.reached("decode")
+        salts.append(bench.workers.running[0].request.cache_salt)
+        reply.leave()
+        await reply.end()
+    assert salts[1] == "mine" and salts[0].endswith(".mine") and KEY not in salts[0]
+
+
+def test_a_key_file_is_read_and_its_mistakes_are_named(tmp_path):
+    path = tmp_path / "keys.yaml"
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    path.write_text(f"keys:\n  - {{name: alice, sha256: {digest}, requests_per_minute: 5}}\n")
+    assert load_keys(path).tenant([f"Bearer {KEY}".encode()]).name == "alice"
+    path.write_text(f"keys:\n  - {{name: alice, sha: {digest}}}\n")
+    with pytest.raises(ConfigError, match="sha256"):
+        load_keys(path)
+
+
+def test_a_bucket_refills_with_time_and_may_be_overdrawn():
+    now = [0.0]
+    bucket = TokenBucket(60, lambda: now[0])
+    bucket.take(90)
+    assert bucket.wait_s(1) == 31
+    now[0] = 31
+    assert bucket.wait_s(1) == 0

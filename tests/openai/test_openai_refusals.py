@@ -1,0 +1,145 @@
+"""What is refused, and how: 4xx with OpenAI's error body, never 5xx, never silence."""
+
+import json
+
+import pytest
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+BIG = "1" + "0" * 30
+
+
+def raw(**fields):
+    return json.dumps({"model": "test", "messages": MESSAGES, **fields}).encode()
+
+
+BAD_BODIES = {
+    "no JSON": (b"{", None),
+    "empty": (b"", None),
+    "a list": (b"[]", None),
+    "not UTF-8": (b'{"model": "\xff"}', None),
+    "NaN": (b'{"model":"test","messages":[],"temperature":NaN}', None),
+    "too deep": (b'{"model":"test","messages":' + b"[" * 100_000, None),
+    "lone surrogate": (b'{"model":"test","messages":[{"role":"user","content":"\\ud800"}]}', None),
+    "no messages": (b'{"model":"test"}', "messages"),
+    "empty messages": (raw(messages=[]), "messages"),
+    "a role": (raw(messages=[{"role": "wizard", "content": "x"}]), "messages[0].role"),
+    "content of a number": (raw(messages=[{"role": "user", "content": 5}]), "messages[0].content"),
+    "an image": (
+        raw(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]),
+        "messages[0].content[0].type",
+    ),
+    "temperature": (raw(temperature=2.5), "temperature"),
+    "huge max_tokens": (raw(max_tokens=int(BIG)), "max_tokens"),
+    "max_tokens 0": (raw(max_tokens=0), "max_tokens"),
+    "text for a number": (raw(max_tokens="5"), "max_tokens"),
+    "5000 stops": (raw(stop=["x"] * 5000), "stop"),
+    "a long stop": (raw(stop="x" * (1 << 20)), "stop"),
+    "n": (raw(n=100_000), "n"),
+    "top_logprobs alone": (raw(top_logprobs=2), "top_logprobs"),
+    "top_logprobs": (raw(logprobs=True, top_logprobs=10**6), "logprobs"),
+    "logit_bias": (raw(logit_bias={"1": 500}), "logit_bias.1"),
+    "logit_bias of a word": (raw(logit_bias={"x": 5}), None),
+    "penalty": (raw(presence_penalty=3), "presence_penalty"),
+    "unknown field": (raw(tempreature=1), "tempreature"),
+    "functions": (raw(functions=[]), "functions"),
+    "vLLM's place": (raw(top_k=1), "top_k"),
+    "unknown extension": (raw(bireme={"topk": 1}), "bireme.topk"),
+    "a template": (raw(bireme={"chat_template_kwargs": {"chat_template": "x"}}), None),
+    "processor arguments": (
+        raw(bireme={"logits_processors": [{"name": "x", "args": {"a": int(BIG)}}]}),
+        "bireme.logits_processors",
+    ),
+    "a deep schema": (
+        b'{"model":"test","messages":[{"role":"user","content":"x"}],"response_format":{"type":"json_schema",'
+        b'"json_schema":{"name":"x","schema":' + b'{"a":' * 100 + b"1" + b"}" * 100 + b"}}}",
+        "response_format.json_schema.schema",
+    ),
+    "tool_choice without tools": (raw(tool_choice="required"), "tool_choice"),
+    "tools without a parser": (raw(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
+    "a tool's name": (raw(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools[0].function.name"),
+    "2000 tools": (raw(tools=[{"type": "function", "function": {"name": "f"}}] * 2000), "tools"),
+    "stream_options": (raw(stream_options={"include_usage": True}), "stream_options"),
+    "a tool's answer to nothing": (raw(messages=[{"role": "tool", "content": "x"}]), "messages[0].tool_call_id"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+async def test_a_wrong_request_is_a_400_that_names_the_field(frontend, name):
+    body, param = BAD_BODIES[name]
+    reply = await (await frontend()).call("POST", "/v1/chat/completions", body).end()
+    error = reply.json()["error"]
+    assert reply.status == 400 and error["type"] == "invalid_request_error"
+    assert param is None or error["param"] == param, error
+
+
+BAD_COMPLETIONS = {
+    "empty prompt": {"prompt": ""},
+    "no prompts": {"prompt": []},
+    "ids outside": {"prompt": [5, 10**9]},
+    "negative ids": {"prompt": [-1]},
+    "huge ids": {"prompt": [10**30]},
+    "a mixture": {"prompt": ["x", 1]},
+    "100000 prompts": {"prompt": ["x"] * 100_000},
+    "suffix": {"prompt": "x", "suffix": "y"},
+    "best_of": {"prompt": "x", "best_of": 100_000},
+    "logprobs": {"prompt": "x", "logprobs": 50},
+    "floats": {"prompt": [1.5]},
+}
+
+
+@pytest.mark.parametrize("name", BAD_COMPLETIONS)
+async def test_a_wrong_completion_is_a_400(frontend, name):
+    body = {"model": "test", **BAD_COMPLETIONS[name]}
+    reply = await (await frontend()).call("POST", "/v1/completions", body).end()
+    assert reply.status == 400, reply.data
+
+
+async def test_an_unknown_model_is_404_and_a_missing_one_400(frontend):
+    bench = await frontend()
+    assert (await bench.chat(model="x").end()).status == 404
+    assert (await bench.call("POST", "/v1/chat/completions", {"messages": MESSAGES}).end()).status == 400
+    assert (await bench.call("GET", "/v1/models/x").end()).status == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "//v1/models", "/v1/./models", "/v1/models;x", "/V1/models", "/health/../metrics"]
+)
+async def test_paths_that_are_not_in_the_table_are_404(frontend, path):
+    assert (await (await frontend()).call("GET", path).end()).status == 404
+
+
+async def test_a_wrong_method_is_405_and_names_the_right_one(frontend):
+    reply = await (await frontend()).call("GET", "/v1/chat/completions").end()
+    assert reply.status == 405 and reply.headers["allow"] == "POST"
+
+
+async def test_a_body_that_is_too_large_is_413(frontend):
+    bench = await frontend(frontend={"max_body_bytes": 100})
+    assert (await bench.call("POST", "/tokenize", b"x" * 101).end()).status == 413
+    length = {"content-length": "10737418240"}
+    assert (await bench.call("POST", "/tokenize", b"", length).end()).status == 413
+
+
+async def test_only_plain_json_is_read(frontend):
+    bench = await frontend()
+    assert (await bench.chat({"content-type": "text/plain"}).end()).status == 415
+    assert (await bench.chat({"content-encoding": "gzip"}).end()).status == 415
+
+
+@pytest.mark.parametrize("host", ["localhost/health", "a?b", "a#b", "user@host", "a\\b"])
+async def test_a_host_header_that_could_be_read_as_a_path_is_refused(frontend, host):
+    assert (await (await frontend()).call("GET", "/v1/models", None, {"host": host}).end()).status == 400
+
+
+async def test_request_ids_come_back_and_strange_ones_are_replaced(frontend):
+    bench = await frontend()
+    assert (await bench.call("GET", "/health/live", None, {"x-request-id": "abc"}).end()).headers[
+        "x-request-id"
+    ] == "abc"
+    made = (await bench.call("GET", "/health/live", None, {"x-request-id": "a b\n"}).end()).headers["x-request-id"]
+    assert len(made) == 32
+
+
+async def test_openapi_describes_every_route(frontend):
+    paths = (await (await frontend()).call("GET", "/openapi.json").end()).json()["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/models/{model}"} <= paths.keys()
