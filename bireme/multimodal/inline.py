@@ -21,8 +21,6 @@ def decode_data_url(text: str, budget: PictureBudget) -> bytes:
         raise RequestError("the data: URL's media type is not image/...; send PNG, JPEG, WebP or GIF")
     budget.check((len(text) - header.end()) // 4 * 3 - 2)
     try:
-        content = base64.b64decode(text[header.end() :], validate=True)
+        return base64.b64decode(text[header.end() :], validate=True)
     except (binascii.Error, ValueError):
         raise RequestError("the data: URL is not valid base64") from None
-    budget.check(len(content))
-    return content

@@ -73,6 +73,13 @@ def test_what_is_outside_missing_or_no_file_gets_one_and_the_same_answer(folders
     )
 
 
+@pytest.mark.parametrize("path", ["outside/secret", "allowed/../outside/secret", "allowed/link"])
+def test_what_is_outside_is_not_even_opened(folders, monkeypatch, path):
+    (folders / "allowed/link").symlink_to(folders / "outside/secret")
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
+    refusal(folders, f"file://{folders}/{path}")
+
+
 def test_a_link_swapped_in_after_the_check_is_refused(folders, monkeypatch):
     """The folder becomes a link between resolving and opening."""
     (folders / "allowed/deeper/secret").write_bytes(b"harmless")
@@ -96,7 +103,7 @@ def test_other_forms_of_file_urls_are_refused(folders, url):
 
 def test_a_file_over_the_limit_is_refused(folders):
     url = f"file://{folders}/allowed/a%20b.png"
-    assert "7 bytes; at most 6" in refusal(folders, url, max_image_bytes=6)
+    assert "7 bytes; at most 5" in refusal(folders, url, max_image_bytes=5)
     assert read(folders, url, max_image_bytes=7) == b"picture"
 
 
