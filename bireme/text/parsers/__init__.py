@@ -11,10 +11,32 @@ from typing import TypeVar
 
 from bireme.errors import ConfigError
 from bireme.text.parsers.base import Parser, ParserRequest, ReasoningFormat, ToolFormat
+from bireme.text.parsers.envelope import EnvelopeFormat
+from bireme.text.parsers.harmony import HarmonyFormat
+from bireme.text.parsers.named import DeepSeekFormat, MistralFormat
 from bireme.text.parsers.plain import PlainParser
+from bireme.text.parsers.pythonic import PythonicFormat
+from bireme.text.parsers.qwen3_coder import Qwen3CoderFormat
+from bireme.text.parsers.think import ThinkFormat
 
-REASONING: dict[str, ReasoningFormat] = {}
-TOOLS: dict[str, ToolFormat] = {}
+# docs/parsers.md says how to add to these.
+REASONING: dict[str, ReasoningFormat] = {
+    "think": ThinkFormat(),
+    "qwen3": ThinkFormat(is_expected=True),
+    "deepseek_r1": ThinkFormat(is_implied=True),
+    "harmony": HarmonyFormat(),
+}
+TOOLS: dict[str, ToolFormat] = {
+    "hermes": EnvelopeFormat(("<tool_call>",), "</tool_call>", layout="\n", needs_special_tokens=True),
+    "llama3_json": EnvelopeFormat(
+        ("<|python_tag|>",), separator="; ", argument_key="parameters", is_bare=True, needs_special_tokens=True
+    ),
+    "mistral": MistralFormat(("[TOOL_CALLS]",), opener="[", separator=", ", needs_special_tokens=True),
+    "pythonic": PythonicFormat(),
+    "qwen3_coder": Qwen3CoderFormat(),
+    "deepseek_v3.1": DeepSeekFormat(),
+    "harmony": HarmonyFormat(),
+}
 _F = TypeVar("_F")
 
 

@@ -74,7 +74,9 @@ class ParserRequest:
 class ReasoningFormat(Protocol):
     """One way to mark reasoning; an entry of the table in parsers/__init__.py."""
 
-    needs_special_tokens: bool  # its markers are special tokens: they must be in the text
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Are its markers special tokens, so that these have to be in the text?"""
 
     def parser(self, request: ParserRequest, inner: Parser) -> Parser:
         """Return a parser that takes reasoning out and feeds the rest to `inner`."""
@@ -86,7 +88,9 @@ class ReasoningFormat(Protocol):
 class ToolFormat(Protocol):
     """One way to write tool calls; an entry of the table in parsers/__init__.py."""
 
-    needs_special_tokens: bool
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Are its markers special tokens, so that these have to be in the text?"""
 
     def parser(self, request: ParserRequest) -> Parser: ...
 

@@ -1,0 +1,228 @@
+"""Calls as JSON objects with a name in them: hermes (between markers), llama3_json (bare), mistral (a list).
+
+    <tool_call>{"name": "f", "arguments": {...}}</tool_call>
+    {"name": "f", "parameters": {...}}; {"name": ...}
+    [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]
+
+Where the name comes first, as models are taught, the arguments stream; else a call comes when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bireme.text.parsers.base import Function, Guide, Parser, ParserRequest
+from bireme.text.parsers.guides import call_tags, separated, structural_tag
+from bireme.text.parsers.json_stream import JsonStream
+from bireme.text.parsers.scan import may_become, skip_blanks
+from bireme.text.parsers.stateful import StatefulParser
+
+MAX_HEAD = 512  # characters in which the name must have come for its arguments to stream
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.:/-]{1,128})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class EnvelopeFormat:
+    """An entry of the table."""
+
+    begins: tuple[str, ...]  # markers before a call, or before the list of them
+    end: str = ""  # after each call
+    opener: str = ""  # after the marker: a list follows
+    separator: str = "\n"
+    argument_key: str = "arguments"
+    is_bare: bool = False  # an answer that begins with { is a call, without any marker
+    layout: str = ""  # white space between marker and JSON, as the model is taught
+    needs_special_tokens: bool = False
+
+    def parser(self, request: ParserRequest) -> Parser:
+        return EnvelopeParser(self, request)
+
+    def guide(self, functions: Sequence[Function], is_parallel: bool) -> Guide:
+        begin = "" if self.is_bare or self.opener else self.begins[0] + self.layout
+        tags = call_tags(
+            functions,
+            lambda name: f'{begin}{{"name": {json.dumps(name)}, "{self.argument_key}": ',
+            "}" + (self.layout + self.end if self.end else ""),
+        )
+        calls = separated(tags, self.separator, is_parallel)
+        if not self.opener:
+            return structural_tag(calls)
+        return structural_tag(f"{self.begins[0]} {self.opener}", calls, "]")
+
+
+class EnvelopeParser(StatefulParser):
+    def __init__(self, form: EnvelopeFormat, request: ParserRequest) -> None:
+        super().__init__(request)
+        self._form = form
+        self.begins = form.begins
+        self._is_listed = False  # inside [ ... ]
+        self._has_marker = False
+        self._outline, self._num_outlined = JsonStream(), 0
+        if form.is_bare:
+            self._state = self._answer_start
+
+    def _answer_start(self, text: str) -> str:
+        start = skip_blanks(text)
+        if start == "":
+            self._held = text
+            return ""
+        if start and start.startswith("{"):
+            return self._enter(text)
+        self._state = self._content
+        return text
+
+    def _begin(self, marker: str, rest: str) -> str:
+        self._has_marker = True
+        self._raw = [marker]
+        if self._form.opener:
+            self._state = self._open_list
+        else:
+            self._enter_head()
+        return rest
+
+    def _enter(self, rest: str) -> str:
+        self._raw, self._has_marker = [], False
+        self._enter_head()
+        return rest
+
+    def _open_list(self, text: str) -> str:
+        start = skip_blanks(text)
+        if start == "":
+            self._held = text
+            return ""
+        self._is_listed = bool(start and start.startswith(self._form.opener))
+        if start is None or not (self._is_listed or start.startswith("{")):
+            return self._without_list(text)
+        if self._is_listed:
+            self._raw.append(text[: text.index(self._form.opener) + 1])
+            text = start[1:]
+        self._enter_head()
+        return text
+
+    def _without_list(self, text: str) -> str:
+        self._give_up("")
+        return text
+
+    def _enter_head(self) -> None:
+        self._state = self._head
+        self._outline, self._num_outlined = JsonStream(), 0
+
+    def _head(self, text: str) -> str:
+        """Find the name; where it can't be found early, take the whole object."""
+        match = _HEAD.match(text, 0, MAX_HEAD)
+        if match is not None and match.group(1) in self._names:
+            self._start_call(match.group(1))
+            self._state = self._stream_arguments
+            return text[match.end() :]
+        outline = self._outline
+        outline.feed(text[self._num_outlined : MAX_HEAD])
+        self._num_outlined = len(text)
+        if match is None and len(text) < MAX_HEAD and not outline.is_done and not outline.is_broken:
+            self._held = text
+            return ""
+        self._outline = JsonStream()
+        self._state = self._whole
+        return text
+
+    def _whole(self, text: str) -> str:
+        _, rest = self._outline.feed(text)
+        self._raw.append(text[: len(text) - len(rest)])
+        if self._outline.is_broken:
+            self._give_up("")
+        elif self._outline.is_done:
+            call = self._read("".join(self._raw[1:] if self._has_marker or self._is_listed else self._raw))
+            if call is None:
+                self._give_up("")
+            else:
+                self._start_call(call[0])
+                self._add(call[1])
+                self._state = self._after_call
+        return rest
+
+    def _read(self, text: str) -> tuple[str, str] | None:
+        """Return name and arguments of a whole call; None: it is none."""
+        try:
+            tree: Any = json.loads(text[text.index("{") :], strict=False)
+            arguments: Any = next((tree[key] for key in _ARGUMENTS if key in tree), {})
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments, strict=False)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(tree.get("name"), str) or tree["name"] not in self._names:
+            return None
+        return (tree["name"], _dump(arguments)) if isinstance(arguments, dict) else None
+
+    def _after_arguments(self, text: str) -> str:
+        self._outline = JsonStream(is_open=True)
+        self._state = self._tail
+        return text
+
+    def _tail(self, text: str) -> str:
+        """Pass over what follows the arguments in their object."""
+        _, rest = self._outline.feed(text)
+        if self._outline.is_done:
+            self._state = self._after_call
+        elif self._outline.is_broken:
+            self._finish_call()
+        return rest
+
+    def _after_call(self, text: str) -> str:
+        """Pass over the end marker, or go to the next call of the list."""
+        start = skip_blanks(text)
+        ends = [end for end in (self._form.end, *self._continues) if end]
+        if start is not None and (not start or any(may_become(start, end) for end in ends)):
+            self._held = text
+            return ""
+        for end in ends if start is not None else ():
+            assert start is not None
+            if start.startswith(end):
+                return self._pass_end(end, start[len(end) :])
+        self._finish_call()
+        self._is_listed = False
+        return text
+
+    @property
+    def _continues(self) -> tuple[str, ...]:
+        if self._is_listed:
+            return (",", "]")
+        return (";",) if self._form.is_bare and not self._has_marker else ()
+
+    def _pass_end(self, end: str, rest: str) -> str:
+        if end in (",", ";"):
+            return self._enter_next(end, rest)
+        self._is_listed = False
+        self._finish_call()
+        return rest
+
+    def _enter_next(self, end: str, rest: str) -> str:
+        self._has_marker = False
+        start = skip_blanks(rest)
+        if start and start.startswith("{"):
+            self._raw = [end] if self._is_listed else []
+            self._enter_head()
+            return start
+        if start == "":
+            self._held = end + rest
+            return ""
+        self._finish_call()
+        self._is_listed = False
+        return end + rest
+
+    def _end(self, is_cut: bool) -> None:
+        if self._state in (self._tail, self._after_call):
+            left = self._held.strip()
+            self._finish_call()
+            self._say("" if left in (",", ";") else left)
+        elif self._state == self._answer_start:
+            self._say(self._held)
+        else:
+            super()._end(is_cut)
+
+
+def _dump(arguments: dict[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False)

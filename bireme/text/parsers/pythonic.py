@@ -1,0 +1,185 @@
+"""Calls as a Python list of calls, of Llama 3.2 and 4: [f(city="Paris", days=3), g()].
+
+Read with `ast`, never run: names of functions, keyword arguments, literals of JSON's kinds. A list comes when
+it is whole; one that is anything else is content.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bireme.errors import RequestError
+from bireme.text.parsers.base import Function, Guide, Parser, ParserRequest
+from bireme.text.parsers.scan import may_become, skip_blanks
+from bireme.text.parsers.stateful import StatefulParser
+
+MAX_CHARACTERS = 1 << 16  # of one list; Python's parser is not made for more
+MAX_DEPTH = 32
+_START = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
+_START_SO_FAR = re.compile(r"\[\s{0,64}(?:[A-Za-z_][\w.]{0,127})?")
+_TAG = "<|python_start|>"
+_TAG_END = "<|python_end|>"
+_PLAIN = re.compile(r"""[^\[\](){}"'\\]+""")
+
+
+@dataclass(frozen=True)
+class PythonicFormat:
+    needs_special_tokens: bool = True
+
+    def parser(self, request: ParserRequest) -> Parser:
+        return PythonicParser(request)
+
+    def guide(self, functions: Sequence[Function], is_parallel: bool) -> Guide:
+        raise RequestError(
+            "tool_choice: the model's pythonic calls can't be enforced by a grammar; send auto or none instead"
+        )
+
+
+class PythonicParser(StatefulParser):
+    begins = (_TAG,)
+
+    def __init__(self, request: ParserRequest) -> None:
+        super().__init__(request)
+        self._state = self._start
+        self._closers: list[str] = []
+        self._quote = ""
+        self._num_characters = 0
+
+    def _begin(self, marker: str, rest: str) -> str:
+        self._raw = [marker]
+        self._state = self._start
+        return rest
+
+    def _start(self, text: str) -> str:
+        """Decide whether a list of calls begins here."""
+        start = skip_blanks(text)
+        if start == "" or (start is not None and not self._raw and may_become(start, _TAG)):
+            self._held = text
+            return ""
+        so_far = _START_SO_FAR.match(start) if start else None
+        if start and _START.match(start, 0, 256):
+            self._raw.append(text[: len(text) - len(start)])
+            self._closers, self._quote, self._num_characters = [], "", 0
+            self._state = self._list
+            return start
+        if so_far is not None and so_far.end() == len(start or ""):
+            self._held = text
+            return ""
+        self._give_up("")
+        return text
+
+    def _list(self, text: str) -> str:
+        """Take text to the bracket that closes the list."""
+        at = 0
+        while at < len(text):
+            step = self._step(text, at)
+            if step == 0:
+                self._held = text[at:]
+                break
+            at += step
+            if not self._closers or self._num_characters + at > MAX_CHARACTERS or len(self._closers) > MAX_DEPTH:
+                return self._end_list(text, at)
+        self._raw.append(text[:at])
+        self._num_characters += at
+        return ""
+
+    def _step(self, text: str, at: int) -> int:
+        """Take one lexeme; 0: it is not whole yet."""
+        char = text[at]
+        if char == "\\":
+            return 2 if at + 1 < len(text) else 0
+        if self._quote:
+            self._quote = "" if char == self._quote else self._quote
+            return 1
+        if char in "\"'":
+            self._quote = char
+        elif char in "([{":
+            self._closers.append({"(": ")", "[": "]", "{": "}"}[char])
+        elif char in ")]}":
+            if self._closers.pop() != char:
+                self._closers.clear()
+        elif plain := _PLAIN.match(text, at):
+            # At most up to where the limit ends the list: the cut must not depend on how the text came.
+            return min(plain.end() - at, MAX_CHARACTERS - self._num_characters - at + 1)
+        return 1
+
+    def _end_list(self, text: str, at: int) -> str:
+        source = text[:at]
+        self._raw.append(source)
+        calls = read_calls("".join(self._raw).removeprefix(_TAG), self._names)
+        if not calls:
+            self._give_up("")
+            return text[at:]
+        for name, arguments in calls:
+            self._start_call(name)
+            self._add(arguments)
+        self._finish_call()
+        self._state = self._after_list
+        return text[at:]
+
+    def _after_list(self, text: str) -> str:
+        start = skip_blanks(text)
+        if start is not None and (not start or may_become(start, _TAG_END)):
+            self._held = text
+            return ""
+        self._state = self._content
+        return start[len(_TAG_END) :] if start is not None and start.startswith(_TAG_END) else text
+
+    def _end(self, is_cut: bool) -> None:
+        if self._state == self._after_list:
+            self._state = self._content
+            self._say(self._held.strip())
+        else:
+            super()._end(is_cut)
+
+
+def read_calls(text: str, names: frozenset[str]) -> list[tuple[str, str]]:
+    """Return (name, arguments as JSON) of each call; empty: the text is no list of calls of these functions."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in a model's strings
+            tree = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(tree, ast.List):
+            return []
+        return [_read_call(node, names) for node in tree.elts]
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        return []
+
+
+def _read_call(node: ast.expr, names: frozenset[str]) -> tuple[str, str]:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("no call with keyword arguments")
+    name = ast.unparse(node.func)
+    if name not in names or any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError("no function that was offered")
+    arguments = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
+    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal that JSON knows. Raises ValueError for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
+        return node.value
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_literal(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        return {_key(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True)}
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _literal(node.operand)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
+        return {"true": True, "false": False, "null": None}[node.id]
+    raise ValueError("no literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("no text as key")

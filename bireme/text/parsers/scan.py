@@ -1,0 +1,51 @@
+"""Markers in a text that comes in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_TRIMMED = 64  # white space beside a marker that is taken for layout; more is text
+
+
+def split(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
+    """Cut at the first marker: text before it, the marker, what follows.
+
+    Without a complete marker: certain text, "", and the end that may still become a marker.
+    """
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if found:
+        at, marker = min(found)
+        return text[:at], marker, text[at + len(marker) :]
+    keep = max((_overlap(text, marker) for marker in markers), default=0)
+    return text[: len(text) - keep], "", text[len(text) - keep :]
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Return the length of the longest end of `text` that begins `marker`."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
+    return 0
+
+
+def may_become(text: str, marker: str) -> bool:
+    """Does `text` begin `marker`, without being all of it?"""
+    return len(text) < len(marker) and marker.startswith(text)
+
+
+def skip_blanks(text: str, limit: int = MAX_TRIMMED) -> str | None:
+    """Return what follows the white space at the start; "" while there is nothing else, None past the limit."""
+    start = text.lstrip()
+    return start if len(text) - len(start) < limit else None
+
+
+def trim_end(text: str) -> str:
+    """Drop the layout at the end."""
+    end = text[-MAX_TRIMMED:]
+    return text[: len(text) - len(end)] + end.rstrip()
+
+
+def hold_blanks(text: str) -> tuple[str, str]:
+    """Cut off the white space at the end that a marker may yet turn into layout."""
+    kept = trim_end(text)
+    return kept, text[len(kept) :]

@@ -1,0 +1,167 @@
+"""What parsers of tool calls have in common: states that take text, events, numbered calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, ParserRequest
+from bireme.text.parsers.json_stream import JsonStream
+from bireme.text.parsers.scan import hold_blanks, skip_blanks, split, trim_end
+
+State = Callable[[str], str]  # takes text; returns what the next state has to take, having set `_state`
+
+
+class StatefulParser:
+    """A state takes what it can; what can't be decided yet it puts into `_held`, and that stays short."""
+
+    is_reasoning = False
+    begins: Sequence[str] = ()  # markers that end content
+
+    def __init__(self, request: ParserRequest) -> None:
+        self._names = frozenset(str(function.get("name", "")) for function in request.functions)
+        self._functions = {str(function.get("name", "")): function for function in request.functions}
+        self._state: State = self._content
+        self._held = ""
+        self._events: list[Event] = []
+        self._num_calls = 0
+        self._is_after_call = False  # layout between and after calls is no content
+        self._name_at_hand = ""
+        self._blanks = ""  # white space before a call that may turn out to be none
+        self._raw: list[str] = []  # text of a call that may turn out to be none
+        self._arguments = JsonStream()
+
+    def feed(self, text: str) -> list[Event]:
+        text, self._held = self._held + text, ""
+        while text:
+            text = self._state(text)
+        return self._take()
+
+    def close(self, is_cut: bool = False) -> list[Event]:
+        self._end(is_cut)
+        self._held = ""
+        return self._take()
+
+    # -- content
+
+    def _content(self, text: str) -> str:
+        before, marker, rest = split(text, self.begins)
+        if marker:
+            certain = trim_end(before)
+            self._say(certain)
+            self._blanks = "" if self._is_after_call else before[len(certain) :]
+            self._is_after_call = False
+            return self._begin(marker, rest)
+        certain, blanks = hold_blanks(before)
+        self._say(certain)
+        if self._is_after_call and not certain:
+            blanks = ""
+        self._held = blanks + rest
+        return ""
+
+    def _begin(self, marker: str, rest: str) -> str:
+        """Go into the state behind a marker."""
+        raise NotImplementedError
+
+    def _end(self, is_cut: bool) -> None:
+        """Say what is held back, in the state that the text ended in."""
+        if self._state == self._content:
+            self._say("" if self._is_after_call and self._held.isspace() else self._held)
+        elif self._state == self._stream_arguments:
+            self._break_off("", is_cut)
+        else:
+            self._give_up(self._held)
+
+    # -- a call
+
+    def _start_call(self, name: str) -> None:
+        self._events.append(CallStart(self._num_calls, name))
+        self._num_calls += 1
+        self._raw.clear()
+        self._blanks = ""
+        self._arguments = JsonStream()
+
+    def _add(self, arguments: str) -> None:
+        if arguments:
+            self._events.append(CallArguments(self._num_calls - 1, arguments))
+
+    def _await_arguments(self, name: str, header: str) -> None:
+        """The call starts with the { of its arguments; what came for its name is content if there is none."""
+        self._name_at_hand = name
+        self._raw.append(header)
+        self._state = self._open_arguments
+
+    def _open_arguments(self, text: str) -> str:
+        start = skip_blanks(text)
+        if start == "":
+            self._held = text
+            return ""
+        if start is None or not start.startswith("{"):
+            self._give_up("")
+            return text
+        self._start_call(self._name_at_hand)
+        self._state = self._stream_arguments
+        return start
+
+    def _stream_arguments(self, text: str) -> str:
+        """Let the arguments through; then `_after_arguments`. What is no JSON breaks the call off."""
+        out, rest = self._arguments.feed(text)
+        self._add(out)
+        if self._arguments.is_done:
+            self._state = self._after_arguments
+        elif self._arguments.is_broken:
+            return self._break_off(rest)
+        return rest
+
+    def _after_arguments(self, text: str) -> str:
+        raise NotImplementedError
+
+    def _break_off(self, rest: str, is_cut: bool = False) -> str:
+        """Complete the arguments that were let out; what follows is content. A cut answer stays as it is."""
+        held = self._arguments.held
+        if is_cut:
+            self._add(held)
+            return ""
+        self._add(self._arguments.closers)
+        self._finish_call()
+        self._say(held)
+        return rest
+
+    def _finish_call(self) -> None:
+        self._raw.clear()
+        self._is_after_call = True
+        self._state = self._content
+
+    def _give_up(self, text: str) -> None:
+        """It was no call: all its text is content."""
+        raw, self._raw = self._blanks + "".join(self._raw), []
+        self._blanks = ""
+        self._is_after_call = False
+        self._say(raw + text)
+        self._state = self._content
+
+    def _say(self, text: str) -> None:
+        if not text:
+            return
+        if self._is_after_call:
+            text = text.lstrip()
+            self._is_after_call = not text
+        if text:
+            self._events.append(Content(text))
+
+    def _take(self) -> list[Event]:
+        events, self._events = merged(self._events), []
+        return events
+
+
+def merged(events: list[Event]) -> list[Event]:
+    """Join neighbours of one kind."""
+    joined: list[Event] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            joined[-1] = Content(last.text + event.text)
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
+            joined[-1] = CallArguments(last.index, last.text + event.text)
+        else:
+            joined.append(event)
+    return joined

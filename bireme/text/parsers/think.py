@@ -1,0 +1,105 @@
+"""Reasoning between two markers: <think>...</think> of DeepSeek R1, Qwen3 and others.
+
+The template may have opened it already (the prompt ends with the marker), or the model opens it itself as the
+first thing it says. What follows the end is the answer, whatever it looks like. White space beside the
+markers is layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bireme.text.parsers.base import Event, Guide, Parser, ParserRequest, Reasoning
+from bireme.text.parsers.scan import hold_blanks, may_become, skip_blanks, split, trim_end
+
+
+@dataclass(frozen=True)
+class ThinkFormat:
+    """An entry of the table."""
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    is_implied: bool = False  # an answer begins with reasoning even where nobody wrote the first marker
+    is_expected: bool = False  # unless the prompt closed it, the model begins with reasoning
+    needs_special_tokens: bool = True
+
+    def parser(self, request: ParserRequest, inner: Parser) -> Parser:
+        return ThinkParser(self, self.is_open(request), inner)
+
+    def exempt(self, guide: Guide, request: ParserRequest) -> Guide:
+        expected = self.is_expected and not self._is_closed(request)
+        if not (self.is_open(request) or expected):
+            return guide
+        return {**guide, "reasoning_end": self.end}
+
+    def is_open(self, request: ParserRequest) -> bool:
+        """Does the answer begin inside the reasoning?"""
+        if request.prompt_end.rstrip().endswith(self.begin):
+            return True
+        return self.is_implied and not self._is_closed(request)
+
+    def _is_closed(self, request: ParserRequest) -> bool:
+        return request.prompt_end.rstrip().endswith(self.end)
+
+
+class ThinkParser:
+    def __init__(self, form: ThinkFormat, is_open: bool, inner: Parser) -> None:
+        self._form = form
+        self._inner = inner
+        self._place = "start"  # start, reasoning, gap, answer
+        self._is_open = is_open
+        self._has_text = False  # of the reasoning: layout at its start has been dropped
+        self._held = ""
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._place == "reasoning" or (self._place == "start" and self._is_open)
+
+    def feed(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        text, self._held = self._held + text, ""
+        if self._place == "start":
+            text = self._start(text)
+        if self._place == "reasoning" and text:
+            text = self._reason(text, events)
+        if self._place == "gap" and text:
+            text = text.lstrip()
+            self._place = "answer" if text else "gap"
+        if self._place == "answer" and text:
+            events += self._inner.feed(text)
+        return events
+
+    def close(self, is_cut: bool = False) -> list[Event]:
+        held, self._held = self._held, ""
+        if self._place == "reasoning":
+            return self._said(held)
+        return [*(self._inner.feed(held) if held else []), *self._inner.close(is_cut)]
+
+    def _start(self, text: str) -> str:
+        """Pass over the first marker, if it is there."""
+        start = skip_blanks(text)
+        if start is not None and (not start or may_become(start, self._form.begin)):
+            self._held = text
+            return ""
+        if start is not None and start.startswith(self._form.begin):
+            self._place = "reasoning"
+            return start[len(self._form.begin) :]
+        self._place = "reasoning" if self._is_open else "answer"
+        return text
+
+    def _reason(self, text: str, events: list[Event]) -> str:
+        before, marker, rest = split(text, (self._form.end,))
+        if marker:
+            events += self._said(trim_end(before))
+            self._place = "gap"
+            return rest
+        certain, blanks = hold_blanks(before)
+        events += self._said(certain)
+        self._held = blanks + rest
+        return ""
+
+    def _said(self, text: str) -> list[Event]:
+        if not self._has_text:
+            text = text.lstrip()
+            self._has_text = bool(text)
+        return [Reasoning(text)] if text else []

@@ -1,0 +1,367 @@
+"""Reasoning and tool calls told apart, however the text was cut."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bireme.errors import ConfigError, RequestError
+from bireme.text.parsers import REASONING, TOOLS, create_parser, reasoning_format, tool_format
+from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, Parser, ParserRequest, Reasoning
+
+FUNCTIONS: tuple[dict[str, Any], ...] = (
+    {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "units": {"type": ["string", "null"]},
+                "flags": {"type": "array", "items": {"type": "boolean"}},
+                "free": {},
+            },
+            "required": ["city"],
+        },
+    },
+    {"name": "now"},
+)
+WEATHER = {"city": 'New "York"\n', "days": 3, "flags": [True, False]}
+ARGUMENTS = json.dumps(WEATHER)
+
+
+def make(tools: str = "", reasoning: str = "", prompt_end: str = "") -> Parser:
+    request = ParserRequest(FUNCTIONS if tools else (), prompt_end)
+    return create_parser(reasoning_format(reasoning), tool_format(tools), request)
+
+
+def parse(text: str, size: int = 1 << 30, is_cut: bool = False, **formats: str) -> list[Event]:
+    parser = make(**formats)
+    events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
+    return joined(events + parser.close(is_cut))
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """Join the texts of neighbours."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, (Content, Reasoning)) and type(event) is type(last):
+            result[-1] = type(event)(last.text + event.text)
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
+            result[-1] = CallArguments(last.index, last.text + event.text)
+        else:
+            result.append(event)
+    return result
+
+
+def calls_of(events: list[Event]) -> list[tuple[str, Any]]:
+    texts = {event.index: "" for event in events if isinstance(event, CallStart)}
+    for event in events:
+        if isinstance(event, CallArguments):
+            texts[event.index] += event.text
+    names = [event.name for event in events if isinstance(event, CallStart)]
+    return [(name, json.loads(texts[index])) for index, name in enumerate(names)]
+
+
+def content_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Content))
+
+
+ONE = [("weather", WEATHER)]
+TWO = [("weather", WEATHER), ("now", {})]
+CODER = """<tool_call>
+<function=weather>
+<parameter=city>
+New "York"
+
+</parameter>
+<parameter=days>
+3
+</parameter>
+<parameter=flags>
+[true, false]
+</parameter>
+</function>
+</tool_call>"""
+DEEPSEEK = f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+# format, text, content, calls
+CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    ("hermes", f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>', "", ONE),
+    (
+        "hermes",
+        f'Let me look.\n<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}}}</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n',
+        "Let me look.",
+        TWO,
+    ),
+    ("hermes", f'<tool_call>{{"arguments": {ARGUMENTS}, "name": "weather"}}</tool_call> done', "done", ONE),
+    ("hermes", f'<tool_call>{{"id": 1, "name": "weather", "arguments": {json.dumps(ARGUMENTS)}}}</tool_call>', "", ONE),
+    ("hermes", f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}, "id": "x"}}</tool_call>', "", ONE),
+    ("hermes", f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}}}', "", ONE),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
+    ("hermes", "x < y <tool <tool_call", "x < y <tool <tool_call", []),
+    ("hermes", 'a <tool_call>{"name": "other", "arguments": {}}</tool_call>', None, []),
+    ("hermes", "a  <tool_call>no json</tool_call> b ", None, []),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": [1, 2,], }}</tool_call>', "", [("now", {"a": [1, 2]})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "x\ny\t"}}</tool_call>', "", [("now", {"a": "x\ny\t"})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1, "b": oops}}', ', "b": oops}}', [("now", {"a": 1})]),
+    ("llama3_json", f'{{"name": "weather", "parameters": {ARGUMENTS}}}', "", ONE),
+    ("llama3_json", f'<|python_tag|>{{"name": "weather", "parameters": {ARGUMENTS}}}', "", ONE),
+    (
+        "llama3_json",
+        f'{{"name": "weather", "parameters": {ARGUMENTS}}}; {{"name": "now", "parameters": {{}}}}',
+        "",
+        TWO,
+    ),
+    ("llama3_json", '{"colour": "red"} is JSON', '{"colour": "red"} is JSON', []),
+    ("llama3_json", 'see {"name": "now", "parameters": {}}', 'see {"name": "now", "parameters": {}}', []),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}}}]', "", ONE),
+    (
+        "mistral",
+        f'Yes. [TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}, {{"name": "now", "arguments": {{}}}}]',
+        "Yes.",
+        TWO,
+    ),
+    ("mistral", f"[TOOL_CALLS]weather{ARGUMENTS}[TOOL_CALLS]now{{}}", "", TWO),
+    ("mistral", f"[TOOL_CALLS]weather[CALL_ID]abc123456[ARGS]{ARGUMENTS}", "", ONE),
+    ("mistral", "[TOOL_CALLS]nothing{}", "[TOOL_CALLS]nothing{}", []),
+    ("pythonic", "[weather(city='New \"York\"\\n', days=3, flags=[True, False]), now()]", "", TWO),
+    ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [("now", {})]),
+    ("pythonic", '[weather(city="]) (", days=-1)]', "", [("weather", {"city": "]) (", "days": -1})]),
+    ("pythonic", "[1, 2, 3] is a list", "[1, 2, 3] is a list", []),
+    ("pythonic", "[now(__import__('os').system('id'))]", "[now(__import__('os').system('id'))]", []),
+    ("pythonic", "[other(a=1)]", "[other(a=1)]", []),
+    ("pythonic", "[now(a=1", "[now(a=1", []),
+    ("qwen3_coder", CODER, "", ONE),
+    ("qwen3_coder", f"Well.\n{CODER}\n<tool_call>\n<function=now>\n</function>\n</tool_call>", "Well.", TWO),
+    (
+        "qwen3_coder",
+        "<function=weather><parameter=city>7</parameter><parameter=units>null</parameter></function>",
+        "",
+        [("weather", {"city": "7", "units": None})],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=weather><parameter=city>a <b> </p></parameter><parameter=days>many</parameter>"
+        '<parameter=free>{"x": 1}</parameter></function></tool_call>',
+        "",
+        [("weather", {"city": "a <b> </p>", "days": "many", "free": '{"x": 1}'})],
+    ),
+    ("qwen3_coder", "<tool_call>\n<function=other>\n</function>", None, []),
+    ("deepseek_v3.1", f"<｜tool▁calls▁begin｜>{DEEPSEEK}<｜tool▁calls▁end｜>", "", ONE),
+    (
+        "deepseek_v3.1",
+        f"Hm.<｜tool▁calls▁begin｜>{DEEPSEEK}<｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Hm.",
+        TWO,
+    ),
+    ("deepseek_v3.1", "a <｜tool▁call▁begin｜>now<｜tool▁sep｜> none", None, []),
+    ("deepseek_v3.1", "<｜tool▁calls▁begin｜>none", "<｜tool▁calls▁begin｜>none", []),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>think<|end|><|start|>assistant<|channel|>commentary to=functions.weather"
+        f" <|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+        "",
+        ONE,
+    ),
+    ("harmony", f"<|channel|>commentary to=functions.weather<|message|>{ARGUMENTS}", "", ONE),
+    ("harmony", "<|channel|>commentary to=functions.now<|message|>none", None, []),
+    ("harmony", "<|channel|>final<|message|>The answer is 4.<|return|>", "The answer is 4.", []),
+    (
+        "harmony",
+        "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
+        "",
+        [("now", {})],
+    ),
+]
+IDS = [f"{case[0]}-{at}" for at, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_calls_and_content_are_told_apart(case: tuple[str, str, str | None, list[tuple[str, Any]]]):
+    tools, text, content, calls = case
+    events = parse(text, tools=tools)
+    assert calls_of(events) == calls
+    assert content_of(events) == (text if content is None else content)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_cut_into_pieces_changes_nothing(case: tuple[str, str, str | None, Any], is_cut: bool):
+    tools, text = case[0], case[1]
+    for end in (len(text), len(text) // 2, len(text) * 4 // 5):
+        whole = parse(text[:end], is_cut=is_cut, tools=tools)
+        for size in range(1, end + 1):
+            assert parse(text[:end], size, is_cut, tools=tools) == whole, size
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_call_that_breaks_off_is_valid_json_unless_the_answer_was_cut(case: tuple[str, str, str | None, Any]):
+    tools, text = case[0], case[1]
+    for end in range(len(text)):
+        calls_of(parse(text[:end], tools=tools))
+        parse(text[:end], is_cut=True, tools=tools)
+
+
+def test_arguments_stream_as_they_come():
+    parser = make("hermes")
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Pa'
+    assert joined(parser.feed(text)) == [CallStart(0, "weather"), CallArguments(0, '{"city": "Pa')]
+    assert parser.feed("ris") == [CallArguments(0, "ris")]
+    assert parser.feed('", "da') == [CallArguments(0, '"')]
+    assert joined(parser.feed('ys": 3}}')) == [CallArguments(0, ', "days": 3}')]
+
+
+def test_content_streams_as_it_comes():
+    parser = make("hermes")
+    assert parser.feed("one ") == [Content("one")]
+    assert parser.feed("two <") == [Content(" two")]
+    assert parser.feed("b>") == [Content(" <b>")]
+
+
+def test_an_answer_that_was_cut_keeps_what_came():
+    events = parse('<tool_call>{"name": "weather", "arguments": {"city": "Par', is_cut=True, tools="hermes")
+    assert events == [CallStart(0, "weather"), CallArguments(0, '{"city": "Par')]
+
+
+def test_without_functions_call_syntax_is_content():
+    text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    assert parse(text) == [Content(text)]
+
+
+THOUGHTS = [
+    ("think", "", "<think>\nhm\n\nso\n</think>\n\nyes", [Reasoning("hm\n\nso"), Content("yes")]),
+    ("think", "<think>\n", "hm\n</think>\nyes", [Reasoning("hm"), Content("yes")]),
+    ("think", "", "yes", [Content("yes")]),
+    ("think", "", " <thin yes ", [Content(" <thin yes ")]),
+    ("think", "", "<think>hm", [Reasoning("hm")]),
+    ("think", "<think>", "hm </th", [Reasoning("hm </th")]),
+    ("think", "<think>\n\n</think>\n\n", "yes </think> no", [Content("yes </think> no")]),
+    ("deepseek_r1", "", "hm</think>yes", [Reasoning("hm"), Content("yes")]),
+    ("deepseek_r1", "", "<think>hm</think>yes", [Reasoning("hm"), Content("yes")]),
+    ("qwen3", "<think>\n\n</think>\n\n", "yes", [Content("yes")]),
+    (
+        "harmony",
+        "",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>",
+        [Reasoning("hm"), Content("yes")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "prompt_end", "text", "expected"), THOUGHTS)
+def test_reasoning_is_told_from_the_answer(name: str, prompt_end: str, text: str, expected: list[Event]):
+    for size in range(1, len(text) + 1):
+        assert parse(text, size, reasoning=name, prompt_end=prompt_end) == expected
+
+
+def test_reasoning_comes_before_calls():
+    text = '<think>hm</think>\n<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    for size in range(1, len(text) + 1):
+        events = parse(text, size, reasoning="think", tools="hermes")
+        assert events == [Reasoning("hm"), CallStart(0, "now"), CallArguments(0, "{}")]
+
+
+def test_a_parser_says_when_it_reads_reasoning():
+    parser = make(reasoning="think", prompt_end="<think>\n")
+    assert parser.is_reasoning
+    parser.feed("hm </think> yes")
+    assert not parser.is_reasoning
+
+
+def test_a_guide_spares_reasoning_where_the_answer_begins_with_it():
+    guide = {"regex": "a"}
+    cases = [("think", "", None), ("think", "<think>\n", "</think>"), ("qwen3", "", "</think>")]
+    cases += [("qwen3", "<think>\n\n</think>\n\n", None), ("deepseek_r1", "", "</think>")]
+    for name, prompt_end, end in cases:
+        exempt = REASONING[name].exempt(guide, ParserRequest((), prompt_end))
+        assert exempt.get("reasoning_end") == end, (name, prompt_end)
+
+
+def test_pythonic_calls_can_t_be_enforced():
+    with pytest.raises(RequestError, match="tool_choice"):
+        TOOLS["pythonic"].guide(FUNCTIONS, True)
+
+
+def test_an_unknown_format_is_named_with_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean hermes"):
+        tool_format("hermess")
+
+
+# Adversarial text
+
+PIECES = sorted(
+    {
+        *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<function=", "</function>"),
+        *("<parameter=", "</parameter>", ">", "{", "}", "[", "]", "(", ")", '"', "'", "\\", ",", ";", ":", " ", "\n"),
+        *(
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁end｜>",
+        ),
+        *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "analysis", "commentary", "final"),
+        *(
+            "to=functions.now",
+            "now",
+            "weather",
+            '{"name": "now", "arguments": {',
+            '"parameters"',
+            "1",
+            "-",
+            "1e5",
+            "tru",
+        ),
+        *("true", "\\u12", "\\ud800", "ünï", "😀", "<|python_tag|>", "[now(", "a=", "x", "\x00", "\u2028"),
+    }
+)
+TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join)
+FORMATS = st.sampled_from(
+    [*((name, "") for name in TOOLS), ("hermes", "think"), ("", "deepseek_r1"), ("harmony", "harmony")]
+)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(TEXTS, FORMATS, st.data(), st.booleans())
+def test_any_text_gives_the_same_events_in_any_pieces(text: str, formats: tuple[str, str], data: Any, is_cut: bool):
+    tools, reasoning = formats
+    whole = parse(text, is_cut=is_cut, tools=tools, reasoning=reasoning)
+    assert parse(text, 1, is_cut, tools=tools, reasoning=reasoning) == whole
+    parser, at, events = make(tools, reasoning), 0, []
+    while at < len(text):
+        size = data.draw(st.integers(1, 20))
+        events += parser.feed(text[at : at + size])
+        at += size
+    assert joined(events + parser.close(is_cut)) == whole
+    if not is_cut:
+        calls_of(whole)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet=st.characters(exclude_characters="<[{;"), max_size=200), FORMATS)
+def test_plain_text_comes_out_whole(text: str, formats: tuple[str, str]):
+    tools, reasoning = formats
+    events = parse(text, 1, tools=tools, reasoning=reasoning if reasoning != "deepseek_r1" else "think")
+    assert content_of(events) == text
+
+
+@pytest.mark.parametrize("tools", TOOLS)
+@pytest.mark.parametrize(
+    "unit", ["<", " ", "<tool_call>", '<tool_call>{"name": "now", "arguments": {"a": "', "[", "{", '{"a":']
+)
+def test_time_grows_with_the_text_and_not_with_its_square(tools: str, unit: str):
+    def seconds(count: int) -> float:
+        parser, began = make(tools), time.process_time()
+        for at in range(0, len(unit) * count, 4):
+            parser.feed((unit * 4)[at % len(unit) : at % len(unit) + 4])
+        parser.close()
+        return time.process_time() - began
+
+    assert seconds(12_000) < 40 * max(seconds(1_500), 0.003)  # linear: 8; quadratic: 64
