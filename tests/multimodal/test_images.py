@@ -184,6 +184,20 @@ def test_a_bomb_is_refused_before_memory_is_taken(name):
     assert "max_pixels" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("name", ["webp", "webp canvas"])
+def test_a_webp_s_size_is_known_before_pillow_allocates_its_canvas(monkeypatch, name):
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
+    assert "max_pixels" in refusal(BOMBS[name])
+
+
+@pytest.mark.parametrize("lossless", [True, False])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_a_webp_s_size_is_read_from_each_kind_of_header(lossless, mode):
+    content = encoded(Image.new(mode, (301, 203), (1, 2, 3) + (128,) * (mode == "RGBA")), "WEBP", lossless=lossless)
+    assert "301 x 203 pixels" in refusal(content, max_pixels=301 * 203 - 1)
+    assert pixels_of(content, max_pixels=301 * 203).shape == (203, 301, 3)
+
+
 def test_a_stream_that_inflates_to_more_than_its_size_is_cut_there():
     assert pixels_of(png_of(2, 1, zlib.compress(b"\0" * 50_000_000))).shape == (1, 2, 3)
 
@@ -248,6 +262,15 @@ def test_a_file_that_is_another_behind_its_first_bytes_is_not_handed_to_another_
     magic = {"PNG": b"\x89PNG\r\n\x1a\n", "JPEG": b"\xff\xd8\xff", "GIF": b"GIF89a", "WEBP": b"RIFF\0\0\0\0WEBP"}[kind]
     tiff = encoded(Image.new("RGB", (8, 8)), "TIFF")
     assert "damaged" in refusal(magic + tiff)
+
+
+def test_only_the_decoder_of_the_first_bytes_is_asked(monkeypatch):
+    asked, real = [], Image.open
+    monkeypatch.setattr(
+        Image, "open", lambda file, **options: asked.append(options["formats"]) or real(file, **options)
+    )
+    pixels_of(encoded(Image.new("RGB", (2, 2)), "GIF"))
+    assert asked == [("GIF",)]
 
 
 def test_the_hash_is_of_the_pixels_not_of_the_file():
