@@ -17,6 +17,8 @@ from torch_harness import Harness, Result, make_prompts, request
 from bireme.config import GuidedDecodingConfig
 from bireme.errors import RequestError
 from bireme.kv.transfer.fake import FakeNetwork
+from bireme.text.parsers import TOOLS
+from bireme.text.parsers.base import CallArguments, CallStart, Content, ParserRequest
 
 pytest.importorskip("xgrammar")
 MODEL = Path(__file__).parents[3] / "models" / "tiny-llama"
@@ -122,6 +124,26 @@ def test_a_guide_overrules_min_tokens_at_its_end_only(engine: Harness):
     assert answer(engine, {"choice": ["abc"]}, min_tokens=50) == "abc"
     long = engine.submit(guided({"regex": "[a-z ]+"}, 60, min_tokens=40, temperature=1.0, seed=1))
     assert long.finish.error == "" and len(long.tokens) >= 40
+
+
+FUNCTIONS = ({"name": "store", "parameters": SCHEMA}, {"name": "now"})
+
+
+@pytest.mark.parametrize("name", [name for name in TOOLS if name != "pythonic"])
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_calls_under_a_tool_guide_are_read_back(engine: Harness, name: str, is_parallel: bool):
+    guide = TOOLS[name].guide(FUNCTIONS, is_parallel)
+    result = engine.submit(guided(guide, 300, temperature=1.0, seed=8))
+    assert result.finish.error == "" and (is_parallel or result.finish.reason == "stop")
+    parser = TOOLS[name].parser(ParserRequest(FUNCTIONS))
+    text = TOKENIZER.decode(result.tokens, skip_special_tokens=False)
+    events = [*parser.feed(text), *parser.close(result.finish.reason == "length")]
+    names = [event.name for event in events if isinstance(event, CallStart)]
+    assert names and set(names) <= {"store", "now"}
+    assert is_parallel or len(names) == 1
+    first = json.loads("".join(event.text for event in events if isinstance(event, CallArguments) and event.index == 0))
+    assert set(first) == ({"kind", "size"} if names[0] == "store" else set()), text
+    assert not [event for event in events if isinstance(event, Content)], text
 
 
 def test_bans_that_leave_nothing_are_named(engine: Harness):
