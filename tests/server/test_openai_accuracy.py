@@ -1,0 +1,97 @@
+"""Does the answer mean something? Held-out tasks of tiny-chat through the frontend, aggregated and disaggregated."""
+
+import asyncio
+import json
+from collections import Counter
+
+import openai
+import pytest
+from openai_served import URL, served
+from samples.chat_world import examples
+
+pytestmark = pytest.mark.server
+COUNT = 40  # tasks a kind
+
+
+@pytest.fixture(scope="module", params=["recipes/tiny-chat", "recipes/tiny-chat-disagg"])
+def deployment(request, tmp_path_factory):
+    with served(request.param, tmp_path_factory.mktemp("accuracy") / "log") as running:
+        yield running
+
+
+@pytest.fixture
+async def client(deployment):
+    return openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+
+
+def fields_of(task):
+    fields = {"model": "tiny-chat", "messages": task.messages, "max_tokens": 200}
+    if task.tools:
+        fields["tools"] = task.tools
+    if task.thinking:
+        fields["reasoning_effort"] = "medium"
+    return fields
+
+
+async def whole(client, task):
+    """Return content and tool calls of one answer."""
+    message = (await client.chat.completions.create(**fields_of(task))).choices[0].message
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
+    return message.content or "", calls
+
+
+async def streamed(client, task):
+    """Return the same, put together from chunks."""
+    text, calls = "", []
+    async for chunk in await client.chat.completions.create(**fields_of(task), stream=True):
+        delta = chunk.choices[0].delta
+        text += delta.content or ""
+        for part in delta.tool_calls or []:
+            if part.index == len(calls):
+                calls.append([part.function.name, ""])
+            calls[part.index][1] += part.function.arguments
+    return text, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("way", [whole, streamed])
+async def test_held_out_tasks_are_answered_rightly(client, way):
+    tasks = [task for kind in ("sum", "json", "tool", "thought") for task in examples(99, COUNT, True, (kind,))]
+    limit = asyncio.Semaphore(16)
+
+    async def judge(task):
+        async with limit:
+            return task.kind, task.is_right(*await way(client, task))
+
+    results = await asyncio.gather(*map(judge, tasks))
+    right = Counter(kind for kind, is_right in results if is_right)
+    print(f"held_out_accuracy way={way.__name__} of={COUNT} {dict(right)}")
+    assert all(right[kind] >= 0.95 * COUNT for kind in ("sum", "json", "tool", "thought")), right
+
+
+async def test_reasoning_is_told_apart_from_the_answer(client):
+    messages = [{"role": "user", "content": "What is 27 + 35?"}]
+    answer = await client.chat.completions.create(model="tiny-chat", messages=messages, reasoning_effort="medium")
+    message = answer.choices[0].message
+    assert message.content.strip() == "62" and "<think>" not in message.content
+    assert message.reasoning_content and answer.usage.completion_tokens_details.reasoning_tokens > 0
+
+
+WEATHER = next(task for task in examples(7, 1, True, ("tool",)))
+
+
+async def test_a_required_call_is_made_and_has_the_reason_tool_calls(client):
+    fields = {**fields_of(WEATHER), "tool_choice": "required"}
+    answer = await client.chat.completions.create(**fields)
+    assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.tool_calls
+
+
+async def test_a_named_function_is_the_one_that_is_called(client):
+    name = WEATHER.tools[-1]["function"]["name"]
+    choice = {"type": "function", "function": {"name": name}}
+    answer = await client.chat.completions.create(**{**fields_of(WEATHER), "tool_choice": choice})
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == [name]
+
+
+async def test_with_tool_choice_none_nothing_is_called(client):
+    answer = await client.chat.completions.create(**{**fields_of(WEATHER), "tool_choice": "none"})
+    assert not answer.choices[0].message.tool_calls
