@@ -8,6 +8,7 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from bireme.config import MediaLimits
 from bireme.errors import RequestError
@@ -85,6 +86,14 @@ def test_sixteen_bit_grey_is_scaled_not_clipped():
     assert pixels_of(encoded(Image.fromarray(grey)))[0, :, 0].tolist() == [0, 128, 255, 1]
 
 
+def test_a_transparent_grey_of_sixteen_bits_is_flattened_on_white():
+    rows = zlib.compress(b"\0" + struct.pack(">3H", 0, 300, 65535))
+    plain = png_of(3, 1, rows, bits=16, colour=0)
+    content = plain[:33] + png_chunk(b"tRNS", struct.pack(">H", 300)) + plain[33:]
+    assert pixels_of(plain)[0, :, 0].tolist() == [0, 1, 255]
+    assert pixels_of(content)[0, :, 0].tolist() == [0, 255, 255]
+
+
 def test_sixteen_bit_colour_is_scaled():
     row = b"\0" + struct.pack(">6H", 0, 32768, 65535, 65535, 0, 257)
     pixels = pixels_of(png_of(2, 1, zlib.compress(row), bits=16))
@@ -126,6 +135,14 @@ def test_exif_orientation_is_applied(orientation):
 def test_damaged_exif_does_not_lose_the_picture():
     content = encoded(Image.fromarray(CORNERS), exif=b"Exif\0\0II*\0\xff\xff\xff\xffgarbage")
     assert np.array_equal(pixels_of(content), CORNERS)
+
+
+def test_exif_that_pillow_can_not_read_does_not_lose_the_picture(monkeypatch):
+    def fail(image):
+        raise struct.error("unpack requires a buffer of 12 bytes")
+
+    monkeypatch.setattr(PngImageFile, "getexif", fail)
+    assert np.array_equal(pixels_of(encoded(Image.fromarray(CORNERS))), CORNERS)
 
 
 def test_a_single_pixel_is_a_picture():
