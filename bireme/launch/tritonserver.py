@@ -254,6 +254,7 @@ class Server:
 
     def _read(self, stream: IO[str]) -> None:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(stream)
             log = stack.enter_context(self.log_path.open("a")) if self.log_path else None
             for line in stream:
                 line = line.rstrip("\n")

@@ -17,8 +17,10 @@ MODES = {
     "aggregated": {"decode": 32},
     "disaggregated": {"prefill": 32, "decode": 32},
     "other_block_sizes": {"prefill": 32, "decode": 16},
+    "no_reuse": {"prefill": 16, "decode": 32},
 }
-CASES = [(arch, mode) for arch in ("llama", "qwen3", "gemma3") for mode in MODES]
+CASES = [(arch, mode) for arch in ("llama", "qwen3", "gemma3") for mode in ("aggregated", "other_block_sizes")]
+CASES += [("llama", "disaggregated"), ("gemma3", "no_reuse")]
 
 
 @dataclass
@@ -39,7 +41,11 @@ def _workers(mode: str) -> dict[str, Any]:
                 "max_batch_size": 32,
                 "max_num_tokens": 256,  # long prompts are prefilled in chunks
                 "max_seq_len": 1024,
-                "kv_cache_config": {"tokens_per_block": tokens_per_block, "max_tokens": 32768},
+                "kv_cache_config": {
+                    "tokens_per_block": tokens_per_block,
+                    "max_tokens": 32768,
+                    "enable_block_reuse": mode != "no_reuse",
+                },
                 "cache_transceiver_config": {"backend": "DEFAULT"},
             },
         }
@@ -99,7 +105,8 @@ def test_a_reused_prefix_changes_nothing(deployment: Deployment) -> None:
             for _ in range(2)
         )
         assert first["output_ids"] == second["output_ids"] == expected
-        assert json.loads(second["usage"])["cached_tokens"] >= 128
+        cached = json.loads(second["usage"])["cached_tokens"]
+        assert cached == 0 if deployment.mode == "no_reuse" else cached >= 128
 
 
 def test_text_is_what_the_tokenizer_makes_of_the_ids(deployment: Deployment) -> None:
