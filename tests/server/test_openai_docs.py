@@ -1,0 +1,50 @@
+"""The curl examples of docs/openai.md, run as they stand, and the chat model inside Triton."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from openai_served import PORTS, chat, served
+from triton_client import Stream
+
+pytestmark = pytest.mark.server
+DOCS = [Path("docs/openai.md"), Path("README.md")]
+EXAMPLES = [block for path in DOCS for block in re.findall(r"```bash\n(curl .*?)```", path.read_text(), re.DOTALL)]
+OURS = [block for block in EXAMPLES if ":9000/" in block]
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    with served("recipes/tiny-chat", tmp_path_factory.mktemp("docs") / "log") as running:
+        yield running
+
+
+@pytest.mark.parametrize("example", OURS)
+def test_an_example_works_as_it_stands(deployment, example):
+    command = example.replace(":9000/", f":{PORTS['openai']}/")
+    output = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert '"error"' not in output
+    assert output.rstrip().endswith("data: [DONE]") if '"stream": true' in example else json.loads(output)["choices"]
+
+
+def test_the_chat_model_answers_a_request_as_the_frontend_does(deployment):
+    responses = ask_triton(chat("What is 12 + 30?"))
+    assert [body["choices"][0]["message"]["content"] for body in responses] == ["42"]
+
+
+def test_the_chat_model_streams_chunks(deployment):
+    chunks = ask_triton(chat("What is 12 + 30?", stream=True, stream_options={"include_usage": True}))
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == "42"
+    assert chunks[-1]["usage"]["completion_tokens"] == 2
+
+
+def test_a_wrong_request_to_the_chat_model_names_the_field(deployment):
+    with pytest.raises(Exception, match="INVALID_ARGUMENT: temperature"):
+        ask_triton(chat("x", temperature=9))
+
+
+def ask_triton(body):
+    stream = Stream(f"127.0.0.1:{PORTS['grpc']}", "chat", {"request": json.dumps(body)})
+    return [json.loads(response["response"]) for response in stream if response]
