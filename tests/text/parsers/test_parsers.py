@@ -294,6 +294,25 @@ def test_an_unknown_format_is_named_with_the_nearest():
         tool_format("hermess")
 
 
+def test_the_example_of_the_docs_works():
+    from pathlib import Path
+
+    from bireme.text.parsers.scan import may_become
+    from bireme.text.parsers.stateful import StatefulParser
+
+    page = (Path(__file__).parents[3] / "docs" / "parsers.md").read_text()
+    code = next(block for block in page.split("```python\n") if block.startswith("class BracketParser")).split("```")[0]
+    scope: dict[str, Any] = {"StatefulParser": StatefulParser, "may_become": may_become}
+    exec(code, scope)
+    text = 'So: <<weather {"city": "x"}>> <<other {}>> done <<now {}'
+    for size in range(1, len(text) + 1):
+        parser = scope["BracketParser"](ParserRequest(FUNCTIONS))
+        events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
+        events += parser.close()
+        assert calls_of(events) == [("weather", {"city": "x"}), ("now", {})]
+        assert content_of(events) == "So:<<other {}>> done"
+
+
 # Adversarial text
 
 PIECES = sorted(

@@ -1,0 +1,95 @@
+"""Guided decoding through Triton: tensors and JSON, streaming and not, aggregated and disaggregated."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton_client import Client
+from tritonclient.utils import InferenceServerException
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines" / "torch"))
+from schemas import make_schemas
+
+pytest.importorskip("xgrammar")
+jsonschema = pytest.importorskip("jsonschema")
+pytestmark = pytest.mark.server
+SCHEMAS = make_schemas(32, seed=7)
+
+
+def _worker() -> dict[str, Any]:
+    config = {"max_batch_size": 16, "max_seq_len": 1024, "cache_transceiver_config": {"backend": "DEFAULT"}}
+    return {"engine": "torch", "num_threads": 1, "engine_config": config}
+
+
+@pytest.fixture(scope="module", params=["aggregated", "disaggregated"])
+def client(request, sample_model, write_recipe) -> Any:
+    from bireme.launch.tritonserver import start_server
+
+    stages = ("decode",) if request.param == "aggregated" else ("prefill", "decode")
+    with start_server(write_recipe(sample_model("llama"), {stage: _worker() for stage in stages})) as server:
+        yield Client(server.grpc)
+
+
+def sampling(guide: dict[str, Any], **more: Any) -> str:
+    return json.dumps({"guided_decoding": guide, "max_tokens": 300, "temperature": 1.0, "seed": 3} | more)
+
+
+def ask(client: Client, guide: dict[str, Any], is_streaming: bool, **more: Any) -> dict[str, Any]:
+    values = {"text_input": "Once upon a time", "sampling_parameters": sampling(guide, **more)}
+    if is_streaming:
+        return client.generate(stream=True, **values)
+    return client.infer("completion", exclude_input_in_output=True, **values)
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_answers_to_random_schemas_are_valid(client: Client, is_streaming: bool):
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda schema: ask(client, {"json": schema}, is_streaming), SCHEMAS))
+    for schema, answer in zip(SCHEMAS, answers, strict=True):
+        assert answer["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(answer["text_output"]), schema)
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_streaming_does_not_change_an_answer(client: Client, is_streaming: bool):
+    guide = {"regex": "[a-f]{8}(-[0-9]{4}){3}"}
+    first, second = ask(client, guide, True), ask(client, guide, is_streaming)
+    assert first["text_output"] == second["text_output"]
+    assert re.fullmatch(guide["regex"], first["text_output"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "pattern"),
+    [
+        ("json_schema", json.dumps({"enum": ["red", "blue"]}), '"(red|blue)"'),
+        ("regex", "[0-9]{5}", "[0-9]{5}"),
+        ("ebnf_grammar", 'root ::= "yes" | "no"', "yes|no"),
+    ],
+)
+def test_tensorrtllm_backend_s_tensors_are_understood(client: Client, kind: str, guide: str, pattern: str):
+    answer = client.generate(
+        text_input="Hello", max_tokens=60, guided_decoding_guide_type=kind, guided_decoding_guide=guide
+    )
+    assert re.fullmatch(pattern, answer["text_output"])
+
+
+@pytest.mark.parametrize(
+    ("guide", "words"),
+    [
+        ({"regex": "a(b"}, "INVALID_ARGUMENT: guided_decoding.regex"),
+        ({"json": {"type": "strange"}}, "INVALID_ARGUMENT: guided_decoding.json"),
+        ({"regex": "a", "json": {}}, "exactly one of"),
+        ({"regex": "a" * 300_000}, "limits.max_guide_bytes"),
+    ],
+)
+def test_a_wrong_guide_is_the_client_s_mistake(client: Client, guide: dict[str, Any], words: str):
+    with pytest.raises(InferenceServerException, match="INVALID_ARGUMENT") as caught:
+        ask(client, guide, True)
+    assert words in str(caught.value)
+    assert ask(client, {"choice": ["fine"]}, True)["text_output"] == "fine"
