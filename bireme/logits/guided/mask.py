@@ -18,11 +18,13 @@ def apply(logits: torch.Tensor, bitmask: Bitmask, rows: list[int]) -> None:
 
     vocab_size = logits.shape[1]
     if logits.device.type == "cpu":
-        bits = np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
-        allowed = torch.from_numpy(bits.view(np.bool_))
-    else:
-        words = torch.from_numpy(bitmask).to(logits.device, non_blocking=True)
-        shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
-        allowed = ((words.unsqueeze(-1) >> shifts) & 1).view(len(rows), -1)[:, :vocab_size].bool()
+        bits = np.unpackbits((~bitmask).view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+        denied = torch.from_numpy(bits.view(np.bool_))
+        for position, row in enumerate(rows):  # in place: a gather would copy every row twice
+            logits[row].masked_fill_(denied[position], float("-inf"))
+        return
+    words = torch.from_numpy(bitmask).to(logits.device, non_blocking=True)
+    shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
+    denied = ((words.unsqueeze(-1) >> shifts) & 1).view(len(rows), -1)[:, :vocab_size] == 0
     where = torch.tensor(rows, device=logits.device)
-    logits[where] = logits[where].masked_fill(~allowed, float("-inf"))
+    logits[where] = logits[where].masked_fill(denied, float("-inf"))
