@@ -30,7 +30,7 @@ from bireme.launch.ports import Ports
 from bireme.launch.preflight import check_all
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.run_folder import RunFolder
-from bireme.launch.tritonserver import Server, ServerOptions, ServerStartError, address
+from bireme.launch.tritonserver import THREAD_POOL_SIZE, Server, ServerOptions, ServerStartError, address
 from bireme.launch.watchdog import StubWatchdog
 
 _PARALLEL_LOADS = 8  # each holds one of the server's HTTP threads
@@ -51,7 +51,7 @@ class DeploymentSettings:
     canary_timeout_s: float = 20.0
     max_restarts: int = 10  # of the server, in restart_window_s; then give up
     restart_window_s: float = 600.0
-    thread_pool_size: int = 0  # 0: as many as the process limit allows, 256 at most
+    thread_pool_size: int = 0  # 0: as many as the process limit allows, THREAD_POOL_SIZE at most
     triton_arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     checkout: Path = CHECKOUT
@@ -325,12 +325,12 @@ class Deployment:
 
 
 def thread_pool_size(num_models: int, limit: int | None = None) -> int:
-    """Return threads for each model's backend pool: 256, or fewer where a container limits its processes.
+    """Return threads for each model's backend pool: fewer than THREAD_POOL_SIZE where a container limits processes.
 
     Idle threads cost little, but each counts against the limit; half of it is left to everything else.
     """
     limit = _process_limit() if limit is None else limit
-    return max(32, min(256, limit // 2 // max(num_models, 1)))
+    return max(32, min(THREAD_POOL_SIZE, limit // 2 // max(num_models, 1)))
 
 
 def _process_limit() -> int:

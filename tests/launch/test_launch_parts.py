@@ -14,6 +14,7 @@ from bireme.errors import ConfigError
 from bireme.launch import free_ports, processes
 from bireme.launch.console import Console
 from bireme.launch.deployment import thread_pool_size
+from bireme.launch.tritonserver import THREAD_POOL_SIZE
 from bireme.launch.ports import is_free
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.repository import link_models, python_models, used_models
@@ -194,6 +195,6 @@ def test_a_model_folder_that_is_not_there_is_refused(tmp_path):
 
 
 def test_backend_threads_stay_below_a_containers_process_limit():
-    assert thread_pool_size(7, 1 << 20) == 256
-    assert thread_pool_size(8, 1600) == 100
+    assert thread_pool_size(7, 1 << 20) == THREAD_POOL_SIZE
+    assert thread_pool_size(8, 800) == 50
     assert thread_pool_size(8, 100) == 32
