@@ -14,12 +14,11 @@ from bireme.errors import ConfigError
 from bireme.launch import free_ports, processes
 from bireme.launch.console import Console
 from bireme.launch.deployment import thread_pool_size
-from bireme.launch.tritonserver import THREAD_POOL_SIZE
 from bireme.launch.ports import is_free
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.series import worker_series
-from bireme.launch.tritonserver import address, failed_models
+from bireme.launch.tritonserver import THREAD_POOL_SIZE, address, failed_models
 
 STUB = "/run/backends/python/triton_python_backend_stub"
 
