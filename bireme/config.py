@@ -68,7 +68,7 @@ class GuidedDecodingConfig(Settings, frozen=True, kw_only=True):
 
     compile_timeout_s: PositiveDuration = 10.0  # a guide that takes longer is refused
     max_queue_size: Positive = 64  # guides that wait to be compiled; one more is refused with RESOURCE_EXHAUSTED
-    num_helpers: Positive = 2  # processes that compile, started when they are needed
+    num_processes: Positive = 2  # processes that compile, started when they are needed
     max_compiled_bytes: Positive = 64 << 20  # of one compiled guide
     cache_bytes: Positive = 256 << 20  # of all that are kept
     max_token_ms: PositiveDuration = 500.0  # CPU time for one token's mask; a guide that takes longer ends its request

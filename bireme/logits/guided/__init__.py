@@ -1,10 +1,10 @@
 """Guided decoding: grammars compiled for a vocabulary, and one sequence's way through its grammar.
 
-    compiler.py   cache and threads; compiles in helper processes that can be killed
-    helper.py     the helper process
-    guidance.py   which tokens a sequence may take next
-    mask.py       packed masks on logits
-    vocabulary.py a tokenizer's tokens as bytes
+    compiler.py         cache and threads; compiles in processes that can be killed
+    compile_process.py  such a process; compile_client.py is its parent's end
+    guidance.py         which tokens a sequence may take next
+    mask.py             packed masks on logits
+    vocabulary.py       a tokenizer's tokens as bytes
 
 xgrammar is imported with the first guide, on a thread of the compiler, never on the engine's.
 """

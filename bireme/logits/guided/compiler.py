@@ -18,7 +18,7 @@ from typing import Any
 from bireme.config import GuidedDecodingConfig
 from bireme.errors import BiremeError, RequestError, ResourceExhaustedError, UnavailableError
 from bireme.guides import Guide
-from bireme.logits.guided.helper_client import HelperClient
+from bireme.logits.guided.compile_client import CompileClient
 from bireme.logits.guided.vocabulary import TokenTable, View
 
 logger = logging.getLogger("bireme.logits")
@@ -63,7 +63,7 @@ class GuideCompiler:
         self._jobs: collections.OrderedDict[bytes, _Job] = collections.OrderedDict()  # waiting or under way
         self._queue: collections.deque[bytes] = collections.deque()
         self._threads: list[threading.Thread] = []
-        self._helpers: list[HelperClient] = []
+        self._clients: list[CompileClient] = []
         self._num_idle = 0
         self._infos: dict[View, tuple[Any, str]] = {}
         self._info_lock = threading.Lock()
@@ -91,9 +91,9 @@ class GuideCompiler:
             self._jobs.clear()
             self._queue.clear()
             self._lock.notify_all()
-            helpers = list(self._helpers)
-        for helper in helpers:
-            helper.kill()
+            clients = list(self._clients)
+        for client in clients:
+            client.kill()
         for job in jobs:
             _tell(job, UnavailableError("the engine is stopping; send it to another worker, or try again"))
 
@@ -124,14 +124,14 @@ class GuideCompiler:
         self._queue.append(key)
         if self._num_idle:
             self._lock.notify()
-        elif len(self._threads) < self._config.num_helpers:
+        elif len(self._threads) < self._config.num_processes:
             self._add_thread()
         return None
 
     def _add_thread(self) -> None:
-        helper = HelperClient()
-        thread = threading.Thread(target=self._run, args=(helper,), name="guide-compiler", daemon=True)
-        self._helpers.append(helper)
+        client = CompileClient()
+        thread = threading.Thread(target=self._run, args=(client,), name="guide-compiler", daemon=True)
+        self._clients.append(client)
         self._threads.append(thread)
         thread.start()
 
@@ -153,12 +153,12 @@ class GuideCompiler:
 
     # -- a compiler thread
 
-    def _run(self, helper: HelperClient) -> None:
+    def _run(self, client: CompileClient) -> None:
         while (job := self._take()) is not None:
             began = time.monotonic()
-            answer, num_bytes = self._answer(helper, job.guide)
+            answer, num_bytes = self._answer(client, job.guide)
             self._finish(job, answer, num_bytes, time.monotonic() - began)
-        helper.close()
+        client.close()
 
     def _take(self) -> _Job | None:
         with self._lock:
@@ -168,16 +168,16 @@ class GuideCompiler:
                 self._num_idle -= 1
             return None if self._is_closed else self._jobs[self._queue.popleft()]
 
-    def _answer(self, helper: HelperClient, guide: Guide) -> tuple[Compiled | BiremeError, int]:
+    def _answer(self, client: CompileClient, guide: Guide) -> tuple[Compiled | BiremeError, int]:
         try:
-            return self._compile(helper, guide)
+            return self._compile(client, guide)
         except BiremeError as error:
             return error, 0
         except Exception as error:
             logger.exception("guide_failed kind=%s bytes=%d", guide.kind, len(guide.text))
             return BiremeError(f"guided_decoding: {type(error).__name__}: {error}"), 0
 
-    def _compile(self, helper: HelperClient, guide: Guide) -> tuple[Compiled, int]:
+    def _compile(self, client: CompileClient, guide: Guide) -> tuple[Compiled, int]:
         view = _VIEWS.get(guide.kind, "plain")
         info, text = self._info(view)
         request = {
@@ -187,7 +187,7 @@ class GuideCompiler:
             "any_whitespace": self._config.any_whitespace,
         }
         config = self._config
-        data = helper.compile(request, text, config.compile_timeout_s, config.max_compiled_bytes)
+        data = client.compile(request, text, config.compile_timeout_s, config.max_compiled_bytes)
         from xgrammar import CompiledGrammar
 
         compiled = CompiledGrammar.deserialize_json(data.decode(), info)

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(TOKENIZER is None, reason="models/tiny-llama is 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Harness]:
-    config = GuidedDecodingConfig(compile_timeout_s=20, num_helpers=1)
+    config = GuidedDecodingConfig(compile_timeout_s=20, num_processes=1)
     with Harness(str(MODEL), guided_decoding_config=config) as harness:
         yield harness
 
@@ -222,7 +222,7 @@ HOPELESS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HOPELESS)
 def test_a_hopeless_guide_neither_ends_the_engine_nor_holds_others_up(name: str):
-    config = GuidedDecodingConfig(compile_timeout_s=1.5, num_helpers=1)
+    config = GuidedDecodingConfig(compile_timeout_s=1.5, num_processes=1)
     with Harness(str(MODEL), guided_decoding_config=config, max_seq_len=512) as engine:
         expected = engine.run([request(PROMPT, 8)])[0]
         hopeless = engine.submit(guided(HOPELESS[name], 64))
@@ -242,7 +242,7 @@ def test_a_schema_deeper_than_python_s_stack_is_refused(engine: Harness):
 
 
 def test_an_abort_reaches_a_request_whose_guide_is_being_compiled():
-    config = GuidedDecodingConfig(num_helpers=1)
+    config = GuidedDecodingConfig(num_processes=1)
     with Harness(str(MODEL), guided_decoding_config=config) as engine:
         waiting = engine.submit(guided(HOPELESS["huge_enum"]))
         late = engine.submit(guided({"regex": "a"}, timeout_ms=50))

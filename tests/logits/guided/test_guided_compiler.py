@@ -30,7 +30,7 @@ BYTES = make_table([None] * len(ALL), dict(enumerate(ALL)), {0, 257}, len(ALL))
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[GuideCompiler]:
-    compiler = GuideCompiler(lambda: BYTES, (EOS,), GuidedDecodingConfig(num_helpers=1, compile_timeout_s=30))
+    compiler = GuideCompiler(lambda: BYTES, (EOS,), GuidedDecodingConfig(num_processes=1, compile_timeout_s=30))
     yield compiler
     compiler.close()
 
@@ -40,7 +40,7 @@ def make() -> Iterator[Any]:
     made: list[GuideCompiler] = []
 
     def get(**settings: Any) -> GuideCompiler:
-        made.append(GuideCompiler(lambda: BYTES, (EOS,), GuidedDecodingConfig(**{"num_helpers": 1} | settings)))
+        made.append(GuideCompiler(lambda: BYTES, (EOS,), GuidedDecodingConfig(**{"num_processes": 1} | settings)))
         return made[-1]
 
     yield get
@@ -209,8 +209,8 @@ def test_a_guide_that_takes_too_long_ends_and_the_next_one_is_served(make: Any):
 def test_a_helper_that_dies_costs_one_guide(make: Any):
     compiler = make()
     compiled(compiler, regex="a")
-    compiler._helpers[0]._process.kill()
-    compiler._helpers[0]._process.wait()
+    compiler._clients[0]._process.kill()
+    compiler._clients[0]._process.wait()
     assert follow(compiler, "b", regex="b") == "b$"
 
 
@@ -222,7 +222,7 @@ def test_a_guide_that_is_too_large_compiled_is_refused(make: Any):
 def test_the_queue_is_bounded(make: Any):
     compiler = make(max_queue_size=1)
     held = threading.Event()
-    compiler._answer = lambda helper, guide: (held.wait(10), (RequestError("later"), 0))[1]
+    compiler._answer = lambda client, guide: (held.wait(10), (RequestError("later"), 0))[1]
     first = ask(compiler, regex="1")
     while compiler._queue:
         time.sleep(0.001)
@@ -245,7 +245,7 @@ def test_the_helper_process_loads_neither_torch_nor_transformers():
     import subprocess
 
     code = (
-        "import sys; from bireme.logits.guided.helper import import_lightly; import_lightly();"
+        "import sys; from bireme.logits.guided.compile_process import import_lightly; import_lightly();"
         "print(sys.modules['torch'], hasattr(sys.modules['transformers'], '__file__'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())

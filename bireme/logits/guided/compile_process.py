@@ -1,4 +1,4 @@
-"""The process that compiles grammars: `python -m bireme.logits.guided.helper`, started by compiler.py.
+"""The process that compiles grammars: `python -m bireme.logits.guided.compile_process`, started by compiler.py.
 
 A grammar comes from a client, and compiling it is native code that can take for ever, take all memory or
 overflow its stack. Here it costs a process that its parent replaces. Frames, both ways: u32 length, then

@@ -15,13 +15,13 @@ import time
 from typing import Any
 
 from bireme.errors import BiremeError, RequestError
-from bireme.logits.guided.helper import U32
+from bireme.logits.guided.compile_process import U32
 
 logger = logging.getLogger("bireme.logits")
 _START_S = 60.0  # a machine under load imports slowly
 
 
-class HelperClient:
+class CompileClient:
     """Owned by one thread; `kill` may be called from any."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class HelperClient:
         self._end()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bireme.logits.guided.helper"],
+            [sys.executable, "-m", "bireme.logits.guided.compile_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -91,7 +91,7 @@ class HelperClient:
         if self._is_closed:
             self._end()
             raise BiremeError("guided_decoding: the engine is stopping")
-        logger.info("guide_helper_started pid=%d start_s=%.2f", self._process.pid, time.monotonic() - began)
+        logger.info("guide_compiler_started pid=%d start_s=%.2f", self._process.pid, time.monotonic() - began)
 
     def _end(self) -> str:
         """Kill the process and say how it had ended."""
