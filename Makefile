@@ -15,10 +15,10 @@ help: ## Say what can be made
 setup: ## Make .venv with tritonserver, torch and this package
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/setup.sh
 
-models: setup ## Make the small sample model (random weights)
+models: setup ## Make the small models with random weights that tests and the mocker use
 	@$(RUN) tools/make_sample_model.py
 
-demo: models ## Serve the sample model disaggregated and stream a completion to the terminal
+demo: setup ## Serve the sample model disaggregated and stream an answer to the terminal
 	@$(RUN) tools/demo.py $(ARGS)
 
 serve: models ## Serve recipes/tiny until Ctrl-C; ARGS="recipes/mocker --http-port 9000"

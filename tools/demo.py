@@ -1,15 +1,17 @@
 """Serve the small sample model, prefill and decode apart, and stream one completion to the terminal.
 
     python tools/demo.py
-    python tools/demo.py --prompt "Two banks of oars" --max-tokens 128
+    python tools/demo.py --prompt "What is 17 + 25?"
     python tools/demo.py --recipe recipes/tiny-agg
 
-Text goes to stdout, everything else to stderr. The sample model's weights are random: its text is, too.
+Text goes to stdout, everything else to stderr. The prompt is sent as a user's message, through the model's chat
+template. The sample model, tiny-chat, knows a very small world: see models/tiny-chat/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import queue
 import sys
 import time
@@ -67,8 +69,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="recipes/tiny")
-    parser.add_argument("--prompt", default="A galley with two banks of oars")
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--prompt", default="Continue the story: Once upon a time, Rosa lost a red kite in the forest.")
+    parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--verbose", action="store_true", help="show the lines of models and engines as well")
     return parser.parse_args(arguments)
 
@@ -112,27 +114,34 @@ def stream(grpc: str, prompt: str, max_tokens: int) -> Iterator[Piece]:
 
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     with InferenceServerClient(grpc) as client:
+        ids = client.infer("tokenizer", [message(prompt)]).as_numpy("input_ids")
         client.start_stream(callback=lambda result, error: answers.put((result, error)))
-        client.async_stream_infer("generate", request_inputs(prompt, max_tokens), enable_empty_final_response=True)
+        client.async_stream_infer("generate", request_inputs(ids, max_tokens), enable_empty_final_response=True)
         try:
             yield from _pieces(answers)
         finally:
             client.stop_stream(cancel_requests=True)
 
 
-def request_inputs(prompt: str, max_tokens: int) -> list[Any]:
+def message(prompt: str) -> Any:
+    """Return the tokenizer's input: one message of a user."""
+    return _input("messages", "BYTES", np.array([json.dumps([{"role": "user", "content": prompt}])], object))
+
+
+def request_inputs(ids: Any, max_tokens: int) -> list[Any]:
+    return [
+        _input("input_ids", "INT32", ids),
+        _input("max_tokens", "INT32", np.array([max_tokens], np.int32)),
+        _input("stream", "BOOL", np.array([True])),
+    ]
+
+
+def _input(name: str, kind: str, array: Any) -> Any:
     from tritonclient.grpc import InferInput
 
-    values = {
-        "text_input": ("BYTES", np.array([prompt.encode()], object)),
-        "max_tokens": ("INT32", np.array([max_tokens], np.int32)),
-        "stream": ("BOOL", np.array([True])),
-    }
-    inputs = []
-    for name, (kind, array) in values.items():
-        inputs.append(InferInput(name, list(array.shape), kind))
-        inputs[-1].set_data_from_numpy(array)
-    return inputs
+    tensor = InferInput(name, list(array.shape), kind)
+    tensor.set_data_from_numpy(array)
+    return tensor
 
 
 def _pieces(answers: queue.SimpleQueue[tuple[Any, Any]]) -> Iterator[Piece]:
