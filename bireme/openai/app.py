@@ -182,7 +182,7 @@ class Frontend:
         await call.reply(200, self._page.text(), (b"content-type", CONTENT_TYPE))
 
     async def _show_openapi(self, call: Call) -> None:
-        await call.reply(200, encode_json(openapi()))
+        await call.reply(200, encode_json(openapi([model.name for model in self._models])))
 
     def _count(self, call: Call) -> None:
         path = call.path if call.path in self._routes else "other"

@@ -1,6 +1,6 @@
 """API keys: who may call, how much a minute, and under which cache salt.
 
-The file holds hashes of keys, never keys; `python -m bireme.openai.keys NAME` makes one.
+The file holds hashes of keys, never keys; `tools/make_api_key.py NAME` makes one.
 
     keys:
       - name: alice                  # for logs and metrics
@@ -14,11 +14,8 @@ Tokens generated count when they are known, so the answer under way when a budge
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import hmac
-import secrets
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +26,6 @@ from bireme.config import Positive, Settings, convert
 from bireme.errors import ConfigError
 from bireme.openai.error_replies import HttpError, RateLimitError
 from bireme.openai.token_bucket import TokenBucket
-
-_PREFIX = "br-"
 
 
 class KeyEntry(Settings, frozen=True, kw_only=True):
@@ -126,7 +121,7 @@ def load_keys(path: Path) -> ApiKeys:
         raise ConfigError(f"API keys: {path} can't be read: {type(error).__name__}; check the file") from error
     entries = convert(tree, KeyFile, str(path)).keys
     if not entries:
-        raise ConfigError(f"{path}: no keys; add one with python -m bireme.openai.keys NAME, or serve without a file")
+        raise ConfigError(f"{path}: no keys; add one with tools/make_api_key.py NAME, or serve without a file")
     for values in ([entry.name for entry in entries], [entry.sha256.lower() for entry in entries]):
         if len(set(values)) < len(values):
             raise ConfigError(f"{path}: a name or a hash is there twice; make them unique")
@@ -135,18 +130,3 @@ def load_keys(path: Path) -> ApiKeys:
 
 def _unauthorized(message: str) -> HttpError:
     return HttpError(401, message, code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
-
-
-def main() -> int:
-    """Print a new key, and its entry for the file."""
-    parser = argparse.ArgumentParser(prog="python -m bireme.openai.keys", description=main.__doc__)
-    parser.add_argument("name", help="whose key it is: for logs and metrics")
-    name = parser.parse_args().name
-    key = _PREFIX + secrets.token_urlsafe(32)
-    print(f"key, shown this once: {key}", file=sys.stderr)
-    print(f"  - name: {name}\n    sha256: {hashlib.sha256(key.encode()).hexdigest()}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -43,10 +43,12 @@ _ERROR = {
 }
 
 
-def openapi() -> dict[str, Any]:
-    """Return the document (OpenAPI 3.1)."""
+def openapi(models: list[str]) -> dict[str, Any]:
+    """Return the document (OpenAPI 3.1); `models` are the names that requests may give."""
     kinds = [kind for kind, _ in _POSTS.values()]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for kind in kinds:
+        components[kind.__name__]["properties"]["model"] = {"type": "string", "enum": models}
     paths: dict[str, Any] = {path: {"post": _post(kind, text)} for path, (kind, text) in _POSTS.items()}
     paths |= {path: {"get": _get(path, text)} for path, text in _GETS.items()}
     return {
