@@ -4,6 +4,7 @@
     compile_process.py  such a process; compile_client.py is its parent's end
     guidance.py         which tokens a sequence may take next
     mask.py             packed masks on logits
+    schema.py           which JSON schemas can be held to
     vocabulary.py       a tokenizer's tokens as bytes
 
 xgrammar is imported with the first guide, on a thread of the compiler, never on the engine's.

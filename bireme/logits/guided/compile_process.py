@@ -23,6 +23,8 @@ import sys
 import types
 from typing import Any, BinaryIO
 
+from bireme.logits.guided.schema import check_schema, schemas_of
+
 U32 = struct.Struct("<I")
 MAX_MEMORY_BYTES = 4 << 30
 _ALARM_GRACE_S = 2.0
@@ -72,7 +74,8 @@ class Compiler:
         kind, text = request["kind"], request["text"]
         if kind in ("json", "structural_tag"):
             tree = json.loads(text)
-            check_patterns(tree)
+            for schema in [tree] if kind == "json" else schemas_of(tree):
+                check_schema(schema)
             if kind == "structural_tag" and not request["any_whitespace"]:
                 text = json.dumps(bound_whitespace(tree), ensure_ascii=False)
         if kind in ("json", "json_object"):
@@ -86,22 +89,6 @@ class Compiler:
         from xgrammar.grammar import Grammar
 
         return compiler.compile_grammar(Grammar.from_ebnf(choice_grammar(text) if kind == "choice" else text))
-
-
-def check_patterns(tree: Any) -> None:
-    """Raise ValueError for patterns with a quote or a backslash: xgrammar does not escape them in JSON."""
-    found = [tree]
-    while found:
-        node = found.pop()
-        if isinstance(node, list):
-            found += node
-        elif isinstance(node, dict):
-            found += node.values()
-            keyed = node.get("patternProperties")
-            patterns = [node.get("pattern"), *(keyed if isinstance(keyed, dict) else ())]
-            for pattern in patterns:
-                if isinstance(pattern, str) and ('"' in pattern or "\\\\" in pattern):
-                    raise ValueError(f"pattern {pattern[:60]}: quotes and backslashes are not supported in patterns")
 
 
 def bound_whitespace(tag: Any) -> Any:
