@@ -25,7 +25,7 @@ import msgspec
 from bireme.config import Limits, Recipe
 from bireme.errors import ConfigError, RequestError
 from bireme.guides import parse_guide
-from bireme.messages import ProcessorCall, SamplingParams
+from bireme.messages import ProcessorCall, SamplingParams, encode
 from bireme.specs import SAMPLING
 
 Encode = Callable[[str], list[int]]  # text -> token ids, without special tokens
@@ -265,6 +265,7 @@ def _build(values: dict[str, _Value], limits: Limits) -> Sampling:
     fields = {**_counts(values, limits), **_distribution(values), **_ends(values, limits), **_hooks(values, limits)}
     params = SamplingParams(**fields)
     _check_together(params)
+    _check_travels(params)
     bad = values.get("bad_words")
     priority, lora = values.get("priority"), values.get("lora_name")
     return Sampling(
@@ -274,6 +275,17 @@ def _build(values: dict[str, _Value], limits: Limits) -> Sampling:
         priority=_number(priority, 0, 1, "higher is served first") if priority else 0.5,
         lora_name=str(lora.raw) if lora else "",
     )
+
+
+def _check_travels(params: SamplingParams) -> None:
+    """What clients nest freely must fit the wire: one value that does not would end everybody's bus session."""
+    if not params.logits_processors and params.guided_decoding is None:
+        return
+    try:
+        encode((params.logits_processors, params.guided_decoding))
+    except (OverflowError, RecursionError, ValueError, TypeError) as error:
+        where = "logits_processors" if params.logits_processors else "guided_decoding"
+        raise RequestError(f"{where}: {str(error)[:80]}; send numbers of at most 64 bits, not nested deeply") from error
 
 
 def _counts(values: dict[str, _Value], limits: Limits) -> dict[str, Any]:

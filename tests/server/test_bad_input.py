@@ -87,6 +87,13 @@ BAD = {
     "too_many_stops": ({"input_ids": PROMPT, "stop_words": ["x"] * 5000}, ["stop_words", "5000"]),
     "unknown_processor": ({"input_ids": PROMPT, "logits_processors": '[{"name": "temprature"}]'}, ["temprature"]),
     "processors_not_json": ({"input_ids": PROMPT, "logits_processors": "[{"}, ["logits_processors"]),
+    "processor_argument_too_large": (
+        {
+            "input_ids": PROMPT,
+            "logits_processors": json.dumps([{"name": "temperature", "args": {"temperature": 2**70}}]),
+        },
+        ["logits_processors", "64 bits"],
+    ),
     "sampling_parameters_not_json": ({"text_input": "hi", "sampling_parameters": "{"}, ["sampling_parameters"]),
     "unknown_sampling_parameter": ({"text_input": "hi", "sampling_parameters": '{"temprature": 1}'}, ["temperature"]),
     "unknown_lora": ({"input_ids": PROMPT, "lora_name": "nope"}, ["nope"]),
