@@ -92,8 +92,8 @@ install_torch() {
 }
 
 install_package() {
-    extras="server,torch,dev"
-    if has_own_tritonserver; then extras="torch,dev"; fi
+    extras="server,torch,openai,dev"
+    if has_own_tritonserver; then extras="torch,openai,dev"; fi
     stamp="$VENV/.stamp-$(printf '%s' "$extras" | cat - pyproject.toml | cksum | cut -d' ' -f1)"
     if [ -e "$stamp" ]; then return; fi
     say "[2/2] bireme with [$extras] (about 150 MB)"
