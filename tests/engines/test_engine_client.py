@@ -92,7 +92,7 @@ def test_a_failing_sink_hurts_no_other_stream(client):
         (make_request([5, 32000]), "ids of this model are 0 to 31999"),
         (make_request(max_tokens=0), "max_tokens: 0; 1 or more"),
         (make_request(sampling=SamplingParams(temperature=float("nan"))), "temperature: nan"),
-        (make_request(lora_name="x"), "NOT_FOUND: lora_name"),
+        (make_request(lora_name="x"), "INVALID_ARGUMENT: lora_name"),
         (make_request(request_type="generation_only"), "needs disaggregated_params"),
         (make_request(request_type="context_only"), "moves no KV"),
     ],

@@ -88,7 +88,7 @@ def main(folder: Path, port: int) -> int:
         canary_timeout_s=1.0,
     )
     console = Console()
-    return serve.serve(Deployment(settings, console), console)
+    return serve.serve(Deployment(settings, console), console, serve.parse(["--openai-port", "0"]))
 
 
 if __name__ == "__main__":

@@ -179,7 +179,8 @@ def test_sigterm_while_a_model_loads_does_not_wait_for_it(tmp_path):
     model = checkout / "model_repository" / "decode" / "1" / "model.py"
     model.write_text(model.read_text().replace('self.name = args["model_name"]', "time.sleep(600)"))
     served = Served(checkout, tmp_path / "log")
-    served.wait_for(lambda: "loaded model=tokenizer" in served.log.read_text())
+    # Triton may or may not load the other models meanwhile: what counts is that decode is under way.
+    served.wait_for(lambda: "loading models=decode" in served.log.read_text())
     assert served.status() == "starting"
     assert served.stop() == 0 and mine(served) == []
 

@@ -65,7 +65,7 @@ def test_a_worker_that_the_recipe_lacks_says_so(client, model, values):
         client.generate(model, **values) if MODELS[model].decoupled else client.infer(model, **values)
 
 
-@pytest.mark.parametrize("model", ["chat", "video"])
+@pytest.mark.parametrize("model", ["video"])
 def test_a_pipeline_of_a_later_version_says_so(client, model):
     with pytest.raises(InferenceServerException, match=f"UNAVAILABLE: {model} is not served by this version"):
         client.generate(model, request="{}")

@@ -208,10 +208,8 @@ def test_plain_json_over_http_is_refused_with_the_same_text(server: Any, path: s
     assert "INVALID_ARGUMENT: max_tokens" in text
 
 
-@pytest.mark.parametrize("model", ["chat", "video", "multimodal_encoder", "video_diffusion"])
+@pytest.mark.parametrize("model", ["video", "multimodal_encoder", "video_diffusion"])
 def test_what_the_recipe_does_not_have_is_unavailable(server: Any, model: str) -> None:
-    if model == "chat":
-        pytest.skip("served from the next version on")
     inputs = {
         "video": {"request": "{}"},
         "multimodal_encoder": {"request_id": "x"},
