@@ -261,4 +261,4 @@ def _calm_collector() -> None:
     """What is loaded by now stays: no collection looks at it again, and there are fewer of them."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(10_000, 10, 10)
