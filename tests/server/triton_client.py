@@ -54,25 +54,25 @@ class Stream:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield responses until the final one; raises InferenceServerException. A hang is queue.Empty."""
+        is_over = False
         try:
-            while True:
+            while not is_over:
                 result, error = self._queue.get(timeout=self.timeout)
+                is_over = error is not None
                 if error is not None:
                     raise error
-                answer = outputs_of(result)
-                final = result.get_response().parameters["triton_final_response"].bool_param
-                if answer:
+                is_over = result.get_response().parameters["triton_final_response"].bool_param
+                if answer := outputs_of(result):
                     yield answer
-                if final:
-                    return
         finally:
-            self.close()
+            self.close(cancel=not is_over)
 
     def cancel(self) -> None:
         self._client.stop_stream(cancel_requests=True)
 
-    def close(self) -> None:
-        self._client.stop_stream(cancel_requests=True)
+    def close(self, cancel: bool = True) -> None:
+        """Leave; a request that has ended needs no cancel."""
+        self._client.stop_stream(cancel_requests=cancel)
         self._client.close()
 
 
