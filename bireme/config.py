@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import msgspec
 import yaml
 
+from bireme import llm_args
 from bireme.errors import ConfigError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -52,13 +53,13 @@ class KvCacheConfig(Settings, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(Settings, frozen=True, kw_only=True):
-    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = "GUARANTEED_NO_EVICT"
+    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"] = "GUARANTEED_NO_EVICT"
     max_queue_size: Positive = 1024  # waiting requests; one more is refused with RESOURCE_EXHAUSTED
     max_queue_time_s: Duration = 0.0  # waiting longer ends with DEADLINE_EXCEEDED; 0: no limit
 
 
 class CacheTransceiverConfig(Settings, frozen=True, kw_only=True):
-    backend: Literal["DEFAULT", "SHM", "NIXL", "UCX", "MPI"] | None = None  # DEFAULT: shm on one host
+    backend: Literal["DEFAULT", "SHM", "NIXL", "UCX", "MPI", "MOONCAKE"] | None = None  # DEFAULT: shm on one host
     max_tokens_in_buffer: Positive | None = None  # bounded transfer buffer, in tokens; must hold the longest prompt
     kv_transfer_timeout_ms: Positive = 60_000  # a lease nobody claimed is freed after this
 
@@ -99,7 +100,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     trust_remote_code: bool = False
     attn_backend: str | None = None
     disable_overlap_scheduler: bool = False
-    guided_decoding_backend: Literal["xgrammar"] | None = "xgrammar"  # None: requests with guided_decoding are refused
+    # None: requests with guided_decoding are refused
+    guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = "xgrammar"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     kv_cache_config: KvCacheConfig = KvCacheConfig()
@@ -107,6 +109,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     cache_transceiver_config: CacheTransceiverConfig = CacheTransceiverConfig()
     guided_decoding_config: GuidedDecodingConfig = GuidedDecodingConfig()
     mocker: MockerConfig = MockerConfig()
+    llm_args: dict[str, Any] = {}  # engine trtllm: the whole YAML, for TensorRT-LLM; load_recipe fills it
 
 
 class WorkerEntry(Settings, frozen=True, kw_only=True):
@@ -114,6 +117,8 @@ class WorkerEntry(Settings, frozen=True, kw_only=True):
 
     engine: Literal["torch", "trtllm", "mocker"] = "torch"
     engine_config: EngineConfig = EngineConfig()  # in YAML also the name of a file beside recipe.yaml
+    engine_args: dict[str, Any] = {}  # merged over engine_config, block by block; empty once the recipe is loaded
+    engine_version: str = ""  # of TensorRT-LLM, that engine_config is written for: 1.2 or 1.3; "": both
     replicas: int = 1
     num_threads: Positive | None = None  # CPU threads an engine process; None: an equal share of the cores
     devices: tuple[NotNegative, ...] = ()  # GPUs: CUDA_VISIBLE_DEVICES of the engine process; empty: all
@@ -187,6 +192,7 @@ class FrontendConfig(Settings, frozen=True, kw_only=True):
     keep_alive_s: Positive = 30  # an idle connection stays open for so long
     max_connections: Positive = 8192  # one more is answered with 503
     comment_interval_s: PositiveDuration = 15.0  # a silent event stream gets a comment so often: proxies keep it open
+    playground: bool = True  # the page at /
     api_keys: str = ""  # file with keys and their limits (relative to the recipe); "": no key is asked for
 
 
@@ -247,14 +253,17 @@ def load_recipe(path: str | Path | None = None, override: str | None = None) -> 
     folder = _recipe_folder(path or os.environ.get("BIREME_RECIPE") or DEFAULT_RECIPE)
     tree = _read_yaml(folder / "recipe.yaml")
     _read_engine_configs(tree, folder)
+    _merge_engine_args(tree)
     text = os.environ.get("BIREME_OVERRIDE", "") if override is None else override
     if text:
         deep_merge(tree, _parse_override(text))
         _read_engine_configs(tree, folder)
+        _merge_engine_args(tree)
     for reserved in ("name", "folder"):
         if reserved in tree:
             raise ConfigError(f"{folder}/recipe.yaml: {reserved} is the folder's name; remove the key")
     for name, worker in _workers(tree).items():
+        _split_llm_args(worker)
         convert(worker, WorkerEntry, f"{folder}/recipe.yaml: workers.{name}")  # an error names this worker
     recipe = convert(tree | {"name": folder.name, "folder": str(folder)}, Recipe, f"{folder}/recipe.yaml")
     _check(recipe)
@@ -367,6 +376,29 @@ def _read_engine_configs(tree: dict[str, Any], folder: Path) -> None:
     for worker in _workers(tree).values():
         if isinstance(worker, dict) and isinstance(worker.get("engine_config"), str):
             worker["engine_config"] = _read_yaml(folder / worker["engine_config"])
+
+
+def _merge_engine_args(tree: dict[str, Any]) -> None:
+    """Merge each worker's engine_args over its engine_config; what is no mapping is left for `convert` to refuse."""
+    for name, worker in _workers(tree).items():
+        if not isinstance(worker, dict) or not isinstance(worker.get("engine_args"), dict):
+            continue
+        config = worker.setdefault("engine_config", {})
+        if isinstance(config, dict):
+            deep_merge(config, worker.pop("engine_args"), f"workers.{name}.engine_config")
+
+
+def _split_llm_args(worker: Any) -> None:
+    if isinstance(worker, dict) and worker.get("engine") == "trtllm":
+        config = worker.get("engine_config", {})
+        if isinstance(config, dict):
+            worker["engine_config"] = llm_args.split(config, _keys_of(EngineConfig))
+
+
+def _keys_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return a settings class's keys, a block's with its own keys."""
+    blocks = {field.encode_name: _struct_in(field.type) for field in msgspec.structs.fields(kind)}
+    return {name: _keys_of(block) if block else None for name, block in blocks.items()}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -55,6 +55,7 @@ _UNIFORM = (
     "cache_transceiver_config.max_tokens_in_buffer",
     "cache_transceiver_config.kv_transfer_timeout_ms",
 )
+_LLM_ARGS = "TensorRT-LLM's arguments stand at the top of an engine YAML; move them there and set engine: trtllm"
 _MOCKER = tuple(f"mocker.{name}" for name in MockerConfig.__struct_fields__)
 _GUIDED = tuple(f"guided_decoding_config.{name}" for name in GuidedDecodingConfig.__struct_fields__)
 _EVERY_ENGINE: dict[str, Rule] = dict.fromkeys(_UNIFORM, HONOURED)
@@ -64,7 +65,10 @@ TABLES: dict[str, dict[str, Rule]] = {
     | dict.fromkeys(_MOCKER, HARMLESS)
     | dict.fromkeys(_GUIDED, HONOURED)
     | {
-        "guided_decoding_backend": HONOURED,
+        "guided_decoding_backend": _refused("compiled with xgrammar here; set xgrammar", None, "xgrammar"),
+        "scheduler_config.capacity_scheduler_policy": _refused(
+            "new requests join a running batch here; set GUARANTEED_NO_EVICT", "GUARANTEED_NO_EVICT", "MAX_UTILIZATION"
+        ),
         "dtype": HONOURED,
         "enable_chunked_prefill": HONOURED,
         "trust_remote_code": _refused("no code of a checkpoint is run; remove it, or use engine: trtllm"),
@@ -78,6 +82,7 @@ TABLES: dict[str, dict[str, Rule]] = {
         "kv_cache_config.dtype": _refused(_KV_MODEL_DTYPE, "float32", "float16", "bfloat16"),
         "kv_cache_config.enable_partial_reuse": HARMLESS,
         "kv_cache_config.host_cache_size": _refused(_NO_HOST_CACHE, 0),
+        "llm_args": _refused(_LLM_ARGS),
     },
     "trtllm": _EVERY_ENGINE
     | dict.fromkeys((*_MOCKER, *_GUIDED), HARMLESS)
@@ -97,16 +102,18 @@ TABLES: dict[str, dict[str, Rule]] = {
             "kv_cache_config.dtype",
             "kv_cache_config.enable_partial_reuse",
             "kv_cache_config.host_cache_size",
+            "llm_args",
         ),
         HONOURED,
     )
     | {
         "cache_transceiver_config.backend": _refused(
-            "TensorRT-LLM moves KV itself and has no shm backend; set DEFAULT, NIXL, UCX or MPI",
+            "TensorRT-LLM moves KV itself and has no shm backend; set DEFAULT, NIXL, UCX, MPI or MOONCAKE",
             "DEFAULT",
             "NIXL",
             "UCX",
             "MPI",
+            "MOONCAKE",
         )
     },
     "mocker": _EVERY_ENGINE
@@ -131,7 +138,8 @@ TABLES: dict[str, dict[str, Rule]] = {
             "kv_cache_config.host_cache_size",
         ),
         HARMLESS,
-    ),
+    )
+    | {"llm_args": _refused(_LLM_ARGS)},
 }
 
 # Smallest value that makes sense; None (unset) always does.

@@ -13,7 +13,7 @@ from house import CHECKOUT, MODULES, PACKAGE, Import, imports_of, name_of
 # Lower may not import higher. Modules of one row may import each other.
 ROWS = (
     ("errors",),
-    ("specs", "messages", "sampling", "guides", "request", "disagg", "config", "metrics", "types"),
+    ("specs", "messages", "sampling", "guides", "request", "disagg", "config", "llm_args", "metrics", "types"),
     ("kv", "text", "logits", "multimodal", "video", "discovery"),
     ("engines",),
     ("workers",),
