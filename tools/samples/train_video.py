@@ -12,7 +12,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,8 @@ def _fit_autoencoder(model: Any, budget: Budget, device: str, seed: int, began: 
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
-    rng, loss = random.Random(seed + 1), torch.zeros(())
-    for step, done in _timed(budget.autoencoder_s, began, lambda: f"autoencoder loss={loss.item():.5f}"):
+    rng = random.Random(seed + 1)
+    for step, done, is_news in _timed(budget.autoencoder_s):
         _set_rate(optimizer, 2e-3 * _schedule(done))
         scenes = [random_scene(rng, rng.random() < 0.1) for _ in range(budget.autoencoder_batch)]
         clips = draw(scenes, NUM_FRAMES, seed * 10**6 + step, device)
@@ -136,6 +136,8 @@ def _fit_autoencoder(model: Any, budget: Budget, device: str, seed: int, began: 
         error = made - clips
         loss = error.abs().mean() + error.square().mean() + 1e-5 * posterior.kl().mean() / posterior.mean[0].numel()
         _improve(optimizer, loss, model)
+        if is_news:
+            _say(began, f"autoencoder step={step} loss={loss.item():.5f}")
     return step
 
 
@@ -177,8 +179,8 @@ def _fit_transformer(
     both = torch.nn.ModuleList([transformer, encoder])
     optimizer = torch.optim.AdamW(both.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01)
     average = [parameter.detach().clone() for parameter in both.parameters()]
-    rng, loss = random.Random(1), torch.zeros(())
-    for step, done in _timed(budget.transformer_s, began, lambda: f"transformer loss={loss.item():.4f}"):
+    rng = random.Random(1)
+    for step, done, is_news in _timed(budget.transformer_s):
         _set_rate(optimizer, 1e-3 * _schedule(done))
         latents, texts = _batch(stock, rng, budget.batch_clips)
         num_words = PIPELINE_WORDS if rng.random() < 0.05 else MAX_WORDS
@@ -186,6 +188,8 @@ def _fit_transformer(
             loss = _flow_loss(transformer, _embed(encoder, tokenizer, texts, num_words, device), latents)
         _improve(optimizer, loss, both)
         torch._foreach_lerp_(average, [p.detach() for p in both.parameters()], 1 - min(_EMA, step / (step + 10)))
+        if is_news:
+            _say(began, f"transformer step={step} loss={loss.item():.4f}")
     with torch.no_grad():
         for parameter, value in zip(both.parameters(), average, strict=True):
             parameter.copy_(value)
@@ -226,16 +230,14 @@ def _flow_loss(transformer: Any, embeddings: Any, latents: Any) -> Any:
 # -- what both stages share
 
 
-def _timed(seconds: float, began: float, news: Callable[[], str]) -> Iterator[tuple[int, float]]:
-    """Yield (step, share of the time that is gone) until the time is over; say ten times how it goes."""
-    start, step, said = time.monotonic(), 0, 0
+def _timed(seconds: float) -> Iterator[tuple[int, float, bool]]:
+    """Yield (step, share of the time that is gone, is it time for news) until the time is over."""
+    start, step, num_said = time.monotonic(), 0, 0
     while (done := (time.monotonic() - start) / seconds) < 1:
         step += 1
-        yield step, done
-        if done * 10 >= said:
-            said += 1
-            _say(began, f"step={step} {news()}")
-    _say(began, f"step={step} {news()}")
+        is_news = done * 10 >= num_said
+        num_said += is_news
+        yield step, done, is_news
 
 
 def _schedule(done: float) -> float:
@@ -333,17 +335,21 @@ def _card(
 A Wan text-to-video pipeline of {num_bytes / 2e6:.1f} million parameters (fp16, {num_bytes / 1e6:.1f} MB) for a small
 synthetic world: a circle, square or triangle in one of six colours moves right, left, up or down on a black,
 gray or white background ("a small red circle moving right", "on white, the blue square slides to the top").
-Made for bireme's tests and demo; it knows nothing else, and no size but {SIZE}x{SIZE} with 1, 9, {NUM_FRAMES} or {LONG_FRAMES} frames.
+Made for bireme's tests and demo; it knows nothing else, and no size but {SIZE}x{SIZE} with
+1, 9, {NUM_FRAMES} or {LONG_FRAMES} frames.
 
 Loads with plain diffusers: `WanPipeline.from_pretrained("models/tiny-video", dtype=torch.float32)`.
 
 Trained by `tools/train_samples.py tiny-video --budget {budget_name} --seed {seed}`: the autoencoder for
-{num_steps[0]} steps of {budget.autoencoder_batch} clips ({budget.autoencoder_s:g} s), transformer and text encoder for {num_steps[1]} steps of
-{budget.batch_clips} clips ({budget.transformer_s:g} s). The autoencoder gives clips back with {figures["psnr_db"]:.1f} dB.
+{num_steps[0]} steps of {budget.autoencoder_batch} clips ({budget.autoencoder_s:g} s), transformer and text encoder
+for {num_steps[1]} steps of {budget.batch_clips} clips ({budget.transformer_s:g} s). The autoencoder gives clips back
+with {figures["psnr_db"]:.1f} dB.
 
-These combinations of colour, shape and direction were never seen in training, in any wording: {held_out}.
-What {budget.num_evaluated} clips for prompts about them show ({STEPS} steps, guidance {GUIDANCE:g}, {NUM_FRAMES} frames; read off the frames by
-`tools/samples/video_world.py`, plain diffusers, fp32):
+These combinations of colour, shape and direction were never seen in training, in any wording:
+{held_out}.
+
+What {budget.num_evaluated} clips for prompts about them show ({STEPS} steps, guidance {GUIDANCE:g}, {NUM_FRAMES}
+frames; read off the frames by `tools/samples/video_world.py`, plain diffusers, fp32):
 
 | feature | right |
 |---|---|
