@@ -14,11 +14,15 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class LoadProcess:
-    """`python -m benchmarks.load PATH --option value ...`; a true value is a bare flag, None is left out."""
+    """`python -m benchmarks.load PATH --option value ...`; a true value is a bare flag, None is left out.
+
+    Path `sse` is the client that only measures: `python -m benchmarks.load.sse_client`.
+    """
 
     def __init__(self, path: str, options: Mapping[str, Any]) -> None:
+        program = ["benchmarks.load.sse_client"] if path == "sse" else ["benchmarks.load", path]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.load", path, *to_arguments(options)],
+            [sys.executable, "-m", *program, *to_arguments(options)],
             cwd=CHECKOUT,
             stdout=subprocess.PIPE,
             text=True,

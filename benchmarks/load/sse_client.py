@@ -1,22 +1,24 @@
 """Closed-loop load on an OpenAI chat endpoint, as a process of its own: raw sockets, quick acknowledgements.
 
-    python -m benchmarks.load.sse_client HOST:PORT MODEL STREAMS SECONDS MAX_TOKENS
+    python -m benchmarks.load.sse_client --target 127.0.0.1:9000 --model tiny-chat --streams 64 --max-tokens 32
 
-The last line is JSON: requests and tokens (as the server's usage says) of the time, TTFT and gaps in ms. TCP_QUICKACK
-on each read, so that a server with Nagle's algorithm on is not charged with the client's delayed acknowledgements.
+Events go to stdout, one JSON object a line: measuring, measured, and last the report with requests and tokens (as the
+server's usage says) of the time, TTFT and mean gaps in ms. TCP_QUICKACK on each read, so that a server with Nagle's
+algorithm on is not charged with the client's delayed acknowledgements. A byte is looked at twice at most: the client
+shares its cores with what it measures. Answers are not checked, soak.py does that.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import functools
 import json
 import re
 import socket
-import sys
 import time
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from benchmarks.load.meter import percentile
 
@@ -30,11 +32,27 @@ class Tally:
 
     starts_at: float
     ends_at: float
-    num_requests: int = 0
-    num_tokens: int = 0
+    num_requests: float = 0.0
+    num_tokens: float = 0.0
     errors: list[str] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
     itl_ms: list[float] = field(default_factory=list)  # mean gap of each request
+
+    def count(self, began_at: float, first_at: float, ended_at: float, num_tokens: int) -> None:
+        """Take a request that has ended. One that reaches over an end of the time counts with its part inside:
+        else long answers would be missing at both ends.
+        """
+        self.num_requests += self._share(began_at, ended_at)
+        self.num_tokens += num_tokens * self._share(first_at, ended_at)
+        if self.starts_at <= began_at < self.ends_at:
+            self.ttft_ms.append(1000 * (first_at - began_at))
+            if num_tokens > 1:
+                self.itl_ms.append(1000 * (ended_at - first_at) / (num_tokens - 1))
+
+    def _share(self, begin: float, end: float) -> float:
+        if end <= begin:  # all of it came at once
+            return float(self.starts_at <= end < self.ends_at)
+        return max(0.0, min(end, self.ends_at) - max(begin, self.starts_at)) / (end - begin)
 
 
 class Connection(asyncio.Protocol):
@@ -71,27 +89,19 @@ class Connection(asyncio.Protocol):
         if not found:
             tally.errors.append(self._tail[-300:].decode(errors="replace"))
             self._transport.close()
-        elif now >= tally.ends_at:
+            return
+        tally.count(self._began, self._first_at, now, int(found[-1]))
+        if now >= tally.ends_at:
             self._transport.close()
         else:
-            if self._began >= tally.starts_at:
-                self._count(int(found[-1]), now)
             self._ask()
-
-    def _count(self, num_tokens: int, now: float) -> None:
-        tally = self._tally
-        tally.num_requests += 1
-        tally.num_tokens += num_tokens
-        tally.ttft_ms.append(1000 * (self._first_at - self._began))
-        if num_tokens > 1:
-            tally.itl_ms.append(1000 * (now - self._first_at) / (num_tokens - 1))
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.done.done():
             self.done.set_result(None)
 
 
-def request_of(host: str, model: str, max_tokens: int, text: str, extra: dict[str, object]) -> bytes:
+def request_of(host: str, model: str, max_tokens: int, text: str, extra: dict[str, Any]) -> bytes:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": text}],
@@ -105,38 +115,66 @@ def request_of(host: str, model: str, max_tokens: int, text: str, extra: dict[st
     return head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-async def load(
-    target: str, model: str, streams: int, seconds: float, max_tokens: int, extra: dict[str, object]
-) -> dict[str, object]:
-    host, _, port = target.rpartition(":")
+async def load(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Load for the time asked for and return the report's fields."""
+    starts_at = time.monotonic() + arguments.warmup_s
+    tally = Tally(starts_at, starts_at + arguments.seconds)
+    events = asyncio.create_task(say_times(tally))
+    connections = [await connect(arguments, slot, tally) for slot in range(arguments.streams)]
+    limit_s = arguments.warmup_s + arguments.seconds + _TIMEOUT_S
+    await asyncio.wait([connection.done for connection in connections], timeout=limit_s)
+    await events
+    return report(tally, arguments.seconds) | {"num_hanging": sum(not item.done.done() for item in connections)}
+
+
+async def connect(arguments: argparse.Namespace, slot: int, tally: Tally) -> Connection:
+    host, _, port = arguments.target.rpartition(":")
+    text = f"Stream {slot}: " + "two banks of oars " * 6
+    request = request_of(arguments.target, arguments.model, arguments.max_tokens, text, arguments.extra)
     loop = asyncio.get_running_loop()
-    starts_at = time.monotonic() + min(1.0, seconds / 4)  # the first requests warm up
-    tally = Tally(starts_at, starts_at + seconds)
-    connections = []
-    for slot in range(streams):
-        request = request_of(target, model, max_tokens, f"Stream {slot}: " + "two banks of oars " * 6, extra)
-        made = await loop.create_connection(functools.partial(Connection, request, tally), host, int(port))
-        connections.append(made[1])
-    await asyncio.wait([connection.done for connection in connections], timeout=seconds + _TIMEOUT_S)
+    return (await loop.create_connection(functools.partial(Connection, request, tally), host, int(port)))[1]
+
+
+async def say_times(tally: Tally) -> None:
+    await asyncio.sleep(tally.starts_at - time.monotonic())
+    say("measuring")
+    await asyncio.sleep(tally.ends_at - time.monotonic())
+    say("measured")
+
+
+def report(tally: Tally, seconds: float) -> dict[str, Any]:
+    ttft, itl = sorted(tally.ttft_ms), sorted(tally.itl_ms)
     return {
         "requests_per_s": tally.num_requests / seconds,
         "tokens_per_s": tally.num_tokens / seconds,
-        "ttft_ms_p50": percentile(sorted(tally.ttft_ms), 0.50),
-        "ttft_ms_p99": percentile(sorted(tally.ttft_ms), 0.99),
-        "itl_ms_p50": percentile(sorted(tally.itl_ms), 0.50),
-        "itl_ms_p99": percentile(sorted(tally.itl_ms), 0.99),
-        "num_hanging": sum(not connection.done.done() for connection in connections),
+        "ttft_p50_ms": percentile(ttft, 0.50),
+        "ttft_p99_ms": percentile(ttft, 0.99),
+        "itl_p50_ms": percentile(itl, 0.50),
+        "itl_p99_ms": percentile(itl, 0.99),
         "errors": tally.errors[:3],
     }
+
+
+def say(event: str, **fields: Any) -> None:
+    print(json.dumps({"event": event, **fields}), flush=True)
 
 
 def main() -> None:
     import uvloop
 
-    target, model, streams, seconds, max_tokens, *rest = sys.argv[1:]
-    extra = json.loads(rest[0]) if rest else {}
-    work = load(target, model, int(streams), float(seconds), int(max_tokens), extra)
-    print(json.dumps(uvloop.run(work)))
+    say("report", **uvloop.run(load(parse_arguments())))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.load.sse_client", description="Load a chat endpoint.")
+    parser.add_argument("--target", default="127.0.0.1:9000")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--warmup-s", type=float, default=1.5)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--extra", type=json.loads, default={}, metavar="JSON", help="further fields of each request")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
