@@ -2,6 +2,8 @@
 
     python tools/train_samples.py tiny-chat                    # on one H200: minutes; see --budget
     python tools/train_samples.py tiny-chat --budget cpu       # a worse model in about an hour of two cores
+    python tools/train_samples.py tiny-video                   # needs the extra `video`
+    python tools/train_samples.py tiny-vlm
 
 The trained folders are committed under models/, so nobody has to run this.
 """
@@ -11,20 +13,22 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
-from samples import train_chat
+from samples import train_chat, train_video, train_vlm
 
+TRAINERS: dict[str, Any] = {"tiny-chat": train_chat, "tiny-video": train_video, "tiny-vlm": train_vlm}
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=["tiny-chat"])
+    parser.add_argument("model", choices=sorted(TRAINERS))
     parser.add_argument("--out", type=Path, help="default: models/<model>")
-    parser.add_argument("--budget", choices=sorted(train_chat.BUDGETS), default="h200")
+    parser.add_argument("--budget", choices=["h200", "cpu", "smoke"], default="h200")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    accuracy = train_chat.train(args.out or CHECKOUT / "models" / args.model, args.budget, args.seed)
+    accuracy = TRAINERS[args.model].train(args.out or CHECKOUT / "models" / args.model, args.budget, args.seed)
     print(json.dumps({"model": args.model, "held_out_accuracy": accuracy}))
 
 
