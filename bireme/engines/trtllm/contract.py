@@ -1,0 +1,240 @@
+"""TensorRT-LLM's settings classes by release, read from contract.yaml, and the check of a YAML against them.
+
+Its one rule: what the installed package would refuse when it is constructed, this refuses without it, on a
+machine with no GPU. Every finding is reported, not only the first.
+
+    problems = validate({"kv_cache_config": {"fraction": 0.5}}, "LlmArgs", "1.2.1")
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+import yaml
+
+from bireme.engines.trtllm.field_types import FieldType, parse_type
+from bireme.engines.trtllm.problems import NOTHING, Path, Problem, show
+
+FLOOR = "1.2.1"  # oldest and newest release that the contract describes
+CEILING = "1.3.0rc29"
+PROFILES = ("1.2", "1.3")
+CONTRACT = FilePath(__file__).with_name("contract.yaml")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a settings class. `since` and `until` are releases such as 1.3; until is the first without it."""
+
+    name: str
+    type: FieldType
+    default: Any
+    since: str = ""
+    until: str = ""
+    required: bool = False
+    status: str = "stable"
+    alias: str = ""
+
+    def exists_in(self, release: str) -> bool:
+        return not (self.since and release < self.since) and not (self.until and release >= self.until)
+
+
+@functools.cache
+def contract() -> dict[str, Any]:
+    """Return contract.yaml as it stands. Callers must not change it."""
+    tree: dict[str, Any] = yaml.safe_load(CONTRACT.read_text(encoding="utf-8"))
+    return tree
+
+
+def profile(version: str) -> str:
+    """1.2.1 -> 1.2; an older or newer release gets the nearest profile."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if not match:
+        raise ValueError(f"TensorRT-LLM version {version!r} is not a release number such as {FLOOR}")
+    return PROFILES[0] if (int(match.group(1)), int(match.group(2))) < (1, 3) else PROFILES[1]
+
+
+def fields(class_name: str, version: str = FLOOR) -> dict[str, Field]:
+    """Return the fields that a settings class has in a release, its base class's included, by name."""
+    return {name: field for name, field in all_fields(class_name, profile(version)).items() if field is not None}
+
+
+@functools.cache
+def all_fields(class_name: str, release: str) -> dict[str, Field]:
+    """As `fields`, for a profile."""
+    result = dict(all_fields(base, release)) if (base := _class(class_name).get("base")) else {}
+    if class_name == "AutoDeployLlmArgs":
+        result |= all_fields("LlmArgs", release)
+    found = _declared(class_name, release)
+    return result | {name: field for name, field in found.items() if field.exists_in(release)}
+
+
+def _declared(class_name: str, release: str) -> dict[str, Field]:
+    """Return every field that the class has in any release."""
+    entries = {name: entry for name, entry in _class(class_name).items() if isinstance(entry, list)}
+    return {name: _field(name, entry, release) for name, entry in entries.items()}
+
+
+def _field(name: str, entry: list[Any], release: str) -> Field:
+    text, default, *rest = entry
+    more = dict(rest[0]) if rest else {}
+    required = more.pop("required", False) or release < more.pop("required_until", "")
+    return Field(name, parse_type("null" if text is None else text), default, required=required, **more)
+
+
+def _class(name: str) -> dict[str, Any]:
+    entry: dict[str, Any] = contract()["config_classes"][name]
+    return entry
+
+
+def validate(tree: Mapping[str, Any], class_name: str, version: str = FLOOR, path: Path = ()) -> list[Problem]:
+    """Return what a release's class would refuse in `tree`: names, types, values, blocks inside; [] when it fits."""
+    release = profile(version)
+    if "discriminator" in _class(class_name):
+        return list(_check_union(tree, class_name, release, path))
+    return list(_check_class(tree, class_name, release, path))
+
+
+def _check_class(tree: Mapping[str, Any], class_name: str, release: str, path: Path) -> Iterator[Problem]:
+    known = all_fields(class_name, release)
+    aliases = {field.alias: field for field in known.values() if field.alias}
+    for name, value in tree.items():
+        field = known.get(str(name)) or aliases.get(str(name))
+        if field is None:
+            if not _class(class_name).get("open"):
+                yield _unknown(str(name), value, class_name, release, path)
+        else:
+            yield from _check_value(field, value, release, (*path, str(name)))
+    for field in known.values():
+        if field.required and field.name not in tree and field.alias not in tree:
+            yield Problem((*path, field.name), NOTHING, f"missing; {release} needs it", _how_to_fill(field))
+
+
+def _check_union(tree: Mapping[str, Any], class_name: str, release: str, path: Path) -> Iterator[Problem]:
+    union = _class(class_name)
+    key = union["discriminator"]
+    choices = [name for name in union["classes"] if _has_choice(union, name, release)]
+    chosen = tree.get(key, NOTHING)
+    if chosen is NOTHING:
+        yield Problem((*path, key), NOTHING, "missing; it says which kind this is", f"set one of {_list(choices)}")
+    elif chosen not in choices:
+        reason = f"not a {key} of TensorRT-LLM {release}"
+        yield Problem((*path, key), chosen, reason, _nearest(str(chosen), choices))
+    else:
+        yield from _check_class(tree, union["classes"][chosen], release, path)
+
+
+def _has_choice(union: Mapping[str, Any], name: str, release: str) -> bool:
+    since, until = union.get("since", {}).get(name, ""), union.get("until", {}).get(name, "")
+    return not (since and release < since) and not (until and release >= until)
+
+
+def _check_value(field: Field, value: Any, release: str, path: Path) -> Iterator[Problem]:
+    if not field.type.is_writable and value is not None:
+        yield Problem(
+            path, value, "TensorRT-LLM wants a Python object here, which YAML can't express", "remove the key"
+        )
+    elif not field.type.takes(value):
+        yield _misfit(field, value, path)
+    elif isinstance(value, Mapping) and field.type.class_name:
+        yield from validate(value, field.type.class_name, release, path)
+
+
+def _misfit(field: Field, value: Any, path: Path) -> Problem:
+    wanted = field.type
+    if wanted.values and isinstance(value, str):
+        return Problem(path, value, f"one of {_list(wanted.values)} is expected", _nearest(value, wanted.values))
+    reason = f"{wanted.describe()} is expected"
+    if isinstance(value, str) and wanted.takes(_as_number(value)):
+        remedy = "remove the quotes" if re.fullmatch(r"-?[\d.]+", value) else f"write {_as_number(value)!r}"
+        return Problem(path, value, reason, remedy)
+    return Problem(path, value, reason, _how_to_fill(field))
+
+
+def _as_number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), NOTHING)
+
+
+def _how_to_fill(field: Field) -> str:
+    if field.type.values:
+        return f"set one of {_list(field.type.values)}"
+    if field.required:
+        return f"set {field.type.describe()}" + ("" if field.default is None else f", such as {show(field.default)}")
+    return (
+        "leave it out for the default"
+        if field.default in (None, "factory")
+        else f"the default is {show(field.default)}"
+    )
+
+
+def _unknown(name: str, value: Any, class_name: str, release: str, path: Path) -> Problem:
+    other = _elsewhere(name, class_name, release)
+    if other is not None:
+        return Problem((*path, name), value, *other)
+    known = list(all_fields(class_name, release))
+    reason = f"TensorRT-LLM {release} has no such key in {class_name}"
+    block = _block_with(name, release) if not path else ""
+    if block:
+        return Problem((*path, name), value, reason, f"did you mean {block}.{name}?")
+    return Problem((*path, name), value, reason, _nearest(name, known))
+
+
+def _elsewhere(name: str, class_name: str, release: str) -> tuple[str, str] | None:
+    """Explain a key that the class has in another release, or had under another name."""
+    for base in filter(None, (class_name, _class(class_name).get("base"))):
+        field = _declared(base, release).get(name)
+        if field is not None and field.since and release < field.since:
+            return f"new in TensorRT-LLM {field.since}", "remove it, or set engine_version to the release that you run"
+        if field is not None:
+            return f"TensorRT-LLM {field.until} has removed it", "remove it"
+    if class_name in ("LlmArgs", "AutoDeployLlmArgs") and name in RETIRED:
+        return RETIRED[name]
+    return None
+
+
+# Keys of older releases, and options of trtllm-serve that look like keys: why not, and what instead.
+_OLD = "a key of older releases"
+RETIRED: dict[str, tuple[str, str]] = {
+    "build_config": ("the PyTorch backend builds no engine", "move its limits to the top level"),
+    "decoding_config": (_OLD, "use speculative_config"),
+    "enable_trtllm_sampler": ("removed in 1.2", "set sampler_type: TRTLLMSampler"),
+    "enable_mixed_sampler": ("removed in 1.2", "set sampler_type: TorchSampler"),
+    "enable_overlap_scheduler": ("the overlap scheduler is on by default", "use disable_overlap_scheduler"),
+    "pytorch_backend_config": ("its keys stand at the top level now", "move them there"),
+    "use_cuda_graph": (_OLD, "set cuda_graph_config: {}, or null to switch CUDA graphs off"),
+    "cuda_graph_batch_sizes": (_OLD, "set cuda_graph_config.batch_sizes"),
+    "cuda_graph_padding_enabled": (_OLD, "set cuda_graph_config.enable_padding"),
+    "moe_backend": (_OLD, "set moe_config.backend"),
+    "moe_max_num_tokens": (_OLD, "set moe_config.max_num_tokens"),
+    "moe_load_balancer": (_OLD, "set moe_config.load_balancer"),
+}
+
+
+def _block_with(name: str, release: str) -> str:
+    """Return the one block of LlmArgs that has a field of this name; "" where none or several do."""
+    blocks = {key: field.type.class_name for key, field in all_fields("LlmArgs", release).items()}
+    plain = {key: name_ for key, name_ in blocks.items() if name_ and "discriminator" not in _class(name_)}
+    found = [key for key, class_name in plain.items() if name in all_fields(class_name, release)]
+    return found[0] if len(found) == 1 else ""
+
+
+def _nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1) or [name for name in by_lower if word.lower() in name]
+    if near:
+        return f"did you mean {by_lower[near[0]]}?"
+    return f"known: {_list(known)}" if len(known) <= 12 else "remove it"
+
+
+def _list(names: list[str] | tuple[str, ...]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,119 @@
+"""The type notation of contract.yaml: `int >= 1 | null`, `list[str]`, `AUTO | CUTLASS`, `float 0..1`, `KvCacheConfig`.
+
+Its one rule: a quoted number is no number. TensorRT-LLM's pydantic models would take "8" for 8; a recipe that
+says so means something else than it says, so it is refused here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_NAMES = {"null": "null", "bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string"}
+_RANGE = re.compile(r"(int|float) (?:(>=|>) (\S+)|(\S+)\.\.(\S+))")
+_CLASS = re.compile(r"[A-Z]\w+(Config|Args)")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One alternative of a type. Bounds are inclusive."""
+
+    kind: str  # null bool int float str dict any object list class value
+    low: float = -math.inf
+    high: float = math.inf
+    name: str = ""  # of a class, or the value itself
+    item: FieldType | None = None  # of a list, or of a dict's values
+
+    def takes(self, value: Any) -> bool:
+        """Whether the value fits; a class takes any mapping, whose content its own fields check."""
+        if self.kind in ("any", "object", "null"):
+            return self.kind == "any" or (self.kind == "null" and value is None)
+        if self.kind in ("bool", "class"):
+            return isinstance(value, bool if self.kind == "bool" else dict)
+        if self.kind == "value":
+            return isinstance(value, str) and value == self.name
+        if self.kind == "list":
+            return isinstance(value, list | tuple) and self._items_fit(value)
+        if self.kind == "dict":
+            return isinstance(value, dict) and self._items_fit(value.values())
+        if self.kind == "str":
+            return isinstance(value, str)
+        if isinstance(value, bool) or not isinstance(value, int if self.kind == "int" else int | float):
+            return False
+        return self.low <= value <= self.high
+
+    def _items_fit(self, items: Any) -> bool:
+        return self.item is None or all(self.item.takes(item) for item in items)
+
+    def describe(self) -> str:
+        if self.kind == "value":
+            return self.name
+        if self.kind == "class":
+            return f"a mapping ({self.name})"
+        if self.kind in ("list", "dict"):
+            whole = "a list" if self.kind == "list" else "a mapping"
+            return f"{whole} of: {self.item.describe()}" if self.item else whole
+        return _NAMES.get(self.kind, self.kind) + self._range()
+
+    def _range(self) -> str:
+        if self.low == -math.inf:
+            return ""
+        return f", {self.low:g} or more" if self.high == math.inf else f" from {self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldType:
+    """Alternatives, of which one must fit."""
+
+    parts: tuple[Part, ...]
+
+    def takes(self, value: Any) -> bool:
+        return any(part.takes(value) for part in self.parts)
+
+    def describe(self) -> str:
+        return " or ".join(part.describe() for part in self.parts)
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The words of an enum."""
+        return tuple(part.name for part in self.parts if part.kind == "value")
+
+    @property
+    def class_name(self) -> str:
+        """The settings class that a mapping would fill; "" when there is none."""
+        return next((part.name for part in self.parts if part.kind == "class"), "")
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether YAML can express a value at all."""
+        return any(part.kind not in ("object", "null") for part in self.parts)
+
+
+def parse_type(text: str) -> FieldType:
+    """Read the notation. Raises ValueError on what it does not know."""
+    return FieldType(tuple(_parse_part(part) for part in _split(text)))
+
+
+def _split(text: str) -> list[str]:
+    """Split at the bars that are outside brackets."""
+    return [part.strip() for part in re.split(r"\|(?![^\[]*\])", text)]
+
+
+def _parse_part(text: str) -> Part:
+    if match := re.fullmatch(r"(list|dict)\[(.+)\]", text):
+        inner = match.group(2).removeprefix("str, ") if match.group(1) == "dict" else match.group(2)
+        return Part(match.group(1), item=parse_type(inner))
+    if match := _RANGE.fullmatch(text):
+        kind, sign, least, low, high = match.groups()
+        if sign == ">":
+            raise ValueError(f"type {text!r}: bounds are inclusive, write >=")
+        return Part(kind, float(least or low), float(high or math.inf))
+    if text in ("null", "bool", "int", "float", "str", "dict", "any", "object"):
+        return Part(text)
+    if _CLASS.fullmatch(text):
+        return Part("class", name=text)
+    if not re.fullmatch(r"[\w-]+", text):
+        raise ValueError(f"type {text!r} is not understood")
+    return Part("value", name=text)
