@@ -1,0 +1,386 @@
+"""Rules across the fields of one engine YAML: what TensorRT-LLM takes field by field and can't run, or runs badly.
+
+Its one rule: a rule says why. An error is what fails or hangs; a warning what works and hurts. Rules read the
+YAML after aliases are resolved; what is no mapping where one belongs has been reported by the contract already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from bireme.engines.trtllm.problems import NOTHING, Problem
+
+Tree = Mapping[str, Any]
+Rule = Callable[["Yaml"], Iterator[Problem]]
+_DEFAULT_GRAPH_BATCH = 128
+NO_DRAFTS = 0
+
+
+class Yaml:
+    """One worker's engine YAML with TensorRT-LLM's defaults where the rules need them."""
+
+    def __init__(self, tree: Tree, stage: str, release: str, *, is_disaggregated: bool) -> None:
+        self.tree = tree
+        self.stage = stage
+        self.release = release
+        self.is_disaggregated = is_disaggregated
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value at a dotted key; the default where it, or a block on the way, is missing or null."""
+        found: Any = self.tree
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return default if found is None else found
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """As `get`; what is no number counts as missing."""
+        found = self.get(key)
+        return found if isinstance(found, int | float) and not isinstance(found, bool) else default
+
+    def block(self, key: str) -> Tree:
+        found = self.get(key)
+        return found if isinstance(found, Mapping) else {}
+
+    def problem(self, key: str, reason: str, remedy: str, *, is_warning: bool = False) -> Problem:
+        value = self.get(key, NOTHING)
+        return Problem(tuple(key.split(".")), value, reason, remedy, "warning" if is_warning else "error")
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return int(self.number("tensor_parallel_size", 1))
+
+    @property
+    def world_size(self) -> int:
+        """GPUs that one engine takes."""
+        if self.get("backend") == "_autodeploy":
+            return int(self.number("world_size", self.tensor_parallel_size))
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+        first, second, third = (int(self.number(name, 1)) for name in sizes)
+        return first * second * third
+
+    @property
+    def prefills(self) -> bool:
+        """Whether prompts are computed here: not on a decode worker that gets its KV from prefill."""
+        return self.stage == "prefill" or not self.is_disaggregated
+
+    @property
+    def draft_len(self) -> int:
+        """Tokens that are drafted for each one that is sure."""
+        if self.get("speculative_config.decoding_type") == "MTP":
+            own = self.number("speculative_config.num_nextn_predict_layers")
+            return int(own or self.number("speculative_config.max_draft_len", 1))
+        return int(self.number("speculative_config.max_draft_len", NO_DRAFTS))
+
+    @property
+    def largest_graph_batch(self) -> int:
+        """The largest batch that a CUDA graph will be captured for; 0: CUDA graphs are off."""
+        if "cuda_graph_config" in self.tree and self.tree["cuda_graph_config"] is None:
+            return 0
+        sizes = [size for size in self.get("cuda_graph_config.batch_sizes", ()) if isinstance(size, int)]
+        largest = max(sizes) if sizes else self.number("cuda_graph_config.max_batch_size") or _DEFAULT_GRAPH_BATCH
+        return int(min(largest, self.number("max_batch_size", largest)))
+
+
+# parallelism
+
+
+def moe_sizes_fill_the_tensor_parallel_group(yaml: Yaml) -> Iterator[Problem]:
+    size = yaml.tensor_parallel_size
+    tensor, expert = yaml.number("moe_tensor_parallel_size"), yaml.number("moe_expert_parallel_size")
+    cluster = yaml.number("moe_cluster_parallel_size", 1)
+    reason = f"the experts are spread over the {size} ranks of tensor_parallel_size"
+    if tensor and expert and tensor * expert * cluster != size:
+        text = f"{reason}: moe_tensor_parallel_size {tensor} * moe_expert_parallel_size {expert} * cluster {cluster}"
+        yield yaml.problem("moe_tensor_parallel_size", f"{text} is {tensor * expert * cluster}", f"make it {size}")
+    elif expert and size % (expert * cluster):
+        remedy = f"set a divisor of {size}, or tensor_parallel_size: {expert}"
+        yield yaml.problem("moe_expert_parallel_size", reason, remedy)
+
+
+def pipeline_partition_has_a_part_for_each_stage(yaml: Yaml) -> Iterator[Problem]:
+    parts, stages = yaml.get("pp_partition"), yaml.number("pipeline_parallel_size", 1)
+    if isinstance(parts, list) and len(parts) != stages:
+        reason = f"{len(parts)} parts for pipeline_parallel_size {stages}"
+        yield yaml.problem("pp_partition", reason, "name the number of layers of each pipeline stage")
+
+
+def attention_dp_options_need_attention_dp(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.get("enable_attention_dp"):
+        return
+    if yaml.get("enable_lm_head_tp_in_adp"):
+        yield yaml.problem("enable_lm_head_tp_in_adp", "enable_attention_dp is off", "set enable_attention_dp: true")
+    if yaml.get("attention_dp_config"):
+        reason, remedy = "no effect while enable_attention_dp is off", "set enable_attention_dp: true, or remove it"
+        yield yaml.problem("attention_dp_config", reason, remedy, is_warning=True)
+
+
+# experts
+
+
+def expert_slots_divide_by_the_ranks(yaml: Yaml) -> Iterator[Problem]:
+    slots, ranks = yaml.number("moe_config.load_balancer.num_slots"), yaml.number("moe_expert_parallel_size", 1)
+    if slots and slots % ranks:
+        reason = f"every one of the {ranks} expert-parallel ranks holds the same number of slots"
+        yield yaml.problem("moe_config.load_balancer.num_slots", reason, f"set a multiple of {ranks}")
+
+
+def expert_assignments_fill_the_slots(yaml: Yaml) -> Iterator[Problem]:
+    slots = yaml.number("moe_config.load_balancer.num_slots")
+    for layer, experts in yaml.block("moe_config.load_balancer.initial_global_assignments").items():
+        if slots and isinstance(experts, list) and len(experts) != slots:
+            key = f"moe_config.load_balancer.initial_global_assignments.{layer}"
+            reason = f"{len(experts)} experts for num_slots {slots}"
+            yield Problem(tuple(key.split(".")), experts, reason, "name the expert of each slot")
+
+
+def expert_balancing_needs_expert_parallelism(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.get("moe_config.load_balancer") is None or yaml.number("moe_expert_parallel_size", 1) > 1:
+        return
+    reason = "slots are balanced between expert-parallel ranks, and there is one"
+    yield yaml.problem("moe_config.load_balancer", reason, "set moe_expert_parallel_size, or remove it")
+
+
+def wide_expert_parallelism_needs_attention_dp(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.get("moe_config.backend") == "WIDEEP" and not yaml.get("enable_attention_dp"):
+        reason = "WIDEEP exchanges tokens between data-parallel attention ranks"
+        yield yaml.problem("moe_config.backend", reason, "set enable_attention_dp: true, or another backend")
+
+
+# limits
+
+
+def long_prompts_need_chunks(yaml: Yaml) -> Iterator[Problem]:
+    tokens = yaml.number("max_num_tokens", 8192)
+    longest = yaml.number("max_input_len") or yaml.number("max_seq_len")
+    if yaml.prefills and longest and longest > tokens and not yaml.get("enable_chunked_prefill"):
+        reason = f"prompts longer than {tokens} tokens are refused, though max_seq_len allows {longest}"
+        remedy = f"set enable_chunked_prefill: true, or max_num_tokens: {longest}"
+        yield yaml.problem("max_num_tokens", reason, remedy, is_warning=True)
+
+
+def a_step_holds_the_whole_batch(yaml: Yaml) -> Iterator[Problem]:
+    tokens, batch = yaml.number("max_num_tokens", 8192), yaml.number("max_batch_size", 1)
+    if batch > tokens:
+        reason = f"a step of max_num_tokens {tokens} holds no more than {tokens} sequences"
+        yield yaml.problem("max_batch_size", reason, f"set max_num_tokens to {batch} or more", is_warning=True)
+
+
+def the_input_leaves_room_for_output(yaml: Yaml) -> Iterator[Problem]:
+    longest, whole = yaml.number("max_input_len"), yaml.number("max_seq_len")
+    if longest and whole and longest >= whole:
+        reason = f"max_seq_len {whole} counts the generated tokens, too"
+        yield yaml.problem("max_input_len", reason, f"set at most {whole - 1}")
+
+
+# CUDA graphs
+
+
+def graph_sizes_are_said_once(yaml: Yaml) -> Iterator[Problem]:
+    sizes, largest = yaml.get("cuda_graph_config.batch_sizes"), yaml.number("cuda_graph_config.max_batch_size")
+    if isinstance(sizes, list) and sizes and largest and largest != max(filter(_is_int, sizes), default=largest):
+        reason = "batch_sizes lists the batches already, and ends elsewhere"
+        yield yaml.problem("cuda_graph_config.max_batch_size", reason, "keep one of the two")
+
+
+def graphs_fit_the_batch(yaml: Yaml) -> Iterator[Problem]:
+    batch = yaml.number("max_batch_size", 2048)
+    sizes = [size for size in yaml.get("cuda_graph_config.batch_sizes", ()) if _is_int(size)]
+    largest = max(sizes, default=yaml.number("cuda_graph_config.max_batch_size", 0))
+    key = "cuda_graph_config.batch_sizes" if sizes else "cuda_graph_config.max_batch_size"
+    if largest > batch:
+        reason = f"graphs above max_batch_size {batch} are never used"
+        yield yaml.problem(key, reason, f"end at {batch}", is_warning=True)
+    if sizes != sorted(set(sizes)):
+        yield yaml.problem(key, "sizes are listed in rising order, each once", "sort the list", is_warning=True)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# speculation
+
+
+def drafting_has_what_it_needs(yaml: Yaml) -> Iterator[Problem]:
+    kind = yaml.get("speculative_config.decoding_type")
+    model = yaml.get("speculative_config.speculative_model") or yaml.get("speculative_config.speculative_model_dir")
+    if kind in ("Eagle", "Eagle3", "DraftTarget", "Draft_Target") and not model:
+        yield yaml.problem("speculative_config.speculative_model", f"{kind} drafts with a model of its own", "name it")
+    if kind in ("Eagle", "Eagle3", "NGram", "DraftTarget", "Draft_Target") and not yaml.draft_len:
+        yield yaml.problem("speculative_config.max_draft_len", f"{kind} drafts that many tokens", "set 1 or more")
+
+
+def drafting_runs_on_this_backend(yaml: Yaml) -> Iterator[Problem]:
+    kind = yaml.get("speculative_config.decoding_type")
+    if kind in ("Lookahead", "Medusa"):
+        reason = "only the TensorRT backend has it, which bireme doesn't drive"
+        yield yaml.problem("speculative_config.decoding_type", reason, "use Eagle, MTP, NGram or DraftTarget")
+    elif kind and yaml.number("pipeline_parallel_size", 1) > 1:
+        reason = "speculative decoding does not work with pipeline parallelism"
+        yield yaml.problem("pipeline_parallel_size", reason, "set 1 and raise tensor_parallel_size")
+
+
+def drafts_fit_a_step(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.draft_len == NO_DRAFTS or not yaml.largest_graph_batch:
+        return
+    needed = yaml.largest_graph_batch * (yaml.draft_len + 1)
+    if yaml.number("max_num_tokens", 8192) < needed:
+        reason = f"the largest CUDA graph, {yaml.largest_graph_batch} sequences, takes {yaml.draft_len + 1} tokens each"
+        yield yaml.problem("max_num_tokens", reason, f"set {needed} or more, or capture smaller graphs")
+
+
+def eagle_reuses_no_blocks(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.get("speculative_config.decoding_type") not in ("Eagle", "Eagle3"):
+        return
+    if yaml.get("kv_cache_config.enable_block_reuse", True):
+        reason = "every published Eagle configuration turns it off"
+        key = "kv_cache_config.enable_block_reuse"
+        yield yaml.problem(key, reason, "set false, or measure the acceptance with it", is_warning=True)
+
+
+# KV cache
+
+
+def windows_limit_reuse(yaml: Yaml) -> Iterator[Problem]:
+    windows = [size for size in yaml.get("kv_cache_config.max_attention_window", ()) if _is_int(size)]
+    longest = yaml.number("max_seq_len")
+    if windows and longest and max(windows) < longest and yaml.get("kv_cache_config.enable_block_reuse", True):
+        reason = f"no layer sees more than {max(windows)} of max_seq_len {longest} tokens: blocks that fall out of the"
+        key, remedy = "kv_cache_config.max_attention_window", f"set a window of {longest}, or enable_block_reuse: false"
+        yield yaml.problem(key, f"{reason} window can't be reused", remedy, is_warning=True)
+
+
+def events_need_reuse(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.number("kv_cache_config.event_buffer_max_size", 0) > 0:
+        if yaml.get("kv_cache_config.enable_block_reuse", True) is False:
+            reason = "without enable_block_reuse there are no KV events"
+            yield yaml.problem("kv_cache_config.event_buffer_max_size", reason, "set enable_block_reuse: true, or 0")
+
+
+def the_host_tier_holds_reusable_blocks(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.number("kv_cache_config.host_cache_size", 0) > 0:
+        if yaml.get("kv_cache_config.enable_block_reuse", True) is False:
+            reason = "host memory keeps blocks for reuse, which is off"
+            remedy = "set enable_block_reuse: true, or remove host_cache_size"
+            yield yaml.problem("kv_cache_config.host_cache_size", reason, remedy, is_warning=True)
+
+
+def block_managers_share_whole_blocks(yaml: Yaml) -> Iterator[Problem]:
+    module = str(yaml.get("kv_connector_config.connector_module", ""))
+    if module.startswith("kvbm") and yaml.get("kv_cache_config.enable_partial_reuse", True):
+        reason = "kvbm knows whole blocks only"
+        yield yaml.problem("kv_cache_config.enable_partial_reuse", reason, "set false")
+
+
+# disaggregation
+
+
+def prefill_runs_without_overlap(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.stage == "prefill" and yaml.release < "1.3" and not yaml.get("disable_overlap_scheduler"):
+        reason = "TensorRT-LLM 1.2 has no overlap scheduler on workers that only prefill"
+        yield yaml.problem("disable_overlap_scheduler", reason, "set true")
+
+
+def transfer_has_a_backend_and_a_buffer(yaml: Yaml) -> Iterator[Problem]:
+    if not yaml.is_disaggregated or yaml.stage not in ("prefill", "decode"):
+        return
+    if not yaml.get("cache_transceiver_config.backend"):
+        reason = "without it the engine has no transceiver and every disaggregated request fails"
+        yield yaml.problem("cache_transceiver_config.backend", reason, "set DEFAULT (NIXL) or UCX")
+    buffer = yaml.number("cache_transceiver_config.max_tokens_in_buffer")
+    longest = yaml.number("max_input_len") or yaml.number("max_seq_len")
+    key = "cache_transceiver_config.max_tokens_in_buffer"
+    if buffer is None:
+        reason = "unset; a buffer smaller than the longest prompt ends in a deadlock under load"
+        yield yaml.problem(key, reason, f"set {longest or 'the longest prompt'} or more", is_warning=True)
+    elif longest and buffer < longest:
+        reason = f"the longest prompt, {longest} tokens, does not fit: its transfer never ends and holds its blocks"
+        yield yaml.problem(key, reason, f"set {longest} or more")
+
+
+def beams_stay_in_one_engine(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.number("max_beam_width", 1) == 1:
+        return
+    if yaml.is_disaggregated:
+        yield yaml.problem("max_beam_width", "disaggregated serving has beam width 1", "set 1")
+    elif yaml.get("speculative_config") or yaml.get("backend") == "_autodeploy":
+        yield yaml.problem("max_beam_width", "no beam search with speculation or _autodeploy", "set 1")
+
+
+def adapters_are_untested_in_disaggregation(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.is_disaggregated and (yaml.get("enable_lora") or yaml.get("lora_config")):
+        reason = "TensorRT-LLM's feature matrix calls LoRA with disaggregated serving untested"
+        key = "lora_config" if yaml.get("lora_config") else "enable_lora"
+        yield yaml.problem(key, reason, "test it before you rely on it", is_warning=True)
+
+
+# _autodeploy
+
+_NOT_IN_AUTODEPLOY = (
+    "build_config",
+    "scheduler_config",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "moe_cluster_parallel_size",
+    "moe_tensor_parallel_size",
+    "moe_expert_parallel_size",
+    "enable_attention_dp",
+    "cp_config",
+)
+
+
+def autodeploy_takes_a_world_size_only(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.get("backend") != "_autodeploy":
+        return
+    for key in _NOT_IN_AUTODEPLOY:
+        if yaml.get(key) is not None:
+            reason = "backend _autodeploy is divided by world_size alone; it is left out"
+            yield yaml.problem(key, reason, "remove it", is_warning=True)
+    size, own = yaml.number("tensor_parallel_size"), yaml.number("world_size")
+    if size and own and size != own:
+        yield yaml.problem("world_size", f"tensor_parallel_size says {size}", "keep one of the two")
+    batch, tokens = yaml.number("max_batch_size"), yaml.number("max_num_tokens")
+    if batch and tokens and batch > tokens:
+        yield yaml.problem("max_batch_size", f"_autodeploy refuses more than max_num_tokens {tokens}", f"set {tokens}")
+    if yaml.stage == "multimodal_encoder":
+        yield yaml.problem("backend", "_autodeploy has no encoder of its own", "set pytorch")
+
+
+def only_living_backends(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.get("backend") == "tensorrt":
+        yield yaml.problem("backend", "TensorRT-LLM is removing it, and bireme doesn't drive it", "set pytorch")
+
+
+RULES: tuple[Rule, ...] = (
+    moe_sizes_fill_the_tensor_parallel_group,
+    pipeline_partition_has_a_part_for_each_stage,
+    attention_dp_options_need_attention_dp,
+    expert_slots_divide_by_the_ranks,
+    expert_assignments_fill_the_slots,
+    expert_balancing_needs_expert_parallelism,
+    wide_expert_parallelism_needs_attention_dp,
+    long_prompts_need_chunks,
+    a_step_holds_the_whole_batch,
+    the_input_leaves_room_for_output,
+    graph_sizes_are_said_once,
+    graphs_fit_the_batch,
+    drafting_has_what_it_needs,
+    drafting_runs_on_this_backend,
+    drafts_fit_a_step,
+    eagle_reuses_no_blocks,
+    windows_limit_reuse,
+    events_need_reuse,
+    the_host_tier_holds_reusable_blocks,
+    block_managers_share_whole_blocks,
+    prefill_runs_without_overlap,
+    transfer_has_a_backend_and_a_buffer,
+    beams_stay_in_one_engine,
+    adapters_are_untested_in_disaggregation,
+    autodeploy_takes_a_world_size_only,
+    only_living_backends,
+)
+
+
+def check_rules(yaml: Yaml) -> list[Problem]:
+    return [problem for rule in RULES for problem in rule(yaml)]
