@@ -38,6 +38,7 @@ from bireme.types import Inputs, Stage, StageContext
 
 STOP_LIMIT_S = 5.0  # for stage.stop(); finalize() as a whole takes at most 9 s
 JOIN_LIMIT_S = 1.0  # for each of our own threads
+BURST, BURST_PAUSE_S = 4, 0.004  # so many arrivals at once are a burst: the loop lets more of it pile up
 CANCEL_GRACE_S = 10.0  # a stage that does not react to `cancelled` has its task cancelled after this
 logger = logging.getLogger("bireme.triton")
 
@@ -178,8 +179,12 @@ class Adapter:
             return None
 
     def _begin_arrivals(self) -> None:
-        with self._wake_lock:
-            self._is_woken = False
+        """Start what has arrived. In a burst this thread and Triton's take turns instead of fighting for the GIL."""
+        if len(self._arrivals) >= BURST:
+            asyncio.get_running_loop().call_later(BURST_PAUSE_S, self._begin_arrivals)
+        else:
+            with self._wake_lock:
+                self._is_woken = False
         while (arrival := self._next_arrival()) is not None:
             inputs, stream = arrival
             task = asyncio.get_running_loop().create_task(self._serve(inputs, stream))

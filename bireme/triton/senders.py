@@ -1,7 +1,8 @@
 """The only threads that send responses: a stream always goes to the same one, so its order is kept.
 
 A send is a blocking round trip (90-180 us). While one is under way the streams' buffers fill, and the next
-flush sends them merged; an idle sender sends at once. Four threads saturate the stub (measured).
+flush sends them merged; an idle sender sends at once. Four threads saturate the stub (measured), and would
+take all the CPU that there is from the engine and from requests that start: hence the rest after a long turn.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Callable
 from bireme.triton.streams import Stream
 
 NUM_SENDERS = 4
+BUSY_TURN = 8  # streams flushed in one go; from here on a sender rests, and what comes meanwhile is merged
+REST = 1.0  # of the time that the turn took
+LONGEST_REST_S = 0.02
 logger = logging.getLogger("bireme.triton")
 
 
@@ -47,8 +51,20 @@ class Senders:
 
 
 def _run(outbox: queue.SimpleQueue[Stream | None]) -> None:
-    while (stream := outbox.get()) is not None:
-        try:
-            stream.flush()
-        except BaseException:  # flush raises nothing; should it, the other streams of this thread go on
-            logger.exception("flush_failed")
+    while True:
+        turn = [outbox.get()]
+        began_at = time.monotonic()
+        turn += [outbox.get() for _ in range(outbox.qsize())]
+        for stream in turn:
+            if stream is None:
+                return
+            _flush(stream)
+        if len(turn) >= BUSY_TURN:
+            time.sleep(min(LONGEST_REST_S, REST * (time.monotonic() - began_at)))
+
+
+def _flush(stream: Stream) -> None:
+    try:
+        stream.flush()
+    except BaseException:  # flush raises nothing; should it, the other streams of this thread go on
+        logger.exception("flush_failed")
