@@ -251,6 +251,11 @@ def stage_of(model_name: str) -> str:
 def load_recipe(path: str | Path | None = None, override: str | None = None) -> Recipe:
     """Read a recipe folder. Defaults: BIREME_RECIPE, else recipes/tiny; BIREME_OVERRIDE. Raises ConfigError."""
     folder = _recipe_folder(path or os.environ.get("BIREME_RECIPE") or DEFAULT_RECIPE)
+    return make_recipe(recipe_tree(folder, override), folder)
+
+
+def recipe_tree(folder: Path, override: str | None = None) -> dict[str, Any]:
+    """Return a recipe folder's YAML, engine YAMLs and the override merged in, unchecked. Raises ConfigError."""
     tree = _read_yaml(folder / "recipe.yaml")
     _read_engine_configs(tree, folder)
     _merge_engine_args(tree)
@@ -259,11 +264,16 @@ def load_recipe(path: str | Path | None = None, override: str | None = None) -> 
         deep_merge(tree, _parse_override(text))
         _read_engine_configs(tree, folder)
         _merge_engine_args(tree)
+    return tree
+
+
+def make_recipe(tree: dict[str, Any], folder: Path) -> Recipe:
+    """Turn a recipe's tree into a checked Recipe; changes `tree`. Raises ConfigError for the first thing wrong."""
     for reserved in ("name", "folder"):
         if reserved in tree:
             raise ConfigError(f"{folder}/recipe.yaml: {reserved} is the folder's name; remove the key")
     for name, worker in _workers(tree).items():
-        _split_llm_args(worker)
+        _split_llm_args(worker, folder)
         convert(worker, WorkerEntry, f"{folder}/recipe.yaml: workers.{name}")  # an error names this worker
     recipe = convert(tree | {"name": folder.name, "folder": str(folder)}, Recipe, f"{folder}/recipe.yaml")
     _check(recipe)
@@ -388,10 +398,11 @@ def _merge_engine_args(tree: dict[str, Any]) -> None:
             deep_merge(config, worker.pop("engine_args"), f"workers.{name}.engine_config")
 
 
-def _split_llm_args(worker: Any) -> None:
+def _split_llm_args(worker: Any, folder: Path) -> None:
     if isinstance(worker, dict) and worker.get("engine") == "trtllm":
         config = worker.get("engine_config", {})
         if isinstance(config, dict):
+            llm_args.inline(config, folder, _read_yaml, lambda name: _model_path(name, str(folder)))
             worker["engine_config"] = llm_args.split(config, _keys_of(EngineConfig))
 
 

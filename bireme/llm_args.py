@@ -6,11 +6,33 @@ which knows the contract; this layer only says where each key goes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 # TensorRT-LLM's defaults where ours differ: what is read of a silent YAML must be what the engine does.
 DEFAULTS: dict[str, Any] = {"guided_decoding_backend": None, "enable_chunked_prefill": False}
+
+# Keys whose value may be the name of a YAML file: its content takes its place, so that the recipe travels whole.
+FILES = (("moe_config", "load_balancer"),)
+# Keys whose value may be a model folder, as `model` in recipe.yaml may.
+FOLDERS = (("speculative_config", "speculative_model"), ("speculative_config", "speculative_model_dir"))
+
+
+def inline(tree: Mapping[str, Any], folder: Path, read: Callable[[Path], Any], find: Callable[[str], str]) -> None:
+    """Put files of the recipe's folder, and models' full paths, in the place of their names. Changes `tree`."""
+    for path in FILES:
+        if name := _name_at(tree, path):
+            tree[path[0]][path[1]] = read(folder / name)
+    for path in FOLDERS:
+        if name := _name_at(tree, path):
+            tree[path[0]][path[1]] = find(name)
+
+
+def _name_at(tree: Mapping[str, Any], path: tuple[str, str]) -> str:
+    block = tree.get(path[0])
+    value = block.get(path[1]) if isinstance(block, dict) else None
+    return value if isinstance(value, str) else ""
 
 
 def split(tree: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
