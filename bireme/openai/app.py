@@ -1,7 +1,8 @@
 """The ASGI application: who may call what, within which limits, and a word in the log for each request.
 
 One rule: decisions look at the decoded path alone. What is not in the table of routes is refused; without a
-key (where keys are set) everything is refused but OPEN_PATHS. The Host header decides nothing.
+key (where keys are set) everything is refused but OPEN_PATHS and the playground's files. The Host header decides
+nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bireme.openai.keys import OPEN, ApiKeys
 from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
 from bireme.openai.openapi import openapi
 from bireme.openai.pace import Pacer
+from bireme.openai.playground_files import PlaygroundFiles
 from bireme.openai.readiness import Readiness
 from bireme.openai.served_model import Models, ServedModel
 from bireme.openai.tokenization import Tokenization
@@ -51,6 +53,8 @@ class Frontend:
         self._models, self._metrics, self._keys = models, metrics, keys
         self._config = config or FrontendConfig()
         self._page = MetricsPage(metrics)
+        self._playground = PlaygroundFiles() if self._config.playground else None
+        self._playground_paths = self._playground.paths if self._playground else frozenset()
         self._streams: Streams = set()
         self._routes: dict[str, dict[str, Handler]] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -116,7 +120,7 @@ class Frontend:
 
     async def _dispatch(self, call: Call) -> None:
         _check_host(call)
-        if self._keys is not None and call.path not in OPEN_PATHS:
+        if self._keys is not None and call.path not in OPEN_PATHS | self._playground_paths:
             call.tenant = self._keys.tenant([value for key, value in call.headers if key == b"authorization"])
         methods = self._methods(call.path)
         handler = methods.get("GET" if call.method == "HEAD" else call.method)
@@ -126,6 +130,8 @@ class Frontend:
         await handler(call)
 
     def _methods(self, path: str) -> dict[str, Handler]:
+        if self._playground is not None and path in self._playground_paths:
+            return {"GET": self._playground.get}
         methods = self._routes.get(path)
         if methods is None and path.startswith(_MODEL_PATH):
             return {"GET": self._show_model}
@@ -185,7 +191,7 @@ class Frontend:
         await call.reply(200, encode_json(openapi([model.name for model in self._models])))
 
     def _count(self, call: Call) -> None:
-        path = call.path if call.path in self._routes else "other"
+        path = call.path if call.path in self._routes else "/" if call.path in self._playground_paths else "other"
         self._metrics.add("bireme_http_requests_total", 1, path, str(call.status))
         if access.isEnabledFor(logging.INFO):
             access.info(_log_line(call))

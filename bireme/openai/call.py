@@ -19,6 +19,7 @@ Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 _T = TypeVar("_T")
 
+NOT_MODIFIED = 304  # has no body; its length would be the one that the client has
 JSON: Header = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache, no-transform"))
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -85,7 +86,8 @@ class Call:
         """Send the whole reply; JSON unless a header says otherwise."""
         kinds = () if any(key == b"content-type" for key, _ in headers) else (JSON,)
         self.status = status
-        own = [(b"x-request-id", self.request_id), (b"content-length", str(len(body)).encode())]
+        lengths = () if status == NOT_MODIFIED else ((b"content-length", str(len(body)).encode()),)
+        own = [(b"x-request-id", self.request_id), *lengths]
         await self._send({"type": "http.response.start", "status": status, "headers": [*own, *kinds, *headers]})
         await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 

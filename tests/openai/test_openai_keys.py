@@ -51,11 +51,11 @@ async def test_the_right_key_is_let_in(frontend):
     assert (await answered(await frontend(keys()))).status == 200
 
 
-PATHS = ["/v1/models", "/v1/models/test", "/metrics", "/openapi.json", "/tokenize", "/", "/nothing", "/health/live/"]
+PATHS = ["/v1/models", "/v1/models/test", "/metrics", "/openapi.json", "/tokenize", "/nothing", "/health/live/"]
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_without_a_key_all_but_the_health_is_closed(frontend, path):
+async def test_without_a_key_all_but_the_health_and_the_page_is_closed(frontend, path):
     bench = await frontend(keys())
     assert (await bench.call("GET", path).end()).status == 401
     assert (await bench.call("GET", path, None, {"host": "localhost/health/live"}).end()).status == 400

@@ -102,7 +102,7 @@ async def test_an_unknown_model_is_404_and_a_missing_one_400(frontend):
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "//v1/models", "/v1/./models", "/v1/models;x", "/V1/models", "/health/../metrics"]
+    "path", ["/playground", "//v1/models", "/v1/./models", "/v1/models;x", "/V1/models", "/health/../metrics"]
 )
 async def test_paths_that_are_not_in_the_table_are_404(frontend, path):
     assert (await (await frontend()).call("GET", path).end()).status == 404

@@ -1,0 +1,65 @@
+// An answer as it grows: chunks are put together to one message with content, reasoning and tool calls.
+
+/** What an assistant said so far, and how it ended. */
+export class Answer {
+  content = "";
+  reasoning = "";
+  calls = []; // {id, name, arguments, result}; the result is typed in by the user
+  finishReason = "";
+  usage = null;
+  timing = null;
+  model = "";
+  error = null;
+  isStopped = false; // by the user
+  isStreaming = true;
+  isJson = false; // asked for in the request
+  rate = null; // see Meter.summary
+
+  /** Take a chunk; return how many pieces of text it held: the tokens, near enough, until usage tells. */
+  add(chunk) {
+    this.model ||= chunk.model;
+    this.usage = chunk.usage ?? this.usage;
+    this.timing = chunk.bireme?.timing?.[0] ?? this.timing;
+    const choice = chunk.choices?.[0];
+    if (!choice) return 0;
+    this.finishReason = choice.finish_reason ?? this.finishReason;
+    return this.#delta(choice.delta ?? {});
+  }
+
+  #delta(delta) {
+    this.content += delta.content ?? "";
+    this.reasoning += delta.reasoning_content ?? "";
+    for (const part of delta.tool_calls ?? []) this.#call(part);
+    return (delta.content ? 1 : 0) + (delta.reasoning_content ? 1 : 0) + (delta.tool_calls?.length ?? 0);
+  }
+
+  #call(part) {
+    const call = (this.calls[part.index] ??= { id: "", name: "", arguments: "", result: null });
+    call.id ||= part.id ?? "";
+    call.name += part.function?.name ?? "";
+    call.arguments += part.function?.arguments ?? "";
+  }
+
+  get isEmpty() {
+    return !this.content && !this.reasoning && !this.calls.length;
+  }
+
+  /** Are its calls whole, so that they can be answered? */
+  get hasCalls() {
+    return this.calls.length > 0 && !this.isStreaming && !this.error && !this.isStopped && this.finishReason !== "length";
+  }
+
+  /** Does it wait for results of tools? */
+  get isWaiting() {
+    return this.hasCalls && this.calls.some((call) => call.result === null);
+  }
+
+  /** Return it as messages of a request. Thoughts go back only beside calls, where models go on from them. */
+  messages() {
+    if (!this.hasCalls) return this.content ? [{ role: "assistant", content: this.content }] : [];
+    const calls = this.calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+    const said = { role: "assistant", content: this.content || null, tool_calls: calls };
+    if (this.reasoning) said.reasoning_content = this.reasoning;
+    return [said, ...this.calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: call.result ?? "" }))];
+  }
+}

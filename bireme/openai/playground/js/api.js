@@ -1,0 +1,95 @@
+// The server's API: the key, errors as ApiError, and a chat as a stream of chunks. Nothing else calls fetch.
+
+import { eventsOf } from "./sse.js";
+
+const KEY = "bireme.api-key";
+const UNREACHABLE = "The server can't be reached. It may be restarting, or the connection is down.";
+const CUT = "The connection ended before the answer did.";
+
+/** What went wrong with a call, in the server's words where it had any. */
+export class ApiError extends Error {
+  constructor(message, { status = 0, code = "", param = "", requestId = "", retryAfter = "" } = {}) {
+    super(message);
+    Object.assign(this, { name: "ApiError", status, code, param, requestId, retryAfter });
+  }
+
+  get needsKey() {
+    return this.status === 401;
+  }
+}
+
+/** The key lives as long as the tab and goes nowhere but into the header of calls. */
+export const apiKey = {
+  get: () => sessionStorage.getItem(KEY) ?? "",
+  set: (key) => sessionStorage.setItem(KEY, key),
+  forget: () => sessionStorage.removeItem(KEY),
+};
+
+/** Return the address of an API path; relative to the page, so that a proxy may put both under a prefix. */
+export function addressOf(path) {
+  return new URL(path, document.baseURI).href;
+}
+
+/** Return the models: [{id, max_model_len, ...}]. Raises ApiError. */
+export async function listModels() {
+  return (await (await call("v1/models")).json()).data;
+}
+
+/** Yield the chunks of a streamed chat, an array for each piece from the network. Raises ApiError, AbortError. */
+export async function* streamChat(request, signal) {
+  const response = await call("v1/chat/completions", request, signal);
+  let isComplete = false;
+  try {
+    for await (const events of eventsOf(response.body)) {
+      isComplete ||= events.includes("[DONE]");
+      yield* chunksOf(events, response);
+    }
+  } catch (error) {
+    if (error instanceof TypeError && !signal.aborted) throw new ApiError(CUT);
+    throw error;
+  }
+  if (!isComplete) throw new ApiError(CUT);
+}
+
+async function call(path, body = null, signal = null) {
+  const headers = apiKey.get() ? { authorization: `Bearer ${apiKey.get()}` } : {};
+  const options = { headers, signal, cache: "no-store" };
+  if (body !== null) {
+    Object.assign(options, { method: "POST", body: JSON.stringify(body) });
+    headers["content-type"] = "application/json";
+  }
+  let response;
+  try {
+    response = await fetch(addressOf(path), options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(UNREACHABLE);
+  }
+  if (!response.ok) throw await errorOf(response);
+  return response;
+}
+
+/** Yield what came before an error, then raise it: what was said stays said. */
+function* chunksOf(events, response) {
+  const chunks = events.filter((event) => event !== "[DONE]").map((event) => JSON.parse(event));
+  const failed = chunks.findIndex((chunk) => chunk.error);
+  yield failed < 0 ? chunks : chunks.slice(0, failed);
+  if (failed < 0) return;
+  const { message, code, param } = chunks[failed].error;
+  throw new ApiError(message, { code: code ?? "", param: param ?? "", requestId: idOf(response) });
+}
+
+async function errorOf(response) {
+  const told = await response.json().then((body) => body.error, () => null);
+  return new ApiError(told?.message ?? `${response.status} ${response.statusText}`, {
+    status: response.status,
+    code: told?.code ?? "",
+    param: told?.param ?? "",
+    requestId: idOf(response),
+    retryAfter: response.headers.get("retry-after") ?? "",
+  });
+}
+
+function idOf(response) {
+  return response.headers.get("x-request-id") ?? "";
+}

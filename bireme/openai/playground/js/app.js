@@ -1,0 +1,68 @@
+// Puts the page's parts together. A part knows its own elements only; what happens between parts is here.
+// What else the server can make (pictures, video) gets a module of its own beside chat.js.
+
+import { Chat } from "./chat.js";
+import { CodeDialog } from "./code_dialog.js";
+import { Composer } from "./composer.js";
+import { byId } from "./dom.js";
+import { errorBlock, remedy } from "./error_view.js";
+import { KeyDialog } from "./key_dialog.js";
+import { ModelPicker } from "./models.js";
+import { Panel } from "./panel.js";
+import { Settings } from "./settings.js";
+import { bindTheme } from "./theme.js";
+
+let composer = null;
+const panel = new Panel();
+const models = new ModelPicker(() => showContext(null));
+const settings = new Settings((values) => composer?.showSettings(values), () => panel.open());
+const keyDialog = new KeyDialog(loadModels);
+const chat = new Chat({ models, settings, composer: () => composer, keyDialog: () => keyDialog, onUsage: showContext });
+composer = new Composer({
+  send: (text) => chat.send(text),
+  stop: () => chat.stop(),
+  editLast: () => chat.editLast(),
+  clear: (values) => settings.apply(values),
+});
+const code = new CodeDialog(() => chat.request(byId("prompt").value));
+
+byId("new-chat").addEventListener("click", () => {
+  chat.clear();
+  composer.focus();
+});
+byId("show-code").addEventListener("click", () => code.open());
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  if (!panel.closeIfOver()) chat.stop();
+});
+bindTheme(byId("theme"));
+composer.showSettings(settings.values());
+composer.focus();
+loadModels();
+
+async function loadModels() {
+  const banner = byId("banner");
+  try {
+    await models.load();
+    banner.hidden = true;
+  } catch (error) {
+    const remedies = [remedy("retry", "Try again", loadModels)];
+    if (error.needsKey) remedies.unshift(remedy("key", "Enter a key", () => keyDialog.ask()));
+    banner.replaceChildren(errorBlock(error, remedies));
+    banner.hidden = false;
+    if (error.needsKey) keyDialog.ask();
+  }
+}
+
+/** Say how much of the context the conversation takes. */
+function showContext(usage) {
+  if (usage && !models.maxTokens) models.load().then(() => show(usage), () => {}); // known after the first answer
+  show(usage);
+}
+
+function show(usage) {
+  const { maxTokens } = models;
+  const used = usage ? usage.prompt_tokens + usage.completion_tokens : 0;
+  const limit = maxTokens ? ` of ${maxTokens.toLocaleString("en")}` : "";
+  byId("context").textContent = usage ? `${used.toLocaleString("en")}${limit} tokens of context` : "";
+}

@@ -1,0 +1,164 @@
+// The chat: one answer at a time, from a request to its end, and what leads to the next.
+
+import { announce } from "./announcer.js";
+import { streamChat } from "./api.js";
+import { Conversation } from "./conversation.js";
+import { Meter } from "./meter.js";
+import { buildRequest } from "./request.js";
+import { Thread } from "./thread.js";
+
+/** `parts` are models, settings, composer (made later: a function), key dialog; `onUsage(usage)` after each answer. */
+export class Chat {
+  #conversation = new Conversation();
+  #thread;
+  #models;
+  #settings;
+  #composer;
+  #abort = null; // of the answer under way
+  #onUsage;
+
+  constructor({ models, settings, composer, keyDialog, onUsage }) {
+    this.#models = models;
+    this.#settings = settings;
+    this.#composer = composer;
+    this.#onUsage = onUsage;
+    this.#thread = new Thread({
+      edit: (turn, text) => this.#edit(turn, text),
+      retry: () => this.#retry(),
+      results: (results) => this.#sendResults(results),
+      key: () => keyDialog().ask(),
+      example: ({ text, settings: values }) => {
+        settings.apply(values);
+        composer().write(text);
+      },
+    });
+  }
+
+  get isBusy() {
+    return this.#abort !== null;
+  }
+
+  /** Send a message; return false, and say why, when it can't be sent now. */
+  send(text) {
+    if (this.#conversation.waiting) {
+      this.#thread.view(this.#conversation.waiting).focusCalls();
+      announce("Enter the tool's result first");
+      return false;
+    }
+    if (!this.#canSend()) return false;
+    this.#thread.add(this.#conversation.addUser(text));
+    this.#answer();
+    return true;
+  }
+
+  stop() {
+    this.#abort?.abort();
+  }
+
+  /** Begin anew. */
+  clear() {
+    this.stop();
+    this.#conversation.clear();
+    this.#thread.clear();
+    this.#onUsage(null);
+  }
+
+  /** Open the user's last message for editing; return whether there is one. */
+  editLast() {
+    const turn = this.#conversation.lastUser;
+    if (turn) this.#thread.view(turn).edit();
+    return turn !== null;
+  }
+
+  /** Return the request that would be sent now, with this text if there is any. */
+  request(text = "") {
+    const messages = this.#conversation.messages();
+    if (text) messages.push({ role: "user", content: text });
+    return buildRequest(this.#models.name, messages, this.#settings.values());
+  }
+
+  #canSend() {
+    const problem = this.isBusy ? "An answer is under way" : this.#settings.goToProblem();
+    const found = problem || (this.#models.name ? "" : "There is no model to ask");
+    if (found) announce(found);
+    return !found;
+  }
+
+  #edit(turn, text) {
+    this.stop();
+    if (this.#settings.goToProblem()) return;
+    this.#thread.remove(this.#conversation.cut(turn));
+    this.#thread.add(this.#conversation.addUser(text));
+    this.#composer().focus();
+    this.#answer();
+  }
+
+  #retry() {
+    if (!this.#canSend()) return;
+    this.#thread.remove(this.#conversation.cut(this.#conversation.last));
+    this.#composer().focus();
+    this.#answer();
+  }
+
+  #sendResults(results) {
+    const answer = this.#conversation.waiting;
+    if (!answer || !this.#canSend()) return;
+    answer.calls.forEach((call, at) => (call.result = results[at]));
+    this.#thread.show(answer, answer.rate);
+    this.#composer().focus();
+    this.#answer();
+  }
+
+  async #answer() {
+    const request = this.request();
+    const abort = (this.#abort = new AbortController());
+    const answer = this.#conversation.addAnswer(Boolean(request.response_format));
+    this.#thread.add(answer);
+    this.#composer().setBusy(true);
+    const meter = new Meter();
+    const painter = new Painter(() => this.#thread.show(answer, meter.summary(answer)));
+    try {
+      for await (const chunks of streamChat(request, abort.signal)) {
+        meter.note(chunks.reduce((sum, chunk) => sum + answer.add(chunk), 0));
+        painter.request();
+      }
+    } catch (error) {
+      if (abort.signal.aborted) answer.isStopped = true;
+      else answer.error = error;
+    }
+    painter.cancel();
+    this.#ended(answer, meter, abort);
+  }
+
+  #ended(answer, meter, abort) {
+    answer.isStreaming = false;
+    answer.rate = meter.summary(answer);
+    this.#thread.show(answer, answer.rate);
+    if (this.#abort !== abort) return; // another has begun meanwhile
+    this.#abort = null;
+    this.#composer().setBusy(false);
+    if (answer.usage) this.#onUsage(answer.usage);
+    if (answer.isWaiting && this.#composer().hasFocus && this.#composer().isEmpty) this.#thread.view(answer).focusCalls();
+  }
+}
+
+/** Paints at most once a frame, however fast chunks come. */
+class Painter {
+  #paint;
+  #frame = null;
+
+  constructor(paint) {
+    this.#paint = paint;
+  }
+
+  request() {
+    this.#frame ??= requestAnimationFrame(() => {
+      this.#frame = null;
+      this.#paint();
+    });
+  }
+
+  cancel() {
+    if (this.#frame !== null) cancelAnimationFrame(this.#frame);
+  }
+}

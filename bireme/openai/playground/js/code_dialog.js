@@ -1,0 +1,82 @@
+// The next request as a program: curl, Python, JSON.
+
+import { addressOf, apiKey } from "./api.js";
+import { byId, element } from "./dom.js";
+import { codeBlock } from "./markdown.js";
+
+const KEY = "BIREME_API_KEY";
+const KINDS = { curl: ["curl", "bash", asCurl], python: ["Python", "python", asPython], json: ["JSON", "json", (request) => JSON.stringify(request, null, 2)] };
+const OF_OPENAI_CLIENT = new Set(["bireme"]); // goes into extra_body
+
+/** The dialog; `request()` returns the request to show. */
+export class CodeDialog {
+  #dialog = byId("code-dialog");
+  #request;
+  #kind = "curl";
+
+  constructor(request) {
+    this.#request = request;
+    byId("code-close").addEventListener("click", () => this.#dialog.close());
+    byId("code-kinds").append(...Object.entries(KINDS).map(([kind, [label]]) => this.#choice(kind, label)));
+  }
+
+  open() {
+    this.#show();
+    this.#dialog.showModal();
+  }
+
+  #choice(kind, label) {
+    const choose = () => {
+      this.#kind = kind;
+      this.#show();
+    };
+    const input = element("input", { type: "radio", name: "code-kind", value: kind, checked: kind === this.#kind, onchange: choose });
+    return element("label", {}, input, element("span", {}, label));
+  }
+
+  #show() {
+    const [, language, write] = KINDS[this.#kind];
+    byId("code-text").replaceChildren(codeBlock(write(this.#request(), addressOf("v1"), Boolean(apiKey.get())), language));
+  }
+}
+
+/** Return a curl command. Pure. */
+export function asCurl(request, address, hasKey) {
+  const body = JSON.stringify(request, null, 2).replaceAll("'", "'\\''");
+  const key = hasKey ? ` \\\n  -H "authorization: Bearer $${KEY}"` : "";
+  return `curl -sN ${address}/chat/completions \\\n  -H 'content-type: application/json'${key} \\\n  -d '${body}'`;
+}
+
+/** Return a program with OpenAI's client. Pure. */
+export function asPython(request, address, hasKey) {
+  const extra = Object.fromEntries(Object.entries(request).filter(([name]) => OF_OPENAI_CLIENT.has(name)));
+  const own = Object.entries(request).filter(([name]) => !OF_OPENAI_CLIENT.has(name));
+  const fields = [...own, ["extra_body", extra]].map(([name, value]) => `    ${name}=${literal(value, 4)},`);
+  const key = hasKey ? `os.environ["${KEY}"]` : '"none"';
+  return [
+    ...(hasKey ? ["import os", ""] : []),
+    "import openai",
+    "",
+    `client = openai.OpenAI(base_url="${address}", api_key=${key})`,
+    "stream = client.chat.completions.create(",
+    ...fields,
+    ")",
+    "for chunk in stream:",
+    "    if chunk.choices:",
+    '        print(chunk.choices[0].delta.content or "", end="", flush=True)',
+  ].join("\n");
+}
+
+/** Return a value as Python writes it. */
+function literal(value, indent) {
+  if (value === null) return "None";
+  if (typeof value === "boolean") return value ? "True" : "False";
+  if (typeof value !== "object") return JSON.stringify(value);
+  const isList = Array.isArray(value);
+  const parts = isList ? value.map((part) => literal(part, indent + 4)) : Object.entries(value).map(([name, part]) => `${JSON.stringify(name)}: ${literal(part, indent + 4)}`);
+  const [open, close] = isList ? "[]" : "{}";
+  const short = `${open}${parts.join(", ")}${close}`;
+  if (short.length <= 88 && !short.includes("\n")) return short;
+  const pad = " ".repeat(indent + 4);
+  return `${open}\n${parts.map((part) => `${pad}${part},`).join("\n")}\n${" ".repeat(indent)}${close}`;
+}

@@ -1,0 +1,47 @@
+// The choice of a model.
+
+import { listModels } from "./api.js";
+import { byId, element } from "./dom.js";
+import { recall, remember } from "./storage.js";
+
+/** The list in the bar; what was chosen last is chosen again. */
+export class ModelPicker {
+  #select = byId("model");
+  #models = [];
+
+  constructor(onChange) {
+    this.#select.addEventListener("change", () => {
+      remember("model", this.#select.value);
+      onChange();
+    });
+  }
+
+  /** The chosen model's name, "" while none is known. */
+  get name() {
+    return this.#models.length ? this.#select.value : "";
+  }
+
+  /** The chosen model's longest sequence in tokens, or null where the server does not know it yet. */
+  get maxTokens() {
+    return this.#models.find((model) => model.id === this.name)?.max_model_len ?? null;
+  }
+
+  /** Ask the server. Raises ApiError. */
+  async load() {
+    const before = this.name || recall("model", "");
+    try {
+      this.#models = await listModels();
+    } catch (error) {
+      this.#models = [];
+      this.#show([element("option", {}, "No models")], true);
+      throw error;
+    }
+    this.#show(this.#models.map((model) => element("option", { value: model.id }, model.id)), false);
+    if (this.#models.some((model) => model.id === before)) this.#select.value = before;
+  }
+
+  #show(options, isDisabled) {
+    this.#select.replaceChildren(...options);
+    this.#select.disabled = isDisabled;
+  }
+}

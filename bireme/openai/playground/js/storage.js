@@ -1,0 +1,28 @@
+// What the page remembers. Browsers may forbid it or be full: then it forgets, and goes on.
+
+/** Return the stored JSON, or the fallback. */
+export function recall(name, fallback, storage = localStorageOrNull()) {
+  try {
+    return JSON.parse(storage.getItem(`bireme.${name}`)) ?? fallback;
+  } catch {
+    return fallback;
+  }
+}
+
+/** Store a value as JSON; null forgets it. */
+export function remember(name, value, storage = localStorageOrNull()) {
+  try {
+    if (value === null) storage.removeItem(`bireme.${name}`);
+    else storage.setItem(`bireme.${name}`, JSON.stringify(value));
+  } catch {
+    // nothing depends on it
+  }
+}
+
+function localStorageOrNull() {
+  try {
+    return window.localStorage;
+  } catch {
+    return null;
+  }
+}
