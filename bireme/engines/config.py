@@ -167,18 +167,22 @@ _AT_LEAST: dict[str, float] = {
 
 def check_engine_config(entry: WorkerEntry) -> tuple[str, ...]:
     """Raise ConfigError for what the entry's engine can't honour; log, once, and return the keys it ignores."""
+    check_values(entry.engine_config)
+    for key, value, reason in refusals(entry):
+        raise ConfigError(f"{key}: {value!r} on engine {entry.engine}: {reason}")
     table = TABLES[entry.engine]
-    _check_values(entry.engine_config)
-    ignored = []
-    for key, value in changed_keys(entry.engine_config):
-        rule = table[key]
-        if rule.kind == "refused" and value not in rule.accepted:
-            raise ConfigError(f"{key}: {value!r} on engine {entry.engine}: {rule.reason}")
-        if rule.kind == "harmless":
-            ignored.append(key)
+    ignored = [key for key, _ in changed_keys(entry.engine_config) if table[key].kind == "harmless"]
     if ignored:
         logger.info("engine_config_ignored engine=%s keys=%s", entry.engine, ",".join(ignored))
     return tuple(ignored)
+
+
+def refusals(entry: WorkerEntry) -> Iterator[tuple[str, Any, str]]:
+    """Yield (dotted key, value, reason with the remedy) of every setting that the entry's engine can't honour."""
+    for key, value in changed_keys(entry.engine_config):
+        rule = TABLES[entry.engine][key]
+        if rule.kind == "refused" and value not in rule.accepted:
+            yield key, value, rule.reason
 
 
 def changed_keys(config: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -202,7 +206,8 @@ def all_keys(config: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, value
 
 
-def _check_values(config: EngineConfig) -> None:
+def check_values(config: EngineConfig) -> None:
+    """Raise ConfigError for the first value that makes no sense on any engine."""
     values = dict(all_keys(config))
     for key, least in _AT_LEAST.items():
         value = values[key]

@@ -1,0 +1,203 @@
+"""Everything that is wrong with a recipe, found without an engine, a GPU or the model: file, line, key, value, remedy.
+
+Its one rule: one run tells all. What a loader would stop at is noted, taken out, and the rest is read on.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from bireme.config import Recipe, make_recipe, recipe_tree
+from bireme.engines.config import check_values, refusals
+from bireme.engines.trtllm import pair_rules
+from bireme.engines.trtllm.problems import NOTHING, Problem, show
+from bireme.errors import ConfigError
+from bireme.launch.yaml_source import Keys, Place, YamlSource, read_source
+from bireme.sampling import check_defaults
+from bireme.text.parsers import reasoning_format, tool_format
+
+_MOST_FINDINGS = 200  # of one recipe: a file that is all wrong needs no longer list
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong. `key` is dotted from the top of recipe.yaml; "" is the file as a whole."""
+
+    file: str
+    line: int
+    key: str
+    value: str  # as YAML writes it; "" where nothing stands
+    reason: str
+    remedy: str
+    severity: Literal["error", "warning"] = "error"
+
+    def __str__(self) -> str:
+        what = f"{self.key}: {self.value}" if self.value else self.key
+        parts = [part for part in (what, self.reason, self.remedy) if part]
+        return f"{self.file}:{self.line}: {self.severity}: {'; '.join(parts)}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_folder(folder: Path) -> list[Finding]:
+    """Return what is wrong with the recipe in `folder`, in the order of its files; [] when it can be served."""
+    try:
+        source = _read_sources(folder)
+        tree = recipe_tree(folder, "")
+    except yaml.YAMLError as error:
+        return [_not_yaml(error, folder)]
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
+        return [Finding(str(folder / "recipe.yaml"), 1, "", "", str(error), "")]
+    return sorted(_check(folder, tree, source), key=lambda finding: (finding.file, finding.line))
+
+
+def _check(folder: Path, tree: dict[str, Any], source: YamlSource) -> Iterator[Finding]:
+    for repeated in source.repeated:
+        reason = f"written twice, first in line {repeated.first.line}; the last one counts"
+        yield _finding(source, repeated.keys, "", reason, "remove one", place=repeated.second)
+    recipe, found = _make(folder, tree, source)
+    yield from found
+    if recipe is None:
+        return
+    yield from _check_engines(recipe, source)
+    for problem in pair_rules.check_recipe(recipe):
+        yield _from_problem(problem, source)
+    yield from _check_models(recipe, source)
+
+
+def _make(folder: Path, tree: dict[str, Any], source: YamlSource) -> tuple[Recipe | None, list[Finding]]:
+    """Make the recipe; what stands in the way is noted and taken out, until it can be made or nothing helps."""
+    found: list[Finding] = []
+    while len(found) < _MOST_FINDINGS:
+        try:
+            return make_recipe(copy.deepcopy(tree), folder), found
+        except ConfigError as error:
+            keys, text = _split_message(str(error), folder)
+            found.append(_from_text(text, keys, tree, source))
+            if not keys or not _take_out(tree, keys):
+                break
+    return None, found
+
+
+def _split_message(text: str, folder: Path) -> tuple[Keys, str]:
+    """`.../recipe.yaml: workers.decode: engine_config.dtype: 3; ...` -> the key's path, the message from there."""
+    text = text.removeprefix(f"{folder}/recipe.yaml: ")
+    worker = re.match(r"workers\.([\w-]+): (.*)", text, re.DOTALL)
+    prefix: Keys = ("workers", worker.group(1)) if worker else ()
+    text = worker.group(2) if worker else text
+    key = re.match(r"(?:unknown key )?([A-Za-z_][\w.-]*)(?=[:;]| is | has )", text)
+    return (*prefix, *key.group(1).split(".")) if key else prefix, text
+
+
+def _take_out(tree: Any, keys: Keys) -> bool:
+    """Remove the key; whether there was one."""
+    *blocks, name = keys
+    for block in blocks:
+        tree = tree.get(block) if isinstance(tree, dict) else None
+    return isinstance(tree, dict) and tree.pop(name, NOTHING) is not NOTHING
+
+
+def _from_text(text: str, keys: Keys, tree: Any, source: YamlSource) -> Finding:
+    """Cut a message of the loaders into its parts: key, value, reason, remedy."""
+    value = tree
+    for name in keys:
+        value = value.get(name, NOTHING) if isinstance(value, dict) else NOTHING
+    shown = "" if value is NOTHING or isinstance(value, dict) else show(value)
+    rest = re.sub(r"^(unknown key )?[\w.-]+(: |; |(?= ))", lambda match: match.group(1) or "", text, count=1)
+    reason, _, remedy = rest.removeprefix(f"{shown}; ").partition("; ")
+    return _finding(source, keys, shown, reason.strip().rstrip(":"), remedy)
+
+
+def _check_engines(recipe: Recipe, source: YamlSource) -> Iterator[Finding]:
+    """What an engine can't honour; TensorRT-LLM's YAMLs have a check of their own, with more to say."""
+    for stage, entry in recipe.workers.items():
+        if entry.engine == "trtllm":
+            continue
+        below: Keys = ("workers", stage, "engine_config")
+        for key, value, text in refusals(entry):
+            reason, _, remedy = text.partition("; ")
+            yield _finding(source, (*below, *key.split(".")), show(value), f"engine {entry.engine}: {reason}", remedy)
+        try:
+            check_values(entry.engine_config)
+        except ConfigError as error:
+            key, _, text = str(error).partition(": ")
+            value, _, text = text.partition("; ")
+            reason, _, remedy = text.partition(", so ")
+            yield _finding(source, (*below, *key.split(".")), value, reason, remedy)
+
+
+def _check_models(recipe: Recipe, source: YamlSource) -> Iterator[Finding]:
+    """Names that are looked up when requests come in, and the defaults that they are merged with."""
+    checks: dict[Keys, Callable[[], object]] = {
+        ("chat", "reasoning_parser"): lambda: reasoning_format(recipe.chat.reasoning_parser),
+        ("chat", "tool_parser"): lambda: tool_format(recipe.chat.tool_parser),
+        ("sampling",): lambda: check_defaults(recipe),
+    }
+    for keys, check in checks.items():
+        try:
+            check()
+        except ConfigError as error:
+            _, _, text = str(error).partition(": ")
+            yield _finding(source, keys, "", text or str(error), "")
+
+
+def _from_problem(problem: Problem, source: YamlSource) -> Finding:
+    """`devices` and the like stand in recipe.yaml, everything else in the engine's YAML."""
+    block: Keys = () if problem.path[:1] in (("devices",), ("engine_version",)) else ("engine_config",)
+    shown = "" if problem.value is NOTHING else show(problem.value)
+    keys = ("workers", problem.worker, *block, *problem.path)
+    return _finding(source, keys, shown, problem.reason, problem.remedy, problem.severity)
+
+
+def _finding(
+    source: YamlSource,
+    keys: Keys,
+    value: str,
+    reason: str,
+    remedy: str,
+    severity: Literal["error", "warning"] = "error",
+    place: Place | None = None,
+) -> Finding:
+    in_args = tuple("engine_args" if name == "engine_config" else name for name in keys)
+    keys = in_args if in_args in source.places else keys
+    found = place or source.find(keys)
+    return Finding(str(found.file), found.line, ".".join(keys), value, reason, remedy, severity)
+
+
+def _read_sources(folder: Path) -> YamlSource:
+    """Read recipe.yaml and the files that it names, as far as they are there; the loader tells what is not."""
+    source = read_source(folder / "recipe.yaml")
+    workers = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    workers = workers.get("workers") if isinstance(workers, dict) else None
+    for stage, worker in (workers if isinstance(workers, dict) else {}).items():
+        if isinstance(worker, dict):
+            _include_files(source, ("workers", str(stage)), {"engine_config": worker.get("engine_config")}, folder)
+    return source
+
+
+def _include_files(source: YamlSource, keys: Keys, named: dict[str, Any], folder: Path) -> None:
+    for name, value in named.items():
+        if not isinstance(value, str) or not (folder / value).is_file():
+            continue
+        below = (*keys, *name.split("."))
+        source.include(below, read_source(folder / value))
+        if name == "engine_config":
+            tree = yaml.safe_load((folder / value).read_text(encoding="utf-8"))
+            block = tree.get("moe_config") if isinstance(tree, dict) else None
+            balancer = block.get("load_balancer") if isinstance(block, dict) else None
+            _include_files(source, below, {"moe_config.load_balancer": balancer}, folder)
+
+
+def _not_yaml(error: yaml.YAMLError, folder: Path) -> Finding:
+    mark = getattr(error, "problem_mark", None)
+    file = folder / "recipe.yaml" if mark is None or mark.name.startswith("<") else Path(mark.name)
+    reason = f"not valid YAML: {getattr(error, 'problem', None) or error}"
+    return Finding(str(file), mark.line + 1 if mark else 1, "", "", reason, "")

@@ -1,0 +1,80 @@
+"""Where each key of a YAML file stands, so that a finding can name file and line.
+
+Its one rule: it never fails on a file that YAML can read; a key that is written twice, which YAML's readers
+pass over in silence, is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+Keys = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of a file, counted from 1."""
+
+    file: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A key that is written twice in one mapping; the second one counts."""
+
+    keys: Keys
+    first: Place
+    second: Place
+
+
+@dataclass(slots=True)
+class YamlSource:
+    """The places of one file's keys, and of the files that it includes."""
+
+    file: Path
+    places: dict[Keys, Place] = field(default_factory=dict)
+    repeated: list[Repeated] = field(default_factory=list)
+
+    def include(self, keys: Keys, other: YamlSource) -> None:
+        """Take over another file's keys below `keys`, which names that file here."""
+        self.places |= {(*keys, *inner): place for inner, place in other.places.items() if inner}
+        self.repeated += [Repeated((*keys, *one.keys), one.first, one.second) for one in other.repeated]
+
+    def find(self, keys: Keys) -> Place:
+        """Return where a key stands; of one that is missing, where its block begins."""
+        while keys and keys not in self.places:
+            keys = keys[:-1]
+        return self.places.get(keys, Place(self.file, 1))
+
+
+def read_source(file: Path) -> YamlSource:
+    """Raises yaml.YAMLError and OSError as PyYAML and the file system do."""
+    source = YamlSource(file)
+    with file.open(encoding="utf-8") as stream:  # a stream, so that PyYAML's errors name the file
+        root = yaml.compose(stream, Loader=yaml.SafeLoader)
+    if root is not None:
+        for keys, node in _walk(root, ()):
+            place = Place(file, node.start_mark.line + 1)
+            if keys in source.places:
+                source.repeated.append(Repeated(keys, source.places[keys], place))
+            source.places[keys] = place
+    return source
+
+
+def _walk(node: yaml.Node, keys: Keys) -> Iterator[tuple[Keys, yaml.Node]]:
+    """Yield each key's path and the key's own node."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            path = (*keys, key.value)
+            yield path, key
+            yield from _walk(value, path)

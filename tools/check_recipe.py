@@ -1,0 +1,79 @@
+"""Check recipes without serving them: no GPU, no model, no TensorRT-LLM needed.
+
+    python tools/check_recipe.py recipes/*
+    python tools/check_recipe.py recipes/qwen3 --json
+    python tools/check_recipe.py recipes/deepseek-r1-wide-ep --warnings-are-errors
+
+One line for each finding: file, line, error or warning, key, value, the reason, what to do instead. TensorRT-LLM's
+engine YAMLs are held against its API for every release that bireme drives, or the one that `engine_version` names.
+With --json the last line is one JSON document.
+
+Exit codes: 0 every recipe can be served (warnings may have been printed); 1 a recipe has an error; 2 there is no
+recipe where one was named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bireme.config import CHECKOUT
+from bireme.launch.recipe_check import Finding, check_folder
+
+GOOD, BAD, WRONG = 0, 1, 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    folders = [folder for name in options.recipes for folder in recipe_folders(Path(name))]
+    missing = [name for name in options.recipes if not recipe_folders(Path(name))]
+    for name in missing:
+        print(f"{name}: no recipe.yaml there; name a recipe's folder, such as recipes/tiny", file=sys.stderr)
+    found = {str(folder): check_folder(folder) for folder in folders}
+    report(found)
+    if options.json:
+        print(json.dumps({name: [finding.to_json() for finding in findings] for name, findings in found.items()}))
+    if missing or not folders:
+        return WRONG
+    return BAD if any(map(is_error(options.warnings_are_errors), sum(found.values(), []))) else GOOD
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = [str(CHECKOUT / "recipes")]
+    parser.add_argument("recipes", nargs="*", default=default, metavar="RECIPE", help="folders; default: all recipes")
+    parser.add_argument("--json", action="store_true", help="end with one JSON document: recipe -> findings")
+    parser.add_argument("--warnings-are-errors", action="store_true", help="exit with 1 for a warning, too")
+    return parser.parse_args(arguments)
+
+
+def recipe_folders(path: Path) -> list[Path]:
+    """Return the recipe at `path`, given by its folder or its recipe.yaml, or the recipes right below it."""
+    if path.name == "recipe.yaml":
+        path = path.parent
+    if (path / "recipe.yaml").is_file():
+        return [path]
+    return sorted(entry.parent for entry in path.glob("*/recipe.yaml"))
+
+
+def is_error(warnings_count: bool):
+    return lambda finding: warnings_count or finding.severity == "error"
+
+
+def report(found: dict[str, list[Finding]]) -> None:
+    for name, findings in found.items():
+        for finding in findings:
+            print(finding)
+        errors = sum(finding.severity == "error" for finding in findings)
+        warnings = len(findings) - errors
+        words = [f"{errors} error(s)"] * bool(errors) + [f"{warnings} warning(s)"] * bool(warnings)
+        print(f"{name}: {', '.join(words) or 'good'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
