@@ -13,6 +13,7 @@ marks, so that the tokenizer encodes these places as ordinary text. Other roles 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import re
 import secrets
@@ -33,6 +34,8 @@ Message = dict[str, Any]
 MAX_RENDER_S = 5.0
 _RESERVED = ("chat_template", "messages", "tools", "tokenize", "return_dict", "continue_final_message")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_DICT_NAMES = frozenset(dir(dict))  # `message.items` is the method, as everywhere in Jinja
+_PLAIN = {"role", "content"}
 _UNTRUSTED_ROLES = ("user", "tool", "function")
 
 
@@ -56,6 +59,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template is not valid: {error}") from error
+        self._template.globals = dict(self._template.globals)  # jinja2's chain of maps costs more than rendering
         self._special_tokens = dict(special_tokens)
         self._max_bytes = max_bytes
 
@@ -104,12 +108,17 @@ class ChatTemplate:
         return "".join(parts)
 
 
+@functools.lru_cache(maxsize=64)
+def _any_of(strings: tuple[str, ...]) -> re.Pattern[str] | None:
+    longest_first = sorted(filter(None, strings), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
 class _Shield:
     """Swaps protected strings for marks that no message can know, and back."""
 
     def __init__(self, protected: Sequence[str]) -> None:
-        longest_first = sorted(filter(None, protected), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._pattern = _any_of(tuple(protected))
         self._nonce = ""
         self._strings: list[str] = []
 
@@ -149,6 +158,8 @@ def _checked(variables: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _shown(message: Message) -> Message:
     """Return the message as templates expect it; the given one is left alone."""
+    if message.keys() == _PLAIN and isinstance(message["content"], str):  # nearly every message
+        return message
     shown = dict(message)
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is not None:
@@ -196,8 +207,17 @@ class _Dict:
         return dict(*args, **kwargs)
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Knows that `message.role` means the item: a failing getattr each time would cost more than the rest."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_NAMES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
