@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+from typing import Any
 
 import msgspec
 
@@ -34,6 +35,8 @@ class DisaggregatedParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     ctx_request_id: int = 0
     draft_tokens: tuple[int, ...] = ()
     opaque_state: str = ""  # base64; the engine's own
+    engine_state: dict[str, Any] = {}  # the engine's own, plain JSON: TensorRT-LLM's further fields by name
+    expires_at: float = 0.0  # Unix time when the exporter frees the KV by itself; 0: the lease tells
     prompt_digest: str = (
         ""  # hex SHA-256 of the prompt ids, salt and LoRA: params serve only the prompt they were made for
     )
@@ -47,32 +50,47 @@ _decode = msgspec.json.Decoder(DisaggregatedParams, strict=True).decode
 
 def seal(params: DisaggregatedParams, key: bytes) -> bytes:
     """Return the signed wire form."""
-    payload = base64.urlsafe_b64encode(msgspec.json.encode(params))
-    return payload + b"." + _signature(payload, key)
+    return sign(msgspec.json.encode(params), key)
 
 
 def unseal(blob: bytes, key: bytes) -> DisaggregatedParams:
     """Check the signature (constant time) and decode. Raises RequestError."""
     if len(blob) > MAX_BYTES:
         raise RequestError(f"disaggregated_params: {len(blob)} bytes; the limit is {MAX_BYTES}")
-    payload, separator, signature = bytes(blob).rpartition(b".")
-    if not separator or not hmac.compare_digest(signature, _signature(payload, key)):
-        raise RequestError(
-            "disaggregated_params: bad signature; pass on what this deployment's prefill returned, unchanged"
-        )
+    payload = verify("disaggregated_params", blob, key)
     try:
-        params = _decode(base64.urlsafe_b64decode(payload))
-    except (binascii.Error, msgspec.DecodeError) as error:
+        params = _decode(payload)
+    except msgspec.DecodeError as error:
         raise RequestError(f"disaggregated_params: {error}") from error
     if params.v != 1:
         raise RequestError(f"disaggregated_params: version {params.v}; this build reads version 1")
     return params
 
 
-def prompt_digest(prompt: bytes, cache_salt: str, lora_name: str) -> str:
-    """Return the digest that binds params to their prompt (`prompt`: int32 little-endian ids)."""
+def sign(payload: bytes, key: bytes) -> bytes:
+    """Return base64url(payload) "." base64url(signature)."""
+    text = base64.urlsafe_b64encode(payload)
+    return text + b"." + _signature(text, key)
+
+
+def verify(name: str, blob: bytes, key: bytes) -> bytes:
+    """Return what was signed. Raises RequestError, which begins with `name`; the check takes constant time."""
+    text, separator, signature = bytes(blob).rpartition(b".")
+    if not separator or not hmac.compare_digest(signature, _signature(text, key)):
+        raise RequestError(f"{name}: bad signature; pass on what this deployment's workers returned, unchanged")
+    try:
+        return base64.urlsafe_b64decode(text)
+    except binascii.Error as error:
+        raise RequestError(f"{name}: {error}") from error
+
+
+def prompt_digest(prompt: bytes, cache_salt: str, lora_name: str, media: bytes = b"") -> str:
+    """Return the digest that binds params to their prompt.
+
+    `prompt`: int32 little-endian ids; `media`: what stands for its pictures (multimodal/wire.py).
+    """
     digest = hashlib.sha256()
-    for part in (prompt, cache_salt.encode(), lora_name.encode()):
+    for part in (prompt, cache_salt.encode(), lora_name.encode(), *([media] if media else [])):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()

@@ -79,6 +79,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     priority: float = 0.5  # 0..1, higher first
     timeout_ms: int = 0  # from now; 0: none
     multimodal: bytes | None = None  # JSON, see specs.py
+    dp_rank: int | None = None  # attention data parallelism: the rank that must take it; None: the engine chooses
 
 
 class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -186,6 +187,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     load_s: float = 0.0
     dtype: str = ""
+    attention_dp_size: int = 1  # ranks that hold requests and KV of their own
+    lora_names: tuple[str, ...] = ()
 
 
 class Hello(msgspec.Struct, array_like=True, tag="h", gc=False):

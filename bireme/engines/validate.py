@@ -93,7 +93,7 @@ class Gate:
             raise RequestError(
                 f"cache_salt: {len(request.cache_salt)} characters; the limit is {MAX_SALT_CHARACTERS}; send a digest"
             )
-        if request.lora_name:
+        if request.lora_name and request.lora_name not in self.capacity.lora_names:
             raise RequestError(f"lora_name: no adapter {request.lora_name[:100]!r}; this worker has none, leave it out")
         if request.multimodal is not None:
             raise RequestError("multimodal: this worker's model takes text only; leave it out")

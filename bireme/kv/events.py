@@ -26,6 +26,7 @@ class BlocksStored:
     blocks: tuple[StoredBlock, ...]
     lora_name: str = ""
     cache_salt: str = ""
+    dp_rank: int = 0  # of an engine with attention data parallelism
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,18 @@ class BlocksRemoved:
     event_id: int
     window: int
     block_hashes: tuple[int, ...]
+    dp_rank: int = 0
 
 
-KvEvent = BlocksStored | BlocksRemoved
+@dataclass(frozen=True, slots=True)
+class BlocksCleared:
+    """Events were lost: what readers know of this rank's blocks is void."""
+
+    event_id: int
+    dp_rank: int = 0
+
+
+KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class EventBuffer:
