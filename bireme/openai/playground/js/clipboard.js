@@ -12,7 +12,7 @@ export function copyButton(label, text) {
     announce(isCopied ? "Copied" : "Copying failed: select the text and copy it by hand");
     made.replaceChildren(icon(isCopied ? "check" : "alert"));
     setTimeout(() => made.replaceChildren(icon("copy")), SHOWN_MS);
-  });
+  }, { class: "button icon-only small copy" });
   return made;
 }
 

@@ -28,6 +28,7 @@ export class UserView {
       button("close", "Cancel", cancel, { shown: true, class: "button quiet small" }),
       button("send", "Send", save, { shown: true, class: "button primary small" }));
     this.node.replaceChildren(element("div", { class: "editor" }, area, actions));
+    this.node.classList.add("editing");
     area.focus();
   }
 
@@ -36,6 +37,7 @@ export class UserView {
       button("edit", "Edit and send again", () => this.edit(), { class: "button icon-only small edit" }),
       copyButton("Copy message", () => this.#turn.text));
     this.node.replaceChildren(element("div", { class: "bubble" }, this.#turn.text), actions);
+    this.node.classList.remove("editing");
   }
 }
 
