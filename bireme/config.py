@@ -76,6 +76,15 @@ class GuidedDecodingConfig(Settings, frozen=True, kw_only=True):
     any_whitespace: bool = False  # JSON in any layout; false: one line, one space after comma and colon
 
 
+class MultimodalConfig(Settings, frozen=True, kw_only=True):
+    """What encoding pictures may cost; of the engine that has the vision tower, but for max_held_bytes."""
+
+    embedding_cache_bytes: NotNegative = 512 << 20  # embeddings kept for pictures that come again; 0: none
+    max_batch_images: Positive = 8  # in one pass of the vision tower
+    max_concurrent_encodes: Positive = 32  # requests whose pictures are in memory; more wait in the queue
+    max_held_bytes: Positive = 2 << 30  # embeddings of requests that wait or run; one more is refused
+
+
 class MockerConfig(Settings, frozen=True, kw_only=True):
     """Timing model of the mocker engine. Milliseconds."""
 
@@ -108,6 +117,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     scheduler_config: SchedulerConfig = SchedulerConfig()
     cache_transceiver_config: CacheTransceiverConfig = CacheTransceiverConfig()
     guided_decoding_config: GuidedDecodingConfig = GuidedDecodingConfig()
+    multimodal_config: MultimodalConfig = MultimodalConfig()
     mocker: MockerConfig = MockerConfig()
     llm_args: dict[str, Any] = {}  # engine trtllm: the whole YAML, for TensorRT-LLM; load_recipe fills it
 

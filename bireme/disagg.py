@@ -57,7 +57,7 @@ def unseal(blob: bytes, key: bytes) -> DisaggregatedParams:
     """Check the signature (constant time) and decode. Raises RequestError."""
     if len(blob) > MAX_BYTES:
         raise RequestError(f"disaggregated_params: {len(blob)} bytes; the limit is {MAX_BYTES}")
-    payload = verify("disaggregated_params", blob, key)
+    payload = verify("disaggregated_params", blob, key, "prefill")
     try:
         params = _decode(payload)
     except msgspec.DecodeError as error:
@@ -73,11 +73,11 @@ def sign(payload: bytes, key: bytes) -> bytes:
     return text + b"." + _signature(text, key)
 
 
-def verify(name: str, blob: bytes, key: bytes) -> bytes:
+def verify(name: str, blob: bytes, key: bytes, maker: str) -> bytes:
     """Return what was signed. Raises RequestError, which begins with `name`; the check takes constant time."""
     text, separator, signature = bytes(blob).rpartition(b".")
     if not separator or not hmac.compare_digest(signature, _signature(text, key)):
-        raise RequestError(f"{name}: bad signature; pass on what this deployment's workers returned, unchanged")
+        raise RequestError(f"{name}: bad signature; pass on what this deployment's {maker} returned, unchanged")
     try:
         return base64.urlsafe_b64decode(text)
     except binascii.Error as error:

@@ -25,7 +25,7 @@ VERSION = 1
 STUB = 0
 CONTROL = 0xFFFFFFFF
 
-RequestType = Literal["context_and_generation", "context_only", "generation_only"]
+RequestType = Literal["context_and_generation", "context_only", "generation_only", "encode_only"]
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error", "not_finished"]
 TokenLogprob = tuple[int, float]  # token id, natural logarithm of its probability
 TokenLogprobs = list[TokenLogprob]  # one position: the chosen token first, then the likeliest, best first
@@ -78,7 +78,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     lora_name: str = ""
     priority: float = 0.5  # 0..1, higher first
     timeout_ms: int = 0  # from now; 0: none
-    multimodal: bytes | None = None  # JSON, see specs.py
+    multimodal: bytes | None = None  # multimodal/wire.py: JSON; encode_only: an encode job
     dp_rank: int | None = None  # attention data parallelism: the rank that must take it; None: the engine chooses
 
 
@@ -107,6 +107,7 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     error: str = ""  # "CODE: text" when reason is error or timeout
     stop_token_id: int | None = None  # the token that ended it; it is not among the tokens delivered
     disaggregated_params: bytes | None = None  # signed; context_only
+    encoded: bytes | None = None  # encode_only: an encode answer, multimodal/wire.py
 
 
 class Sink(Protocol):

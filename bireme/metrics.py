@@ -43,6 +43,45 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -
     return MetricSpec(name, "histogram", text, labels, buckets)
 
 
+_LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_STEPS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_PREFILL = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
+_TRTLLM_TIMES = {
+    "e2e_request_latency": _LONG, "time_to_first_token": (*_FIRST, 2560), "time_per_output_token": _STEPS,
+    "request_queue_time": _LONG, "request_prefill_time": _PREFILL,
+    "request_decode_time": _LONG, "request_inference_time": _LONG,
+}  # fmt: skip
+_TRTLLM_COUNTERS = """
+    prompt_tokens generation_tokens prompt_cached_tokens prompt_cache_hit_tokens spec_decode_drafted_tokens
+    spec_decode_accepted_tokens request_error kv_cache_reused_blocks kv_cache_missed_blocks kv_cache_iter_reused_blocks
+    kv_cache_iter_full_reused_blocks kv_cache_iter_partial_reused_blocks kv_cache_iter_missed_blocks
+    kv_cache_gen_alloc_blocks kv_cache_onboard_bytes kv_cache_offload_bytes kv_cache_disk_prefetch_blocks
+    kv_cache_intra_device_copy_bytes num_requests_completed spec_decode_num_draft_tokens
+    spec_decode_num_accepted_tokens"""
+_TRTLLM_GAUGES = """
+    kv_cache_hit_rate kv_cache_utilization kv_cache_host_utilization kv_cache_iter_reuse_rate num_requests_running
+    num_requests_waiting max_num_active_requests iteration_latency_seconds gpu_memory_usage_bytes
+    cpu_memory_usage_bytes pinned_memory_usage_bytes max_batch_size_static max_batch_size_runtime
+    max_num_tokens_runtime kv_cache_max_blocks kv_cache_free_blocks kv_cache_used_blocks kv_cache_tokens_per_block
+    num_context_requests num_generation_requests num_paused_requests num_scheduled_requests total_context_tokens
+    avg_decoded_tokens_per_iter spec_decode_acceptance_length spec_decode_draft_overhead"""
+
+
+def _trtllm_series() -> tuple[MetricSpec, ...]:
+    """TensorRT-LLM's own series, under the names that its dashboards read; which there are depends on its release."""
+    text = "TensorRT-LLM's own: "
+    return (
+        _counter("trtllm_request_success_total", f"{text}requests ended, by reason.", "worker", "finished_reason"),
+        *(_counter(f"trtllm_{name}_total", f"{text}{name}.", "worker") for name in _TRTLLM_COUNTERS.split()),
+        *(_gauge(f"trtllm_{name}", f"{text}{name}.", "worker") for name in _TRTLLM_GAUGES.split()),
+        *(
+            _histogram(f"trtllm_{name}_seconds", f"{text}{name}.", bounds, "worker")
+            for name, bounds in _TRTLLM_TIMES.items()
+        ),
+    )
+
+
 # Label `worker` is the Triton model's name (decode, decode_1, generate, ...).
 TABLE: dict[str, MetricSpec] = {
     spec.name: spec
@@ -93,7 +132,16 @@ TABLE: dict[str, MetricSpec] = {
         _counter("bireme_http_requests_total", "HTTP requests answered by the frontend.", "worker", "path", "status"),
         _gauge("bireme_http_requests_active", "HTTP requests that the frontend is working on.", "worker"),
         _counter("bireme_rate_limited_total", "Requests refused by a key's own limit.", "worker", "key"),
+        _counter("bireme_embedding_cache_hits_total", "Pictures that needed no encoding.", "worker"),
+        _counter("bireme_embedding_cache_misses_total", "Pictures that had to be encoded.", "worker"),
+        _counter("bireme_embedding_cache_evictions_total", "Embeddings dropped for want of room.", "worker"),
+        _gauge("bireme_embedding_cache_bytes", "Embeddings kept.", "worker"),
+        _gauge("bireme_embedding_cache_entries", "Pictures whose embeddings are kept.", "worker"),
+        _counter("bireme_images_encoded_total", "Pictures that went through the vision tower.", "worker"),
+        _histogram("bireme_image_encode_seconds", "One batch of pictures in the vision tower.", _SECONDS, "worker"),
         _counter("bireme_kv_events_total", "KV events recorded by type (stored, removed).", "worker", "type"),
+        _counter("bireme_kv_event_gaps_total", "KV events that the engine lost before they were read.", "worker"),
+        *_trtllm_series(),
     )
 }
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from bireme.config import EngineConfig, GuidedDecodingConfig, MockerConfig, WorkerEntry
+from bireme.config import EngineConfig, GuidedDecodingConfig, MockerConfig, MultimodalConfig, WorkerEntry
 from bireme.errors import ConfigError
 
 logger = logging.getLogger("bireme.engines")
@@ -58,12 +58,13 @@ _UNIFORM = (
 _LLM_ARGS = "TensorRT-LLM's arguments stand at the top of an engine YAML; move them there and set engine: trtllm"
 _MOCKER = tuple(f"mocker.{name}" for name in MockerConfig.__struct_fields__)
 _GUIDED = tuple(f"guided_decoding_config.{name}" for name in GuidedDecodingConfig.__struct_fields__)
+_MULTIMODAL = tuple(f"multimodal_config.{name}" for name in MultimodalConfig.__struct_fields__)
 _EVERY_ENGINE: dict[str, Rule] = dict.fromkeys(_UNIFORM, HONOURED)
 
 TABLES: dict[str, dict[str, Rule]] = {
     "torch": _EVERY_ENGINE
     | dict.fromkeys(_MOCKER, HARMLESS)
-    | dict.fromkeys(_GUIDED, HONOURED)
+    | dict.fromkeys((*_GUIDED, *_MULTIMODAL), HONOURED)
     | {
         "guided_decoding_backend": _refused("compiled with xgrammar here; set xgrammar", None, "xgrammar"),
         "scheduler_config.capacity_scheduler_policy": _refused(
@@ -85,7 +86,7 @@ TABLES: dict[str, dict[str, Rule]] = {
         "llm_args": _refused(_LLM_ARGS),
     },
     "trtllm": _EVERY_ENGINE
-    | dict.fromkeys((*_MOCKER, *_GUIDED), HARMLESS)
+    | dict.fromkeys((*_MOCKER, *_GUIDED, *_MULTIMODAL), HARMLESS)
     | dict.fromkeys(
         (
             "guided_decoding_backend",
@@ -118,7 +119,7 @@ TABLES: dict[str, dict[str, Rule]] = {
     },
     "mocker": _EVERY_ENGINE
     | dict.fromkeys(_MOCKER, HONOURED)
-    | dict.fromkeys(_GUIDED, HARMLESS)
+    | dict.fromkeys((*_GUIDED, *_MULTIMODAL), HARMLESS)
     | dict.fromkeys(
         (
             "guided_decoding_backend",

@@ -40,6 +40,7 @@ class BlockTable:
     seed: int
     lora_name: str
     cache_salt: str
+    media: tuple[hashing.MediaSpan, ...] = ()  # pictures in the prompt; blocks that show others are others
     hashes: list[bytes] = field(default_factory=list)  # of full blocks
     event_hashes: list[int] = field(default_factory=list)
     num_committed: int = 0  # blocks offered for reuse
@@ -106,7 +107,7 @@ class BlockManager:
 
     # -- a request's life
 
-    def open(self, lora_name: str = "", cache_salt: str = "") -> BlockTable:
+    def open(self, lora_name: str = "", cache_salt: str = "", media: tuple[hashing.MediaSpan, ...] = ()) -> BlockTable:
         """Return an empty table. Only requests of the same LoRA and salt share blocks."""
         count = len(self.groups)
         return BlockTable(
@@ -117,6 +118,7 @@ class BlockManager:
             seed=hashing.event_seed(lora_name, cache_salt),
             lora_name=lora_name,
             cache_salt=cache_salt,
+            media=media,
         )
 
     def match(self, table: BlockTable, tokens: Sequence[int], limit: int) -> int:
@@ -261,10 +263,13 @@ class BlockManager:
         size = self.tokens_per_block
         for index in range(len(table.hashes), count):
             raw = hashing.token_bytes(tokens[index * size : (index + 1) * size])
-            table.hashes.append(hashing.reuse_hash(table.hashes[-1] if table.hashes else table.root, raw))
+            spans = hashing.media_in(table.media, index * size, (index + 1) * size) if table.media else []
+            media = hashing.media_bytes(spans, index * size)
+            table.hashes.append(hashing.reuse_hash(table.hashes[-1] if table.hashes else table.root, raw, media))
             if self.events is not None:
                 parent = table.event_hashes[-1] if table.event_hashes else None
-                table.event_hashes.append(hashing.sequence_hash(parent, hashing.local_hash(raw, table.seed)))
+                local = hashing.local_hash(raw, table.seed, [span.event_hash for span in spans])
+                table.event_hashes.append(hashing.sequence_hash(parent, local))
 
     def _longest(self, hashes: Sequence[bytes]) -> int:
         """Return how many blocks from the start every group can serve."""

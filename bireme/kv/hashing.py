@@ -12,6 +12,7 @@ import hashlib
 import struct
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import xxhash
 
@@ -39,9 +40,35 @@ def reuse_root(*parts: str) -> bytes:
     return digest.digest()
 
 
-def reuse_hash(parent: bytes, tokens: bytes) -> bytes:
-    """Return the key of one full block: 32 bytes that stand for its tokens and all before them."""
-    return hashlib.sha256(parent + tokens).digest()
+def reuse_hash(parent: bytes, tokens: bytes, media: bytes = b"") -> bytes:
+    """Return the key of one full block: 32 bytes that stand for its tokens and all before them.
+
+    `media` stands for what its placeholder tokens show, a multiple of 40 bytes: see media_bytes.
+    """
+    return hashlib.sha256(parent + tokens + media).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Tokens [first, last) of a prompt show this picture, from its beginning."""
+
+    first: int
+    last: int
+    digest: bytes  # 32 bytes
+
+    @property
+    def event_hash(self) -> int:
+        return int.from_bytes(self.digest[:8], "little")
+
+
+def media_in(spans: Sequence[MediaSpan], first: int, last: int) -> list[MediaSpan]:
+    """Return the spans of which a part lies in tokens [first, last)."""
+    return [span for span in spans if span.first < last and span.last > first]
+
+
+def media_bytes(spans: Sequence[MediaSpan], first: int) -> bytes:
+    """Return what tells a block that begins at `first` apart by its pictures: each digest, and where it begins."""
+    return b"".join(span.digest + (span.first - first).to_bytes(8, "little", signed=True) for span in spans)
 
 
 def event_seed(lora_name: str = "", cache_salt: str = "") -> int:

@@ -40,12 +40,16 @@ class MediaLoader:
         await self._fetcher.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def load(self, sources: Sequence[bytes | str]) -> list[DecodedImage]:
-        """Return the pictures in order. Raises RequestError naming the first that fails; the others stop."""
+    async def load(self, sources: Sequence[bytes | str], numbers: Sequence[int] | None = None) -> list[DecodedImage]:
+        """Return the pictures in order. Raises RequestError naming the first that fails; the others stop.
+
+        `numbers` are the pictures' own in the request, for errors; None: they are all there are.
+        """
         if len(sources) > self._limits.max_images:
             raise RequestError(f"{len(sources)} images; at most {self._limits.max_images} (media.max_images)")
         budget = Budget(self._limits)
-        tasks = [asyncio.ensure_future(self._named(at, source, budget)) for at, source in enumerate(sources)]
+        names = range(len(sources)) if numbers is None else numbers
+        tasks = [asyncio.ensure_future(self._named(*named, budget)) for named in zip(names, sources, strict=True)]
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
@@ -53,6 +57,14 @@ class MediaLoader:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
+
+    async def read(self, source: bytes | str) -> bytes:
+        """Return the bytes of what is no picture (computed embeddings), under the same rules. Raises RequestError."""
+        budget = Budget(self._limits).picture()
+        if isinstance(source, bytes) and source[8:9] == b"{":  # safetensors: a length, then JSON
+            budget.take(len(source))
+            return source
+        return await self._read(source, budget)
 
     async def _named(self, at: int, source: bytes | str, budget: Budget) -> DecodedImage:
         try:

@@ -34,6 +34,7 @@ OWN: tuple[Path, ...] = (
     ("scheduler_config", "max_queue_size"),
     ("scheduler_config", "max_queue_time_s"),
     ("guided_decoding_config",),
+    ("multimodal_config",),
     ("mocker",),
 )
 # Keys that TensorRT-LLM takes and that mean nothing, or harm, with token ids in and out.

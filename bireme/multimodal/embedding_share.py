@@ -1,0 +1,149 @@
+"""Embeddings on their way from the process that made them to the one that computes with them.
+
+The same leases, sockets and files as KV (kv/transfer): a row is one token's embedding, all of one group. So
+shared memory serves one host today, and what carries KV on GPUs or across hosts will carry these as well. In the
+process that made them they are handed over without a copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Protocol
+
+from bireme.disagg import DisaggregatedParams
+from bireme.errors import BiremeError, EngineLostError, NotFoundError, UnavailableError
+from bireme.kv.transfer.base import Fetch, GroupLayout, KvLayout, KvTransfer, Lease
+from bireme.metrics import Registry
+from bireme.multimodal.wire import EmbeddingHandle, Grid
+
+SUFFIX = "-mm"  # of a worker's name: its embeddings' transfer in discovery
+
+
+class Rows(Protocol):
+    """One picture's embeddings, in the engine's own form; never changed."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def read(self, first: int, last: int, data: memoryview) -> None:
+        """Copy rows [first, last) into `data`; from any thread."""
+
+
+Fetched = Rows | bytearray  # made here, or the bytes of rows made elsewhere
+Done = Callable[[Fetched | BiremeError], None]  # on any thread
+
+
+def embedding_layout(model: str, dtype: str, row_bytes: int) -> KvLayout:
+    """Return what both ends must agree on. `model` is the checkpoint's digest."""
+    return KvLayout(f"embeddings:{model}", dtype, (GroupLayout(0, (row_bytes,)),))
+
+
+class ShareMetrics(Registry):
+    """The transfer's metrics under the share's own name, beside those of the worker's KV."""
+
+    def __init__(self, metrics: Registry, name: str) -> None:
+        super().__init__(name)
+        self._metrics = metrics
+
+    def add(self, name: str, amount: float = 1, *labels: str) -> None:
+        self._metrics.add(name, amount, self.worker, *labels)
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        self._metrics.set(name, value, self.worker, *labels)
+
+    def observe(self, name: str, value: float, *labels: str, times: int = 1) -> None:
+        self._metrics.observe(name, value, self.worker, *labels, times=times)
+
+
+class EmbeddingShare:
+    """One an engine process, both ends of it. Thread-safe."""
+
+    def __init__(self, transfer: KvTransfer, worker: str, life: int) -> None:
+        """`worker`: the transfer's name in discovery."""
+        self._transfer = transfer
+        self._worker, self._life = worker, life
+        self._lock = threading.Lock()
+        self._offers: dict[int, tuple[Lease, Rows]] = {}  # by lease id
+        self._owned: dict[Hashable, set[int]] = {}  # lease ids of each encode request
+
+    def start(self, layout: KvLayout) -> None:
+        self._row_bytes = layout.bytes_per_token
+        self._transfer.start(layout)
+
+    def offer(self, owner: Hashable, rows: Rows, media_hash: str, grid: Grid | None) -> EmbeddingHandle:
+        """Lease rows out to one fetch, until it ends, `abort`, or the lease's time is over."""
+        ids: list[int] = []
+        with self._lock:  # release can't come before the lease is known
+            lease = self._transfer.reserve(lambda: self._released(owner, ids[0]))
+            ids.append(lease.lease_id)
+            self._offers[lease.lease_id] = (lease, rows)
+            self._owned.setdefault(owner, set()).add(lease.lease_id)
+        lease.export(rows.num_tokens, lambda group, first, last, data: rows.read(first, last, data))
+        return EmbeddingHandle(
+            worker=self._worker,
+            life=self._life,
+            lease_id=lease.lease_id,
+            generation=lease.generation,
+            num_tokens=rows.num_tokens,
+            hash=media_hash,
+            grid=grid,
+        )
+
+    def abort(self, owner: Hashable) -> None:
+        """End the leases that an encode request has left behind."""
+        with self._lock:
+            leases = [self._offers[number][0] for number in self._owned.get(owner, ()) if number in self._offers]
+        for lease in leases:
+            lease.abort()
+
+    def fetch(self, handle: EmbeddingHandle, done: Done) -> Fetch | None:
+        """Get the rows behind a handle: at once if they were made here (None), else through the transfer."""
+        if (handle.worker, handle.life) == (self._worker, self._life):
+            done(self._take(handle))
+            return None
+        params = DisaggregatedParams(
+            worker=handle.worker,
+            life=handle.life,
+            lease_id=handle.lease_id,
+            generation=handle.generation,
+            num_tokens=handle.num_tokens,
+        )
+        buffer = bytearray(handle.num_tokens * self._row_bytes)
+        return self._transfer.fetch(params, (0,), partial(self._write, buffer), partial(_finish, buffer, done))
+
+    def close(self) -> None:
+        self._transfer.close()
+
+    def _take(self, handle: EmbeddingHandle) -> Fetched | BiremeError:
+        with self._lock:
+            lease, rows = self._offers.pop(handle.lease_id, (None, None))
+        if lease is None or rows is None or lease.generation != handle.generation:
+            return EngineLostError("the embeddings of this request were used before or have expired; send it again")
+        lease.abort()  # taken whole: nothing is left to fetch
+        return rows
+
+    def _released(self, owner: Hashable, lease_id: int) -> None:
+        with self._lock:
+            self._offers.pop(lease_id, None)
+            owned = self._owned.get(owner)
+            if owned is not None:
+                owned.discard(lease_id)
+                if not owned:
+                    del self._owned[owner]
+
+    def _write(self, buffer: bytearray, group: int, first: int, last: int, data: memoryview) -> None:
+        buffer[first * self._row_bytes : last * self._row_bytes] = data
+
+
+def _finish(buffer: bytearray, done: Done, error: BiremeError | None) -> None:
+    if error is None:
+        done(buffer)
+    elif isinstance(error, (NotFoundError, UnavailableError)):  # encoding them again helps
+        done(EngineLostError("the embeddings of this request are gone; send it again"))
+    else:
+        done(error)

@@ -1,0 +1,396 @@
+"""From an encode job to embeddings under lease: load, look up, batch, encode, offer.
+
+Knows no engine: an `ImageEncoder` does the work, and `EmbeddingShare` holds what it made. Everything runs on one
+event loop in a thread of its own, `media` and `vision` threads beside it; callers post from any thread and are
+called back on the loop. Equal pictures that come at the same time are encoded once, pictures of different
+requests together in a batch. What one picture does wrong ends its own request alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from bireme.config import MediaLimits, MultimodalConfig
+from bireme.errors import (
+    BiremeError,
+    DeadlineExceededError,
+    RequestCancelledError,
+    RequestError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from bireme.metrics import Registry
+from bireme.multimodal.embedding_cache import EmbeddingCache
+from bireme.multimodal.embedding_share import EmbeddingShare, Rows
+from bireme.multimodal.media import MediaLoader
+from bireme.multimodal.wire import EmbeddingHandle, EncodeJob, EncodeSource, Grid
+
+logger = logging.getLogger("bireme.multimodal")
+_T = TypeVar("_T")
+_STOP_S = 3.0
+MAX_COPIES = 64
+
+
+class Prepared(Protocol):
+    """A picture as the model wants it."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def grid(self) -> Grid | None: ...
+
+
+class ImageEncoder(Protocol):
+    """An engine's vision tower and what goes before it. `encode` is called from one thread, the others from several."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def name_of(self, content_hash: bytes) -> str:
+        """Return the 64 hexadecimal digits that name a picture's embeddings: content, model, processor, dtype."""
+
+    def prepare(self, pixels: Any) -> Prepared:
+        """Scale and normalise (height, width, 3) uint8. Raises RequestError."""
+
+    def encode(self, batch: Sequence[Any]) -> list[Rows]: ...
+
+    def read_embeddings(self, content: bytes) -> EncodedRows:
+        """Check embeddings that a client computed (safetensors). Raises RequestError."""
+
+    def write_embeddings(self, rows: Sequence[Rows]) -> bytes:
+        """Return safetensors with tensors image_0, image_1, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """One picture's embeddings, as the cache keeps them."""
+
+    name: str
+    rows: Rows
+    grid: Grid | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPicture:
+    encoded: EncodedRows
+    handles: tuple[EmbeddingHandle, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeOutcome:
+    """What a job has come to; the engine process seals the handles."""
+
+    pictures: tuple[EncodedPicture, ...]
+    hidden_size: int
+    embeddings: bytes = b""
+
+
+Done = Callable[[EncodeOutcome | BiremeError], None]  # once, on the loop's thread; quick, must not raise
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    prepared: Any
+    name: str
+    result: asyncio.Future[EncodedRows]
+
+
+class EncoderService:
+    """Start it, `submit`, `abort`, `stop`; all from any thread."""
+
+    def __init__(
+        self,
+        encoder: ImageEncoder,
+        share: EmbeddingShare,
+        config: MultimodalConfig,
+        media: MediaLimits,
+        metrics: Registry,
+        max_queue_size: int,
+        num_threads: int = 1,
+    ) -> None:
+        self._encoder, self._share, self._config, self._media = encoder, share, config, media
+        self._metrics = metrics
+        self._max_queue_size = max_queue_size
+        self._num_threads = num_threads
+        self._cache: EmbeddingCache[EncodedRows] = EmbeddingCache(config.embedding_cache_bytes, metrics)
+        self._under_way: dict[str, asyncio.Future[EncodedRows]] = {}
+        self._waiting: list[_Waiting] = []
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._is_encoding = self._is_stopping = False
+        self._num_submitted = 0
+        self._lock = threading.Lock()  # guards the count
+        self.num_steps = 0
+        self.step_began_at = 0.0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="encoder", daemon=True)
+        self._has_started = threading.Event()
+        self._failure: Exception | None = None
+
+    @property
+    def num_pending(self) -> int:
+        return self._num_submitted
+
+    def start(self) -> None:
+        """Raises ConfigError for media settings that can't be."""
+        for name in ("hits", "misses", "evictions"):
+            self._metrics.add(f"bireme_embedding_cache_{name}_total", 0)
+        self._cache.publish()
+        self._thread.start()
+        self._has_started.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def submit(self, key: Key, job: EncodeJob, timeout_ms: int, done: Done) -> None:
+        """Queue a job. Raises RequestError, or ResourceExhaustedError when the queue is full."""
+        self._check(job)
+        with self._lock:
+            if self._num_submitted >= self._max_queue_size:
+                raise ResourceExhaustedError(
+                    f"queue: {self._num_submitted} encode requests wait; scheduler_config.max_queue_size is"
+                    f" {self._max_queue_size}; try again later"
+                )
+            self._num_submitted += 1
+        self._loop.call_soon_threadsafe(self._begin, key, job, timeout_ms, done)
+
+    def abort(self, key: Key) -> None:
+        """Stop a job, or end the leases of one that has ended."""
+        self._loop.call_soon_threadsafe(self._abort, key)
+
+    def stop(self) -> None:
+        """End all jobs with UNAVAILABLE, then the threads. Harmless when called again."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_STOP_S)
+
+    def _check(self, job: EncodeJob) -> None:
+        if not job.sources:
+            raise RequestError("images: none; send at least one")
+        if len(job.sources) > self._media.max_images:
+            raise RequestError(f"{len(job.sources)} images; at most {self._media.max_images} (media.max_images)")
+        if not 1 <= job.copies <= MAX_COPIES:
+            raise RequestError(f"copies: {job.copies}; 1 to {MAX_COPIES}")
+
+    # The loop's thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loader = self._loop.run_until_complete(_made(lambda: MediaLoader(self._media)))
+        except Exception as error:
+            self._failure = error
+            return
+        finally:
+            self._has_started.set()
+        self._vision = ThreadPoolExecutor(1, "vision", self._set_threads)
+        self._processors = ThreadPoolExecutor(2, "processor", self._set_threads)
+        self._slots = asyncio.Semaphore(self._config.max_concurrent_encodes)
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._close())
+        self._loop.close()
+
+    def _set_threads(self) -> None:
+        begin = getattr(self._encoder, "begin_thread", None)
+        if begin is not None:
+            begin(self._num_threads)
+
+    async def _close(self) -> None:
+        tasks = [*self._tasks.values(), *self._background]
+        self._is_stopping = True
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loader.close()
+        for pool in (self._vision, self._processors):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, key: Key, job: EncodeJob, timeout_ms: int, done: Done) -> None:
+        self._tasks[key] = self._loop.create_task(self._serve(key, job, timeout_ms, done))
+
+    def _abort(self, key: Key) -> None:
+        if (task := self._tasks.get(key)) is not None:
+            task.cancel()
+        else:
+            self._share.abort(key)
+
+    async def _serve(self, key: Key, job: EncodeJob, timeout_ms: int, done: Done) -> None:
+        """Run one job and tell its end, whatever it is."""
+        outcome: EncodeOutcome | BiremeError
+        try:
+            outcome = await asyncio.wait_for(self._outcome(key, job), timeout_ms / 1000 if timeout_ms else None)
+        except asyncio.TimeoutError:
+            outcome = DeadlineExceededError(f"timeout_ms: {timeout_ms} ms have passed")
+        except asyncio.CancelledError:
+            outcome = RequestCancelledError("the request was aborted")
+            if self._is_stopping:
+                outcome = UnavailableError("the encoder has stopped; try again")
+        except BiremeError as error:
+            outcome = error
+        except Exception as error:
+            logger.exception("encode_failed")
+            outcome = BiremeError(f"{type(error).__name__}: {error}")
+        if isinstance(outcome, BiremeError):
+            self._share.abort(key)
+        del self._tasks[key]
+        with self._lock:
+            self._num_submitted -= 1
+        self.num_steps += 1
+        done(outcome)
+
+    async def _outcome(self, key: Key, job: EncodeJob) -> EncodeOutcome:
+        async with self._slots:
+            encoded = await self._pictures(job.sources)
+        pictures = tuple(self._offer(key, one, job.copies) for one in encoded)
+        inline = b""
+        if job.inline:
+            inline = await self._in(self._processors, lambda: self._encoder.write_embeddings([e.rows for e in encoded]))
+        return EncodeOutcome(pictures, self._encoder.hidden_size, inline)
+
+    def _offer(self, key: Key, encoded: EncodedRows, copies: int) -> EncodedPicture:
+        offers = (self._share.offer(key, encoded.rows, encoded.name, encoded.grid) for _ in range(copies))
+        return EncodedPicture(encoded, tuple(offers))
+
+    async def _pictures(self, sources: Sequence[EncodeSource]) -> list[EncodedRows]:
+        """Return the embeddings in the order of the sources."""
+        at_images = [at for at, source in enumerate(sources) if source.kind == "image"]
+        at_others = [at for at, source in enumerate(sources) if source.kind != "image"]
+        images = await self._loader.load([sources[at].content for at in at_images], at_images)
+        work = [self._image(image.pixels, image.content_hash, at) for image, at in zip(images, at_images, strict=True)]
+        work += [self._precomputed(sources[at].content, at) for at in at_others]
+        results = await _all(work)
+        found = dict(zip([*at_images, *at_others], results, strict=True))
+        return [found[at] for at in range(len(sources))]
+
+    async def _precomputed(self, source: bytes, at: int) -> EncodedRows:
+        try:
+            content = await self._loader.read(source)
+            return await self._in(self._processors, lambda: self._encoder.read_embeddings(content))
+        except BiremeError as error:
+            raise type(error)(f"images[{at}]: {error}") from None
+
+    async def _image(self, pixels: Any, content_hash: bytes, at: int) -> EncodedRows:
+        name = self._encoder.name_of(content_hash)
+        if (known := self._cache.get(name)) is not None:
+            self._metrics.add("bireme_embedding_cache_hits_total")
+            return known
+        future = self._under_way.get(name)
+        if future is None:
+            self._metrics.add("bireme_embedding_cache_misses_total")
+            future = self._under_way[name] = self._loop.create_future()
+            future.add_done_callback(lambda ended: self._ended(name, ended))
+            self._in_background(self._prepare(name, pixels, future))
+        else:
+            self._metrics.add("bireme_embedding_cache_hits_total")
+        try:
+            return await asyncio.shield(future)
+        except BiremeError as error:
+            raise type(error)(f"images[{at}]: {error}") from None
+
+    def _ended(self, name: str, future: asyncio.Future[EncodedRows]) -> None:
+        del self._under_way[name]
+        if not future.cancelled() and future.exception() is None:
+            self._cache.put(name, future.result())
+
+    async def _prepare(self, name: str, pixels: Any, future: asyncio.Future[EncodedRows]) -> None:
+        """Make a picture ready and put it into the next batch."""
+        try:
+            prepared = await self._in(self._processors, lambda: self._encoder.prepare(pixels))
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        except Exception as error:
+            future.set_exception(_own(error))
+            return
+        self._waiting.append(_Waiting(prepared, name, future))
+        if not self._is_encoding:
+            self._is_encoding = True
+            self._in_background(self._encode_waiting())
+
+    async def _encode_waiting(self) -> None:
+        """Encode batch after batch until nothing waits."""
+        try:
+            while self._waiting:
+                count = self._config.max_batch_images
+                batch, self._waiting = self._waiting[:count], self._waiting[count:]
+                await self._encode_batch(batch)
+        except asyncio.CancelledError:
+            for item in self._waiting:
+                item.result.cancel()
+            raise
+        finally:
+            self._is_encoding = False
+
+    async def _encode_batch(self, batch: list[_Waiting]) -> None:
+        """A batch that fails is done again picture by picture: the others must not suffer for one."""
+        try:
+            rows = await self._timed([item.prepared for item in batch])
+        except asyncio.CancelledError:
+            for item in batch:
+                item.result.cancel()
+            raise
+        except Exception as error:
+            if len(batch) == 1:
+                logger.exception("picture_failed")
+                batch[0].result.set_exception(_own(error))
+                return
+            for item in batch:
+                await self._encode_batch([item])
+            return
+        for item, one in zip(batch, rows, strict=True):
+            item.result.set_result(EncodedRows(item.name, one, item.prepared.grid))
+
+    async def _timed(self, batch: list[Any]) -> list[Rows]:
+        self.step_began_at = began = time.monotonic()
+        try:
+            rows = await self._in(self._vision, lambda: self._encoder.encode(batch))
+        finally:
+            self.step_began_at = 0.0
+            self.num_steps += 1
+        self._metrics.add("bireme_images_encoded_total", len(batch))
+        self._metrics.observe("bireme_image_encode_seconds", time.monotonic() - began)
+        return rows
+
+    async def _in(self, pool: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
+        return await self._loop.run_in_executor(pool, work)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _own(error: Exception) -> BiremeError:
+    if isinstance(error, BiremeError):
+        return error
+    if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+        return ResourceExhaustedError("no memory to encode it now; try again")
+    return BiremeError(f"it could not be encoded: {type(error).__name__}")
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Return all results; the first failure cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _made(make: Callable[[], _T]) -> _T:
+    return make()
