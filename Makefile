@@ -7,10 +7,10 @@ ARGS ?=
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo serve test check format clean clean-venv
+.PHONY: help setup models demo serve test test-services check format clean clean-venv
 
 help: ## Say what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Make .venv with tritonserver, torch and this package
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/setup.sh
@@ -26,6 +26,10 @@ serve: models ## Serve recipes/tiny until Ctrl-C; ARGS="recipes/mocker --http-po
 
 test: models ## Run all tests, with a real tritonserver; ARGS="tests/stages -k prefill"
 	@$(RUN) -m pytest $(ARGS)
+
+test-services: models ## Run the tests that need programs from Debian (Chromium); ARGS="-k tool"
+	@VENV="$(VENV)" sh tools/services.sh
+	@$(RUN) -m pytest tests/services $(ARGS)
 
 check: setup ## Formatting, lints, types and the rules of the house
 	@$(VENV)/bin/ruff format --check .

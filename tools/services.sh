@@ -1,0 +1,54 @@
+#!/bin/sh
+# Make what tests/services needs beyond `make setup`: programs from Debian, and the package's extra `services`.
+#
+#   sh tools/services.sh                       VENV=.venv sh tools/services.sh
+#
+# Only what is missing is installed, as root or with a sudo that does not ask; otherwise this says what to install.
+set -eu
+
+VENV=${VENV:-.venv}
+# program=package; both browser packages come from one source, so driver and browser always fit
+PROGRAMS="chromium=chromium chromedriver=chromium-driver"
+cd "$(dirname "$0")/.."
+
+say() { printf '%s services | %s\n' "$(date +%H:%M:%S)" "$*"; }
+fail() { printf '\nservices: %s\n' "$*" >&2; exit 2; }
+
+missing_packages() {
+    for pair in $PROGRAMS; do
+        command -v "${pair%%=*}" >/dev/null || printf '%s ' "${pair##*=}"
+    done
+}
+
+as_root() {
+    if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi
+}
+
+can_be_root() { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }
+
+install_packages() {
+    packages=$(missing_packages)
+    [ -n "$packages" ] || return 0
+    wish="apt-get install --no-install-recommends $packages"
+    command -v apt-get >/dev/null || fail "no apt-get here; install the equivalents of: $packages"
+    can_be_root || fail "these packages are missing and only root may install them; run: sudo $wish"
+    say "installing $packages"
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get update -qq || fail "apt-get update failed; its message stands above"
+    # shellcheck disable=SC2086
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages >/dev/null ||
+        fail "apt-get could not install $packages; its message stands above"
+    [ -z "$(missing_packages)" ] || fail "$(missing_packages)did not bring the programs that are needed ($PROGRAMS)"
+}
+
+install_extra() {
+    stamp="$VENV/.stamp-services-$(cksum <pyproject.toml | cut -d' ' -f1)"
+    [ ! -e "$stamp" ] || return 0
+    say "the package's extra [services]"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet -e ".[services]" ||
+        fail "pip could not install the extra; its message stands above"
+    rm -f "$VENV"/.stamp-services-*
+    : >"$stamp"
+}
+
+install_packages
+install_extra
