@@ -3,6 +3,7 @@
     python tools/serve.py recipes/tiny
     python tools/serve.py --model models/tiny-llama --disaggregated
     python tools/serve.py recipes/tiny --override '{"workers": {"decode": {"replicas": 2}}}' --http-port 8100
+    python tools/serve.py recipes/tiny --set workers.decode.replicas=2
 
 Prints the endpoints when ready; OpenAI's API is on --openai-port. SIGTERM or Ctrl-C lets requests under way
 end, then stops; a second one stops at once. GET /health/live and /health/ready on --health-port are for probes
@@ -31,6 +32,7 @@ from bireme.errors import BiremeError, ConfigError
 from bireme.launch.console import LEVELS, Console
 from bireme.launch.deployment import Deployment, DeploymentSettings
 from bireme.launch.frontend import FrontendProcess, FrontendSettings, check_frontend
+from bireme.launch.override import add_settings
 from bireme.launch.ports import Ports
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.run_folder import RunFolder
@@ -120,6 +122,9 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--override", default=os.environ.get("BIREME_OVERRIDE", ""), metavar="JSON", help="over the recipe"
     )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="one setting over the recipe; may repeat"
+    )
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
@@ -135,9 +140,10 @@ def settings_of(options: argparse.Namespace, run: Path) -> DeploymentSettings:
     folder = options.recipe or os.environ.get("BIREME_RECIPE") or DEFAULT_RECIPE
     if options.model:
         folder = write_recipe(run / "recipe", options.model, disaggregated=options.disaggregated, engine=options.engine)
+    override = add_settings(options.override, options.set)
     return DeploymentSettings(
-        recipe=load_recipe(folder, options.override),
-        override=options.override,
+        recipe=load_recipe(folder, override),
+        override=override,
         host=options.host,
         ports=Ports(options.http_port, options.grpc_port, options.metrics_port),
         health_port=options.health_port,

@@ -1,0 +1,58 @@
+"""`--set KEY=VALUE`: single settings of a recipe from the command line, over `--override`.
+
+--set workers.decode.engine_config.max_batch_size=64 --set 'chat.tool_parser=hermes'
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from bireme.config import deep_merge
+from bireme.errors import ConfigError
+
+
+def add_settings(override: str, settings: Sequence[str]) -> str:
+    """Return the override's JSON with KEY=VALUE settings merged over it, in their order.
+
+    A key is dotted from the top of recipe.yaml; a value is YAML, so `[0, 1]` is a list and `null` is nothing.
+    Raises ConfigError for what is neither.
+    """
+    if not settings:
+        return override
+    tree = _parse(override)
+    for setting in settings:
+        key, separator, text = setting.partition("=")
+        if not separator or not all(key.split(".")):
+            raise ConfigError(f"--set {setting}: KEY=VALUE is expected, such as workers.decode.replicas=2")
+        deep_merge(tree, _nest(key.split("."), _value(setting, text)))
+    return json.dumps(tree)
+
+
+def _parse(override: str) -> dict[str, Any]:
+    try:
+        tree = json.loads(override or "{}")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--override: not valid JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError("--override: a JSON object is expected")
+    return tree
+
+
+def _value(setting: str, text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+        json.dumps(value)
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise ConfigError(f"--set {setting}: the value is not YAML that JSON can carry; quote it") from error
+    return value
+
+
+def _nest(keys: list[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    assert isinstance(value, dict)
+    return value
