@@ -93,7 +93,7 @@ class EngineProcess:
             capacity,
             recipe.limits,
             run.deployment_key(folder),
-            self._transfer is not None,
+            entry.engine_config.cache_transceiver_config.backend is not None,
             entry.engine_config.max_input_len,
         )
 
@@ -111,7 +111,7 @@ class EngineProcess:
 
     def _make_transfer(self, entry: WorkerEntry, folder: Path) -> KvTransfer | None:
         transceiver = entry.engine_config.cache_transceiver_config
-        if transceiver.backend is None:
+        if transceiver.backend is None or entry.engine == "trtllm":  # TensorRT-LLM moves its KV itself
             return None
         from bireme.kv import transfer
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import stand_in_workers
 from triton_client import Client
 
 pytestmark = pytest.mark.server
@@ -18,9 +19,12 @@ MODES = {
     "disaggregated": {"prefill": 32, "decode": 32},
     "other_block_sizes": {"prefill": 32, "decode": 16},
     "no_reuse": {"prefill": 16, "decode": 32},
+    "trtllm": {"decode": 32},  # on the stand-in of tests/contract
+    "trtllm_disaggregated": {"prefill": 32, "decode": 32},
 }
 CASES = [(arch, mode) for arch in ("llama", "qwen3", "gemma3") for mode in ("aggregated", "other_block_sizes")]
 CASES += [("llama", "disaggregated"), ("gemma3", "no_reuse")]
+CASES += [("llama", "trtllm"), ("gemma3", "trtllm_disaggregated")]
 
 
 @dataclass
@@ -33,22 +37,21 @@ class Deployment:
 
 def _workers(mode: str) -> dict[str, Any]:
     def engine(tokens_per_block: int) -> dict[str, Any]:
-        return {
-            "engine": "torch",
-            "num_threads": 1,
-            "engine_config": {
-                "dtype": "float32",
-                "max_batch_size": 32,
-                "max_num_tokens": 256,  # long prompts are prefilled in chunks
-                "max_seq_len": 1024,
-                "kv_cache_config": {
-                    "tokens_per_block": tokens_per_block,
-                    "max_tokens": 32768,
-                    "enable_block_reuse": mode != "no_reuse",
-                },
-                "cache_transceiver_config": {"backend": "DEFAULT"},
+        config = {
+            "dtype": "float32",
+            "max_batch_size": 32,
+            "max_num_tokens": 256,  # long prompts are prefilled in chunks
+            "max_seq_len": 1024,
+            "kv_cache_config": {
+                "tokens_per_block": tokens_per_block,
+                "max_tokens": 32768,
+                "enable_block_reuse": mode != "no_reuse",
             },
+            "cache_transceiver_config": {"backend": "DEFAULT"},
         }
+        if mode.startswith("trtllm"):
+            return stand_in_workers.worker(config)
+        return {"engine": "torch", "num_threads": 1, "engine_config": config}
 
     return {stage: engine(size) for stage, size in MODES[mode].items()}
 

@@ -1,0 +1,141 @@
+"""The TensorRT-LLM engine: an LLM object, and the event loop on which its requests live.
+
+One rule: whatever concerns a request happens on the loop's thread. `submit` plans a request on the caller's
+thread and posts it. A request that TensorRT-LLM refuses ends alone; any other error means that the engine is
+dying: the process ends at once, without teardown (which may block on a dead rank), and its supervisor fails
+what was in flight and starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bireme.disagg import DisaggregatedParams
+from bireme.engines.base import Emit, EngineContext, Progress, RequestKey
+from bireme.engines.trtllm import lifecycle
+from bireme.engines.trtllm.loading import Loaded, load
+from bireme.engines.trtllm.requests import Requests
+from bireme.errors import ResourceExhaustedError, UnavailableError
+from bireme.kv.events import KvEvent
+from bireme.messages import Capacity, EngineRequest
+
+logger = logging.getLogger("bireme.engines.trtllm")
+
+EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
+WARM_UP_S = 300.0
+_DRAIN_S = 0.5  # for the ends of aborted requests to come in
+_EXIT_AFTER_S = 0.1  # the last frames reach the socket
+
+
+class TrtllmEngine:
+    def __init__(self, context: EngineContext, die: Callable[[int], Any] = os._exit) -> None:
+        self._context = context
+        self._die = die
+        self._loaded: Loaded | None = None
+        self._requests: Requests | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="trtllm-loop", daemon=True)
+        self._health: lifecycle.HealthMonitor | None = None
+        self._lock = threading.Lock()
+        self._is_draining = False
+        self._is_stopping = False
+
+    def start(self, emit: Emit) -> Capacity:
+        self._loaded = loaded = load(self._context)
+        self._requests = Requests(self._context, loaded, self._loop, emit, self.fail)
+        requests = self._requests
+        loaded.iterations.is_idle = lambda: not requests.num_open
+        self._thread.start()
+        warm_up = asyncio.run_coroutine_threadsafe(requests.warm_up(), self._loop)
+        warm_up.result(WARM_UP_S)
+        loaded.iterations.start()
+        self._health = lifecycle.HealthMonitor(loaded.llm, self.fail)
+        self._health.start()
+        return loaded.capacity
+
+    def submit(self, key: RequestKey, request: EngineRequest, disaggregated: DisaggregatedParams | None) -> None:
+        loaded, requests = self._loaded, self._requests
+        assert loaded is not None and requests is not None, "start first"
+        self._check_open(loaded, requests)
+        run = loaded.planner.plan(key, request, disaggregated)
+        requests.num_submitted += 1
+        self._loop.call_soon_threadsafe(requests.begin, run)
+
+    def abort(self, key: RequestKey) -> None:
+        assert self._requests is not None, "start first"
+        self._loop.call_soon_threadsafe(self._requests.abort, key)
+
+    def drain(self) -> None:
+        self._is_draining = True
+
+    def progress(self) -> Progress:
+        requests, loaded = self._requests, self._loaded
+        if requests is None or loaded is None:
+            return Progress(0, 0.0, 0, 0)
+        # An iteration counts as well: a prompt that takes many gives no news until its last.
+        step = requests.num_steps + loaded.iterations.num_seen
+        num_waiting = min(max(0, requests.num_open - loaded.num_places), requests.num_unanswered)
+        return Progress(step, 0.0, num_waiting, requests.num_open - num_waiting)
+
+    def kv_events(self) -> list[KvEvent]:
+        """Return and forget the KV events since the last call; thread-safe."""
+        return self._loaded.iterations.take_kv_events() if self._loaded is not None else []
+
+    def stop(self) -> None:
+        with self._lock:
+            if self._is_stopping:
+                return
+            self._is_stopping = True
+        if self._health is not None:
+            self._health.stop()
+        if self._requests is not None and self._thread.is_alive():
+            self._end_requests(self._requests)
+        if self._loaded is not None:
+            self._loaded.iterations.stop()
+            if not lifecycle.shut_down(self._loaded.llm):
+                logger.warning("llm_shutdown_abandoned limit_s=%g", lifecycle.SHUTDOWN_S)
+                self._die(0)  # the interpreter's own end would wait for it
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(1)
+
+    def fail(self, reason: str) -> None:
+        """End the process, from any thread: its supervisor fails what is in flight and starts another."""
+        with self._lock:
+            if self._is_stopping:
+                return
+            self._is_stopping = True
+        logger.critical("engine_broken reason=%s", reason)
+        time.sleep(_EXIT_AFTER_S)
+        self._die(EXIT_BROKEN)
+
+    def _end_requests(self, requests: Requests) -> None:
+        try:
+            asyncio.run_coroutine_threadsafe(requests.end_all(_DRAIN_S), self._loop).result(2 * _DRAIN_S)
+        except (TimeoutError, asyncio.TimeoutError):
+            logger.warning("requests_left count=%d", requests.num_open)
+
+    def _check_open(self, loaded: Loaded, requests: Requests) -> None:
+        worker = self._context.worker
+        if self._is_draining or self._is_stopping:
+            raise UnavailableError(f"{worker} is draining; send it to another worker, or try again")
+        limit = self._context.config.scheduler_config.max_queue_size
+        waiting = requests.num_open - loaded.num_places
+        if waiting >= limit:
+            raise ResourceExhaustedError(
+                f"queue: {waiting} requests wait; scheduler_config.max_queue_size is {limit}; try again later"
+            )
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(self._on_loop_error)
+        self._loop.run_forever()
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, details: dict[str, Any]) -> None:
+        logger.error("loop_error message=%s", details.get("message"), exc_info=details.get("exception"))

@@ -1,0 +1,153 @@
+"""What TensorRT-LLM tells of its iterations: statistics and KV events, read on a thread with a loop of its own.
+
+Both are queues that reading empties, so this is their one reader; everybody else asks here. While nothing
+comes in, the reads become rarer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bireme.engines.trtllm.kv_events import KvEventReader
+from bireme.engines.trtllm.series import SeriesRelay
+from bireme.kv.events import BlocksCleared, BlocksStored, KvEvent
+from bireme.metrics import Registry
+
+logger = logging.getLogger("bireme.engines.trtllm")
+
+MAX_BATCH = 256  # items of one read: an engine without pauses must not keep the other reader from its turn
+STATS_PAUSE_S = (0.01, 0.1)  # least and most between two reads
+EVENTS_PAUSE_S = (0.005, 0.02)
+_RETRY_S = 1.0
+_RELAY_S = 0.5
+_QUIET_S = 0.5  # without an iteration for so long the engine is idle
+
+
+class Iterations:
+    """`start` after the first generation: before it the engine's own loop may not exist."""
+
+    def __init__(
+        self,
+        llm: Any,
+        metrics: Registry,
+        relay: SeriesRelay,
+        tokens_per_block: int,
+        event_buffer: int,
+        has_stats: bool,
+    ) -> None:
+        self._llm = llm
+        self._metrics = metrics
+        self._relay = relay
+        self._has_stats = has_stats
+        self._reader = KvEventReader(tokens_per_block)
+        self._events: deque[KvEvent] = deque(maxlen=event_buffer or 1)
+        self._has_events = event_buffer > 0
+        self._used: dict[int, int] = {}  # by rank: blocks
+        self._total: dict[int, int] = {}
+        self._last_at = 0.0
+        self._stops = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="trtllm-iterations", daemon=True)
+        self.num_seen = 0
+        self.is_idle: Callable[[], bool] = lambda: False  # no request is open
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stops.set()
+        if self._thread.is_alive():
+            self._thread.join(1)
+
+    def take_kv_events(self) -> list[KvEvent]:
+        with self._lock:
+            events = list(self._events)
+            self._events.clear()
+        return events
+
+    def request_ended(self, result: Any) -> None:
+        self._relay.request_ended(getattr(result, "metrics_dict", None) or {})
+
+    def _run(self) -> None:
+        asyncio.run(self._read_all())
+
+    async def _read_all(self) -> None:
+        tasks = [self._relay_series()]
+        if self._has_stats:
+            tasks.append(self._read("stats", self._llm.get_stats_async, self._take_stats, STATS_PAUSE_S))
+        if self._has_events:
+            ask = self._llm.get_kv_cache_events_async
+            tasks.append(self._read("kv_events", ask, self._take_event, EVENTS_PAUSE_S))
+        await asyncio.gather(*tasks)
+
+    async def _read(
+        self, name: str, ask: Callable[..., Any], take: Callable[[Mapping[str, Any]], None], pauses: tuple[float, float]
+    ) -> None:
+        """Read a queue until the end; an error of the engine's is logged once and tried again."""
+        pause, has_failed = pauses[0], False
+        while not self._stops.is_set():
+            try:
+                count = await self._drain(ask, take)
+                has_failed = False
+            except Exception:
+                if not has_failed:
+                    logger.exception("read_failed queue=%s", name)
+                has_failed, count = True, 0
+                await asyncio.sleep(_RETRY_S)
+            pause = pauses[0] if count else min(2 * pause, pauses[1])
+            await asyncio.sleep(pause)
+
+    async def _drain(self, ask: Callable[..., Any], take: Callable[[Mapping[str, Any]], None]) -> int:
+        count = 0
+        async for item in ask(timeout=0):
+            take(item)
+            count += 1
+            if count >= MAX_BATCH:
+                break
+        return count
+
+    def _take_stats(self, stats: Mapping[str, Any]) -> None:
+        """Set what this release tells; a field that is missing leaves its gauge alone."""
+        self.num_seen += 1
+        self._last_at = time.monotonic()
+        if (latency := stats.get("iterLatencyMS")) is not None:
+            self._metrics.observe("bireme_engine_step_seconds", latency / 1e3)
+        blocks, rank = stats.get("kvCacheStats") or {}, int(stats.get("attentionDpRank") or 0)
+        if "usedNumBlocks" in blocks:
+            self._used[rank] = blocks["usedNumBlocks"]
+            self._metrics.set("bireme_kv_blocks_used", sum(self._used.values()))
+        if "maxNumBlocks" in blocks:
+            self._total[rank] = blocks["maxNumBlocks"]
+            self._metrics.set("bireme_kv_blocks_total", sum(self._total.values()))
+        self._relay.iteration(stats)
+
+    def _take_event(self, event: Mapping[str, Any]) -> None:
+        gaps = self._reader.num_gaps
+        found = self._reader.read(event)
+        if self._reader.num_gaps > gaps:
+            self._metrics.add("bireme_kv_event_gaps_total", self._reader.num_gaps - gaps)
+        for one in found:
+            if isinstance(one, BlocksStored):
+                self._metrics.add("bireme_kv_events_total", len(one.blocks), "stored")
+            elif not isinstance(one, BlocksCleared):
+                self._metrics.add("bireme_kv_events_total", len(one.block_hashes), "removed")
+        with self._lock:
+            self._events += found
+
+    async def _relay_series(self) -> None:
+        while not self._stops.is_set():
+            await asyncio.sleep(_RELAY_S)
+            self._settle()
+            self._relay.relay()
+
+    def _settle(self) -> None:
+        """The last iteration's statistics may be from before its requests were freed, and no more follow."""
+        if any(self._used.values()) and self.is_idle() and time.monotonic() - self._last_at > _QUIET_S:
+            self._used.clear()
+            self._metrics.set("bireme_kv_blocks_used", 0)

@@ -1,0 +1,112 @@
+"""The LLM object: made, asked for what it can hold, watched, and shut down in bounded time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bireme.engines.trtllm import processes
+from bireme.engines.trtllm.api import Api
+from bireme.engines.trtllm.arguments import Arguments
+from bireme.errors import ConfigError
+
+logger = logging.getLogger("bireme.engines.trtllm")
+
+HEALTH_INTERVAL_S = 2.0
+HEALTH_TIMEOUT_S = 30.0  # one check; a worker that is stuck in a collective answers none
+SHUTDOWN_S = 3.5  # less than the supervisor waits between SIGTERM and SIGKILL
+
+
+def make_llm(api: Api, arguments: Arguments) -> Any:
+    """Load the model; takes minutes. Raises ConfigError for arguments that this release refuses."""
+    began = time.monotonic()
+    try:
+        llm = api.llm(**arguments.values)
+    except (ValueError, TypeError, NotImplementedError) as error:  # pydantic's ValidationError is a ValueError
+        raise ConfigError(f"TensorRT-LLM {api.version} refuses the engine's arguments: {error}") from error
+    load_s = time.monotonic() - began
+    logger.info("llm_loaded version=%s backend=%s load_s=%.1f", api.version, arguments.backend, load_s)
+    return llm
+
+
+def num_blocks(llm: Any, arguments: Arguments) -> int:
+    """Return the blocks of the KV pool; 0: unknown before the first iteration (releases before 1.3)."""
+    ask = getattr(llm, "get_kv_cache_capacity", None)
+    if ask is not None:
+        try:
+            return int(ask().get("maxNumBlocks") or 0)
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            logger.info("kv_capacity_unknown reason=%s", error)
+    max_tokens = arguments.block("kv_cache_config").get("max_tokens")
+    return int(max_tokens) // arguments.tokens_per_block if max_tokens else 0
+
+
+def shut_down(llm: Any, limit_s: float = SHUTDOWN_S) -> bool:
+    """Return whether it came to an end in time: with a dead rank it may block for ever."""
+    thread = threading.Thread(target=_shut_down, args=(llm,), name="trtllm-shutdown", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return not thread.is_alive()
+
+
+def _shut_down(llm: Any) -> None:
+    try:
+        llm.shutdown()
+    except Exception:
+        logger.exception("llm_shutdown_failed")
+
+
+class HealthMonitor:
+    """Asks the LLM whether it is well, and looks whether its worker processes live; on its own thread.
+
+    TensorRT-LLM may call itself healthy when a rank was killed, so its processes are looked at as well.
+    """
+
+    def __init__(self, llm: Any, fail: Callable[[str], None], interval_s: float = HEALTH_INTERVAL_S) -> None:
+        self._llm = llm
+        self._fail = fail
+        self._interval_s = interval_s
+        self._stops = threading.Event()
+        self._members = processes.workers_below()
+        self._thread = threading.Thread(target=self._run, name="trtllm-health", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stops.set()
+
+    def _run(self) -> None:
+        while not self._stops.wait(self._interval_s):
+            if (reason := self._look()) and not self._stops.is_set():
+                self._fail(reason)
+                return
+
+    def _look(self) -> str:
+        """Return what is wrong; empty: nothing."""
+        gone = [pid for pid, started in self._members.items() if processes.started_at(pid) != started]
+        if gone:
+            return f"worker process {gone[0]} of TensorRT-LLM has ended"
+        check = getattr(self._llm, "_check_health", None)
+        if check is None:
+            return ""
+        answers: list[bool | Exception] = []
+        thread = threading.Thread(target=_ask, args=(check, answers), name="trtllm-health-check", daemon=True)
+        thread.start()
+        thread.join(HEALTH_TIMEOUT_S)
+        if not answers:
+            return f"no answer to a health check in {HEALTH_TIMEOUT_S:g} s"
+        if answers[0] is True:
+            return ""
+        cause = getattr(getattr(self._llm, "_executor", None), "_fatal_error", None)
+        return f"the health check says no: {cause or answers[0]!r}"
+
+
+def _ask(check: Callable[[], bool], answers: list[bool | Exception]) -> None:
+    try:
+        answers.append(bool(check()))
+    except Exception as error:
+        answers.append(error)

@@ -1,0 +1,97 @@
+"""From an engine YAML to an LLM that is ready to serve, and what it can take."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bireme.engines.base import EngineContext
+from bireme.engines.trtllm import api as api_of
+from bireme.engines.trtllm import lifecycle
+from bireme.engines.trtllm.adapters import Adapters
+from bireme.engines.trtllm.api import Api
+from bireme.engines.trtllm.arguments import Arguments, backend_of, complete
+from bireme.engines.trtllm.config import llm_arguments
+from bireme.engines.trtllm.disaggregation import RequestIds
+from bireme.engines.trtllm.iterations import Iterations
+from bireme.engines.trtllm.model_files import read_facts
+from bireme.engines.trtllm.planning import ModelFacts, Planner
+from bireme.engines.trtllm.series import SeriesRelay
+from bireme.messages import Capacity
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What an engine works with."""
+
+    api: Api
+    arguments: Arguments
+    llm: Any
+    planner: Planner
+    iterations: Iterations
+    capacity: Capacity
+    leases: Callable[[], int]  # numbers of exports, one each
+
+    @property
+    def num_places(self) -> int:
+        """Requests that can be in the batch at once."""
+        return self.arguments.max_batch_size * self.arguments.attention_dp_size
+
+
+def load(context: EngineContext) -> Loaded:
+    """Takes minutes. Raises ConfigError."""
+    began = time.monotonic()
+    api = api_of.load(backend_of(context.config.llm_args))
+    arguments = complete(llm_arguments(context.config, context.model_path, context.stage, api.version))
+    read_facts(context.model_path, None)  # what is wrong with the model's files is said before the long load
+    llm = lifecycle.make_llm(api, arguments)
+    facts = read_facts(context.model_path, getattr(llm.args, "max_seq_len", None))
+    adapters = Adapters(arguments.block("lora_config").get("lora_dir") or (), api.lora_request)
+    planner = Planner(api, arguments, facts, adapters, RequestIds(context.worker, context.life))
+    load_s = time.monotonic() - began
+    context.metrics.set("bireme_engine_load_seconds", load_s)
+    return Loaded(
+        api=api,
+        arguments=arguments,
+        llm=llm,
+        planner=planner,
+        iterations=_iterations(context, arguments, llm),
+        capacity=_capacity(context, arguments, facts, llm, adapters, load_s),
+        leases=itertools.count(1).__next__,
+    )
+
+
+def _iterations(context: EngineContext, arguments: Arguments, llm: Any) -> Iterations:
+    kv = arguments.block("kv_cache_config")
+    has_reuse = kv.get("enable_block_reuse", True)
+    return Iterations(
+        llm,
+        context.metrics,
+        SeriesRelay(context.metrics, context.worker, Path(context.model_path).name),
+        arguments.tokens_per_block,
+        int(kv.get("event_buffer_max_size") or 0) if has_reuse else 0,
+        bool(arguments.values["enable_iter_perf_stats"]),
+    )
+
+
+def _capacity(
+    context: EngineContext, arguments: Arguments, facts: ModelFacts, llm: Any, adapters: Adapters, load_s: float
+) -> Capacity:
+    return Capacity(
+        max_seq_len=facts.max_seq_len,
+        max_batch_size=arguments.max_batch_size,
+        max_num_tokens=arguments.max_num_tokens,
+        max_queue_size=context.config.scheduler_config.max_queue_size,
+        tokens_per_block=arguments.tokens_per_block,
+        num_blocks=lifecycle.num_blocks(llm, arguments),
+        vocab_size=facts.vocab_size,
+        eos_token_ids=facts.eos_ids,
+        load_s=load_s,
+        dtype=str(arguments.values.get("dtype") or "auto"),
+        attention_dp_size=arguments.attention_dp_size,
+        lora_names=adapters.names,
+    )

@@ -1,0 +1,36 @@
+"""TensorRT-LLM's log probabilities in the form of ours: the chosen token first, then the likeliest, best first.
+
+An entry of theirs is a dict token -> Logprob(logprob, rank), whose ranks may be missing or 0, or a bare number
+for the chosen token. The chosen token may be missing from a dict: it then gets MISSING, never the best value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bireme.messages import TokenLogprobs
+
+MISSING = -9999.0
+
+
+def token_logprobs(entry: Any, token: int, count: int | None = None) -> TokenLogprobs:
+    """Return one position; `count`: of the likeliest, at most so many."""
+    if isinstance(entry, (int, float)):
+        return [(token, float(entry))]
+    values = {int(key): float(getattr(value, "logprob", value)) for key, value in entry.items()}
+    best = sorted(values.items(), key=lambda item: -item[1])
+    if count is not None:
+        best = best[:count]
+    return [(token, values.get(token, MISSING)), *best]
+
+
+def prompt_logprobs(entries: Sequence[Any], prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Return one position for each prompt token but the first.
+
+    Theirs may begin with None for the first token, or end with one about the first generated token.
+    """
+    given = list(entries)
+    if given and not given[0]:
+        del given[0]
+    return [token_logprobs(entry, token, count) for entry, token in zip(given, prompt[1:], strict=False)]

@@ -1,0 +1,164 @@
+"""From a checked request to the arguments of generate_async, or a refusal with its reason.
+
+Runs on the caller's thread: reads only what never changes after the load. What TensorRT-LLM's own classes
+refuse (ValueError, TypeError) is the request's fault as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bireme.disagg import DisaggregatedParams
+from bireme.engines.base import RequestKey
+from bireme.engines.trtllm import disaggregation
+from bireme.engines.trtllm.adapters import Adapters
+from bireme.engines.trtllm.api import Api
+from bireme.engines.trtllm.arguments import Arguments
+from bireme.engines.trtllm.disaggregation import Claims, RequestIds
+from bireme.engines.trtllm.logits import LogitsAdapter, check_processors
+from bireme.engines.trtllm.run import Call, Run
+from bireme.engines.trtllm.sampling import guided_fields, sampling_fields, stop_ids
+from bireme.errors import RequestError
+from bireme.logits.base import ProcessorContext
+from bireme.messages import EngineRequest, ProcessorCall
+
+DEFAULT_PRIORITY = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a request must fit."""
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    max_seq_len: int
+
+
+class Planner:
+    def __init__(self, api: Api, arguments: Arguments, facts: ModelFacts, adapters: Adapters, ids: RequestIds) -> None:
+        self._api = api
+        self._arguments = arguments
+        self._facts = facts
+        self._adapters = adapters
+        self._ids = ids
+        self._claims = Claims()
+
+    def plan(self, key: RequestKey, request: EngineRequest, params: DisaggregatedParams | None) -> Run:
+        """Raises RequestError, or NotFoundError for an adapter or an export that is not there."""
+        prompt: list[int] = np.frombuffer(request.prompt, "<i4").tolist()  # Python's integers: numpy's are refused
+        kind = self._kind(request)
+        self._check(request, prompt)
+        call = Call(prompt, self._sampling(request, len(prompt)), streaming=kind != "context_only")
+        call.more = self._more(request, params, kind)
+        if params is not None:
+            self._claims.claim(params)
+        return Run(
+            key=key,
+            request=request,
+            call=call,
+            stop_ids=stop_ids(request.sampling, self._facts.eos_ids),
+            params=params,
+            kind=kind,
+            wants_prompt_logprobs=request.sampling.prompt_logprobs is not None and not request.num_resumed,
+        )
+
+    def _kind(self, request: EngineRequest) -> str:
+        """A prefill whose one token is all that was asked for exports nothing: nobody would fetch it."""
+        left = (request.sampling.max_tokens or 0) - request.num_resumed
+        is_whole = request.request_type == "context_only" and left == 1
+        return "context_and_generation" if is_whole else request.request_type
+
+    def _check(self, request: EngineRequest, prompt: list[int]) -> None:
+        arguments = self._arguments
+        if (
+            len(prompt) > arguments.max_num_tokens
+            and not arguments.values.get("enable_chunked_prefill")
+            and request.request_type != "generation_only"
+        ):
+            raise RequestError(
+                f"prompt: {len(prompt)} tokens; max_num_tokens is {arguments.max_num_tokens} and enable_chunked_prefill"
+                " is false, so no step could take it; shorten it, raise the one or set the other"
+            )
+        if request.dp_rank is not None and not 0 <= request.dp_rank < arguments.attention_dp_size:
+            raise RequestError(
+                f"dp_rank: {request.dp_rank}; this worker has {arguments.attention_dp_size} attention-DP ranks,"
+                " counted from 0"
+            )
+        if request.sampling.prompt_logprobs is not None and request.request_type == "generation_only":
+            raise RequestError(
+                "prompt_logprobs: prefill makes them, and its answer has them; leave it out of generation_only"
+            )
+
+    def _sampling(self, request: EngineRequest, num_prompt: int) -> Any:
+        fields = sampling_fields(request, self._facts.eos_ids)
+        if processors := self._processors(request, num_prompt):
+            fields["logits_processor"] = processors
+        if request.sampling.logit_bias:
+            fields["embedding_bias"] = self._bias(request.sampling.logit_bias)
+        unknown = sorted(fields.keys() - self._api.sampling_fields)
+        if unknown:
+            raise RequestError(f"{unknown[0]}: TensorRT-LLM {self._api.version} has no such parameter; leave it out")
+        try:
+            if (guide := request.sampling.guided_decoding) is not None:
+                given = guided_fields(guide, self._arguments.values.get("guided_decoding_backend"))
+                fields["guided_decoding"] = self._api.guided_decoding_params(**given)
+            return self._api.sampling_params(**fields)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise RequestError(f"sampling parameters: TensorRT-LLM refuses them: {error}") from error
+
+    def _processors(self, request: EngineRequest, num_prompt: int) -> list[LogitsAdapter]:
+        sampling, facts = request.sampling, self._facts
+        ends = stop_ids(sampling, facts.eos_ids)
+        context = ProcessorContext("", facts.vocab_size, num_prompt - request.num_resumed, ends)
+        obstacle = self._obstacle(request)
+        calls = list(sampling.logits_processors)
+        if calls:
+            check_processors(calls, context, obstacle)
+        words = [list(sequence) for sequence in sampling.bad_token_ids if len(sequence) > 1]
+        if words and obstacle:
+            raise RequestError(
+                f"bad_words: {len(words)} of several tokens; TensorRT-LLM bans these by a logits processor, and runs"
+                f" none together with {obstacle}; leave them out"
+            )
+        if words:
+            calls.append(ProcessorCall("bad_words", {"sequences": words}))
+        if sampling.min_tokens and len(ends) > 1 and not obstacle:  # its own min_tokens looks at end_id alone
+            calls.append(ProcessorCall("min_tokens", {"min_tokens": sampling.min_tokens}))
+        return [LogitsAdapter(calls, context)] if calls else []
+
+    def _obstacle(self, request: EngineRequest) -> str:
+        if self._arguments.has_speculation:
+            return "speculative decoding"
+        if request.request_type != "context_and_generation":
+            return "disaggregated serving"
+        return ""
+
+    def _bias(self, bias: dict[int, float]) -> Any:
+        import torch
+
+        values = torch.zeros(self._facts.vocab_size, dtype=torch.float32)
+        values[list(bias)] = torch.tensor(list(bias.values()), dtype=torch.float32)
+        return values
+
+    def _more(self, request: EngineRequest, params: DisaggregatedParams | None, kind: str) -> dict[str, Any]:
+        """Return the further arguments that are set, of those that this release has."""
+        more: dict[str, Any] = {}
+        if request.cache_salt:
+            more["cache_salt"] = request.cache_salt
+        if request.lora_name:
+            more["lora_request"] = self._adapters.request(request.lora_name)
+        if request.priority != DEFAULT_PRIORITY and "priority" in self._api.generate_parameters:
+            more["priority"] = request.priority
+        if request.dp_rank is not None:
+            more["scheduling_params"] = self._api.scheduling_params(
+                attention_dp_rank=request.dp_rank, attention_dp_relax=False
+            )
+        if kind == "context_only":
+            more["disaggregated_params"] = disaggregation.context_only(self._api, self._ids)
+        elif kind == "generation_only":
+            assert params is not None, "the gate lets no generation_only through without params"
+            more["disaggregated_params"] = disaggregation.restore(params, self._api)
+        return more

@@ -1,0 +1,48 @@
+"""TensorRT-LLM's worker processes below this one, as /proc tells: MPI starts them, and nobody reports their end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_MARK = b"mpi4py"  # in the command line of every process of an MPI pool
+
+
+def workers_below(root: int | None = None) -> dict[int, int]:
+    """Return pid -> start time (clock ticks) of the MPI workers among this process's descendants."""
+    parents = _parents()
+    family = {root or os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in family and pid not in family}:
+        family |= more
+    found = {}
+    for pid in family - {root or os.getpid()}:
+        started = started_at(pid)
+        if started is not None and _MARK in _command(pid):
+            found[pid] = started
+    return found
+
+
+def started_at(pid: int) -> int | None:
+    """Return when a process was started; None when it has ended (a zombie has)."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] != "Z" else None
+
+
+def _parents() -> dict[int, int]:
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+    return {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields after the command's name: state, parent, ..."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

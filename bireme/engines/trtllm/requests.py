@@ -1,0 +1,329 @@
+"""The requests in TensorRT-LLM: begun, followed, aborted and ended, on the event loop's thread.
+
+Their news is gathered while the loop runs the tasks of one turn and goes out in one piece, at most one entry
+a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bireme.disagg import DisaggregatedParams
+from bireme.engines.base import Delta, Emit, EngineContext, RequestKey
+from bireme.engines.trtllm import disaggregation
+from bireme.engines.trtllm.accounts import Accounts
+from bireme.engines.trtllm.loading import Loaded
+from bireme.engines.trtllm.logprobs import token_logprobs
+from bireme.engines.trtllm.run import Call, Run
+from bireme.errors import (
+    BiremeError,
+    DeadlineExceededError,
+    RequestError,
+    UnavailableError,
+    to_message,
+)
+from bireme.messages import Finish, FinishReason
+
+logger = logging.getLogger("bireme.engines.trtllm")
+
+WARM_UP_KEY: RequestKey = (0, 0)
+_DEFERRED_GRACE_S = 30.0  # beyond the transfer's own time limit; then a deferred abort goes through after all
+_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "timeout": "timeout",
+    "cancelled": "cancelled",
+    "not_finished": "not_finished",
+}
+
+
+class Requests:
+    def __init__(
+        self,
+        context: EngineContext,
+        loaded: Loaded,
+        loop: asyncio.AbstractEventLoop,
+        emit: Emit,
+        fail: Callable[[str], None],
+    ) -> None:
+        self._context = context
+        self._loaded = loaded
+        self._loop = loop
+        self._emit = emit
+        self._fail = fail
+        self._accounts = Accounts(context.metrics, context.worker, loaded.arguments.tokens_per_block)
+        self._runs: dict[RequestKey, Run] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._news: dict[RequestKey, Delta] = {}
+        self.num_submitted = 0  # by the callers of `begin`
+        self.num_ended = 0
+        self.num_steps = 0
+
+    @property
+    def num_open(self) -> int:
+        """Submitted and not ended; read from any thread."""
+        return self.num_submitted - self.num_ended
+
+    @property
+    def num_unanswered(self) -> int:
+        return sum(not run.has_answered for run in list(self._runs.values()))
+
+    async def warm_up(self) -> None:
+        """Generate one token: after that the engine's own loop runs, and its first request is nobody's."""
+        loaded = self._loaded
+        sampling = loaded.api.sampling_params(max_tokens=1, end_id=-1, ignore_eos=True, detokenize=False)
+        result = self._generate(Call([1], sampling, streaming=False, more={"cache_salt": "bireme warm-up"}))
+        await result
+
+    # -- beginnings
+
+    def begin(self, run: Run) -> None:
+        """Hand a planned request to TensorRT-LLM, which checks it at once."""
+        self._runs[run.key] = run
+        self._accounts.accepted(run)
+        if self._is_over_already(run):
+            return
+        try:
+            run.result = self._generate(run.call)
+        except (ValueError, TypeError, NotImplementedError, self._loaded.api.request_error) as error:
+            self._end(run, "error", RequestError(f"TensorRT-LLM refuses this request: {error}"))
+            return
+        except Exception as error:
+            self._break(error)
+            return
+        self._set_timers(run)
+        task = self._loop.create_task(self._follow(run))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _generate(self, call: Call) -> Any:
+        llm = self._loaded.llm
+        return llm.generate_async(call.prompt, call.sampling, streaming=call.streaming, **call.more)
+
+    def _is_over_already(self, run: Run) -> bool:
+        """A transferred request whose first token is its last needs no KV; a resumed one may have all its tokens."""
+        params = run.params
+        if params is None or not params.first_gen_tokens:
+            return False
+        token, max_tokens = params.first_gen_tokens[0], run.request.sampling.max_tokens or 0
+        if token in run.stop_ids:
+            self._end(run, "stop", stop_token_id=token)
+            return True
+        if run.request.num_resumed + 1 >= max_tokens:
+            self._deliver_first(run, token)
+            self._end(run, "length")
+            return True
+        return False
+
+    def _deliver_first(self, run: Run, token: int) -> None:
+        assert run.params is not None
+        run.first_token_at = run.last_token_at = time.monotonic()
+        run.num_output = 1
+        delta = Delta(run.key, [token])
+        if run.request.sampling.logprobs is not None:
+            delta.logprobs = [run.carried(token)]
+        self._accounts.delivered(run, 1, is_first=True)
+        self._tell(delta)
+
+    def _set_timers(self, run: Run) -> None:
+        request, scheduler = run.request, self._context.config.scheduler_config
+        if request.timeout_ms:
+            text = f"timeout_ms: {request.timeout_ms} ms have passed"
+            run.timers.append(self._loop.call_later(request.timeout_ms / 1e3, self._expire, run, text, False))
+        if limit_s := scheduler.max_queue_time_s:
+            text = f"queue time: no token after {limit_s:g} s (scheduler_config.max_queue_time_s); try again later"
+            run.timers.append(self._loop.call_later(limit_s, self._expire, run, text, True))
+
+    # -- news
+
+    async def _follow(self, run: Run) -> None:
+        """Read a request to its end. What iteration raises is this request's fault only if it says so."""
+        try:
+            async for result in run.result:
+                self._take(run, result)
+        except asyncio.CancelledError:
+            raise
+        except self._loaded.api.request_error as error:
+            self._end(run, *self._failure(run, error))
+        except Exception as error:
+            self._break(error)
+        else:
+            if run.key in self._runs:
+                self._end(run, "error", BiremeError("TensorRT-LLM ended this request without saying why"))
+
+    def _take(self, run: Run, result: Any) -> None:
+        """Read the one output that a request has, and end it when it is finished."""
+        if not result.outputs:
+            self._end(run, "error", BiremeError("TensorRT-LLM answered without an output"))
+            return
+        output, now = result.outputs[0], time.monotonic()
+        is_first = not run.first_token_at
+        delta = run.read(output, now)
+        run.has_answered = True
+        if run.ending is not None:
+            self._abort_deferred(run)
+        elif delta.tokens or delta.prompt_logprobs is not None:
+            self._accounts.delivered(run, len(delta.tokens), is_first)
+            self._tell(delta)
+        if output.finish_reason is not None:
+            self._finish(run, output)
+
+    def _finish(self, run: Run, output: Any) -> None:
+        if run.ending is not None:
+            self._end(run, *run.ending)
+            return
+        reason = _REASONS.get(output.finish_reason)
+        if reason is None:
+            self._end(run, "error", BiremeError(f"TensorRT-LLM: unknown finish reason {output.finish_reason!r}"))
+        elif reason == "timeout":
+            self._end(run, "timeout", DeadlineExceededError("TensorRT-LLM's own time limit has passed"))
+        elif run.request.request_type == "context_only" and reason != "cancelled":
+            self._hand_over(run, output, reason)
+        else:
+            self._end(run, reason, stop_token_id=run.stop_token(output) if reason == "stop" else None)
+
+    def _hand_over(self, run: Run, output: Any, reason: FinishReason) -> None:
+        """End a prefill with what decode needs. One that ended by itself has exported nothing."""
+        given, now = output.disaggregated_params, time.monotonic()
+        fields: dict[str, Any] = {}
+        if given is not None and run.kind == "context_only":
+            fields = disaggregation.export(given, self._loaded.api)
+        token = _first_token(run, output, reason, fields)
+        if token is None or (not fields and reason == "length" and run.kind == "context_only"):
+            self._end(run, "error", BiremeError("TensorRT-LLM returned no disaggregated_params; see its log"))
+            return
+        fields["first_gen_tokens"] = fields.get("first_gen_tokens") or (token,)
+        if not fields.get("first_gen_log_probs") and output.logprobs:
+            fields["first_gen_log_probs"] = (token_logprobs(output.logprobs[0], token),)
+        if reason == "length" and run.kind == "context_only":
+            reason = "not_finished"
+        stop_token_id = token if reason == "stop" else None
+        exported = self._exported(run, fields, now)
+        self._end(run, reason, stop_token_id=stop_token_id, exported=exported)
+
+    def _exported(self, run: Run, fields: dict[str, Any], now: float) -> DisaggregatedParams:
+        usage = self._accounts.usage(run, now)
+        return DisaggregatedParams(
+            worker=self._context.worker,
+            life=self._context.life,
+            lease_id=self._loaded.leases(),
+            generation=0,
+            num_tokens=len(run.call.prompt),
+            prefill_ms=usage.prefill_ms,
+            queue_ms=usage.queue_ms,
+            cached_tokens=usage.cached_tokens,
+            expires_at=time.time() + self._loaded.arguments.transfer_timeout_ms / 1e3,
+            **fields,
+        )
+
+    # -- ends
+
+    def abort(self, key: RequestKey) -> None:
+        """End a request; unknown keys are ignored. KV that was exported is freed by its own time limit."""
+        if (run := self._runs.get(key)) is not None:
+            self._stop(run, "cancelled", "")
+
+    async def end_all(self, limit_s: float) -> None:
+        """Abort everything and wait a little for the ends; what is left is told that the worker stopped."""
+        for run in list(self._runs.values()):
+            self._stop(run, "error", to_message(UnavailableError(f"{self._context.worker} has stopped")))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=limit_s)
+        for run in list(self._runs.values()):
+            self._end(run, *(run.ending or ("cancelled", "")))
+        self._flush()
+
+    def _expire(self, run: Run, text: str, is_of_queue: bool) -> None:
+        if run.key in self._runs and not (is_of_queue and run.has_answered):
+            self._stop(run, "timeout", to_message(DeadlineExceededError(text)))
+
+    def _stop(self, run: Run, reason: FinishReason, error: str) -> None:
+        """Abort; the request ends when TensorRT-LLM says that it has."""
+        if run.ending is not None:
+            return
+        run.ending = (reason, error)
+        if run.result is None:
+            return
+        if not run.must_defer_abort:
+            run.result.abort()
+            return
+        limit_s = self._loaded.arguments.transfer_timeout_ms / 1e3 + _DEFERRED_GRACE_S
+        run.timers.append(self._loop.call_later(limit_s, run.result.abort))
+
+    def _abort_deferred(self, run: Run) -> None:
+        if not run.result.aborted() and run.result.outputs[0].finish_reason is None:
+            run.result.abort()
+
+    def _failure(self, run: Run, error: Exception) -> tuple[FinishReason, BiremeError | str]:
+        if run.ending is not None:
+            return run.ending
+        if run.kind == "generation_only" and not run.has_answered:
+            return "error", UnavailableError(f"KV of the prefill did not arrive: {error}")
+        return "error", BiremeError(f"TensorRT-LLM: {error}")
+
+    def _end(
+        self,
+        run: Run,
+        reason: FinishReason,
+        error: BiremeError | str = "",
+        *,
+        stop_token_id: int | None = None,
+        exported: DisaggregatedParams | None = None,
+    ) -> None:
+        if self._runs.pop(run.key, None) is None:
+            return
+        for timer in run.timers:
+            timer.cancel()
+        now = time.monotonic()
+        text = to_message(error) if isinstance(error, BiremeError) else error
+        finish = Finish(reason, self._accounts.usage(run, now), text, stop_token_id)
+        self._accounts.finished(run, finish, now)
+        self._loaded.iterations.request_ended(run.result)
+        self.num_ended += 1
+        self._tell(Delta(run.key, finish=finish, exported=exported))
+
+    def _break(self, error: Exception) -> None:
+        self._fail(f"{type(error).__name__}: {error}")
+
+    # -- out
+
+    def _tell(self, delta: Delta) -> None:
+        """Gather; what one turn of the loop brings goes out together."""
+        if not self._news:
+            self._loop.call_soon(self._flush)
+        known = self._news.get(delta.key)
+        self._news[delta.key] = delta if known is None else _joined(known, delta)
+
+    def _flush(self) -> None:
+        if not self._news:
+            return
+        news, self._news = list(self._news.values()), {}
+        self.num_steps += 1
+        self._emit(self.num_steps, news)
+
+
+def _joined(first: Delta, second: Delta) -> Delta:
+    return dataclasses.replace(
+        second,
+        tokens=first.tokens + second.tokens,
+        logprobs=_joined_lists(first.logprobs, second.logprobs),
+        prompt_logprobs=first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
+    )
+
+
+def _joined_lists(first: Any, second: Any) -> Any:
+    return second if first is None else first + (second or [])
+
+
+def _first_token(run: Run, output: Any, reason: FinishReason, fields: dict[str, Any]) -> int | None:
+    """Return the token that prefill sampled; at a stop it may have been taken off."""
+    if fields.get("first_gen_tokens"):
+        return int(fields["first_gen_tokens"][0])
+    if reason == "stop":
+        return run.stop_token(output)
+    return int(output.token_ids[0]) if output.token_ids else None

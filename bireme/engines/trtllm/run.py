@@ -1,0 +1,133 @@
+"""One request on its way through TensorRT-LLM: what was asked, how far it is, what it has cost.
+
+Its one rule: results are read through cursors. TensorRT-LLM hands out the same growing object again and
+again, its own `*_diff` go stale, and at the end it takes stop tokens off: a cursor never moves back.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from bireme.disagg import DisaggregatedParams
+from bireme.engines.base import Delta, RequestKey
+from bireme.engines.trtllm.logprobs import prompt_logprobs, token_logprobs
+from bireme.messages import EngineRequest, FinishReason, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Call:
+    """Arguments of one generate_async."""
+
+    prompt: list[int]
+    sampling: Any
+    streaming: bool = True
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+class Cursor:
+    """How much of one output has been read."""
+
+    __slots__ = ("_num_early", "num_read")
+
+    def __init__(self) -> None:
+        self.num_read = 0
+        self._num_early: int | None = None  # tokens at the head that came without log probabilities
+
+    def read(self, output: Any) -> tuple[list[int], list[Any] | None]:
+        """Return the new tokens and their log probabilities (None: there are none).
+
+        The first token of a transferred request may come without: then there are fewer entries than tokens.
+        """
+        tokens = list(output.token_ids[self.num_read :])
+        first, self.num_read = self.num_read, max(self.num_read, len(output.token_ids))
+        if not output.logprobs:
+            return tokens, None
+        if self._num_early is None:
+            self._num_early = max(0, len(output.token_ids) - len(output.logprobs))
+        entries: list[Any] = [None] * max(0, self._num_early - first)
+        entries += output.logprobs[max(0, first - self._num_early) :]
+        return tokens, entries[: len(tokens)]
+
+
+class Cursors:
+    """One for each output of a request: with n > 1 a response changes one of them and leaves the others stale."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Cursor] = {}
+
+    def read(self, output: Any) -> tuple[list[int], list[Any] | None]:
+        return self._of.setdefault(output.index, Cursor()).read(output)
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Owned by the event loop's thread once it is started."""
+
+    key: RequestKey
+    request: EngineRequest
+    call: Call
+    stop_ids: tuple[int, ...]
+    params: DisaggregatedParams | None = None  # generation_only
+    kind: str = "context_and_generation"  # what TensorRT-LLM is told; a prefill of one token needs no transfer
+    arrived_at: float = field(default_factory=time.monotonic)
+    result: Any = None
+    cursors: Cursors = field(default_factory=Cursors)
+    num_output: int = 0  # delivered, without resumed tokens
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    has_answered: bool = False
+    wants_prompt_logprobs: bool = False
+    ending: tuple[FinishReason, str] | None = None  # why it is being aborted
+    timers: list[Any] = field(default_factory=list)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.call.prompt) - self.request.num_resumed
+
+    @property
+    def must_defer_abort(self) -> bool:
+        """Until the transferred KV is there: an abort before that loses blocks or wedges the engine."""
+        return self.kind == "generation_only" and not self.has_answered
+
+    def read(self, output: Any, now: float) -> Delta:
+        """Return the news of an output that has changed; the token that ended it is not among them."""
+        tokens, entries = self.cursors.read(output)
+        if output.finish_reason == "stop" and tokens and tokens[-1] in self.stop_ids:
+            tokens.pop()
+        delta = Delta(self.key, tokens)
+        if tokens:
+            self.first_token_at = self.first_token_at or now
+            self.last_token_at = now
+            self.num_output += len(tokens)
+        if self.request.sampling.logprobs is not None:
+            delta.logprobs = self._logprobs(tokens, entries)
+        if self.wants_prompt_logprobs and output.prompt_logprobs:
+            self.wants_prompt_logprobs = False
+            count = self.request.sampling.prompt_logprobs or 0
+            delta.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self.call.prompt, count)
+        return delta
+
+    def _logprobs(self, tokens: list[int], entries: list[Any] | None) -> list[TokenLogprobs]:
+        count = self.request.sampling.logprobs
+        padded = (entries or []) + [None] * (len(tokens) - len(entries or ()))
+        return [
+            self.carried(token) if entry is None else token_logprobs(entry, token, count)
+            for token, entry in zip(tokens, padded, strict=False)
+        ]
+
+    def carried(self, token: int) -> TokenLogprobs:
+        """Return what prefill said of its token: a release may not pass that on to decode."""
+        first = self.params.first_gen_log_probs if self.params is not None else None
+        if first and first[0] and first[0][0][0] == token:
+            return first[0][: 1 + (self.request.sampling.logprobs or 0)]
+        return token_logprobs({}, token)
+
+    def stop_token(self, output: Any) -> int | None:
+        """Return the token that ended an output with reason `stop`."""
+        if isinstance(output.stop_reason, int):
+            return output.stop_reason
+        if output.token_ids and output.token_ids[-1] in self.stop_ids:
+            return int(output.token_ids[-1])
+        return self.stop_ids[0] if self.stop_ids else None

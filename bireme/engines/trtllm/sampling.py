@@ -1,0 +1,106 @@
+"""Sampling parameters as TensorRT-LLM takes them. Pure: a request in, keyword arguments out.
+
+What a request does not set stays unset, with these exceptions, each because TensorRT-LLM means something else:
+
+    end_id, stop_token_ids   always given: without a tokenizer it has no end-of-sequence ids
+    top_p 1.0                 with a temperature alone it would still be greedy
+    temperature 0             greedy: temperature, top_k, top_p, min_p and seed are left out
+    logprobs 0                becomes 1, and the answer is cut down again
+    max_tokens, min_tokens    less the tokens that were generated before a migration
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bireme.errors import RequestError
+from bireme.guides import KINDS, REASONING_END
+from bireme.messages import EngineRequest, SamplingParams
+from bireme.sampling import is_random
+
+NO_END_ID = -1
+_PLAIN = ("repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs")
+_RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed")
+_GUIDES = ("json", "regex", "grammar", "structural_tag")
+
+
+def stop_ids(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return every id that ends this request; the first one is its `end_id`."""
+    if sampling.ignore_eos:
+        return sampling.stop_token_ids
+    own = tuple(eos_ids) if sampling.end_id is None else (sampling.end_id,)
+    return (*own, *(token for token in sampling.stop_token_ids if token not in own))
+
+
+def sampling_fields(request: EngineRequest, eos_ids: Sequence[int]) -> dict[str, Any]:
+    """Return SamplingParams' keyword arguments, but for guide, bias and processors. Raises RequestError."""
+    params = request.sampling
+    assert params.n == 1 and params.max_tokens is not None, "the gate resolves max_tokens, the entry expands n"
+    fields: dict[str, Any] = {
+        "max_tokens": 1 if request.request_type == "context_only" else params.max_tokens - request.num_resumed,
+        "detokenize": False,
+        **{name: value for name in _PLAIN if (value := getattr(params, name)) is not None},
+        **_distribution(params),
+        **_ends(params, eos_ids),
+    }
+    if params.min_tokens is not None:
+        fields["min_tokens"] = min(max(0, params.min_tokens - request.num_resumed), fields["max_tokens"])
+    if params.logprobs is not None:
+        fields["logprobs"] = max(1, params.logprobs)
+    if params.bad_token_ids:
+        fields["bad_token_ids"] = _bad_tokens(params.bad_token_ids)
+    return fields
+
+
+def guided_fields(guide: Mapping[str, Any], backend: str | None) -> dict[str, Any]:
+    """Return GuidedDecodingParams' keyword arguments for a checked guide. Raises RequestError."""
+    if backend is None:
+        raise RequestError("guided_decoding: guided_decoding_backend is not set on this worker; set it to xgrammar")
+    if guide.get(REASONING_END):
+        raise RequestError(
+            f"guided_decoding.{REASONING_END}: TensorRT-LLM guides from the first token; use a structural_tag"
+        )
+    kind = next(name for name in guide if name in KINDS)
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "choice":
+        return {"regex": choice_regex(guide["choice"])}
+    return {kind: guide[kind]}
+
+
+def choice_regex(choices: Sequence[str]) -> str:
+    """Return a pattern that matches exactly one of the texts."""
+    return "(" + "|".join("".join(_escaped(character) for character in choice) for choice in choices) + ")"
+
+
+def _escaped(character: str) -> str:
+    # re.escape writes `\ ` and `\-`, which grammar compilers refuse.
+    return f"\\{character}" if character in r".^$*+?{}[]\|()/" else character
+
+
+def _distribution(params: SamplingParams) -> dict[str, Any]:
+    if not is_random(params):
+        return {}
+    fields = {name: value for name in _RANDOM if (value := getattr(params, name)) is not None}
+    if "top_k" not in fields and "top_p" not in fields:
+        fields["top_p"] = 1.0
+    return fields
+
+
+def _ends(params: SamplingParams, eos_ids: Sequence[int]) -> dict[str, Any]:
+    ids = stop_ids(params, eos_ids)
+    if params.ignore_eos:
+        end_id, others = (eos_ids[0] if eos_ids else NO_END_ID), ids
+    else:
+        end_id, others = (ids[0], ids[1:]) if ids else (NO_END_ID, ())
+    fields: dict[str, Any] = {"end_id": end_id}
+    if params.ignore_eos:
+        fields["ignore_eos"] = True
+    if others:
+        fields["stop_token_ids"] = list(others)
+    return fields
+
+
+def _bad_tokens(sequences: Sequence[Sequence[int]]) -> list[int]:
+    return [sequence[0] for sequence in sequences if len(sequence) == 1]

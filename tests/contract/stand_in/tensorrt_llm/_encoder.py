@@ -1,0 +1,99 @@
+"""MultimodalEncoder and the handles of its embeddings; each handle may be opened once."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from multiprocessing import shared_memory
+from typing import Any
+
+import torch
+
+from tensorrt_llm import _contract
+from tensorrt_llm._results import RequestOutput, Response
+from tensorrt_llm._values import DisaggregatedParams, SamplingParams
+
+_KEYS = _contract.contract()["shared_tensor_container"]["method_key"]
+
+
+class SharedTensorContainer:
+    """A tensor in shared memory of one host."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._content = content
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor, local: bool = False) -> SharedTensorContainer:
+        data = tensor.detach().to("cpu", torch.float32).contiguous()
+        raw = data.numpy().tobytes()
+        segment = shared_memory.SharedMemory(create=True, size=max(1, len(raw)), name=f"trtllm-{secrets.token_hex(6)}")
+        segment.buf[: len(raw)] = raw
+        handle = base64.b64encode(segment.name.encode()).decode()
+        segment.close()
+        return cls(
+            {
+                "method_key": _KEYS["cpu_shm"],
+                "tensor_size": list(data.shape),
+                "tensor_stride": list(data.stride()),
+                "tensor_storage_offset": 0,
+                "storage_handle": handle,
+                "manager_handle": "",
+                "storage_size": len(raw),
+                "storage_dtype": "float32",
+            }
+        )
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> SharedTensorContainer:
+        return cls(content)
+
+    def dump_to_dict(self) -> dict[str, Any]:
+        return self._content
+
+    def get_local_view(self) -> torch.Tensor:
+        """Return the tensor; a second opening fails, as the real one's reference count does."""
+        segment = shared_memory.SharedMemory(base64.b64decode(self._content["storage_handle"]).decode())
+        shape = self._content["tensor_size"]
+        count = torch.Size(shape).numel()
+        tensor = torch.frombuffer(bytearray(segment.buf[: 4 * count]), dtype=torch.float32).reshape(shape)
+        segment.close()
+        segment.unlink()
+        return tensor
+
+
+class MultimodalEncoder:
+    """Turns what is in `multi_modal_data` (tensors of features) into handles."""
+
+    def __init__(
+        self,
+        model: str,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        from tensorrt_llm._settings import TorchLlmArgs
+
+        self.args = TorchLlmArgs(
+            model=model,
+            trust_remote_code=trust_remote_code,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            **{"max_num_tokens": 16384} | kwargs,
+        )
+        self.args.mm_encoder_only = True
+
+    def generate_async(self, inputs: Any, sampling_params: Any = None) -> RequestOutput:
+        tensors = inputs["multi_modal_data"]["image"]
+        result = RequestOutput(1, [0], sampling_params or SamplingParams(), lambda client_id: None)
+        handles = [SharedTensorContainer.from_tensor(tensor).dump_to_dict() for tensor in tensors]
+        hashes = [[int(value) for value in torch.randint(0, 2**31 - 1, (8,))] for _ in tensors]
+        params = DisaggregatedParams(multimodal_embedding_handles=handles, multimodal_hashes=hashes)
+        result.put(Response(finish_reason="length", disaggregated_params=params))
+        return result
+
+    def generate(self, inputs: Any, use_tqdm: bool = True) -> Any:
+        raise NotImplementedError("the stand-in's encoder is asynchronous")
+
+    def shutdown(self) -> None:
+        pass

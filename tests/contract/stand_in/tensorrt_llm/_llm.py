@@ -1,0 +1,185 @@
+"""LLM: the constructor and generate_async with the contract's signatures, over an executor."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tensorrt_llm import _contract, _settings
+from tensorrt_llm._results import IterationResult, RequestOutput
+from tensorrt_llm._values import RequestError, SamplingParams
+
+
+def signed(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a method a signature that holds: what does not bind raises TypeError."""
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            arguments = dict(bound.arguments)
+            arguments |= arguments.pop("kwargs", {})
+            return method(**arguments)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return wrap
+
+
+class BaseLLM:
+    """What both backends have in common."""
+
+    _args_class = _settings.TorchLlmArgs
+
+    @signed(_contract.constructor_signature())
+    def __init__(self, **given: Any) -> None:
+        given.pop("_mpi_session", None)
+        self.args = self._args_class(**given)
+        self._check(given)
+        self._ids = itertools.count(1)
+        self.llm_id = f"stand-in-{os.getpid()}"
+        self.tokenizer = None if self.args.skip_tokenizer_init else self.args.tokenizer
+        self._load()
+
+    def _check(self, given: dict[str, Any]) -> None:
+        if self.args.backend not in (None, "pytorch"):
+            raise ValueError(f"Unsupported backend {self.args.backend}")
+
+    def _load(self) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from tensorrt_llm._executor import Executor
+
+        folder = Path(self.args.model)
+        if not (folder / "config.json").exists():
+            raise ValueError(f"{folder}: no config.json")
+        dtype = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[self.args.dtype]
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+        config = model.config.get_text_config()
+        self.args.max_seq_len = self.args.max_seq_len or config.max_position_embeddings
+        self._executor: Any = Executor(model, self.args, config)
+
+    @signed(_contract.generate_async_signature())
+    def generate_async(self, inputs: Any, sampling_params: Any, **more: Any) -> RequestOutput:
+        from tensorrt_llm._executor import Sequence
+
+        if self._executor is None:
+            raise RuntimeError("LLM is shutting down")
+        prompt = self._prompt(inputs)
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        disaggregated = more["disaggregated_params"]
+        self._check_params(params, disaggregated)
+        self._check_length(prompt, disaggregated)
+        result = RequestOutput(next(self._ids), prompt, params, self._executor.abort)
+        self._executor.submit(
+            Sequence(
+                result,
+                prompt,
+                params,
+                more["streaming"],
+                disaggregated,
+                more["cache_salt"] or "",
+                more.get("priority", 0.5),
+                time.monotonic(),
+            )
+        )
+        self._remember(more)
+        return result
+
+    def _remember(self, more: dict[str, Any]) -> None:
+        self.last_call = more  # for tests
+
+    def _prompt(self, inputs: Any) -> list[int]:
+        ids = inputs.get("prompt_token_ids") if isinstance(inputs, dict) else inputs
+        if not isinstance(ids, list) or not ids:
+            raise TypeError(f"The inputs must be type str or list of int, but got {type(ids)}")
+        if not all(type(token) is int for token in ids):
+            raise TypeError("prompt_token_ids must hold Python integers")  # numpy's are refused up to 1.3.0rc
+        return ids
+
+    def _check_params(self, params: Any, disaggregated: Any) -> None:
+        if self.tokenizer is None:
+            if params.end_id is None:
+                raise ValueError("end_id must be set if tokenizer is not available")
+            if params.stop or params.bad:
+                raise ValueError("stop and bad words need a tokenizer")
+        if params.guided_decoding is not None and self.args.guided_decoding_backend is None:
+            raise ValueError("guided_decoding needs guided_decoding_backend")
+        if disaggregated is None:
+            return
+        if getattr(self.args.cache_transceiver_config, "backend", None) is None:
+            raise ValueError("disaggregated_params need cache_transceiver_config.backend")
+        if disaggregated.request_type == "generation_only" and disaggregated.multimodal_embedding_handles:
+            raise ValueError("multimodal_embedding_handles can't go with generation_only")
+
+    def _check_length(self, prompt: list[int], disaggregated: Any) -> None:
+        is_generation = disaggregated is not None and disaggregated.request_type == "generation_only"
+        if not is_generation and not self.args.enable_chunked_prefill and len(prompt) > self.args.max_num_tokens:
+            raise RequestError(
+                f"The prompt length ({len(prompt)}) should not exceed max_num_tokens ({self.args.max_num_tokens})"
+            )
+
+    def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
+        return IterationResult(functools.partial(_take, self._executor.stats), timeout or 0)
+
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
+        return IterationResult(functools.partial(_take, self._executor.blocks.events), timeout or 0)
+
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        return self.get_stats_async(timeout).get_results()
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        return self.get_kv_cache_events_async(timeout).get_results()
+
+    def _check_health(self) -> bool:
+        return self._executor is not None and self._executor.check_health()
+
+    def shutdown(self) -> None:
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("LLM object can't be pickled")
+
+
+def _take(items: Any) -> str | None:
+    try:
+        text: str = items.popleft()
+    except IndexError:
+        return None
+    return text
+
+
+class LLM(BaseLLM):
+    """The PyTorch backend."""
+
+
+if _contract.IS_1_3:
+
+    def _capacity(self: BaseLLM) -> dict[str, int]:
+        blocks = self._executor.blocks
+        return {
+            "maxNumBlocks": blocks.num_blocks,
+            "tokensPerBlock": blocks.tokens_per_block,
+            "maxNumTokens": blocks.num_blocks * blocks.tokens_per_block,
+        }
+
+    BaseLLM.get_kv_cache_capacity = _capacity  # type: ignore[attr-defined]
+
+
+class AutoDeployLLM(BaseLLM):
+    """AutoDeploy: `world_size` is its only way to use several GPUs."""
+
+    _args_class = _settings.AutoDeployLlmArgs
+
+    def _check(self, given: dict[str, Any]) -> None:
+        _settings.check_autodeploy(self.args, given)

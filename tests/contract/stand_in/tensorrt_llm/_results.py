@@ -1,0 +1,175 @@
+"""Results as the LLM API hands them out: one object a request, changed by each response.
+
+The traps are kept: iteration yields the same object, its lists are cumulative, `*_diff` is relative to the
+last response of that sequence, and a stop token is taken off the end when the sequence is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Response:
+    """News of one sequence, from the executor's thread."""
+
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    disaggregated_params: Any = None
+    cached_tokens: int = 0
+    perf: Any = None
+    metrics: dict[str, Any] | None = None
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    generation_logits: Any = None
+    additional_context_outputs: Any = None
+    additional_generation_outputs: Any = None
+    disaggregated_params: Any = None
+    request_perf_metrics: Any = None
+    _last_token_ids_len: int = field(default=0, init=False, repr=False)
+    _last_logprobs_len: int = field(default=0, init=False, repr=False)
+    _last_text_len: int = field(default=0, init=False, repr=False)
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def text_diff(self) -> str:
+        return self.text[self._last_text_len :]
+
+    @property
+    def token_ids_diff(self) -> list[int]:
+        return self.token_ids[self._last_token_ids_len :]
+
+    @property
+    def logprobs_diff(self) -> list[Any]:
+        return self.logprobs[self._last_logprobs_len :]
+
+
+class RequestOutput:
+    """One request. Must be made inside a running event loop to be awaited."""
+
+    def __init__(self, client_id: int, prompt: list[int], params: Any, abort: Callable[[int], None]) -> None:
+        self.request_id = self.id = client_id
+        self.prompt = None
+        self.prompt_token_ids = list(prompt)
+        self.sampling_params = params
+        self.outputs = [CompletionOutput(index) for index in range(params.best_of or params.n)]
+        self.context_logits = None
+        self.mm_embedding_handle = None
+        self.disaggregated_params = None
+        self.cached_tokens = 0
+        self.decoding_iter = 0
+        self.avg_decoded_tokens_per_iter = None
+        self.metrics_dict: dict[str, Any] = {}
+        self._abort = abort
+        self._aborted = False
+        self._loop = asyncio.get_running_loop()  # as the real one: without a loop there is nothing to await
+        self._queue: asyncio.Queue[Response] = asyncio.Queue()
+        self._num_open = len(self.outputs)
+
+    @property
+    def finished(self) -> bool:
+        return self._num_open == 0
+
+    def put(self, response: Response) -> None:
+        """Called on the executor's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, response)
+
+    def abort(self) -> None:
+        self._aborted = True
+        self._abort(self.id)
+
+    def aborted(self) -> bool:
+        return self._aborted
+
+    def __aiter__(self) -> RequestOutput:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self.finished:
+            raise StopAsyncIteration
+        self._apply(await self._queue.get())
+        return self
+
+    async def aresult(self) -> RequestOutput:
+        while not self.finished:
+            self._apply(await self._queue.get())
+        return self
+
+    def __await__(self) -> Any:
+        return self.aresult().__await__()
+
+    def _apply(self, response: Response) -> None:
+        if response.error is not None:
+            self._num_open = 0
+            raise response.error
+        output = self.outputs[response.index]
+        output._last_token_ids_len = len(output.token_ids)
+        output._last_logprobs_len = len(output.logprobs)
+        output.token_ids.extend(response.token_ids)
+        output.logprobs.extend(response.logprobs)
+        if response.prompt_logprobs is not None:
+            output.prompt_logprobs = response.prompt_logprobs
+        self.cached_tokens = response.cached_tokens
+        self.decoding_iter += 1
+        if response.disaggregated_params is not None:
+            self.disaggregated_params = output.disaggregated_params = response.disaggregated_params
+        if response.finish_reason is not None:
+            self._finish(output, response)
+
+    def _finish(self, output: CompletionOutput, response: Response) -> None:
+        output.finish_reason, output.stop_reason = response.finish_reason, response.stop_reason
+        output.request_perf_metrics = response.perf
+        self.metrics_dict = response.metrics or {}
+        self._num_open -= 1
+        params = self.sampling_params
+        if response.stop_reason is not None and not params.include_stop_str_in_output:
+            output.token_ids = output.token_ids[:-1]
+
+
+class IterationResult:
+    """Reads a queue of JSON texts: an item that is read is gone. Ends after `timeout` s without one."""
+
+    def __init__(self, take: Callable[[], str | None], timeout: float) -> None:
+        self._take, self._timeout = take, timeout
+
+    def __aiter__(self) -> IterationResult:
+        return self
+
+    async def __anext__(self) -> dict[str, Any]:
+        waited = 0.0
+        while (text := self._take()) is None:
+            if waited >= self._timeout:
+                raise StopAsyncIteration
+            await asyncio.sleep(0.002)
+            waited += 0.002
+        item: dict[str, Any] = json.loads(text)
+        return item
+
+    def get_results(self) -> list[dict[str, Any]]:
+        items = []
+        while (text := self._take()) is not None:
+            items.append(json.loads(text))
+        return items

@@ -1,0 +1,74 @@
+"""Choosing a token from a row of logits, and what is told about it."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from tensorrt_llm._values import Logprob, is_greedy
+
+
+class Chooser:
+    """One sequence's."""
+
+    def __init__(self, params: Any, prompt: list[int], vocab_size: int, client_id: int) -> None:
+        self._params, self._client_id = params, client_id
+        self._num_prompt = len(prompt)
+        self._vocab_size = vocab_size
+        self._random = torch.Generator().manual_seed((params.seed or 0) % 2**63)
+        given = params.logits_processor or []
+        given = given if isinstance(given, list) else [given]
+        self._processors = [pickle.loads(pickle.dumps(one)) for one in given]  # they go to another process
+
+    def choose(self, logits: torch.Tensor, tokens: list[int]) -> tuple[int, dict[int, Logprob] | None]:
+        """`logits` (vocab,), float32; tokens: prompt and generated."""
+        plain = logits[: self._vocab_size].float()
+        work = plain.clone()
+        self._edit(work, tokens)
+        for processor in self._processors:
+            processor(self._client_id, work.view(1, 1, -1), [list(tokens)], None, self._client_id)
+        token = int(work.argmax()) if is_greedy(self._params) or self._params.temperature == 0 else self._draw(work)
+        return token, self.logprobs(plain, token, self._params.logprobs)
+
+    def logprobs(self, logits: torch.Tensor, token: int, count: int | None) -> dict[int, Logprob] | None:
+        """The k likeliest and the chosen one, each with its rank."""
+        if count is None:
+            return None
+        values = torch.log_softmax(logits, -1)
+        top = values.topk(max(1, count)) if count else None
+        found = {}
+        if top is not None:
+            found = {int(i): Logprob(float(v), rank + 1) for rank, (v, i) in enumerate(zip(*top, strict=True))}
+        if token not in found:
+            found[token] = Logprob(float(values[token]), int((values > values[token]).sum()) + 1)
+        return found
+
+    def _edit(self, work: torch.Tensor, tokens: list[int]) -> None:
+        params, output = self._params, tokens[self._num_prompt :]
+        if params.embedding_bias is not None:
+            work += params.embedding_bias
+        if params.repetition_penalty:
+            seen = torch.tensor(sorted(set(tokens)))
+            values = work[seen]
+            work[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        for token in set(output):
+            work[token] -= (params.presence_penalty or 0) + (params.frequency_penalty or 0) * output.count(token)
+        for token in params.bad_token_ids or ():
+            work[token] = float("-inf")
+        if len(output) < (params.min_tokens or 0) and params.end_id is not None and params.end_id >= 0:
+            work[params.end_id] = float("-inf")
+
+    def _draw(self, work: torch.Tensor) -> int:
+        params = self._params
+        work = work / (params.temperature or 1.0)
+        if params.top_k:
+            work[work < work.topk(min(params.top_k, len(work))).values[-1]] = float("-inf")
+        if params.top_p is not None and params.top_p < 1:
+            ordered, order = work.softmax(-1).sort(descending=True)
+            work[order[ordered.cumsum(-1) - ordered >= params.top_p]] = float("-inf")
+        if params.min_p:
+            probabilities = work.softmax(-1)
+            work[probabilities < params.min_p * probabilities.max()] = float("-inf")
+        return int(torch.multinomial(work.softmax(-1), 1, generator=self._random))

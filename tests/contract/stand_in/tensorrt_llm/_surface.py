@@ -1,0 +1,49 @@
+"""Makes the package's modules: each name that the contract's `imports` lists, where this profile has it."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+from tensorrt_llm import _contract, _encoder, _llm, _metrics, _results, _settings, _values
+
+_SINCE_1_3 = ("ConversationParams", "DisaggScheduleStyle")
+_SOURCES = (_values, _settings, _results, _metrics, _encoder)
+
+
+def install() -> str:
+    """Fill sys.modules; return the version."""
+    version = _contract.VERSIONS[_contract.PROFILE]
+    for module_name, names in _contract.contract()["imports"].items():
+        module = _module(module_name)
+        for name in names:
+            if (value := _find(module_name, name)) is not None:
+                setattr(module, name, value)
+    version_module = _module("tensorrt_llm.version")
+    version_module.__dict__["__version__"] = version
+    return version
+
+
+def _find(module: str, name: str) -> Any:
+    if name in _SINCE_1_3 and not _contract.IS_1_3:
+        return None
+    if name == "LLM":
+        return _llm.AutoDeployLLM if module.endswith("auto_deploy") else _llm.LLM
+    if name == "BaseLLM":
+        return _llm.BaseLLM
+    if module == "tensorrt_llm._utils":
+        return {"global_mpi_rank": lambda: 0, "global_mpi_size": lambda: 1}.get(name)
+    return next((vars(source)[name] for source in _SOURCES if name in vars(source)), None)
+
+
+def _module(name: str) -> types.ModuleType:
+    """Return the module, made with its parents if it is missing."""
+    if name in sys.modules:
+        return sys.modules[name]
+    module = types.ModuleType(name)
+    module.__path__ = []  # a package: more may lie below it
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    setattr(_module(parent), child, module)
+    return module

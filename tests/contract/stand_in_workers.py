@@ -1,0 +1,36 @@
+"""Recipe workers whose engine is TensorRT-LLM's stand-in (or the real one, where it is installed)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+STAND_IN = Path(__file__).parent / "stand_in"
+CHECKOUT = Path(__file__).resolve().parents[2]
+PROFILES = ("1.2.1", "1.3")
+
+
+def is_real_there() -> bool:
+    """Is a real tensorrt_llm installed? Then tests run on it, and the stand-in stays off the path."""
+    found = importlib.util.find_spec("tensorrt_llm")
+    return found is not None and str(STAND_IN) not in str(found.origin)
+
+
+def environment(profile: str = "1.2.1", **variables: str) -> dict[str, str]:
+    """Return what an engine process needs to find the stand-in; `variables`: TRTLLM_STAND_IN_..., by their ends."""
+    if is_real_there():
+        return {}
+    settings = {f"TRTLLM_STAND_IN_{name}": value for name, value in variables.items()}
+    return {"PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(STAND_IN)]), "TRTLLM_STAND_IN": profile} | settings
+
+
+def worker(config: dict[str, Any], profile: str = "1.2.1", **variables: str) -> dict[str, Any]:
+    """Return a worker entry: this engine YAML on engine trtllm."""
+    return {
+        "engine": "trtllm",
+        "num_threads": 1,
+        "env": environment(profile, **variables),
+        "engine_config": {"enable_chunked_prefill": True, "disable_overlap_scheduler": True, **config},
+    }
