@@ -31,10 +31,11 @@ test-services: models ## Run the tests that need programs from Debian (Chromium)
 	@VENV="$(VENV)" sh tools/services.sh
 	@$(RUN) -m pytest tests/services $(ARGS)
 
-check: setup ## Formatting, lints, types and the rules of the house
+check: setup ## Formatting, lints, types, recipes and the rules of the house
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
+	@$(RUN) tools/check_recipe.py
 	@if [ -d tests/repository ]; then $(RUN) -m pytest -q tests/repository; fi
 
 format: setup ## Format the code and fix what ruff can fix

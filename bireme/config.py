@@ -261,7 +261,9 @@ def stage_of(model_name: str) -> str:
 def load_recipe(path: str | Path | None = None, override: str | None = None) -> Recipe:
     """Read a recipe folder. Defaults: BIREME_RECIPE, else recipes/tiny; BIREME_OVERRIDE. Raises ConfigError."""
     folder = _recipe_folder(path or os.environ.get("BIREME_RECIPE") or DEFAULT_RECIPE)
-    return make_recipe(recipe_tree(folder, override), folder)
+    recipe = make_recipe(recipe_tree(folder, override), folder)
+    check_rules(recipe)
+    return recipe
 
 
 def recipe_tree(folder: Path, override: str | None = None) -> dict[str, Any]:
@@ -278,16 +280,14 @@ def recipe_tree(folder: Path, override: str | None = None) -> dict[str, Any]:
 
 
 def make_recipe(tree: dict[str, Any], folder: Path) -> Recipe:
-    """Turn a recipe's tree into a checked Recipe; changes `tree`. Raises ConfigError for the first thing wrong."""
+    """Turn a recipe's tree into a Recipe; changes `tree`. Raises ConfigError for the first key or value wrong."""
     for reserved in ("name", "folder"):
         if reserved in tree:
             raise ConfigError(f"{folder}/recipe.yaml: {reserved} is the folder's name; remove the key")
     for name, worker in _workers(tree).items():
         _split_llm_args(worker, folder)
         convert(worker, WorkerEntry, f"{folder}/recipe.yaml: workers.{name}")  # an error names this worker
-    recipe = convert(tree | {"name": folder.name, "folder": str(folder)}, Recipe, f"{folder}/recipe.yaml")
-    _check(recipe)
-    return recipe
+    return convert(tree | {"name": folder.name, "folder": str(folder)}, Recipe, f"{folder}/recipe.yaml")
 
 
 def deep_merge(base: dict[str, Any], override: Mapping[str, Any], path: str = "") -> None:
@@ -448,8 +448,8 @@ def _parse_override(text: str) -> dict[str, Any]:
     return tree
 
 
-def _check(recipe: Recipe) -> None:
-    """Rules across fields, each with its reason."""
+def check_rules(recipe: Recipe) -> None:
+    """Raise ConfigError for the first rule across fields that the recipe breaks, with its reason."""
     for stage, entry in recipe.workers.items():
         if stage not in WORKER_STAGES:
             near = difflib.get_close_matches(stage, WORKER_STAGES, n=1)
@@ -473,20 +473,22 @@ def _check_disaggregated(prefill: WorkerEntry, decode: WorkerEntry) -> None:
         )
     if first.kv_cache_config.dtype != second.kv_cache_config.dtype:
         raise ConfigError(
-            f"kv_cache_config.dtype: prefill has {first.kv_cache_config.dtype}, decode {second.kv_cache_config.dtype};"
-            " transferred blocks are not converted, use one dtype"
+            f"workers.decode.engine_config.kv_cache_config.dtype: {second.kv_cache_config.dtype}; prefill has"
+            f" {first.kv_cache_config.dtype}, and transferred blocks are not converted: use one dtype"
         )
     for name, config in (("prefill", first), ("decode", second)):
         transceiver = config.cache_transceiver_config
         if transceiver.backend is None:
             raise ConfigError(
-                f"workers.{name}: cache_transceiver_config.backend is not set; disaggregation needs it (DEFAULT)"
+                f"workers.{name}.engine_config.cache_transceiver_config.backend is not set; disaggregation needs it"
+                " (DEFAULT)"
             )
         longest = config.max_input_len or config.max_seq_len
         if transceiver.max_tokens_in_buffer and longest and transceiver.max_tokens_in_buffer < longest:
             raise ConfigError(
-                f"workers.{name}: max_tokens_in_buffer {transceiver.max_tokens_in_buffer} is less than the longest"
-                f" input {longest}: its transfer could never start; raise it to {longest} or lower max_seq_len"
+                f"workers.{name}.engine_config.cache_transceiver_config.max_tokens_in_buffer:"
+                f" {transceiver.max_tokens_in_buffer}; less than the longest input {longest}: its transfer could never"
+                f" start; raise it to {longest} or lower max_seq_len"
             )
 
 

@@ -260,19 +260,19 @@ def test_prefill_and_decode_run_on_the_same_engine(write):
 
 def test_prefill_and_decode_agree_on_the_kv_dtype(write):
     message = refusal(write(disaggregated(prefill={"kv_cache_config": {"dtype": "fp8"}})))
-    assert "kv_cache_config.dtype: prefill has fp8, decode auto" in message and "use one dtype" in message
+    assert "decode.engine_config.kv_cache_config.dtype: auto; prefill has fp8" in message and "use one dtype" in message
 
 
 def test_disaggregation_needs_a_transfer_backend_on_both_sides(write):
     message = refusal(write(disaggregated(decode={"cache_transceiver_config": {}})))
-    assert "workers.decode: cache_transceiver_config.backend is not set" in message
+    assert "workers.decode.engine_config.cache_transceiver_config.backend is not set" in message
 
 
 @pytest.mark.parametrize("key", ["max_seq_len", "max_input_len"])
 def test_the_buffer_holds_the_longest_input(write, key):
     own = {"cache_transceiver_config": {"backend": "DEFAULT", "max_tokens_in_buffer": 99}, key: 100}
     message = refusal(write(disaggregated(prefill=own)))
-    assert "workers.prefill: max_tokens_in_buffer 99 is less than the longest input 100" in message
+    assert "max_tokens_in_buffer: 99; less than the longest input 100" in message and "workers.prefill" in message
 
 
 # where the model is

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bireme.config import Recipe
+from bireme.engines.trtllm import pair_rules
+from bireme.engines.trtllm.problems import errors
 from bireme.errors import ConfigError
 from bireme.launch.installation import Installation, find_installation, find_libpython
 from bireme.launch.ports import is_free
@@ -34,7 +36,7 @@ _LONGEST_SOCKET_NAME = 40
 # distribution that holds the module -> how to get it
 _ENGINE_MODULES = {
     "torch": (("torch", "transformers", "safetensors"), "pip install -e .[torch]"),
-    "trtllm": (("tensorrt_llm",), "use the image made by docker/Dockerfile.triton with TensorRT-LLM, or its own image"),
+    "trtllm": (("tensorrt_llm",), "use the image that docker/Dockerfile.trtllm makes"),
     "mocker": ((), ""),
 }
 
@@ -52,7 +54,8 @@ def check_all(
     environment: Mapping[str, str] = os.environ,
 ) -> Installation:
     """Return the tritonserver to run. Raises PreflightError with everything that is missing."""
-    problems = [*check_python(), *check_platform(), *check_engines(recipe), *check_model(recipe)]
+    problems = [*check_python(), *check_platform(), *check_engines(recipe), *check_arguments(recipe)]
+    problems += check_model(recipe)
     installation = None
     try:
         installation = find_installation(environment)
@@ -121,6 +124,11 @@ def check_engines(recipe: Recipe) -> list[str]:
         if missing:
             problems.append(f"engine {engine} needs {', '.join(missing)}; {remedy}")
     return problems
+
+
+def check_arguments(recipe: Recipe) -> list[str]:
+    """What TensorRT-LLM would refuse in its workers' YAMLs; a large model's load would tell it minutes later."""
+    return list(map(str, errors(pair_rules.check_recipe(recipe))))
 
 
 def check_model(recipe: Recipe) -> list[str]:

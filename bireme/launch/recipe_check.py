@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from bireme.config import Recipe, make_recipe, recipe_tree
+from bireme.config import Recipe, check_rules, make_recipe, recipe_tree
 from bireme.engines.config import check_values, refusals
 from bireme.engines.trtllm import pair_rules
 from bireme.engines.trtllm.problems import NOTHING, Problem, show
@@ -67,10 +67,20 @@ def _check(folder: Path, tree: dict[str, Any], source: YamlSource) -> Iterator[F
     yield from found
     if recipe is None:
         return
-    yield from _check_engines(recipe, source)
-    for problem in pair_rules.check_recipe(recipe):
-        yield _from_problem(problem, source)
-    yield from _check_models(recipe, source)
+    findings = [_from_problem(problem, source) for problem in pair_rules.check_recipe(recipe)]
+    findings += _check_engines(recipe, source)
+    findings += _check_models(recipe, source)
+    said = {finding.key for finding in findings if finding.severity == "error"}
+    yield from findings
+    yield from (finding for finding in _check_rules(recipe, tree, source, folder) if finding.key not in said)
+
+
+def _check_rules(recipe: Recipe, tree: dict[str, Any], source: YamlSource, folder: Path) -> Iterator[Finding]:
+    try:
+        check_rules(recipe)
+    except ConfigError as error:
+        keys, text = _split_message(str(error), folder)
+        yield _from_text(text, keys, tree, source)
 
 
 def _make(folder: Path, tree: dict[str, Any], source: YamlSource) -> tuple[Recipe | None, list[Finding]]:
