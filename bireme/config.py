@@ -129,6 +129,7 @@ class WorkerEntry(Settings, frozen=True, kw_only=True):
     engine_config: EngineConfig = EngineConfig()  # in YAML also the name of a file beside recipe.yaml
     engine_args: dict[str, Any] = {}  # merged over engine_config, block by block; empty once the recipe is loaded
     engine_version: str = ""  # of TensorRT-LLM, that engine_config is written for: 1.2 or 1.3; "": both
+    model: str = ""  # folder or hub id of this worker's own model; "": the recipe's
     replicas: int = 1
     num_threads: Positive | None = None  # CPU threads an engine process; None: an equal share of the cores
     devices: tuple[NotNegative, ...] = ()  # GPUs: CUDA_VISIBLE_DEVICES of the engine process; empty: all
@@ -206,6 +207,40 @@ class FrontendConfig(Settings, frozen=True, kw_only=True):
     api_keys: str = ""  # file with keys and their limits (relative to the recipe); "": no key is asked for
 
 
+class VideoConfig(Settings, frozen=True, kw_only=True):
+    """Videos and pictures: what a request gets unless it says otherwise, what it may ask for, where results lie.
+
+    None and "" as a default: the pipeline's own.
+    """
+
+    served_model_name: str = ""  # "": the recipe's where it serves nothing else, otherwise the model folder's name
+    size: str = ""  # WIDTHxHEIGHT
+    seconds: PositiveDuration = 4.0
+    fps: Positive | None = None
+    num_frames: Positive | None = None  # of a request that gives neither seconds nor fps
+    num_inference_steps: Positive | None = None
+    guidance_scale: float | None = None
+    negative_prompt: str = ""
+    max_sequence_length: Positive | None = None  # text tokens that the pipeline pads to
+    max_prompt_chars: Positive = 8192
+    max_width: Positive = 1920
+    max_height: Positive = 1920
+    max_pixels: Positive = 1920 * 1088  # width x height
+    max_frames: Positive = 257
+    max_fps: Positive = 60
+    max_steps: Positive = 100
+    max_images: Annotated[int, msgspec.Meta(ge=1, le=10)] = 10  # of one request
+    max_queue_size: NotNegative = 16  # requests that wait for one worker; one more is refused with RESOURCE_EXHAUSTED
+    max_queue_time_s: Duration = 0.0  # waiting longer ends with DEADLINE_EXCEEDED; 0: no limit
+    step_timeout_s: PositiveDuration = 600.0  # a step, or decoding, that takes longer: the engine hangs
+    max_inline_bytes: Positive = 64 << 20  # of a result in an answer; larger ones go by url or file_id
+    folder: str = ""  # for results and jobs; "": <BIREME_STATE_DIR or ~/.local/state/bireme>/<recipe>/video
+    expiry_s: PositiveDuration = 86_400.0  # results and finished jobs are removed after this
+    max_folder_bytes: Positive = 10 << 30  # above it the oldest results are removed
+    max_jobs: Positive = 10_000  # jobs that are kept; above it the oldest finished ones are removed
+    public_url: str = ""  # beginning of URLs of results, https://videos.example.com; "": the frontend's own address
+
+
 class SupervisorConfig(Settings, frozen=True, kw_only=True):
     start_timeout_s: PositiveDuration = 600.0  # load and warm-up
     ping_interval_s: PositiveDuration = 0.1
@@ -228,6 +263,7 @@ class Recipe(Settings, frozen=True, kw_only=True):
     supervisor: SupervisorConfig = SupervisorConfig()
     chat: ChatConfig = ChatConfig()
     frontend: FrontendConfig = FrontendConfig()
+    video: VideoConfig = VideoConfig()
     name: str = ""  # the folder's; not in the YAML
     folder: str = ""
 
@@ -240,9 +276,27 @@ class Recipe(Settings, frozen=True, kw_only=True):
     def tokenizer_path(self) -> str:
         return _model_path(self.tokenizer or self.model, self.folder)
 
+    def worker_model_path(self, stage: str) -> str:
+        """Folder (absolute) or hub id of a stage's model: its own, else the recipe's."""
+        entry = self.workers.get(stage)
+        return _model_path((entry.model if entry else "") or self.model, self.folder)
+
+    @property
+    def video_name(self) -> str:
+        """The name under which videos are asked for."""
+        alone = self.served_model_name or self.name
+        return self.video.served_model_name or (
+            alone if "decode" not in self.workers else Path(self.worker_model_path("video_diffusion")).name
+        )
+
     def entry(self, model_name: str) -> WorkerEntry | None:
         """Return the worker entry of a Triton model: `decode_1` is the second replica of `decode`."""
         return self.workers.get(stage_of(model_name))
+
+    @property
+    def encoder_stage(self) -> str:
+        """Return the stage whose engines have the vision tower of a model that takes pictures."""
+        return next((stage for stage in ("multimodal_encoder", "prefill") if stage in self.workers), "decode")
 
     def replicas(self, stage: str) -> tuple[str, ...]:
         """Return the Triton model names of a stage's workers; empty when the recipe has none."""

@@ -199,6 +199,7 @@ class Hello(msgspec.Struct, array_like=True, tag="h", gc=False):
     life: int
     capacity: Capacity | None = None
     error: str = ""
+    facts: bytes = b""  # what an engine that does not speak tokens takes, instead of capacity
 
 
 class Pong(msgspec.Struct, array_like=True, tag="o", gc=False):

@@ -172,18 +172,26 @@ VIDEO_DIFFUSION = ModelSpec(
         _in("prompt", "BYTES"),
         _in("negative_prompt", "BYTES"),
         _in("size", "BYTES"),
+        _in("seconds", "FP32"),
         _in("num_frames", "INT32"),
         _in("fps", "INT32"),
         _in("num_inference_steps", "INT32"),
         _in("guidance_scale", "FP32"),
         _in("seed", "UINT64"),
+        _in("num_images", "INT32"),  # pictures instead of a video
+        _in("output_format", "BYTES"),
         _in("request_id", "BYTES"),
         _in("abort", "BOOL"),
     ),
     outputs=(
-        _out("progress", "FP32"),
+        _out("queue_position", "INT32"),  # requests before this one; 0: it runs
+        _out("progress", "FP32"),  # 0 to 1
         _out("step", "INT32"),
+        _out("total_steps", "INT32"),
+        _out("eta_s", "FP32"),
+        _out("details", "BYTES"),  # JSON, with the result: what was made
         _out("video", "BYTES"),
+        _out("images", "BYTES", (-1,)),
         _out("frames", "UINT8", (-1, -1, -1, 3)),
         _out("inference_time_s", "FP32"),
     ),

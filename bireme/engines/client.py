@@ -230,6 +230,9 @@ class EngineClient:
     def on_restart(self, cause: str) -> None:
         self._metrics.add("bireme_engine_restarts_total", 1, cause)
 
+    def on_down(self, reason: str) -> None:
+        """Nothing waits here for another life."""
+
     def _deliver(self, session: _Session, step: Step) -> None:
         if step.counts is None and step.logprobs is None and step.prompt_logprobs is None:
             self._deliver_plain(session, step)

@@ -51,6 +51,9 @@ class Owner(Protocol):
     def on_restart(self, cause: str) -> None:
         """Another life is about to begin: the last one ended by `exit`, `hang` or `stall`."""
 
+    def on_down(self, reason: str) -> None:
+        """No other life will begin: it was started again too often."""
+
 
 class Supervisor:
     """`start` once, `stop` once."""
@@ -174,7 +177,7 @@ class Supervisor:
     def _greet(self, life: Life, hello: Hello) -> BiremeError | None:
         if hello.error:
             return from_message(hello.error)
-        if hello.version != VERSION or hello.capacity is None:
+        if hello.version != VERSION or not (hello.capacity or hello.facts):
             return ConfigError(
                 f"the engine process speaks version {hello.version}, this stub {VERSION};"
                 " BIREME_ENGINE_PYTHON has another bireme installed"
@@ -268,6 +271,7 @@ class Supervisor:
             f" then reload the model {self._worker} or restart the server"
         )
         self._logger.error("engine_down worker=%s reason=%s", self._worker, reason)
+        self._owner.on_down(self._state)
 
     def _fail_start(self, error: BiremeError) -> None:
         if not self._has_started.is_set():
