@@ -190,6 +190,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     attention_dp_size: int = 1  # ranks that hold requests and KV of their own
     lora_names: tuple[str, ...] = ()
+    image_token_id: int | None = None  # the placeholder of pictures; None: the model takes text only
+    encodes_images: bool = False  # it has the vision tower: takes encode_only
 
 
 class Hello(msgspec.Struct, array_like=True, tag="h", gc=False):

@@ -15,13 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from bireme.config import EngineConfig
+from bireme.config import EngineConfig, MediaLimits
 from bireme.disagg import DisaggregatedParams
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import Capacity, EngineRequest, Finish, TokenLogprobs
 from bireme.metrics import Registry
+
+if TYPE_CHECKING:
+    from bireme.multimodal.embedding_share import EmbeddingShare
+    from bireme.multimodal.encoding import EncodeOutcome
 
 RequestKey = tuple[int, int]  # consumer, the consumer's number
 
@@ -36,6 +40,7 @@ class Delta:
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish: Finish | None = None
     exported: DisaggregatedParams | None = None  # context_only, with its finish; the worker signs it
+    encoded: EncodeOutcome | None = None  # encode_only, with its finish; the worker signs its handles
 
 
 Emit = Callable[[int, list[Delta]], None]  # step number, news; thread-safe, never blocks
@@ -78,3 +83,6 @@ class EngineContext:
     transfer: KvTransfer | None = None  # None: no cache_transceiver_config.backend, so no disaggregation
     num_threads: int = 1
     life: int = 0
+    share: EmbeddingShare | None = None  # embeddings of pictures; None: a model of text alone
+    hosts_encoder: bool = False  # this engine has the vision tower: it takes encode_only
+    media: MediaLimits = MediaLimits()

@@ -8,6 +8,7 @@ from bireme import disagg
 from bireme.engines.base import Delta
 from bireme.engines.ledger import Ledger, Record
 from bireme.messages import Finish, Step, encode, frame
+from bireme.multimodal.answers import seal_outcome
 
 
 class StepEncoder:
@@ -63,4 +64,6 @@ class StepEncoder:
             if not exported.prompt_digest:
                 exported = msgspec.structs.replace(exported, prompt_digest=record.digest)
             finish.disaggregated_params = disagg.seal(exported, self._key)
+        if delta.encoded is not None:
+            finish.encoded = seal_outcome(delta.encoded, self._key)
         return finish

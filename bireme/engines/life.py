@@ -25,6 +25,7 @@ import zmq
 from bireme.discovery import run
 from bireme.errors import ConfigError, NotFoundError, UnavailableError
 from bireme.kv.transfer import shm_file
+from bireme.multimodal.embedding_share import SUFFIX
 
 logger = logging.getLogger("bireme.engines")
 MAX_SOCKET_PATH = 107  # bytes of sun_path, less the final zero
@@ -149,6 +150,7 @@ class Life:
         with contextlib.suppress(NotFoundError):
             if run.find(self._run_dir, self.worker).life == self.number:
                 run.withdraw(self._run_dir, self.worker)
+        run.withdraw(self._run_dir, self.worker + SUFFIX)
 
 
 def describe_exit(code: int | None) -> str:

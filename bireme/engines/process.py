@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -32,6 +33,9 @@ from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import Capacity
 from bireme.metrics import Registry
 
+if TYPE_CHECKING:
+    from bireme.multimodal.embedding_share import EmbeddingShare
+
 logger = logging.getLogger("bireme.engine")
 DRAIN_S = 1.0  # how long SIGTERM lets requests in flight run on
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h
@@ -48,6 +52,7 @@ class EngineProcess:
         self._server = EngineServer(endpoint, life, self._metrics)
         self._engine: Engine | None = None
         self._transfer: KvTransfer | None = None
+        self._share: EmbeddingShare | None = None
         self._has_ended = threading.Event()
         self._began_at = time.monotonic()
 
@@ -83,6 +88,7 @@ class EngineProcess:
             raise ConfigError(f"{self._worker} is not in recipe {recipe.name}; workers: {', '.join(recipe.workers)}")
         check_engine_config(entry)
         self._transfer = self._make_transfer(entry, folder)
+        self._share = self._make_share(recipe, entry, folder)
         self._engine = create_engine(entry.engine, self._context(recipe, entry))
         capacity = self._engine.start(self._server.emit)
         if not capacity.load_s:
@@ -107,7 +113,34 @@ class EngineProcess:
             transfer=self._transfer,
             num_threads=num_threads(recipe, entry),
             life=self._life,
+            share=self._share,
+            hosts_encoder=recipe.encoder_stage == config.stage_of(self._worker),
+            media=recipe.media,
         )
+
+    def _make_share(self, recipe: Recipe, entry: WorkerEntry, folder: Path) -> EmbeddingShare | None:
+        """Return None for a model of text alone."""
+        from bireme.multimodal.model_config import picture_model
+
+        if entry.engine == "mocker" or picture_model(recipe.model_path) is None:
+            return None
+        from bireme.kv import transfer
+        from bireme.multimodal.embedding_share import SUFFIX, EmbeddingShare, ShareMetrics
+
+        name = self._worker + SUFFIX
+        moves = transfer.create_transfer(
+            entry.engine_config.cache_transceiver_config.backend or "DEFAULT",
+            run_dir=folder,
+            worker=name,
+            life=self._life,
+            config=msgspec.structs.replace(entry.engine_config.cache_transceiver_config, max_tokens_in_buffer=None),
+            metrics=ShareMetrics(self._metrics, name),
+        )
+        run.publish(
+            folder,
+            run.WorkerRecord(worker=name, life=self._life, pid=os.getpid(), transfer_endpoint=moves.endpoint),
+        )
+        return EmbeddingShare(moves, name, self._life)
 
     def _make_transfer(self, entry: WorkerEntry, folder: Path) -> KvTransfer | None:
         transceiver = entry.engine_config.cache_transceiver_config
@@ -153,7 +186,7 @@ class EngineProcess:
             time.sleep(0.005)
 
     def _stop(self) -> None:
-        for part in (self._engine, self._transfer):
+        for part in (self._engine, self._transfer, self._share):
             try:
                 if part is not None:
                     part.stop() if part is self._engine else part.close()  # type: ignore[union-attr]

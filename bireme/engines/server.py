@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from bireme import disagg
 from bireme.engines.base import Delta, Engine, Progress, RequestKey
 from bireme.engines.columns import StepEncoder
+from bireme.engines.digests import request_digest
 from bireme.engines.ledger import Ledger
 from bireme.engines.validate import Gate
 from bireme.errors import (
@@ -236,7 +236,7 @@ class EngineServer:
             return
         digest = ""
         if request.request_type == "context_only":
-            digest = disagg.prompt_digest(request.prompt, request.cache_salt, request.lora_name)
+            digest = request_digest(request)
         self._ledger.enter(key, digest)
         try:
             service.engine.submit(key, request, params)

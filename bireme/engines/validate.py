@@ -13,12 +13,15 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from bireme import disagg
 from bireme.config import Limits
+from bireme.engines.digests import request_digest
 from bireme.errors import RequestError
 from bireme.guides import parse_guide
 from bireme.messages import Capacity, EngineRequest, SamplingParams
+from bireme.multimodal.wire import OpenedItem, open_multimodal, pack_opened
 
 MAX_SEED = (1 << 64) - 1
 MAX_SALT_CHARACTERS = 1024
@@ -44,8 +47,11 @@ class Gate:
 
     def admit(self, request: EngineRequest) -> tuple[EngineRequest, disagg.DisaggregatedParams | None]:
         """Return the request with its lengths resolved, and its opened params. Raises RequestError."""
+        if request.request_type == "encode_only" or not self.capacity.vocab_size:
+            return self._admit_encode(request), None
         num_prompt = self._check_prompt(request)
         self._check_request(request)
+        request = self._open_pictures(request, num_prompt - request.num_resumed)
         check_sampling(request.sampling, self.capacity.vocab_size, self.limits)
         sampling = self._resolve_lengths(request, num_prompt)
         params = self._open_params(request, num_prompt)
@@ -95,8 +101,30 @@ class Gate:
             )
         if request.lora_name and request.lora_name not in self.capacity.lora_names:
             raise RequestError(f"lora_name: no adapter {request.lora_name[:100]!r}; this worker has none, leave it out")
-        if request.multimodal is not None:
-            raise RequestError("multimodal: this worker's model takes text only; leave it out")
+
+    def _admit_encode(self, request: EngineRequest) -> EngineRequest:
+        if request.request_type != "encode_only":
+            raise RequestError(f"request_type: {request.request_type}; this worker takes encode_only")
+        if not self.capacity.encodes_images:
+            raise RequestError("request_type: encode_only; this worker has no vision tower, send it to the encoder")
+        if request.timeout_ms < 0:
+            raise RequestError(f"timeout_ms: {request.timeout_ms}; 0 (none) or more")
+        return request
+
+    def _open_pictures(self, request: EngineRequest, num_own: int) -> EngineRequest:
+        """Return the request with its pictures checked against the prompt and their handles opened."""
+        placeholder = self.capacity.image_token_id
+        if placeholder is None:
+            if request.multimodal is not None:
+                raise RequestError("multimodal: this worker's model takes text only; leave it out")
+            return request
+        items = open_multimodal(request.multimodal, self.key) if request.multimodal is not None else ()
+        _check_places(items, np.frombuffer(request.prompt, "<i4")[:num_own] == placeholder)
+        if request.request_type != "generation_only" and any(item.handle is None for item in items):
+            raise RequestError(
+                "multimodal: a picture without handle; only generation_only, whose KV comes from prefill, has none"
+            )
+        return msgspec.structs.replace(request, multimodal=pack_opened(items) if items else None)
 
     def _resolve_lengths(self, request: EngineRequest, num_prompt: int) -> SamplingParams:
         asked, limit = request.sampling.max_tokens, self.limits.max_tokens
@@ -122,7 +150,7 @@ class Gate:
         params = disagg.unseal(request.disaggregated_params, self.key)
         if params.request_type != "generation_only":
             raise RequestError(f"disaggregated_params: made for {params.request_type}, not for generation_only")
-        digest = disagg.prompt_digest(request.prompt, request.cache_salt, request.lora_name)
+        digest = request_digest(request)
         if params.num_tokens != num_prompt or (params.prompt_digest and params.prompt_digest != digest):
             raise RequestError(
                 "disaggregated_params: they belong to another prompt, cache_salt or lora_name;"
@@ -146,6 +174,25 @@ class Gate:
             raise RequestError(f"request_type: {kind}; a prefill worker serves context_only, send it to decode")
         if self.stage == "decode" and kind == "context_only":
             raise RequestError("request_type: context_only; send it to a prefill worker")
+
+
+def _check_places(items: tuple[OpenedItem, ...], is_placeholder: npt.NDArray[np.bool_]) -> None:
+    """Every picture stands on placeholders, and every placeholder belongs to one."""
+    at = 0
+    for item in items:
+        last = item.position + item.num_tokens
+        if item.position < at or last > len(is_placeholder) or not is_placeholder[item.position : last].all():
+            raise RequestError(
+                f"multimodal: {item.num_tokens} tokens at {item.position}; the prompt has no placeholders there,"
+                " expand each picture's placeholder to its number of tokens"
+            )
+        at = last
+    num_places, num_tokens = int(is_placeholder.sum()), sum(item.num_tokens for item in items)
+    if num_places != num_tokens:
+        raise RequestError(
+            f"prompt: {num_places} placeholders of pictures, multimodal has {num_tokens};"
+            " send pictures as content parts of a chat"
+        )
 
 
 def check_sampling(params: SamplingParams, vocab_size: int, limits: Limits) -> None:

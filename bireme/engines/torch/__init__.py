@@ -10,6 +10,10 @@ if TYPE_CHECKING:
 
 def create(context: EngineContext) -> Engine:
     """Make the engine; torch and transformers are imported here and not before."""
+    if context.stage == "multimodal_encoder":
+        from bireme.engines.torch.encoder_engine import EncoderEngine
+
+        return EncoderEngine(context)
     from bireme.engines.torch.engine import TorchEngine
 
     return TorchEngine(context)

@@ -12,10 +12,13 @@ import time
 import msgspec
 import numpy as np
 
-from bireme.disagg import DisaggregatedParams, prompt_digest
+from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey
+from bireme.engines.digests import request_digest
 from bireme.engines.torch.guides import Guides
 from bireme.engines.torch.limits import Limits
+from bireme.engines.torch.picture_store import PictureStore
+from bireme.engines.torch.pictures import Pictures, pictures_of
 from bireme.engines.torch.sequence import Sequence
 from bireme.errors import NotFoundError, RequestError
 from bireme.kv.block_manager import BlockManager
@@ -33,7 +36,10 @@ class Admission:
         eos_ids: tuple[int, ...],
         has_transfer: bool,
         guides: Guides,
+        pictures: PictureStore | None = None,
+        merge_size: int = 0,
     ) -> None:
+        """`merge_size`: of models with positions in three dimensions, model_config.PictureModel."""
         self._limits = limits
         self._manager = manager
         self._sampler = sampler
@@ -41,6 +47,7 @@ class Admission:
         self._eos_ids = eos_ids
         self._has_transfer = has_transfer
         self._guides = guides
+        self._store, self._merge_size = pictures, merge_size
 
     def admit(self, key: RequestKey, request: EngineRequest, params: DisaggregatedParams | None) -> Sequence:
         """Raises RequestError, with value, limit and remedy, for what can never run."""
@@ -50,6 +57,7 @@ class Admission:
             seeded = msgspec.structs.replace(request.sampling, seed=secrets.randbits(64))
             request = msgspec.structs.replace(request, sampling=seeded)
         num_prompt = len(tokens) - request.num_resumed
+        pictures = self._pictures(request, num_prompt)
         now = time.monotonic()
         sequence = Sequence(
             key=key,
@@ -59,9 +67,10 @@ class Admission:
             max_tokens=self._max_tokens(request.sampling, num_prompt, request.num_resumed),
             stop_ids=frozenset((*self.eos_ids(request.sampling), *request.sampling.stop_token_ids)),
             arrived_at=now,
-            table=self._manager.open(request.lora_name, request.cache_salt),
+            table=self._manager.open(request.lora_name, request.cache_salt, pictures.spans if pictures else ()),
             deadline=now + request.timeout_ms / 1e3 if request.timeout_ms else 0.0,
             params=params,
+            pictures=pictures,
             wants_prompt_logprobs=request.sampling.prompt_logprobs is not None and not request.num_resumed,
         )
         self._check_fit(sequence)
@@ -73,6 +82,13 @@ class Admission:
         if sampling.ignore_eos:
             return ()
         return self._eos_ids if sampling.end_id is None else (sampling.end_id,)
+
+    def _pictures(self, request: EngineRequest, num_prompt: int) -> Pictures | None:
+        pictures = pictures_of(request, num_prompt, self._merge_size)
+        if pictures is not None and pictures.is_to_be_computed:
+            assert self._store is not None, "the gate lets no picture through to a model of text alone"
+            self._store.check(pictures)
+        return pictures
 
     def _tokens(self, request: EngineRequest) -> list[int]:
         if not request.prompt or len(request.prompt) % 4:
@@ -106,8 +122,6 @@ class Admission:
             raise NotFoundError(
                 f"lora_name: {request.lora_name[:100]!r}; the torch engine has no adapters, leave it out"
             )
-        if request.multimodal is not None:
-            raise RequestError("multimodal: the torch engine runs text models; leave it out")
         self._guides.check(request.sampling, self.eos_ids(request.sampling))
         if request.sampling.n != 1:
             raise RequestError(f"n: {request.sampling.n}; an engine runs one sequence a request")
@@ -124,9 +138,7 @@ class Admission:
             raise RequestError(
                 "disaggregated_params: generation_only needs what context_only returned, one token with it"
             )
-        if params.num_tokens != len(request.prompt) // 4 or params.prompt_digest != prompt_digest(
-            request.prompt, request.cache_salt, request.lora_name
-        ):
+        if params.num_tokens != len(request.prompt) // 4 or params.prompt_digest != request_digest(request):
             raise RequestError(
                 "disaggregated_params: made for another prompt, cache_salt or lora_name; send them as prefill got them"
             )

@@ -48,6 +48,7 @@ PROVED = frozenset(
         "Dots1ForCausalLM",
     }
 )
+PROVED_WITH_PICTURES = frozenset({"LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
 _REASONS = {
     "FalconForCausalLM": "its layers do not use the attention interface",
     "Llama4ForCausalLM": "chunked attention is not passed to the attention interface",
@@ -77,9 +78,21 @@ def check_architecture(config: Any) -> str:
             f"{name}: the checkpoint is quantised ({method}), which the torch engine can't run;"
             " use an unquantised checkpoint, or engine trtllm"
         )
-    if name not in PROVED:
+    if name in PROVED_WITH_PICTURES:
+        _check_language_model(name, config)
+    elif name not in PROVED:
         raise ConfigError(f"{name}: not supported by the torch engine: {_reason(name)}")
     return name
+
+
+def _check_language_model(name: str, config: Any) -> None:
+    """LLaVA is a frame around any language model: that one must be proved as well."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = config.get_text_config().model_type
+    inner = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind)
+    if name == "LlavaForConditionalGeneration" and inner not in PROVED:
+        raise ConfigError(f"{name} around {inner}: not supported by the torch engine: {_reason(str(inner))}")
 
 
 def _reason(name: str) -> str:
@@ -87,7 +100,8 @@ def _reason(name: str) -> str:
         return _REASONS[name]
     near = difflib.get_close_matches(name, PROVED, n=1, cutoff=0.85)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"its output has not been proved equal to transformers' generate{hint} (known: {', '.join(sorted(PROVED))})"
+    known = sorted(PROVED | PROVED_WITH_PICTURES)
+    return f"its output has not been proved equal to transformers' generate{hint} (known: {', '.join(known)})"
 
 
 def position_limit(config: Any) -> int | None:

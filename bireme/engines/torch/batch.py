@@ -7,7 +7,7 @@ one array per group, so that a decode step gathers them at once; only what has g
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -33,21 +33,30 @@ class PromptRows:
 @dataclass(slots=True)
 class Batch:
     ids: Tensor  # (1, T) int64
-    positions: Tensor  # (1, T) int64
+    positions: Tensor  # (1, T) int64; (3, 1, T) for a model with positions in three dimensions
     logits_rows: Tensor  # int64: rows to sample first, then those of prompt log probabilities
     groups: list[GroupStep]  # per group
     sampled: list[Sequence]  # in the order of the logits rows
     prompt_rows: list[PromptRows]
+    embeddings: list[tuple[int, Tensor]] = field(default_factory=list)  # of pictures: place in the step, rows
 
 
 class BatchBuilder:
     def __init__(
-        self, windows: list[int], tokens_per_block: int, max_batch_size: int, max_seq_len: int, device: torch.device
+        self,
+        windows: list[int],
+        tokens_per_block: int,
+        max_batch_size: int,
+        max_seq_len: int,
+        device: torch.device,
+        has_grid_positions: bool = False,
     ) -> None:
+        """`has_grid_positions`: the model's rotary positions have three dimensions."""
         columns = -(-max_seq_len // tokens_per_block) + 1
         self._windows = windows
         self._size = tokens_per_block
         self._device = device
+        self._has_grid_positions = has_grid_positions
         self._tables = [np.zeros((max_batch_size, columns), dtype=np.int64) for _ in windows]
 
     def build(self, plan: Plan) -> Batch:
@@ -59,12 +68,27 @@ class BatchBuilder:
             groups.append(self._group(group, window, plan, positions))
         return Batch(
             self._tensor(ids).unsqueeze(0),
-            self._tensor(positions).unsqueeze(0),
+            self._rope(plan, positions),
             self._tensor(np.asarray(rows, dtype=np.int64)),
             groups,
             sampled,
             prompt_rows,
+            _embeddings(plan),
         )
+
+    def _rope(self, plan: Plan, positions: Ints) -> Tensor:
+        """Return the positions for the model's rotary embedding."""
+        if not self._has_grid_positions:
+            return self._tensor(positions).unsqueeze(0)
+        parts, begin = [], 0
+        for sequence, count in [*((sequence, 1) for sequence in plan.decodes), *plan.chunks]:
+            at = positions[begin : begin + count]
+            if sequence.pictures is None:
+                parts.append(np.broadcast_to(at, (3, count)))
+            else:
+                parts.append(sequence.pictures.positions(int(at[0]), int(at[-1]) + 1))
+            begin += count
+        return self._tensor(np.concatenate(parts, axis=1)).unsqueeze(1)
 
     def _tokens(self, plan: Plan) -> tuple[Ints, Ints]:
         ids = [sequence.tokens[-1] for sequence in plan.decodes]
@@ -138,6 +162,18 @@ def _sequences(plan: Plan) -> Iterator[Sequence]:
     yield from plan.decodes
     for sequence, _ in plan.chunks:
         yield sequence
+
+
+def _embeddings(plan: Plan) -> list[tuple[int, Tensor]]:
+    """Return the embeddings of pictures in the step's chunks, and where they stand in it."""
+    found, begin = [], len(plan.decodes)
+    for sequence, count in plan.chunks:
+        if sequence.pictures is not None:
+            first = sequence.computed
+            rows = sequence.pictures.rows_in(first, first + count)
+            found += [(begin + at - first, tensor) for at, tensor in rows]
+        begin += count
+    return found
 
 
 def _logits_rows(plan: Plan) -> tuple[list[Sequence], list[int], list[PromptRows]]:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bireme.engines.torch.architectures import check_architecture
+from bireme.engines.torch.vision_models import is_picture_model
 from bireme.errors import ConfigError
 
 _SAMPLE_BYTES = 1 << 16
@@ -30,6 +31,16 @@ class Checkpoint:
     config: Any  # transformers' PretrainedConfig
     shards: tuple[Path, ...]
     digest: str  # hex; different weights or configuration: different digest
+
+    @property
+    def name(self) -> str:
+        """The architecture's class name."""
+        return str(self.config.architectures[0])
+
+    @property
+    def text_config(self) -> Any:
+        """The language model's part of the configuration."""
+        return self.config.get_text_config()
 
 
 def open_checkpoint(model: str, trust_remote_code: bool = False) -> Checkpoint:
@@ -49,24 +60,10 @@ def open_checkpoint(model: str, trust_remote_code: bool = False) -> Checkpoint:
 
 def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
     """Return the transformers model in eval mode, its weights complete. Raises ConfigError."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    transformers_logging.disable_progress_bar()  # it would fill the log, as would its tables of what is amiss:
-    transformers_logging.set_verbosity_error()  # that is said below, as an error
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            config=checkpoint.config,
-            dtype=choose_dtype(dtype, checkpoint.config),
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, by name
-        )
-    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-        raise ConfigError(f"the weights could not be loaded: {_first_line(error)}") from error
+    kind = AutoModelForImageTextToText if is_picture_model(checkpoint.name) else AutoModelForCausalLM
+    model, report = from_pretrained(kind, checkpoint, checkpoint.config, choose_dtype(dtype, checkpoint.config))
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         raise ConfigError(
@@ -77,6 +74,28 @@ def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
     if mismatched:
         raise ConfigError(f"weights and config.json disagree on a tensor's shape: {mismatched[0]}")
     return model.to(device).eval().requires_grad_(False)
+
+
+def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """Return an Auto class's model, and what its weights lack or have in another shape. Raises ConfigError."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # it would fill the log, as would its tables of what is amiss:
+    transformers_logging.set_verbosity_error()  # that is said by the caller, as an error
+    try:
+        model, report = kind.from_pretrained(
+            checkpoint.folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported by name
+        )
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"the weights could not be loaded: {_first_line(error)}") from error
+    return model, report
 
 
 def choose_dtype(name: str, config: Any) -> torch.dtype:
@@ -96,7 +115,7 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     path = checkpoint.folder / "generation_config.json"
     ids = _read_json(path).get("eos_token_id") if path.exists() else None
     if ids is None:
-        ids = getattr(checkpoint.config, "eos_token_id", None)
+        ids = getattr(checkpoint.text_config, "eos_token_id", None)
     if ids is None:
         return ()
     return tuple(int(token) for token in ids) if isinstance(ids, list | tuple) else (int(ids),)

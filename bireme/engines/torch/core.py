@@ -20,6 +20,7 @@ from bireme.engines.torch.deadlines import Deadlines
 from bireme.engines.torch.disaggregation import Exporter, Importer
 from bireme.engines.torch.guides import Guides
 from bireme.engines.torch.limits import Limits
+from bireme.engines.torch.picture_store import PictureStore
 from bireme.engines.torch.runner import HfRunner
 from bireme.engines.torch.scheduler import Plan, Scheduler
 from bireme.engines.torch.sequence import Sequence, State
@@ -53,6 +54,7 @@ class Parts:
     guides: Guides
     exporter: Exporter | None = None
     importer: Importer | None = None
+    pictures: PictureStore | None = None  # of a model that takes pictures
 
 
 class EngineCore:
@@ -100,6 +102,22 @@ class EngineCore:
             assert self._parts.exporter is not None, "admission lets no context_only through without a transfer"
             self._parts.exporter.reserve(sequence)
         self._watch(sequence)
+        if sequence.pictures is not None and sequence.pictures.is_to_be_computed:
+            assert self._parts.pictures is not None
+            self._parts.pictures.fetch(sequence, self._pictured)
+        else:
+            self._prepare_guide(sequence)
+
+    def _pictured(self, sequence: Sequence, error: BiremeError | None) -> None:
+        """Its pictures' embeddings are here, or can't be had."""
+        if sequence.state is State.FINISHED:
+            return
+        if error is not None:
+            self._fail(sequence, error)
+        else:
+            self._prepare_guide(sequence)
+
+    def _prepare_guide(self, sequence: Sequence) -> None:
         if sequence.sampling.guided_decoding is None:
             self.scheduler.waiting.push(sequence)
         else:
@@ -227,6 +245,8 @@ class EngineCore:
         if not sequence.first_token_at:
             self._parts.accounts.first_token(sequence, now)
             self.scheduler.prefilled(sequence)
+            if self._parts.pictures is not None and not self._parts.limits.may_preempt:
+                self._parts.pictures.release(sequence)
             if sequence.wants_prompt_logprobs:
                 delta.prompt_logprobs = sequence.prompt_logprobs
                 sequence.wants_prompt_logprobs = False  # delivered: a preemption must not make them again
@@ -348,6 +368,8 @@ class EngineCore:
         self.scheduler.finish(sequence)
         self._sequences.pop(sequence.key, None)
         self._parts.sampler.remove(sequence.key)
+        if self._parts.pictures is not None:
+            self._parts.pictures.release(sequence)
 
     def _report(
         self,

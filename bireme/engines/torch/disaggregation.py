@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from bireme.disagg import DisaggregatedParams, prompt_digest
+from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey
+from bireme.engines.digests import request_digest
 from bireme.engines.torch.kv_store import KvStore
 from bireme.engines.torch.sequence import Sequence
 from bireme.errors import BiremeError
@@ -56,7 +57,6 @@ class Exporter:
         self, sequence: Sequence, worker: str, life: int, token: int, logprobs: TokenLogprobs | None, usage: Usage
     ) -> DisaggregatedParams:
         assert sequence.lease is not None
-        request = sequence.request
         return DisaggregatedParams(
             worker=worker,
             life=life,
@@ -66,7 +66,7 @@ class Exporter:
             first_gen_tokens=(token,),
             first_gen_log_probs=(logprobs,) if logprobs is not None else None,
             ctx_request_id=sequence.key[1],
-            prompt_digest=prompt_digest(request.prompt, request.cache_salt, request.lora_name),
+            prompt_digest=request_digest(sequence.request),
             prefill_ms=usage.prefill_ms,
             queue_ms=usage.queue_ms,
             cached_tokens=usage.cached_tokens,

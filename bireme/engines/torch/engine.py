@@ -17,6 +17,7 @@ from functools import partial
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import Emit, EngineContext, Progress, RequestKey
 from bireme.engines.torch.core import BrokenEngineError, EngineCore
+from bireme.engines.torch.encoder_engine import EncodeJobs
 from bireme.engines.torch.loading import LoadedEngine
 from bireme.engines.torch.sequence import Sequence
 from bireme.errors import ResourceExhaustedError, UnavailableError
@@ -36,6 +37,7 @@ class TorchEngine:
         self._context = context
         self._die = die
         self._loaded: LoadedEngine | None = None
+        self._jobs: EncodeJobs | None = None  # of the engine that has the vision tower
         self._emit: Emit | None = None
         self._thread: threading.Thread | None = None
         self._inbox: deque[Action] = deque()
@@ -48,6 +50,8 @@ class TorchEngine:
     def start(self, emit: Emit) -> Capacity:
         self._emit = emit
         self._loaded = LoadedEngine(self._context, self._post)
+        if self._loaded.encoder is not None:
+            self._jobs = EncodeJobs(self._context, self._loaded.encoder, emit)
         self._thread = threading.Thread(target=self._run, args=(self._loaded.core,), name="engine", daemon=True)
         self._thread.start()
         return self._loaded.capacity
@@ -55,6 +59,9 @@ class TorchEngine:
     def submit(self, key: RequestKey, request: EngineRequest, disaggregated: DisaggregatedParams | None) -> None:
         loaded = self._loaded
         assert loaded is not None, "start first"
+        if request.request_type == "encode_only":
+            self._encode(key, request)
+            return
         self._check_open(loaded)  # before the work of checking it
         sequence = loaded.admission.admit(key, request, disaggregated)
         with self._wake:
@@ -67,6 +74,8 @@ class TorchEngine:
         loaded = self._loaded
         assert loaded is not None, "start first"
         self._post(partial(loaded.core.abort, key))
+        if self._jobs is not None:
+            self._jobs.service.abort(key)
 
     def drain(self) -> None:
         with self._wake:
@@ -76,7 +85,11 @@ class TorchEngine:
         if self._loaded is None:
             return Progress(0, 0.0, 0, 0)
         core = self._loaded.core
-        return Progress(core.num_steps, self._step_began_at, core.num_waiting + self._num_submitted, core.num_running)
+        num_steps, num_waiting = core.num_steps, core.num_waiting + self._num_submitted
+        if self._jobs is not None:
+            num_steps += self._jobs.service.num_steps
+            num_waiting += self._jobs.service.num_pending
+        return Progress(num_steps, self._step_began_at, num_waiting, core.num_running)
 
     def kv_events(self) -> list[KvEvent]:
         """Return and forget the KV events since the last call; thread-safe."""
@@ -91,6 +104,8 @@ class TorchEngine:
             self._thread.join(_STOP_S)
         if self._loaded is not None:
             self._loaded.guides.close()
+        if self._jobs is not None:
+            self._jobs.service.stop()
 
     # -- any thread
 
@@ -98,6 +113,12 @@ class TorchEngine:
         with self._wake:
             self._inbox.append(action)
             self._wake.notify()
+
+    def _encode(self, key: RequestKey, request: EngineRequest) -> None:
+        assert self._jobs is not None, "the gate lets no encode_only through to an engine without vision tower"
+        if self._is_draining or self._is_stopping:
+            raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
+        self._jobs.submit(key, request)
 
     def _check_open(self, loaded: LoadedEngine) -> None:
         worker, limits = self._context.worker, loaded.limits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +18,23 @@ from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.checkpoint import Checkpoint, eos_token_ids, load_model, open_checkpoint
 from bireme.engines.torch.core import EngineCore, Parts
 from bireme.engines.torch.disaggregation import Exporter, Importer, Post
+from bireme.engines.torch.encoder_engine import make_encoder
 from bireme.engines.torch.guides import Guides
 from bireme.engines.torch.kv_store import KvStore, group_layers
 from bireme.engines.torch.limits import Limits
+from bireme.engines.torch.picture_encoder import PictureEncoder, layout_of
+from bireme.engines.torch.picture_store import PictureStore
 from bireme.engines.torch.runner import HfRunner, probe
+from bireme.engines.torch.vision_language import VisionLanguageModel
+from bireme.engines.torch.vision_models import is_picture_model
+from bireme.engines.torch.vision_tower import drop_vision_tower
 from bireme.engines.torch.warmup import warm_up
+from bireme.errors import ConfigError
 from bireme.kv.block_manager import BlockManager, GroupSpec
 from bireme.kv.events import EventBuffer
 from bireme.logits.sampler import Sampler
 from bireme.messages import Capacity
+from bireme.multimodal.model_config import picture_model
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -38,8 +47,12 @@ class LoadedEngine:
         torch.set_num_threads(context.num_threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         checkpoint = open_checkpoint(context.model_path, context.config.trust_remote_code)
-        self.limits = limit.resolve_limits(context.config, checkpoint.config, device)
+        self.limits = limit.resolve_limits(context.config, checkpoint.text_config, device)
         model = load_model(checkpoint, context.config.dtype, device)
+        pictures = _picture_side(context, checkpoint, model, device, post, self.limits)
+        self.encoder = pictures.encoder if pictures else None
+        if pictures:
+            model = pictures.language_model
         geometry = _geometry(context, model, checkpoint, device)
         store, manager = _pools(context, geometry, self.limits, checkpoint, device)
         self.events = manager.events
@@ -47,10 +60,19 @@ class LoadedEngine:
         sampler: Sampler[RequestKey] = Sampler(vocab_size, device)
         self.guides = Guides(checkpoint.folder, vocab_size, eos_ids, context.config, post)
         self.admission = Admission(
-            self.limits, manager, sampler, vocab_size, eos_ids, context.transfer is not None, self.guides
+            self.limits,
+            manager,
+            sampler,
+            vocab_size,
+            eos_ids,
+            context.transfer is not None,
+            self.guides,
+            pictures.store if pictures else None,
+            pictures.merge_size if pictures else 0,
         )
         accounts = Accounts(context.metrics, context.worker)
-        runner, builder = HfRunner(model, store), _builder(store, self.limits, device)
+        has_grid_positions = pictures is not None and pictures.merge_size > 0
+        runner, builder = HfRunner(model, store), _builder(store, self.limits, device, has_grid_positions)
         warm_up(runner, builder, manager, store, self.limits)
         self.core = EngineCore(
             Parts(
@@ -66,13 +88,14 @@ class LoadedEngine:
                 guides=self.guides,
                 exporter=Exporter(context.transfer, manager, store, post) if context.transfer else None,
                 importer=Importer(context.transfer, manager, store, post) if context.transfer else None,
+                pictures=pictures.store if pictures else None,
             )
         )
         if context.transfer is not None:
             context.transfer.start(store.layout(checkpoint.digest))
         load_s = time.monotonic() - began
         accounts.started(manager, load_s)
-        self.capacity = _capacity(self.limits, manager, model, eos_ids, load_s)
+        self.capacity = _capacity(self.limits, manager, model, eos_ids, load_s, pictures)
         logger.info(
             "engine_loaded model=%s dtype=%s device=%s kv_mib=%d kv_blocks=%d windows=%s load_s=%.1f",
             type(model).__name__,
@@ -85,15 +108,54 @@ class LoadedEngine:
         )
 
 
-def _builder(store: KvStore, limits: Limits, device: torch.device) -> BatchBuilder:
+@dataclass(slots=True)
+class _PictureSide:
+    """What a model that takes pictures has beside its language model."""
+
+    language_model: VisionLanguageModel
+    placeholder: int
+    merge_size: int
+    store: PictureStore
+    encoder: PictureEncoder | None  # None: another worker has the vision tower
+
+
+def _picture_side(
+    context: EngineContext, checkpoint: Checkpoint, model: Any, device: torch.device, post: Post, limits: Limits
+) -> _PictureSide | None:
+    """Raises ConfigError. Of a worker that encodes elsewhere the vision tower is dropped."""
+    described = picture_model(str(checkpoint.folder))
+    if not is_picture_model(checkpoint.name) or described is None:
+        return None
+    if limits.may_preempt and context.stage == "decode" and context.transfer is not None:
+        raise ConfigError(
+            "scheduler_config.capacity_scheduler_policy: MAX_UTILIZATION computes preempted prompts again, and a"
+            " decode worker has no pictures to do that with; set GUARANTEED_NO_EVICT"
+        )
+    if context.share is None:
+        raise ConfigError(f"{checkpoint.name}: models that take pictures are served from a local folder; download it")
+    dtype, hidden_size = model.lm_head.weight.dtype, int(checkpoint.text_config.hidden_size)
+    encoder = None
+    if context.hosts_encoder:
+        encoder = make_encoder(model, checkpoint, context.config.dtype)
+    else:
+        drop_vision_tower(model)
+    context.share.start(layout_of(checkpoint.digest, dtype, hidden_size))
+    held = context.config.multimodal_config.max_held_bytes
+    store = PictureStore(context.share, post, device, dtype, hidden_size, held)
+    return _PictureSide(VisionLanguageModel(model), described.placeholder, described.merge_size, store, encoder)
+
+
+def _builder(store: KvStore, limits: Limits, device: torch.device, has_grid_positions: bool) -> BatchBuilder:
     windows = [group.window for group in store.groups]
-    return BatchBuilder(windows, limits.tokens_per_block, limits.max_batch_size, limits.max_seq_len, device)
+    return BatchBuilder(
+        windows, limits.tokens_per_block, limits.max_batch_size, limits.max_seq_len, device, has_grid_positions
+    )
 
 
 def _geometry(context: EngineContext, model: Any, checkpoint: Checkpoint, device: torch.device) -> list[LayerGeometry]:
     geometry = probe(model, device)
     limit.check_kv_dtype(context.config.kv_cache_config.dtype, geometry[0].dtype)
-    longest = int(getattr(checkpoint.config, "max_position_embeddings", 0) or 0)
+    longest = int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0)
     return limit.narrow_windows(geometry, context.config.kv_cache_config.max_attention_window, longest)
 
 
@@ -114,7 +176,14 @@ def _pools(
     return store, manager
 
 
-def _capacity(limits: Limits, manager: BlockManager, model: Any, eos_ids: tuple[int, ...], load_s: float) -> Capacity:
+def _capacity(
+    limits: Limits,
+    manager: BlockManager,
+    model: Any,
+    eos_ids: tuple[int, ...],
+    load_s: float,
+    pictures: _PictureSide | None,
+) -> Capacity:
     size = limits.tokens_per_block
     # Consumers take num_blocks * tokens_per_block for the longest sequence; windows alone do not limit it.
     full = [spec.num_blocks for spec in manager.groups if not spec.window]
@@ -130,4 +199,6 @@ def _capacity(limits: Limits, manager: BlockManager, model: Any, eos_ids: tuple[
         eos_token_ids=eos_ids,
         load_s=load_s,
         dtype=str(model.dtype).removeprefix("torch."),
+        image_token_id=pictures.placeholder if pictures else None,
+        encodes_images=pictures is not None and pictures.encoder is not None,
     )

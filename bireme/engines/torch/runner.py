@@ -20,7 +20,7 @@ from bireme.engines.torch.kv_store import KvStore
 from bireme.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 
 def probe(model: Any, device: torch.device) -> list[LayerGeometry]:
@@ -63,14 +63,26 @@ class HfRunner:
         """Compute the batch: writes its KV rows, returns logits (rows wanted, vocabulary)."""
         groups = [batch.groups[group] for group in self._store.group_of]
         step = PagedStep(self._store.keys, self._store.values, groups, self._store.tokens_per_block)
-        return _forward(self._model, step, batch.ids, batch.positions, batch.logits_rows)
+        return _forward(self._model, step, batch.ids, batch.positions, batch.logits_rows, batch.embeddings)
 
 
-def _forward(model: Any, step: AttentionStep, ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+def _forward(
+    model: Any,
+    step: AttentionStep,
+    ids: Tensor,
+    positions: Tensor,
+    logits_rows: Tensor,
+    embeddings: Sequence[tuple[int, Tensor]] = (),
+) -> Tensor:
+    """`embeddings` take the place of those of the ids, from the given place on: pictures."""
     with torch.inference_mode(), _entered(step):
-        output = model(
-            input_ids=ids, position_ids=positions, use_cache=False, return_dict=True, logits_to_keep=logits_rows
-        )
+        inputs = {"input_ids": ids}
+        if embeddings:
+            embedded = model.embed(ids).clone()
+            for begin, rows in embeddings:
+                embedded[0, begin : begin + len(rows)] = rows
+            inputs = {"inputs_embeds": embedded}
+        output = model(**inputs, position_ids=positions, use_cache=False, return_dict=True, logits_to_keep=logits_rows)
         logits: Tensor = output.logits[0]
         return logits
 

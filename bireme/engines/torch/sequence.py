@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey
+from bireme.engines.torch.pictures import Pictures
 from bireme.kv.block_manager import BlockTable
 from bireme.kv.transfer.base import Fetch, Lease
 from bireme.logits.guided.guidance import Guidance
@@ -36,6 +37,7 @@ class Sequence:
     table: BlockTable
     deadline: float = 0.0  # 0: none
     params: DisaggregatedParams | None = None  # generation_only
+    pictures: Pictures | None = None
     lease: Lease | None = None  # context_only
     state: State = State.WAITING
     number: int = 0  # order of arrival

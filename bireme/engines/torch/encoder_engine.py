@@ -1,0 +1,139 @@
+"""The engine of a multimodal_encoder worker: the vision tower alone, behind the interface of every engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import torch
+
+from bireme.disagg import DisaggregatedParams
+from bireme.engines.base import Delta, Emit, EngineContext, Progress, RequestKey
+from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, open_checkpoint
+from bireme.engines.torch.picture_encoder import PictureEncoder
+from bireme.engines.torch.vision_models import is_picture_model
+from bireme.engines.torch.vision_tower import load_vision_tower
+from bireme.errors import BiremeError, ConfigError, RequestError, UnavailableError, to_message
+from bireme.messages import Capacity, EngineRequest, Finish, FinishReason, Usage
+from bireme.multimodal.encoding import EncodeOutcome, EncoderService
+from bireme.multimodal.model_config import picture_model
+from bireme.multimodal.wire import decode_job
+
+logger = logging.getLogger("bireme.engines.torch")
+
+
+class EncoderEngine:
+    """Takes encode_only requests and nothing else."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._lock = threading.Lock()
+        self._is_draining = False
+        self._jobs: EncodeJobs | None = None
+
+    def start(self, emit: Emit) -> Capacity:
+        began = time.monotonic()
+        context = self._context
+        torch.set_num_threads(context.num_threads)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        checkpoint = open_checkpoint(context.model_path, context.config.trust_remote_code)
+        if not is_picture_model(checkpoint.name):
+            raise ConfigError(f"{checkpoint.name}: it has no vision tower; remove workers.multimodal_encoder")
+        model = load_vision_tower(checkpoint, context.config.dtype, device)
+        encoder = make_encoder(model, checkpoint, context.config.dtype)
+        self._jobs = EncodeJobs(context, encoder, emit)
+        assert context.share is not None
+        context.share.start(encoder.layout)
+        load_s = time.monotonic() - began
+        context.metrics.set("bireme_engine_load_seconds", load_s)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        logger.info("encoder_loaded model=%s parameters=%d load_s=%.1f", checkpoint.name, num_parameters, load_s)
+        return _capacity(context, checkpoint, encoder, load_s)
+
+    def submit(self, key: RequestKey, request: EngineRequest, disaggregated: DisaggregatedParams | None) -> None:
+        if request.request_type != "encode_only":
+            raise RequestError(f"request_type: {request.request_type}; an encoder takes encode_only")
+        assert self._jobs is not None
+        if self._is_draining:
+            raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
+        self._jobs.submit(key, request)
+
+    def abort(self, key: RequestKey) -> None:
+        assert self._jobs is not None
+        self._jobs.service.abort(key)
+
+    def drain(self) -> None:
+        self._is_draining = True
+
+    def progress(self) -> Progress:
+        if self._jobs is None:
+            return Progress(0, 0.0, 0, 0)
+        service = self._jobs.service
+        return Progress(service.num_steps, service.step_began_at, 0, service.num_pending)
+
+    def stop(self) -> None:
+        if self._jobs is not None:
+            self._jobs.service.stop()
+
+
+class EncodeJobs:
+    """Encode requests of an engine, from submit to finish: whichever engine has the vision tower holds one."""
+
+    def __init__(self, context: EngineContext, encoder: PictureEncoder, emit: Emit) -> None:
+        assert context.share is not None
+        self._emit, self._worker, self._metrics = emit, context.worker, context.metrics
+        encoder.warm_up()
+        self.service = EncoderService(
+            encoder,
+            context.share,
+            context.config.multimodal_config,
+            context.media,
+            context.metrics,
+            context.config.scheduler_config.max_queue_size,
+            context.num_threads,
+        )
+        self.service.start()
+
+    def submit(self, key: RequestKey, request: EngineRequest) -> None:
+        began = time.monotonic()
+        job = decode_job(request.multimodal)
+        self.service.submit(key, job, request.timeout_ms, lambda outcome: self._done(key, began, outcome))
+
+    def _done(self, key: RequestKey, began: float, outcome: EncodeOutcome | BiremeError) -> None:
+        delta, seconds = Delta(key), time.monotonic() - began
+        usage = Usage(prefill_ms=seconds * 1e3, prefill_worker=self._worker)
+        if isinstance(outcome, BiremeError):
+            reason = _REASONS.get(outcome.code, "error")
+            delta.finish = Finish(reason, usage, to_message(outcome))
+        else:
+            delta.encoded, delta.finish = outcome, Finish("stop", usage)
+        label = outcome.code if isinstance(outcome, BiremeError) else "stop"
+        self._metrics.add("bireme_requests_total", 1, label)
+        self._metrics.observe("bireme_request_seconds", seconds)
+        self._emit(self.service.num_steps, [delta])
+
+
+_REASONS: dict[str, FinishReason] = {"CANCELLED": "cancelled", "DEADLINE_EXCEEDED": "timeout"}
+
+
+def make_encoder(model: object, checkpoint: Checkpoint, dtype: str) -> PictureEncoder:
+    hidden_size = int(checkpoint.text_config.hidden_size)
+    return PictureEncoder(model, checkpoint, hidden_size, choose_dtype(dtype, checkpoint.config))
+
+
+def _capacity(context: EngineContext, checkpoint: Checkpoint, encoder: PictureEncoder, load_s: float) -> Capacity:
+    pictures = picture_model(context.model_path)
+    return Capacity(
+        max_seq_len=0,
+        max_batch_size=context.config.multimodal_config.max_batch_images,
+        max_num_tokens=0,
+        max_queue_size=context.config.scheduler_config.max_queue_size,
+        tokens_per_block=0,
+        num_blocks=0,
+        vocab_size=0,
+        load_s=load_s,
+        dtype=str(encoder.dtype).removeprefix("torch."),
+        image_token_id=pictures.placeholder if pictures else None,
+        encodes_images=True,
+    )

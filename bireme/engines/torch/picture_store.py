@@ -1,0 +1,109 @@
+"""Embeddings for the sequences of an engine that takes pictures.
+
+They are fetched before the sequence joins the queue, and let go of when its prompt has been computed (or at its
+end, where it may have to be computed again). How many bytes all sequences hold is bounded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bireme.engines.torch.disaggregation import Post
+from bireme.engines.torch.picture_encoder import TensorRows
+from bireme.engines.torch.pictures import Pictures
+from bireme.engines.torch.sequence import Sequence
+from bireme.errors import BiremeError, ResourceExhaustedError
+from bireme.multimodal.embedding_share import EmbeddingShare, Fetched
+
+Ready = Callable[[Sequence, BiremeError | None], None]
+
+
+class PictureStore:
+    """Gets embeddings for sequences; used on the engine's thread but for `check`."""
+
+    def __init__(
+        self,
+        share: EmbeddingShare,
+        post: Post,
+        device: torch.device,
+        dtype: torch.dtype,
+        hidden_size: int,
+        max_held_bytes: int,
+    ) -> None:
+        self._share, self._post = share, post
+        self._device, self._dtype, self._hidden_size = device, dtype, hidden_size
+        self._max_held_bytes = max_held_bytes
+        self._lock = threading.Lock()
+        self.held_bytes = 0
+
+    def check(self, pictures: Pictures) -> None:
+        """Raise ResourceExhaustedError where there is no room for its embeddings. From any thread."""
+        need = self._num_bytes(pictures)
+        if self.held_bytes + need > self._max_held_bytes:
+            raise ResourceExhaustedError(
+                f"images: {self.held_bytes} bytes of embeddings are held and this request needs {need};"
+                f" multimodal_config.max_held_bytes is {self._max_held_bytes}; try again later"
+            )
+
+    def fetch(self, sequence: Sequence, ready: Ready) -> None:
+        """Get the embeddings of all its pictures; `ready` is called once, on the engine's thread."""
+        pictures = sequence.pictures
+        assert pictures is not None
+        self._hold(pictures, self._num_bytes(pictures))
+        wanted = [(at, item.handle) for at, item in enumerate(pictures.items) if item.handle is not None]
+        pictures.num_missing = len(wanted)
+        for at, handle in wanted:
+            fetch = self._share.fetch(handle, partial(self._arrived, sequence, at, ready))
+            if fetch is not None:
+                pictures.fetches.append(fetch)
+
+    def release(self, sequence: Sequence) -> None:
+        """Let go of the embeddings; fetches under way are given up."""
+        pictures = sequence.pictures
+        if pictures is None or not pictures.held_bytes:
+            return
+        for fetch in pictures.fetches:
+            fetch.cancel()
+        pictures.fetches, pictures.rows = [], [None] * len(pictures.items)
+        self._hold(pictures, 0)
+
+    def _num_bytes(self, pictures: Pictures) -> int:
+        size = self._hidden_size * int(torch.empty((), dtype=self._dtype).element_size())
+        return size * sum(item.num_tokens for item in pictures.items if item.handle is not None)
+
+    def _hold(self, pictures: Pictures, num_bytes: int) -> None:
+        with self._lock:
+            self.held_bytes += num_bytes - pictures.held_bytes
+            pictures.held_bytes = num_bytes
+
+    def _arrived(self, sequence: Sequence, at: int, ready: Ready, result: Fetched | BiremeError) -> None:
+        """On the transfer's thread, or at once."""
+        self._post(partial(self._take, sequence, at, ready, result))
+
+    def _take(self, sequence: Sequence, at: int, ready: Ready, result: Fetched | BiremeError) -> None:
+        pictures = sequence.pictures
+        assert pictures is not None
+        if not pictures.held_bytes or not pictures.num_missing:
+            return  # it has ended, or failed with another picture
+        if isinstance(result, BiremeError):
+            pictures.num_missing = 0
+            ready(sequence, result)
+            return
+        pictures.rows[at] = self._tensor(result)
+        pictures.num_missing -= 1
+        if not pictures.num_missing:
+            pictures.fetches = []
+            ready(sequence, None)
+
+    def _tensor(self, fetched: Fetched) -> Tensor:
+        if isinstance(fetched, bytearray):
+            rows = torch.frombuffer(fetched, dtype=self._dtype).view(-1, self._hidden_size)
+        else:
+            assert isinstance(fetched, TensorRows)
+            rows = fetched.tensor
+        return rows.to(self._device)
