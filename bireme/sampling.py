@@ -18,7 +18,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -121,8 +121,7 @@ def _derive_seed(seed: int, index: int) -> int:
 # Layers
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
+class _Value(NamedTuple):
     """A raw value and where it came from, for error messages."""
 
     where: str
@@ -261,8 +260,10 @@ def _wrong(value: _Value, remedy: str) -> RequestError:
 
 
 def _build(values: dict[str, _Value], limits: Limits) -> Sampling:
-    _check_harmless(values)
-    fields = {**_counts(values, limits), **_distribution(values), **_ends(values, limits), **_hooks(values, limits)}
+    fields: dict[str, Any] = {}
+    for names, read in _READERS:
+        if not names.isdisjoint(values):  # most requests bring three or four of all the values that there are
+            fields |= read(values, limits)
     params = SamplingParams(**fields)
     _check_together(params)
     _check_travels(params)
@@ -271,7 +272,7 @@ def _build(values: dict[str, _Value], limits: Limits) -> Sampling:
     return Sampling(
         params=params,
         bad_words=_strings(bad, limits.max_bad_words, "limits.max_bad_words") if bad else (),
-        bias_words=_bias_words(values, limits),
+        bias_words=() if _BIAS_WORDS.isdisjoint(values) else _bias_words(values, limits),
         priority=_number(priority, 0, 1, "higher is served first") if priority else 0.5,
         lora_name=str(lora.raw) if lora else "",
     )
@@ -314,7 +315,7 @@ def _max_tokens(value: _Value, limits: Limits) -> int:
     return min(number, MAX_INT32)  # the context ends it earlier
 
 
-def _distribution(values: dict[str, _Value]) -> dict[str, Any]:
+def _distribution(values: dict[str, _Value], limits: Limits) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if value := values.get("temperature"):
         fields["temperature"] = _number(value, 0, math.inf, "0 is greedy")
@@ -430,7 +431,7 @@ def _bias_words(values: dict[str, _Value], limits: Limits) -> tuple[tuple[str, f
     )
 
 
-def _check_harmless(values: dict[str, _Value]) -> None:
+def _check_harmless(values: dict[str, _Value], limits: Limits) -> dict[str, Any]:
     """Check what changes nothing here, so that a wrong value is not passed over in silence."""
     if value := values.get("beam_width"):
         _integer(value, 1, 1, "beam search is not served; use num_return_sequences for several answers")
@@ -442,6 +443,29 @@ def _check_harmless(values: dict[str, _Value]) -> None:
         n = values.get("n")
         count = _integer(n, 1, MAX_INT32, "") if n else 1
         _integer(value, count, count, "it must equal n: candidates are not ranked")
+    return {}
+
+
+_BIAS_WORDS = frozenset({"embedding_bias_words", "embedding_bias_weights"})
+_READERS: tuple[tuple[frozenset[str], Callable[[dict[str, _Value], Limits], dict[str, Any]]], ...] = (
+    (frozenset({"beam_width", "length_penalty", "use_beam_search", "best_of"}), _check_harmless),
+    (frozenset({"max_tokens", "min_tokens", "n", "logprobs", "return_log_probs", "prompt_logprobs"}), _counts),
+    (
+        frozenset({"temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty"})
+        | {"presence_penalty", "frequency_penalty"},
+        _distribution,
+    ),
+    (
+        frozenset({"stop", "stop_token_ids", "end_id", "ignore_eos", "skip_special_tokens"})
+        | {"include_stop_str_in_output"},
+        _ends,
+    ),
+    (
+        frozenset({"logit_bias", "logits_processors", "guided_decoding", "guided_decoding_guide_type"})
+        | {"guided_decoding_guide"},
+        _hooks,
+    ),
+)
 
 
 def _check_together(params: SamplingParams) -> None:

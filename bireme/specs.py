@@ -8,7 +8,7 @@ flags are vllm_backend's, so that clients of both work unchanged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,13 @@ class ModelSpec:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     decoupled: bool = False
+    _inputs: dict[str, TensorSpec] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_inputs", {tensor.name: tensor for tensor in self.inputs})
 
     def input(self, name: str) -> TensorSpec | None:
-        return next((tensor for tensor in self.inputs if tensor.name == name), None)
+        return self._inputs.get(name)
 
 
 def _in(name: str, data_type: str, dims: tuple[int, ...] = (1,)) -> TensorSpec:

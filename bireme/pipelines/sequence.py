@@ -43,7 +43,7 @@ from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs
 from bireme.pipelines.services import Services
 from bireme.request import Ids
 from bireme.text.detokenizer import Detokenizer
-from bireme.text.output import TextStream, TokenDelta
+from bireme.text.output import Say, TextStream, TokenDelta
 from bireme.workers.base import Generation, PrefillResult, UnreachableError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
@@ -86,9 +86,12 @@ class Sequence:
         detokenizer: Detokenizer,
         send: Callable[[TokenDelta], None],
         index: int | None = None,
+        say: Say | None = None,
     ) -> None:
+        """`say` takes the text where nothing but text is wanted; `send` then gets the end alone."""
         self._services, self._work = services, work
         self._stream = TextStream(detokenizer, work.sampling, send, self._settle, self.abort, index)
+        self._next_push: Push = (self._stream.plain_push(say) if say else None) or self._stream.push
         self.push = self._push_first
         self.first_token_at = 0.0
         self.migrations = 0
@@ -119,8 +122,8 @@ class Sequence:
         prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
         self.first_token_at = time.monotonic()
-        self.push = self._stream.push
-        self._stream.push(tokens, logprobs, prompt_logprobs)
+        self.push = self._next_push
+        self.push(tokens, logprobs, prompt_logprobs)
 
     def finish(self, finish: Finish) -> None:
         if self._ended is not None and not self._ended.done():  # else it was given up before
@@ -234,7 +237,7 @@ class Sequence:
         try:
             finish = await _within(self._ended, self._remaining_s())
         finally:
-            if not self._ended.done():
+            if self._ended.cancelled() or not self._ended.done():
                 generation.abort()
             self._ended = None
         if self._stream.finish_reason:
@@ -319,7 +322,7 @@ class _Lease:
         request = msgspec.structs.replace(request, request_type="context_only")
         self._call = asyncio.ensure_future(self._services.workers.prefill(self.worker, request, self._request_id))
         try:
-            result = await _within(self._call, remaining_s)
+            result = await _within(asyncio.shield(self._call), remaining_s)
         except UnavailableError:
             self._services.router.note_down(self.worker)
             raise
@@ -348,10 +351,10 @@ class _Lease:
 
 
 async def _within(future: asyncio.Future[_T], remaining_s: float | None) -> _T:
-    """Await it, at most until a second past the deadline; the future itself goes on."""
+    """Await it, at most until a second past the deadline."""
     if remaining_s is None:
-        return await asyncio.shield(future)
+        return await future
     try:
-        return await asyncio.wait_for(asyncio.shield(future), remaining_s + DEADLINE_GRACE_S)
+        return await asyncio.wait_for(future, remaining_s + DEADLINE_GRACE_S)
     except asyncio.TimeoutError:
         raise DeadlineExceededError("the request's time limit has passed") from None

@@ -94,15 +94,16 @@ class TextPipeline:
         return np.array(await self._services.workers.tokenize(request.text), np.int32)
 
     def _works(self, request: GenerateRequest, prompt: Ids, arrived_at: float) -> list[Work]:
-        work = Work(
+        params = expand(request.sampling.resolve(self._encode))
+        first = Work(
             prompt=prompt,
-            sampling=request.sampling.resolve(self._encode),
+            sampling=params[0],
             cache_salt=request.cache_salt,
             lora_name=request.lora_name,
             priority=request.sampling.priority,
             deadline=arrived_at + request.timeout_ms / 1000 if request.timeout_ms else 0.0,
         )
-        return [replace(work, sampling=params) for params in expand(work.sampling)]
+        return [first, *(replace(first, sampling=other) for other in params[1:])]
 
     def _form(self, request: GenerateRequest, num_input_tokens: int) -> Form:
         assert self._tokenizer is not None

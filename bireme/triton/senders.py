@@ -17,7 +17,7 @@ from collections.abc import Callable
 from bireme.triton.streams import Stream
 
 NUM_SENDERS = 4
-BUSY_TURN = 8  # streams flushed in one go; from here on a sender rests, and what comes meanwhile is merged
+BUSY_TURN = 24  # streams flushed in one go; from here on a sender rests, and what comes meanwhile is merged
 REST = 1.0  # of the time that the turn took
 LONGEST_REST_S = 0.02
 logger = logging.getLogger("bireme.triton")
