@@ -63,6 +63,7 @@ async def _write(call: Call, stream: EventStream) -> None:
         is_over = stream.is_complete or stream.is_closed
         if data := stream.take():
             await call.write_events(data, stream.is_complete)
+            stream.go_on(call.direct_write())
 
 
 async def _fail(call: Call, stream: EventStream, error: BiremeError) -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
+from bireme.openai.direct import DirectWrite, direct_write
 from bireme.openai.error_replies import HttpError
 from bireme.openai.keys import OPEN, Tenant
 
@@ -98,6 +99,10 @@ class Call:
             headers = [*_EVENTS, (b"x-request-id", self.request_id)]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    def direct_write(self) -> DirectWrite | None:
+        """Return a quicker way to write events that are not the last, once some have been written."""
+        return direct_write(self._send)
 
     def when_gone(self, callback: Callable[[], object]) -> asyncio.Future[Message]:
         """Call back when the client leaves; after the body was read. The caller cancels what is returned."""

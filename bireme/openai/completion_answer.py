@@ -10,7 +10,7 @@ from bireme.openai.event_stream import PREFIX, SUFFIX, EventStream
 from bireme.pipelines.chat_answer import Heading, encode_json
 from bireme.pipelines.chat_usage import timing_json, usage_json
 from bireme.pipelines.token_logprobs import LOWEST, TokenTexts
-from bireme.text.output import TokenDelta
+from bireme.text.output import Say, TokenDelta
 
 
 def batch_usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
@@ -62,6 +62,10 @@ class CompletionTemplate:
     def text(self, index: int, text: str) -> bytes:
         return self._texts[index] + encode_json(text) + self._text_end
 
+    def frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return what stands before and after the text's JSON."""
+        return self._texts[index], self._text_end
+
     def full(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> bytes:
         tail = b',"logprobs":%b,"finish_reason":%b}' % (encode_json(logprobs), encode_json(reason))
         return self._texts[index] + encode_json(text) + tail + self._end
@@ -92,6 +96,10 @@ class StreamedCompletion:
             self._stream.text(index, text)
         if delta.finish_reason:
             self._finish(index, delta)
+
+    def say(self, index: int) -> Say | None:
+        """Return where text can go at once; None where it has to be looked at."""
+        return None if self._echoes[index] or self._columns is not None else self._stream.writer(index)
 
     def _finish(self, index: int, delta: TokenDelta) -> None:
         self._stream.chunk(self._template.full(index, "", None, delta.finish_reason))
@@ -125,6 +133,10 @@ class WholeCompletion:
         if delta.finish_reason:
             self._reasons[index] = delta.finish_reason
             self.usages[index] = delta.usage or Usage()
+
+    def say(self, index: int) -> Say | None:
+        """Return where text can go at once; None where it has to be looked at."""
+        return None if self._columns is not None else self._texts[index].append
 
     def json(self, n: int, has_timing: bool) -> bytes:
         body = {

@@ -89,8 +89,7 @@ class Completions:
 
     async def _whole(self, call: Call, model: ServedModel, job: _Job) -> None:
         answer = WholeCompletion(Heading.of(model.name, "cmpl"), job.echoes, _columns(model, job))
-        outputs: list[Output] = [functools.partial(answer.add, index) for index in range(len(job.works))]
-        sequences = await answer_whole(call, self._run(call, model, job, outputs))
+        sequences = await answer_whole(call, self._run(call, model, job, answer))
         call.notes["outcome"] = sequences[0].finish_reason
         note_usage(call, answer.usages, job.num_prompt_tokens)
         await call.reply(200, answer.json(job.n, job.request.return_timing))
@@ -101,13 +100,16 @@ class Completions:
         stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
         answer = StreamedCompletion(template, stream, job.echoes, _columns(model, job))
         answer.n, answer.include_usage, answer.has_timing = job.n, request.include_usage, request.return_timing
-        outputs: list[Output] = [functools.partial(answer.add, index) for index in range(len(job.works))]
-        work = self._run(call, model, job, outputs)
+        work = self._run(call, model, job, answer)
         call.notes["outcome"] = await answer_events(call, work, stream, self._streams)
         note_usage(call, answer.usages, job.num_prompt_tokens)
 
-    async def _run(self, call: Call, model: ServedModel, job: _Job, outputs: list[Output]) -> list[Sequence]:
-        return await run_sequences(model.services, model.tokenizer, job.works, outputs, call.arrived_at)
+    async def _run(
+        self, call: Call, model: ServedModel, job: _Job, answer: StreamedCompletion | WholeCompletion
+    ) -> list[Sequence]:
+        outputs: list[Output] = [functools.partial(answer.add, index) for index in range(len(job.works))]
+        says = [answer.say(index) for index in range(len(job.works))]
+        return await run_sequences(model.services, model.tokenizer, job.works, outputs, call.arrived_at, says)
 
 
 def _echo(model: ServedModel, prompt: str | list[int]) -> str:

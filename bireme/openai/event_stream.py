@@ -6,7 +6,10 @@ import asyncio
 import time
 from typing import Protocol
 
+from bireme.openai.direct import DirectWrite
 from bireme.openai.pace import Pacer
+from bireme.pipelines.chat_answer import encode_json
+from bireme.text.output import Say
 
 PREFIX, SUFFIX = b"data: ", b"\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -18,13 +21,16 @@ class TextTemplate(Protocol):
 
     def text(self, index: int, text: str) -> bytes: ...
 
+    def frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return what stands before and after the text's JSON."""
+
 
 class EventStream:
     """A buffer between an answer and its connection (pipelines.chat_stream.ChunkSink)."""
 
     __slots__ = (
-        "_is_dirty", "_max_bytes", "_pacer", "_parts", "_size", "_template", "_waiter", "is_closed", "is_complete",
-        "is_overrun", "written_at",
+        "_direct", "_is_dirty", "_is_sending", "_max_bytes", "_pacer", "_parts", "_size", "_template", "_waiter",
+        "is_closed", "is_complete", "is_overrun", "written_at",
     )  # fmt: skip
 
     def __init__(self, template: TextTemplate, pacer: Pacer, max_bytes: int) -> None:
@@ -32,6 +38,8 @@ class EventStream:
         self._parts: list[bytes] = []
         self._size = 0
         self._is_dirty = False
+        self._direct: DirectWrite | None = None
+        self._is_sending = False  # the task is at it: nothing may overtake what it has taken
         self._waiter: asyncio.Future[None] | None = None
         self.is_complete = False  # the last event is in the buffer, or out
         self.is_closed = False  # nothing comes any more
@@ -42,6 +50,10 @@ class EventStream:
 
     def text(self, index: int, text: str) -> None:
         self._put(self._template.text(index, text))
+
+    def writer(self, index: int) -> Say:
+        (head, tail), put = self._template.frame(index), self._put
+        return lambda text: put(head + encode_json(text) + tail)
 
     def chunk(self, data: bytes) -> None:
         self._put(data)
@@ -75,14 +87,33 @@ class EventStream:
         await self._waiter
 
     def take(self) -> bytes:
-        data = b"".join(self._parts)
+        """Return what is to be written now; `go_on` when it was."""
+        self._is_sending = True
+        data = self._joined()
+        self._clear()
+        return data
+
+    def go_on(self, direct: DirectWrite | None) -> None:
+        self._direct, self._is_sending = direct, False
+        if self._parts and not self._is_dirty:  # came meanwhile
+            self._is_dirty = True
+            self._pacer.mark(self)
+
+    def _joined(self) -> bytes:
+        return b"".join(self._parts)
+
+    def _clear(self) -> None:
         self._parts.clear()
         self._size = 0
-        self.written_at = time.monotonic()
-        return data
+        self.written_at = self._pacer.now
 
     def wake(self) -> None:
         self._is_dirty = False
+        if not self.is_closed:
+            if self._is_sending or not self._parts:
+                return
+            if self._direct is not None and not self.is_complete and self._direct(self._joined()):
+                return self._clear()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -7,6 +7,7 @@ of the engines pile up in the streams instead of in gRPC's queues.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Protocol
 
 _PACE = 1.0
@@ -14,7 +15,7 @@ _PACE = 1.0
 
 class Flushable(Protocol):
     def wake(self) -> None:
-        """Let the stream's task write; called once for each time that it was marked."""
+        """Write, or let the stream's task do it; called once for each time that it was marked."""
 
 
 class Pacer:
@@ -25,6 +26,7 @@ class Pacer:
         self._dirty: list[Flushable] = []
         self._next_at = 0.0
         self._is_planned = False
+        self.now = time.monotonic()  # of the last flush
 
     def mark(self, stream: Flushable) -> None:
         """The stream has something to write now; it is to be marked again only after it was woken."""
@@ -42,6 +44,7 @@ class Pacer:
 
     def _flush(self) -> None:
         began = self._loop.time()
+        self.now = time.monotonic()
         dirty, self._dirty = self._dirty, []
         for stream in dirty:
             stream.wake()

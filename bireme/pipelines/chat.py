@@ -7,6 +7,7 @@ object; a reader who falls behind gets neighbouring pieces of text as one chunk.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from typing import ClassVar
 
@@ -25,6 +26,7 @@ from bireme.pipelines.text import cancel_with
 from bireme.request import read_tensors
 from bireme.sampling import check_defaults
 from bireme.specs import CHAT, ModelSpec
+from bireme.text.output import Say
 from bireme.text.tokenizer import Tokenizer, load_tokenizer
 from bireme.types import Cancelled, Response, Send, StageContext, Tensors
 from bireme.workers.base import WorkerClient
@@ -140,6 +142,9 @@ class _Sink:
 
     def text(self, index: int, text: str) -> None:
         self._send(_TextChunk(self._template, index, text))
+
+    def writer(self, index: int) -> Say:
+        return functools.partial(self.text, index)
 
     def chunk(self, data: bytes) -> None:
         self._send(JsonResponse(data))

@@ -16,7 +16,7 @@ import msgspec
 from bireme.messages import Usage
 from bireme.pipelines.chat_usage import timing_json, usage_json
 from bireme.pipelines.token_logprobs import TokenTexts
-from bireme.text.output import TokenDelta
+from bireme.text.output import Say, TokenDelta
 from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, Parser, Reasoning
 
 Logprobs = list[dict[str, Any]]  # OpenAI's entries, one a token
@@ -40,6 +40,9 @@ class Answer(Protocol):
     """Takes the parts of an answer's choices. Must be quick and must not raise."""
 
     def text(self, index: int, text: str, logprobs: Logprobs | None) -> None: ...
+
+    def say(self, index: int) -> Say:
+        """Return a quicker way to call `text` for one choice, without log probabilities."""
 
     def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None: ...
 
@@ -70,6 +73,11 @@ class Choice:
         self._logprobs: Logprobs | None = None if texts is None else []
         self._num_reasoning = 0
         self._num_calls = 0
+
+    @property
+    def say(self) -> Say | None:
+        """Return where text can go at once; None where it has to be looked at."""
+        return self._answer.say(self._index) if self._parser is None and self._texts is None else None
 
     def add(self, delta: TokenDelta) -> None:
         if self._texts is not None and delta.logprobs:
@@ -144,6 +152,9 @@ class WholeAnswer:
     def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
         self._choices[index].texts.append(text)
         self._add(index, logprobs)
+
+    def say(self, index: int) -> Say:
+        return self._choices[index].texts.append
 
     def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
         self._choices[index].thoughts.append(text)

@@ -56,7 +56,8 @@ class ChatService:
         works = self._works(request, prompt, self._params(request, parsing), arrived_at)
         choices = [self._choice(index, request, parsing, answer) for index in range(len(works))]
         outputs = [choice.add for choice in choices]
-        return await run_sequences(self.services, self.tokenizer, works, outputs, arrived_at)
+        says = [choice.say for choice in choices]
+        return await run_sequences(self.services, self.tokenizer, works, outputs, arrived_at, says)
 
     def close(self) -> None:
         self.prompts.close()

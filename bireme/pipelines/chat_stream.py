@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from bireme.messages import Usage
 from bireme.pipelines.chat_answer import Heading, Logprobs, call_id, encode_json
 from bireme.pipelines.chat_usage import timing_json, usage_json
+from bireme.text.output import Say
 
 
 class ChunkSink(Protocol):
@@ -14,6 +15,9 @@ class ChunkSink(Protocol):
 
     def text(self, index: int, text: str) -> None:
         """A chunk with content alone, not yet made: `ChunkTemplate.text` makes it."""
+
+    def writer(self, index: int) -> Say:
+        """Return a quicker way to call `text` for one choice."""
 
     def chunk(self, data: bytes) -> None: ...
 
@@ -42,6 +46,10 @@ class ChunkTemplate:
 
     def text(self, index: int, text: str) -> bytes:
         return self._texts[index] + encode_json(text) + self._text_end
+
+    def frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return what stands before and after the text's JSON."""
+        return self._texts[index], self._text_end
 
     def delta(self, index: int, delta: dict[str, Any], logprobs: Logprobs | None, reason: str | None) -> bytes:
         shown = None if logprobs is None else {"content": logprobs, "refusal": None}
@@ -82,6 +90,16 @@ class StreamedAnswer:
             self._sink.text(index, text)
         else:
             self._delta(index, {"content": text}, logprobs)
+
+    def say(self, index: int) -> Say:
+        write, has_begun = self._sink.writer(index), self._has_begun
+
+        def say(text: str) -> None:
+            if not has_begun[index]:
+                self._begin(index)
+            write(text)
+
+        return say
 
     def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
         self._delta(index, {"reasoning_content": text}, logprobs)

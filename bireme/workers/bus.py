@@ -340,7 +340,10 @@ class Session:
             for number, tokens in step.deltas():
                 if (ticket := tickets.get(number)) is not None:
                     ticket.was_heard = True
-                    self._push(ticket, tokens)
+                    try:
+                        ticket.sink.push(tokens)
+                    except Exception as error:
+                        self._break(ticket, error)
         else:
             self._take_logprobs(step)
         for number, finish in step.finished.items():
@@ -363,12 +366,16 @@ class Session:
     def _push(self, ticket: Ticket, *news: Any) -> None:
         try:
             ticket.sink.push(*news)
-        except Exception as error:  # one broken consumer must not take the others along
-            logger.exception("sink_failed worker=%s", self._bus.worker)
-            self._tickets.pop(ticket.number, None)
-            self._outbox.append(Abort(ticket.number))
-            self._wake.set()
-            ticket.fail(BiremeError(f"{type(error).__name__}: {error}"))
+        except Exception as error:
+            self._break(ticket, error)
+
+    def _break(self, ticket: Ticket, error: Exception) -> None:
+        """One broken consumer must not take the others along."""
+        logger.exception("sink_failed worker=%s", self._bus.worker)
+        self._tickets.pop(ticket.number, None)
+        self._outbox.append(Abort(ticket.number))
+        self._wake.set()
+        ticket.fail(BiremeError(f"{type(error).__name__}: {error}"))
 
 
 def _told(error: BiremeError, ticket: Ticket) -> BiremeError:
