@@ -67,6 +67,7 @@ def plan(recipe: Recipe, options: argparse.Namespace) -> list[str]:
     if world % gpus:
         raise ConfigError(f"workers.{stage}: {world} GPUs don't fill nodes of {gpus}; give --gpus-per-node")
     serve = [*leader(recipe), *options.serve_arguments]
+    check_words(serve)
     if options.launcher == "srun":
         nodes = ["--nodes", str(world // gpus), "--ntasks", str(world), "--ntasks-per-node", str(gpus)]
         return ["srun", "--mpi", "pmix", *nodes, "--kill-on-bad-exit=1", *serve]
@@ -98,6 +99,15 @@ def spanning_engine(recipe: Recipe, gpus_per_node: int) -> tuple[str, int, int]:
 def leader(recipe: Recipe) -> list[str]:
     server = [sys.executable, str(CHECKOUT / "tools" / "serve.py"), recipe.folder]
     return ["trtllm-llmapi-launch", *server, "--set", "supervisor.max_restarts=0"]
+
+
+def check_words(words: list[str]) -> None:
+    for word in words:
+        if any(character.isspace() for character in word) or not word:
+            raise ConfigError(
+                f"{word!r}: trtllm-llmapi-launch splits its command at blanks; write it without any (JSON and YAML"
+                " need none), or put it in the recipe"
+            )
 
 
 def mpirun_hosts(hosts: str, world: int, gpus: int) -> list[str]:

@@ -59,6 +59,11 @@ def test_two_engines_over_nodes_are_refused():
         command("--gpus-per-node", "2", recipe="recipes/deepseek-r1-disagg")
 
 
+def test_arguments_with_blanks_are_refused_because_the_launcher_would_split_them():
+    with pytest.raises(ConfigError, match="splits its command at blanks"):
+        command("--", "--set", "chat={tool_parser: hermes}")
+
+
 def test_a_dry_run_prints_the_command_and_runs_nothing(capsys):
     assert serve_nodes.main([WIDE, "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("srun --mpi pmix")
