@@ -46,7 +46,7 @@ async def answer_events(call: Call, work: Awaitable[list[Sequence]], stream: Eve
     except BiremeError as error:
         return await _fail(call, stream, error)
     except asyncio.CancelledError:
-        if watch.done():
+        if watch.is_gone:
             raise ClientGoneError from None
         await _fail(call, stream, UnavailableError("the server is shutting down; try again"))
         raise

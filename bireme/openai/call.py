@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
-from bireme.openai.direct import DirectWrite, direct_write
+from bireme.openai.direct import DirectWrite, Watch, direct_write, has_whole_body
 from bireme.openai.error_replies import HttpError
 from bireme.openai.keys import OPEN, Tenant
 
@@ -62,6 +62,8 @@ class Call:
         length = self.header(b"content-length")
         if length.isdigit() and int(length[:20]) > max_bytes:
             raise _too_large(max_bytes)
+        if has_whole_body(self._receive):
+            return await self._read(max_bytes)
         try:
             return await asyncio.wait_for(self._read(max_bytes), timeout_s)
         except asyncio.TimeoutError:
@@ -104,11 +106,9 @@ class Call:
         """Return a quicker way to write events that are not the last, once some have been written."""
         return direct_write(self._send)
 
-    def when_gone(self, callback: Callable[[], object]) -> asyncio.Future[Message]:
+    def when_gone(self, callback: Callable[[], object]) -> Watch:
         """Call back when the client leaves; after the body was read. The caller cancels what is returned."""
-        future = asyncio.ensure_future(self._receive())
-        future.add_done_callback(lambda done: None if done.cancelled() else callback())
-        return future
+        return Watch(self._receive, callback)
 
     async def unless_gone(self, work: Awaitable[_T]) -> _T:
         """Return what the work returns; when the client leaves, cancel it and raise ClientGoneError."""
@@ -117,7 +117,7 @@ class Call:
         try:
             return await task
         except asyncio.CancelledError:
-            if watch.done():
+            if watch.is_gone:
                 raise ClientGoneError from None
             task.cancel()
             raise

@@ -1,26 +1,34 @@
-"""Chunks of a reply straight to uvicorn's transport: no coroutine, no task switch, no message a chunk.
+"""What uvicorn knows and ASGI can say only with a task, a message and a switch each: used where it is there.
 
-One rule: only between the start of a reply and its end, both of which go through ASGI, and only while the
-client keeps up. Under another server, or a uvicorn whose inside has changed, everything goes through ASGI.
+One rule: a reply begins and ends through ASGI, and whatever is not certain goes through ASGI too: another
+server, a uvicorn whose inside has changed, a client that does not keep up.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 DirectWrite = Callable[[bytes], bool]  # never of nothing; false: not written, send it through ASGI
-_USED = ("chunked_encoding", "disconnected", "flow", "response_complete", "transport")
+_USED = (
+    "body", "chunked_encoding", "disconnected", "flow", "message_event", "more_body", "response_complete", "transport",
+)  # fmt: skip
+
+
+def _cycle(method: Any) -> Any:
+    """Return uvicorn's object of the request, of which ASGI's `receive` and `send` are methods; None elsewhere."""
+    cycle = getattr(method, "__self__", None)
+    is_known = isinstance(cycle, RequestResponseCycle) and all(hasattr(cycle, name) for name in _USED)
+    return cycle if is_known else None
 
 
 def direct_write(send: Any) -> DirectWrite | None:
-    """Return what writes chunks of the reply that was begun with this ASGI `send`, where that is possible."""
-    cycle = getattr(send, "__self__", None)
-    if not isinstance(cycle, RequestResponseCycle) or not all(hasattr(cycle, name) for name in _USED):
-        return None
-    if not cycle.chunked_encoding:
+    """Return what writes chunks of the reply that was begun with `send`, where that is possible."""
+    cycle = _cycle(send)
+    if cycle is None or not cycle.chunked_encoding:
         return None
     flow, transport = cycle.flow, cycle.transport
 
@@ -31,3 +39,52 @@ def direct_write(send: Any) -> DirectWrite | None:
         return True
 
     return write
+
+
+def has_whole_body(receive: Any) -> bool:
+    """Return whether `receive` has all that is left of the body: then it does not wait."""
+    cycle = _cycle(receive)
+    return cycle is not None and not cycle.more_body and cycle.message_event.is_set()
+
+
+class Watch:
+    """Calls back when the client leaves, until it is cancelled."""
+
+    def __init__(self, receive: Any, callback: Callable[[], object]) -> None:
+        """After the whole body was received."""
+        self.is_gone = False
+        self._callback: Callable[[], object] | None = callback
+        self._task: asyncio.Future[Any] | None = None
+        cycle = _cycle(receive)
+        if cycle is None or cycle.disconnected:
+            self._task = asyncio.ensure_future(receive())
+            self._task.add_done_callback(self._end)
+        else:
+            cycle.message_event = _Notice(cycle, self._tell)
+
+    def cancel(self) -> None:
+        self._callback = None
+        if self._task is not None:
+            self._task.cancel()
+
+    def _end(self, task: asyncio.Future[Any]) -> None:
+        if not task.cancelled():
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._callback is not None:
+            self.is_gone = True
+            self._callback()
+
+
+class _Notice(asyncio.Event):
+    """Stands where uvicorn sets an event when the connection is lost, or the reply complete."""
+
+    def __init__(self, cycle: Any, tell: Callable[[], None]) -> None:
+        super().__init__()
+        self._cycle, self._tell = cycle, tell
+
+    def set(self) -> None:
+        super().set()
+        if self._cycle.disconnected:
+            self._tell()
