@@ -32,9 +32,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(recipe: str, log: Path, *arguments: str) -> Iterator[Served]:
-    ports = [f"--{name}-port={port}" for name, port in PORTS.items()]
-    command = [sys.executable, "tools/serve.py", recipe, *ports, "--canary-interval=0", *arguments]
+def served(recipe: str, log: Path, *arguments: str, ports: dict[str, int] = PORTS) -> Iterator[Served]:
+    options = [f"--{name}-port={port}" for name, port in ports.items()]
+    command = [sys.executable, "tools/serve.py", recipe, *options, "--canary-interval=0", *arguments]
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream)
     try:
@@ -63,9 +63,9 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny-chat", "messages": [{"role": "user", "content": text}], **fields}
 
 
-def gauge(name: str) -> float:
+def gauge(name: str, port: int = PORTS["metrics"]) -> float:
     """Return the sum of a metric over tritonserver's page."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{PORTS['metrics']}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
         lines = reply.read().decode().splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 

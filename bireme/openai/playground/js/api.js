@@ -4,6 +4,7 @@ import { eventsOf } from "./sse.js";
 
 const KEY = "bireme.api-key";
 const UNREACHABLE = "The server can't be reached. It may be restarting, or the connection is down.";
+const NOT_UNDERSTOOD = "The server sent something that was not understood.";
 const CUT = "The connection ended before the answer did.";
 
 /** What went wrong with a call, in the server's words where it had any. */
@@ -71,12 +72,27 @@ async function call(path, body = null, signal = null) {
 
 /** Yield what came before an error, then raise it: what was said stays said. */
 function* chunksOf(events, response) {
-  const chunks = events.filter((event) => event !== "[DONE]").map((event) => JSON.parse(event));
-  const failed = chunks.findIndex((chunk) => chunk.error);
-  yield failed < 0 ? chunks : chunks.slice(0, failed);
-  if (failed < 0) return;
-  const { message, code, param } = chunks[failed].error;
-  throw new ApiError(message, { code: code ?? "", param: param ?? "", requestId: idOf(response) });
+  const chunks = [];
+  for (const event of events.filter((each) => each !== "[DONE]")) {
+    const chunk = parsed(event);
+    if (chunk && !chunk.error) {
+      chunks.push(chunk);
+      continue;
+    }
+    yield chunks;
+    const { message, code, param } = chunk?.error ?? { message: NOT_UNDERSTOOD };
+    throw new ApiError(message, { code: code ?? "", param: param ?? "", requestId: idOf(response) });
+  }
+  yield chunks;
+}
+
+/** Return the JSON of an event, or null. */
+function parsed(event) {
+  try {
+    return JSON.parse(event);
+  } catch {
+    return null;
+  }
 }
 
 async function errorOf(response) {

@@ -35,6 +35,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (!panel.closeIfOver()) chat.stop();
 });
+addEventListener("pagehide", () => chat.stop()); // a page that the browser keeps for "back" would go on reading
 bindTheme(byId("theme"));
 composer.showSettings(settings.values());
 composer.focus();

@@ -1,5 +1,6 @@
 // From settings and messages to a request. Pure: what is shown as code is what is sent.
 
+import { parseExtra } from "./extra_fields.js";
 import { NUMBER_FIELDS } from "./fields.js";
 import { parseFormat } from "./response_format.js";
 import { parseTools } from "./tools.js";
@@ -15,7 +16,8 @@ export function buildRequest(model, messages, settings) {
   Object.assign(request, words(settings), toolFields(settings));
   const { format } = parseFormat(settings.format, settings.schema);
   if (format) request.response_format = format;
-  return { ...request, bireme: extensions };
+  const { bireme, ...extra } = parseExtra(settings.extra).fields;
+  return { ...request, ...extra, bireme: { ...extensions, ...bireme } };
 }
 
 function systemMessages({ system }) {

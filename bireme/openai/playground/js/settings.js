@@ -1,12 +1,13 @@
 // The settings panel: its fields, what is wrong with them, and that they are remembered. The API key is not among them.
 
 import { button, byId, element } from "./dom.js";
+import { parseExtra } from "./extra_fields.js";
 import { NUMBER_FIELDS, numberProblem } from "./fields.js";
 import { EXAMPLE_SCHEMA, parseFormat } from "./response_format.js";
 import { recall, remember } from "./storage.js";
 import { EXAMPLE_TOOLS, parseTools } from "./tools.js";
 
-const DEFAULTS = { system: "", effort: "", stop: "", format: "text", schema: "", tools: "", tool_choice: "auto", parallel: true };
+const DEFAULTS = { system: "", effort: "", stop: "", format: "text", schema: "", tools: "", extra: "", tool_choice: "auto", parallel: true };
 const SHOW = (tree) => JSON.stringify(tree, null, 2);
 
 /** The panel's fields. `onChange(values)` is called after each change, `reveal` before a field gets the focus. */
@@ -67,6 +68,7 @@ export class Settings {
     const { tools, problem } = parseTools(values.tools);
     showNote("tools", problem, tools.map((tool) => tool.function.name).join(", "));
     showNote("schema", parseFormat(values.format, values.schema).problem, "");
+    showNote("extra", parseExtra(values.extra).problem, "");
     byId("format-problem").textContent = formatClash(values);
     remember("settings", values);
     this.#onChange(values);
@@ -79,6 +81,7 @@ export class Settings {
       ["schema", parseFormat(values.format, values.schema).problem],
       ["tools", parseTools(values.tools).problem],
       ["format", formatClash(values)],
+      ["extra", parseExtra(values.extra).problem],
     ];
     return [...numbers, ...others].filter(([, text]) => text).map(([name, text]) => ({ control: byId(name), text }));
   }

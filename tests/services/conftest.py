@@ -1,0 +1,72 @@
+"""A browser, a deployment of tiny-chat, and a frontend whose answers a test writes; each starts once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
+
+from openai_served import Served, served
+from playground_page import Page
+from playground_servers import PORTS, RECIPE, URL, ScriptedFrontend
+from screenshots import browser
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.services)
+
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[Any]:
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(RECIPE, tmp_path_factory.mktemp("services") / "log", ports=PORTS) as running:
+        yield running
+
+
+@pytest.fixture
+def visit(driver: Any) -> Iterator[Callable[[str], Page]]:
+    """Return a function: address -> page. At the end no page may have complained, or asked anybody else."""
+    pages: list[Page] = []
+
+    def make(url: str) -> Page:
+        pages.append(Page(driver, url))
+        return pages[-1]
+
+    Page(driver, "").complaints()
+    Page(driver, "").requested()
+    yield make
+    homes = tuple(page.url for page in pages)
+    assert pages[-1].complaints() == []
+    asked = {url for url in pages[-1].requested() if url.startswith(("http", "ws", "ftp"))}
+    assert {url for url in asked if not url.startswith(homes)} == set() and asked
+
+
+@pytest.fixture
+def page(deployment: Served, visit: Callable[[str], Page]) -> Page:
+    """The page of the real deployment, opened."""
+    return visit(URL).open()
+
+
+@pytest.fixture(scope="session")
+def scripted_frontend() -> Iterator[ScriptedFrontend]:
+    with ScriptedFrontend() as running:
+        yield running
+
+
+@pytest.fixture
+def scripted(scripted_frontend: ScriptedFrontend) -> ScriptedFrontend:
+    scripted_frontend.pieces, scripted_frontend.pause_s = [], 0.0
+    scripted_frontend.requests.clear()
+    return scripted_frontend

@@ -1,0 +1,107 @@
+"""What the playground's tests talk to: frontends of a real tritonserver, and a frontend whose answers a test writes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from bireme.config import Recipe, convert
+from bireme.launch.ports import is_free
+from bireme.metrics import Registry
+from bireme.openai.app import Frontend
+from bireme.openai.served_model import Models, ServedModel
+from bireme.text.tokenizer import load_tokenizer
+from bireme.workers.fake import FakeWorkers
+
+LIMIT_S = 60
+RECIPE = "recipes/tiny-chat"
+PORTS = {"http": 24150, "grpc": 24151, "metrics": 24152, "health": 24153, "openai": 24154}
+URL = f"http://127.0.0.1:{PORTS['openai']}/"
+FURTHER_PORTS = range(24160, 24190)
+
+
+def free_port() -> int:
+    return next(port for port in FURTHER_PORTS if is_free(port))
+
+
+def _wait_until_live(url: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            urllib.request.urlopen(url + "health/live", timeout=5).close()
+            return
+        except (urllib.error.URLError, ConnectionError):
+            assert time.monotonic() < deadline, f"nothing answers on {url}"
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def further_frontend(log: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """One more frontend of the deployment's tritonserver: (url, process)."""
+    port = free_port()
+    command = [sys.executable, "-m", "bireme.openai", "--recipe", RECIPE, "--grpc", f"127.0.0.1:{PORTS['grpc']}"]
+    with log.open("wb") as stream:
+        process = subprocess.Popen([*command, "--port", str(port), *arguments], stdout=stream, stderr=stream)
+    try:
+        _wait_until_live(f"http://127.0.0.1:{port}/")
+        yield f"http://127.0.0.1:{port}/", process
+    finally:
+        process.terminate()
+        process.wait(LIMIT_S)
+
+
+class ScriptedFrontend:
+    """A frontend that serves the page as ever, and chats with the bytes of `pieces`, each written at once."""
+
+    def __init__(self) -> None:
+        recipe = convert({"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": "scripted"}, Recipe, "")
+        metrics = Registry("frontend")
+        model = ServedModel(recipe, FakeWorkers(), load_tokenizer("models/tiny-chat"), metrics)
+        self._frontend = Frontend(Models([model]), metrics)
+        self.pieces: list[bytes] = []
+        self.pause_s = 0.0
+        self.requests: list[bytes] = []
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}/"
+        config = uvicorn.Config(self._app, port=port, log_config=None, lifespan="on", interface="asgi3")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    def __enter__(self) -> ScriptedFrontend:
+        self._thread.start()
+        _wait_until_live(self.url)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(LIMIT_S)
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] == "/v1/chat/completions":
+            await self._chat(receive, send)
+        else:
+            await self._frontend(scope, receive, send)
+
+    async def _chat(self, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.requests.append(body)
+        headers = [(b"content-type", b"text/event-stream"), (b"x-request-id", b"scripted-1")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for piece in self.pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(self.pause_s)
+        await send({"type": "http.response.body", "body": b""})

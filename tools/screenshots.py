@@ -1,0 +1,113 @@
+"""Pictures of the playground for the documentation, made in a headless Chromium against a running frontend.
+
+Needs chromium and chromedriver on the PATH and selenium (`make test-services` brings them), and a server of tiny-chat:
+
+    python tools/serve.py recipes/tiny-chat &
+    python tools/screenshots.py                            # docs/playground-light.png, docs/playground-dark.png
+    python tools/screenshots.py --url http://127.0.0.1:9001/ --folder /tmp
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+SIZE = (1280, 820)
+LIMIT_S = 30
+RESULT = '{"degrees": 3, "sky": "sunny"}'
+# What a browser would do besides showing the page, and the sandbox that root can't have.
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:9000/", help="of the OpenAI frontend")
+    parser.add_argument("--folder", type=Path, default=Path("docs"), help="where the pictures go")
+    options = parser.parse_args()
+    with browser() as driver:
+        for theme, converse in (("light", thinking), ("dark", calling)):
+            open_page(driver, options.url, theme)
+            converse(driver)
+            path = options.folder / f"playground-{theme}.png"
+            driver.save_screenshot(str(path))
+            print(f"{path} {path.stat().st_size} bytes")
+    return 0
+
+
+@contextmanager
+def browser() -> Iterator[webdriver.Chrome]:
+    """A headless Chromium with a profile of its own; its console and its requests are in `get_log`."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or ""
+    for flag in FLAGS:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    with tempfile.TemporaryDirectory(prefix="bireme-chromium-", ignore_cleanup_errors=True) as profile:
+        options.add_argument(f"--user-data-dir={profile}")
+        driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+        driver.set_script_timeout(LIMIT_S)
+        try:
+            yield driver
+        finally:
+            driver.quit()
+
+
+def open_page(driver: webdriver.Chrome, url: str, theme: str) -> None:
+    metrics = {"width": SIZE[0], "height": SIZE[1], "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    features = [{"name": "prefers-color-scheme", "value": theme}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    driver.get(url)
+    driver.execute_script("localStorage.clear()")
+    driver.refresh()
+    _wait(driver, lambda: driver.find_element(By.ID, "model").is_enabled())
+
+
+def thinking(driver: webdriver.Chrome) -> None:
+    """A sum that is thought about, with its thoughts and what it cost."""
+    _example(driver, "Think first")
+    _answered(driver, 1)
+    for part in (".reasoning summary", ".stats summary"):
+        driver.find_element(By.CSS_SELECTOR, part).click()
+
+
+def calling(driver: webdriver.Chrome) -> None:
+    """A tool call, its result, and the answer."""
+    _example(driver, "Call a tool")
+    _answered(driver, 1)
+    driver.find_element(By.CSS_SELECTOR, ".call textarea").send_keys(RESULT + Keys.ENTER)
+    _answered(driver, 2)
+
+
+def _example(driver: webdriver.Chrome, title: str) -> None:
+    next(card for card in driver.find_elements(By.CSS_SELECTOR, ".example") if title in card.text).click()
+    _ask(driver, "")
+
+
+def _ask(driver: webdriver.Chrome, text: str) -> None:
+    driver.find_element(By.ID, "prompt").send_keys(text + Keys.ENTER)
+
+
+def _answered(driver: webdriver.Chrome, number: int) -> None:
+    ended = "return document.querySelectorAll('.answer:not(.streaming)').length"
+    _wait(driver, lambda: driver.execute_script(ended) == number)
+
+
+def _wait(driver: webdriver.Chrome, condition: Callable[[], bool]) -> None:
+    WebDriverWait(driver, LIMIT_S).until(lambda _: condition())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
