@@ -84,7 +84,10 @@ def _field(name: str, entry: list[Any], release: str) -> Field:
     text, default, *rest = entry
     more = dict(rest[0]) if rest else {}
     required = more.pop("required", False) or release < more.pop("required_until", "")
-    return Field(name, parse_type("null" if text is None else text), default, required=required, **more)
+    newer = {value for value, since in more.pop("values_since", {}).items() if release < since}
+    kind = parse_type("null" if text is None else text)
+    kind = FieldType(tuple(part for part in kind.parts if part.name not in newer))
+    return Field(name, kind, default, required=required, **more)
 
 
 def _class(name: str) -> dict[str, Any]:

@@ -115,6 +115,21 @@ def attention_dp_options_need_attention_dp(yaml: Yaml) -> Iterator[Problem]:
         yield yaml.problem("attention_dp_config", reason, remedy, is_warning=True)
 
 
+def ray_options_need_ray(yaml: Yaml) -> Iterator[Problem]:
+    for key in ("ray_worker_extension_cls", "ray_placement_config"):
+        if yaml.get(key) is not None and yaml.get("orchestrator_type") != "ray":
+            yield yaml.problem(key, "only orchestrator_type ray has it", "remove it, or set orchestrator_type: ray")
+
+
+def helix_has_the_kv_cache_s_blocks(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.get("cp_config.cp_type") != "HELIX" or yaml.number("context_parallel_size", 1) == 1:
+        return
+    size, own = yaml.number("kv_cache_config.tokens_per_block", 32), yaml.number("cp_config.tokens_per_block")
+    if own and own != size:
+        reason = f"HELIX cuts sequences at blocks, and kv_cache_config.tokens_per_block is {size}"
+        yield yaml.problem("cp_config.tokens_per_block", reason, f"set {size}")
+
+
 # experts
 
 
@@ -178,9 +193,21 @@ def the_input_leaves_room_for_output(yaml: Yaml) -> Iterator[Problem]:
 
 def graph_sizes_are_said_once(yaml: Yaml) -> Iterator[Problem]:
     sizes, largest = yaml.get("cuda_graph_config.batch_sizes"), yaml.number("cuda_graph_config.max_batch_size")
-    if isinstance(sizes, list) and sizes and largest and largest != max(filter(_is_int, sizes), default=largest):
-        reason = "batch_sizes lists the batches already, and ends elsewhere"
+    if not sizes or not largest:
+        return
+    if sorted(sizes) != generated_graph_sizes(largest, has_padding=bool(yaml.get("cuda_graph_config.enable_padding"))):
+        reason = "beside batch_sizes, TensorRT-LLM refuses a maximum that stands for another list"
         yield yaml.problem("cuda_graph_config.max_batch_size", reason, "keep one of the two")
+
+
+def generated_graph_sizes(largest: int, *, has_padding: bool) -> list[int]:
+    """Return the batch sizes that TensorRT-LLM makes of a maximum."""
+    sizes = [1, 2, 4, *range(8, 129, 8)] if has_padding else [*range(1, 33), 64, 128]
+    power = 256
+    while power < largest:
+        sizes.append(power)
+        power *= 2
+    return [size for size in sizes if size < largest] + [largest]
 
 
 def graphs_fit_the_batch(yaml: Yaml) -> Iterator[Problem]:
@@ -191,8 +218,6 @@ def graphs_fit_the_batch(yaml: Yaml) -> Iterator[Problem]:
     if largest > batch:
         reason = f"graphs above max_batch_size {batch} are never used"
         yield yaml.problem(key, reason, f"end at {batch}", is_warning=True)
-    if sizes != sorted(set(sizes)):
-        yield yaml.problem(key, "sizes are listed in rising order, each once", "sort the list", is_warning=True)
 
 
 def _is_int(value: Any) -> bool:
@@ -209,6 +234,18 @@ def drafting_has_what_it_needs(yaml: Yaml) -> Iterator[Problem]:
         yield yaml.problem("speculative_config.speculative_model", f"{kind} drafts with a model of its own", "name it")
     if kind in ("Eagle", "Eagle3", "NGram", "DraftTarget", "Draft_Target") and not yaml.draft_len:
         yield yaml.problem("speculative_config.max_draft_len", f"{kind} drafts that many tokens", "set 1 or more")
+    if kind == "NGram" and yaml.release < "1.3" and not yaml.number("speculative_config.max_matching_ngram_size", 0):
+        reason = "TensorRT-LLM 1.2 has 0 by default and does not start with it"
+        yield yaml.problem("speculative_config.max_matching_ngram_size", reason, "set 1 or more")
+    schedule = yaml.block("speculative_config.draft_len_schedule")
+    if schedule and _by_number(schedule).get(1) != yaml.draft_len:
+        reason = f"it begins with a batch of 1, at max_draft_len {yaml.draft_len}"
+        yield yaml.problem("speculative_config.draft_len_schedule", reason, f"set 1: {yaml.draft_len} in it")
+
+
+def _by_number(tree: Tree) -> dict[int, Any]:
+    """JSON has only strings for keys."""
+    return {int(key): value for key, value in tree.items() if str(key).isdecimal()}
 
 
 def drafting_runs_on_this_backend(yaml: Yaml) -> Iterator[Problem]:
@@ -356,6 +393,8 @@ RULES: tuple[Rule, ...] = (
     moe_sizes_fill_the_tensor_parallel_group,
     pipeline_partition_has_a_part_for_each_stage,
     attention_dp_options_need_attention_dp,
+    ray_options_need_ray,
+    helix_has_the_kv_cache_s_blocks,
     expert_slots_divide_by_the_ranks,
     expert_assignments_fill_the_slots,
     expert_balancing_needs_expert_parallelism,
