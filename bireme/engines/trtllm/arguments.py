@@ -1,6 +1,7 @@
 """What the LLM is made with: the engine YAML's arguments, bireme's defaults, and what a backend can't take.
 
-Pure: dictionaries in, dictionaries out. What is dropped or mapped is said once, in a warning each.
+Pure: dictionaries in, dictionaries out. What is dropped or mapped has one warning: here, or from the check of
+the YAML (rules.py).
 """
 
 from __future__ import annotations
@@ -125,7 +126,5 @@ def _fit_autodeploy(values: dict[str, Any]) -> None:
         values["world_size"] = size
         logger.warning("argument_mapped name=tensor_parallel_size to=world_size value=%s backend=_autodeploy", size)
         del values["tensor_parallel_size"]
-    for name in AUTODEPLOY_REFUSES:
-        value = values.pop(name, None)
-        if value is not None and value != SCHEDULER:
-            logger.warning("argument_dropped name=%s value=%s reason=not_with__autodeploy", name, value)
+    for name in AUTODEPLOY_REFUSES:  # the check of the YAML has warned of each
+        values.pop(name, None)

@@ -7,6 +7,7 @@ comes in, the reads become rarer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -52,6 +53,7 @@ class Iterations:
         self._total: dict[int, int] = {}
         self._last_at = 0.0
         self._stops = threading.Event()
+        self._reading: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="trtllm-iterations", daemon=True)
         self.num_seen = 0
@@ -63,6 +65,8 @@ class Iterations:
     def stop(self) -> None:
         self._stops.set()
         if self._thread.is_alive():
+            if self._reading is not None:
+                self._reading[0].call_soon_threadsafe(self._reading[1].cancel)
             self._thread.join(1)
 
     def take_kv_events(self) -> list[KvEvent]:
@@ -75,9 +79,13 @@ class Iterations:
         self._relay.request_ended(getattr(result, "metrics_dict", None) or {})
 
     def _run(self) -> None:
-        asyncio.run(self._read_all())
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(self._read_all())
 
     async def _read_all(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._reading = (asyncio.get_running_loop(), task)
         tasks = [self._relay_series()]
         if self._has_stats:
             tasks.append(self._read("stats", self._llm.get_stats_async, self._take_stats, STATS_PAUSE_S))

@@ -151,14 +151,14 @@ class Executor:
 
     def _admit(self) -> None:
         with self._lock:
+            for one in [one for one in self._waiting if one.is_aborted]:
+                self._waiting.remove(one)
+                one.result.put(Response(finish_reason="cancelled"))
             self._waiting.sort(key=lambda one: -one.priority)  # stable: arrival counts among equals
             while self._waiting and len(self._running) < (self._args.max_batch_size or 2048):
                 one = self._waiting[0]
                 worst = len(one.prompt) + one.params.max_tokens
-                if one.is_aborted:
-                    self._waiting.pop(0)
-                    one.result.put(Response(finish_reason="cancelled"))
-                elif self.blocks.blocks_for(worst) > self.blocks.num_blocks:
+                if self.blocks.blocks_for(worst) > self.blocks.num_blocks:
                     self._waiting.pop(0)
                     one.result.put(Response(error=RequestError("Max KV cache pool size exceeded")))
                 elif self.blocks.fits(worst):

@@ -151,6 +151,17 @@ class BaseLLM:
         raise RuntimeError("LLM object can't be pickled")
 
 
+@functools.cache
+def _load_model(folder: str, dtype: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if not (Path(folder) / "config.json").exists():
+        raise ValueError(f"{folder}: no config.json")
+    kind = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True).eval()
+
+
 def _take(items: Any) -> str | None:
     try:
         text: str = items.popleft()

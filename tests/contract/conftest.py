@@ -1,0 +1,52 @@
+"""The TensorRT-LLM engine in this process, on the stand-in: one profile after the other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for folder in (Path(__file__).parent, Path(__file__).parents[1] / "engines"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+import stand_in_workers
+from trtllm_harness import Harness
+
+
+@pytest.fixture(scope="module", params=stand_in_workers.PROFILES)
+def profile(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The stand-in as one release, imported anew; tests that need one release name it by `indirect`."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRTLLM_STAND_IN", request.param)
+        patched.syspath_prepend(str(stand_in_workers.STAND_IN))
+        _forget()
+        yield request.param
+    _forget()
+
+
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def make_engine(
+    profile: str, sample_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Harness]]:
+    """Return a maker of started engines; keyword arguments are the engine YAML's."""
+    made: list[Harness] = []
+
+    def make(stage: str = "decode", model: str = "llama", env: dict[str, str] | None = None, **yaml: Any) -> Harness:
+        for name, value in (env or {}).items():
+            monkeypatch.setenv(name, value)
+        harness = Harness(stage, sample_model(model), yaml)
+        made.append(harness)
+        return harness
+
+    yield make
+    for harness in made:
+        harness.engine.stop()

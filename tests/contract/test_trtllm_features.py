@@ -1,0 +1,161 @@
+"""What the TensorRT-LLM engine passes on: processors, guides, adapters, ranks, priorities, metrics, KV events."""
+
+from __future__ import annotations
+
+import pytest
+from engine_fixtures import wait_for
+from trtllm_harness import PROMPT
+
+from bireme.errors import ConfigError, NotFoundError, RequestError
+from bireme.kv import hashing
+from bireme.kv.events import BlocksStored
+from bireme.messages import ProcessorCall
+
+
+def last_call(harness):
+    return harness.llm.last_call
+
+
+def test_a_processor_works_in_the_engine(make_engine):
+    harness = make_engine()
+    calls = (ProcessorCall("forced_sequence", {"token_ids": [11, 12, 13]}),)
+    answer = harness.ask(logits_processors=calls)
+    assert answer.wait().reason == "stop"
+    assert answer.tokens == [11, 12, 13]
+
+
+def test_a_processor_is_refused_with_speculation(make_engine):
+    speculation = {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 2}
+    harness = make_engine(speculative_config=speculation)
+    with pytest.raises(RequestError, match="together with speculative decoding"):
+        harness.ask(logits_processors=(ProcessorCall("allowed_tokens", {"token_ids": [5]}),))
+
+
+def test_a_processor_that_raises_leaves_the_tokens_as_they_are(make_engine):
+    from bireme.logits import registry
+
+    class Broken:
+        def __init__(self, context):
+            pass
+
+        def __call__(self, token_ids, logits):
+            logits.fill_(0)
+            raise RuntimeError("planted")
+
+    registry.register("broken_in_test", Broken)
+    try:
+        harness = make_engine()
+        assert harness.tokens(logits_processors=(ProcessorCall("broken_in_test", {}),)) == harness.tokens()
+        assert not harness.exits
+    finally:
+        registry.unregister("broken_in_test")
+
+
+def test_a_guide_needs_its_backend(make_engine):
+    harness = make_engine()
+    with pytest.raises(RequestError, match="guided_decoding_backend is not set"):
+        harness.ask(guided_decoding={"regex": "a+"})
+
+
+def test_a_guide_reaches_the_engine_which_then_has_a_tokenizer(make_engine, monkeypatch):
+    harness = make_engine(guided_decoding_backend="xgrammar")
+    assert harness.llm.args.skip_tokenizer_init is False
+    seen = []
+    plain = type(harness.llm)._check_params
+    monkeypatch.setattr(type(harness.llm), "_check_params", lambda *args: (seen.append(args[1]), plain(*args))[1])
+    harness.tokens(guided_decoding={"choice": ["yes", "no."]})
+    assert seen[-1].guided_decoding.regex == r"(yes|no\.)"
+
+
+def test_an_adapter_is_named_by_its_folder(make_engine, tmp_path):
+    harness = make_engine(enable_lora=True, lora_config={"lora_dir": ["/adapters/poet", str(tmp_path / "chemist")]})
+    assert harness.capacity.lora_names == ("poet", "chemist")
+    harness.tokens(lora_name="chemist")
+    given = last_call(harness)["lora_request"]
+    assert (given.lora_name, given.lora_int_id, given.lora_path) == ("chemist", 2, str(tmp_path / "chemist"))
+    with pytest.raises(NotFoundError, match="lora_config.lora_dir has poet, chemist"):
+        harness.ask(lora_name="nobody")
+
+
+def test_a_rank_pins_the_request_strictly_and_must_exist(make_engine):
+    harness = make_engine(tensor_parallel_size=4, enable_attention_dp=True)
+    assert harness.capacity.attention_dp_size == 4
+    harness.tokens(dp_rank=3)
+    given = last_call(harness)["scheduling_params"]
+    assert (given.attention_dp_rank, given.attention_dp_relax) == (3, False)
+    with pytest.raises(RequestError, match="dp_rank: 4; this worker has 4"):
+        harness.ask(dp_rank=4)
+
+
+def test_a_priority_is_passed_where_the_release_has_one(make_engine, profile):
+    harness = make_engine()
+    harness.tokens(priority=0.9)
+    assert last_call(harness).get("priority") == (0.9 if profile == "1.3" else None)
+
+
+def test_autodeploy_takes_its_size_as_world_size(make_engine, caplog):
+    harness = make_engine(backend="_autodeploy", tensor_parallel_size=4, moe_expert_parallel_size=2)
+    assert harness.llm.args.world_size == 4
+    assert type(harness.llm).__name__ == "AutoDeployLLM"
+    assert len(harness.tokens()) == 12
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "moe_expert_parallel_size" not in harness.engine._loaded.arguments.values
+    assert sum("moe_expert_parallel_size" in text for text in warned) == 1
+    assert sum("tensor_parallel_size to=world_size" in text for text in warned) == 1
+
+
+def test_iterations_become_metrics(make_engine):
+    harness = make_engine(kv_cache_config={"max_tokens": 4096})
+    answer = harness.ask(max_tokens=3000)
+    answer.has_tokens.wait(10)
+    wait_for(lambda: harness.counter("bireme_kv_blocks_used") > 0, 5)
+    assert harness.counter("bireme_kv_blocks_total") == 128
+    harness.abort(answer)
+    answer.wait()
+    wait_for(lambda: harness.counter("bireme_kv_blocks_used") == 0, 5)
+
+
+def test_an_iteration_counts_as_progress(make_engine):
+    harness = make_engine(stream_interval=1000)
+    answer = harness.ask(max_tokens=150)
+    step = harness.engine.progress().step
+    wait_for(lambda: harness.engine.progress().step > step + 5, 5)
+    answer.wait()
+
+
+def test_tensorrt_llm_s_own_series_are_relayed(make_engine):
+    harness = make_engine(return_perf_metrics=True)
+    for _ in range(3):
+        harness.tokens()
+    wait_for(lambda: harness.counter("trtllm_request_success_total") >= 3, 5)
+    assert harness.counter("bireme_requests_total") == 3
+    delta = harness.metrics.take_delta()
+    counts = {name: sum(values) for name, _, values, _ in delta.histograms}
+    assert counts["trtllm_e2e_request_latency_seconds"] >= 3
+    assert counts["bireme_queue_seconds"] == 3
+
+
+def test_without_perf_metrics_the_queue_time_is_not_made_up(make_engine):
+    harness = make_engine()
+    harness.tokens()
+    assert "bireme_queue_seconds" not in {name for name, *_ in harness.metrics.take_delta().histograms}
+
+
+def test_kv_events_carry_public_hashes(make_engine):
+    harness = make_engine(kv_cache_config={"event_buffer_max_size": 1000})
+    harness.tokens(max_tokens=2)
+    events = []
+    wait_for(lambda: events.extend(harness.engine.kv_events()) or events, 5)
+    hashes = [block.block_hash for event in events if isinstance(event, BlocksStored) for block in event.blocks]
+    assert hashes == hashing.sequence_hashes(PROMPT, 32)
+
+
+def test_without_a_buffer_there_are_no_events(make_engine):
+    harness = make_engine()
+    harness.tokens()
+    assert harness.engine.kv_events() == []
+
+
+def test_a_buffer_without_reuse_is_refused_before_the_load(make_engine):
+    with pytest.raises(ConfigError, match="without enable_block_reuse there are no KV events"):
+        make_engine(kv_cache_config={"event_buffer_max_size": 100, "enable_block_reuse": False})

@@ -1,0 +1,112 @@
+"""A TensorRT-LLM engine without its process: what it emits is gathered by request."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bireme import config, llm_args
+from bireme.config import EngineConfig
+from bireme.disagg import DisaggregatedParams
+from bireme.engines.base import Delta, EngineContext
+from bireme.engines.trtllm.engine import TrtllmEngine
+from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs
+from bireme.metrics import Registry
+
+PROMPT = list(range(400, 480))
+
+
+def engine_config(yaml: dict[str, Any]) -> EngineConfig:
+    """Return what load_recipe makes of an engine YAML of engine trtllm."""
+    return config.convert(llm_args.split(yaml, config._keys_of(EngineConfig)), EngineConfig, "test")
+
+
+class Answer:
+    """One request's news."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.tokens: list[int] = []
+        self.deltas: list[Delta] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.finish: Finish | None = None
+        self.exported: DisaggregatedParams | None = None
+        self.has_tokens = threading.Event()
+        self._has_ended = threading.Event()
+
+    def take(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs or []
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        if delta.tokens:
+            self.has_tokens.set()
+        if delta.finish is not None:
+            assert self.finish is None, "a request ends once"
+            self.finish, self.exported = delta.finish, delta.exported
+            self._has_ended.set()
+
+    def wait(self, timeout_s: float = 60.0) -> Finish:
+        assert self._has_ended.wait(timeout_s), f"no end in {timeout_s} s after {len(self.tokens)} tokens"
+        assert self.finish is not None
+        return self.finish
+
+
+class Harness:
+    def __init__(self, stage: str, model: Path, yaml: dict[str, Any]) -> None:
+        self.metrics = Registry(stage)
+        self.exits: list[int] = []
+        self.has_exited = threading.Event()
+        self.steps: list[list[Delta]] = []
+        self._answers: dict[int, Answer] = {}
+        self._count = 0
+        given = {"dtype": "float32", "max_batch_size": 8, "disable_overlap_scheduler": True} | yaml
+        context = EngineContext(
+            worker=stage, stage=stage, model_path=str(model), config=engine_config(given), metrics=self.metrics, life=7
+        )
+        self.engine = TrtllmEngine(context, die=self._die)
+        self.capacity = self.engine.start(self._emit)
+
+    @property
+    def llm(self) -> Any:
+        assert self.engine._loaded is not None
+        return self.engine._loaded.llm
+
+    def ask(self, prompt: list[int] | None = None, params: DisaggregatedParams | None = None, **fields: Any) -> Answer:
+        """Submit; keyword arguments are EngineRequest's, or SamplingParams'."""
+        request_fields = {name: fields.pop(name) for name in list(fields) if name in EngineRequest.__struct_fields__}
+        sampling = SamplingParams(**({"max_tokens": 12} | fields))
+        data = np.array(PROMPT if prompt is None else prompt, np.int32).tobytes()
+        self._count += 1
+        answer = self._answers[self._count] = Answer(self._count)
+        request = EngineRequest(prompt=data, sampling=sampling, **request_fields)
+        self.engine.submit((0, self._count), request, params)
+        return answer
+
+    def tokens(self, *args: Any, **kwargs: Any) -> list[int]:
+        answer = self.ask(*args, **kwargs)
+        finish = answer.wait()
+        assert not finish.error, finish.error
+        return answer.tokens
+
+    def abort(self, answer: Answer) -> None:
+        self.engine.abort((0, answer.number))
+
+    def counter(self, name: str) -> float:
+        """Return a counter's or gauge's present value, over all labels; does not take it away."""
+        delta = self.metrics.take_delta()
+        self.metrics.merge(delta)
+        return sum(value for found, _, value in (*delta.counters, *delta.gauges) if found == name)
+
+    def _emit(self, step: int, deltas: list[Delta]) -> None:
+        self.steps.append(deltas)
+        for delta in deltas:
+            self._answers[delta.key[1]].take(delta)
+
+    def _die(self, code: int) -> None:
+        self.exits.append(code)
+        self.has_exited.set()
