@@ -109,6 +109,7 @@ PREFILL = ModelSpec(
         _out("disaggregated_params", "BYTES"),
         _out("output_ids", "INT32", (-1,)),
         _out("usage", "BYTES"),
+        _out("embedding_handles", "BYTES"),  # of an encode, where this worker has the vision tower
     ),
 )
 
@@ -147,6 +148,7 @@ MULTIMODAL_ENCODER = ModelSpec(
         _in("return_embeddings", "BOOL"),
         _in("request_id", "BYTES"),
         _in("abort", "BOOL"),
+        _in("engine_request", "UINT8", (-1,)),  # msgpack EngineRequest, from pipelines: instead of all the others
     ),
     outputs=(
         _out("embedding_handles", "BYTES"),
@@ -192,7 +194,7 @@ VIDEO_DIFFUSION = ModelSpec(
         _out("progress", "FP32"),  # 0 to 1
         _out("step", "INT32"),
         _out("total_steps", "INT32"),
-        _out("eta_s", "FP32"),
+        _out("eta_s", "FP32"),  # -1: not known yet
         _out("details", "BYTES"),  # JSON, with the result: what was made
         _out("video", "BYTES"),
         _out("images", "BYTES", (-1,)),

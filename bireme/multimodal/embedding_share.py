@@ -101,6 +101,13 @@ class EmbeddingShare:
         for lease in leases:
             lease.abort()
 
+    def release(self, handle: EmbeddingHandle) -> None:
+        """End the lease behind a handle; harmless when it has ended."""
+        with self._lock:
+            lease, _ = self._offers.get(handle.lease_id, (None, None))
+        if lease is not None and (lease.generation, handle.life) == (handle.generation, self._life):
+            lease.abort()
+
     def fetch(self, handle: EmbeddingHandle, done: Done) -> Fetch | None:
         """Get the rows behind a handle: at once if they were made here (None), else through the transfer."""
         if (handle.worker, handle.life) == (self._worker, self._life):

@@ -30,7 +30,7 @@ from bireme.metrics import Registry
 from bireme.multimodal.embedding_cache import EmbeddingCache
 from bireme.multimodal.embedding_share import EmbeddingShare, Rows
 from bireme.multimodal.media import MediaLoader
-from bireme.multimodal.wire import EmbeddingHandle, EncodeJob, EncodeSource, Grid
+from bireme.multimodal.wire import EmbeddingHandle, EncodeJob, EncodeSource, Grid, peek_handle
 
 logger = logging.getLogger("bireme.multimodal")
 _T = TypeVar("_T")
@@ -177,6 +177,8 @@ class EncoderService:
             self._thread.join(_STOP_S)
 
     def _check(self, job: EncodeJob) -> None:
+        if job.release and not job.sources:
+            return
         if not job.sources:
             raise RequestError("images: none; send at least one")
         if len(job.sources) > self._media.max_images:
@@ -251,6 +253,10 @@ class EncoderService:
         done(outcome)
 
     async def _outcome(self, key: Key, job: EncodeJob) -> EncodeOutcome:
+        for text in job.release:
+            self._share.release(peek_handle(text))
+        if not job.sources:
+            return EncodeOutcome((), self._encoder.hidden_size)
         async with self._slots:
             encoded = await self._pictures(job.sources)
         pictures = tuple(self._offer(key, one, job.copies) for one in encoded)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bireme.config import Recipe
 from bireme.errors import ConfigError
 
 
@@ -35,6 +36,16 @@ def picture_model(folder: str) -> PictureModel | None:
     if not isinstance(placeholder, int):
         raise ConfigError(f"config.json ({name}): it has a vision_config but no image_token_id")
     return PictureModel(name, placeholder, _merge_size(tree, vision))
+
+
+def picture_model_of(recipe: Recipe) -> PictureModel | None:
+    """Return what the recipe's model takes; None also where there is no folder, as with a mocker's model."""
+    try:
+        folder = recipe.model_path
+    except ConfigError:
+        return None
+    decode = recipe.workers.get("decode")
+    return None if decode is None or decode.engine == "mocker" else picture_model(folder)
 
 
 _DEFAULT_PLACEHOLDERS = {"llava": 32000, "qwen2_5_vl": 151655}

@@ -12,6 +12,8 @@ where in the expanded prompt each picture stands, and has a handle for each that
 
 from __future__ import annotations
 
+import base64
+import binascii
 from typing import Literal
 
 import msgspec
@@ -72,6 +74,7 @@ class EncodeJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sources: tuple[EncodeSource, ...]
     copies: int = 1  # handles for each picture
     inline: bool = False  # the embeddings themselves are wanted, too
+    release: tuple[str, ...] = ()  # handles that will not be used; a job has either these or sources
 
 
 class Encoded(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -97,6 +100,7 @@ _decode_handle = msgspec.json.Decoder(EmbeddingHandle).decode
 _decode_opened = msgspec.msgpack.Decoder(tuple[OpenedItem, ...]).decode
 _decode_job = msgspec.msgpack.Decoder(EncodeJob).decode
 _decode_answer = msgspec.msgpack.Decoder(EncodeAnswer).decode
+_decode_answer_json = msgspec.json.Decoder(EncodeAnswer).decode
 
 
 def encode_multimodal(items: tuple[MediaItem, ...]) -> bytes:
@@ -125,6 +129,10 @@ def decode_answer(blob: bytes) -> EncodeAnswer:
     return _decode_answer(blob)
 
 
+def decode_answer_json(blob: bytes) -> EncodeAnswer:
+    return _decode_answer_json(blob)
+
+
 def seal_handle(handle: EmbeddingHandle, key: bytes) -> str:
     return disagg.sign(_json(handle), key).decode("ascii")
 
@@ -136,6 +144,14 @@ def open_handle(text: str, key: bytes) -> EmbeddingHandle:
         return _decode_handle(payload)
     except msgspec.DecodeError as error:
         raise RequestError(f"multimodal: handle: {error}") from error
+
+
+def peek_handle(text: str) -> EmbeddingHandle:
+    """Decode without a look at the signature: lease ids can't be guessed. Raises RequestError."""
+    try:
+        return _decode_handle(base64.urlsafe_b64decode(text.partition(".")[0]))
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"handle: {error}") from error
 
 
 def open_multimodal(blob: bytes, key: bytes) -> tuple[OpenedItem, ...]:

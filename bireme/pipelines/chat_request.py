@@ -17,6 +17,8 @@ from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
 from bireme.pipelines.extensions import MISPLACED, Extensions
 from bireme.pipelines.json_body import check_plain, decode_body
+from bireme.pipelines.picture_parts import PICTURE_PARTS, Pictures
+from bireme.pipelines.pictures import PictureSource
 from bireme.sampling import Sampling, json_sampling
 from bireme.text.chat_template import Message
 
@@ -45,6 +47,7 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
     text: str | None = None
     refusal: str | None = None
     image_url: Any = None
+    image_embeds: Any = None
     input_audio: Any = None
     file: Any = None
 
@@ -152,6 +155,7 @@ class ChatRequest:
 
     model: str
     messages: list[Message]
+    pictures: list[PictureSource]  # in the order of the messages
     functions: list[dict[str, Any]]  # offered; empty with tool_choice none
     tool_mode: ToolMode
     is_parallel: bool  # may the answer hold several calls?
@@ -186,9 +190,11 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         raise RequestError("stream_options: only with stream true; remove it")
     _check_metadata(body.metadata)
     check_plain(extensions.chat_template_kwargs, "bireme.chat_template_kwargs")
+    messages, pictures = _messages(body.messages, recipe)
     return ChatRequest(
         model=body.model,
-        messages=_messages(body.messages, recipe.limits),
+        messages=messages,
+        pictures=pictures,
         functions=functions,
         tool_mode=mode,
         is_parallel=body.parallel_tool_calls is not False,
@@ -292,20 +298,22 @@ def _function(function: FunctionDefinition, where: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _messages(messages: list[ChatMessage], limits: Limits) -> list[Message]:
+def _messages(messages: list[ChatMessage], recipe: Recipe) -> tuple[list[Message], list[PictureSource]]:
+    limits, pictures = recipe.limits, Pictures(recipe.media)
     if not messages:
         raise RequestError("messages: empty; send at least one message")
     if len(messages) > limits.max_messages:
         raise RequestError(f"messages: {len(messages)}; limits.max_messages is {limits.max_messages}, send fewer")
-    return [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    shown = [_message(message, f"messages[{at}]", pictures) for at, message in enumerate(messages)]
+    return shown, pictures.sources
 
 
-def _message(message: ChatMessage, where: str) -> Message:
+def _message(message: ChatMessage, where: str, pictures: Pictures) -> Message:
     """Return the message for a template; developer is the newer name of system."""
     role = message.role
     if role not in _ROLES:
         raise RequestError(f"{where}.role: {role[:40]}; send one of {', '.join(_ROLES)}")
-    shown: Message = {"role": "system" if role == "developer" else role, "content": _content(message, where)}
+    shown: Message = {"role": "system" if role == "developer" else role, "content": _content(message, where, pictures)}
     if message.name is not None:
         shown["name"] = message.name
     if role == "tool":
@@ -321,7 +329,8 @@ def _message(message: ChatMessage, where: str) -> Message:
     return shown
 
 
-def _content(message: ChatMessage, where: str) -> str:
+def _content(message: ChatMessage, where: str, pictures: Pictures) -> str | list[dict[str, Any]]:
+    """Return a string where there is nothing but text, else parts as chat templates expect them."""
     content = message.content
     if content is None:
         if message.role == "assistant" and (message.tool_calls or message.refusal is not None):
@@ -329,13 +338,24 @@ def _content(message: ChatMessage, where: str) -> str:
         raise RequestError(f"{where}.content: missing; send a string or a list of text parts")
     if isinstance(content, str):
         return content
-    return "\n".join(_part(part, f"{where}.content[{at}]") for at, part in enumerate(content))
+    if all(part.type not in PICTURE_PARTS for part in content):
+        return "\n".join(_part(part, f"{where}.content[{at}]") for at, part in enumerate(content))
+    return [_shown_part(part, message.role, f"{where}.content[{at}]", pictures) for at, part in enumerate(content)]
+
+
+def _shown_part(part: Part, role: str, where: str, pictures: Pictures) -> dict[str, Any]:
+    if part.type not in PICTURE_PARTS:
+        return {"type": "text", "text": _part(part, where)}
+    if role != "user":
+        raise RequestError(f"{where}.type: {part.type}; pictures go into user messages")
+    pictures.add(part.type, part.image_url if part.type == "image_url" else part.image_embeds, where)
+    return {"type": "image"}
 
 
 def _part(part: Part, where: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in ("text", "refusal"):
-        raise RequestError(f"{where}.type: {part.type[:40]}; this model reads text parts only")
+        raise RequestError(f"{where}.type: {part.type[:40]}; send text, image_url or image_embeds")
     if text is None:
         raise RequestError(f"{where}.{part.type}: missing; send a string")
     return text

@@ -13,13 +13,16 @@ import msgspec
 
 from bireme.errors import RequestError
 from bireme.messages import SamplingParams
+from bireme.multimodal.model_config import picture_model_of
 from bireme.pipelines.chat_answer import Answer, Choice
 from bireme.pipelines.chat_request import ChatRequest
+from bireme.pipelines.pictures import RequestPictures
 from bireme.pipelines.prompts import EncodedPrompt, Prompts
 from bireme.pipelines.sequence import Sequence, Work
 from bireme.pipelines.services import Services
 from bireme.pipelines.side_by_side import run_sequences
 from bireme.pipelines.token_logprobs import TokenTexts
+from bireme.request import check_prompt_tokens
 from bireme.sampling import expand
 from bireme.text.parsers import create_parser, reasoning_format, tool_format
 from bireme.text.parsers.base import Parser, ParserRequest
@@ -42,6 +45,7 @@ class ChatService:
         self.texts = TokenTexts(tokenizer)
         self._reasoning = reasoning_format(services.recipe.chat.reasoning_parser)
         self._tools = tool_format(services.recipe.chat.tool_parser)
+        self._picture_model = picture_model_of(services.recipe)
 
     async def run(
         self, request: ChatRequest, answer: Answer, arrived_at: float, on_prompt: OnPrompt = _ignore
@@ -51,9 +55,28 @@ class ChatService:
             name = self.services.recipe.name
             raise RequestError(f"tools: the model has no tool parser (chat.tool_parser in recipe {name}); remove them")
         prompt = await self.prompts.chat(request.messages, request.tools, request.variables)
+        pictures = self._pictures(request, arrived_at)
+        if pictures is not None:
+            prompt = replace(prompt, ids=await pictures.expand(prompt.ids, request.sampling.params.n))
+        try:
+            return await self._generate(request, prompt, pictures, answer, arrived_at, on_prompt)
+        finally:
+            if pictures is not None:
+                pictures.close()
+
+    async def _generate(
+        self,
+        request: ChatRequest,
+        prompt: EncodedPrompt,
+        pictures: RequestPictures | None,
+        answer: Answer,
+        arrived_at: float,
+        on_prompt: OnPrompt,
+    ) -> list[Sequence]:
+        check_prompt_tokens(len(prompt.ids), self.services.recipe.limits)
         on_prompt(len(prompt.ids))
         parsing = ParserRequest(request.functions, prompt.end)
-        works = self._works(request, prompt, self._params(request, parsing), arrived_at)
+        works = self._works(request, prompt, self._params(request, parsing), pictures, arrived_at)
         choices = [self._choice(index, request, parsing, answer) for index in range(len(works))]
         outputs = [choice.add for choice in choices]
         says = [choice.say for choice in choices]
@@ -79,16 +102,33 @@ class ChatService:
         tools = self._tools is not None and bool(request.functions) and self._tools.needs_special_tokens
         return tools or (self._reasoning is not None and self._reasoning.needs_special_tokens)
 
-    def _works(
-        self, request: ChatRequest, prompt: EncodedPrompt, params: SamplingParams, arrived_at: float
-    ) -> list[Work]:
+    def _pictures(self, request: ChatRequest, arrived_at: float) -> RequestPictures | None:
+        if not request.pictures:
+            return None
+        if self._picture_model is None:
+            where = request.pictures[0].where
+            raise RequestError(f"{where}: this model reads text parts only; remove it, or ask a model that sees")
+        return RequestPictures(self.services, self._picture_model, request.pictures, self._deadline(arrived_at))
+
+    def _deadline(self, arrived_at: float) -> float:
         timeout_s = self.services.recipe.pipeline.request_timeout_s
+        return arrived_at + timeout_s if timeout_s else 0.0
+
+    def _works(
+        self,
+        request: ChatRequest,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        pictures: RequestPictures | None,
+        arrived_at: float,
+    ) -> list[Work]:
         work = Work(
             prompt=prompt.ids,
             sampling=params,
             cache_salt=request.cache_salt,
             priority=request.sampling.priority,
-            deadline=arrived_at + timeout_s if timeout_s else 0.0,
+            deadline=self._deadline(arrived_at),
+            pictures=pictures,
         )
         return [replace(work, sampling=single) for single in expand(params)]
 

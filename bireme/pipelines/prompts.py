@@ -45,7 +45,7 @@ class Prompts:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], variables: Mapping[str, Any]
     ) -> EncodedPrompt:
         """Render and encode a conversation. Raises RequestError."""
-        size = sum(len(message["content"]) for message in messages)
+        size = sum(_num_characters(message["content"]) for message in messages)
         return await self._run(lambda: self._encode_chat(messages, tools, variables), size + 1000 * len(tools))
 
     async def text(self, text: str, add_special_tokens: bool = True) -> EncodedPrompt:
@@ -78,3 +78,7 @@ class Prompts:
         num_bytes = len(text) if len(text) > limit else len(text.encode("utf-8", "surrogatepass"))
         if num_bytes > limit:
             raise RequestError(f"prompt: {num_bytes} bytes; limits.max_prompt_bytes is {limit}, shorten it")
+
+
+def _num_characters(content: str | list[dict[str, Any]]) -> int:
+    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)

@@ -40,6 +40,7 @@ from bireme.errors import (
 )
 from bireme.kv.router import Placement, RoutingRequest
 from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs, Usage
+from bireme.pipelines.pictures import RequestPictures, Taken
 from bireme.pipelines.services import Services
 from bireme.request import Ids
 from bireme.text.detokenizer import Detokenizer
@@ -72,6 +73,7 @@ class Work:
     lora_name: str = ""
     priority: float = 0.5
     deadline: float = 0.0  # time.monotonic(); 0: none
+    pictures: RequestPictures | None = None  # of a prompt that has room for them
 
 
 class Sequence:
@@ -98,6 +100,7 @@ class Sequence:
         self._generation: Generation | None = None
         self._ended: asyncio.Future[Finish] | None = None
         self._placement: Placement | None = None
+        self._taken: Taken | None = None  # handles of this attempt's pictures
         self._lease: _Lease | None = None  # filled and not claimed yet: the next attempt's
         self._prefill: tuple[str, Usage] | None = None  # worker and cost of the prefill that counted
         self._failing_since = 0.0
@@ -165,6 +168,7 @@ class Sequence:
                 pause_s = self._plan_retry(error)
             finally:
                 self._services.router.finished(placement)
+                self._release_pictures()
             if pause_s:
                 await asyncio.sleep(pause_s)
 
@@ -185,16 +189,22 @@ class Sequence:
         request = self._request()
         if placement.prefill is None:
             self._prefill = self._prefill if self.tokens else None
+            request = await self._with_pictures(request)
             return await self._decode(placement.decode, request)
         lease, self._lease = self._lease or _Lease(self._services, placement.prefill), None
         num_tokens = len(self.tokens)
         is_kept = False
         try:
+            if not lease.is_filled:
+                request = await self._with_pictures(request)
             result = await lease.prefill(request, self._remaining_s())
             self._services.router.prefilled(placement)
             self._prefill = (lease.worker, result.usage)
             request = msgspec.structs.replace(
-                request, request_type="generation_only", disaggregated_params=result.disaggregated_params
+                request,
+                request_type="generation_only",
+                disaggregated_params=result.disaggregated_params,
+                multimodal=self._work.pictures.places if self._work.pictures else None,
             )
             await self._decode_leased(placement.decode, request)
         except UnavailableError as error:  # decode refused: what prefill has done still holds
@@ -205,6 +215,19 @@ class Sequence:
                 self._lease = lease
             elif len(self.tokens) == num_tokens:
                 lease.release()  # decode may never have claimed it
+
+    async def _with_pictures(self, request: EngineRequest) -> EngineRequest:
+        """Return the request with handles of its pictures' embeddings, if it has pictures."""
+        if self._work.pictures is None:
+            return request
+        self._taken = await self._work.pictures.take()
+        return msgspec.structs.replace(request, multimodal=self._taken.multimodal)
+
+    def _release_pictures(self) -> None:
+        """Free the handles of an attempt that ended without a finish: an engine that had it fetched them all."""
+        taken, self._taken = self._taken, None
+        if taken is not None and not self._stream.finish_reason:
+            taken.release()
 
     async def _decode_leased(self, worker: str, request: EngineRequest) -> None:
         try:

@@ -1,10 +1,107 @@
-"""The multimodal_encoder model: not served by this version; it says so."""
+"""multimodal_encoder: pictures to embeddings, which wait under leases for the engine that computes with them.
+
+Unary. `images` are URLs, data: URLs or the bytes of a file; `embeddings` is a safetensors file that a client
+computed, in place of one picture. The answer names, for each, hash, tokens and a signed handle good for one fetch.
+`abort` with a request id stops an encode. The engine, in its child process, fetches and decodes the pictures.
+"""
 
 from __future__ import annotations
 
-from bireme.specs import MULTIMODAL_ENCODER
-from bireme.stages.absent import UnservedStage
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from bireme.engines.client import EngineClient
+from bireme.errors import RequestError, UnavailableError
+from bireme.messages import EngineRequest, SamplingParams
+from bireme.multimodal.wire import EncodeAnswer, EncodeJob, EncodeSource, encode_job
+from bireme.request import read_tensors, timeout_ms
+from bireme.specs import MULTIMODAL_ENCODER, ModelSpec
+from bireme.stages.encoding import answer_json, run_encode
+from bireme.stages.requests import RequestNames, StageRequest, parse_stage_request, request_id_of
+from bireme.types import Array, Cancelled, Inputs, Send, StageContext, TensorResponse, Tensors, info_of
+
+_RAW = ("images", "embeddings")  # bytes that need not be text
 
 
-class MultimodalEncoder(UnservedStage):
-    spec = MULTIMODAL_ENCODER
+class MultimodalEncoder:
+    """The stage; its engine runs in a child process."""
+
+    spec: ClassVar[ModelSpec] = MULTIMODAL_ENCODER
+
+    def __init__(self, engine: EngineClient | None = None) -> None:
+        self._engine = engine  # given by tests; else made at start
+
+    async def start(self, context: StageContext) -> None:
+        self._context = context
+        self._names = RequestNames()
+        if self._engine is None:
+            self._engine = EngineClient(context.recipe, context.model_name, context.metrics, context.logger)
+        await asyncio.to_thread(self._engine.start)
+
+    async def stop(self) -> None:
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.stop)
+
+    def is_ready(self) -> bool:
+        return self._engine is not None and self._engine.is_ready
+
+    async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
+        plain = Inputs({name: array for name, array in inputs.items() if name not in _RAW}, info_of(inputs))
+        values = read_tensors(plain, self.spec)
+        if values.get("abort"):
+            return self._abort(request_id_of(values), send)
+        request = self._request(inputs, values)
+        if not self.is_ready():
+            raise UnavailableError(f"{self._context.model_name}: its engine is not ready; try again")
+        assert self._engine is not None
+        answer = await run_encode(self._engine, self._names, request, cancelled)
+        send(TensorResponse(_tensors(answer, bool(values.get("return_embeddings")))))
+
+    def _request(self, inputs: Tensors, values: Mapping[str, Any]) -> StageRequest:
+        if "engine_request" in values:
+            return parse_stage_request(values, inputs, self._context.recipe, lambda text: [])
+        job = EncodeJob(sources=_sources(inputs), inline=bool(values.get("return_embeddings")))
+        engine = EngineRequest(
+            prompt=b"",
+            sampling=SamplingParams(),
+            request_type="encode_only",
+            timeout_ms=timeout_ms(inputs, self._context.recipe),
+            multimodal=encode_job(job),
+        )
+        return StageRequest(engine, request_id_of(values))
+
+    def _abort(self, name: str, send: Send) -> None:
+        number = self._names.find(name)
+        if number:
+            assert self._engine is not None
+            self._engine.abort(number)
+        send(TensorResponse(_tensors(EncodeAnswer(pictures=()), False)))
+
+
+def _sources(inputs: Tensors) -> tuple[EncodeSource, ...]:
+    if ("images" in inputs) == ("embeddings" in inputs):
+        given = "both" if "images" in inputs else "neither"
+        raise RequestError(f"{given} of images and embeddings were sent; send exactly one of them")
+    if "images" in inputs:
+        return tuple(EncodeSource("image", content) for content in _contents("images", inputs["images"]))
+    return tuple(EncodeSource("embeddings", content) for content in _contents("embeddings", inputs["embeddings"]))
+
+
+def _contents(name: str, array: Array) -> Sequence[bytes]:
+    if array.dtype.kind not in "OSU" or not array.size:
+        raise RequestError(f"{name}: {array.dtype} of shape {list(array.shape)}; send BYTES, at least one")
+    return [item.encode() if isinstance(item, str) else bytes(item) for item in array.reshape(-1).tolist()]
+
+
+def _tensors(answer: EncodeAnswer, has_embeddings: bool) -> dict[str, Array]:
+    tensors: dict[str, Array] = {
+        "embedding_handles": np.array([answer_json(answer)], np.object_),
+        "shapes": np.array([[one.num_tokens, one.hidden_size] for one in answer.pictures], np.int32).reshape(-1, 2),
+        "hashes": np.array([one.hash.encode() for one in answer.pictures], np.object_),
+    }
+    if has_embeddings:
+        tensors["embeddings"] = np.array([answer.embeddings], np.object_)
+    return tensors

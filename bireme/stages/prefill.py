@@ -20,6 +20,7 @@ from bireme.errors import BiremeError, RequestCancelledError, RequestError, Unav
 from bireme.messages import Finish, TokenLogprobs, Usage
 from bireme.request import read_tensors
 from bireme.specs import PREFILL, ModelSpec
+from bireme.stages.encoding import answer_json, run_encode
 from bireme.stages.requests import (
     EngineRun,
     RequestNames,
@@ -66,6 +67,8 @@ class Prefill:
             return self._abort(request_id_of(values), send)
         request = parse_stage_request(values, inputs, self._context.recipe, self._encode)
         self._check(request)
+        if request.engine.request_type == "encode_only":
+            return await self._serve_encode(request, send, cancelled)
         self._names.reserve(request.request_id)
         try:
             sink = await self._run(request, cancelled)
@@ -84,6 +87,11 @@ class Prefill:
             raise RequestError("disaggregated_params: prefill makes them; send them to decode")
         if not self.is_ready():
             raise UnavailableError(f"{self._context.model_name}: its engine is not ready; try again")
+
+    async def _serve_encode(self, request: StageRequest, send: Send, cancelled: Cancelled) -> None:
+        assert self._engine is not None
+        answer = await run_encode(self._engine, self._names, request, cancelled)
+        send(TensorResponse({"embedding_handles": np.array([answer_json(answer)], np.object_)}))
 
     async def _run(self, request: StageRequest, cancelled: Cancelled) -> _FirstToken:
         """Return the sink, finished well. Raises what went wrong."""

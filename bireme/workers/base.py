@@ -11,6 +11,7 @@ from typing import Protocol
 
 from bireme.errors import BiremeError, UnavailableError
 from bireme.messages import EngineRequest, Sink, Usage
+from bireme.multimodal.wire import EncodeAnswer, EncodeJob
 
 __all__ = ["Generation", "PrefillResult", "Sink", "UnreachableError", "WorkerClient"]
 
@@ -50,6 +51,12 @@ class WorkerClient(Protocol):
 
     async def abort_prefill(self, worker: str, request_id: str) -> None:
         """Stop a prefill, or free the lease of one that has ended. Raises NotFoundError when neither is there."""
+
+    async def encode(self, worker: str, job: EncodeJob, request_id: str, timeout_ms: int) -> EncodeAnswer:
+        """Have pictures encoded by the worker that has the vision tower: an encoder, prefill or decode."""
+
+    async def abort_encode(self, worker: str, request_id: str) -> None:
+        """Stop an encode; harmless when it has ended."""
 
     def decode(self, worker: str, request: EngineRequest, sink: Sink) -> Generation:
         """Start generating; raises nothing: what goes wrong comes as the sink's finish."""

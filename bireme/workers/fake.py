@@ -6,12 +6,14 @@ Tokens depend on the prompt and the position alone, so a sequence that moved mus
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import deque
 
 import numpy as np
 
-from bireme.errors import BiremeError, EngineLostError, NotFoundError, RequestCancelledError, to_message
+from bireme.errors import BiremeError, EngineLostError, NotFoundError, RequestCancelledError, RequestError, to_message
 from bireme.messages import EngineRequest, Finish, FinishReason, Sink, Usage
+from bireme.multimodal.wire import EncodeAnswer, Encoded, EncodeJob, EncodeSource
 from bireme.workers.base import PrefillResult
 
 
@@ -68,6 +70,7 @@ class FakeWorkers:
         self.hold: set[str] = set()  # tokenizer, or a prefill worker
         self.waiting: dict[str, asyncio.Future[None]] = {}  # request id (or tokenizer) -> goes on when set
         self.leases: dict[str, str] = {}  # request id -> prefill worker
+        self.handles: set[str] = set()  # embeddings that wait to be fetched
         self.running: list[FakeGeneration] = []
         self.log: list[str] = []  # worker and request type, or what was aborted
         self.errors: deque[BiremeError] = deque()  # the next decode requests end with these, as engines do
@@ -93,6 +96,31 @@ class FakeWorkers:
             waiting.set_exception(RequestCancelledError("the prefill was aborted"))
         elif self.leases.pop(request_id, None) is None:
             raise NotFoundError(f"request_id: {request_id} is not under way")
+
+    async def encode(self, worker: str, job: EncodeJob, request_id: str, timeout_ms: int) -> EncodeAnswer:
+        """Each picture has as many tokens as its source has bytes."""
+        if job.release:
+            for handle in job.release:
+                self.handles.discard(handle)
+            return EncodeAnswer(pictures=())
+        self.log.append(f"{worker} encode")
+        self._check(worker)
+        await self._wait(worker, request_id)
+        self._check(worker)
+        return EncodeAnswer(pictures=tuple(self._encoded(source, request_id, job) for source in job.sources))
+
+    async def abort_encode(self, worker: str, request_id: str) -> None:
+        self.log.append(f"{worker} abort encode")
+        if (waiting := self.waiting.pop(request_id, None)) is not None:
+            waiting.set_exception(RequestCancelledError("the encode was aborted"))
+
+    def _encoded(self, source: EncodeSource, request_id: str, job: EncodeJob) -> Encoded:
+        if not source.content:
+            raise RequestError("images[0]: empty; send a picture")
+        handles = tuple(f"{request_id}-{copy}-{len(self.handles) + copy}" for copy in range(job.copies))
+        self.handles.update(handles)
+        name = hashlib.sha256(source.content).hexdigest()
+        return Encoded(hash=name, num_tokens=len(source.content), hidden_size=4, handles=handles)
 
     def decode(self, worker: str, request: EngineRequest, sink: Sink) -> FakeGeneration:
         self.log.append(f"{worker} {request.request_type} {request.num_resumed}")

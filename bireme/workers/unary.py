@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 
 from bireme.errors import BiremeError
-from bireme.messages import EngineRequest, Usage, encode
+from bireme.messages import EngineRequest, SamplingParams, Usage, encode
+from bireme.multimodal.wire import EncodeAnswer, EncodeJob, decode_answer_json, encode_job
 from bireme.types import Array, Tensors
 from bireme.workers.base import PrefillResult
 
@@ -36,6 +37,20 @@ def prefill_result(outputs: Tensors) -> PrefillResult:
         tuple(_output(outputs, "output_ids").reshape(-1).tolist()),
         _decode_usage(bytes(_output(outputs, "usage").reshape(-1)[0])),
     )
+
+
+def encode_request(job: EncodeJob, timeout_ms: int) -> EngineRequest:
+    return EngineRequest(
+        prompt=b"",
+        sampling=SamplingParams(),
+        request_type="encode_only",
+        timeout_ms=timeout_ms,
+        multimodal=encode_job(job),
+    )
+
+
+def encode_answer(outputs: Tensors) -> EncodeAnswer:
+    return decode_answer_json(bytes(_output(outputs, "embedding_handles").reshape(-1)[0]))
 
 
 def abort_inputs(request_id: str) -> dict[str, Array]:

@@ -278,16 +278,18 @@ def _say(began: float, text: str) -> None:
 
 def _card(accuracy: dict[str, float], parameters: int, budget_name: str, num_dialogues: int, seed: int) -> str:
     table = "\n".join(f"| {kind} | {share:.1%} |" for kind, share in accuracy.items())
+    size, tokens, kinds = f"{SIDE} x {SIDE}", TOKENS_PER_IMAGE, len(KINDS)
     return f"""# tiny-vlm
 
-A LLaVA of {parameters / 1e6:.1f} million parameters (bf16): a CLIP vision tower of its own ({SIDE} x {SIDE} pixels,
-{TOKENS_PER_IMAGE} tokens a picture), a two-layer projector and a small Llama. It names colour, shape, count and position
+A LLaVA of {parameters / 1e6:.1f} million parameters (bf16): a CLIP vision tower of its own ({size} pixels,
+{tokens} tokens a picture), a two-layer projector and a small Llama. It names colour, shape, count and position
 of simple shapes on a light ground, one or two pictures a conversation, and a handful of facts without a picture.
 Made for bireme's tests and demo; it knows nothing else.
 
 Trained by `tools/train_samples.py tiny-vlm --budget {budget_name} --seed {seed}` on {num_dialogues} synthetic
 conversations, each seen once. Held-out scenes (one in twenty, by hash of the objects, not of how they are drawn)
-were never seen in training; facts are those of training. Greedy accuracy about held-out scenes, plain transformers, {len(KINDS)} kinds of question:
+were never seen in training; facts are those of training. Greedy accuracy, plain transformers,
+{kinds} kinds of question:
 
 | question | right |
 |---|---|

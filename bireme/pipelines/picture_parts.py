@@ -1,0 +1,64 @@
+"""Content parts that are pictures: OpenAI's image_url, and image_embeds, embeddings that the client computed.
+
+`image_url` is {"url": ...} with https:, http:, data: or, where the recipe allows it, file:. `image_embeds` is a
+safetensors file: its base64, or a URL under the same rules. `detail` is taken and changes nothing: the model's
+image processor decides how large a picture gets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bireme.config import MediaLimits
+from bireme.errors import RequestError
+from bireme.multimodal.urls import scheme_of
+from bireme.multimodal.wire import EncodeSource
+from bireme.pipelines.pictures import PictureSource
+
+PICTURE_PARTS = ("image_url", "image_embeds")
+_DETAILS = (None, "auto", "low", "high")
+
+
+class Pictures:
+    """Collects the pictures of one request."""
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self._limits = limits
+        self.sources: list[PictureSource] = []
+
+    def add(self, kind: str, value: Any, where: str) -> None:
+        """Take one more. Raises RequestError naming the field."""
+        where = f"{where}.{kind}"
+        if len(self.sources) >= self._limits.max_images:
+            limit = self._limits.max_images
+            raise RequestError(f"{where}: more than {limit} images (media.max_images); send fewer")
+        source = _image(value, where) if kind == "image_url" else _embeds(value, where)
+        self.sources.append(PictureSource(source, where))
+
+
+def _image(value: Any, where: str) -> EncodeSource:
+    if isinstance(value, str):
+        value = {"url": value}
+    if not isinstance(value, dict) or not isinstance(value.get("url"), str) or not value["url"]:
+        raise RequestError(
+            f'{where}: missing or no object; send {{"url": "https://..." or "data:image/png;base64,..."}}'
+        )
+    if unknown := sorted(value.keys() - {"url", "detail"}):
+        raise RequestError(f"{where}.{unknown[0][:40]}: no such field; send url and, if need be, detail")
+    if value.get("detail") not in _DETAILS:
+        raise RequestError(f"{where}.detail: {str(value['detail'])[:20]}; send auto, low or high")
+    return EncodeSource("image", _encoded(value["url"], f"{where}.url"))
+
+
+def _embeds(value: Any, where: str) -> EncodeSource:
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{where}: missing or no string; send a safetensors file as base64 or as a URL")
+    url = value if scheme_of(value) else f"data:;base64,{value}"
+    return EncodeSource("embeddings", _encoded(url, where))
+
+
+def _encoded(url: str, where: str) -> bytes:
+    try:
+        return url.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{where}: it holds a lone surrogate; send valid Unicode") from None

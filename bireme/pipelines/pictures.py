@@ -1,0 +1,178 @@
+"""The pictures of one chat request, from content parts to embeddings that engines can fetch.
+
+They are encoded before the prompt is known, because their number of tokens is. Each attempt of a sequence then
+takes a set of handles, good for one fetch; an attempt after a loss has the pictures encoded again, which the
+encoder's cache makes cheap. What is taken and not used is given back, so that no lease waits for its timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bireme.errors import BiremeError, DeadlineExceededError, EngineLostError, RequestError, UnavailableError
+from bireme.multimodal.model_config import PictureModel
+from bireme.multimodal.placeholders import Ids, expand
+from bireme.multimodal.wire import EncodeAnswer, EncodeJob, EncodeSource, MediaItem, encode_multimodal
+from bireme.pipelines.services import Services
+from bireme.workers.base import UnreachableError
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
+_NUMBERED = re.compile(r"images\[(\d+)\]: ")
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSource:
+    """A content part that is a picture."""
+
+    source: EncodeSource
+    where: str  # messages[0].content[1].image_url, for errors
+
+
+class RequestPictures:
+    """Belongs to one request; used on one loop."""
+
+    def __init__(
+        self, services: Services, model: PictureModel, sources: Sequence[PictureSource], deadline: float = 0.0
+    ) -> None:
+        """`deadline`: time.monotonic(); 0: none."""
+        self._services, self._model, self._deadline = services, model, deadline
+        self._sources = tuple(sources)
+        self._items: tuple[MediaItem, ...] = ()
+        self._stock: list[_Handles] = []
+
+    async def expand(self, ids: Ids, copies: int) -> Ids:
+        """Return the prompt with room for each picture's embeddings. Raises RequestError naming the content part."""
+        answer, worker = await self._encode(copies)
+        self._stock = _handles(answer, worker)
+        try:
+            expanded, places = expand(ids, self._model.placeholder, [one.num_tokens for one in answer.pictures])
+        except RequestError:
+            self.close()
+            raise
+        self._items = tuple(
+            MediaItem(hash=one.hash, num_tokens=one.num_tokens, position=place, grid=one.grid)
+            for one, place in zip(answer.pictures, places, strict=True)
+        )
+        return expanded
+
+    @property
+    def places(self) -> bytes:
+        """The request's `multimodal` for a worker that gets the pictures' KV."""
+        return encode_multimodal(self._items)
+
+    async def take(self) -> Taken:
+        """Return handles for one attempt, newly encoded where there are none left."""
+        if not self._stock:
+            answer, worker = await self._encode(1)
+            if [one.hash for one in answer.pictures] != [item.hash for item in self._items]:
+                raise RequestError(f"{self._sources[0].where}: it has changed between two fetches; send it again")
+            self._stock = _handles(answer, worker)
+        return Taken(self._services, self._stock.pop(), self._items)
+
+    def close(self) -> None:
+        """Give back the handles that nobody took."""
+        stock, self._stock = self._stock, []
+        for handles in stock:
+            self._services.run_errand(_release(self._services, handles))
+
+    async def _encode(self, copies: int) -> tuple[EncodeAnswer, str]:
+        """Encode on one worker after another until one can. Returns the answer and the worker."""
+        recipe, began, losses = self._services.recipe, time.monotonic(), 0
+        workers = recipe.replicas(recipe.encoder_stage)
+        at, pause_s = secrets.randbelow(len(workers)), _FIRST_PAUSE_S
+        while True:
+            worker = workers[at % len(workers)]
+            try:
+                return await self._encode_on(worker, copies), worker
+            except UnreachableError:
+                raise
+            except EngineLostError as error:
+                losses += 1
+                if losses > recipe.pipeline.migration_limit:
+                    raise UnavailableError(f"{error}; tried {losses} times (pipeline.migration_limit)") from error
+            except UnavailableError:
+                if time.monotonic() - began > recipe.pipeline.stall_timeout_s:
+                    raise
+            at += 1
+            if at % len(workers) == 0:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _encode_on(self, worker: str, copies: int) -> EncodeAnswer:
+        job = EncodeJob(sources=tuple(one.source for one in self._sources), copies=copies)
+        request_id = secrets.token_hex(16)
+        call = asyncio.ensure_future(self._services.workers.encode(worker, job, request_id, self._timeout_ms()))
+        try:
+            answer = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            self._services.run_errand(_abandon(self._services, worker, request_id, call))
+            raise
+        except BiremeError as error:
+            raise self._placed(error) from None
+        if len(answer.pictures) != len(self._sources):
+            raise BiremeError(f"{worker}: {len(answer.pictures)} pictures came back of {len(self._sources)}")
+        return answer
+
+    def _placed(self, error: BiremeError) -> BiremeError:
+        """Name the content part in place of the encoder's number of the picture."""
+        text = str(error)
+        match = _NUMBERED.match(text)
+        if match is None or int(match.group(1)) >= len(self._sources):
+            return error
+        return type(error)(f"{self._sources[int(match.group(1))].where}: {text[match.end() :]}")
+
+    def _timeout_ms(self) -> int:
+        if not self._deadline:
+            return 0
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise DeadlineExceededError("the request's time limit has passed, its images were not encoded")
+        return max(1, int(remaining_s * 1000))
+
+
+class Taken:
+    """The handles of one attempt."""
+
+    def __init__(self, services: Services, handles: _Handles, items: tuple[MediaItem, ...]) -> None:
+        self._services, self._handles = services, handles
+        pairs = zip(items, handles.texts, strict=True)
+        self.multimodal = encode_multimodal(tuple(_with_handle(item, text) for item, text in pairs))
+
+    def release(self) -> None:
+        """Free what has not been fetched, in the background; harmless when all of it was."""
+        self._services.run_errand(_release(self._services, self._handles))
+
+
+@dataclass(frozen=True, slots=True)
+class _Handles:
+    worker: str
+    texts: tuple[str, ...]  # one a picture
+
+
+def _handles(answer: EncodeAnswer, worker: str) -> list[_Handles]:
+    return [_Handles(worker, texts) for texts in zip(*(one.handles for one in answer.pictures), strict=True)]
+
+
+def _with_handle(item: MediaItem, text: str) -> MediaItem:
+    return MediaItem(hash=item.hash, num_tokens=item.num_tokens, position=item.position, grid=item.grid, handle=text)
+
+
+async def _release(services: Services, handles: _Handles) -> None:
+    job = EncodeJob(sources=(), release=handles.texts)
+    await services.workers.encode(handles.worker, job, secrets.token_hex(16), 0)
+
+
+async def _abandon(services: Services, worker: str, request_id: str, call: asyncio.Future[EncodeAnswer]) -> None:
+    """Stop an encode that nobody waits for; where it was faster, free what it made."""
+    await services.workers.abort_encode(worker, request_id)
+    try:
+        answer = await call
+    except BiremeError:
+        return
+    for handles in _handles(answer, worker):
+        await _release(services, handles)

@@ -1,0 +1,61 @@
+"""An encode request in a stub's own engine, for the stages whose engines may have the vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bireme.errors import BiremeError
+from bireme.messages import Finish, TokenLogprobs
+from bireme.multimodal.wire import EncodeAnswer, decode_answer
+from bireme.stages.requests import EngineRun, RequestNames, StageRequest, failure_of
+from bireme.types import Cancelled
+
+if TYPE_CHECKING:
+    from bireme.engines.client import EngineClient
+
+
+class _Ending:
+    """Sink of one encode: no tokens come, only the end."""
+
+    def __init__(self, run: EngineRun) -> None:
+        self._run = run
+
+    def push(
+        self,
+        tokens: Sequence[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        return None
+
+    def finish(self, finish: Finish) -> None:
+        self._run.done(finish)
+
+
+async def run_encode(
+    engine: EngineClient, names: RequestNames, request: StageRequest, cancelled: Cancelled
+) -> EncodeAnswer:
+    """Return the answer. Raises what went wrong; a client that goes away stops the encode."""
+    names.reserve(request.request_id)
+    try:
+        run = EngineRun(engine)
+        run.submit(request.engine, _Ending(run))
+        names.bind(request.request_id, run.number)
+        finish = await run.wait(cancelled)
+    finally:
+        names.forget(request.request_id)
+    if finish.reason != "stop":
+        raise failure_of(finish)
+    if finish.encoded is None:
+        raise BiremeError("the engine's answer has no embeddings; run the same build on both sides")
+    if cancelled:
+        run.abort()  # nobody will fetch them
+    return decode_answer(finish.encoded)
+
+
+def answer_json(answer: EncodeAnswer) -> bytes:
+    """Return the answer as the tensor `embedding_handles` has it: without the embeddings themselves."""
+    return msgspec.json.encode(msgspec.structs.replace(answer, embeddings=b""))

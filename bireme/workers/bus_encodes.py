@@ -1,0 +1,64 @@
+"""Encodes on a decode worker that has the vision tower: requests of the token bus that make no tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from bireme.errors import BiremeError, EngineLostError, RequestCancelledError, UnavailableError, from_message
+from bireme.messages import EngineRequest, Finish, TokenLogprobs
+from bireme.multimodal.wire import EncodeAnswer, decode_answer
+from bireme.workers.base import Generation
+from bireme.workers.buses import Buses
+
+
+class BusEncodes:
+    """Used on one loop."""
+
+    def __init__(self, buses: Buses) -> None:
+        self._buses = buses
+        self._running: dict[str, Generation] = {}  # by request id
+
+    async def run(self, worker: str, request: EngineRequest, request_id: str) -> EncodeAnswer:
+        """Return the answer. Raises EngineLostError when the engine was lost with it."""
+        ending = _Ending()
+        generation = self._running[request_id] = self._buses.decode(worker, request, ending)
+        try:
+            finish = await ending.finished
+        finally:
+            del self._running[request_id]
+        if finish.encoded is not None:
+            return decode_answer(finish.encoded)
+        raise _reason(generation, finish)
+
+    def abort(self, request_id: str) -> None:
+        if (generation := self._running.get(request_id)) is not None:
+            generation.abort()
+
+
+class _Ending:
+    """Sink of one encode."""
+
+    def __init__(self) -> None:
+        self.finished: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
+
+    def push(
+        self,
+        tokens: Sequence[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        return None
+
+    def finish(self, finish: Finish) -> None:
+        if not self.finished.done():
+            self.finished.set_result(finish)
+
+
+def _reason(generation: Generation, finish: Finish) -> BiremeError:
+    if generation.failure is not None:
+        return generation.failure
+    if not finish.error:
+        return RequestCancelledError("the request was aborted")
+    error = from_message(finish.error)
+    return EngineLostError(str(error)) if isinstance(error, UnavailableError) else error
