@@ -11,6 +11,7 @@ from typing import Any
 from bireme.engines.trtllm import processes
 from bireme.engines.trtllm.api import Api
 from bireme.engines.trtllm.arguments import Arguments
+from bireme.engines.trtllm.unions import choose_classes
 from bireme.errors import ConfigError
 
 logger = logging.getLogger("bireme.engines.trtllm")
@@ -24,7 +25,7 @@ def make_llm(api: Api, arguments: Arguments) -> Any:
     """Load the model; takes minutes. Raises ConfigError for arguments that this release refuses."""
     began = time.monotonic()
     try:
-        llm = api.llm(**arguments.values)
+        llm = api.llm(**choose_classes(arguments.values))
     except (ValueError, TypeError, NotImplementedError) as error:  # pydantic's ValidationError is a ValueError
         raise ConfigError(f"TensorRT-LLM {api.version} refuses the engine's arguments: {error}") from error
     load_s = time.monotonic() - began

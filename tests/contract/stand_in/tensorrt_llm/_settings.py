@@ -6,7 +6,7 @@ from typing import Any
 
 import pydantic
 
-from tensorrt_llm import _contract
+from tensorrt_llm import _contract, _unions
 
 
 def _model(name: str, fields: dict[str, Any], base: type[Any] | None = None) -> type[Any]:
@@ -99,9 +99,7 @@ class _Coercing(pydantic.BaseModel):
             scheduler = values["scheduler_config"]
             if isinstance(scheduler.dynamic_batch_config, dict):
                 scheduler.dynamic_batch_config = DynamicBatchConfig(**scheduler.dynamic_batch_config)
-        speculative = values.get("speculative_config")
-        if isinstance(speculative, dict) and "decoding_type" not in speculative:
-            raise ValueError("speculative_config needs decoding_type")
+        _unions.take(values)
         return values
 
 

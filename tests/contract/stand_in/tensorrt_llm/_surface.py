@@ -6,10 +6,10 @@ import sys
 import types
 from typing import Any
 
-from tensorrt_llm import _contract, _encoder, _llm, _metrics, _results, _settings, _values
+from tensorrt_llm import _contract, _encoder, _llm, _metrics, _results, _settings, _unions, _values
 
 _SINCE_1_3 = ("ConversationParams", "DisaggScheduleStyle")
-_SOURCES = (_values, _settings, _results, _metrics, _encoder)
+_SOURCES = (_values, _settings, _unions, _results, _metrics, _encoder)
 
 
 def install() -> str:
