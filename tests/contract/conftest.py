@@ -13,8 +13,8 @@ for folder in (Path(__file__).parent, Path(__file__).parents[1] / "engines"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-import stand_in_workers
-from trtllm_harness import Harness
+import stand_in_workers  # noqa: E402
+from trtllm_harness import Harness  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=stand_in_workers.PROFILES)

@@ -1,0 +1,99 @@
+"""Sampling parameters as TensorRT-LLM takes them: what is unset stays unset, and the exceptions have reasons."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bireme.engines.trtllm.sampling import choice_regex, guided_fields, sampling_fields, stop_ids
+from bireme.errors import RequestError
+from bireme.messages import EngineRequest, SamplingParams
+
+EOS = (2, 7)
+
+
+def fields(request_type="context_and_generation", num_resumed=0, **sampling):
+    params = SamplingParams(**({"max_tokens": 10} | sampling))
+    prompt = np.arange(5, dtype=np.int32).tobytes()
+    request = EngineRequest(prompt=prompt, sampling=params, request_type=request_type, num_resumed=num_resumed)
+    return sampling_fields(request, EOS)
+
+
+def test_what_is_unset_stays_unset():
+    assert fields() == {"max_tokens": 10, "detokenize": False, "end_id": 2, "stop_token_ids": [7]}
+
+
+def test_zero_is_a_value():
+    found = fields(presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0, top_k=0)
+    assert (found["presence_penalty"], found["frequency_penalty"], found["min_tokens"], found["top_k"]) == (0, 0, 0, 0)
+
+
+def test_temperature_alone_gets_a_top_p_because_it_would_be_greedy_otherwise():
+    assert fields(temperature=0.7)["top_p"] == 1.0
+    assert fields(min_p=0.1)["top_p"] == 1.0
+    assert "top_p" not in fields(temperature=0.7, top_k=5)
+
+
+def test_temperature_zero_leaves_out_what_would_make_it_random():
+    assert fields(temperature=0.0, top_k=5, top_p=0.9, min_p=0.1, seed=1) == fields()
+
+
+@pytest.mark.parametrize("asked, given", [(0, 1), (1, 1), (5, 5)])
+def test_log_probabilities_are_a_number_of_at_least_one(asked, given):
+    assert fields(logprobs=asked)["logprobs"] == given
+
+
+def test_a_prefill_makes_one_token_and_resumed_tokens_count():
+    assert fields("context_only", max_tokens=50)["max_tokens"] == 1
+    assert fields(max_tokens=50, num_resumed=8)["max_tokens"] == 42
+    assert fields(min_tokens=9, num_resumed=8)["min_tokens"] == 1
+    assert fields("context_only", min_tokens=9)["min_tokens"] == 1
+
+
+def test_stop_strings_are_the_detokenisers():
+    assert "stop" not in fields(stop=("END",))
+
+
+def test_every_stop_id_is_given_because_without_a_tokenizer_there_is_none():
+    assert fields(stop_token_ids=(9, 7))["stop_token_ids"] == [7, 9]
+    assert fields(end_id=5)["end_id"] == 5
+    assert "stop_token_ids" not in fields(end_id=5)
+    assert sampling_fields(EngineRequest(prompt=b"\0" * 4, sampling=SamplingParams(max_tokens=1)), ())["end_id"] == -1
+
+
+def test_ignore_eos_keeps_the_request_s_own_stop_ids():
+    found = fields(ignore_eos=True, stop_token_ids=(9,))
+    assert (found["ignore_eos"], found["stop_token_ids"]) == (True, [9])
+    assert stop_ids(SamplingParams(ignore_eos=True, stop_token_ids=(9,)), EOS) == (9,)
+
+
+def test_bad_words_of_one_token_are_passed_longer_ones_are_not_its():
+    assert fields(bad_token_ids=((3,), (4, 5)))["bad_token_ids"] == [3]
+
+
+@pytest.mark.parametrize(
+    "guide, given",
+    [
+        ({"json": '{"type": "object"}'}, {"json": '{"type": "object"}'}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"grammar": "root ::= 'a'"}, {"grammar": "root ::= 'a'"}),
+        ({"choice": ["a.b", "c|d", "e-f g"]}, {"regex": r"(a\.b|c\|d|e-f g)"}),
+    ],
+)
+def test_each_guide_becomes_exactly_one_field(guide, given):
+    assert guided_fields(guide, "xgrammar") == given
+
+
+def test_a_guide_after_reasoning_is_refused_with_the_way_out():
+    with pytest.raises(RequestError, match="structural_tag"):
+        guided_fields({"regex": "a", "reasoning_end": "</think>"}, "xgrammar")
+
+
+def test_a_choice_matches_itself_and_nothing_else():
+    import re
+
+    choices = ["C++ (17)", "[x]{2}", "a*b", "1/2", "$^"]
+    pattern = re.compile(choice_regex(choices))
+    assert all(pattern.fullmatch(choice) for choice in choices)
+    assert not pattern.fullmatch("aab")
