@@ -13,8 +13,9 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ MAX_WORDS = 32  # text tokens that training pads to, most of the time
 PIPELINE_WORDS = 512  # what WanPipeline pads to unless it is told otherwise
 GUIDANCE, STEPS = 3.0, 12  # of the measurement, and of recipes/tiny-video
 _EMA = 0.999
+_WORDINGS = 4  # of each clip
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Budget:
 
 
 BUDGETS = {
-    "h200": Budget(100, 200, num_clips=120_000, batch_clips=512, num_evaluated=400, autoencoder_batch=32),
+    "h200": Budget(25, 35, num_clips=48_000, batch_clips=512, num_evaluated=400, autoencoder_batch=48),
     "cpu": Budget(2400, 5400, num_clips=8_000, batch_clips=32, num_evaluated=60, autoencoder_batch=8),
     "smoke": Budget(4, 4, num_clips=16, batch_clips=4, num_evaluated=2, autoencoder_batch=2),
 }
@@ -52,6 +54,7 @@ def train(out: Path, budget_name: str, seed: int = 0) -> dict[str, float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
     if not (out / "vae").exists():
         train_autoencoder(out, budget, device, seed, began)
     train_transformer(out, budget, device, seed, began)
@@ -118,7 +121,8 @@ def make_autoencoder() -> Any:
     from diffusers import AutoencoderKLWan
 
     return AutoencoderKLWan(
-        base_dim=20, z_dim=16, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[True, True],
+        base_dim=16, decoder_base_dim=24, z_dim=16, dim_mult=[1, 2, 2], num_res_blocks=1,
+        temperal_downsample=[True, True],
         in_channels=12, out_channels=12, patch_size=2, latents_mean=[0.0] * 16, latents_std=[1.0] * 16,
         scale_factor_spatial=8, scale_factor_temporal=4,
     )  # fmt: skip
@@ -148,20 +152,18 @@ def make_transformer() -> Any:
 
 
 def _fit_autoencoder(model: Any, budget: Budget, device: str, seed: int, began: float) -> int:
-    import torch
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = _optimizer(model, 2e-3, 0.0, device)
+    improve = _TrainingStep(lambda clips: _rebuild_loss(model, clips), model, optimizer)
     rng = random.Random(seed + 1)
     for step, done, is_news in _timed(budget.autoencoder_s):
         _set_rate(optimizer, 2e-3 * _schedule(done))
         scenes = [random_scene(rng, rng.random() < 0.1) for _ in range(budget.autoencoder_batch)]
         clips = draw(scenes, rng.choices([5, 9, NUM_FRAMES], [7, 2, 1])[0], seed * 10**6 + step, device)
-        loss = _rebuild_loss(model, clips)
-        _improve(optimizer, loss, model)
+        loss = improve(clips)
         if is_news:
             _say(began, f"autoencoder step={step} loss={loss.item():.5f}")
-        if not torch.isfinite(loss):
-            raise RuntimeError(f"autoencoder: the loss is {loss.item()} at step {step}; lower the learning rate")
+            if not math.isfinite(loss.item()):
+                raise RuntimeError(f"autoencoder: the loss is {loss.item()} at step {step}; lower the learning rate")
     return step
 
 
@@ -218,17 +220,18 @@ def _fit_transformer(
     import torch
 
     both = torch.nn.ModuleList([transformer, encoder])
-    optimizer = torch.optim.AdamW(
-        both.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01, fused=device == "cuda"
+    optimizer = _optimizer(both, 1e-3, 0.01, device)
+    tokens = _Tokens(tokenizer, stock, device)
+    improve, improve_padded = (
+        _TrainingStep(partial(_flow_loss, transformer, encoder, num_words), both, optimizer)
+        for num_words in (MAX_WORDS, PIPELINE_WORDS)
     )
     average = [parameter.detach().clone() for parameter in both.parameters()]
     rng = random.Random(1)
     for step, done, is_news in _timed(budget.transformer_s):
         _set_rate(optimizer, 1e-3 * _schedule(done))
-        latents, texts = _batch(stock, rng, budget.batch_clips)
-        num_words = PIPELINE_WORDS if rng.random() < 0.05 else MAX_WORDS
-        loss = _flow_loss(transformer, _embed(encoder, tokenizer, texts, num_words, device), latents)
-        _improve(optimizer, loss, both)
+        latents, words, mask = _batch(stock, tokens, rng, budget.batch_clips)
+        loss = (improve_padded.run if rng.random() < 0.02 else improve)(latents, words, mask)
         torch._foreach_lerp_(average, [p.detach() for p in both.parameters()], 1 - min(_EMA, step / (step + 10)))
         if is_news:
             _say(began, f"transformer step={step} loss={loss.item():.4f}")
@@ -238,29 +241,55 @@ def _fit_transformer(
     return step
 
 
-def _batch(stock: dict[int, Any], rng: random.Random, size: int) -> tuple[Any, list[str]]:
-    """Return latents of one length, and prompts of which one in ten is empty (for guidance)."""
+class _Tokens:
+    """Prompts of all clips, `_WORDINGS` for each, tokenised once."""
+
+    def __init__(self, tokenizer: Any, stock: dict[int, Any], device: str) -> None:
+        rng = random.Random(3)
+        self._rows = {}
+        for length, (_, scenes) in stock.items():
+            texts = [describe(scene, rng) for scene in scenes for _ in range(_WORDINGS)]
+            found = tokenizer(texts, padding="max_length", max_length=MAX_WORDS, return_tensors="pt").to(device)
+            self._rows[length] = found.input_ids, found.attention_mask
+        self._empty = tokenizer([""], padding="max_length", max_length=MAX_WORDS, return_tensors="pt").to(device)
+
+    def take(self, length: int, rows: Any) -> tuple[Any, Any]:
+        """Return ids and mask of any wording of these clips; one in ten is empty (for guidance)."""
+        import torch
+
+        words, mask = self._rows[length]
+        chosen = rows * _WORDINGS + torch.randint(_WORDINGS, rows.shape, device=rows.device)
+        is_empty = torch.rand(len(rows), 1, device=rows.device) < 0.1
+        return (
+            torch.where(is_empty, self._empty.input_ids, words[chosen]),
+            torch.where(is_empty, self._empty.attention_mask, mask[chosen]),
+        )
+
+
+def _batch(stock: dict[int, Any], tokens: _Tokens, rng: random.Random, size: int) -> tuple[Any, Any, Any]:
+    """Return latents of one length, and the ids and masks of their prompts."""
+    import torch
+
     usual, long = sorted(stock)
     length = rng.choices([usual, long, 3, 1], [6, 2, 1, 1])[0]
-    latents, scenes = stock[long if length == long else usual]
-    rows = [rng.randrange(len(scenes)) for _ in range(size if length <= usual else size // 2)]
-    texts = ["" if rng.random() < 0.1 else describe(scenes[row], rng) for row in rows]
-    return latents[rows][:, :, :length].float(), texts
+    kind = long if length == long else usual
+    latents = stock[kind][0]
+    rows = torch.randint(len(latents), (size if length <= usual else size // 2,), device=latents.device)
+    return latents[rows][:, :, :length].float(), *tokens.take(kind, rows)
 
 
-def _embed(encoder: Any, tokenizer: Any, texts: list[str], num_words: int, device: str) -> Any:
+def _embed(encoder: Any, words: Any, mask: Any, num_words: int) -> Any:
     """Return embeddings as WanPipeline makes them: padding is zero."""
     import torch
 
-    words = tokenizer(texts, padding="longest", return_tensors="pt").to(device)
-    states = encoder(words.input_ids, words.attention_mask).last_hidden_state
-    states = states * words.attention_mask[..., None]
+    states = encoder(words, mask).last_hidden_state * mask[..., None]
     return torch.nn.functional.pad(states, (0, 0, 0, num_words - states.shape[1]))
 
 
-def _flow_loss(transformer: Any, embeddings: Any, latents: Any) -> Any:
+def _flow_loss(transformer: Any, encoder: Any, num_words: int, latents: Any, words: Any, mask: Any) -> Any:
     import torch
 
+    embeddings = _embed(encoder, words, mask, num_words)
     uniform = torch.rand(len(latents), device=latents.device)
     sigma = 3 * uniform / (1 + 2 * uniform)  # as the scheduler shifts them
     noise = torch.randn_like(latents)
@@ -289,9 +318,64 @@ def _schedule(done: float) -> float:
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (done - 0.03) / 0.97))
 
 
+def _optimizer(model: Any, rate: float, decay: float, device: str) -> Any:
+    import torch
+
+    on_gpu = device == "cuda"
+    start = torch.tensor(rate, device=device) if on_gpu else rate  # a tensor: graphs read the rate of each step
+    return torch.optim.AdamW(
+        model.parameters(), lr=start, betas=(0.9, 0.99), weight_decay=decay, fused=on_gpu, capturable=on_gpu
+    )
+
+
 def _set_rate(optimizer: Any, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        if isinstance(group["lr"], float):
+            group["lr"] = rate
+        else:
+            group["lr"].fill_(rate)
+
+
+class _TrainingStep:
+    """Forward, backward, update; on a GPU a CUDA graph for each shape: small kernels would wait for their launches."""
+
+    def __init__(self, loss_of: Callable[..., Any], model: Any, optimizer: Any) -> None:
+        self._loss_of, self._model, self._optimizer = loss_of, model, optimizer
+        self._graphs: dict[Any, tuple[Any, Any, Any]] = {}  # shapes -> graph, inputs, loss
+
+    def __call__(self, *batch: Any) -> Any:
+        """Return the loss, before the next call changes it."""
+        if batch[0].device.type != "cuda":
+            return self.run(*batch)
+        shapes = tuple(tensor.shape for tensor in batch)
+        if shapes not in self._graphs:
+            self._graphs[shapes] = self._capture([tensor.clone() for tensor in batch])
+        graph, inputs, loss = self._graphs[shapes]
+        for static, tensor in zip(inputs, batch, strict=True):
+            static.copy_(tensor)
+        graph.replay()
+        return loss
+
+    def run(self, *batch: Any) -> Any:
+        """The same without a graph."""
+        loss = self._loss_of(*batch)
+        _improve(self._optimizer, loss, self._model)
+        return loss.detach()
+
+    def _capture(self, inputs: list[Any]) -> tuple[Any, Any, Any]:
+        import torch
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.run(*inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph):
+            loss = self.run(*inputs)
+        return graph, inputs, loss
 
 
 def _improve(optimizer: Any, loss: Any, model: Any) -> None:
