@@ -489,7 +489,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a mapping is expected at the top, not {type(tree).__name__}")
-    return tree
+    return {key: _unshared(value) for key, value in tree.items()}
+
+
+def _unshared(tree: Any) -> Any:
+    """Copy what YAML's anchors share: a change of one worker must not reach the others."""
+    if isinstance(tree, dict):
+        return {key: _unshared(value) for key, value in tree.items()}
+    return [_unshared(item) for item in tree] if isinstance(tree, list) else tree
 
 
 def _parse_override(text: str) -> dict[str, Any]:

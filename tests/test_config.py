@@ -301,3 +301,12 @@ def test_a_missing_model_folder_says_what_to_do(write, model, remedy):
 def test_every_recipe_of_the_checkout_loads():
     for path in (config.CHECKOUT / "recipes").glob("*/recipe.yaml"):
         assert load_recipe(path.parent, "").workers
+
+
+def test_workers_that_share_a_yaml_anchor_change_apart(write):
+    text = "workers: {prefill: &w {engine: trtllm, engine_config: {max_batch_size: 8, disable_overlap_scheduler: true,"
+    text += " cache_transceiver_config: {backend: UCX}}}, decode: *w}\n"
+    override = {"workers": {"decode": {"engine_config": {"max_batch_size": 64}}}}
+    workers = load_recipe(write(text), json.dumps(override)).workers
+    assert [workers[stage].engine_config.max_batch_size for stage in ("prefill", "decode")] == [8, 64]
+    assert workers["decode"].engine_config.llm_args["max_batch_size"] == 64
