@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,23 +17,16 @@ from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.checkpoint import Checkpoint, eos_token_ids, load_model, open_checkpoint
 from bireme.engines.torch.core import EngineCore, Parts
 from bireme.engines.torch.disaggregation import Exporter, Importer, Post
-from bireme.engines.torch.encoder_engine import make_encoder
 from bireme.engines.torch.guides import Guides
 from bireme.engines.torch.kv_store import KvStore, group_layers
 from bireme.engines.torch.limits import Limits
-from bireme.engines.torch.picture_encoder import PictureEncoder, layout_of
-from bireme.engines.torch.picture_store import PictureStore
+from bireme.engines.torch.picture_side import PictureSide, make_picture_side
 from bireme.engines.torch.runner import HfRunner, probe
-from bireme.engines.torch.vision_language import VisionLanguageModel
-from bireme.engines.torch.vision_models import is_picture_model
-from bireme.engines.torch.vision_tower import drop_vision_tower
 from bireme.engines.torch.warmup import warm_up
-from bireme.errors import ConfigError
 from bireme.kv.block_manager import BlockManager, GroupSpec
 from bireme.kv.events import EventBuffer
 from bireme.logits.sampler import Sampler
 from bireme.messages import Capacity
-from bireme.multimodal.model_config import picture_model
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -49,7 +41,7 @@ class LoadedEngine:
         checkpoint = open_checkpoint(context.model_path, context.config.trust_remote_code)
         self.limits = limit.resolve_limits(context.config, checkpoint.text_config, device)
         model = load_model(checkpoint, context.config.dtype, device)
-        pictures = _picture_side(context, checkpoint, model, device, post, self.limits)
+        pictures = make_picture_side(context, checkpoint, model, device, post, self.limits)
         self.encoder = pictures.encoder if pictures else None
         if pictures:
             model = pictures.language_model
@@ -96,53 +88,20 @@ class LoadedEngine:
         load_s = time.monotonic() - began
         accounts.started(manager, load_s)
         self.capacity = _capacity(self.limits, manager, model, eos_ids, load_s, pictures)
-        logger.info(
-            "engine_loaded model=%s dtype=%s device=%s kv_mib=%d kv_blocks=%d windows=%s load_s=%.1f",
-            type(model).__name__,
-            self.capacity.dtype,
-            device.type,
-            store.num_bytes >> 20,
-            manager.num_blocks,
-            ",".join(str(group.window) for group in store.groups),
-            load_s,
-        )
+        _tell(model, store, manager, self.capacity)
 
 
-@dataclass(slots=True)
-class _PictureSide:
-    """What a model that takes pictures has beside its language model."""
-
-    language_model: VisionLanguageModel
-    placeholder: int
-    merge_size: int
-    store: PictureStore
-    encoder: PictureEncoder | None  # None: another worker has the vision tower
-
-
-def _picture_side(
-    context: EngineContext, checkpoint: Checkpoint, model: Any, device: torch.device, post: Post, limits: Limits
-) -> _PictureSide | None:
-    """Raises ConfigError. Of a worker that encodes elsewhere the vision tower is dropped."""
-    described = picture_model(str(checkpoint.folder))
-    if not is_picture_model(checkpoint.name) or described is None:
-        return None
-    if limits.may_preempt and context.stage == "decode" and context.transfer is not None:
-        raise ConfigError(
-            "scheduler_config.capacity_scheduler_policy: MAX_UTILIZATION computes preempted prompts again, and a"
-            " decode worker has no pictures to do that with; set GUARANTEED_NO_EVICT"
-        )
-    if context.share is None:
-        raise ConfigError(f"{checkpoint.name}: models that take pictures are served from a local folder; download it")
-    dtype, hidden_size = model.lm_head.weight.dtype, int(checkpoint.text_config.hidden_size)
-    encoder = None
-    if context.hosts_encoder:
-        encoder = make_encoder(model, checkpoint, context.config.dtype)
-    else:
-        drop_vision_tower(model)
-    context.share.start(layout_of(checkpoint.digest, dtype, hidden_size))
-    held = context.config.multimodal_config.max_held_bytes
-    store = PictureStore(context.share, post, device, dtype, hidden_size, held)
-    return _PictureSide(VisionLanguageModel(model), described.placeholder, described.merge_size, store, encoder)
+def _tell(model: Any, store: KvStore, manager: BlockManager, capacity: Capacity) -> None:
+    logger.info(
+        "engine_loaded model=%s dtype=%s device=%s kv_mib=%d kv_blocks=%d windows=%s load_s=%.1f",
+        type(model).__name__,
+        capacity.dtype,
+        store.device.type,
+        store.num_bytes >> 20,
+        manager.num_blocks,
+        ",".join(str(group.window) for group in store.groups),
+        capacity.load_s,
+    )
 
 
 def _builder(store: KvStore, limits: Limits, device: torch.device, has_grid_positions: bool) -> BatchBuilder:
@@ -182,7 +141,7 @@ def _capacity(
     model: Any,
     eos_ids: tuple[int, ...],
     load_s: float,
-    pictures: _PictureSide | None,
+    pictures: PictureSide | None,
 ) -> Capacity:
     size = limits.tokens_per_block
     # Consumers take num_blocks * tokens_per_block for the longest sequence; windows alone do not limit it.

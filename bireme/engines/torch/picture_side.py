@@ -1,0 +1,58 @@
+"""What an engine for pictures has beside its language model: embeddings to fetch, and maybe the vision tower."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bireme.engines.base import EngineContext
+from bireme.engines.torch.checkpoint import Checkpoint
+from bireme.engines.torch.disaggregation import Post
+from bireme.engines.torch.encoder_engine import make_encoder
+from bireme.engines.torch.limits import Limits
+from bireme.engines.torch.picture_encoder import PictureEncoder, layout_of
+from bireme.engines.torch.picture_store import PictureStore
+from bireme.engines.torch.vision_language import VisionLanguageModel
+from bireme.engines.torch.vision_models import is_picture_model
+from bireme.engines.torch.vision_tower import drop_vision_tower
+from bireme.errors import ConfigError
+from bireme.multimodal.model_config import picture_model
+
+
+@dataclass(slots=True)
+class PictureSide:
+    """What a model that takes pictures has beside its language model."""
+
+    language_model: VisionLanguageModel
+    placeholder: int
+    merge_size: int
+    store: PictureStore
+    encoder: PictureEncoder | None  # None: another worker has the vision tower
+
+
+def make_picture_side(
+    context: EngineContext, checkpoint: Checkpoint, model: Any, device: torch.device, post: Post, limits: Limits
+) -> PictureSide | None:
+    """Raises ConfigError. Of a worker that encodes elsewhere the vision tower is dropped."""
+    described = picture_model(str(checkpoint.folder))
+    if not is_picture_model(checkpoint.name) or described is None:
+        return None
+    if limits.may_preempt and context.stage == "decode" and context.transfer is not None:
+        raise ConfigError(
+            "scheduler_config.capacity_scheduler_policy: MAX_UTILIZATION computes preempted prompts again, and a"
+            " decode worker has no pictures to do that with; set GUARANTEED_NO_EVICT"
+        )
+    if context.share is None:
+        raise ConfigError(f"{checkpoint.name}: models that take pictures are served from a local folder; download it")
+    dtype, hidden_size = model.lm_head.weight.dtype, int(checkpoint.text_config.hidden_size)
+    encoder = None
+    if context.hosts_encoder:
+        encoder = make_encoder(model, checkpoint, context.config.dtype)
+    else:
+        drop_vision_tower(model)
+    context.share.start(layout_of(checkpoint.digest, dtype, hidden_size))
+    held = context.config.multimodal_config.max_held_bytes
+    store = PictureStore(context.share, post, device, dtype, hidden_size, held)
+    return PictureSide(VisionLanguageModel(model), described.placeholder, described.merge_size, store, encoder)
