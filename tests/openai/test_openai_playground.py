@@ -41,6 +41,13 @@ async def test_every_module_that_is_imported_is_served_as_javascript(frontend):
         assert {f"/playground/js/{name}" for name in imported} <= set(scripts)
 
 
+async def test_the_page_asks_for_all_modules_at_once(frontend):
+    """Modules that only their importers name would come one round trip after another."""
+    page = (await (await frontend()).call("GET", "/").end()).data.decode()
+    early = set(re.findall(r'(?:modulepreload" href|src)="(playground/js/[^"]+)"', page))
+    assert {path.name for path in (FOLDER / "js").glob("*.js")} == {Path(path).name for path in early}
+
+
 async def test_without_a_key_the_page_is_open_and_nothing_else_of_it_is(frontend):
     bench = await frontend(keys())
     for path in PlaygroundFiles().paths:

@@ -86,6 +86,10 @@ class Page:
     def ask(self, text: str) -> None:
         self.find("#prompt").send_keys(text + Keys.ENTER)
 
+    def reload(self) -> None:
+        self.driver.refresh()
+        self.until(lambda: self.find("#model").is_enabled())
+
     def answered(self, number: int = 1) -> WebElement:
         """Return the last of so many answers, once it has ended."""
         self.until(lambda: len(self.all(".answer")) == number and not self.all(".answer.streaming"))

@@ -61,14 +61,17 @@ def further_frontend(log: Path, *arguments: str) -> Iterator[tuple[str, subproce
         process.wait(LIMIT_S)
 
 
+def _model(name: str, metrics: Registry) -> ServedModel:
+    recipe = convert({"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": name}, Recipe, "")
+    return ServedModel(recipe, FakeWorkers(), load_tokenizer("models/tiny-chat"), metrics)
+
+
 class ScriptedFrontend:
     """A frontend that serves the page as ever, and chats with the bytes of `pieces`, each written at once."""
 
     def __init__(self) -> None:
-        recipe = convert({"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": "scripted"}, Recipe, "")
         metrics = Registry("frontend")
-        model = ServedModel(recipe, FakeWorkers(), load_tokenizer("models/tiny-chat"), metrics)
-        self._frontend = Frontend(Models([model]), metrics)
+        self._frontend = Frontend(Models([_model(name, metrics) for name in ("scripted", "other")]), metrics)
         self.pieces: list[bytes] = []
         self.pause_s = 0.0
         self.requests: list[bytes] = []

@@ -102,8 +102,7 @@ def test_the_systems_theme_is_used_and_the_switch_overrides_it(deployment, visit
     assert (page.run(brightness) > 380) == (theme == "light")
     page.click("#theme")
     assert (page.run(brightness) > 380) == (other == "light")
-    page.driver.refresh()
-    page.until(lambda: page.find("#model").is_enabled())
+    page.reload()
     assert (page.run(brightness) > 380) == (other == "light")
     assert page.find("#theme").get_attribute("aria-label") == f"Use the {theme} theme"
 

@@ -198,8 +198,7 @@ def test_a_value_out_of_range_is_not_sent_and_gets_the_focus(page):
 
 def test_settings_are_remembered_and_can_be_reset(page):
     page.set("temperature", "0.7")
-    page.driver.refresh()
-    page.until(lambda: page.find("#model").is_enabled())
+    page.reload()
     assert page.find("#temperature").get_property("value") == "0.7"
     page.click("#reset")
     assert page.find("#temperature").get_property("value") == ""

@@ -35,8 +35,7 @@ def test_with_keys_on_the_page_asks_for_one_and_keeps_it_for_the_tab(keyed, visi
     page.until(lambda: page.find("#model").is_enabled())
     assert page.asked("What is 12 + 30?") == "42"
     assert page.run("return Object.values(localStorage).join()").find(key) < 0
-    page.driver.refresh()
-    page.until(lambda: page.find("#model").is_enabled())
+    page.reload()
 
 
 def test_a_key_that_is_forgotten_is_asked_for_again(keyed, visit):

@@ -239,6 +239,43 @@ def test_the_request_is_what_the_settings_say(page, scripted):
     }  # fmt: skip
 
 
+def test_the_chosen_model_is_asked_and_remembered(page, scripted):
+    assert [option.text for option in page.all("#model option")] == ["scripted", "other"]
+    page.find("#model").send_keys("other")
+    page.reload()
+    scripted.pieces = say("ok")
+    page.asked("hi")
+    assert json.loads(scripted.requests[0])["model"] == "other"
+
+
+def test_a_conversation_outlives_a_reload(page, scripted):
+    call = {"index": 0, "id": "call_0", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    scripted.pieces = [event({"reasoning_content": "hm"}), event({"tool_calls": [call]}), *say(reason="tool_calls")[1:]]
+    page.asked("first")
+    page.reload()
+    assert page.text(".bubble") == "first" and page.text(".call-name") == "look" and page.announced == ""
+    page.find(".call textarea").send_keys("seen")
+    scripted.pieces = say("half of it")[:2]
+    page.click(".send-results")
+    page.answered(2)
+    sent = json.loads(scripted.requests[1])["messages"]
+    assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
+    assert sent[1]["reasoning_content"] == "hm"
+    page.reload()
+    assert "connection ended" in page.text(".answer .error") and page.all(".answer")[1].text.startswith("half of it")
+    page.click("#new-chat")
+    page.reload()
+    assert page.all(".welcome")
+
+
+def test_an_answer_that_a_reload_interrupts_is_kept_as_stopped(page, scripted):
+    scripted.pieces, scripted.pause_s = say(*["word "] * 200), 0.02
+    page.ask("hi")
+    page.until(lambda: "word word" in page.text(".content"))
+    page.reload()
+    assert "word word" in page.text(".content") and "Stopped." in page.text(".answer")
+
+
 TOOLS_PROBLEMS = {
     "{": "Not valid JSON",
     "[1]": "Tool 1: write",

@@ -15,13 +15,19 @@ export function announce(text) {
 export class SentenceAnnouncer {
   #told = 0;
 
+  /** Take a text that nobody waits for. */
+  skip(text) {
+    this.#told = text.length;
+  }
+
   /** Take the text so far; its last sentence waits until it is whole, or `isLast`. */
   tell(text, isLast = false) {
-    const end = isLast ? text.length : lastEnd(text);
-    const fresh = text.slice(this.#told, end).trim();
-    if (end <= this.#told) return;
-    this.#told = end;
-    if (fresh) announce(fresh);
+    const fresh = text.slice(this.#told);
+    const end = isLast ? fresh.length : lastEnd(fresh);
+    if (!end) return;
+    this.#told += end;
+    const said = fresh.slice(0, end).trim();
+    if (said) announce(said);
   }
 }
 

@@ -1,9 +1,12 @@
 // An answer as it grows: chunks are put together to one message with content, reasoning and tool calls.
 
-/** What an assistant said so far, and how it ended. */
+import { ApiError } from "./api.js";
+
+/** What an assistant said so far, and how it ended. Its fields are plain, to be kept as JSON. */
 export class Answer {
   content = "";
   reasoning = "";
+  thoughtMs = null; // from the first thought to the last
   calls = []; // {id, name, arguments, result}; the result is typed in by the user
   finishReason = "";
   usage = null;
@@ -14,6 +17,14 @@ export class Answer {
   isStreaming = true;
   isJson = false; // asked for in the request
   rate = null; // see Meter.summary
+  #thoughtAt = null;
+
+  /** Return an answer that was kept; one that was cut off by the end of the page has been stopped. */
+  static from(kept) {
+    const { error, isStreaming, isStopped } = kept;
+    const ended = { isStreaming: false, isStopped: isStopped || isStreaming, error: error && new ApiError(error.message, error) };
+    return Object.assign(new Answer(), kept, ended);
+  }
 
   /** Take a chunk; return how many pieces of text it held: the tokens, near enough, until usage tells. */
   add(chunk) {
@@ -28,9 +39,15 @@ export class Answer {
 
   #delta(delta) {
     this.content += delta.content ?? "";
-    this.reasoning += delta.reasoning_content ?? "";
+    if (delta.reasoning_content) this.#think(delta.reasoning_content);
     for (const part of delta.tool_calls ?? []) this.#call(part);
     return (delta.content ? 1 : 0) + (delta.reasoning_content ? 1 : 0) + (delta.tool_calls?.length ?? 0);
+  }
+
+  #think(text) {
+    this.reasoning += text;
+    this.#thoughtAt ??= performance.now();
+    this.thoughtMs = performance.now() - this.#thoughtAt;
   }
 
   #call(part) {

@@ -22,10 +22,13 @@ export class AnswerView {
   #reasoning = null;
   #calls = null;
   #isEnded = false;
+  #isNews; // is it told to screen readers? Not when it was there before the page
 
   constructor(answer, on) {
     this.#answer = answer;
     this.#on = on;
+    this.#isNews = answer.isStreaming;
+    if (!this.#isNews) this.#announcer.skip(answer.content);
     this.#foot.append(this.#stats.node);
     this.node = element("article", { class: "turn answer streaming", "aria-label": "Answer", "aria-busy": "true" }, this.#content, this.#after, this.#foot);
   }
@@ -52,13 +55,14 @@ export class AnswerView {
     this.#calls?.focus();
   }
 
-  #showReasoning({ reasoning, content, calls, isStreaming }) {
+  #showReasoning(answer) {
+    const { reasoning, content, calls, isStreaming } = answer;
     if (!reasoning) return;
     if (!this.#reasoning) {
       this.#reasoning = new ReasoningView();
       this.node.prepend(this.#reasoning.node);
     }
-    this.#reasoning.show(reasoning, Boolean(content || calls.length || !isStreaming));
+    this.#reasoning.show(answer, Boolean(content || calls.length || !isStreaming));
   }
 
   #showJson(text) {
@@ -84,7 +88,7 @@ export class AnswerView {
     const actions = element("div", { class: "actions" }, button("retry", "Try again", () => this.#on.retry(), { class: "button icon-only small retry" }));
     if (answer.content) actions.prepend(copyButton("Copy answer", () => answer.content));
     this.#foot.prepend(actions);
-    if (!answer.error) announce(endOf(answer)); // an error is an alert by itself
+    if (this.#isNews && !answer.error) announce(endOf(answer)); // an error is an alert by itself
   }
 }
 

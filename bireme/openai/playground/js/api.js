@@ -9,9 +9,14 @@ const CUT = "The connection ended before the answer did.";
 
 /** What went wrong with a call, in the server's words where it had any. */
 export class ApiError extends Error {
-  constructor(message, { status = 0, code = "", param = "", requestId = "", retryAfter = "" } = {}) {
+  constructor(message, { status = 0, code = "", requestId = "" } = {}) {
     super(message);
-    Object.assign(this, { name: "ApiError", status, code, param, requestId, retryAfter });
+    Object.assign(this, { name: "ApiError", status, code, requestId });
+  }
+
+  /** Plain fields, to be kept; `new ApiError(kept.message, kept)` makes it again. */
+  toJSON() {
+    return { ...this, message: this.message };
   }
 
   get needsKey() {
@@ -80,8 +85,8 @@ function* chunksOf(events, response) {
       continue;
     }
     yield chunks;
-    const { message, code, param } = chunk?.error ?? { message: NOT_UNDERSTOOD };
-    throw new ApiError(message, { code: code ?? "", param: param ?? "", requestId: idOf(response) });
+    const { message, code } = chunk?.error ?? { message: NOT_UNDERSTOOD };
+    throw new ApiError(message, { code: code ?? "", requestId: idOf(response) });
   }
   yield chunks;
 }
@@ -100,9 +105,7 @@ async function errorOf(response) {
   return new ApiError(told?.message ?? `${response.status} ${response.statusText}`, {
     status: response.status,
     code: told?.code ?? "",
-    param: told?.param ?? "",
     requestId: idOf(response),
-    retryAfter: response.headers.get("retry-after") ?? "",
   });
 }
 

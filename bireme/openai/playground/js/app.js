@@ -35,9 +35,10 @@ document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (!panel.closeIfOver()) chat.stop();
 });
-addEventListener("pagehide", () => chat.stop()); // a page that the browser keeps for "back" would go on reading
+addEventListener("pagehide", () => chat.leave()); // a page that the browser keeps for "back" would go on reading
 bindTheme(byId("theme"));
 composer.showSettings(settings.values());
+chat.restore();
 composer.focus();
 loadModels();
 

@@ -34,6 +34,21 @@ export class Chat {
     });
   }
 
+  /** Show the conversation that the tab kept. */
+  restore() {
+    this.#conversation.restore();
+    for (const turn of this.#conversation.turns) {
+      this.#thread.add(turn);
+      this.#thread.show(turn, turn.rate);
+    }
+  }
+
+  /** Stop, and keep what was said: the page ends. */
+  leave() {
+    this.#conversation.keep();
+    this.stop();
+  }
+
   get isBusy() {
     return this.#abort !== null;
   }
@@ -59,6 +74,7 @@ export class Chat {
   clear() {
     this.stop();
     this.#conversation.clear();
+    this.#conversation.keep();
     this.#thread.clear();
     this.#onUsage(null);
   }
@@ -133,6 +149,7 @@ export class Chat {
   #ended(answer, meter, abort) {
     answer.isStreaming = false;
     answer.rate = meter.summary(answer);
+    this.#conversation.keep();
     this.#thread.show(answer, answer.rate);
     if (this.#abort !== abort) return; // another has begun meanwhile
     this.#abort = null;

@@ -1,10 +1,22 @@
 // A conversation: the user's turns and the answers, and what of them goes into the next request.
 
 import { Answer } from "./answer.js";
+import { recall, remember, tabStorage } from "./storage.js";
 
 /** Turns are {text} of the user, or Answer. */
 export class Conversation {
   turns = [];
+
+  /** Take up what the tab kept. */
+  restore() {
+    const kept = recall("conversation", [], tabStorage());
+    this.turns = kept.map((turn) => ("text" in turn ? turn : Answer.from(turn)));
+  }
+
+  /** Keep it in the tab, over reloads of the page. */
+  keep() {
+    remember("conversation", this.turns.length ? this.turns : null, tabStorage());
+  }
 
   addUser(text) {
     const turn = { text };

@@ -5,11 +5,10 @@ import { button, element, icon } from "./dom.js";
 /** Return the block for an error. `remedies` are buttons. */
 export function errorBlock(error, remedies = []) {
   const facts = [error.status || null, error.code, error.requestId ? `request ${error.requestId}` : null].filter(Boolean);
-  const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
   return element("div", { class: "error", role: "alert" },
     icon("alert"),
     element("div", {},
-      element("p", { class: "error-text" }, `${error.message}${wait}`),
+      element("p", { class: "error-text" }, error.message),
       facts.length ? element("p", { class: "note" }, facts.join(" · ")) : null,
       element("div", { class: "row" }, remedies)));
 }

@@ -8,7 +8,6 @@ export class ReasoningView {
   #text = element("div", { class: "prose" });
   #title = element("span", {}, "Thinking…");
   #markdown = new MarkdownView(this.#text);
-  #beganAt = performance.now();
   #isOver = false;
 
   constructor() {
@@ -16,11 +15,11 @@ export class ReasoningView {
     this.node = element("details", { class: "reasoning", open: true }, summary, this.#text);
   }
 
-  show(text, isOver) {
-    this.#markdown.show(text);
+  show({ reasoning, thoughtMs }, isOver) {
+    this.#markdown.show(reasoning);
     if (!isOver || this.#isOver) return;
     this.#isOver = true;
-    this.#title.textContent = `Thought for ${shownMs(performance.now() - this.#beganAt)}`;
+    this.#title.textContent = `Thought for ${shownMs(thoughtMs)}`;
     this.node.open = false;
   }
 }

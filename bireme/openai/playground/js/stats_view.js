@@ -14,6 +14,7 @@ export class StatsView {
   }
 
   show(answer, summary) {
+    if (!summary) return; // it was cut off before it was measured
     this.node.hidden = summary.ttftMs === null && !answer.usage;
     this.#line.replaceChildren(...facts(answer.usage, summary).map(([name, text]) => element("span", { class: `fact ${name}` }, text)));
     const rows = details(answer, summary).filter(([, text]) => text !== null && text !== undefined && text !== "");

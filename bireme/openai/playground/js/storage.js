@@ -19,6 +19,15 @@ export function remember(name, value, storage = localStorageOrNull()) {
   }
 }
 
+/** Where things last as long as the tab. */
+export function tabStorage() {
+  try {
+    return window.sessionStorage;
+  } catch {
+    return null;
+  }
+}
+
 function localStorageOrNull() {
   try {
     return window.localStorage;

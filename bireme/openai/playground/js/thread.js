@@ -52,8 +52,9 @@ export class Thread {
     }
   }
 
-  show(answer, summary) {
-    this.#views.get(answer)?.show(summary);
+  /** Show a turn as it is now; `summary` is a meter's. */
+  show(turn, summary) {
+    this.#views.get(turn)?.show?.(summary);
     if (this.#follows) this.#node.scrollTop = this.#node.scrollHeight;
     this.#note();
   }
