@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import stand_in_workers
 import tritonclient.grpc as grpcclient
 from triton_client import Client
 from tritonclient.utils import InferenceServerException
@@ -22,20 +23,22 @@ PROMPT = list(range(400, 420))
 LEASE_S = 2.0
 
 
-@pytest.fixture(scope="module")
-def server(sample_model, write_recipe, start) -> Any:
-    engine = {
-        "engine": "torch",
-        "num_threads": 1,
-        "engine_config": {
-            "dtype": "float32",
-            "max_batch_size": 16,
-            "max_seq_len": 256,
-            "kv_cache_config": {"max_tokens": 8192},
-            "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": int(1e3 * LEASE_S)},
-        },
+@pytest.fixture(scope="module", params=["torch", "trtllm"])
+def server(request, sample_model, write_recipe) -> Any:
+    from bireme.launch.tritonserver import start_server
+
+    config = {
+        "dtype": "float32",
+        "max_batch_size": 16,
+        "max_seq_len": 256,
+        "kv_cache_config": {"max_tokens": 8192},
+        "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": int(1e3 * LEASE_S)},
     }
-    return start(write_recipe(sample_model("llama"), {"prefill": engine, "decode": engine}))
+    engine = {"engine": "torch", "num_threads": 1, "engine_config": config}
+    if request.param == "trtllm":
+        engine = stand_in_workers.worker(config)
+    with start_server(write_recipe(sample_model("llama"), {"prefill": engine, "decode": engine})) as server:
+        yield server
 
 
 @pytest.fixture(scope="module", autouse=True)

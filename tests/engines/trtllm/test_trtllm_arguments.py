@@ -56,7 +56,8 @@ def test_other_backends_are_refused_by_name(backend):
 
 
 def test_autodeploy_gets_nothing_that_it_refuses():
-    given = dict.fromkeys(AUTODEPLOY_REFUSES, 2) | {"scheduler_config": {}, "backend": "_autodeploy", "max_batch_size": 4}
+    given = dict.fromkeys(AUTODEPLOY_REFUSES, 2) | {"scheduler_config": {}, "max_batch_size": 4}
+    given["backend"] = "_autodeploy"
     values = complete(given).values
     assert not values.keys() & set(AUTODEPLOY_REFUSES)
     assert (values["world_size"], values["max_batch_size"]) == (2, 4)
