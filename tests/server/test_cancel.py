@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+import stand_in_workers
 from triton_client import Client
 from watch import held, is_idle, total, until
 
@@ -20,18 +21,21 @@ PUBLISHED_S = 1.0  # by then the metrics tell what has happened
 PROMPT = list(range(400, 500))
 
 
-@pytest.fixture(scope="module")
-def server(sample_model, write_recipe, start) -> Any:
-    engine = {
-        "engine": "mocker",
-        "engine_config": {
-            "max_batch_size": 256,
-            "kv_cache_config": {"max_tokens": 1 << 20},
-            "cache_transceiver_config": {"backend": "DEFAULT"},
-            "mocker": {"step_ms": 1e3 * STEP_S, "prefill_ms": 20},
-        },
+@pytest.fixture(scope="module", params=["mocker", "trtllm"])
+def server(request, sample_model, write_recipe) -> Any:
+    from bireme.launch.tritonserver import start_server
+
+    config = {
+        "max_batch_size": 256,
+        "kv_cache_config": {"max_tokens": 1 << 20},
+        "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 3000},
     }
-    return start(write_recipe(sample_model("llama"), {"prefill": engine, "decode": engine}))
+    pace = {"mocker": {"step_ms": 1e3 * STEP_S, "prefill_ms": 20}}
+    engine = {"engine": "mocker", "engine_config": config | pace}
+    if request.param == "trtllm":
+        engine = stand_in_workers.worker(config | {"dtype": "float32"}, STEP_MS=f"{1e3 * STEP_S}")
+    with start_server(write_recipe(sample_model("llama"), {"prefill": engine, "decode": engine})) as server:
+        yield server
 
 
 def _generated(server: Any) -> float:
