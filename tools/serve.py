@@ -75,7 +75,9 @@ def frontend_of(
     if not options.openai_port or deployment.is_stopping:
         return contextlib.nullcontext()
     settings = deployment.settings
-    arguments = [*(("--api-keys", options.api_keys) if options.api_keys else ()), "--log-level", options.log_level]
+    arguments = ["--log-level", options.log_level, "--processes", str(options.frontend_processes)]
+    if options.api_keys:
+        arguments += ["--api-keys", options.api_keys]
     return FrontendProcess(
         FrontendSettings(
             recipe=settings.recipe.folder,
@@ -134,6 +136,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     port = int(os.environ.get("BIREME_OPENAI_PORT", "9000"))
     parser.add_argument("--openai-port", type=int, default=port, metavar="PORT", help="OpenAI's API; 0: without")
     parser.add_argument("--api-keys", metavar="FILE", help="keys that the OpenAI frontend asks for")
+    parser.add_argument("--frontend-processes", type=int, default=1, metavar="N", help="that share the OpenAI port")
 
 
 def settings_of(options: argparse.Namespace, run: Path) -> DeploymentSettings:

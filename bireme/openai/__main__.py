@@ -12,6 +12,7 @@ import argparse
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,9 @@ from bireme.metrics import Registry
 from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys, load_keys
 from bireme.openai.logs import set_up_logs
+from bireme.openai.members import Member, shared_socket
 from bireme.openai.parent import end_with_parent
+from bireme.openai.process_group import run_group
 from bireme.openai.served_model import Models, connect
 from bireme.workers.channel import server_address
 
@@ -38,13 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_logs(options.log_level, options.json_logs, options.access_log)
     if options.parent:
         end_with_parent(options.parent)
+    if options.processes > 1 and options.member is None:
+        return run_group(sys.argv[1:] if arguments is None else arguments, options.processes)
     try:
         server = make_server(options)
-    except ConfigError as error:
+        listeners = [shared_socket(options.host, options.port)] if options.member else None
+    except (ConfigError, OSError) as error:
         logger.error("%s", error)
         return WRONG
     calm_collector()
-    server.run()
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn drains, then raises the signal once more
+        signal.signal(number, lambda *_: None)
+    server.run(listeners)
     return 0
 
 
@@ -56,13 +64,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--grpc", action="append", metavar="HOST:PORT", help="a tritonserver's gRPC endpoint")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 opens it to the network")
     parser.add_argument("--port", type=int, default=9000)
+    parser.add_argument(
+        "--processes",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="that share the port; more than 1 once a core is full",
+    )
     parser.add_argument("--api-keys", metavar="FILE", help="over frontend.api_keys of the first recipe")
     parser.add_argument("--drain-timeout", type=int, default=30, metavar="S", help="for requests at the end")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_argument("--json-logs", action="store_true", help="one JSON object a line")
     parser.add_argument("--no-access-log", dest="access_log", action="store_false")
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # end when this process does
+    parser.add_argument("--member", type=Member.parse, help=argparse.SUPPRESS)  # which of --processes this one is
     return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}; the least is 1")
+    return number
 
 
 def make_server(options: argparse.Namespace) -> uvicorn.Server:
@@ -74,7 +96,8 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     metrics = Registry("frontend")
     models = Models([connect(recipe, address, metrics) for recipe, address in zip(recipes, addresses, strict=True)])
     config = recipes[0].frontend
-    frontend = Frontend(models, metrics, config, _keys(options.api_keys, recipes[0]))
+    keys = _keys(options.api_keys, recipes[0], options.member)
+    frontend = Frontend(models, metrics, config, keys, options.member)
     return _Server(_uvicorn_config(frontend, options, config), frontend)
 
 
@@ -119,11 +142,12 @@ def _uvicorn_config(frontend: Frontend, options: argparse.Namespace, config: Fro
     )
 
 
-def _keys(path: str | None, recipe: Recipe) -> ApiKeys | None:
+def _keys(path: str | None, recipe: Recipe, member: Member | None) -> ApiKeys | None:
     named = path or os.environ.get("BIREME_API_KEYS", "")
-    if named:
-        return load_keys(Path(named))
-    return load_keys(Path(recipe.folder) / recipe.frontend.api_keys) if recipe.frontend.api_keys else None
+    if not named and not recipe.frontend.api_keys:
+        return None
+    file = Path(named) if named else Path(recipe.folder) / recipe.frontend.api_keys
+    return load_keys(file, member.share_of) if member else load_keys(file)
 
 
 if __name__ == "__main__":

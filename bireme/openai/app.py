@@ -23,6 +23,7 @@ from bireme.openai.chat_completions import ChatCompletions
 from bireme.openai.completions import Completions
 from bireme.openai.error_replies import HttpError, RateLimitError, is_internal, reply_of
 from bireme.openai.keys import OPEN, ApiKeys
+from bireme.openai.members import Member
 from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
 from bireme.openai.openapi import openapi
 from bireme.openai.pace import Pacer
@@ -48,9 +49,13 @@ class Frontend:
     """One process's application. Made before the loop runs; `start` and `stop` by the server's lifespan."""
 
     def __init__(
-        self, models: Models, metrics: Registry, config: FrontendConfig | None = None, keys: ApiKeys | None = None
-    ) -> None:
+        self, models: Models, metrics: Registry, config: FrontendConfig | None = None, keys: ApiKeys | None = None,
+        member: Member | None = None,
+    ) -> None:  # fmt: skip
+        """`member`: other processes serve the same port."""
         self._models, self._metrics, self._keys = models, metrics, keys
+        self._member = member
+        self._teller: asyncio.AbstractServer | None = None
         self._config = config or FrontendConfig()
         self._page = MetricsPage(metrics)
         self._playground = PlaygroundFiles() if self._config.playground else None
@@ -79,9 +84,13 @@ class Frontend:
             "/openapi.json": {"GET": self._show_openapi},
         }
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        if self._member is not None:
+            self._teller = await self._member.tell(self._page.totals)
 
     async def stop(self) -> None:
         """Close the ways to the workers; requests have ended."""
+        if self._teller is not None:
+            self._teller.close()
         if self._ticker is not None:
             self._ticker.cancel()
         await asyncio.gather(*(model.close() for model in self._models))
@@ -185,7 +194,8 @@ class Frontend:
 
     async def _show_metrics(self, call: Call) -> None:
         self._metrics.set("bireme_http_requests_active", self._num_active)
-        await call.reply(200, self._page.text(), (b"content-type", CONTENT_TYPE))
+        others = await self._member.ask() if self._member is not None else []
+        await call.reply(200, self._page.text(others), (b"content-type", CONTENT_TYPE))
 
     async def _show_openapi(self, call: Call) -> None:
         await call.reply(200, encode_json(openapi([model.name for model in self._models])))

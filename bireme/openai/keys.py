@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +43,13 @@ class KeyFile(Settings, frozen=True, kw_only=True):
     keys: tuple[KeyEntry, ...]
 
 
+Share = Callable[[int | None], int | None]
+
+
+def _whole(limit: int | None) -> int | None:
+    return limit
+
+
 def _bucket(per_minute: int | None) -> TokenBucket | None:
     return None if per_minute is None else TokenBucket(per_minute)
 
@@ -49,12 +57,12 @@ def _bucket(per_minute: int | None) -> TokenBucket | None:
 class Tenant:
     """Whoever holds a key, with what is left of its limits. Used on one loop."""
 
-    def __init__(self, entry: KeyEntry | None) -> None:
+    def __init__(self, entry: KeyEntry | None, share: Share = _whole) -> None:
         self.name = entry.name if entry else ""
         self._salt = hashlib.sha256(b"bireme cache salt " + bytes.fromhex(entry.sha256)).hexdigest() if entry else ""
-        self._requests = _bucket(entry.requests_per_minute if entry else None)
-        self._tokens = _bucket(entry.tokens_per_minute if entry else None)
-        self._max_active = entry.max_concurrent_requests if entry else None
+        self._requests = _bucket(share(entry.requests_per_minute) if entry else None)
+        self._tokens = _bucket(share(entry.tokens_per_minute) if entry else None)
+        self._max_active = share(entry.max_concurrent_requests) if entry else None
         self._num_active = 0
 
     def begin(self) -> None:
@@ -93,8 +101,9 @@ OPEN = Tenant(None)  # everybody, where no keys are set
 class ApiKeys:
     """All keys of a frontend."""
 
-    def __init__(self, entries: tuple[KeyEntry, ...]) -> None:
-        self._tenants = [(bytes.fromhex(entry.sha256), Tenant(entry)) for entry in entries]
+    def __init__(self, entries: tuple[KeyEntry, ...], share: Share = _whole) -> None:
+        """`share` gives this process's part of a limit, where several serve the same port."""
+        self._tenants = [(bytes.fromhex(entry.sha256), Tenant(entry, share)) for entry in entries]
 
     def tenant(self, authorization: list[bytes]) -> Tenant:
         """Return who sends these Authorization headers. Raises HttpError 401.
@@ -113,7 +122,7 @@ class ApiKeys:
         return found[0]
 
 
-def load_keys(path: Path) -> ApiKeys:
+def load_keys(path: Path, share: Share = _whole) -> ApiKeys:
     """Read a key file. Raises ConfigError."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -125,7 +134,7 @@ def load_keys(path: Path) -> ApiKeys:
     for values in ([entry.name for entry in entries], [entry.sha256.lower() for entry in entries]):
         if len(set(values)) < len(values):
             raise ConfigError(f"{path}: a name or a hash is there twice; make them unique")
-    return ApiKeys(entries)
+    return ApiKeys(entries, share)
 
 
 def _unauthorized(message: str) -> HttpError:

@@ -2,58 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from bireme.metrics import TABLE, Labels, MetricSpec, Registry
+from bireme.metrics import TABLE, Delta, Labels, MetricSpec, Registry
 
 Histogram = tuple[list[int], float]  # counts a bucket, the sum
+Key = tuple[str, Labels]
+_T = TypeVar("_T")
 CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
 
 
-class MetricsPage(Collector):
+class MetricsPage:
     """Adds up what the registry counts."""
 
     def __init__(self, registry: Registry) -> None:
         self._source = registry
-        self._counters: dict[str, dict[Labels, float]] = {}
-        self._gauges: dict[str, dict[Labels, float]] = {}
-        self._histograms: dict[str, dict[Labels, Histogram]] = {}
-        self._page = CollectorRegistry(auto_describe=False)
-        self._page.register(self)
+        self._own = _Sums()
 
-    def text(self) -> bytes:
-        return generate_latest(self._page)
+    def text(self, others: Iterable[Delta] = ()) -> bytes:
+        """Return the page; `others` are the totals of processes that serve the same port."""
+        sums = _Sums()
+        for totals in (self.totals(), *others):
+            sums.add(totals, has_levels_of_its_own=True)
+        page = CollectorRegistry(auto_describe=False)
+        page.register(sums)
+        return generate_latest(page)
+
+    def totals(self) -> Delta:
+        """Return all that was counted so far."""
+        self._own.add(self._source.take_delta())
+        return self._own.totals()
+
+
+class _Sums(Collector):
+    def __init__(self) -> None:
+        self._counters: dict[Key, float] = {}
+        self._gauges: dict[Key, float] = {}
+        self._histograms: dict[Key, Histogram] = {}
+
+    def add(self, delta: Delta, has_levels_of_its_own: bool = False) -> None:
+        """Take increments, and levels in place of the former ones, or (another process's) beside them."""
+        for name, labels, value in delta.counters:
+            key = (name, tuple(labels))
+            self._counters[key] = self._counters.get(key, 0.0) + value
+        for name, labels, value in delta.gauges:
+            key = (name, tuple(labels))
+            self._gauges[key] = value + (self._gauges.get(key, 0.0) if has_levels_of_its_own else 0.0)
+        for name, labels, counts, total in delta.histograms:
+            key = (name, tuple(labels))
+            before, sum_before = self._histograms.get(key, ([0] * len(counts), 0.0))
+            self._histograms[key] = ([a + b for a, b in zip(before, counts, strict=True)], sum_before + total)
+
+    def totals(self) -> Delta:
+        return Delta(
+            [(*key, value) for key, value in self._counters.items()],
+            [(*key, value) for key, value in self._gauges.items()],
+            [(*key, *histogram) for key, histogram in self._histograms.items()],
+        )
 
     def collect(self) -> Iterator[Metric]:
-        self._take()
-        for name, values in self._counters.items():
+        for name, values in _by_name(self._counters).items():
             family = CounterMetricFamily(name, TABLE[name].help, labels=TABLE[name].labels)
             for labels, value in values.items():
                 family.add_metric(labels, value)
             yield family
-        for name, values in self._gauges.items():
+        for name, values in _by_name(self._gauges).items():
             gauge = GaugeMetricFamily(name, TABLE[name].help, labels=TABLE[name].labels)
             for labels, value in values.items():
                 gauge.add_metric(labels, value)
             yield gauge
-        for name, histograms in self._histograms.items():
+        for name, histograms in _by_name(self._histograms).items():
             yield _histogram(TABLE[name], histograms)
 
-    def _take(self) -> None:
-        delta = self._source.take_delta()
-        for name, labels, value in delta.counters:
-            values = self._counters.setdefault(name, {})
-            values[labels] = values.get(labels, 0.0) + value
-        for name, labels, value in delta.gauges:
-            self._gauges.setdefault(name, {})[labels] = value
-        for name, labels, counts, total in delta.histograms:
-            own = self._histograms.setdefault(name, {})
-            before, sum_before = own.get(labels, ([0] * len(counts), 0.0))
-            own[labels] = ([a + b for a, b in zip(before, counts, strict=True)], sum_before + total)
+
+def _by_name(values: Mapping[Key, _T]) -> dict[str, dict[Labels, _T]]:
+    found: dict[str, dict[Labels, _T]] = {}
+    for (name, labels), value in values.items():
+        found.setdefault(name, {})[labels] = value
+    return found
 
 
 def _histogram(spec: MetricSpec, histograms: dict[Labels, Histogram]) -> Metric:

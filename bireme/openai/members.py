@@ -1,0 +1,100 @@
+"""The processes that serve one frontend's port together: who this one is, and what the others have counted.
+
+The kernel gives each new connection to one of them. They share nothing; a page of metrics has to be whoever is
+asked, so each tells the others its totals over a Unix socket in their common folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from bireme.metrics import Delta
+
+_TIMEOUT_S = 1.0
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Delta).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of `count` processes; their sockets lie in `folder`, which its owner alone can enter."""
+
+    number: int  # from 0
+    count: int
+    folder: Path
+
+    @classmethod
+    def parse(cls, text: str) -> Member:
+        """Read NUMBER/COUNT/FOLDER."""
+        number, count, folder = text.split("/", 2)
+        return cls(int(number), int(count), Path("/", folder))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}/{str(self.folder).lstrip('/')}"
+
+    @property
+    def has_begun(self) -> bool:
+        """Does its process answer, or did one?"""
+        return self._path(self.number).exists()
+
+    def share_of(self, limit: int | None) -> int | None:
+        """Return this process's part of a limit for all of them, at least 1."""
+        return None if limit is None else max(1, math.ceil(limit / self.count))
+
+    async def tell(self, totals: Callable[[], Delta]) -> asyncio.AbstractServer:
+        """Answer the others from now on."""
+
+        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(_encode(totals()))
+            with contextlib.suppress(OSError):
+                await writer.drain()
+            writer.close()
+
+        path = self._path(self.number)
+        path.unlink(missing_ok=True)  # of one that died
+        return await asyncio.start_unix_server(answer, path)
+
+    async def ask(self) -> list[Delta]:
+        """Return the totals of the others; without those that do not answer."""
+        numbers = [number for number in range(self.count) if number != self.number]
+        answers = await asyncio.gather(*(self._ask(number) for number in numbers))
+        return [answer for answer in answers if answer is not None]
+
+    async def _ask(self, number: int) -> Delta | None:
+        try:
+            return _decode(await asyncio.wait_for(_read(self._path(number)), _TIMEOUT_S))
+        except (OSError, asyncio.TimeoutError, msgspec.MsgspecError):
+            return None
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number}.sock"
+
+
+async def _read(path: Path) -> bytes:
+    reader, writer = await asyncio.open_unix_connection(path)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+def shared_socket(host: str, port: int) -> socket.socket:
+    """Return a socket of a port that other processes of this user may share. Raises OSError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    listener.set_inheritable(False)
+    return listener

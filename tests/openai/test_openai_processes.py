@@ -1,0 +1,112 @@
+"""Several processes behind one port: started, counted together, revived, ended together."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from bireme.launch.ports import free_ports
+from bireme.launch.processes import children
+from bireme.metrics import Registry
+from bireme.openai.keys import ApiKeys, KeyEntry
+from bireme.openai.members import Member
+from bireme.openai.metrics_page import MetricsPage
+
+LIMIT_S = 60
+
+
+def get(port, path):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
+        return reply.read().decode()
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        with contextlib.suppress(OSError):
+            if found := condition():
+                return found
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def group():
+    """Two processes that need no tritonserver to live, and their port."""
+    port = free_ports().http
+    command = [sys.executable, "-m", "bireme.openai", "--recipe", "recipes/tiny-chat", "--grpc", "127.0.0.1:1"]
+    process = subprocess.Popen([*command, "--port", str(port), "--processes", "2", "--log-level", "warning"])
+    wait_for(lambda: get(port, "/health/live") and len(listeners(port)) == 2)
+    yield process, port
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == 0
+
+
+def listeners(port):
+    """Return the sockets that listen on a port."""
+    with open("/proc/net/tcp") as table:
+        return [line for line in table if f":{port:04X} 00000000:0000 0A" in line]
+
+
+def num_counted(port):
+    found = re.search(
+        r'bireme_http_requests_total\{[^}]*path="/health/live",status="200"[^}]*\} ([\d.]+)', get(port, "/metrics")
+    )
+    return float(found.group(1)) if found else 0.0
+
+
+def test_whoever_is_asked_shows_the_counts_of_all(group):
+    _, port = group
+    before = num_counted(port)
+    for _ in range(40):  # each a connection of its own
+        get(port, "/health/live")
+    assert {num_counted(port) for _ in range(10)} == {before + 40}
+
+
+def test_one_that_dies_is_started_again(group):
+    process, port = group
+    victim = children(process.pid)[0]
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: victim not in children(process.pid) and len(listeners(port)) == 2)
+    assert get(port, "/health/live") == '{"status":"live"}'
+
+
+def test_a_wrong_option_ends_all_at_once(tmp_path):
+    command = [sys.executable, "-m", "bireme.openai", "--recipe", str(tmp_path), "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2 and "recipe.yaml" in done.stderr
+
+
+async def test_totals_of_another_process_are_added(tmp_path):
+    registries = [Registry("frontend"), Registry("frontend")]
+    pages = [MetricsPage(registry) for registry in registries]
+    for registry in registries:
+        registry.add("bireme_requests_total", 2, "stop")
+        registry.observe("bireme_request_seconds", 0.1)
+        registry.set("bireme_http_requests_active", 3)
+    server = await Member(1, 2, tmp_path).tell(pages[1].totals)
+    text = pages[0].text(await Member(0, 2, tmp_path).ask()).decode()
+    server.close()
+    assert 'bireme_requests_total{outcome="stop",worker="frontend"} 4.0' in text
+    assert 'bireme_http_requests_active{worker="frontend"} 6.0' in text
+    assert 'bireme_request_seconds_count{worker="frontend"} 2.0' in text
+
+
+async def test_a_process_that_does_not_answer_is_left_out(tmp_path):
+    assert await Member(0, 3, tmp_path).ask() == []
+
+
+def test_a_keys_limits_are_divided(tmp_path):
+    entry = KeyEntry(name="a", sha256="0" * 64, max_concurrent_requests=3)
+    keys = ApiKeys((entry,), Member(0, 2, tmp_path).share_of)
+    tenant = keys._tenants[0][1]
+    tenant.begin()
+    tenant.begin()
+    with pytest.raises(Exception, match="2 requests of this key"):
+        tenant.begin()
