@@ -27,6 +27,7 @@ class Result:
     prompt_logprobs: list[TokenLogprobs] | None = None
     finishes: list[Finish] = field(default_factory=list)
     exported: DisaggregatedParams | None = None
+    encoded: Any = None
     has_tokens: threading.Event = field(default_factory=threading.Event)
     is_over: threading.Event = field(default_factory=threading.Event)
 
@@ -40,6 +41,7 @@ class Result:
         self.logprobs += delta.logprobs or []
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         self.exported = delta.exported or self.exported
+        self.encoded = delta.encoded or self.encoded
         if delta.tokens:
             self.has_tokens.set()
         if delta.finish is not None:
@@ -63,6 +65,7 @@ class Harness:
         transfer: KvTransfer | None = None,
         worker: str = "decode",
         queue: dict[str, Any] | None = None,
+        context: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         own = set(KvCacheConfig.__struct_fields__) - set(EngineConfig.__struct_fields__)
@@ -77,7 +80,9 @@ class Harness:
         self.metrics = Registry(worker)
         self.died: list[int] = []
         self.engine = TorchEngine(
-            EngineContext(worker, worker, model_path, config, self.metrics, transfer, num_threads=1, life=1),
+            EngineContext(
+                worker, worker, model_path, config, self.metrics, transfer, num_threads=1, life=1, **(context or {})
+            ),
             die=self.died.append,
         )
         self.results: dict[tuple[int, int], Result] = {}
