@@ -5,6 +5,7 @@ What a caller may see is decided here: internal errors and addresses stay in the
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -22,6 +23,7 @@ from bireme.pipelines.json_body import param_of
 from bireme.workers.base import UnreachableError
 
 _RETRY_S = 1
+_TOO_LONG = re.compile(r"prompt: [1-9]\d* tokens;")  # how every part says it: request.py, the engines
 _encode = msgspec.json.Encoder().encode
 
 
@@ -58,7 +60,7 @@ def reply_of(error: BaseException) -> ErrorReply:
         return _reply(error.status, str(error), error.kind, error.code, error.headers)
     if isinstance(error, RequestError):
         message = str(error)
-        code = "context_length_exceeded" if "the context of" in message else "invalid_value"
+        code = "context_length_exceeded" if _TOO_LONG.match(message) else "invalid_value"
         return _reply(400, message, "invalid_request_error", code, param=param_of(message))
     if isinstance(error, NotFoundError):
         return _reply(404, str(error), "invalid_request_error", "not_found")

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from bireme.errors import RequestError
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 BIG = "1" + "0" * 30
 
@@ -143,3 +145,24 @@ async def test_request_ids_come_back_and_strange_ones_are_replaced(frontend):
 async def test_openapi_describes_every_route(frontend):
     paths = (await (await frontend()).call("GET", "/openapi.json").end()).json()["paths"]
     assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/models/{model}"} <= paths.keys()
+
+
+TOO_LONG = [
+    "prompt: 4849 tokens; this worker takes 1023 (a context of 1024, less one to generate); shorten the prompt",
+    "prompt: 4849 tokens; the context of 1024 must hold it and at least one more, shorten the prompt",
+    "prompt: 4849 tokens; limits.max_prompt_tokens is 512, shorten the prompt",
+]
+
+
+@pytest.mark.parametrize("message", TOO_LONG)
+async def test_a_prompt_that_is_too_long_has_openais_code_whoever_noticed(frontend, message):
+    bench = await frontend()
+    bench.workers.errors.append(RequestError(message))
+    reply = await bench.chat().end()
+    assert reply.status == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_an_empty_prompt_is_not_too_long(frontend):
+    bench = await frontend()
+    bench.workers.errors.append(RequestError("prompt: 0 tokens; send at least one"))
+    assert (await bench.chat().end()).json()["error"]["code"] == "invalid_value"
