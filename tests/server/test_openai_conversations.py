@@ -1,6 +1,7 @@
 """Conversations of several turns through the frontend, as the official client holds them."""
 
 import asyncio
+import json
 from collections import Counter
 
 import openai
@@ -66,8 +67,6 @@ async def test_held_out_conversations_are_answered_rightly(client, kind):
 
 def _for_the_wire(messages):
     """Give calls their ids and arguments as JSON, as OpenAI has them."""
-    import json
-
     shown = []
     for message in messages:
         message = dict(message)
