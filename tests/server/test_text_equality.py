@@ -50,7 +50,7 @@ def _workers(mode: str) -> dict[str, Any]:
             "cache_transceiver_config": {"backend": "DEFAULT"},
         }
         if mode.startswith("trtllm"):
-            return stand_in_workers.worker(config)
+            return stand_in_workers.worker(config, profile="1.3" if mode.endswith("disaggregated") else "1.2.1")
         return {"engine": "torch", "num_threads": 1, "engine_config": config}
 
     return {stage: engine(size) for stage, size in MODES[mode].items()}
