@@ -4,6 +4,9 @@ A `Session` is one gRPC stream with one subscription, which lasts for one life o
 Commands that pile up while a write is under way go out together; whole engine steps come in and each
 request's sink is called on the loop's thread. A `Bus` keeps the current session of one worker, opens it
 with the first request and closes it a second after the last (Triton does not exit while a stream is open).
+Triton 2.51 keeps about a kilobyte of every response until the request that it answers has ended, and a
+subscription is such a request: after RENEW_AFTER responses new requests go to a new session, and the old
+one closes with its last.
 
 What can end a session, and what its requests get:
     refused, never opened      UNAVAILABLE, as never sent: the caller may try again at no cost
@@ -53,6 +56,7 @@ logger = logging.getLogger("bireme.bus")
 IDLE_S = 1.0  # without requests for so long, a session closes
 KEEPALIVE_S = 3.0  # the stub hears from us at least so often
 OPEN_TIMEOUT_S = 10.0  # from the first byte to Welcome
+RENEW_AFTER = 1000  # responses of one subscription: a megabyte in the server, 5 s at 5 ms a step
 _MAX_BATCH_BYTES = 4 << 20  # prompts in one message, one prompt at least
 
 
@@ -105,13 +109,19 @@ class Bus:
             self._session = None
         self._closing.add(session)
 
+    def renew(self, session: Session) -> None:
+        """New requests go to a new session, opened now; this one goes on with those that it has."""
+        if self._session is session:
+            self._session = Session(self)
+            self._closing.add(session)
+
     def ended(self, session: Session) -> None:
         self._closing.discard(session)
 
     async def close(self) -> None:
         """End all requests with UNAVAILABLE and close the subscription."""
-        if self._session is not None:
-            self._session.shut()
+        for session in filter(None, (self._session, *self._closing)):
+            session.shut()
         sessions = list(self._closing)
         if sessions:
             await asyncio.wait([session.task for session in sessions], timeout=3.0)
@@ -128,7 +138,8 @@ class Session:
         self._wake = asyncio.Event()
         self._welcome: Welcome | None = None
         self._call: Any = None
-        self._is_open = True  # takes requests
+        self._is_open = True  # takes commands
+        self._num_responses = 0
         self._tick_s = min(IDLE_S / 2, bus.stall_timeout_s / 4)
         self._said_at = self._heard_at = self._busy_at = time.monotonic()
         self.task = asyncio.get_running_loop().create_task(self._run(), name=f"bus-{bus.worker}")
@@ -225,6 +236,9 @@ class Session:
                 self._take(item)
             else:
                 self._greet(item)
+        self._num_responses += 1
+        if self._num_responses == RENEW_AFTER:
+            self._bus.renew(self)
         return True
 
     def _greet(self, welcome: Welcome) -> None:

@@ -135,6 +135,26 @@ async def test_an_idle_subscription_is_closed_and_opened_again(bus, recorder, mo
         await bus.until(lambda: not bus.engine.buses and bus.server.num_streams == 0)
 
 
+async def test_a_long_used_subscription_is_renewed_and_ends_with_its_last_request(bus, recorder, monkeypatch):
+    monkeypatch.setattr(bus_module, "RENEW_AFTER", 3)  # the welcome is the first
+    monkeypatch.setattr(bus_module, "IDLE_S", 0.2)
+    old, new = recorder(), recorder()
+    bus.buses.decode("decode", REQUEST, old)
+    consumer, number = await bus.request_at_engine()
+    bus.engine.emit(consumer, {number: 5})
+    await bus.until(lambda: old.tokens == [5])
+    bus.engine.emit(consumer, {number: 6})
+    await bus.until(lambda: bus.server.num_streams == 2)
+    bus.buses.decode("decode", REQUEST, new)
+    await bus.until(lambda: len(bus.engine.requests) == 2)
+    bus.engine.emit(consumer, {number: 7})
+    bus.engine.finish(consumer, number, DONE)
+    assert (await old.end()).reason == "length"
+    assert old.tokens == [5, 6, 7]
+    await bus.until(lambda: bus.server.num_streams == 1)  # the old one's has ended, the new one's goes on
+    assert new.tokens == []
+
+
 async def test_a_subscription_that_the_stub_closed_is_replaced_unseen(bus, recorder):
     first = recorder()
     bus.buses.decode("decode", REQUEST, first)

@@ -1,0 +1,95 @@
+"""A video worker reached over gRPC: one stream a request, so that leaving the stream cancels it.
+
+The same inside Triton (loopback) and outside: BLS must not stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from bireme.errors import BiremeError, EngineLostError, UnavailableError
+from bireme.types import Array, Tensors
+from bireme.workers.channel import (
+    infer_request,
+    model_ready,
+    open_channel,
+    outputs_of,
+    parse_error,
+    rpc_error,
+    server_address,
+    stream_method,
+)
+
+
+class VideoWorkers:
+    """All video workers of one tritonserver. Use it on one loop."""
+
+    def __init__(self, stall_timeout_s: float, address: str | None = None) -> None:
+        self._address = address or server_address()
+        self._stall_timeout_s = stall_timeout_s
+        self._channel: Any = None
+
+    async def generate(self, worker: str, tensors: Mapping[str, bytes | Array]) -> AsyncIterator[Tensors]:
+        """Yield the worker's responses. Raises errors.py; closing the iterator cancels the request."""
+        call = stream_method(self._open())()
+        is_over = False
+        try:
+            await self._guarded(call.write(infer_request(worker, tensors)), worker)
+            await self._guarded(call.done_writing(), worker)
+            while (outputs := await self._read(call, worker)) is not None:
+                if outputs:
+                    yield outputs
+            is_over = True
+        finally:
+            if not is_over:  # a stream that has ended is left alone: cancelling it holds up the server's exit
+                call.cancel()
+
+    async def is_ready(self, worker: str) -> bool:
+        import grpc
+
+        try:
+            return await model_ready(self._open(), worker)
+        except grpc.aio.AioRpcError:
+            return False
+
+    async def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def _read(self, call: Any, worker: str) -> Tensors | None:
+        """Return one response's tensors; None at the end of the stream."""
+        import grpc
+
+        response = await self._guarded(call.read(), worker)
+        if response is grpc.aio.EOF:
+            return None
+        if response.error_message:
+            raise parse_error(response.error_message)
+        return outputs_of(response.infer_response)
+
+    async def _guarded(self, work: Any, worker: str) -> Any:
+        import grpc
+
+        try:
+            return await asyncio.wait_for(work, self._stall_timeout_s)
+        except asyncio.TimeoutError:
+            raise EngineLostError(
+                f"{worker}: no news for {self._stall_timeout_s:g} s (pipeline.stall_timeout_s); try again"
+            ) from None
+        except grpc.aio.AioRpcError as error:
+            raise _as_video(rpc_error(error, self._address), worker) from error
+        except asyncio.InvalidStateError as error:  # written to a stream that the server has ended
+            raise UnavailableError(f"{worker}: the server closed the stream; try again") from error
+
+    def _open(self) -> Any:
+        if self._channel is None:
+            self._channel = open_channel(self._address)
+        return self._channel
+
+
+def _as_video(error: BiremeError, worker: str) -> BiremeError:
+    """A connection that broke in the middle took the request along."""
+    return error if error.retryable or type(error) is not BiremeError else EngineLostError(f"{worker}: {error}")
