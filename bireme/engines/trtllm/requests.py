@@ -63,6 +63,7 @@ class Requests:
         self.num_submitted = 0  # by the callers of `begin`
         self.num_ended = 0
         self.num_steps = 0
+        self._num_answered = 0  # of those that are open
 
     @property
     def num_open(self) -> int:
@@ -71,7 +72,7 @@ class Requests:
 
     @property
     def num_unanswered(self) -> int:
-        return sum(not run.has_answered for run in list(self._runs.values()))
+        return self.num_open - self._num_answered
 
     async def warm_up(self) -> None:
         """Generate one token: after that the engine's own loop runs, and its first request is nobody's."""
@@ -159,11 +160,13 @@ class Requests:
     def _take(self, run: Run, result: Any) -> None:
         """Read the one output that a request has, and end it when it is finished."""
         if not result.outputs:
+            result.abort()
             self._end(run, "error", BiremeError("TensorRT-LLM answered without an output"))
             return
         output, now = result.outputs[0], time.monotonic()
         is_first = not run.first_token_at
         delta = run.read(output, now)
+        self._num_answered += not run.has_answered
         run.has_answered = True
         if run.ending is not None:
             self._abort_deferred(run)
@@ -285,6 +288,7 @@ class Requests:
         self._accounts.finished(run, finish, now)
         self._loaded.iterations.request_ended(run.result)
         self.num_ended += 1
+        self._num_answered -= run.has_answered
         self._tell(Delta(run.key, finish=finish, exported=exported))
 
     def _break(self, error: Exception) -> None:
