@@ -307,6 +307,15 @@ class Recipe(Settings, frozen=True, kw_only=True):
 WORKER_STAGES = ("prefill", "decode", "multimodal_encoder", "video_diffusion")
 
 
+_NEEDED_WORKERS = {"video": "video_diffusion", "logits_processor": ""}  # of models that are no workers; else decode
+
+
+def missing_worker(stage: str, recipe: Recipe) -> str:
+    """Return the worker that a model can't do without and that the recipe has not; "": it has all."""
+    needed = stage if stage in WORKER_STAGES else _NEEDED_WORKERS.get(stage, "decode")
+    return "" if not needed or needed in recipe.workers else needed
+
+
 def stage_of(model_name: str) -> str:
     """decode_1 -> decode."""
     return re.sub(r"_\d+$", "", model_name)

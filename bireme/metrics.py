@@ -19,7 +19,7 @@ Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]  # values, in the order of MetricSpec.labels
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_LONG = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_MINUTES = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 _TOKENS = (1, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 32000, 128000)
 
 
@@ -141,7 +141,9 @@ TABLE: dict[str, MetricSpec] = {
         _counter("bireme_images_encoded_total", "Pictures that went through the vision tower.", "worker"),
         _histogram("bireme_image_encode_seconds", "One batch of pictures in the vision tower.", _SECONDS, "worker"),
         _counter("bireme_video_steps_total", "Denoising steps done.", "worker"),
-        _histogram("bireme_video_generation_seconds", "One video or set of pictures, encoding included.", _LONG, "worker"),
+        _histogram(
+            "bireme_video_generation_seconds", "One video or set of pictures, encoding included.", _MINUTES, "worker"
+        ),
         _counter("bireme_video_frames_total", "Frames and pictures delivered.", "worker"),
         _gauge("bireme_video_jobs", "Jobs of /v1/videos by status.", "worker", "status"),
         _gauge("bireme_video_files_bytes", "Results kept in the served folder.", "worker"),

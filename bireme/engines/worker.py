@@ -22,6 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     if options.parent:
         die_with_parent(options.parent)
+    if options.worker.startswith("video_diffusion"):
+        from bireme.engines.video.process import VideoProcess
+
+        return VideoProcess(options.worker, options.endpoint, options.life).run()
     from bireme.engines.process import EngineProcess
 
     return EngineProcess(options.worker, options.endpoint, options.life).run()

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from bireme.config import Recipe
@@ -132,13 +132,29 @@ def check_arguments(recipe: Recipe) -> list[str]:
 
 
 def check_model(recipe: Recipe) -> list[str]:
+    text = [entry for stage, entry in recipe.workers.items() if stage != "video_diffusion"]
+    problems = []
     try:
-        folder = Path(recipe.model_path)
+        if text:
+            needs_weights = any(entry.engine != "mocker" for entry in text)
+            problems += _check_folder(Path(recipe.model_path), lambda path: _check_model_folder(path, needs_weights))
+        if (video := recipe.workers.get("video_diffusion")) and video.engine != "mocker":
+            problems += _check_folder(Path(recipe.worker_model_path("video_diffusion")), _check_pipeline_folder)
     except ConfigError as error:
-        return [str(error)]
-    if not folder.is_dir():
-        return []  # a hub id: whether it can be fetched is known when it is
-    return _check_model_folder(folder, any(entry.engine != "mocker" for entry in recipe.workers.values()))
+        problems.append(str(error))
+    return problems
+
+
+def _check_folder(folder: Path, check: Callable[[Path], list[str]]) -> list[str]:
+    return check(folder) if folder.is_dir() else []  # a hub id: whether it can be fetched is known when it is
+
+
+def _check_pipeline_folder(folder: Path) -> list[str]:
+    if not (folder / "model_index.json").is_file():
+        return [f"{folder} has no model_index.json; a folder in diffusers' layout is expected"]
+    if not any(folder.glob("*/*.safetensors")):
+        return [f"{folder} has no .safetensors file; other weight formats are not loaded, convert them first"]
+    return []
 
 
 def _check_model_folder(folder: Path, needs_weights: bool) -> list[str]:

@@ -10,7 +10,7 @@ import compileall
 from collections.abc import Iterable
 from pathlib import Path
 
-from bireme.config import CHECKOUT, WORKER_STAGES, Recipe
+from bireme.config import CHECKOUT, WORKER_STAGES, Recipe, missing_worker
 from bireme.errors import ConfigError
 
 REPOSITORIES = ("model_repository", "ensembles")
@@ -40,9 +40,10 @@ def used_models(recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[tuple[str, .
     models = [
         name
         for stage in _names(checkout / REPOSITORIES[0])
+        if not missing_worker(stage, recipe)
         for name in (recipe.replicas(stage) if stage in WORKER_STAGES else (stage,))
     ]
-    pipelines = [name for name in _names(checkout / REPOSITORIES[1]) if name != "video" or "video_diffusion" in models]
+    pipelines = [name for name in _names(checkout / REPOSITORIES[1]) if not missing_worker(name, recipe)]
     return tuple(models), tuple(pipelines)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from bireme.config import WORKER_STAGES, Recipe, load_recipe, stage_of
+from bireme.config import WORKER_STAGES, Recipe, load_recipe, missing_worker, stage_of
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError
 from bireme.metrics import Registry
 from bireme.specs import ModelSpec
@@ -114,8 +114,8 @@ class Adapter:
 
     def _make_stage(self, recipe: Recipe) -> Stage:
         stage = stage_of(self._model_name)
-        if stage in WORKER_STAGES and recipe.entry(self._model_name) is None:
-            return absent_stage(self.spec, f"{stage} is not in recipe {recipe.name}")
+        if missing := missing_worker(stage, recipe):
+            return absent_stage(self.spec, f"{missing} is not in recipe {recipe.name}")
         return self.stage_class()
 
     async def _start(self, recipe: Recipe) -> None:

@@ -1,0 +1,167 @@
+"""The life of a video engine process: IO thread first, then load and warm-up, hello, one piece of work at a time.
+
+Everything that the engine does happens on the main thread (CUDA contexts and signal handlers like it there).
+SIGTERM ends the work under way at its next step, and the process with it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import time
+
+import msgspec
+
+from bireme import config
+from bireme.config import Recipe, stage_of
+from bireme.engines.environment import RECIPE_VARIABLE, num_threads
+from bireme.engines.process import EXIT_CONFIG, start_log
+from bireme.engines.video import create_video_engine
+from bireme.engines.video.base import AbortedError, Frames, VideoContext, VideoEngine
+from bireme.engines.video.link import EngineLink
+from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, to_message
+from bireme.metrics import Registry
+from bireme.video import wire
+from bireme.video.encoding import encode_image, encode_video
+
+logger = logging.getLogger("bireme.engine")
+
+
+class VideoProcess:
+    """Run once, on the main thread."""
+
+    def __init__(self, worker: str, endpoint: str, life: int) -> None:
+        self._worker, self._life = worker, life
+        self._metrics = Registry(worker)
+        self._link = EngineLink(endpoint, life, self._metrics)
+        self._engine: VideoEngine | None = None
+        self._is_stopping = False
+
+    def run(self) -> int:
+        """Serve until told to stop; return the exit status."""
+        start_log(self._worker)
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills
+        self._link.start()
+        began = time.monotonic()
+        try:
+            self._engine = self._make_engine()
+            facts = self._engine.start()
+        except Exception as error:
+            return self._give_up(error)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._request_stop())
+        gc.collect()
+        gc.freeze()
+        self._link.ready(facts)
+        took = time.monotonic() - began
+        logger.info("engine_ready life=%d pipeline=%s load_s=%.2f", self._life, facts.pipeline, took)
+        while not self._is_stopping and (command := self._link.next()) is not None:
+            self._work(command.number, command.generation)
+        self._engine.stop()
+        self._link.close()
+        logger.info("engine_stopped life=%d", self._life)
+        return 0
+
+    def _make_engine(self) -> VideoEngine:
+        recipe = _recipe()
+        entry = recipe.entry(self._worker)
+        if entry is None:
+            raise ConfigError(f"{self._worker} is not in recipe {recipe.name}; workers: {', '.join(recipe.workers)}")
+        model_path = recipe.worker_model_path(stage_of(self._worker)) if entry.engine != "mocker" else ""
+        context = VideoContext(self._worker, model_path, entry.engine_config, num_threads(recipe, entry))
+        return create_video_engine(entry.engine, context)
+
+    def _give_up(self, error: Exception) -> int:
+        is_expected = isinstance(error, ConfigError)
+        logger.error("engine_failed life=%d error=%s", self._life, to_message(error), exc_info=not is_expected)
+        self._link.fail(to_message(error))
+        self._link.close()
+        return EXIT_CONFIG if is_expected else 1
+
+    def _request_stop(self) -> None:
+        self._is_stopping = True
+        self._link.interrupt()
+
+    def _work(self, number: int, work: wire.Generation) -> None:
+        self._link.began()
+        try:
+            event: wire.Event = self._generate(number, work)
+        except AbortedError:
+            error: BiremeError = RequestCancelledError("the request was aborted")
+            if self._is_stopping:
+                error = UnavailableError(f"{self._worker} is stopping; try again")
+            event = wire.Failed(number, to_message(error))
+        except Exception as failure:
+            if not isinstance(failure, BiremeError):
+                logger.exception("generation_failed number=%d", number)
+            event = wire.Failed(number, to_message(failure))
+        self._link.rested()
+        self._link.tell(event)
+
+    def _generate(self, number: int, work: wire.Generation) -> wire.Event:
+        assert self._engine is not None
+        progress = _Progress(self, number, work.total_steps)
+        began = time.monotonic()
+        progress.check()
+        self._link.tell(wire.Stepped(number, 0, work.total_steps))
+        frames = self._engine.generate(work, progress)
+        progress.check()
+        self._link.began()  # encoding has a time limit of its own
+        parts, shape = _encode(frames[: work.num_images or work.num_frames], work)
+        seconds = time.monotonic() - began
+        self._metrics.observe("bireme_video_generation_seconds", seconds)
+        self._metrics.add("bireme_video_frames_total", work.num_images or work.num_frames)
+        return wire.Made(number, parts, shape, seconds)
+
+    def check(self, number: int) -> None:
+        """Raises AbortedError when the work is not wanted any more."""
+        if self._is_stopping or self._link.is_aborted(number):
+            raise AbortedError
+
+    def step_done(self, event: wire.Stepped, seconds: float) -> None:
+        self._link.stepped()
+        self._metrics.add("bireme_video_steps_total")
+        self._metrics.observe("bireme_engine_step_seconds", seconds)
+        self._link.tell(event)
+
+
+class _Progress:
+    """Counts one work's steps, tells of them, and ends the work when it is aborted. An OnStep."""
+
+    def __init__(self, process: VideoProcess, number: int, total: int) -> None:
+        self._process, self._number, self._total = process, number, total
+        self._first_at = self._last_at = time.monotonic()
+
+    def __call__(self, step: int) -> None:
+        now = time.monotonic()
+        seconds, self._last_at = now - self._last_at, now
+        eta_s = None
+        if step == 1:
+            self._first_at = now  # the first step waits for the text encoder
+        else:
+            eta_s = (now - self._first_at) / (step - 1) * (self._total - step)
+        self._process.step_done(wire.Stepped(self._number, step, self._total, eta_s), seconds)
+        self.check()
+
+    def check(self) -> None:
+        self._process.check(self._number)
+
+
+def _encode(frames: Frames, work: wire.Generation) -> tuple[list[bytes], tuple[int, int, int, int] | None]:
+    if work.num_images:
+        return [encode_image(frame, work.output_format) for frame in frames], None
+    if work.output_format == "frames":
+        count, height, width, channels = frames.shape
+        return [frames.tobytes()], (count, height, width, channels)
+    return [encode_video(frames, work.fps, work.output_format)], None
+
+
+def _recipe() -> Recipe:
+    """Return the supervisor's recipe, or the one that the environment names."""
+    if text := os.environ.get(RECIPE_VARIABLE):
+        return msgspec.json.decode(text, type=Recipe)
+    return config.load_recipe()
