@@ -82,3 +82,14 @@ def reference(sample_model: Callable[[str], Path]) -> Callable[[str], Reference]
         return made[arch]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def chat_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """tiny-chat with its frontend, as tools/serve.py runs them: one for all tests of the OpenAI API that can
+    share it. A test may kill its engine or frontend (both come back), and leaves it idle.
+    """
+    from openai_served import served
+
+    with served("recipes/tiny-chat", tmp_path_factory.mktemp("chat") / "log") as running:
+        yield running

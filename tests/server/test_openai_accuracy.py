@@ -6,22 +6,23 @@ from collections import Counter
 
 import openai
 import pytest
-from openai_served import URL, served
+from openai_served import served
 from samples.chat_world import examples
 
 pytestmark = pytest.mark.server
+PORTS = {"http": 24670, "grpc": 24671, "metrics": 24672, "health": 24673, "openai": 24674}
 COUNT = 40  # tasks a kind
 
 
 @pytest.fixture(scope="module", params=["recipes/tiny-chat", "recipes/tiny-chat-disagg"])
 def deployment(request, tmp_path_factory):
-    with served(request.param, tmp_path_factory.mktemp("accuracy") / "log") as running:
+    with served(request.param, tmp_path_factory.mktemp("accuracy") / "log", ports=PORTS) as running:
         yield running
 
 
 @pytest.fixture
 async def client(deployment):
-    return openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{PORTS['openai']}/v1", api_key="none", max_retries=0)
 
 
 def fields_of(task):

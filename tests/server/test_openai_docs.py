@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from openai_served import PORTS, chat, served
+from openai_served import PORTS, chat
 from triton_client import Stream
 
 pytestmark = pytest.mark.server
@@ -15,10 +15,9 @@ EXAMPLES = [block for path in DOCS for block in re.findall(r"```bash\n(curl .*?)
 OURS = [block for block in EXAMPLES if ":9000/" in block]
 
 
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory):
-    with served("recipes/tiny-chat", tmp_path_factory.mktemp("docs") / "log") as running:
-        yield running
+@pytest.fixture
+def deployment(chat_deployment):
+    return chat_deployment
 
 
 @pytest.mark.parametrize("example", OURS)

@@ -12,7 +12,7 @@ import time
 import jsonschema
 import openai
 import pytest
-from openai_served import PORTS, URL, call, chat, engine_of, gauge, kill, served, wait_for
+from openai_served import PORTS, URL, call, chat, engine_of, gauge, kill, wait_for
 from pydantic import BaseModel
 
 pytestmark = pytest.mark.server
@@ -20,10 +20,9 @@ WORDS = "Count from 1 to 9."
 LONG = {"max_tokens": 600, "bireme": {"ignore_eos": True}}
 
 
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory):
-    with served("recipes/tiny-chat", tmp_path_factory.mktemp("openai") / "log") as running:
-        yield running
+@pytest.fixture
+def deployment(chat_deployment):
+    return chat_deployment
 
 
 @pytest.fixture
