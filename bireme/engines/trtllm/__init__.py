@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bireme.engines.base import Engine, EngineContext
+    from bireme.engines.video.base import VideoContext, VideoEngine
 
 
 def create(context: EngineContext) -> Engine:
@@ -13,3 +14,10 @@ def create(context: EngineContext) -> Engine:
     from bireme.engines.trtllm.engine import TrtllmEngine
 
     return TrtllmEngine(context)
+
+
+def create_video(context: VideoContext) -> VideoEngine:
+    """Make the video engine; tensorrt_llm is imported when it starts."""
+    from bireme.engines.trtllm.visual_gen import VisualGenEngine
+
+    return VisualGenEngine(context)

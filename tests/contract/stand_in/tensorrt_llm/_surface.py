@@ -20,9 +20,21 @@ def install() -> str:
         for name in names:
             if (value := _find(module_name, name)) is not None:
                 setattr(module, name, value)
+    if _contract.IS_1_3:
+        _install_visual_gen()
     version_module = _module("tensorrt_llm.version")
     version_module.__dict__["__version__"] = version
     return version
+
+
+def _install_visual_gen() -> None:
+    from tensorrt_llm import _visual_gen
+
+    for module_name, names in _contract.contract()["visual_gen"]["imports"].items():
+        module = _module(module_name)
+        for name in names:
+            if name in vars(_visual_gen):
+                setattr(module, name, vars(_visual_gen)[name])
 
 
 def _find(module: str, name: str) -> Any:

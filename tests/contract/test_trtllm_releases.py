@@ -1,8 +1,17 @@
-"""speculative_config and sparse_attention_config reach the LLM in the form that each release takes."""
+"""What differs between the releases: settings that are classes in one and mappings in the next, and VisualGen."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
+
+from bireme.config import EngineConfig
+from bireme.engines.video import create_video_engine
+from bireme.engines.video.base import VideoContext
+from bireme.errors import ConfigError
+
+ON_1_2 = pytest.mark.parametrize("profile", ["1.2.1"], indirect=True)
 
 DRAFTS = {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 2}
 EAGLE = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "org/eagle"}
@@ -27,11 +36,10 @@ def test_the_yaml_s_mapping_stays_as_it_is(make_engine):
     assert values == {"speculative_config": DRAFTS}
 
 
+@ON_1_2
 def test_1_2_refuses_the_mapping_itself(profile):
     import tensorrt_llm
 
-    if profile != "1.2.1":
-        pytest.skip("later releases take it")
     with pytest.raises(ValueError, match="decoding_type: Extra inputs are not permitted"):
         tensorrt_llm.llmapi.llm_args.TorchLlmArgs(model="m", speculative_config=dict(DRAFTS))
 
@@ -44,3 +52,10 @@ def test_sparse_attention_is_made_into_its_class(profile):
     values = choose_classes({"model": "m", "sparse_attention_config": {"algorithm": "dsa", "index_topk": 64}})
     found = tensorrt_llm.llmapi.llm_args.TorchLlmArgs(**values).sparse_attention_config
     assert type(found).__name__ == "DeepSeekSparseAttentionConfig" and found.index_topk == 64
+
+
+@ON_1_2
+def test_1_2_says_that_it_makes_no_videos(profile, tmp_path):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
+    with pytest.raises(ConfigError, match=r"TensorRT-LLM 1.2.1 has no VisualGen, which came with 1.3"):
+        create_video_engine("trtllm", VideoContext("video_diffusion", str(tmp_path), EngineConfig())).start()

@@ -1,0 +1,142 @@
+"""TensorRT-LLM's VisualGen (from 1.3 on) as a video engine.
+
+It tells no steps and can't be interrupted: what is cancelled ends with its work. Pictures are made one after the
+other, each by its own seed, as on the torch engine, so that any of them can be made again alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+import numpy as np
+
+from bireme.engines.trtllm.config import llm_arguments
+from bireme.engines.video.base import Frames, OnStep, VideoContext
+from bireme.engines.video.diffusion import pipeline_name
+from bireme.errors import BiremeError, ConfigError, RequestError
+from bireme.video.wire import Generation, PipelineFacts
+
+logger = logging.getLogger("bireme.engine")
+# Found in the environment, these make VisualGen wait for ranks that somebody else starts.
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS")
+_FRAME_STEPS = {"LTXPipeline": 8, "LTX2Pipeline": 8}  # frames to a latent; others: 4
+_SIZE_STEPS = {"LTXPipeline": 32, "LTX2Pipeline": 32}  # others: 16
+_PICTURES = ("Flux", "QwenImage", "GlmImage")  # beginnings of classes that make no videos
+
+
+class VisualGenEngine:
+    """A VideoEngine."""
+
+    def __init__(self, context: VideoContext) -> None:
+        self._context = context
+        self._generator: Any = None
+        self._params: Any = None  # the class
+
+    def start(self) -> PipelineFacts:
+        name = pipeline_name(self._context.model_path)
+        drop_launchers(os.environ)
+        package, module = _import()
+        arguments = llm_arguments(
+            self._context.config, self._context.model_path, "video_diffusion", package.__version__
+        )
+        try:
+            args = package.VisualGenArgs(**arguments)
+            self._generator = package.VisualGen(arguments["model"], args)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise ConfigError(
+                f"TensorRT-LLM {package.__version__}: VisualGen refuses its arguments: {error}"
+            ) from error
+        self._params = module.VisualGenParams
+        self._refusal = getattr(module, "VisualGenParamsError", ValueError)
+        return facts_of(name, self._generator.default_params)
+
+    def generate(self, work: Generation, on_step: OnStep) -> Frames:
+        frames: Frames
+        if not work.num_images:
+            frames = self._run(work, work.seed, "video")[0]
+        else:
+            frames = np.concatenate([self._run(work, work.seed + i, "image")[:1] for i in range(work.num_images)])
+        on_step(work.total_steps)  # nobody wants it any more: what comes after is left out
+        return frames
+
+    def stop(self) -> None:
+        if self._generator is not None:
+            self._generator.shutdown()
+            self._generator = None
+
+    def _run(self, work: Generation, seed: int, kind: str) -> Frames:
+        """Return (1, T, H, W, 3) or (1, H, W, 3). Raises RequestError for what the pipeline doesn't take."""
+        try:
+            output = self._generator.generate(work.prompt, self._params(**params_of(work, seed)))
+        except (self._refusal, ValueError) as error:
+            raise RequestError(f"TensorRT-LLM's VisualGen refuses this request: {error}") from error
+        if failure := getattr(output, "error", None):
+            raise BiremeError(f"TensorRT-LLM's VisualGen: {failure}")
+        made = getattr(output, kind)
+        if made is None:
+            raise BiremeError(f"TensorRT-LLM's VisualGen made no {kind}; see its log")
+        frames: Frames = np.asarray(made.cpu(), np.uint8)
+        return frames
+
+
+def drop_launchers(environment: MutableMapping[str, str]) -> None:
+    for name in _LAUNCHERS:
+        if environment.pop(name, None) is not None:
+            logger.info("variable_dropped name=%s reason=visual_gen_starts_its_own_processes", name)
+
+
+def params_of(work: Generation, seed: int) -> dict[str, Any]:
+    """Return VisualGenParams' keyword arguments; what the work leaves open is the pipeline's."""
+    fields: dict[str, Any] = {
+        "height": work.height,
+        "width": work.width,
+        "num_inference_steps": work.num_steps,
+        "guidance_scale": work.guidance_scale,
+        "max_sequence_length": work.max_sequence_length,
+        "seed": seed,
+        "negative_prompt": work.negative_prompt or None,
+    }
+    if not work.num_images:
+        fields |= {"num_frames": work.made_frames, "frame_rate": float(work.fps)}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def facts_of(name: str, defaults: Any) -> PipelineFacts:
+    """Return what requests are held against; `defaults`: the loaded pipeline's VisualGenParams."""
+    size_step = _SIZE_STEPS.get(name, 16)
+    return PipelineFacts(
+        pipeline=name,
+        is_video=not name.startswith(_PICTURES),
+        frame_step=_FRAME_STEPS.get(name, 4),
+        width_step=size_step,
+        height_step=size_step,
+        width=int(defaults.width or 832),
+        height=int(defaults.height or 480),
+        num_frames=int(defaults.num_frames or 1),
+        fps=round(defaults.frame_rate or 16),
+        num_steps=int(defaults.num_inference_steps or 50),
+        guidance_scale=defaults.guidance_scale,
+        reports_steps=False,
+        device="cuda",
+    )
+
+
+def _import() -> tuple[Any, Any]:
+    """Return tensorrt_llm and its module of visual generation. Raises ConfigError."""
+    try:
+        package = importlib.import_module("tensorrt_llm")
+    except ImportError as error:
+        raise ConfigError(
+            f"engine: trtllm needs tensorrt_llm 1.3 or later for videos ({error}); use engine: torch, or name an"
+            " environment that has it in BIREME_ENGINE_PYTHON"
+        ) from error
+    try:
+        return package, importlib.import_module("tensorrt_llm.visual_gen")
+    except ImportError as error:
+        raise ConfigError(
+            f"TensorRT-LLM {package.__version__} has no VisualGen, which came with 1.3; use engine: torch"
+        ) from error
