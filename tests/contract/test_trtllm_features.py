@@ -6,10 +6,12 @@ import pytest
 from engine_fixtures import wait_for
 from trtllm_harness import PROMPT
 
+from bireme.config import Limits
+from bireme.engines.validate import Gate
 from bireme.errors import ConfigError, NotFoundError, RequestError
 from bireme.kv import hashing
 from bireme.kv.events import BlocksStored
-from bireme.messages import ProcessorCall
+from bireme.messages import EngineRequest, ProcessorCall, SamplingParams
 
 
 def last_call(harness):
@@ -159,3 +161,11 @@ def test_without_a_buffer_there_are_no_events(make_engine):
 def test_a_buffer_without_reuse_is_refused_before_the_load(make_engine):
     with pytest.raises(ConfigError, match="without enable_block_reuse there are no KV events"):
         make_engine(kv_cache_config={"event_buffer_max_size": 100, "enable_block_reuse": False})
+
+
+def test_max_input_len_is_enforced_at_the_gate(make_engine):
+    harness = make_engine(max_input_len=50)
+    gate = Gate("decode", harness.capacity, Limits(), b"k" * 32, max_input_len=harness.config.max_input_len)
+    request = EngineRequest(prompt=b"\1\0\0\0" * 60, sampling=SamplingParams(max_tokens=1))
+    with pytest.raises(RequestError, match="60 tokens; max_input_len is 50"):
+        gate.admit(request)

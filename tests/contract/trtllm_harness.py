@@ -65,8 +65,9 @@ class Harness:
         self._answers: dict[int, Answer] = {}
         self._count = 0
         given = {"dtype": "float32", "max_batch_size": 8, "disable_overlap_scheduler": True} | yaml
+        self.config = engine_config(given)
         context = EngineContext(
-            worker=stage, stage=stage, model_path=str(model), config=engine_config(given), metrics=self.metrics, life=7
+            worker=stage, stage=stage, model_path=str(model), config=self.config, metrics=self.metrics, life=7
         )
         self.engine = TrtllmEngine(context, die=self._die)
         self.capacity = self.engine.start(self._emit)
