@@ -1,0 +1,224 @@
+"""Pictures through /v1/chat/completions: together, EP/D and E/P/D, against plain transformers; and what goes wrong."""
+
+import asyncio
+import json
+
+import numpy as np
+import openai
+import pytest
+from openai_served import engine_of, gauge, kill, served, wait_for
+from picture_questions import answers_of_transformers, chat_messages, data_url, held_out, num_right, picture_part
+from samples.picture_world import dialogues, png
+
+pytestmark = pytest.mark.server
+PORTS = {"http": 24210, "grpc": 24211, "metrics": 24212, "health": 24213, "openai": 24214}
+RECIPES = ("tiny-vlm-agg", "tiny-vlm-ep-d", "tiny-vlm-epd")
+ENCODER = {"tiny-vlm-agg": "decode", "tiny-vlm-ep-d": "prefill", "tiny-vlm-epd": "multimodal_encoder"}
+QUESTIONS = held_out(12)
+DAMAGED = b"\x89PNG\r\n\x1a\nx"
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    return answers_of_transformers(QUESTIONS)
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def deployment(request, tmp_path_factory):
+    with served(f"recipes/{request.param}", tmp_path_factory.mktemp("pictures") / "log", ports=PORTS) as running:
+        running.recipe = request.param
+        yield running
+
+
+@pytest.fixture
+async def client(deployment):
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{PORTS['openai']}/v1", api_key="none", max_retries=0)
+
+
+async def ask(client, messages, **fields):
+    fields = {"model": "tiny-vlm", "max_tokens": 100} | fields
+    return await client.chat.completions.create(messages=messages, **fields)
+
+
+async def ask_all(client, asked, at_once=8):
+    limit = asyncio.Semaphore(at_once)
+
+    async def one(dialogue):
+        async with limit:
+            return (await ask(client, chat_messages(dialogue))).choices[0].message.content
+
+    return await asyncio.gather(*map(one, asked))
+
+
+def level(name):
+    return gauge(name, PORTS["metrics"])
+
+
+def fresh(seed, kind="describe"):
+    """A question about a picture that nobody has asked about yet."""
+    return next(dialogues(f"fresh-{seed}", 1, True, kind))
+
+
+async def test_held_out_questions_are_answered_as_by_transformers(client, oracle):
+    """Greedy output is the same token by token, so every deployment gives the same; the answers are right, too."""
+    answers = await ask_all(client, QUESTIONS)
+    print(
+        f"held_out right={num_right(QUESTIONS, answers)} of={len(QUESTIONS)} by_transformers={num_right(QUESTIONS, oracle)}"
+    )
+    assert num_right(QUESTIONS, answers) >= 0.95 * num_right(QUESTIONS, oracle)
+    assert answers == oracle
+
+
+async def test_requests_with_and_without_pictures_at_once_equal_their_solo_answers(client):
+    kinds = ("describe", "fact", "two", "fact", "colour", "count", "fact", "describe")
+    mixed = [fresh(f"mixed-{at}", kind) for at, kind in enumerate(kinds)]
+    together = await ask_all(client, mixed)
+    assert await ask_all(client, mixed, at_once=1) == together
+
+
+async def test_the_same_picture_again_skips_the_encoder_and_reuses_kv(client):
+    messages = chat_messages(fresh("again"))
+    first = (await ask(client, messages)).usage
+    await asyncio.sleep(1.0)  # metrics are published once in a while
+    encoded, hits = level("bireme_images_encoded_total"), level("bireme_embedding_cache_hits_total")
+    again = (await ask(client, messages)).usage
+    wait_for(lambda: level("bireme_embedding_cache_hits_total") == hits + 1)
+    assert level("bireme_images_encoded_total") == encoded
+    assert again.prompt_tokens == first.prompt_tokens > 64  # 64 tokens a picture
+    assert again.prompt_tokens_details.cached_tokens >= 64
+
+
+async def test_a_stream_gives_the_same_answer_and_its_usage_counts_the_picture(client):
+    dialogue = fresh("stream")
+    text, usage = "", None
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    async for chunk in await ask(client, chat_messages(dialogue), **options):
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        usage = chunk.usage or usage
+    whole = await ask(client, chat_messages(dialogue))
+    assert text == whole.choices[0].message.content
+    assert usage.prompt_tokens == whole.usage.prompt_tokens > 64
+
+
+async def test_several_answers_to_one_picture(client):
+    whole = await ask(client, chat_messages(fresh("several")), n=3)
+    assert len({choice.message.content for choice in whole.choices}) == 1 and len(whole.choices) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([picture_part(b"no picture")], "messages[0].content[0].image_url: not a picture"),
+        (
+            [{"type": "text", "text": "?"}, picture_part(b"\x89PNG\r\n\x1a\nx")],
+            "messages[0].content[1].image_url: the PNG",
+        ),
+        ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}], "not resolve to a public address"),
+        ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "messages[0].content[0].image_url: "),
+        ([{"type": "image_url", "image_url": {"url": ""}}], "messages[0].content[0].image_url: missing"),
+        ([{"type": "image_url", "image_url": {"url": "data:,x", "size": 1}}], "image_url.size: no such field"),
+        ([{"type": "image_url", "image_url": {"url": "data:,x", "detail": "huge"}}], "image_url.detail: huge"),
+        ([{"type": "image_embeds", "image_embeds": "AAAA"}], "messages[0].content[0].image_embeds: "),
+        ([{"type": "video_url", "video_url": {}}], "video_url"),
+    ],
+)
+async def test_a_wrong_part_is_a_400_that_names_it(client, content, message):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await ask(client, [{"role": "user", "content": content}])
+    assert message in str(caught.value) and "passwd" not in str(caught.value)
+
+
+async def test_more_pictures_than_allowed_are_refused(client):
+    parts = [picture_part(png(fresh("many").pictures()[0]))] * 17
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content\[16\].image_url: more than 16 images"):
+        await ask(client, [{"role": "user", "content": parts}])
+
+
+async def test_pictures_go_into_user_messages(client):
+    parts = [picture_part(png(fresh("system").pictures()[0]))]
+    with pytest.raises(openai.BadRequestError, match="pictures go into user messages"):
+        await ask(client, [{"role": "system", "content": parts}, {"role": "user", "content": "hi"}])
+
+
+async def test_a_placeholder_in_a_user_s_text_is_text(client):
+    answer = await ask(client, [{"role": "user", "content": "<image> What colour is the sky?"}])
+    assert answer.usage.prompt_tokens < 64
+
+
+async def test_an_engine_lost_in_the_middle_costs_nothing_but_time(deployment, client):
+    """The engine that encodes is killed while requests are with it; all are answered, and no lease is left."""
+    asked = [fresh(f"killed-{at}") for at in range(12)]
+    running = asyncio.ensure_future(ask_all(client, asked, at_once=12))
+    await asyncio.sleep(0.15)
+    kill(engine_of(deployment, ENCODER[deployment.recipe]))
+    answers = await asyncio.wait_for(running, 90)
+    assert num_right(asked, answers) == len(asked)
+    wait_for(lambda: level("bireme_kv_leases") == 0)
+
+
+async def test_a_decode_engine_lost_in_the_middle_is_replaced_with_the_pictures(deployment, client):
+    asked = [fresh(f"decode-killed-{at}") for at in range(12)]
+    running = asyncio.ensure_future(ask_all(client, asked, at_once=12))
+    await asyncio.sleep(0.3)
+    kill(engine_of(deployment, "decode"))
+    answers = await asyncio.wait_for(running, 90)
+    assert num_right(asked, answers) == len(asked)
+    wait_for(lambda: level("bireme_kv_leases") == 0)
+
+
+async def test_clients_that_leave_leave_no_lease(client):
+    asked = [fresh(f"gone-{at}") for at in range(12)]
+    for dialogue in asked:
+        running = asyncio.ensure_future(ask(client, chat_messages(dialogue)))
+        await asyncio.sleep(0.02)
+        running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await ask(client, chat_messages(fresh("after")))
+    wait_for(lambda: level("bireme_kv_leases") == 0)
+
+
+def infer(model, **tensors):
+    """Call a unary model over gRPC; returns its outputs by name."""
+    import tritonclient.grpc as grpc
+
+    kinds = {"O": "BYTES", "i": "INT32", "b": "BOOL", "u": "UINT8"}
+    with grpc.InferenceServerClient(f"127.0.0.1:{PORTS['grpc']}") as server:
+        inputs = []
+        for name, array in tensors.items():
+            inputs.append(grpc.InferInput(name, list(array.shape), kinds[array.dtype.kind]))
+            inputs[-1].set_data_from_numpy(array)
+        result = server.infer(model, inputs)
+        return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
+
+
+@pytest.fixture
+def encoder(deployment):
+    if ENCODER[deployment.recipe] != "multimodal_encoder":
+        pytest.skip("the recipe has no encoder of its own")
+
+
+def test_the_encoder_model_serves_plain_clients(encoder):
+    pictures = np.array([png(picture) for picture in fresh("plain", "two").pictures()], object)
+    answer = infer("multimodal_encoder", images=pictures, return_embeddings=np.array([True]))
+    handles = json.loads(answer["embedding_handles"][0])
+    assert answer["shapes"].tolist() == [[64, 192]] * 2
+    assert [one["hash"] for one in handles["pictures"]] == [name.decode() for name in answer["hashes"]]
+    assert len(answer["embeddings"][0]) > 2 * 64 * 192 * 4
+
+
+async def test_embeddings_that_a_client_brings_give_the_picture_s_answer(encoder, client):
+    dialogue = fresh("brought")
+    picture = np.array([png(dialogue.pictures()[0])], object)
+    embeddings = infer("multimodal_encoder", images=picture, return_embeddings=np.array([True]))["embeddings"][0]
+    part = {"type": "image_embeds", "image_embeds": data_url(embeddings).split(",")[1]}
+    content = [part if kind == 0 else {"type": "text", "text": kind} for kind in dialogue.parts]
+    system = chat_messages(dialogue)[:-1]
+    answer = await ask(client, [*system, {"role": "user", "content": content}])
+    assert answer.choices[0].message.content == dialogue.turns[0].answer
+
+
+def test_an_encoder_s_request_is_checked(encoder):
+    import tritonclient.utils
+
+    with pytest.raises(tritonclient.utils.InferenceServerException, match="neither of images and embeddings"):
+        infer("multimodal_encoder", return_embeddings=np.array([True]))
