@@ -23,6 +23,7 @@ from bireme.config import FrontendConfig, Recipe, load_recipe
 from bireme.errors import ConfigError
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
+from bireme.openai.connection import Connection
 from bireme.openai.keys import ApiKeys, load_keys
 from bireme.openai.logs import set_up_logs
 from bireme.openai.members import Member, shared_socket
@@ -128,7 +129,7 @@ def _uvicorn_config(frontend: Frontend, options: argparse.Namespace, config: Fro
         host=options.host,
         port=options.port,
         loop="uvloop",
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="on",
         log_config=None,
