@@ -90,7 +90,9 @@ def test_stream_of_a_killed_engine_goes_on_exactly(server, client):
 
 def test_a_client_that_leaves_stops_the_engine_and_frees_everything(server, client):
     stream = client.stream("generate", text_input="Hello", max_tokens=100000, stream=True)
-    next(iter(stream))
+    answers = iter(stream)  # kept: an iterator that is dropped leaves by itself
+    next(answers)
+    until(lambda: metric(server, "bireme_requests_running", worker="decode") == 1)
     stream.close()
     until(lambda: metric(server, "bireme_requests_running", worker="decode") == 0)
     until(lambda: metric(server, "bireme_kv_blocks_used") == 0)
