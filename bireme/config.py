@@ -193,6 +193,7 @@ class ChatConfig(Settings, frozen=True, kw_only=True):
     reasoning_parser: str = ""  # a format of bireme/text/parsers; "": reasoning is not told apart
     tool_parser: str = ""  # a format of bireme/text/parsers; "": requests with tools are refused
     template_kwargs: dict[str, Any] = {}  # the chat template's variables, weaker than the request's
+    template: str = ""  # Jinja file in place of the model's own (relative to the recipe; $NAME and ~ are expanded)
 
 
 class FrontendConfig(Settings, frozen=True, kw_only=True):
@@ -275,6 +276,14 @@ class Recipe(Settings, frozen=True, kw_only=True):
     @property
     def tokenizer_path(self) -> str:
         return _model_path(self.tokenizer or self.model, self.folder)
+
+    @property
+    def chat_template(self) -> str:
+        """Path of the file that replaces the model's chat template; "": none does."""
+        if not self.chat.template:
+            return ""
+        path = Path(os.path.expandvars(self.chat.template)).expanduser()
+        return str(path if path.is_absolute() else Path(self.folder) / path)
 
     def worker_model_path(self, stage: str) -> str:
         """Folder (absolute) or hub id of a stage's model: its own, else the recipe's."""

@@ -310,3 +310,12 @@ def test_workers_that_share_a_yaml_anchor_change_apart(write):
     workers = load_recipe(write(text), json.dumps(override)).workers
     assert [workers[stage].engine_config.max_batch_size for stage in ("prefill", "decode")] == [8, 64]
     assert workers["decode"].engine_config.llm_args["max_batch_size"] == 64
+
+
+def test_a_chat_template_lies_beside_the_recipe_or_where_a_variable_says(write, monkeypatch):
+    monkeypatch.setenv("TEMPLATES", "/srv/templates")
+    paths = []
+    for name in ("own.jinja", "$TEMPLATES/own.jinja", ""):
+        recipe = load_recipe(write({"workers": {"decode": {"engine": "mocker"}}, "chat": {"template": name}}))
+        paths.append(recipe.chat_template)
+    assert paths == [f"{recipe.folder}/own.jinja", "/srv/templates/own.jinja", ""]

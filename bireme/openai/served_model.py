@@ -45,7 +45,7 @@ class ServedModel:
 
 def connect(recipe: Recipe, address: str, metrics: Registry) -> ServedModel:
     """Return a model at a tritonserver's gRPC address; connections open with the first request."""
-    tokenizer = load_tokenizer(recipe.tokenizer_path, recipe.limits.max_prompt_bytes)
+    tokenizer = load_tokenizer(recipe.tokenizer_path, recipe.limits.max_prompt_bytes, recipe.chat_template)
     tokenizer.detokenizer()  # tabulates the vocabulary now
     workers = RemoteWorkers(recipe.pipeline.stall_timeout_s, address)
     return ServedModel(recipe, workers, tokenizer, metrics)

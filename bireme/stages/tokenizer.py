@@ -48,7 +48,8 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         if self._tokenizer is None:
             path = context.recipe.tokenizer_path
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, path, self._limits.max_prompt_bytes)
+            template = context.recipe.chat_template
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, path, self._limits.max_prompt_bytes, template)
 
     async def stop(self) -> None:
         if self._pool is not None:

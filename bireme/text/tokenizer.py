@@ -127,12 +127,16 @@ class Tokenizer:
         return self._table and self._table.without(self._special_ids)
 
 
-def load_tokenizer(path: str, max_prompt_bytes: int = 8 << 20) -> Tokenizer:
-    """Load from a folder, or a hub id where huggingface_hub is installed. Raises ConfigError with the remedy."""
+def load_tokenizer(path: str, max_prompt_bytes: int = 8 << 20, chat_template: str = "") -> Tokenizer:
+    """Load from a folder, or a hub id where huggingface_hub is installed. Raises ConfigError with the remedy.
+
+    `chat_template`: a Jinja file in place of the model's own templates.
+    """
     folder = Path(path) if Path(path).is_dir() else _download(path)
     config = _json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     special = {name: text for name in _NAMED if (text := _token_text(config.get(name)))}
-    return Tokenizer(_inner(folder), special, _templates(folder, config), max_prompt_bytes)
+    templates = _own_template(chat_template) if chat_template else _templates(folder, config)
+    return Tokenizer(_inner(folder), special, templates, max_prompt_bytes)
 
 
 def _download(path: str) -> Path:
@@ -164,6 +168,13 @@ def _inner(folder: Path) -> tokenizers.Tokenizer:
     inner.no_truncation()  # left over from training in some checkpoints; would cut prompts silently
     inner.no_padding()
     return inner
+
+
+def _own_template(path: str) -> dict[str, str]:
+    try:
+        return {"default": Path(path).read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat.template: {path} can't be read ({error}); name a Jinja file in UTF-8") from error
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -141,3 +141,14 @@ def test_a_broken_folder_is_refused_with_the_remedy(copy, spoil, message):
 def test_a_folder_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="recipe.yaml"):
         load_tokenizer("/no/such/folder")
+
+
+def test_a_template_of_the_recipe_replaces_the_model_s(folder, tmp_path):
+    (tmp_path / "plain.jinja").write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    tokenizer = load_tokenizer(str(folder), chat_template=str(tmp_path / "plain.jinja"))
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]).text == "[hi]"
+
+
+def test_a_template_that_can_not_be_read_is_named(folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"chat\.template: .*gone\.jinja can't be read"):
+        load_tokenizer(str(folder), chat_template=str(tmp_path / "gone.jinja"))
