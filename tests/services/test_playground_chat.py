@@ -69,7 +69,7 @@ def test_stop_frees_the_engine_and_keeps_what_was_said(page):
     page.set("extra", NEVER_ENDING)
     page.ask("Count from 1 to 9.")
     page.until(lambda: page.text(".answer .content"))
-    assert running() == 1
+    wait_for(lambda: running() == 1, 10)
     page.click("#send")
     assert "Stopped." in page.answered().text and page.text(".answer .content")
     wait_for(lambda: running() == 0 and gauge("bireme_cancellations_total", PORTS["metrics"]) > before, 5)

@@ -148,6 +148,8 @@ def test_markdown_is_shown_as_what_it_means(page, scripted):
         "pre": 1, "th": 2, "td.align-end": 1,
     }  # fmt: skip
     assert {css: page.run(count, css) for css in wanted} == wanted
+    items = page.run("return [...document.querySelectorAll('.content li')].map((item) => item.firstChild.textContent)")
+    assert items == ["one", "two", "nested", "again"]
     assert page.text(".content pre") == 'print("hello")' and page.text(".code-head span") == "python"
 
 

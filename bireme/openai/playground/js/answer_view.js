@@ -45,10 +45,9 @@ export class AnswerView {
     if (!answer.isStreaming && !this.#isEnded) this.#end(answer);
   }
 
-  /** Give the newest answer its button to try again; the others have none. */
-  setNewest(isNewest) {
-    const retry = this.#foot.querySelector(".retry");
-    if (retry) retry.hidden = !isNewest;
+  /** Take away what only the newest answer has: ways to try again. */
+  age() {
+    for (const part of this.node.querySelectorAll(".retry, .error .row")) part.remove();
   }
 
   focusCalls() {
@@ -85,7 +84,8 @@ export class AnswerView {
     this.node.classList.remove("streaming");
     this.node.removeAttribute("aria-busy");
     this.#after.append(...notices(answer, this.#on));
-    const actions = element("div", { class: "actions" }, button("retry", "Try again", () => this.#on.retry(), { class: "button icon-only small retry" }));
+    const retry = answer.error ? null : button("retry", "Try again", () => this.#on.retry(), { class: "button icon-only small retry" });
+    const actions = element("div", { class: "actions" }, retry); // an error has its own
     if (answer.content) actions.prepend(copyButton("Copy answer", () => answer.content));
     this.#foot.prepend(actions);
     if (this.#isNews && !answer.error) announce(endOf(answer)); // an error is an alert by itself

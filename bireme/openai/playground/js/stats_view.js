@@ -28,7 +28,7 @@ function facts(usage, { ttftMs, numTokens, tokensPerSecond, isExact }) {
   return [
     ["ttft", ttftMs === null ? null : `TTFT ${shownMs(ttftMs)}`],
     ["rate", tokensPerSecond === null ? null : `${about}${shownRate(tokensPerSecond)} tokens/s`],
-    ["tokens", `${about}${numTokens} tokens`],
+    ["tokens", `${about}${numTokens} ${numTokens === 1 ? "token" : "tokens"}`],
     ["prompt-tokens", usage ? `${usage.prompt_tokens} prompt${cached ? `, ${cached} cached` : ""}` : null],
   ].filter(([, text]) => text !== null);
 }

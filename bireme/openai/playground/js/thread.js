@@ -34,7 +34,7 @@ export class Thread {
   add(turn) {
     const view = turn instanceof Answer ? new AnswerView(turn, this.#on) : new UserView(turn, (text) => this.#on.edit(turn, text));
     if (!this.#views.size) this.#column.replaceChildren();
-    for (const other of this.#views.values()) other.setNewest?.(false);
+    for (const other of this.#views.values()) other.age?.();
     this.#views.set(turn, view);
     this.#column.append(view.node);
     this.goToEnd();
