@@ -41,7 +41,9 @@ class TextPipeline:
         recipe = context.recipe
         check_defaults(recipe)
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(recipe.tokenizer_path, recipe.limits.max_prompt_bytes, recipe.chat_template)
+            self._tokenizer = load_tokenizer(
+                recipe.tokenizer_path, recipe.limits.max_prompt_bytes, recipe.chat_template
+            )
         if self._workers is None:
             if context.call_async is None:
                 raise UnavailableError(f"{context.model_name}: no way to call other models")
