@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 
@@ -325,3 +326,17 @@ def test_the_capacity_says_what_the_llm_holds(make_engine, profile):
     assert harness.capacity.num_blocks == 128
     assert harness.capacity.max_seq_len == 8192
     assert make_engine().capacity.num_blocks == (2048 if profile == "1.3" else 0)  # 1.2 does not tell
+
+
+def test_two_hundred_requests_with_aborts_at_random_each_end_once_and_leave_nothing(make_engine):
+    harness, rng = make_engine(max_batch_size=64), random.Random(3)
+    answers = []
+    for _ in range(200):
+        answers.append(harness.ask(PROMPT[: rng.randrange(1, 40)], max_tokens=rng.randrange(1, 12)))
+        if rng.random() < 0.5:
+            harness.abort(rng.choice(answers))
+    reasons = [answer.wait(120).reason for answer in answers]  # an answer that ends twice fails in Answer.take
+    assert set(reasons) == {"length", "cancelled"}
+    assert harness.engine.progress().num_running + harness.engine.progress().num_waiting == 0
+    wait_for(lambda: harness.llm._executor.blocks.num_used == 0, 5)
+    assert not harness.exits

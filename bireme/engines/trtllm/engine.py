@@ -9,6 +9,7 @@ what was in flight and starts another.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import os
 import threading
@@ -52,8 +53,7 @@ class TrtllmEngine:
         requests = self._requests
         loaded.iterations.is_idle = lambda: not requests.num_open
         self._thread.start()
-        warm_up = asyncio.run_coroutine_threadsafe(requests.warm_up(), self._loop)
-        warm_up.result(WARM_UP_S)
+        self._warm_up(requests)
         loaded.iterations.start()
         self._health = lifecycle.HealthMonitor(loaded.llm, self.fail)
         self._health.start()
@@ -115,10 +115,17 @@ class TrtllmEngine:
         time.sleep(_EXIT_AFTER_S)
         self._die(EXIT_BROKEN)
 
+    def _warm_up(self, requests: Requests) -> None:
+        warm_up = asyncio.run_coroutine_threadsafe(requests.warm_up(), self._loop)
+        try:
+            warm_up.result(WARM_UP_S)
+        except (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError) as error:
+            raise UnavailableError(f"TensorRT-LLM made no token in {WARM_UP_S:g} s after its load") from error
+
     def _end_requests(self, requests: Requests) -> None:
         try:
             asyncio.run_coroutine_threadsafe(requests.end_all(_DRAIN_S), self._loop).result(2 * _DRAIN_S)
-        except (TimeoutError, asyncio.TimeoutError):
+        except (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError):  # one class only from 3.11 on
             logger.warning("requests_left count=%d", requests.num_open)
 
     def _check_open(self, loaded: Loaded, requests: Requests) -> None:
