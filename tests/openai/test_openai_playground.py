@@ -94,6 +94,15 @@ async def test_other_files_in_the_folder_are_not_served(tmp_path):
     assert PlaygroundFiles(tmp_path).paths == {"/"}
 
 
+async def test_the_pages_files_are_one_line_of_the_metrics(frontend):
+    bench = await frontend()
+    for path in ("/", "/playground/js/app.js", "/playground/css/base.css"):
+        await bench.call("GET", path).end()
+    page = (await bench.call("GET", "/metrics").end()).data.decode()
+    assert 'bireme_http_requests_total{path="/",status="200",worker="frontend"} 3.0' in page
+    assert "playground" not in page
+
+
 async def test_the_page_takes_get_and_head(frontend):
     bench = await frontend()
     head = await bench.call("HEAD", "/").end()
@@ -112,6 +121,13 @@ def test_the_page_names_no_address_outside():
     for path in sorted(FOLDER.rglob("*.*")):
         addresses = set(re.findall(r"https?://[^\s\"'`)\\/]+", path.read_text()))
         assert addresses <= {"http://www.w3.org"}, path  # the name of SVG
+
+
+def test_modules_say_what_they_are_and_have_lines_that_fit():
+    for path in FOLDER.rglob("*.js"):
+        lines = path.read_text().splitlines()
+        assert lines[0].startswith("// ") and lines[0][3].isupper(), path
+        assert max(map(len, lines)) <= 120 and len(lines) <= 300, path
 
 
 def test_no_script_makes_markup_or_code_of_text():

@@ -22,7 +22,11 @@ export class Answer {
   /** Return an answer that was kept; one that was cut off by the end of the page has been stopped. */
   static from(kept) {
     const { error, isStreaming, isStopped } = kept;
-    const ended = { isStreaming: false, isStopped: isStopped || isStreaming, error: error && new ApiError(error.message, error) };
+    const ended = {
+      isStreaming: false,
+      isStopped: isStopped || isStreaming,
+      error: error && new ApiError(error.message, error),
+    };
     return Object.assign(new Answer(), kept, ended);
   }
 
@@ -63,7 +67,9 @@ export class Answer {
 
   /** Are its calls whole, so that they can be answered? */
   get hasCalls() {
-    return this.calls.length > 0 && !this.isStreaming && !this.error && !this.isStopped && this.finishReason !== "length";
+    return (
+      this.calls.length > 0 && !this.isStreaming && !this.error && !this.isStopped && this.finishReason !== "length"
+    );
   }
 
   /** Does it wait for results of tools? */
@@ -74,7 +80,11 @@ export class Answer {
   /** Return it as messages of a request. Thoughts go back only beside calls, where models go on from them. */
   messages() {
     if (!this.hasCalls) return this.content ? [{ role: "assistant", content: this.content }] : [];
-    const calls = this.calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+    const calls = this.calls.map(({ id, name, arguments: text }) => ({
+      id,
+      type: "function",
+      function: { name, arguments: text },
+    }));
     const said = { role: "assistant", content: this.content || null, tool_calls: calls };
     if (this.reasoning) said.reasoning_content = this.reasoning;
     return [said, ...this.calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: call.result ?? "" }))];

@@ -30,7 +30,13 @@ export class AnswerView {
     this.#isNews = answer.isStreaming;
     if (!this.#isNews) this.#announcer.skip(answer.content);
     this.#foot.append(this.#stats.node);
-    this.node = element("article", { class: "turn answer streaming", "aria-label": "Answer", "aria-busy": "true" }, this.#content, this.#after, this.#foot);
+    this.node = element(
+      "article",
+      { class: "turn answer streaming", "aria-label": "Answer", "aria-busy": "true" },
+      this.#content,
+      this.#after,
+      this.#foot,
+    );
   }
 
   /** Show the answer as it is, and how fast it comes. */
@@ -84,7 +90,9 @@ export class AnswerView {
     this.node.classList.remove("streaming");
     this.node.removeAttribute("aria-busy");
     this.#after.append(...notices(answer, this.#on));
-    const retry = answer.error ? null : button("retry", "Try again", () => this.#on.retry(), { class: "button icon-only small retry" });
+    const retry = answer.error
+      ? null
+      : button("retry", "Try again", () => this.#on.retry(), { class: "button icon-only small retry" });
     const actions = element("div", { class: "actions" }, retry); // an error has its own
     if (answer.content) actions.prepend(copyButton("Copy answer", () => answer.content));
     this.#foot.prepend(actions);
@@ -99,12 +107,14 @@ function notices(answer, on) {
     return [errorBlock(answer.error, remedies)];
   }
   if (answer.isStopped) return [element("p", { class: "notice" }, "Stopped.")];
-  if (answer.finishReason === "length") return [element("p", { class: "notice" }, "Cut off: the limit of tokens was reached.")];
+  if (answer.finishReason === "length")
+    return [element("p", { class: "notice" }, "Cut off: the limit of tokens was reached.")];
   return answer.isEmpty ? [element("p", { class: "notice" }, "The model ended without a word.")] : [];
 }
 
 function endOf(answer) {
   if (answer.isStopped) return "Stopped";
-  if (answer.isWaiting) return `The model calls ${answer.calls.map((call) => call.name).join(" and ")}: enter the result`;
+  if (answer.isWaiting)
+    return `The model calls ${answer.calls.map((call) => call.name).join(" and ")}: enter the result`;
   return "End of the answer";
 }

@@ -101,7 +101,10 @@ function parsed(event) {
 }
 
 async function errorOf(response) {
-  const told = await response.json().then((body) => body.error, () => null);
+  const told = await response.json().then(
+    (body) => body.error,
+    () => null,
+  );
   return new ApiError(told?.message ?? `${response.status} ${response.statusText}`, {
     status: response.status,
     code: told?.code ?? "",

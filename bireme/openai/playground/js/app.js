@@ -15,7 +15,10 @@ import { bindTheme } from "./theme.js";
 let composer = null;
 const panel = new Panel();
 const models = new ModelPicker(() => showContext(null));
-const settings = new Settings((values) => composer?.showSettings(values), () => panel.open());
+const settings = new Settings(
+  (values) => composer?.showSettings(values),
+  () => panel.open(),
+);
 const keyDialog = new KeyDialog(loadModels);
 const chat = new Chat({ models, settings, composer: () => composer, keyDialog: () => keyDialog, onUsage: showContext });
 composer = new Composer({
@@ -32,7 +35,7 @@ byId("new-chat").addEventListener("click", () => {
 });
 byId("show-code").addEventListener("click", () => code.open());
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  if (event.key !== "Escape" || event.isComposing || document.querySelector("dialog[open]")) return;
   if (!panel.closeIfOver()) chat.stop();
 });
 addEventListener("pagehide", () => chat.leave()); // a page that the browser keeps for "back" would go on reading
@@ -58,7 +61,11 @@ async function loadModels() {
 
 /** Say how much of the context the conversation takes. */
 function showContext(usage) {
-  if (usage && !models.maxTokens) models.load().then(() => show(usage), () => {}); // known after the first answer
+  if (usage && !models.maxTokens)
+    models.load().then(
+      () => show(usage),
+      () => {},
+    ); // known after the first answer
   show(usage);
 }
 

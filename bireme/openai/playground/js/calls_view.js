@@ -11,7 +11,11 @@ export class CallsView {
 
   constructor(onResults) {
     this.#onResults = onResults;
-    this.#form = element("form", { class: "calls", "aria-label": "Tool calls", onsubmit: (event) => this.#submit(event) });
+    this.#form = element("form", {
+      class: "calls",
+      "aria-label": "Tool calls",
+      onsubmit: (event) => this.#submit(event),
+    });
     this.node = this.#form;
   }
 
@@ -20,7 +24,11 @@ export class CallsView {
     if (state === this.#shown) return;
     this.#shown = state;
     const cards = answer.calls.map((call, at) => callCard(call, at, answer.isWaiting));
-    const go = button("send", "Send results", () => {}, { shown: true, type: "submit", class: "button primary small send-results" });
+    const go = button("send", "Send results", () => {}, {
+      shown: true,
+      type: "submit",
+      class: "button primary small send-results",
+    });
     this.#form.replaceChildren(...cards, answer.isWaiting ? element("div", { class: "row" }, go, noteOf(answer)) : "");
   }
 
@@ -39,19 +47,44 @@ export class CallsView {
 }
 
 function noteOf(answer) {
-  return element("span", { class: "note" }, answer.calls.length > 1 ? "The model goes on once every call has its result." : "The model goes on with the result.");
+  return element(
+    "span",
+    { class: "note" },
+    answer.calls.length > 1
+      ? "The model goes on once every call has its result."
+      : "The model goes on with the result.",
+  );
 }
 
 function callCard(call, at, isWaiting) {
-  const head = element("div", { class: "call-head" }, icon("tool"), element("span", {}, "Calls "), element("code", { class: "call-name" }, call.name));
-  return element("div", { class: "call" }, head, codeBlock(tidy(call.arguments), "arguments"), resultOf(call, at, isWaiting));
+  const head = element(
+    "div",
+    { class: "call-head" },
+    icon("tool"),
+    element("span", {}, "Calls "),
+    element("code", { class: "call-name" }, call.name),
+  );
+  return element(
+    "div",
+    { class: "call" },
+    head,
+    codeBlock(tidy(call.arguments), "arguments"),
+    resultOf(call, at, isWaiting),
+  );
 }
 
 function resultOf(call, at, isWaiting) {
   if (call.result !== null) return codeBlock(call.result, "result");
   if (!isWaiting) return null;
   const id = `result-${call.id}-${at}`;
-  const area = element("textarea", { id, rows: "2", class: "mono", placeholder: '{"degrees": 3, "sky": "sunny"}', spellcheck: "false", onkeydown: onKey });
+  const area = element("textarea", {
+    id,
+    rows: "2",
+    class: "mono",
+    placeholder: '{"degrees": 3, "sky": "sunny"}',
+    spellcheck: "false",
+    onkeydown: onKey,
+  });
   return element("div", { class: "field" }, element("label", { for: id }, `Result of ${call.name}`), area);
 }
 

@@ -155,7 +155,8 @@ export class Chat {
     this.#abort = null;
     this.#composer().setBusy(false);
     if (answer.usage) this.#onUsage(answer.usage);
-    if (answer.isWaiting && this.#composer().hasFocus && this.#composer().isEmpty) this.#thread.view(answer).focusCalls();
+    if (answer.isWaiting && this.#composer().hasFocus && this.#composer().isEmpty)
+      this.#thread.view(answer).focusCalls();
   }
 }
 

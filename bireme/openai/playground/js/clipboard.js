@@ -7,17 +7,26 @@ const SHOWN_MS = 1500;
 
 /** Return a button that copies what `text()` returns, and says so. */
 export function copyButton(label, text) {
-  const made = button("copy", label, async () => {
-    const isCopied = await copy(text());
-    announce(isCopied ? "Copied" : "Copying failed: select the text and copy it by hand");
-    made.replaceChildren(icon(isCopied ? "check" : "alert"));
-    setTimeout(() => made.replaceChildren(icon("copy")), SHOWN_MS);
-  }, { class: "button icon-only small copy" });
+  const made = button(
+    "copy",
+    label,
+    async () => {
+      const isCopied = await copy(text());
+      announce(isCopied ? "Copied" : "Copying failed: select the text and copy it by hand");
+      made.replaceChildren(icon(isCopied ? "check" : "alert"));
+      setTimeout(() => made.replaceChildren(icon("copy")), SHOWN_MS);
+    },
+    { class: "button icon-only small copy" },
+  );
   return made;
 }
 
 async function copy(text) {
-  if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => copyBySelection(text));
+  if (navigator.clipboard)
+    return navigator.clipboard.writeText(text).then(
+      () => true,
+      () => copyBySelection(text),
+    );
   return copyBySelection(text);
 }
 

@@ -5,7 +5,11 @@ import { byId, element } from "./dom.js";
 import { codeBlock } from "./markdown.js";
 
 const KEY = "BIREME_API_KEY";
-const KINDS = { curl: ["curl", "bash", asCurl], python: ["Python", "python", asPython], json: ["JSON", "json", (request) => JSON.stringify(request, null, 2)] };
+const KINDS = {
+  curl: ["curl", "bash", asCurl],
+  python: ["Python", "python", asPython],
+  json: ["JSON", "json", (request) => JSON.stringify(request, null, 2)],
+};
 const OF_OPENAI_CLIENT = new Set(["bireme"]); // goes into extra_body
 
 /** The dialog; `request()` returns the request to show. */
@@ -30,13 +34,21 @@ export class CodeDialog {
       this.#kind = kind;
       this.#show();
     };
-    const input = element("input", { type: "radio", name: "code-kind", value: kind, checked: kind === this.#kind, onchange: choose });
+    const input = element("input", {
+      type: "radio",
+      name: "code-kind",
+      value: kind,
+      checked: kind === this.#kind,
+      onchange: choose,
+    });
     return element("label", {}, input, element("span", {}, label));
   }
 
   #show() {
     const [, language, write] = KINDS[this.#kind];
-    byId("code-text").replaceChildren(codeBlock(write(this.#request(), addressOf("v1"), Boolean(apiKey.get())), language));
+    byId("code-text").replaceChildren(
+      codeBlock(write(this.#request(), addressOf("v1"), Boolean(apiKey.get())), language),
+    );
   }
 }
 
@@ -73,7 +85,9 @@ function literal(value, indent) {
   if (typeof value === "boolean") return value ? "True" : "False";
   if (typeof value !== "object") return JSON.stringify(value);
   const isList = Array.isArray(value);
-  const parts = isList ? value.map((part) => literal(part, indent + 4)) : Object.entries(value).map(([name, part]) => `${JSON.stringify(name)}: ${literal(part, indent + 4)}`);
+  const parts = isList
+    ? value.map((part) => literal(part, indent + 4))
+    : Object.entries(value).map(([name, part]) => `${JSON.stringify(name)}: ${literal(part, indent + 4)}`);
   const [open, close] = isList ? "[]" : "{}";
   const short = `${open}${parts.join(", ")}${close}`;
   if (short.length <= 88 && !short.includes("\n")) return short;

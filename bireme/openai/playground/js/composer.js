@@ -56,7 +56,9 @@ export class Composer {
   showSettings({ format, effort, tools: text, system }) {
     const { tools } = parseTools(text);
     const chips = [
-      tools.length ? ["tool", tools.length === 1 ? tools[0].function.name : `${tools.length} tools`, { tools: "" }] : null,
+      tools.length
+        ? ["tool", tools.length === 1 ? tools[0].function.name : `${tools.length} tools`, { tools: "" }]
+        : null,
       format === "text" ? null : ["code", format === "json_object" ? "JSON object" : "JSON schema", { format: "text" }],
       effort && effort !== "none" ? ["thought", `Thinks: ${effort}`, { effort: "" }] : null,
       system.trim() ? ["sliders", "System prompt", { system: "" }] : null,
@@ -70,7 +72,11 @@ export class Composer {
       this.#on.clear(cleared);
       this.#area.focus();
     };
-    const cross = element("button", { type: "button", "aria-label": `Remove: ${label}`, title: "Remove", onclick: remove }, icon("close"));
+    const cross = element(
+      "button",
+      { type: "button", "aria-label": `Remove: ${label}`, title: "Remove", onclick: remove },
+      icon("close"),
+    );
     return element("span", { class: "chip" }, icon(name), label, cross);
   }
 

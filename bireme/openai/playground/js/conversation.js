@@ -55,6 +55,8 @@ export class Conversation {
 
   /** Return the messages of the next request. */
   messages() {
-    return this.turns.flatMap((turn) => (turn instanceof Answer ? turn.messages() : [{ role: "user", content: turn.text }]));
+    return this.turns.flatMap((turn) =>
+      turn instanceof Answer ? turn.messages() : [{ role: "user", content: turn.text }],
+    );
   }
 }

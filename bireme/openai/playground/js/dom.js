@@ -30,7 +30,12 @@ export function icon(name) {
 export function button(name, label, onclick, { shown = false, ...attributes } = {}) {
   const named = shown ? {} : { "aria-label": label, title: label };
   const kind = shown ? "button quiet" : "button icon-only";
-  return element("button", { type: "button", class: kind, onclick, ...named, ...attributes }, icon(name), shown ? label : null);
+  return element(
+    "button",
+    { type: "button", class: kind, onclick, ...named, ...attributes },
+    icon(name),
+    shown ? label : null,
+  );
 }
 
 /** Return the element with this id; a page without it is broken. */

@@ -4,13 +4,21 @@ import { button, element, icon } from "./dom.js";
 
 /** Return the block for an error. `remedies` are buttons. */
 export function errorBlock(error, remedies = []) {
-  const facts = [error.status || null, error.code, error.requestId ? `request ${error.requestId}` : null].filter(Boolean);
-  return element("div", { class: "error", role: "alert" },
+  const facts = [error.status || null, error.code, error.requestId ? `request ${error.requestId}` : null].filter(
+    Boolean,
+  );
+  return element(
+    "div",
+    { class: "error", role: "alert" },
     icon("alert"),
-    element("div", {},
+    element(
+      "div",
+      {},
       element("p", { class: "error-text" }, error.message),
       facts.length ? element("p", { class: "note" }, facts.join(" · ")) : null,
-      element("div", { class: "row" }, remedies)));
+      element("div", { class: "row" }, remedies),
+    ),
+  );
 }
 
 /** Return a button for an error block. */

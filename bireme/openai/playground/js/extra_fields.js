@@ -11,7 +11,8 @@ export function parseExtra(text) {
   } catch (error) {
     return { fields: {}, problem: `Not valid JSON: ${error.message}` };
   }
-  if (typeof tree !== "object" || tree === null || Array.isArray(tree)) return { fields: {}, problem: "Write a JSON object" };
+  if (typeof tree !== "object" || tree === null || Array.isArray(tree))
+    return { fields: {}, problem: "Write a JSON object" };
   const own = Object.keys(tree).find((name) => OWN.has(name));
   return own ? { fields: {}, problem: `The page sets ${own} itself` } : { fields: tree, problem: "" };
 }

@@ -17,8 +17,16 @@ export class KeyDialog {
       this.#try();
     });
     byId("key-cancel").addEventListener("click", () => this.#dialog.close());
-    const change = button("key", "Set key", () => this.ask(), { shown: true, class: "button quiet small", id: "set-key" });
-    const forget = button("close", "Forget", () => this.#forget(), { shown: true, class: "button quiet small", id: "forget-key" });
+    const change = button("key", "Set key", () => this.ask(), {
+      shown: true,
+      class: "button quiet small",
+      id: "set-key",
+    });
+    const forget = button("close", "Forget", () => this.#forget(), {
+      shown: true,
+      class: "button quiet small",
+      id: "forget-key",
+    });
     byId("key-actions").append(change, forget);
     this.#show();
   }

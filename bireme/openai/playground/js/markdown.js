@@ -18,7 +18,8 @@ export class MarkdownView {
   show(text) {
     const blocks = parseBlocks(text);
     let same = 0;
-    while (same < Math.min(blocks.length, this.#shown.length) && blocks[same].source === this.#shown[same].source) same += 1;
+    while (same < Math.min(blocks.length, this.#shown.length) && blocks[same].source === this.#shown[same].source)
+      same += 1;
     if (this.#growCode(blocks, same)) return;
     for (const { node } of this.#shown.splice(same)) node.remove();
     for (const block of blocks.slice(same)) {
@@ -45,7 +46,11 @@ export function codeBlock(text, language = "") {
   const code = element("code", {}, text);
   const copy = copyButton("Copy code", () => code.textContent);
   const head = element("div", { class: "code-head" }, element("span", {}, language || "text"), copy);
-  const pre = element("pre", { tabindex: "0", role: "group", "aria-label": language ? `Code, ${language}` : "Code" }, code);
+  const pre = element(
+    "pre",
+    { tabindex: "0", role: "group", "aria-label": language ? `Code, ${language}` : "Code" },
+    code,
+  );
   return element("div", { class: "code-block" }, head, pre);
 }
 
@@ -64,7 +69,13 @@ function blockNode(block) {
 }
 
 function listNode({ isOrdered, start, isLoose, items }) {
-  const made = items.map((blocks) => element("li", {}, blocks.map((block) => itemNode(block, isLoose))));
+  const made = items.map((blocks) =>
+    element(
+      "li",
+      {},
+      blocks.map((block) => itemNode(block, isLoose)),
+    ),
+  );
   return element(isOrdered ? "ol" : "ul", { start: isOrdered && start !== 1 ? String(start) : null }, made);
 }
 
@@ -73,8 +84,22 @@ function itemNode(block, isLoose) {
 }
 
 function tableNode({ aligns, head, rows }) {
-  const row = (cells, tag) => element("tr", {}, cells.map((cell, at) => element(tag, { class: `align-${aligns[at]}` }, inlineNodes(cell))));
-  const table = element("table", {}, element("thead", {}, row(head, "th")), element("tbody", {}, rows.map((cells) => row(cells, "td"))));
+  const row = (cells, tag) =>
+    element(
+      "tr",
+      {},
+      cells.map((cell, at) => element(tag, { class: `align-${aligns[at]}` }, inlineNodes(cell))),
+    );
+  const table = element(
+    "table",
+    {},
+    element("thead", {}, row(head, "th")),
+    element(
+      "tbody",
+      {},
+      rows.map((cells) => row(cells, "td")),
+    ),
+  );
   return element("div", { class: "table-wrap", tabindex: "0", role: "group", "aria-label": "Table" }, table);
 }
 

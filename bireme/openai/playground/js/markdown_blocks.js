@@ -16,7 +16,7 @@ export function parseBlocks(text) {
 
 function readBlocks(lines, depth) {
   const blocks = [];
-  for (let at = 0; at < lines.length; ) {
+  for (let at = 0; at < lines.length;) {
     if (!lines[at].trim()) {
       at += 1;
       continue;
@@ -51,7 +51,10 @@ function readCode(lines, at) {
   let end = at + 1;
   while (end < lines.length && !isFenceEnd(lines[end], fence)) end += 1;
   const code = lines.slice(at + 1, end).map((line) => line.slice(Math.min(indent, line.search(/\S|$/))));
-  return [{ type: "code", language: language.trim().split(/\s/)[0], text: code.join("\n") }, Math.min(end + 1, lines.length)];
+  return [
+    { type: "code", language: language.trim().split(/\s/)[0], text: code.join("\n") },
+    Math.min(end + 1, lines.length),
+  ];
 }
 
 function isFenceEnd(line, fence) {
@@ -111,7 +114,9 @@ function readItem(lines, at) {
 }
 
 function isTable(lines, at) {
-  return lines[at].includes("|") && at + 1 < lines.length && lines[at + 1].includes("|") && TABLE_LINE.test(lines[at + 1]);
+  return (
+    lines[at].includes("|") && at + 1 < lines.length && lines[at + 1].includes("|") && TABLE_LINE.test(lines[at + 1])
+  );
 }
 
 function readTable(lines, at) {
@@ -123,7 +128,10 @@ function readTable(lines, at) {
 }
 
 function cells(line) {
-  const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
+  const inner = line
+    .trim()
+    .replace(/^\|/, "")
+    .replace(/(?<!\\)\|$/, "");
   return inner.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
 }
 
@@ -135,7 +143,10 @@ function alignment(cell) {
 function readParagraph(lines, at, depth) {
   let end = at + 1;
   while (end < lines.length && isParagraphLine(lines, end, depth)) end += 1;
-  const text = lines.slice(at, end).map((line) => line.trimStart()).join("\n");
+  const text = lines
+    .slice(at, end)
+    .map((line) => line.trimStart())
+    .join("\n");
   return [{ type: "paragraph", text: text.trimEnd() }, end];
 }
 

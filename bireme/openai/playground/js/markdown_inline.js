@@ -6,8 +6,16 @@ const SPECIAL = /[\\`*_~[!<\n]|https?:\/\//g;
 const PUNCTUATION = /[!-/:-@[-`{-~]/;
 const BARE_URL = /https?:\/\/[^\s<>"'`]{1,2000}/y;
 const ANGLE_URL = /<(https?:\/\/[^\s<>]{1,2000})>/y;
-const LINK = /!?\[((?:[^[\]\\]|\\.|\[[^[\]]{0,200}\]){0,500})\]\( {0,9}<?([^\s<>]{0,2000}?)>?(?: {1,9}(?:"[^"]{0,200}"|'[^']{0,200}'))? {0,9}\)/y;
-const DELIMITERS = [["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
+const LABEL = String.raw`!?\[((?:[^[\]\\]|\\.|\[[^[\]]{0,200}\]){0,500})\]`;
+const TITLE = String.raw`(?: {1,9}(?:"[^"]{0,200}"|'[^']{0,200}'))?`;
+const LINK = new RegExp(String.raw`${LABEL}\( {0,9}<?([^\s<>]{0,2000}?)>?${TITLE} {0,9}\)`, "y");
+const DELIMITERS = [
+  ["**", "strong"],
+  ["__", "strong"],
+  ["~~", "del"],
+  ["*", "em"],
+  ["_", "em"],
+];
 const SAFE = new Set(["http:", "https:", "mailto:"]);
 
 /** Parse a paragraph's text. */
@@ -64,7 +72,14 @@ class Scanner {
   }
 
   #special() {
-    const readers = { "\\": this.#escape, "`": this.#code, "[": this.#link, "!": this.#link, "<": this.#angle, "\n": this.#newline };
+    const readers = {
+      "\\": this.#escape,
+      "`": this.#code,
+      "[": this.#link,
+      "!": this.#link,
+      "<": this.#angle,
+      "\n": this.#newline,
+    };
     const char = this.text[this.#at];
     const read = readers[char] ?? (char === "h" ? this.#bare : this.#emphasis);
     if (!read.call(this)) this.#take(1);
@@ -172,7 +187,7 @@ function canOpen(text, at, mark) {
 
 /** Return where the mark that closes begins, or null; not inside code. */
 function closer(text, from, mark) {
-  for (let at = from; at < text.length; ) {
+  for (let at = from; at < text.length;) {
     if (text[at] === "\\") at += 2;
     else if (text[at] === "`") at = codeEnd(text, at) ?? at + runAt(text, at);
     else if (text[at] === mark[0]) {

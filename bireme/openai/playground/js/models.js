@@ -36,7 +36,10 @@ export class ModelPicker {
       this.#show([element("option", {}, "No models")], true);
       throw error;
     }
-    this.#show(this.#models.map((model) => element("option", { value: model.id }, model.id)), false);
+    this.#show(
+      this.#models.map((model) => element("option", { value: model.id }, model.id)),
+      false,
+    );
     if (this.#models.some((model) => model.id === before)) this.#select.value = before;
   }
 

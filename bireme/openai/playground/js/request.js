@@ -7,7 +7,12 @@ import { parseTools } from "./tools.js";
 
 /** Return the request's JSON. `settings` are the texts of the settings, without problems. */
 export function buildRequest(model, messages, settings) {
-  const request = { model, messages: [...systemMessages(settings), ...messages], stream: true, stream_options: { include_usage: true } };
+  const request = {
+    model,
+    messages: [...systemMessages(settings), ...messages],
+    stream: true,
+    stream_options: { include_usage: true },
+  };
   const extensions = { return_timing: true };
   for (const field of NUMBER_FIELDS) {
     const text = (settings[field.name] ?? "").trim();
@@ -40,7 +45,8 @@ function toolFields({ tools: text, tool_choice: choice, parallel }) {
   if (!tools.length) return {};
   const fields = { tools };
   if (["none", "required"].includes(choice)) fields.tool_choice = choice;
-  else if (choice.startsWith("function:")) fields.tool_choice = { type: "function", function: { name: choice.slice(9) } };
+  else if (choice.startsWith("function:"))
+    fields.tool_choice = { type: "function", function: { name: choice.slice(9) } };
   if (!parallel) fields.parallel_tool_calls = false;
   return fields;
 }

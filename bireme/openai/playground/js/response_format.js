@@ -18,7 +18,8 @@ export function parseFormat(kind, schemaText) {
   } catch (error) {
     return { format: null, problem: `Not valid JSON: ${error.message}` };
   }
-  if (typeof tree !== "object" || tree === null || Array.isArray(tree)) return { format: null, problem: "A schema is a JSON object" };
+  if (typeof tree !== "object" || tree === null || Array.isArray(tree))
+    return { format: null, problem: "A schema is a JSON object" };
   const isWrapped = typeof tree.schema === "object" && typeof tree.name === "string";
   const schema = isWrapped ? tree : { name: "answer", strict: true, schema: tree };
   return { format: { type: kind, json_schema: schema }, problem: "" };

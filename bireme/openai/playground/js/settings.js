@@ -7,7 +7,17 @@ import { EXAMPLE_SCHEMA, parseFormat } from "./response_format.js";
 import { recall, remember } from "./storage.js";
 import { EXAMPLE_TOOLS, parseTools } from "./tools.js";
 
-const DEFAULTS = { system: "", effort: "", stop: "", format: "text", schema: "", tools: "", extra: "", tool_choice: "auto", parallel: true };
+const DEFAULTS = {
+  system: "",
+  effort: "",
+  stop: "",
+  format: "text",
+  schema: "",
+  tools: "",
+  extra: "",
+  tool_choice: "auto",
+  parallel: true,
+};
 const SHOW = (tree) => JSON.stringify(tree, null, 2);
 
 /** The panel's fields. `onChange(values)` is called after each change, `reveal` before a field gets the focus. */
@@ -32,7 +42,9 @@ export class Settings {
   /** Return the texts of all fields, by name. */
   values() {
     const controls = [...this.#form.elements].filter((control) => control.name);
-    return Object.fromEntries(controls.map((control) => [control.name, control.type === "checkbox" ? control.checked : control.value]));
+    return Object.fromEntries(
+      controls.map((control) => [control.name, control.type === "checkbox" ? control.checked : control.value]),
+    );
   }
 
   /** Set fields; the others stay, or take their defaults where `isReset`. */
@@ -88,7 +100,11 @@ export class Settings {
 
   #offerChoices(chosen = "auto") {
     const names = parseTools(byId("tools").value).tools.map((tool) => tool.function.name);
-    const choices = [["auto", "The model decides"], ["required", "It must call one"], ["none", "It must not call any"]];
+    const choices = [
+      ["auto", "The model decides"],
+      ["required", "It must call one"],
+      ["none", "It must not call any"],
+    ];
     choices.push(...names.map((name) => [`function:${name}`, `It must call ${name}`]));
     const select = byId("tool_choice");
     select.replaceChildren(...choices.map(([value, text]) => element("option", { value }, text)));
@@ -102,7 +118,14 @@ function formatClash({ format, tools }) {
 
 function numberField(field) {
   const { name, label, hint, min, max, step, hasSlider } = field;
-  const input = element("input", { id: name, name, type: "text", inputmode: "decimal", placeholder: "default", "aria-describedby": `${name}-note` });
+  const input = element("input", {
+    id: name,
+    name,
+    type: "text",
+    inputmode: "decimal",
+    placeholder: "default",
+    "aria-describedby": `${name}-note`,
+  });
   const note = element("p", { class: "note", id: `${name}-note` }, hint);
   const parts = [element("label", { for: name, title: hint }, label), input];
   if (hasSlider) parts.push(slider(input, { min, max, step, label }));
@@ -115,7 +138,16 @@ function slider(input, { min, max, step, label }) {
     input.value = range.value;
     input.dispatchEvent(new Event("input", { bubbles: true }));
   };
-  const range = element("input", { type: "range", id: `${input.id}-slider`, min, max, step, "aria-label": `${label}, slider`, tabindex: "-1", oninput: (event) => (event.stopPropagation(), move()) });
+  const range = element("input", {
+    type: "range",
+    id: `${input.id}-slider`,
+    min,
+    max,
+    step,
+    "aria-label": `${label}, slider`,
+    tabindex: "-1",
+    oninput: (event) => (event.stopPropagation(), move()),
+  });
   return range;
 }
 

@@ -16,9 +16,13 @@ export class StatsView {
   show(answer, summary) {
     if (!summary) return; // it was cut off before it was measured
     this.node.hidden = summary.ttftMs === null && !answer.usage;
-    this.#line.replaceChildren(...facts(answer.usage, summary).map(([name, text]) => element("span", { class: `fact ${name}` }, text)));
+    this.#line.replaceChildren(
+      ...facts(answer.usage, summary).map(([name, text]) => element("span", { class: `fact ${name}` }, text)),
+    );
     const rows = details(answer, summary).filter(([, text]) => text !== null && text !== undefined && text !== "");
-    this.#list.replaceChildren(...rows.flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, String(text))]));
+    this.#list.replaceChildren(
+      ...rows.flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, String(text))]),
+    );
   }
 }
 

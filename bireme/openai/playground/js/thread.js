@@ -32,7 +32,8 @@ export class Thread {
   }
 
   add(turn) {
-    const view = turn instanceof Answer ? new AnswerView(turn, this.#on) : new UserView(turn, (text) => this.#on.edit(turn, text));
+    const view =
+      turn instanceof Answer ? new AnswerView(turn, this.#on) : new UserView(turn, (text) => this.#on.edit(turn, text));
     if (!this.#views.size) this.#column.replaceChildren();
     for (const other of this.#views.values()) other.age?.();
     this.#views.set(turn, view);
@@ -72,9 +73,20 @@ export class Thread {
 
   #welcome() {
     const cards = EXAMPLES.map((example) =>
-      element("button", { type: "button", class: "example", onclick: () => this.#on.example(example) },
-        element("strong", {}, example.title), element("span", {}, example.text)));
+      element(
+        "button",
+        { type: "button", class: "example", onclick: () => this.#on.example(example) },
+        element("strong", {}, example.title),
+        element("span", {}, example.text),
+      ),
+    );
     const mark = element("div", { class: "welcome-mark" }, icon("galley"));
-    return element("div", { class: "welcome" }, mark, element("h2", {}, "What shall we try?"), element("div", { class: "examples" }, cards));
+    return element(
+      "div",
+      { class: "welcome" },
+      mark,
+      element("h2", {}, "What shall we try?"),
+      element("div", { class: "examples" }, cards),
+    );
   }
 }

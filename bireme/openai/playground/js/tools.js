@@ -28,7 +28,9 @@ export function parseTools(text) {
 }
 
 function wrapped(tool) {
-  return isObject(tool) && !tool.function && typeof tool.name === "string" ? { type: "function", function: tool } : tool;
+  return isObject(tool) && !tool.function && typeof tool.name === "string"
+    ? { type: "function", function: tool }
+    : tool;
 }
 
 function toolProblem(tool, at) {

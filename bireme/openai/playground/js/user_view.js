@@ -24,18 +24,24 @@ export class UserView {
       this.node.querySelector(".edit").focus();
     };
     area.addEventListener("keydown", (event) => onKey(event, save, cancel));
-    const actions = element("div", { class: "row end" },
+    const actions = element(
+      "div",
+      { class: "row end" },
       button("close", "Cancel", cancel, { shown: true, class: "button quiet small" }),
-      button("send", "Send", save, { shown: true, class: "button primary small" }));
+      button("send", "Send", save, { shown: true, class: "button primary small" }),
+    );
     this.node.replaceChildren(element("div", { class: "editor" }, area, actions));
     this.node.classList.add("editing");
     area.focus();
   }
 
   #show() {
-    const actions = element("div", { class: "actions" },
+    const actions = element(
+      "div",
+      { class: "actions" },
       button("edit", "Edit and send again", () => this.edit(), { class: "button icon-only small edit" }),
-      copyButton("Copy message", () => this.#turn.text));
+      copyButton("Copy message", () => this.#turn.text),
+    );
     this.node.replaceChildren(element("div", { class: "bubble" }, this.#turn.text), actions);
     this.node.classList.remove("editing");
   }
