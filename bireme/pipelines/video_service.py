@@ -1,0 +1,168 @@
+"""Videos and pictures by the deployment's video workers: choose one, follow its progress, return the result.
+
+The `video` model inside Triton and the OpenAI frontend outside run this code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from bireme.config import Recipe
+from bireme.errors import BiremeError, RequestError, ResourceExhaustedError
+from bireme.metrics import Registry
+from bireme.pipelines.video_request import VideoRequest, tensors_of
+from bireme.types import Array, Tensors
+from bireme.video.files import FileStore, StoredFile
+from bireme.video.rules import Ask
+from bireme.video.wire import Details
+
+FILES_PATH = "/files/"
+
+
+class VideoWorker(Protocol):
+    """workers.video.VideoWorkers."""
+
+    def generate(self, worker: str, tensors: Mapping[str, bytes | Array]) -> Any:
+        """Return an asynchronous generator of responses' tensors."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request is."""
+
+    queue_position: int = 0
+    step: int = 0
+    total_steps: int = 0
+    eta_s: float | None = None
+
+    @property
+    def status(self) -> str:
+        return "queued" if self.queue_position else "in_progress"
+
+    @property
+    def percent(self) -> int:
+        """0 to 99: 100 is the result."""
+        return min(99, 100 * self.step // self.total_steps) if self.total_steps else 0
+
+    def tree(self) -> dict[str, Any]:
+        return {
+            "status": self.status,
+            "progress": self.percent,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "eta_s": self.eta_s,
+            "queue_position": self.queue_position,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    parts: list[bytes]  # encoded: one video, or pictures
+    details: Details
+    inference_time_s: float
+
+
+OnProgress = Callable[[Progress], None]
+
+
+class VideoService:
+    """Used on one loop."""
+
+    def __init__(self, recipe: Recipe, workers: VideoWorker, metrics: Registry) -> None:
+        self.recipe, self.workers, self._metrics = recipe, workers, metrics
+        self._active = dict.fromkeys(recipe.replicas("video_diffusion"), 0)
+
+    async def run(self, ask: Ask, on_progress: OnProgress) -> Result:
+        """Raises errors.py; cancelling the task ends the generation after its step."""
+        worker = min(self._active, key=self._active.__getitem__)
+        limit = self.recipe.limits.max_concurrent_requests
+        if sum(self._active.values()) >= limit:
+            raise ResourceExhaustedError(f"{limit} requests under way (limits.max_concurrent_requests); try later")
+        began, outcome = time.monotonic(), "stop"
+        self._active[worker] += 1
+        try:
+            return await self._follow(worker, ask, on_progress)
+        except BiremeError as error:
+            outcome = error.code
+            raise
+        except asyncio.CancelledError:
+            outcome = "CANCELLED"
+            raise
+        finally:
+            self._active[worker] -= 1
+            self._metrics.add("bireme_requests_total", 1, outcome)
+            self._metrics.observe("bireme_request_seconds", time.monotonic() - began)
+
+    async def _follow(self, worker: str, ask: Ask, on_progress: OnProgress) -> Result:
+        async with aclosing(self.workers.generate(worker, tensors_of(ask))) as responses:
+            async for outputs in responses:
+                if "details" in outputs:
+                    result = _result(outputs)
+                elif "step" in outputs:
+                    on_progress(_progress(outputs))
+        return result
+
+    async def close(self) -> None:
+        await self.workers.close()
+
+
+def _progress(outputs: Tensors) -> Progress:
+    eta_s: float = outputs["eta_s"].item()
+    return Progress(
+        int(outputs["queue_position"].item()),
+        int(outputs["step"].item()),
+        int(outputs["total_steps"].item()),
+        round(eta_s, 2) if eta_s >= 0 else None,
+    )
+
+
+def _result(outputs: Tensors) -> Result:
+    parts = outputs["images"] if "images" in outputs else outputs["video"]
+    details = msgspec.json.decode(bytes(outputs["details"].reshape(-1)[0]), type=Details)
+    seconds: float = outputs["inference_time_s"].item()
+    return Result([bytes(part) for part in parts.reshape(-1)], details, round(seconds, 3))
+
+
+class Delivery:
+    """Puts a result where the request wants it: into the answer, or into a file."""
+
+    def __init__(self, files: FileStore | None, public_url: str, max_inline_bytes: int) -> None:
+        self._files, self._public_url, self._max_inline_bytes = files, public_url.rstrip("/"), max_inline_bytes
+
+    def check(self, request: VideoRequest) -> None:
+        """Raises RequestError for a form that this process can't give."""
+        if request.response_format == "url" and not self._public_url:
+            raise RequestError("response_format: url needs video.public_url in the recipe; send b64_json or file_id")
+
+    async def data(self, result: Result, request: VideoRequest) -> list[dict[str, Any]]:
+        """Return OpenAI's `data`. Raises ResourceExhaustedError."""
+        if request.response_format == "b64_json":
+            return [{"b64_json": base64.b64encode(part).decode()} for part in result.parts]
+        files = [await self.store(part, result.details.output_format) for part in result.parts]
+        if request.response_format == "file_id":
+            return [{"file_id": file.name, "expires_at": int(file.expires_at)} for file in files]
+        return [{"url": self.url(file), "expires_at": int(file.expires_at)} for file in files]
+
+    async def store(self, part: bytes, output_format: str) -> StoredFile:
+        assert self._files is not None
+        return await asyncio.to_thread(self._files.put, part, output_format)
+
+    def url(self, file: StoredFile) -> str:
+        return f"{self._public_url}{FILES_PATH}{file.name}"
+
+
+def result_tree(result: Result) -> dict[str, Any]:
+    """Return what an answer says of a result, beside its data."""
+    details = msgspec.to_builtins(result.details)
+    details.pop("v", None)
+    return {**details, "inference_time_s": result.inference_time_s}
