@@ -73,6 +73,7 @@ def open_page(driver: webdriver.Chrome, url: str, theme: str) -> None:
     driver.execute_script("localStorage.clear()")
     driver.refresh()
     _wait(driver, lambda: driver.find_element(By.ID, "model").is_enabled())
+    driver.find_element(By.ID, "new-chat").click()
 
 
 def thinking(driver: webdriver.Chrome) -> None:
