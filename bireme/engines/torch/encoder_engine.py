@@ -49,7 +49,7 @@ class EncoderEngine:
         context.metrics.set("bireme_engine_load_seconds", load_s)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         logger.info("encoder_loaded model=%s parameters=%d load_s=%.1f", checkpoint.name, num_parameters, load_s)
-        return _capacity(context, checkpoint, encoder, load_s)
+        return capacity_of(context, checkpoint, encoder, load_s)
 
     def submit(self, key: RequestKey, request: EngineRequest, disaggregated: DisaggregatedParams | None) -> None:
         if request.request_type != "encode_only":
@@ -122,7 +122,7 @@ def make_encoder(model: object, checkpoint: Checkpoint, dtype: str) -> PictureEn
     return PictureEncoder(model, checkpoint, hidden_size, choose_dtype(dtype, checkpoint.config))
 
 
-def _capacity(context: EngineContext, checkpoint: Checkpoint, encoder: PictureEncoder, load_s: float) -> Capacity:
+def capacity_of(context: EngineContext, checkpoint: Checkpoint, encoder: PictureEncoder, load_s: float) -> Capacity:
     pictures = picture_model(context.model_path)
     return Capacity(
         max_seq_len=0,

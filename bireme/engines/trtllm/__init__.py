@@ -11,6 +11,10 @@ if TYPE_CHECKING:
 
 def create(context: EngineContext) -> Engine:
     """Make the engine; tensorrt_llm is imported when it starts."""
+    if context.stage == "multimodal_encoder":
+        from bireme.engines.trtllm.encoder import TrtllmEncoderEngine
+
+        return TrtllmEncoderEngine(context)
     from bireme.engines.trtllm.engine import TrtllmEngine
 
     return TrtllmEngine(context)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import base64
+import functools
 import secrets
+import types
 from multiprocessing import shared_memory
 from typing import Any
 
 import torch
 
 from tensorrt_llm import _contract
-from tensorrt_llm._results import RequestOutput, Response
+from tensorrt_llm._results import CompletionOutput, RequestOutput, Response
 from tensorrt_llm._values import DisaggregatedParams, SamplingParams
 
 _KEYS = _contract.contract()["shared_tensor_container"]["method_key"]
@@ -62,7 +64,7 @@ class SharedTensorContainer:
 
 
 class MultimodalEncoder:
-    """Turns what is in `multi_modal_data` (tensors of features) into handles."""
+    """Turns pictures in `multi_modal_data` into handles of the model's own embeddings."""
 
     def __init__(
         self,
@@ -83,17 +85,36 @@ class MultimodalEncoder:
         )
         self.args.mm_encoder_only = True
 
+    def generate(self, inputs: Any, use_tqdm: bool = True) -> Any:
+        """Return a result for each input, with the handle of its picture's embeddings."""
+        return [self._result(one["multi_modal_data"]["image"]) for one in inputs]
+
     def generate_async(self, inputs: Any, sampling_params: Any = None) -> RequestOutput:
-        tensors = inputs["multi_modal_data"]["image"]
         result = RequestOutput(1, [0], sampling_params or SamplingParams(), lambda client_id: None)
-        handles = [SharedTensorContainer.from_tensor(tensor).dump_to_dict() for tensor in tensors]
-        hashes = [[int(value) for value in torch.randint(0, 2**31 - 1, (8,))] for _ in tensors]
-        params = DisaggregatedParams(multimodal_embedding_handles=handles, multimodal_hashes=hashes)
+        params = self._result(inputs["multi_modal_data"]["image"]).outputs[0].disaggregated_params
         result.put(Response(finish_reason="length", disaggregated_params=params))
         return result
 
-    def generate(self, inputs: Any, use_tqdm: bool = True) -> Any:
-        raise NotImplementedError("the stand-in's encoder is asynchronous")
+    def _result(self, images: list[Any]) -> Any:
+        model, processor = _load_tower(str(self.args.model))
+        pixels = processor(images=images, return_tensors="pt")["pixel_values"]
+        with torch.inference_mode():
+            features = model.model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
+        handles = [SharedTensorContainer.from_tensor(tensor).dump_to_dict() for tensor in features]
+        hashes = [[int(value) for value in torch.randint(0, 2**31 - 1, (8,))] for _ in handles]
+        output = CompletionOutput(0)
+        output.disaggregated_params = DisaggregatedParams(
+            multimodal_embedding_handles=handles, multimodal_hashes=hashes
+        )
+        return types.SimpleNamespace(outputs=[output])
 
     def shutdown(self) -> None:
         pass
+
+
+@functools.cache
+def _load_tower(folder: str) -> tuple[Any, Any]:
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    return model, AutoImageProcessor.from_pretrained(folder, local_files_only=True)

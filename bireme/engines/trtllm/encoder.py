@@ -1,0 +1,141 @@
+"""The engine of a multimodal_encoder worker on TensorRT-LLM: its MultimodalEncoder in place of our vision tower.
+
+Everything around it is the same as on the torch engine: jobs, cache, leases. MultimodalEncoder answers with
+handles of tensors in the memory of its worker process; each is opened once, here, and its rows go to shared
+memory, because a handle serves one reader on one host while our leases are cancelled, counted and timed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bireme.engines.base import Emit, EngineContext
+from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, open_checkpoint
+from bireme.engines.torch.encoder_engine import EncodeJobs, EncoderEngine, capacity_of
+from bireme.engines.torch.picture_encoder import PictureEncoder, TensorRows
+from bireme.engines.trtllm import lifecycle, model_files
+from bireme.engines.trtllm.api import BACKENDS, set_log_level
+from bireme.engines.trtllm.config import llm_arguments
+from bireme.errors import BiremeError, ConfigError
+from bireme.messages import Capacity
+from bireme.multimodal.embedding_share import Rows
+from bireme.multimodal.model_config import picture_model
+from bireme.multimodal.wire import Grid
+from bireme.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("bireme.engines.trtllm")
+
+WITHOUT_ENCODER = ("Llama4ForConditionalGeneration",)  # no encoder that stands alone
+_ARGUMENTS = frozenset(  # of MultimodalEncoder, of those that an engine YAML may have
+    "model trust_remote_code tensor_parallel_size dtype max_batch_size max_num_tokens model_kwargs".split()
+)
+_SINGLE_PROCESS = "TLLM_WORKER_USE_SINGLE_PROCESS"
+
+
+@dataclass(frozen=True, slots=True)
+class WholePicture:
+    """A picture as MultimodalEncoder takes it; our own image processor has counted its tokens."""
+
+    image: Any  # PIL.Image
+    num_tokens: int
+    grid: Grid | None
+
+
+class TrtllmEncoderEngine(EncoderEngine):
+    """Takes encode_only requests and nothing else."""
+
+    def start(self, emit: Emit) -> Capacity:
+        began, context = time.monotonic(), self._context
+        self._encoder = None
+        _check(context)
+        checkpoint = open_checkpoint(context.model_path)
+        self._encoder = make_multimodal_encoder(context)
+        encoder = HandleEncoder(self._encoder, checkpoint, context)
+        self._jobs = EncodeJobs(context, encoder, emit)
+        assert context.share is not None, "a model with a vision tower has a share"
+        context.share.start(encoder.layout)
+        load_s = time.monotonic() - began
+        context.metrics.set("bireme_engine_load_seconds", load_s)
+        logger.info("encoder_loaded model=%s load_s=%.1f", checkpoint.name, load_s)
+        return capacity_of(context, checkpoint, encoder, load_s)
+
+    def stop(self) -> None:
+        super().stop()
+        if self._encoder is not None and not lifecycle.shut_down(self._encoder):
+            logger.warning("encoder_shutdown_abandoned limit_s=%g", lifecycle.SHUTDOWN_S)
+
+
+class HandleEncoder(PictureEncoder):
+    """The torch engine's encoder with another tower: `encode` alone differs."""
+
+    def __init__(self, encoder: Any, checkpoint: Checkpoint, context: EngineContext) -> None:
+        dtype = choose_dtype(context.config.dtype, checkpoint.config)
+        super().__init__(None, checkpoint, int(checkpoint.text_config.hidden_size), dtype)
+        self._encoder = encoder
+        self._container = importlib.import_module("tensorrt_llm._torch.shared_tensor").SharedTensorContainer
+        self._prompt = _placeholder_text(context.model_path)
+
+    def prepare(self, pixels: Any) -> Any:
+        from PIL import Image
+
+        counted = super().prepare(pixels)
+        return WholePicture(Image.fromarray(pixels), counted.num_tokens, counted.grid)
+
+    def encode(self, batch: Sequence[Any]) -> list[Rows]:
+        inputs = [{"prompt": self._prompt, "multi_modal_data": {"image": [one.image]}} for one in batch]
+        results = self._encoder.generate(inputs, use_tqdm=False)
+        return [self._rows(result, one.num_tokens) for result, one in zip(results, batch, strict=True)]
+
+    def _rows(self, result: Any, num_tokens: int) -> TensorRows:
+        """Open a result's handles, each once. Raises BiremeError when they are not what was counted."""
+        params = result.outputs[0].disaggregated_params
+        handles = getattr(params, "multimodal_embedding_handles", None) or []
+        tensors: list[torch.Tensor] = [self._container.from_dict(handle).get_local_view() for handle in handles]
+        if len(tensors) != 1 or tuple(tensors[0].shape) != (num_tokens, self.hidden_size):
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            raise BiremeError(
+                f"MultimodalEncoder made embeddings of shape {shapes} for a picture of {num_tokens} tokens of"
+                f" {self.hidden_size}; serve multimodal_encoder with engine: torch"
+            )
+        return TensorRows(tensors[0].to("cpu", self.dtype).contiguous())
+
+
+def make_multimodal_encoder(context: EngineContext) -> Any:
+    """Load the vision tower in TensorRT-LLM. Raises ConfigError."""
+    set_log_level(os.environ)
+    try:
+        package = importlib.import_module(BACKENDS["pytorch"])
+        kind = package.MultimodalEncoder
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"engine: trtllm needs a tensorrt_llm with MultimodalEncoder ({error}); use the image of"
+            " docker/Dockerfile.trtllm, or engine: torch for multimodal_encoder"
+        ) from error
+    given = llm_arguments(context.config, context.model_path, context.stage, package.__version__)
+    try:
+        return kind(**{name: value for name, value in given.items() if name in _ARGUMENTS})
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"TensorRT-LLM {package.__version__} refuses the encoder's arguments: {error}") from error
+
+
+def _check(context: EngineContext) -> None:
+    found = set(model_files.architectures(context.model_path)) & set(WITHOUT_ENCODER)
+    if found:
+        raise ConfigError(f"{found.pop()}: TensorRT-LLM has no encoder of its own for it; serve it aggregated")
+    if os.environ.get(_SINGLE_PROCESS) == "1":
+        raise ConfigError(f"{_SINGLE_PROCESS}=1: handles can't be opened by the process that made them; leave it out")
+
+
+def _placeholder_text(model: str) -> str:
+    pictures = picture_model(model)
+    assert pictures is not None, "open_checkpoint and the share have seen its vision_config"
+    return load_tokenizer(model).decode([pictures.placeholder], skip_special_tokens=False)
