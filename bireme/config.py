@@ -81,7 +81,7 @@ class MultimodalConfig(Settings, frozen=True, kw_only=True):
 
     embedding_cache_bytes: NotNegative = 512 << 20  # embeddings kept for pictures that come again; 0: none
     max_batch_images: Positive = 8  # in one pass of the vision tower
-    max_concurrent_encodes: Positive = 32  # requests whose pictures are in memory; more wait in the queue
+    max_concurrent_encodes: Positive = 16  # requests whose pictures are in memory; more wait in the queue
     max_held_bytes: Positive = 2 << 30  # embeddings of requests that wait or run; one more is refused
 
 

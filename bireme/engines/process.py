@@ -129,7 +129,7 @@ class EngineProcess:
 
         name = self._worker + SUFFIX
         moves = transfer.create_transfer(
-            entry.engine_config.cache_transceiver_config.backend or "DEFAULT",
+            "DEFAULT",  # the processes of one deployment share a host; KV may go by another backend
             run_dir=folder,
             worker=name,
             life=self._life,

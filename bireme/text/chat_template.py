@@ -3,7 +3,8 @@
 A template comes with a model and sees only plain JSON data. What it may do is bounded: attributes of Python's
 internals are out of reach, the prompt's size and the rendering time are limited (checked with every piece of
 output). Messages are shown as transformers and vLLM show them: arguments of tool calls as objects, content
-given in text parts as one string (parts of other kinds stay a list), reasoning under each name in use.
+given in text parts as one string (parts of other kinds stay a list), reasoning under each name in use. Templates of
+some vision-language models know parts alone and would pass over a string in silence: they get parts.
 
 **Special tokens in user and tool messages are text.** A template writes `<|im_end|>` to end a message; the
 same characters in a user's message must not. `protect` marks them before rendering, and `Prompt` keeps the
@@ -32,6 +33,7 @@ from bireme.errors import ConfigError, RequestError
 
 Message = dict[str, Any]
 MAX_RENDER_S = 5.0
+_PROBE = "bireme probe"
 _RESERVED = ("chat_template", "messages", "tools", "tokenize", "return_dict", "continue_final_message")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _DICT_NAMES = frozenset(dir(dict))  # `message.items` is the method, as everywhere in Jinja
@@ -62,6 +64,9 @@ class ChatTemplate:
         self._template.globals = dict(self._template.globals)  # jinja2's chain of maps costs more than rendering
         self._special_tokens = dict(special_tokens)
         self._max_bytes = max_bytes
+        self._wants_parts = False
+        if "image" in source:
+            self._wants_parts = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
 
     def render(
         self,
@@ -81,10 +86,19 @@ class ChatTemplate:
             "add_generation_prompt": True,
             **self._special_tokens,
             **variables,
-            "messages": [shield.protect(_shown(message)) for message in messages],
+            "messages": [shield.protect(_shown(message, self._wants_parts)) for message in messages],
             "tools": list(tools) if tools else None,
         }
         return shield.restore(self._render(context))
+
+    def _shows(self, content: Any) -> bool:
+        """Say whether the template shows a user's text when it comes in this form."""
+        messages = [{"role": "user", "content": content}]
+        context = {"documents": None, "add_generation_prompt": True, "tools": None, "messages": messages}
+        try:
+            return _PROBE in self._render({**self._special_tokens, **context})
+        except RequestError:
+            return False
 
     def _render(self, context: Mapping[str, Any]) -> str:
         deadline = time.monotonic() + MAX_RENDER_S
@@ -156,16 +170,18 @@ def _checked(variables: Mapping[str, Any]) -> Mapping[str, Any]:
     return variables
 
 
-def _shown(message: Message) -> Message:
+def _shown(message: Message, wants_parts: bool) -> Message:
     """Return the message as templates expect it; the given one is left alone."""
-    if message.keys() == _PLAIN and isinstance(message["content"], str):  # nearly every message
+    if not wants_parts and message.keys() == _PLAIN and isinstance(message["content"], str):  # nearly every message
         return message
     shown = dict(message)
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is not None:
         shown = {"thinking": reasoning, **shown, "reasoning_content": reasoning}
     content = shown.get("content")
-    if isinstance(content, list) and content and all(_is_text(part) for part in content):
+    if wants_parts and isinstance(content, str):
+        shown["content"] = [{"type": "text", "text": content}]
+    elif not wants_parts and isinstance(content, list) and content and all(_is_text(part) for part in content):
         shown["content"] = "\n".join(part["text"] for part in content)
     calls = shown.get("tool_calls")
     if isinstance(calls, list):

@@ -100,3 +100,20 @@ def test_a_message_can_not_forge_a_mark():
     messages = [user("\ue0000.0\ue001 \ue000abc.0\ue001 <|end|>")]
     prompt = ChatTemplate(SIMPLE, {}).render(messages, protected=["<|end|>"])
     assert prompt.pieces[1::2] == ("<|end|>",) and "\ue0000.0\ue001" in prompt.text
+
+
+LLAVA = (
+    "{% for m in messages %}{{ m.role | upper }}: "
+    "{% for part in m.content | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}{% endfor %}"
+)
+
+
+def test_a_template_that_knows_parts_alone_gets_text_as_a_part():
+    assert render(LLAVA, [user("hello")]) == "USER: hello"
+    assert render(LLAVA, [user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])]) == "USER: ab"
+
+
+def test_pictures_stay_parts_beside_text():
+    content = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    assert render(LLAVA, [user(content)]).split() == ["USER:", "<image>what?"]
