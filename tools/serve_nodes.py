@@ -25,7 +25,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bireme.config import CHECKOUT, Recipe, load_recipe
+from bireme.engines.trtllm import pair_rules
 from bireme.engines.trtllm.config import prepared
+from bireme.engines.trtllm.problems import errors
 from bireme.engines.trtllm.rules import Yaml
 from bireme.errors import ConfigError
 
@@ -38,7 +40,7 @@ PASSED_ON = ("HF_TOKEN", "HF_HOME", "TLLM_LOG_LEVEL", "NCCL_MNNVL_ENABLE", "UCX_
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        command = plan(load_recipe(options.recipe), options)
+        command = plan(checked(load_recipe(options.recipe)), options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return WRONG
@@ -59,6 +61,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hosts", default="", metavar="A,B", help="with mpirun: the nodes; the first runs the server")
     parser.add_argument("--dry-run", action="store_true", help="print the command only")
     return parser.parse_args(arguments)
+
+
+def checked(recipe: Recipe) -> Recipe:
+    """Raises ConfigError with everything that TensorRT-LLM would refuse: a wide job queues long to be told."""
+    if refused := errors(pair_rules.check_recipe(recipe)):
+        raise ConfigError("\n".join(map(str, refused)))
+    return recipe
 
 
 def plan(recipe: Recipe, options: argparse.Namespace) -> list[str]:

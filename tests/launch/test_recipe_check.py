@@ -50,7 +50,7 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("name", RECIPES)
 @given(data=st.data())
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_change_gets_findings_at_lines_that_exist(name, tmp_path_factory, data):
     files = copy.deepcopy(read(name))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -65,7 +65,7 @@ def test_any_change_gets_findings_at_lines_that_exist(name, tmp_path_factory, da
 
 @pytest.mark.parametrize("name", RECIPES)
 @given(data=st.data())
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_the_loader_refuses_the_check_tells_as_an_error(name, tmp_path_factory, data):
     """No recipe is called good that the loader would not load."""
     files = copy.deepcopy(read(name))

@@ -64,6 +64,13 @@ def test_arguments_with_blanks_are_refused_because_the_launcher_would_split_them
         command("--", "--set", "chat={tool_parser: hermes}")
 
 
+def test_what_tensorrt_llm_would_refuse_is_told_before_the_job_queues(tmp_path, capsys):
+    tree = "model: m\nworkers: {decode: {engine: trtllm, engine_config: {tensor_parallel_size: 16, gpus_per_node: 0}}}"
+    (tmp_path / "recipe.yaml").write_text(tree)
+    assert serve_nodes.main([str(tmp_path), "--dry-run"]) == serve_nodes.WRONG
+    assert "gpus_per_node: 0; a whole number, 1 or more" in capsys.readouterr().err
+
+
 def test_a_dry_run_prints_the_command_and_runs_nothing(capsys):
     assert serve_nodes.main([WIDE, "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("srun --mpi pmix")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from bireme.config import Recipe, WorkerEntry
 from bireme.engines.trtllm.config import check_arguments, prepared
-from bireme.engines.trtllm.contract import CEILING, FLOOR, PROFILES, profile
+from bireme.engines.trtllm.contract import CEILING, FLOOR, PROFILES
 from bireme.engines.trtllm.problems import NOTHING, Problem
 from bireme.engines.trtllm.rules import Yaml
 
@@ -60,7 +60,7 @@ def _named(found: list[Problem], stage: str) -> list[Problem]:
 
 
 def _yaml(entry: WorkerEntry, stage: str) -> Yaml:
-    release = profile(entry.engine_version or FLOOR)
+    release = entry.engine_version if entry.engine_version in PROFILES else PROFILES[0]
     return Yaml(prepared(entry.engine_config.llm_args), stage, release, is_disaggregated=True)
 
 

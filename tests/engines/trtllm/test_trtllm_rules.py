@@ -278,6 +278,7 @@ def test_an_unknown_release_is_refused_and_a_known_one_decides():
     new = {"model_kwargs": {}}
     entry = WorkerEntry(engine="trtllm", engine_config=EngineConfig(llm_args=new), engine_version="1.3")
     assert pair_rules.check_worker(entry, DECODE, is_disaggregated=False) == []
-    entry = WorkerEntry(engine="trtllm", engine_config=EngineConfig(llm_args=new), engine_version="2.0")
-    (problem,) = pair_rules.check_worker(entry, DECODE, is_disaggregated=False)
-    assert problem.key == "engine_version" and problem.remedy == "set one of 1.2, 1.3"
+    for version in ("2.0", "newest"):
+        recipe = Recipe(model="m", workers={DECODE: WorkerEntry(engine="trtllm", engine_version=version)})
+        (problem,) = pair_rules.check_recipe(recipe)
+        assert problem.key == "engine_version" and problem.remedy == "set one of 1.2, 1.3"
