@@ -160,7 +160,7 @@ def run_once(endpoint: Endpoint, arguments: argparse.Namespace, streams: int, ma
     report: dict[str, Any] = {}
     cores: dict[str, float] = {}
     cpu = CpuMeter({})
-    with LoadProcess("sse", options) as load:
+    with LoadProcess("sse_client", options) as load:
         for event in load.events():
             if event["event"] == "measuring":
                 cpu = CpuMeter({**endpoint.processes, CLIENT: load.pid})

@@ -7,6 +7,7 @@ a process that died, memory that grows, or KV blocks, leases and streams left be
     python tools/soak.py --paths generate,decode --streams 64 --seconds 60        # 64 of each at once
     python tools/soak.py --paths generate --streams 256 --seconds 300
     python tools/soak.py --paths http --streams 64 --seconds 60 --step-ms 20
+    python tools/soak.py --paths sse --streams 256 --seconds 60                   # through the OpenAI frontend
     python tools/soak.py --paths generate --streams 200 --seconds 30 --drop 0.5 --recipe recipes/mocker-disagg
 
 Progress goes to stderr, then a table; the very last line is one JSON document.
@@ -21,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ from benchmarks.load.memory import Growth, MemoryLog
 from benchmarks.load.metrics_page import left_behind, read_page
 from benchmarks.load.processes import alive, roles
 from bireme.config import load_recipe
-from bireme.launch import Ports, free_ports, start_server
+from bireme.launch import Ports, Server, free_ports, start_server
+from bireme.launch.console import Console
+from bireme.launch.frontend import FrontendProcess, FrontendSettings
 
-PATHS = ("generate", "decode", "http", "bus")
+PATHS = ("generate", "decode", "http", "bus", "sse")
 IDLE_WITHIN_S = 15.0  # after the load, blocks, leases and streams must be gone
 PROGRESS_S = 10.0
 
@@ -46,6 +49,11 @@ class Target:
     metrics: str
     pid: int | None  # of tritonserver; None: unknown, its processes are not watched
     shm_prefix: str = ""  # "": all of /dev/shm is counted
+    openai: str = ""  # the frontend's address
+    others: Mapping[str, int] = field(default_factory=dict)  # role -> pid of processes that are not tritonserver's
+
+    def address(self, path: str) -> str:
+        return {"http": self.http, "sse": self.openai}.get(path, self.grpc)
 
 
 class Load:
@@ -57,7 +65,7 @@ class Load:
         self.report: dict[str, Any] = {}
         self.problem = ""
         options = {
-            "target": target.http if path == "http" else target.grpc,
+            "target": target.address(path),
             "streams": arguments.streams,
             "seconds": arguments.seconds,
             "prompt_tokens": arguments.prompt_tokens,
@@ -119,17 +127,29 @@ def started(arguments: argparse.Namespace) -> Iterator[Target]:
     pace = {"engine_config": {"mocker": {"step_ms": arguments.step_ms}}}
     override = json.dumps({"workers": dict.fromkeys(load_recipe(arguments.recipe).workers, pace)})
     ports = Ports(*range(arguments.port, arguments.port + 3)) if arguments.port else free_ports()
-    with start_server(arguments.recipe, ports=ports, override=override) as server:
-        yield Target(server.grpc, server.http, server.metrics, server.pid, server.run.shm_prefix)
+    with start_server(arguments.recipe, ports=ports, override=override) as server, ExitStack() as stack:
+        openai, others = "", {}
+        if "sse" in arguments.paths:
+            port = arguments.port + 3 if arguments.port else free_ports().http
+            frontend = stack.enter_context(
+                FrontendProcess(frontend_settings(arguments, port, server), Console("warning"))
+            )
+            openai, others = f"127.0.0.1:{port}", frontend.roles()
+        yield Target(server.grpc, server.http, server.metrics, server.pid, server.run.shm_prefix, openai, others)
+
+
+def frontend_settings(arguments: argparse.Namespace, port: int, server: Server) -> FrontendSettings:
+    options = ("--no-access-log", "--log-level", "warning", "--processes", str(arguments.frontend_processes))
+    return FrontendSettings(recipe=arguments.recipe, grpc=server.grpc, port=port, drain_timeout_s=5, arguments=options)
 
 
 def given(arguments: argparse.Namespace) -> Target:
-    return Target(arguments.grpc, arguments.http, arguments.metrics, arguments.pid or None)
+    return Target(arguments.grpc, arguments.http, arguments.metrics, arguments.pid or None, openai=arguments.openai)
 
 
 def soak(target: Target, arguments: argparse.Namespace) -> tuple[list[Load], MemoryLog, list[str]]:
     """Run the loads to their end; returns what was seen of memory, and the roles that died."""
-    processes = roles(target.pid) if target.pid else {}
+    processes = (roles(target.pid) if target.pid else {}) | dict(target.others)
     memory = MemoryLog(processes, target.shm_prefix)
     began_at = reported_at = time.monotonic()
     loads = [Load(path, target, arguments) for path in arguments.paths]
@@ -227,11 +247,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokenizer", default="models/tiny-llama")
     parser.add_argument("--recipe", default="recipes/mocker", help="for a server of our own")
     parser.add_argument("--step-ms", type=float, default=5.0, help="for a server of our own")
-    parser.add_argument("--port", type=int, default=0, help="first of three for a server of our own; 0: any free ones")
+    parser.add_argument("--port", type=int, default=0, help="first of four for a server of our own; 0: any free ones")
+    parser.add_argument("--frontend-processes", type=int, default=1, help="for a server of our own")
     parser.add_argument("--pid", type=int, default=None, help="load this running tritonserver (0: pid not known)")
     parser.add_argument("--grpc", default="127.0.0.1:8001")
     parser.add_argument("--http", default="127.0.0.1:8000")
     parser.add_argument("--metrics", default="127.0.0.1:8002")
+    parser.add_argument("--openai", default="127.0.0.1:9000")
     return parser.parse_args()
 
 

@@ -12,7 +12,6 @@ from benchmarks.load.processes import roles
 from bireme.launch import Ports, start_server
 from bireme.launch.console import Console
 from bireme.launch.frontend import FrontendProcess, FrontendSettings
-from bireme.launch.processes import descendants
 
 
 @contextmanager
@@ -31,6 +30,5 @@ def ours(model: Path, step_ms: float, first_port: int, arguments: tuple[str, ...
             environment={"BIREME_OVERRIDE": override},
         )
         with FrontendProcess(frontend, Console("warning")) as process:
-            fronts = [process.pid, *descendants(process.pid)]
-            names = {f"frontend{number or ''}": pid for number, pid in enumerate(fronts)}
-            yield Endpoint("bireme", f"127.0.0.1:{first_port + 3}", "mocker", {**roles(server.pid), **names})
+            names = {**roles(server.pid), **process.roles()}
+            yield Endpoint("bireme", f"127.0.0.1:{first_port + 3}", "mocker", names)

@@ -5,6 +5,7 @@ report. Exit code 1 when anything was not as it should be.
 
     python -m benchmarks.load decode --target 127.0.0.1:8001 --streams 64 --seconds 10
     python -m benchmarks.load http --target 127.0.0.1:8000 --streams 64
+    python -m benchmarks.load sse --target 127.0.0.1:9000 --streams 64
     python -m benchmarks.load engine --step-ms 5 --streams 64
 """
 
@@ -35,6 +36,7 @@ async def run(arguments: argparse.Namespace) -> Meter:
         num_prompts=max(arguments.streams, 64),
         prompt_tokens=arguments.prompt_tokens,
         max_tokens=arguments.max_tokens,
+        has_chats=arguments.path == "sse",
     )
     options = ClientOptions(
         target=arguments.target,
@@ -80,7 +82,7 @@ def say(event: str, **fields: Any) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description="Load one path and check it.")
     parser.add_argument("path", choices=PATHS)
-    parser.add_argument("--target", default="127.0.0.1:8001", help="gRPC address; the HTTP address for `http`")
+    parser.add_argument("--target", default="127.0.0.1:8001", help="gRPC address; HTTP for `http` and `sse`")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--warmup-s", type=float, default=1.5)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.load.runner import Client
-from benchmarks.load.workload import Workload, make_workload, tokenizer_text
+from benchmarks.load.workload import Workload, make_chat_workload, make_workload, tokenizer_text
 
-PATHS = ("engine", "bus", "decode", "generate", "http")
+PATHS = ("engine", "bus", "decode", "generate", "http", "sse")
 
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    target: str = "127.0.0.1:8001"  # gRPC; for `http` the HTTP address
+    target: str = "127.0.0.1:8001"  # gRPC; for `http` the HTTP address, for `sse` the OpenAI frontend's
     stream_per_request: bool = False
     model_path: str = "models/tiny-llama"
     step_ms: float = 5.0  # of the engine in process
@@ -33,16 +33,29 @@ def make_client(path: str, options: ClientOptions) -> Client:
         from benchmarks.load.http_streams import HttpStreams
 
         return HttpStreams(options.target)
+    if path == "sse":
+        from benchmarks.load.sse_streams import SseStreams
+
+        return SseStreams(options.target)
     from benchmarks.load.grpc_streams import GrpcStreams
 
     return GrpcStreams(options.target, path, options.stream_per_request)
 
 
-def mocker_workload(model_path: str, num_prompts: int, prompt_tokens: int, max_tokens: int) -> Workload:
-    """Return prompts for the mocker engine, whose answers are known."""
+def mocker_workload(
+    model_path: str, num_prompts: int, prompt_tokens: int, max_tokens: int, has_chats: bool = False
+) -> Workload:
+    """Return prompts for the mocker engine, whose answers are known; with `has_chats` conversations."""
     from bireme.engines.mocker_tokens import expected_tokens, printable_ids
 
     ids, vocab_size = printable_ids(model_path)
+    if has_chats:
+        return make_chat_workload(
+            lambda prompt, n: expected_tokens(prompt, n, ids),
+            model_path,
+            num_prompts=num_prompts,
+            max_tokens=max_tokens,
+        )
     return make_workload(
         lambda prompt, n: expected_tokens(prompt, n, ids),
         num_prompts=num_prompts,

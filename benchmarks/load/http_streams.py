@@ -43,7 +43,7 @@ class HttpStreams:
         try:
             if connection is None or connection.is_closed:
                 connection = await self._connect(slot)
-            await connection.request(make_request(self.model, self.host, trace.prompt), trace)
+            await connection.request(self._message(trace.prompt), trace)
         except OSError as error:
             raise LoadError(f"connection: {type(error).__name__}: {error}") from error
         except LoadError:
@@ -59,9 +59,15 @@ class HttpStreams:
         for slot in list(self._connections):
             self.drop(slot)
 
+    def _protocol(self) -> type[Connection]:
+        return Connection
+
+    def _message(self, prompt: Prompt) -> bytes:
+        return make_request(self.model, self.host, prompt)
+
     async def _connect(self, slot: int) -> Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, self.host, self.port)
+        _, connection = await loop.create_connection(self._protocol(), self.host, self.port)
         self._connections[slot] = connection
         return connection
 
@@ -148,10 +154,12 @@ class Connection(asyncio.Protocol):
         for line in lines:
             if not line.startswith(b"data: "):
                 raise LoadError(f"not an event: {line[:40]!r}")
-            self._take_event(_decode_event(line[6:]))
+            self._take_event(line[6:])
 
-    def _take_event(self, event: Event) -> None:
+    def _take_event(self, data: bytes) -> None:
+        """Take the JSON of one event. Raises LoadError."""
         assert self._trace is not None
+        event = _decode_event(data)
         if event.error:
             raise LoadError(event.error)
         if self._has_finished:

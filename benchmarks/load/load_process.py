@@ -16,11 +16,11 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 class LoadProcess:
     """`python -m benchmarks.load PATH --option value ...`; a true value is a bare flag, None is left out.
 
-    Path `sse` is the client that only measures: `python -m benchmarks.load.sse_client`.
+    Path `sse_client` is the one that measures chats and checks nothing: `python -m benchmarks.load.sse_client`.
     """
 
     def __init__(self, path: str, options: Mapping[str, Any]) -> None:
-        program = ["benchmarks.load.sse_client"] if path == "sse" else ["benchmarks.load", path]
+        program = ["benchmarks.load.sse_client"] if path == "sse_client" else ["benchmarks.load", path]
         self._process = subprocess.Popen(
             [sys.executable, "-m", *program, *to_arguments(options)],
             cwd=CHECKOUT,

@@ -22,6 +22,8 @@ class Prompt:
     ids: tuple[int, ...]
     expected: array[int]  # int32
     text: str | None  # of `expected`; None: not known, not checked
+    message: str = ""  # of a chat: `ids` is its prompt
+    pieces: tuple[str, ...] = ()  # of a chat: the text of each expected token
 
     @property
     def ids_bytes(self) -> bytes:
@@ -62,6 +64,23 @@ def make_workload(
 def _make_prompt(ids: tuple[int, ...], max_tokens: int, expect: Expect, to_text: TokensToText | None) -> Prompt:
     expected = expect(ids, max_tokens)
     return Prompt(ids, array("i", expected), to_text(expected) if to_text else None)
+
+
+def make_chat_workload(expect: Expect, model_path: str, *, num_prompts: int, max_tokens: int) -> Workload:
+    """Make conversations of one message each, with the expected answers token by token."""
+    from bireme.text.tokenizer import load_tokenizer
+
+    tokenizer, to_text = load_tokenizer(model_path), tokenizer_text(model_path)
+
+    def make(number: int) -> Prompt:
+        message = f"Stream {number}: " + "two banks of oars " * 6
+        ids = tokenizer.encode_chat(tokenizer.render_chat([{"role": "user", "content": message}]))
+        expected = array("i", expect(ids, max_tokens))
+        detokenizer = tokenizer.detokenizer()
+        pieces = tuple(detokenizer.push([token]) for token in expected)
+        return Prompt(tuple(ids), expected, to_text(expected), message, pieces)
+
+    return Workload(tuple(make(number) for number in range(num_prompts)), max_tokens)
 
 
 def tokenizer_text(model_path: str | Path) -> TokensToText:

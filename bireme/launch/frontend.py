@@ -20,6 +20,7 @@ from types import TracebackType
 
 from bireme.config import CHECKOUT
 from bireme.errors import ConfigError
+from bireme.launch import processes
 from bireme.launch.console import Console
 from bireme.launch.ports import is_free
 from bireme.launch.tritonserver import address
@@ -54,6 +55,11 @@ class FrontendProcess:
     def pid(self) -> int:
         assert self._process is not None, "the frontend was not started"
         return self._process.pid
+
+    def roles(self) -> dict[str, int]:
+        """Return role -> pid: frontend, and frontend1, ... where it has processes of its own."""
+        pids = [self.pid, *processes.descendants(self.pid)]
+        return {f"frontend{number or ''}": pid for number, pid in enumerate(pids)}
 
     def start(self) -> None:
         """Start it and wait until it answers. Raises ConfigError when it ends instead."""

@@ -36,6 +36,12 @@ def test_http_streams_bring_every_token(tokenizer):
     assert result["problems"] == []
 
 
+def test_chats_through_the_frontend_bring_every_token(tokenizer):
+    done, result = soak("--paths", "sse", "--streams", "64", "--max-tokens", "32", "--frontend-processes", "2")
+    assert result["problems"] == [] and done.returncode == 0
+    assert result["loads"]["sse"]["requests"] > 64 and "frontend2" in result["memory"]
+
+
 @pytest.mark.parametrize("recipe", ["recipes/mocker", "recipes/mocker-disagg"])
 def test_two_hundred_clients_that_drop_leave_nothing_behind(tokenizer, recipe):
     _, result = soak("--paths", "generate", "--streams", "200", "--drop", "0.7", "--recipe", recipe)
