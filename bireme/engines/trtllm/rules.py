@@ -305,9 +305,13 @@ def the_host_tier_holds_reusable_blocks(yaml: Yaml) -> Iterator[Problem]:
 
 def block_managers_share_whole_blocks(yaml: Yaml) -> Iterator[Problem]:
     module = str(yaml.get("kv_connector_config.connector_module", ""))
-    if module.startswith("kvbm") and yaml.get("kv_cache_config.enable_partial_reuse", True):
-        reason = "kvbm knows whole blocks only"
-        yield yaml.problem("kv_cache_config.enable_partial_reuse", reason, "set false")
+    if not module.startswith("kvbm"):
+        return
+    if yaml.get("kv_cache_config.enable_partial_reuse", True):
+        yield yaml.problem("kv_cache_config.enable_partial_reuse", "kvbm knows whole blocks only", "set false")
+    if yaml.largest_graph_batch:
+        reason = "kvbm's published configurations run without CUDA graphs: it hooks into the forward pass"
+        yield yaml.problem("cuda_graph_config", reason, "set null, or test it with graphs", is_warning=True)
 
 
 # disaggregation

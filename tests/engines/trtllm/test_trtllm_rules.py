@@ -127,6 +127,8 @@ CASES: dict[str, list[tuple[dict, str, str, dict]]] = {
     "block_managers_share_whole_blocks": [
         ({"kv_connector_config": {"connector_module": "kvbm.x"}}, "kv_cache_config.enable_partial_reuse", "error",
          {"kv_connector_config": {"connector_module": "kvbm.x"}, "kv_cache_config": {"enable_partial_reuse": False}}),
+        ({"kv_connector_config": {"connector_module": "kvbm.x"}}, "cuda_graph_config", "warning",
+         {"kv_connector_config": {"connector_module": "kvbm.x"}, "cuda_graph_config": None}),
     ],
     "prefill_runs_without_overlap": [
         ({"stage": PREFILL}, "disable_overlap_scheduler", "error", {"stage": PREFILL, "release": "1.3"}),
