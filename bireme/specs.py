@@ -195,7 +195,7 @@ VIDEO_DIFFUSION = ModelSpec(
         _out("step", "INT32"),
         _out("total_steps", "INT32"),
         _out("eta_s", "FP32"),  # -1: not known yet
-        _out("details", "BYTES"),  # JSON, with the result: what was made
+        _out("details", "BYTES"),  # JSON, on acceptance and with the result: what is made
         _out("video", "BYTES"),
         _out("images", "BYTES", (-1,)),
         _out("frames", "UINT8", (-1, -1, -1, 3)),

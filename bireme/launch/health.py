@@ -138,6 +138,8 @@ class HealthMonitor:
 
     def _is_essential(self, stage: str) -> bool:
         """Without prefill workers, decode does their work, unless the recipe forbids it."""
+        if stage == "video_diffusion":
+            return "decode" not in self._recipe.workers
         return stage == "decode" or (stage == "prefill" and self._recipe.pipeline.enforce_disaggregation)
 
     def _poll(self) -> None:

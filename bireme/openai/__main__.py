@@ -30,6 +30,7 @@ from bireme.openai.members import Member, shared_socket
 from bireme.openai.parent import end_with_parent
 from bireme.openai.process_group import run_group
 from bireme.openai.served_model import Models, connect
+from bireme.openai.served_video import VideoModels, connect_video
 from bireme.workers.channel import server_address
 
 WRONG = 2
@@ -95,10 +96,15 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     if len(recipes) != len(addresses):
         raise ConfigError(f"{len(recipes)} --recipe, {len(addresses)} --grpc; give one --grpc for each recipe")
     metrics = Registry("frontend")
-    models = Models([connect(recipe, address, metrics) for recipe, address in zip(recipes, addresses, strict=True)])
+    served = list(zip(recipes, addresses, strict=True))
+    models = Models([connect(recipe, address, metrics) for recipe, address in served if "decode" in recipe.workers])
+    url = f"http://{options.host}:{options.port}"
+    videos = VideoModels(
+        [connect_video(*each, metrics, url) for each in served if "video_diffusion" in each[0].workers]
+    )
     config = recipes[0].frontend
     keys = _keys(options.api_keys, recipes[0], options.member)
-    frontend = Frontend(models, metrics, config, keys, options.member)
+    frontend = Frontend(models, metrics, config, keys, options.member, videos)
     return _Server(_uvicorn_config(frontend, options, config), frontend)
 
 

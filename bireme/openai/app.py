@@ -18,7 +18,7 @@ from bireme.config import FrontendConfig
 from bireme.errors import BiremeError
 from bireme.metrics import Registry
 from bireme.openai.answering import Streams
-from bireme.openai.call import Call, ClientGoneError, Receive, Scope, Send
+from bireme.openai.call import JSON_ONLY, Call, ClientGoneError, Receive, Scope, Send
 from bireme.openai.chat_completions import ChatCompletions
 from bireme.openai.completions import Completions
 from bireme.openai.error_replies import HttpError, RateLimitError, is_internal, reply_of
@@ -30,7 +30,10 @@ from bireme.openai.pace import Pacer
 from bireme.openai.playground_files import PlaygroundFiles
 from bireme.openai.readiness import Readiness
 from bireme.openai.served_model import Models, ServedModel
+from bireme.openai.served_video import VideoModels
 from bireme.openai.tokenization import Tokenization
+from bireme.openai.video_routes import VideoRoutes
+from bireme.openai.videos import model_tree
 from bireme.pipelines.chat_answer import encode_json
 
 OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
@@ -50,13 +53,15 @@ class Frontend:
 
     def __init__(
         self, models: Models, metrics: Registry, config: FrontendConfig | None = None, keys: ApiKeys | None = None,
-        member: Member | None = None,
+        member: Member | None = None, videos: VideoModels | None = None,
     ) -> None:  # fmt: skip
         """`member`: other processes serve the same port."""
+        self._videos = videos or VideoModels([])
         self._models, self._metrics, self._keys = models, metrics, keys
         self._member = member
         self._teller: asyncio.AbstractServer | None = None
         self._config = config or FrontendConfig()
+        self._video_routes = VideoRoutes(self._videos, metrics, self._config.comment_interval_s)
         self._page = MetricsPage(metrics)
         self._playground = PlaygroundFiles() if self._config.playground else None
         self._playground_paths = self._playground.paths if self._playground else frozenset()
@@ -68,7 +73,7 @@ class Frontend:
 
     async def start(self) -> None:
         pacer = Pacer()
-        self.readiness = Readiness(self._models)
+        self.readiness = Readiness(self._models, self._videos)
         chats = ChatCompletions(self._models, pacer, self._streams)
         completions = Completions(self._models, pacer, self._streams)
         tokens = Tokenization(self._models)
@@ -82,7 +87,9 @@ class Frontend:
             "/health/ready": {"GET": self._ready},
             "/metrics": {"GET": self._show_metrics},
             "/openapi.json": {"GET": self._show_openapi},
+            **self._video_routes.routes(self._with_body),
         }
+        await self._video_routes.start()
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         if self._member is not None:
             self._teller = await self._member.tell(self._page.totals)
@@ -93,6 +100,7 @@ class Frontend:
             self._teller.close()
         if self._ticker is not None:
             self._ticker.cancel()
+        await self._video_routes.stop()
         await asyncio.gather(*(model.close() for model in self._models))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,7 +137,8 @@ class Frontend:
 
     async def _dispatch(self, call: Call) -> None:
         _check_host(call)
-        if self._keys is not None and call.path not in OPEN_PATHS | self._playground_paths:
+        is_open = call.path in OPEN_PATHS | self._playground_paths or self._video_routes.is_open(call.path)
+        if self._keys is not None and not is_open:
             call.tenant = self._keys.tenant([value for key, value in call.headers if key == b"authorization"])
         methods = self._methods(call.path)
         handler = methods.get("GET" if call.method == "HEAD" else call.method)
@@ -144,6 +153,7 @@ class Frontend:
         methods = self._routes.get(path)
         if methods is None and path.startswith(_MODEL_PATH):
             return {"GET": self._show_model}
+        methods = methods or self._video_routes.match(path)
         if methods is None:
             raise HttpError(404, "no such path; GET /openapi.json lists what there is", code="not_found")
         return methods
@@ -159,7 +169,7 @@ class Frontend:
         reply = reply_of(error)
         await call.reply(reply.status, reply.body, *reply.headers)
 
-    def _with_body(self, post: Post) -> Handler:
+    def _with_body(self, post: Post, kinds: tuple[bytes, ...] = JSON_ONLY) -> Handler:
         """Return a handler that reads the body, within the key's limit of requests."""
 
         async def handle(call: Call) -> None:
@@ -170,18 +180,21 @@ class Frontend:
                 )  # fmt: skip
             call.tenant.begin()
             try:
-                await post(call, await call.body(self._config.max_body_bytes, self._config.body_timeout_s))
+                await post(call, await call.body(self._config.max_body_bytes, self._config.body_timeout_s, kinds))
             finally:
                 call.tenant.end()
 
         return handle
 
     async def _list_models(self, call: Call) -> None:
-        models = [_model_json(model) for model in self._models]
+        models = [_model_json(model) for model in self._models] + [model_tree(model) for model in self._videos]
         await call.reply(200, encode_json({"object": "list", "data": models}))
 
     async def _show_model(self, call: Call) -> None:
-        model = self._models.get(call.path[len(_MODEL_PATH) :])
+        name = call.path[len(_MODEL_PATH) :]
+        if name in self._videos:
+            return await call.reply(200, encode_json(model_tree(self._videos.get(name))))
+        model = self._models.get(name)
         await call.reply(200, encode_json(_model_json(model)))
 
     async def _live(self, call: Call) -> None:
@@ -198,7 +211,9 @@ class Frontend:
         await call.reply(200, self._page.text(others), (b"content-type", CONTENT_TYPE))
 
     async def _show_openapi(self, call: Call) -> None:
-        await call.reply(200, encode_json(openapi([model.name for model in self._models])))
+        await call.reply(
+            200, encode_json(openapi([model.name for model in self._models], [model.name for model in self._videos]))
+        )
 
     def _count(self, call: Call) -> None:
         path = call.path if call.path in self._routes else "/" if call.path in self._playground_paths else "other"

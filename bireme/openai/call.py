@@ -23,6 +23,7 @@ _T = TypeVar("_T")
 NOT_MODIFIED = 304  # has no body; its length would be the one that the client has
 JSON: Header = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache, no-transform"))
+JSON_ONLY = (b"application/json",)
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -38,6 +39,7 @@ class Call:
         self.path: str = scope["path"]  # decoded; the only thing that decisions look at
         self.method: str = scope["method"]
         self.headers: list[Header] = scope["headers"]
+        self.query: bytes = scope.get("query_string", b"")
         self.arrived_at = time.monotonic()
         given = self.header(b"x-request-id")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
@@ -52,11 +54,12 @@ class Call:
     def header_count(self, name: bytes) -> int:
         return sum(1 for key, _ in self.headers if key == name)
 
-    async def body(self, max_bytes: int, timeout_s: float) -> bytes:
-        """Return the whole JSON body. Raises HttpError for another type, or when it is too large or too slow."""
+    async def body(self, max_bytes: int, timeout_s: float, kinds: tuple[bytes, ...] = JSON_ONLY) -> bytes:
+        """Return the whole body. Raises HttpError for another type than these, or when it is too large or too slow."""
         kind = self.header(b"content-type").split(b";")[0].strip().lower()
-        if kind != b"application/json":
-            raise HttpError(415, "content-type: send application/json", code="unsupported_media_type")
+        if kind not in kinds:
+            allowed = b" or ".join(kinds).decode()
+            raise HttpError(415, f"content-type: send {allowed}", code="unsupported_media_type")
         if self.header(b"content-encoding") not in (b"", b"identity"):
             raise HttpError(415, "content-encoding: send the body uncompressed", code="unsupported_media_type")
         length = self.header(b"content-length")

@@ -78,6 +78,10 @@ class Tenant:
     def end(self) -> None:
         self._num_active -= 1
 
+    def keep(self) -> None:
+        """Count on what a request leaves behind when it ends, such as a job; `end` counts it out."""
+        self._num_active += 1
+
     def take_prompt(self, num_tokens: int) -> None:
         """Raises RateLimitError when the prompt does not fit into what is left."""
         if self._tokens is None:

@@ -10,16 +10,24 @@ from bireme import __version__
 from bireme.openai.completion_request import CompletionBody
 from bireme.openai.tokenization import DetokenizeBody, TokenizeBody
 from bireme.pipelines.chat_request import ChatBody
+from bireme.pipelines.video_request import ImageBody, JobBody, VideoBody
 
 _POSTS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "/v1/chat/completions": (ChatBody, "Answer a conversation, whole or as server-sent events"),
     "/v1/completions": (CompletionBody, "Continue prompts, whole or as server-sent events"),
     "/tokenize": (TokenizeBody, "Return the tokens of a prompt or conversation"),
+    "/v1/videos": (JobBody, "Start a job that makes a video"),
+    "/v1/videos/generations": (VideoBody, "Make a video in one call, with progress as server-sent events"),
+    "/v1/images/generations": (ImageBody, "Make pictures"),
     "/detokenize": (DetokenizeBody, "Return the text of tokens"),
 }
+_VIDEO_KINDS = (JobBody, VideoBody, ImageBody)
 _GETS = {
     "/v1/models": "List the models",
     "/v1/models/{model}": "Describe a model",
+    "/v1/videos/{id}": "Tell how far a job is",
+    "/v1/videos/{id}/content": "Get a job's video",
+    "/files/{id}": "Get a result by its name",
     "/health/live": "Is the process alive",
     "/health/ready": "Can it answer",
     "/metrics": "Prometheus metrics",
@@ -43,12 +51,13 @@ _ERROR = {
 }
 
 
-def openapi(models: list[str]) -> dict[str, Any]:
-    """Return the document (OpenAPI 3.1); `models` are the names that requests may give."""
+def openapi(models: list[str], videos: list[str]) -> dict[str, Any]:
+    """Return the document (OpenAPI 3.1); `models` and `videos` are the names that requests may give."""
     kinds = [kind for kind, _ in _POSTS.values()]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in kinds:
-        components[kind.__name__]["properties"]["model"] = {"type": "string", "enum": models}
+        names = videos if kind in _VIDEO_KINDS else models
+        components[kind.__name__]["properties"]["model"] = {"type": "string", "enum": names}
     paths: dict[str, Any] = {path: {"post": _post(kind, text)} for path, (kind, text) in _POSTS.items()}
     paths |= {path: {"get": _get(path, text)} for path, text in _GETS.items()}
     return {
@@ -76,7 +85,8 @@ def _post(kind: type[msgspec.Struct], text: str) -> dict[str, Any]:
 def _get(path: str, text: str) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": text, "responses": _responses("401", "404", "503")}
     if "{" in path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        name = path[path.index("{") + 1 : path.index("}")]
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation
 
 

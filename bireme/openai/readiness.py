@@ -1,24 +1,29 @@
-"""Can this frontend answer now? It asks the tritonservers behind it, at most once a second."""
+"""Can this frontend answer now? It asks the workers, at most once a second: Triton calls dead ones ready, too."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from typing import Any
 
+from bireme.config import stage_of
+from bireme.errors import BiremeError
 from bireme.openai.served_model import Models, ServedModel
-from bireme.workers.base import WorkerClient
+from bireme.openai.served_video import VideoModels
+from bireme.workers.base import UnreachableError, WorkerClient
 from bireme.workers.remote import RemoteWorkers
 
+READY = "ready"
 _KEPT_S = 1.0
 _TIMEOUT_S = 3.0
 
 
 class Readiness:
-    """Ready: for every model at least one decode worker answers."""
+    """Ready: for every model at least one decode worker takes requests."""
 
-    def __init__(self, models: Models) -> None:
-        self._models = models
+    def __init__(self, models: Models, videos: VideoModels | None = None) -> None:
+        self._models, self._videos = models, videos or VideoModels([])
         self._report: tuple[bool, dict[str, Any]] = (False, {"status": "starting"})
         self._asked_at = -_KEPT_S
         self._lock = asyncio.Lock()
@@ -37,21 +42,42 @@ class Readiness:
     async def _ask(self) -> tuple[bool, dict[str, Any]]:
         models = list(self._models)
         states = await asyncio.gather(*(_workers(model) for model in models))
-        is_ready = all(any(workers.values()) for workers in states)
+        is_ready = all(_can_answer(workers) for workers in states)
         details = {model.name: workers for model, workers in zip(models, states, strict=True)}
+        for video in self._videos:
+            is_there = await _in_time(video.is_ready())
+            details[video.name] = {"video_diffusion": READY if is_there else "not ready"}
+            is_ready = is_ready and is_there
         return is_ready, {"status": "ready" if is_ready else "not_ready", "models": details}
 
 
-async def _workers(model: ServedModel) -> dict[str, bool]:
+def _can_answer(workers: dict[str, str]) -> bool:
+    return any(state == READY for worker, state in workers.items() if stage_of(worker) == "decode")
+
+
+async def _workers(model: ServedModel) -> dict[str, str]:
+    """Return worker -> ready, or what it says instead."""
     names = [*model.recipe.replicas("decode"), *model.recipe.replicas("prefill")]
-    answers = await asyncio.gather(*(_is_ready(model.workers, name) for name in names))
+    answers = await asyncio.gather(*(_state(model.workers, name) for name in names))
     return dict(zip(names, answers, strict=True))
 
 
-async def _is_ready(workers: WorkerClient, name: str) -> bool:
+async def _state(workers: WorkerClient, name: str) -> str:
     if not isinstance(workers, RemoteWorkers):
-        return True
+        return READY
     try:
-        return await asyncio.wait_for(workers.is_ready(name), _TIMEOUT_S)
+        await asyncio.wait_for(workers.check(name), _TIMEOUT_S)
+    except asyncio.TimeoutError:
+        return f"{name}: no answer in {_TIMEOUT_S:g} s"
+    except UnreachableError:
+        return "the model's server can't be reached"  # its address is nobody's business
+    except BiremeError as error:
+        return str(error)
+    return READY
+
+
+async def _in_time(question: Awaitable[bool]) -> bool:
+    try:
+        return await asyncio.wait_for(question, _TIMEOUT_S)
     except asyncio.TimeoutError:
         return False

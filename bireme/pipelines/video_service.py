@@ -10,13 +10,13 @@ import base64
 import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
 
 from bireme.config import Recipe
-from bireme.errors import BiremeError, RequestError, ResourceExhaustedError
+from bireme.errors import BiremeError, EngineLostError, RequestError, ResourceExhaustedError
 from bireme.metrics import Registry
 from bireme.pipelines.video_request import VideoRequest, tensors_of
 from bireme.types import Array, Tensors
@@ -44,6 +44,7 @@ class Progress:
     step: int = 0
     total_steps: int = 0
     eta_s: float | None = None
+    details: Details | None = None  # known once the worker has accepted the request
 
     @property
     def status(self) -> str:
@@ -104,33 +105,43 @@ class VideoService:
             self._metrics.observe("bireme_request_seconds", time.monotonic() - began)
 
     async def _follow(self, worker: str, ask: Ask, on_progress: OnProgress) -> Result:
+        progress, result = Progress(), None
         async with aclosing(self.workers.generate(worker, tensors_of(ask))) as responses:
             async for outputs in responses:
-                if "details" in outputs:
+                if "inference_time_s" in outputs:
                     result = _result(outputs)
-                elif "step" in outputs:
-                    on_progress(_progress(outputs))
+                else:
+                    progress = _progress(outputs, progress)
+                    on_progress(progress)
+        if result is None:
+            raise EngineLostError(f"{worker}: it ended the request without a result; try again")
         return result
 
     async def close(self) -> None:
         await self.workers.close()
 
 
-def _progress(outputs: Tensors) -> Progress:
+def _progress(outputs: Tensors, before: Progress) -> Progress:
+    if "details" in outputs:
+        return replace(before, details=_details(outputs))
     eta_s: float = outputs["eta_s"].item()
     return Progress(
         int(outputs["queue_position"].item()),
         int(outputs["step"].item()),
         int(outputs["total_steps"].item()),
         round(eta_s, 2) if eta_s >= 0 else None,
+        before.details,
     )
+
+
+def _details(outputs: Tensors) -> Details:
+    return msgspec.json.decode(bytes(outputs["details"].reshape(-1)[0]), type=Details)
 
 
 def _result(outputs: Tensors) -> Result:
     parts = outputs["images"] if "images" in outputs else outputs["video"]
-    details = msgspec.json.decode(bytes(outputs["details"].reshape(-1)[0]), type=Details)
     seconds: float = outputs["inference_time_s"].item()
-    return Result([bytes(part) for part in parts.reshape(-1)], details, round(seconds, 3))
+    return Result([bytes(part) for part in parts.reshape(-1)], _details(outputs), round(seconds, 3))
 
 
 class Delivery:

@@ -5,7 +5,8 @@ What a request is, its tensors say:
     prompt (+ the others)    make a video; with num_images: pictures
 
 The pipeline runs in a child process, one generation at a time; the others wait in a bounded queue and are told
-their position. A response is sent at least every few seconds, so that a dead stub can be told from a slow model.
+their position. `details` come as soon as the request is accepted and again with the result, which alone has
+`inference_time_s`. A response is sent at least every few seconds: a dead stub can be told from a slow model.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class VideoDiffusion:
             run = _Run(work, send)
             number = self._engine.submit(work, run)
             self._names.bind(request_id, number)
+            send(TensorResponse({"details": _bytes([msgspec.json.encode(wire.details_of(work))])}))
             await self._follow(run, number, cancelled)
         finally:
             self._names.forget(request_id)
