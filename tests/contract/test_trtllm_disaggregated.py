@@ -54,7 +54,17 @@ def test_the_opaque_state_travels_as_base64(pair):
     msgspec.json.encode(params)
 
 
-def test_log_probabilities_of_the_first_token_reach_the_client_whatever_the_release_carries(pair, profile):
+def test_1_2_refuses_log_probabilities_before_it_prefills(pair, profile):
+    if profile == "1.3":
+        pytest.skip("1.3 carries those of the first token")
+    with pytest.raises(RequestError, match=r"logprobs: 2; TensorRT-LLM 1\.2\.1 gives none after a KV transfer"):
+        pair[0].ask(request_type="context_only", logprobs=2)
+    assert pair[0].llm._executor.blocks.num_used == 0
+
+
+def test_log_probabilities_of_the_first_token_reach_the_client(pair, profile):
+    if profile != "1.3":
+        pytest.skip("1.2.1 does not carry those of the first token")
     params, _ = prefill(pair[0], logprobs=2)
     answer = decode(pair[1], params, logprobs=2)
     whole = pair[1].ask(logprobs=2)
@@ -62,7 +72,6 @@ def test_log_probabilities_of_the_first_token_reach_the_client_whatever_the_rele
     tokens = [[token for token, _ in entry] for entry in answer.logprobs]
     assert tokens == [[token for token, _ in entry] for entry in whole.logprobs]
     assert answer.logprobs[0][0][1] == pytest.approx(whole.logprobs[0][0][1], abs=1e-5)
-    assert ("first_gen_log_probs" in params.engine_state) == (profile == "1.3")
 
 
 def test_ranks_of_log_probabilities_survive(make_engine, profile):

@@ -102,6 +102,7 @@ def test_prompt_log_probabilities_come_once_one_a_token_but_the_first(make_engin
     answer = make_engine().ask(prompt_logprobs=1)
     answer.wait()
     assert [entry[0][0] for entry in answer.prompt_logprobs] == PROMPT[1:]
+    assert all(len(entry) == 2 for entry in answer.prompt_logprobs)
     assert sum(delta.prompt_logprobs is not None for delta in answer.deltas) == 1
 
 
@@ -164,6 +165,18 @@ def test_a_request_error_while_it_runs_ends_that_request_alone(make_engine):
     harness = make_engine(kv_cache_config={"max_tokens": 256}, max_seq_len=4096)
     finish = harness.ask(max_tokens=1000).wait()
     assert finish.error.startswith("INTERNAL: TensorRT-LLM: Max KV cache pool size exceeded")
+    assert len(harness.tokens()) == 12
+    assert not harness.exits
+
+
+def test_what_a_result_object_asserts_ends_its_request_alone(make_engine, monkeypatch):
+    from tensorrt_llm import _results
+
+    harness = make_engine()
+    monkeypatch.setattr(_results.CompletionOutput, "length", 99)
+    finish = harness.ask(logprobs=1).wait()
+    assert finish.error.startswith("INTERNAL: TensorRT-LLM: logprobs length: 1 != output.length: 99")
+    monkeypatch.undo()
     assert len(harness.tokens()) == 12
     assert not harness.exits
 

@@ -28,7 +28,8 @@ def token_logprobs(entry: Any, token: int, count: int | None = None) -> TokenLog
 def prompt_logprobs(entries: Sequence[Any], prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
     """Return one position for each prompt token but the first.
 
-    Theirs may begin with None for the first token, or end with one about the first generated token.
+    Theirs are about the token that follows (so the last is about the first generated one) and hold the likeliest
+    alone: a prompt token that is not among them gets MISSING. Other releases begin with None for the first token.
     """
     given = list(entries)
     if given and not given[0]:

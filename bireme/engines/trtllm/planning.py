@@ -51,6 +51,7 @@ class Planner:
         prompt: list[int] = np.frombuffer(request.prompt, "<i4").tolist()  # Python's integers: numpy's are refused
         kind = self._kind(request)
         self._check(request, prompt)
+        self._check_logprobs(request, kind)
         call = Call(prompt, self._sampling(request, len(prompt)), streaming=kind != "context_only")
         call.more = self._more(request, params, kind)
         if params is not None:
@@ -90,6 +91,15 @@ class Planner:
         if request.sampling.prompt_logprobs is not None and request.request_type == "generation_only":
             raise RequestError(
                 "prompt_logprobs: prefill makes them, and its answer has them; leave it out of generation_only"
+            )
+
+    def _check_logprobs(self, request: EngineRequest, kind: str) -> None:
+        """Without prefill's log probabilities the decode side counts fewer than tokens, and fails by an assertion."""
+        is_carried = "first_gen_log_probs" in self._api.disaggregated_fields
+        if request.sampling.logprobs is not None and kind != "context_and_generation" and not is_carried:
+            raise RequestError(
+                f"logprobs: {request.sampling.logprobs}; TensorRT-LLM {self._api.version} gives none after a KV"
+                " transfer; leave it out, serve aggregated, or use TensorRT-LLM 1.3"
             )
 
     def _sampling(self, request: EngineRequest, num_prompt: int) -> Any:

@@ -143,13 +143,17 @@ class Requests:
     # -- news
 
     async def _follow(self, run: Run) -> None:
-        """Read a request to its end. What iteration raises is this request's fault only if it says so."""
+        """Read a request to its end. What iteration raises is the engine's death, unless it is known to be local."""
         try:
             async for result in run.result:
                 self._take(run, result)
         except asyncio.CancelledError:
             raise
         except self._loaded.api.request_error as error:
+            self._end(run, *self._failure(run, error))
+        except (AssertionError, ValueError) as error:  # of the result object, here: the engine knows nothing of it
+            logger.exception("result_failed request=%s", run.key)
+            run.result.abort()
             self._end(run, *self._failure(run, error))
         except Exception as error:
             self._break(error)

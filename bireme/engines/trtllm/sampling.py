@@ -5,7 +5,7 @@ What a request does not set stays unset, with these exceptions, each because Ten
     end_id, stop_token_ids   always given: without a tokenizer it has no end-of-sequence ids
     top_p 1.0                 with a temperature alone it would still be greedy
     temperature 0             greedy: temperature, top_k, top_p, min_p and seed are left out
-    logprobs 0                becomes 1, and the answer is cut down again
+    logprobs, prompt_logprobs 0   is none to it: becomes 1, and the answer is cut down again
     max_tokens, min_tokens    less the tokens that were generated before a migration
 """
 
@@ -20,7 +20,8 @@ from bireme.messages import EngineRequest, SamplingParams
 from bireme.sampling import is_random
 
 NO_END_ID = -1
-_PLAIN = ("repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs")
+_PLAIN = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_LOGPROBS = ("logprobs", "prompt_logprobs")
 _RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed")
 _GUIDES = ("json", "regex", "grammar", "structural_tag")
 
@@ -46,8 +47,9 @@ def sampling_fields(request: EngineRequest, eos_ids: Sequence[int]) -> dict[str,
     }
     if params.min_tokens is not None:
         fields["min_tokens"] = min(max(0, params.min_tokens - request.num_resumed), fields["max_tokens"])
-    if params.logprobs is not None:
-        fields["logprobs"] = max(1, params.logprobs)
+    for name in _LOGPROBS:
+        if (count := getattr(params, name)) is not None:
+            fields[name] = max(1, count)
     if params.bad_token_ids:
         fields["bad_token_ids"] = _bad_tokens(params.bad_token_ids)
     return fields

@@ -41,6 +41,7 @@ def test_temperature_zero_leaves_out_what_would_make_it_random():
 @pytest.mark.parametrize("asked, given", [(0, 1), (1, 1), (5, 5)])
 def test_log_probabilities_are_a_number_of_at_least_one(asked, given):
     assert fields(logprobs=asked)["logprobs"] == given
+    assert fields(prompt_logprobs=asked)["prompt_logprobs"] == given
 
 
 def test_a_prefill_makes_one_token_and_resumed_tokens_count():

@@ -217,11 +217,8 @@ class Executor:
         logits = self._model(input_ids=torch.tensor([ids]), past_key_values=one.cache, use_cache=True).logits[0]
         assert one.chooser is not None
         if len(ids) == len(one.prompt) and one.params.prompt_logprobs is not None and not one.num_output:
-            following = [*one.prompt[1:], int(logits[-1].argmax())]
-            one.prompt_logprobs = [
-                one.chooser.logprobs(row.float(), token, one.params.prompt_logprobs)
-                for row, token in zip(logits, following, strict=True)
-            ]
+            count = one.params.prompt_logprobs  # the likeliest alone, of the token that follows
+            one.prompt_logprobs = [one.chooser.logprobs(row.float(), int(row.argmax()), count) for row in logits]
         token, logprobs = one.chooser.choose(logits[-1], one.tokens)
         self._take(one, token, logprobs)
 
