@@ -140,7 +140,7 @@ def check_model(recipe: Recipe) -> list[str]:
     text = [entry for stage, entry in recipe.workers.items() if stage != "video_diffusion"]
     problems = []
     try:
-        if text:
+        if text or not recipe.workers:
             needs_weights = any(entry.engine != "mocker" for entry in text)
             problems += _check_folder(Path(recipe.model_path), lambda path: _check_model_folder(path, needs_weights))
         if (video := recipe.workers.get("video_diffusion")) and video.engine != "mocker":
