@@ -55,17 +55,21 @@ class Watch:
         self.is_gone = False
         self._callback: Callable[[], object] | None = callback
         self._task: asyncio.Future[Any] | None = None
+        self._notice: _Notice | None = None
         cycle = _cycle(receive)
         if cycle is None or cycle.disconnected:
             self._task = asyncio.ensure_future(receive())
             self._task.add_done_callback(self._end)
         else:
-            cycle.message_event = _Notice(cycle, self._tell)
+            self._notice = cycle.message_event = _Notice(cycle, self._tell)
 
     def cancel(self) -> None:
+        """Forget all, too: a request that has ended is freed at once, not with the next collection."""
         self._callback = None
         if self._task is not None:
             self._task.cancel()
+        if self._notice is not None:
+            self._notice.forget()
 
     def _end(self, task: asyncio.Future[Any]) -> None:
         if not task.cancelled():
@@ -82,9 +86,13 @@ class _Notice(asyncio.Event):
 
     def __init__(self, cycle: Any, tell: Callable[[], None]) -> None:
         super().__init__()
-        self._cycle, self._tell = cycle, tell
+        self._cycle: Any = cycle
+        self._tell: Callable[[], None] | None = tell
 
     def set(self) -> None:
         super().set()
-        if self._cycle.disconnected:
+        if self._tell is not None and self._cycle.disconnected:
             self._tell()
+
+    def forget(self) -> None:
+        self._cycle = self._tell = None

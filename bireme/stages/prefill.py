@@ -85,6 +85,9 @@ class Prefill:
     def _check(self, request: StageRequest) -> None:
         if request.engine.disaggregated_params:
             raise RequestError("disaggregated_params: prefill makes them; send them to decode")
+        self._check_engine()
+
+    def _check_engine(self) -> None:
         if not self.is_ready():
             raise UnavailableError(f"{self._context.model_name}: its engine is not ready; try again")
 
@@ -111,6 +114,7 @@ class Prefill:
         return sink
 
     def _abort(self, name: str, send: Send) -> None:
+        self._check_engine()
         number = self._names.find(name)
         if number:
             assert self._engine is not None

@@ -103,6 +103,13 @@ class Bus:
             self._session = Session(self)
         self._session.submit(ticket)
 
+    async def check(self) -> None:
+        """Return when the worker takes requests. Raises what a request would be told, UNAVAILABLE as a rule."""
+        if self._session is None:
+            self._session = Session(self)
+        if (error := await asyncio.shield(self._session.opened)) is not None:
+            raise error
+
     def retire(self, session: Session) -> None:
         """The session takes no more requests."""
         if self._session is session:
@@ -139,6 +146,7 @@ class Session:
         self._welcome: Welcome | None = None
         self._call: Any = None
         self._is_open = True  # takes commands
+        self.opened: asyncio.Future[BiremeError | None] = asyncio.get_running_loop().create_future()
         self._num_responses = 0
         self._tick_s = min(IDLE_S / 2, bus.stall_timeout_s / 4)
         self._said_at = self._heard_at = self._busy_at = time.monotonic()
@@ -248,6 +256,8 @@ class Session:
                 " run the same build on both sides"
             )
         self._welcome, self._bus.capacity = welcome, welcome.capacity
+        if not self.opened.done():
+            self.opened.set_result(None)
 
     async def _write(self) -> None:
         """Send what piled up; return when there has been nothing to do for IDLE_S."""
@@ -337,6 +347,8 @@ class Session:
         """Take no more requests; tell those that remain, or pass them on to a new session."""
         self._is_open = False
         self._bus.retire(self)
+        if not self.opened.done():
+            self.opened.set_result(error)
         tickets, self._tickets = self._tickets, {}
         for ticket in tickets.values():
             if isinstance(error, NotFoundError) and not ticket.was_heard:

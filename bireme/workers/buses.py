@@ -29,10 +29,17 @@ class Buses:
         return self._channel
 
     def decode(self, worker: str, request: EngineRequest, sink: Sink) -> Ticket:
+        return self._bus(worker).submit(request, sink)
+
+    async def check(self, worker: str) -> None:
+        """Return when the worker takes requests. Raises what a request would be told."""
+        await self._bus(worker).check()
+
+    def _bus(self, worker: str) -> Bus:
         bus = self._buses.get(worker)
         if bus is None:
             bus = self._buses[worker] = Bus(worker, self.address, self.channel, self._stall_timeout_s)
-        return bus.submit(request, sink)
+        return bus
 
     def capacity(self, worker: str) -> Capacity | None:
         """Return what the worker's engine takes, if it has been heard of."""

@@ -145,6 +145,14 @@ def test_a_stream_goes_on_when_its_engine_is_killed(deployment, client):
     assert "".join(texts) == expected
 
 
+def test_readiness_knows_of_an_engine_that_is_gone(deployment):
+    wait_for(_is_up, 30)
+    kill(engine_of(deployment))
+    wait_for(lambda: not _is_up(), 10)
+    wait_for(_is_up, 60)
+    assert call("/health/ready")[1] == {"status": "ready", "models": {"tiny-chat": {"decode": "ready"}}}
+
+
 def test_a_draining_frontend_lets_streams_end(deployment, client):
     stream = ask(client, WORDS, stream=True, max_tokens=200, extra_body={"bireme": {"ignore_eos": True}})
     chunks = list(itertools.islice(stream, 2))

@@ -212,3 +212,20 @@ async def test_big_prompts_are_spread_over_several_messages(bus, recorder):
         bus.buses.decode("decode", big, recorder())
     await bus.until(lambda: len(bus.engine.requests) == 3)
     assert len(bus.engine.payloads) == 3
+
+
+async def test_a_check_says_whether_requests_would_be_taken(bus):
+    await bus.buses.check("decode")
+    assert bus.buses.capacity("decode").vocab_size == 1000
+    bus.engine.die()
+    await asyncio.sleep(0.05)
+    with pytest.raises(UnavailableError):
+        await bus.buses.check("decode")
+    bus.engine.come_back()
+    await bus.buses.check("decode")
+
+
+async def test_a_check_of_a_stub_that_is_stopped_waits(bus):
+    bus.server.is_deaf = True
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(bus.buses.check("decode"), 0.3)
