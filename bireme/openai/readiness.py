@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 from bireme.config import stage_of
 from bireme.errors import BiremeError
 from bireme.openai.served_model import Models, ServedModel
+from bireme.openai.served_video import VideoModels
 from bireme.workers.base import UnreachableError, WorkerClient
 from bireme.workers.remote import RemoteWorkers
 
@@ -20,8 +22,8 @@ _TIMEOUT_S = 3.0
 class Readiness:
     """Ready: for every model at least one decode worker takes requests."""
 
-    def __init__(self, models: Models) -> None:
-        self._models = models
+    def __init__(self, models: Models, videos: VideoModels | None = None) -> None:
+        self._models, self._videos = models, videos or VideoModels([])
         self._report: tuple[bool, dict[str, Any]] = (False, {"status": "starting"})
         self._asked_at = -_KEPT_S
         self._lock = asyncio.Lock()
@@ -42,6 +44,10 @@ class Readiness:
         states = await asyncio.gather(*(_workers(model) for model in models))
         is_ready = all(_can_answer(workers) for workers in states)
         details = {model.name: workers for model, workers in zip(models, states, strict=True)}
+        for video in self._videos:
+            is_there = await _in_time(video.is_ready())
+            details[video.name] = {"video_diffusion": READY if is_there else "not ready"}
+            is_ready = is_ready and is_there
         return is_ready, {"status": "ready" if is_ready else "not_ready", "models": details}
 
 
@@ -68,3 +74,10 @@ async def _state(workers: WorkerClient, name: str) -> str:
     except BiremeError as error:
         return str(error)
     return READY
+
+
+async def _in_time(question: Awaitable[bool]) -> bool:
+    try:
+        return await asyncio.wait_for(question, _TIMEOUT_S)
+    except asyncio.TimeoutError:
+        return False
