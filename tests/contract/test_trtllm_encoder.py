@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from bireme.engines.torch.checkpoint import open_checkpoint
 from bireme.engines.torch.encoder_engine import make_encoder
 from bireme.engines.torch.vision_tower import load_vision_tower
 from bireme.engines.trtllm import create
-from bireme.engines.trtllm.encoder import HandleEncoder, TrtllmEncoderEngine, make_multimodal_encoder
+from bireme.engines.trtllm.encoder import HandleEncoder, TrtllmEncoderEngine, handles_of, make_multimodal_encoder
 from bireme.errors import BiremeError, ConfigError
 from bireme.metrics import Registry
 
@@ -53,6 +54,18 @@ def test_embeddings_are_those_of_the_torch_engine(encoder):
         torch.testing.assert_close(ours.tensor, theirs.tensor, rtol=1e-4, atol=1e-5)
     assert encoder.layout == own.layout
     assert encoder.name_of(b"x") == own.name_of(b"x")
+
+
+def test_handles_are_found_where_a_release_puts_them():
+    params = SimpleNamespace(multimodal_embedding_handles=({"a": 1},))
+    empty = SimpleNamespace(disaggregated_params=None)
+    results = [
+        SimpleNamespace(outputs=[empty], disaggregated_params=params),
+        SimpleNamespace(outputs=[SimpleNamespace(disaggregated_params=params)], disaggregated_params=None),
+        SimpleNamespace(outputs=[empty], disaggregated_params=None, mm_embedding_handle={"a": 1}),
+    ]
+    assert [handles_of(result) for result in results] == [[{"a": 1}]] * 3
+    assert handles_of(SimpleNamespace(outputs=[empty])) == []
 
 
 def test_each_handle_is_opened_once(encoder, monkeypatch):

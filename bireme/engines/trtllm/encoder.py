@@ -97,9 +97,9 @@ class HandleEncoder(PictureEncoder):
 
     def _rows(self, result: Any, num_tokens: int) -> TensorRows:
         """Open a result's handles, each once. Raises BiremeError when they are not what was counted."""
-        params = result.outputs[0].disaggregated_params
-        handles = getattr(params, "multimodal_embedding_handles", None) or []
-        tensors: list[torch.Tensor] = [self._container.from_dict(handle).get_local_view() for handle in handles]
+        tensors: list[torch.Tensor] = [
+            self._container.from_dict(handle).get_local_view() for handle in handles_of(result)
+        ]
         if len(tensors) != 1 or tuple(tensors[0].shape) != (num_tokens, self.hidden_size):
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise BiremeError(
@@ -107,6 +107,16 @@ class HandleEncoder(PictureEncoder):
                 f" {self.hidden_size}; serve multimodal_encoder with engine: torch"
             )
         return TensorRows(tensors[0].to("cpu", self.dtype).contiguous())
+
+
+def handles_of(result: Any) -> list[dict[str, Any]]:
+    """Return the handles of a result: 1.2 sets them on the result after its outputs have been filled."""
+    for holder in (result, *result.outputs):
+        params = getattr(holder, "disaggregated_params", None)
+        if found := getattr(params, "multimodal_embedding_handles", None):
+            return list(found)
+    legacy = getattr(result, "mm_embedding_handle", None)
+    return [legacy] if legacy else []
 
 
 def make_multimodal_encoder(context: EngineContext) -> Any:

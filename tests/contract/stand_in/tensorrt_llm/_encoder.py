@@ -91,7 +91,7 @@ class MultimodalEncoder:
 
     def generate_async(self, inputs: Any, sampling_params: Any = None) -> RequestOutput:
         result = RequestOutput(1, [0], sampling_params or SamplingParams(), lambda client_id: None)
-        params = self._result(inputs["multi_modal_data"]["image"]).outputs[0].disaggregated_params
+        params = self._result(inputs["multi_modal_data"]["image"]).disaggregated_params
         result.put(Response(finish_reason="length", disaggregated_params=params))
         return result
 
@@ -102,11 +102,9 @@ class MultimodalEncoder:
             features = model.model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
         handles = [SharedTensorContainer.from_tensor(tensor).dump_to_dict() for tensor in features]
         hashes = [[int(value) for value in torch.randint(0, 2**31 - 1, (8,))] for _ in handles]
-        output = CompletionOutput(0)
-        output.disaggregated_params = DisaggregatedParams(
-            multimodal_embedding_handles=handles, multimodal_hashes=hashes
-        )
-        return types.SimpleNamespace(outputs=[output])
+        params = DisaggregatedParams(multimodal_embedding_handles=handles, multimodal_hashes=hashes)
+        output = CompletionOutput(0, disaggregated_params=params if _contract.IS_1_3 else None)
+        return types.SimpleNamespace(outputs=[output], disaggregated_params=params, mm_embedding_handle=handles[0])
 
     def shutdown(self) -> None:
         pass
