@@ -9,11 +9,12 @@ import asyncio
 import hashlib
 from collections import deque
 
+import msgspec
 import numpy as np
 
 from bireme.errors import BiremeError, EngineLostError, NotFoundError, RequestCancelledError, RequestError, to_message
 from bireme.messages import EngineRequest, Finish, FinishReason, Sink, Usage
-from bireme.multimodal.wire import EncodeAnswer, Encoded, EncodeJob, EncodeSource
+from bireme.multimodal.wire import EncodeAnswer, Encoded, EncodeJob, EncodeSource, Multimodal
 from bireme.workers.base import PrefillResult
 
 
@@ -86,6 +87,7 @@ class FakeWorkers:
         await self._wait(worker, request_id)
         self._check(worker)
         self.leases[request_id] = worker
+        self._fetch(request)
         ids: list[int] = np.frombuffer(request.prompt, np.int32).tolist()
         return PrefillResult(request_id.encode(), (token_at(ids, 0),), Usage(prefill_ms=5.0, cached_tokens=1))
 
@@ -114,6 +116,12 @@ class FakeWorkers:
         if (waiting := self.waiting.pop(request_id, None)) is not None:
             waiting.set_exception(RequestCancelledError("the encode was aborted"))
 
+    def _fetch(self, request: EngineRequest) -> None:
+        """Take the embeddings of the request's pictures, as an engine does."""
+        if request.multimodal is not None:
+            items = msgspec.json.decode(request.multimodal, type=Multimodal).items
+            self.handles -= {item.handle for item in items if item.handle is not None}
+
     def _encoded(self, source: EncodeSource, request_id: str, job: EncodeJob) -> Encoded:
         if not source.content:
             raise RequestError("images[0]: empty; send a picture")
@@ -126,6 +134,7 @@ class FakeWorkers:
         self.log.append(f"{worker} {request.request_type} {request.num_resumed}")
         generation = FakeGeneration(self, worker, request, sink)
         self.running.append(generation)
+        self._fetch(request)
         loop = asyncio.get_running_loop()
         blob = request.disaggregated_params
         if worker in self.down:
