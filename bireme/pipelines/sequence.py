@@ -153,6 +153,13 @@ class Sequence:
         finally:
             if self._lease is not None:
                 self._lease.release()
+            self._untie()
+
+    def _untie(self) -> None:
+        """Break the cycles of references: at hundreds of requests a second a collector would come late."""
+        self._stream.close()
+        self.push = self._stream.push
+        self._generation = None
 
     async def _try_until_done(self) -> None:
         while True:

@@ -102,6 +102,10 @@ class TokenDelta:
         return outputs
 
 
+def _ignore(*anything: object) -> None:
+    pass
+
+
 class TextStream:
     """The Sink of one sequence.
 
@@ -194,6 +198,10 @@ class TextStream:
         usage = msgspec.structs.replace(finish.usage, completion_tokens=len(self.output_ids))
         self._send(TokenDelta([], text, None, None, self._index, self.finish_reason, usage))
         self._done(finish)
+
+    def close(self) -> None:
+        """Let go of the callbacks; what still comes is ignored. Whoever made them is then freed without a collector."""
+        self._send = self._done = self._abort = _ignore
 
     def _find_stop(self, tokens: Sequence[int], finder: StopFinder) -> tuple[list[int], str]:
         """Return the tokens up to the one that completes a stop string, and the text that can go out."""
