@@ -50,7 +50,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     handle: str | None = None  # signed; None: its KV comes from prefill
 
 
-class Multimodal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Multimodal(msgspec.Struct, frozen=True, kw_only=True):
     v: int = 1
     items: tuple[MediaItem, ...]
 

@@ -89,4 +89,4 @@ def test_the_identity_is_of_pictures_and_places_not_of_handles():
 
 def test_the_request_is_json_that_a_client_can_make():
     tree = msgspec.json.decode(encode_multimodal((item(grid=None, handle=None),)))
-    assert tree == {"items": [{"hash": HASH, "num_tokens": 4, "position": 10}]}
+    assert tree == {"v": 1, "items": [{"hash": HASH, "num_tokens": 4, "position": 10}]}
