@@ -70,13 +70,21 @@ def test_a_guide_reaches_the_engine_which_then_has_a_tokenizer(make_engine, monk
 
 
 def test_an_adapter_is_named_by_its_folder(make_engine, tmp_path):
-    harness = make_engine(enable_lora=True, lora_config={"lora_dir": ["/adapters/poet", str(tmp_path / "chemist")]})
+    folders = [tmp_path / "poet", tmp_path / "chemist"]
+    for folder in folders:
+        folder.mkdir()
+    harness = make_engine(enable_lora=True, lora_config={"lora_dir": list(map(str, folders))})
     assert harness.capacity.lora_names == ("poet", "chemist")
     harness.tokens(lora_name="chemist")
     given = last_call(harness)["lora_request"]
     assert (given.lora_name, given.lora_int_id, given.lora_path) == ("chemist", 2, str(tmp_path / "chemist"))
     with pytest.raises(NotFoundError, match="lora_config.lora_dir has poet, chemist"):
         harness.ask(lora_name="nobody")
+
+
+def test_an_adapter_that_is_not_there_is_refused_before_the_load(make_engine):
+    with pytest.raises(ConfigError, match=r"lora_config\.lora_dir: /adapters/poet is no folder"):
+        make_engine(enable_lora=True, lora_config={"lora_dir": ["/adapters/poet"]})
 
 
 def test_a_rank_pins_the_request_strictly_and_must_exist(make_engine):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from bireme.errors import ConfigError, NotFoundError
@@ -16,9 +16,11 @@ class Adapters:
         self._paths: dict[str, tuple[int, str]] = {}
         self._request = lora_request
         for number, folder in enumerate(folders, 1):
-            name = PurePosixPath(folder).name
+            name = Path(folder).name
             if name in self._paths:
                 raise ConfigError(f"lora_config.lora_dir: two folders are named {name}; requests name adapters by it")
+            if not Path(folder).is_dir():  # LoRARequest would refuse each request that names it
+                raise ConfigError(f"lora_config.lora_dir: {folder} is no folder; give the adapter's, or remove it")
             self._paths[name] = (number, folder)
 
     @property

@@ -47,10 +47,11 @@ def load(context: EngineContext) -> Loaded:
     began = time.monotonic()
     api = api_of.load(backend_of(context.config.llm_args))
     arguments = complete(llm_arguments(context.config, context.model_path, context.stage, api.version))
-    read_facts(context.model_path, None)  # what is wrong with the model's files is said before the long load
+    # What is wrong with files is said before the long load.
+    read_facts(context.model_path, None)
+    adapters = Adapters(arguments.block("lora_config").get("lora_dir") or (), api.lora_request)
     llm = lifecycle.make_llm(api, arguments)
     facts = read_facts(context.model_path, getattr(llm.args, "max_seq_len", None))
-    adapters = Adapters(arguments.block("lora_config").get("lora_dir") or (), api.lora_request)
     planner = Planner(api, arguments, facts, adapters, RequestIds(context.worker, context.life))
     load_s = time.monotonic() - began
     context.metrics.set("bireme_engine_load_seconds", load_s)

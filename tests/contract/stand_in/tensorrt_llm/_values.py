@@ -46,6 +46,10 @@ class LoRARequest:
     lora_path: str = ""
     lora_ckpt_source: str = "hf"
 
+    def __post_init__(self) -> None:
+        if not os.path.exists(self.lora_path):
+            raise ValueError(f"lora_path ({self.lora_path}) does not exist.")
+
     @property
     def adapter_id(self) -> int:
         return self.lora_int_id
