@@ -2,15 +2,14 @@
 
 import asyncio
 import json
-from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
-from conftest import letters, recipe
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
+from bireme.config import Recipe, convert
 from bireme.errors import DeadlineExceededError, EngineLostError, RequestError, UnavailableError
 from bireme.kv.router import RoundRobin
 from bireme.metrics import Registry
@@ -34,11 +33,13 @@ def source(content=b"abc", where="messages[0].content[1].image_url"):
 
 
 class Bench:
-    def __init__(self, encoders=1, **tree):
+    def __init__(self, encoders=1, prefill=0, **tree):
         workers = {"decode": {"engine": "mocker"}}
         if encoders:
             workers["multimodal_encoder"] = {"replicas": encoders}
-        self.recipe = replace_workers(recipe(prefill=tree.pop("prefill", 0), **tree), workers)
+        if prefill:
+            workers["prefill"] = {"engine": "mocker"}
+        self.recipe = convert({"model": "none", "workers": workers, "name": "test"} | tree, Recipe, "test")
         self.workers = FakeWorkers()
         self.services = Services(self.recipe, self.workers, RoundRobin.of(self.recipe), Registry("chat"))
 
@@ -48,13 +49,6 @@ class Bench:
     async def errands(self):
         while self.services._errands:
             await asyncio.sleep(0)
-
-
-def replace_workers(made, workers):
-    from bireme.config import WorkerEntry, convert
-
-    more = {name: convert(entry, WorkerEntry, "test") for name, entry in workers.items()}
-    return msgspec.structs.replace(made, workers={**made.workers, **more})
 
 
 def items(blob):
@@ -264,14 +258,7 @@ async def test_a_cancelled_chat_gives_its_handles_back():
 
 async def test_a_text_model_refuses_pictures_by_the_part():
     bench = Bench()
-    service = ChatService(bench.services, letters())
+    service = ChatService(bench.services, pictured_letters())
     request = parse_chat(json.dumps({"messages": [{"role": "user", "content": [TEXT, PICTURE]}]}), bench.recipe)
-    service.prompts.chat = lambda *_: _prompt()
     with pytest.raises(RequestError, match=r"messages\[0\].content\[1\].type: image_url; this model reads text parts"):
         await service.run(request, WholeAnswer(Heading.of("test"), 1, False), 0.0)
-
-
-async def _prompt():
-    from bireme.pipelines.prompts import EncodedPrompt
-
-    return replace(EncodedPrompt(IDS), end="")

@@ -14,6 +14,7 @@ from bireme.config import Recipe, convert
 from bireme.engines.fake_client import FakeEngineClient
 from bireme.metrics import Registry
 from bireme.stages.decode import Decode
+from bireme.stages.multimodal_encoder import MultimodalEncoder
 from bireme.stages.prefill import Prefill
 from bireme.text.tokenizer import Tokenizer
 from bireme.types import Cancelled, Inputs, RequestInfo, StageContext
@@ -92,5 +93,14 @@ def prefill() -> Any:
     async def make(**tree: Any) -> StageBench:
         engine = FakeEngineClient()
         return await start(Prefill(engine, letters()), engine, **tree)
+
+    return make
+
+
+@pytest.fixture
+def encoder() -> Any:
+    async def make(**tree: Any) -> StageBench:
+        engine = FakeEngineClient()
+        return await start(MultimodalEncoder(engine), engine, **tree)
 
     return make

@@ -3,28 +3,15 @@ import json
 import numpy as np
 import pytest
 
-from bireme.engines.fake_client import FakeEngineClient
 from bireme.errors import NotFoundError, RequestCancelledError, RequestError, UnavailableError
 from bireme.messages import STUB, EngineRequest, Finish, SamplingParams, Usage, encode
 from bireme.multimodal.wire import EncodeAnswer, Encoded, EncodeJob, EncodeSource, decode_job, encode_answer, encode_job
-from bireme.stages.multimodal_encoder import MultimodalEncoder
 from bireme.types import RequestInfo
-
-from conftest import start  # isort: skip
 
 HASH = "ab" * 32
 ANSWER = EncodeAnswer(
     pictures=(Encoded(hash=HASH, num_tokens=64, hidden_size=192, handles=("signed",)),), embeddings=b"safetensors"
 )
-
-
-@pytest.fixture
-def encoder():
-    async def make():
-        engine = FakeEngineClient()
-        return await start(MultimodalEncoder(engine), engine)
-
-    return make
 
 
 def finish(bench, answer=ANSWER):
