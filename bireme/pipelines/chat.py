@@ -13,24 +13,21 @@ from typing import ClassVar
 
 import numpy as np
 
-from bireme.errors import BiremeError, RequestError, UnavailableError
-from bireme.kv.router import RoundRobin
+from bireme.errors import BiremeError, RequestError
 from bireme.pipelines.chat_answer import Heading, WholeAnswer
 from bireme.pipelines.chat_request import ChatRequest, parse_chat
 from bireme.pipelines.chat_service import ChatService
 from bireme.pipelines.chat_stream import ChunkTemplate, StreamedAnswer
+from bireme.pipelines.inside import make_services
 from bireme.pipelines.sequence import Sequence
-from bireme.pipelines.services import Services
 from bireme.pipelines.side_by_side import count_request
 from bireme.pipelines.text import cancel_with
 from bireme.request import read_tensors
-from bireme.sampling import check_defaults
 from bireme.specs import CHAT, ModelSpec
 from bireme.text.output import Say
-from bireme.text.tokenizer import Tokenizer, load_tokenizer
+from bireme.text.tokenizer import Tokenizer
 from bireme.types import Cancelled, Response, Send, StageContext, Tensors
 from bireme.workers.base import WorkerClient
-from bireme.workers.local import LocalWorkers
 
 
 class Chat:
@@ -43,18 +40,8 @@ class Chat:
         self._service: ChatService | None = None
 
     async def start(self, context: StageContext) -> None:
-        recipe = context.recipe
-        check_defaults(recipe)
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(
-                recipe.tokenizer_path, recipe.limits.max_prompt_bytes, recipe.chat_template
-            )
-        if self._workers is None:
-            if context.call_async is None:
-                raise UnavailableError(f"{context.model_name}: no way to call other models")
-            self._workers = LocalWorkers(context.call_async, recipe.pipeline.stall_timeout_s)
-        services = Services(recipe, self._workers, RoundRobin.of(recipe), context.metrics)
-        self._service = ChatService(services, self._tokenizer)
+        services, tokenizer = make_services(context, self._workers, self._tokenizer)
+        self._service = ChatService(services, tokenizer)
 
     async def stop(self) -> None:
         if self._service is not None:

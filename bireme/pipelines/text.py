@@ -13,19 +13,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from bireme.errors import BiremeError, UnavailableError
-from bireme.kv.router import RoundRobin
+from bireme.errors import BiremeError
 from bireme.pipelines.answers import Collection, Form, Stream, Whole
+from bireme.pipelines.inside import make_services
 from bireme.pipelines.sequence import Sequence, Work
 from bireme.pipelines.services import Services
 from bireme.pipelines.side_by_side import count_request, run_sequences
 from bireme.request import GenerateRequest, Ids, check_prompt_tokens, parse_generate
-from bireme.sampling import check_defaults, expand
+from bireme.sampling import expand
 from bireme.specs import ModelSpec
-from bireme.text.tokenizer import Tokenizer, load_tokenizer
+from bireme.text.tokenizer import Tokenizer
 from bireme.types import Cancelled, Send, StageContext, Tensors
 from bireme.workers.base import WorkerClient
-from bireme.workers.local import LocalWorkers
 
 
 class TextPipeline:
@@ -38,17 +37,7 @@ class TextPipeline:
         self._services: Services | None = None
 
     async def start(self, context: StageContext) -> None:
-        recipe = context.recipe
-        check_defaults(recipe)
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(
-                recipe.tokenizer_path, recipe.limits.max_prompt_bytes, recipe.chat_template
-            )
-        if self._workers is None:
-            if context.call_async is None:
-                raise UnavailableError(f"{context.model_name}: no way to call other models")
-            self._workers = LocalWorkers(context.call_async, recipe.pipeline.stall_timeout_s)
-        self._services = Services(recipe, self._workers, RoundRobin.of(recipe), context.metrics)
+        self._services, self._tokenizer = make_services(context, self._workers, self._tokenizer)
 
     async def stop(self) -> None:
         if self._services is not None:

@@ -1,0 +1,29 @@
+"""What a text pipeline inside Triton needs before it serves: a tokenizer, ways to the workers, the services."""
+
+from __future__ import annotations
+
+from bireme.errors import UnavailableError
+from bireme.kv.router import RoundRobin
+from bireme.pipelines.services import Services
+from bireme.sampling import check_defaults
+from bireme.text.tokenizer import Tokenizer, load_tokenizer
+from bireme.types import StageContext
+from bireme.workers.base import WorkerClient
+from bireme.workers.local import LocalWorkers
+
+
+def make_services(
+    context: StageContext, workers: WorkerClient | None, tokenizer: Tokenizer | None
+) -> tuple[Services, Tokenizer]:
+    """Return what a pipeline works with; workers and tokenizer are made where tests don't give them.
+
+    Raises ConfigError for a recipe or model folder that can't be served, UnavailableError outside of a server.
+    """
+    recipe = context.recipe
+    check_defaults(recipe)
+    tokenizer = tokenizer or load_tokenizer(recipe.tokenizer_path, recipe.limits.max_prompt_bytes, recipe.chat_template)
+    if workers is None:
+        if context.call_async is None:
+            raise UnavailableError(f"{context.model_name}: no way to call other models")
+        workers = LocalWorkers(context.call_async, recipe.pipeline.stall_timeout_s)
+    return Services(recipe, workers, RoundRobin.of(recipe), context.metrics), tokenizer
