@@ -11,9 +11,17 @@ if TYPE_CHECKING:
 def create(context: EngineContext) -> Engine:
     """Make the engine; torch and transformers are imported here and not before."""
     if context.stage == "multimodal_encoder":
-        from bireme.engines.torch.encoder_engine import EncoderEngine
-
-        return EncoderEngine(context)
+        return _encoder(context)
     from bireme.engines.torch.engine import TorchEngine
 
     return TorchEngine(context)
+
+
+def _encoder(context: EngineContext) -> Engine:
+    from bireme.errors import ConfigError
+
+    try:
+        from bireme.engines.torch.encoder_engine import EncoderEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"multimodal_encoder needs {error.name}; pip install -e .[multimodal]") from error
+    return EncoderEngine(context)

@@ -13,16 +13,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import Emit, EngineContext, Progress, RequestKey
 from bireme.engines.torch.core import BrokenEngineError, EngineCore
-from bireme.engines.torch.encoder_engine import EncodeJobs
 from bireme.engines.torch.loading import LoadedEngine
 from bireme.engines.torch.sequence import Sequence
 from bireme.errors import ResourceExhaustedError, UnavailableError
 from bireme.kv.events import KvEvent
 from bireme.messages import Capacity, EngineRequest
+
+if TYPE_CHECKING:
+    from bireme.engines.torch.encoder_engine import EncodeJobs
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -51,6 +54,8 @@ class TorchEngine:
         self._emit = emit
         self._loaded = LoadedEngine(self._context, self._post)
         if self._loaded.encoder is not None:
+            from bireme.engines.torch.encoder_engine import EncodeJobs  # Pillow, aiohttp: for pictures alone
+
             self._jobs = EncodeJobs(self._context, self._loaded.encoder, emit)
         self._thread = threading.Thread(target=self._run, args=(self._loaded.core,), name="engine", daemon=True)
         self._thread.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,13 +20,17 @@ from bireme.engines.torch.disaggregation import Exporter, Importer, Post
 from bireme.engines.torch.guides import Guides
 from bireme.engines.torch.kv_store import KvStore, group_layers
 from bireme.engines.torch.limits import Limits
-from bireme.engines.torch.picture_side import PictureSide, make_picture_side
 from bireme.engines.torch.runner import HfRunner, probe
+from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.warmup import warm_up
+from bireme.errors import ConfigError
 from bireme.kv.block_manager import BlockManager, GroupSpec
 from bireme.kv.events import EventBuffer
 from bireme.logits.sampler import Sampler
 from bireme.messages import Capacity
+
+if TYPE_CHECKING:
+    from bireme.engines.torch.picture_side import PictureSide
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -41,7 +45,7 @@ class LoadedEngine:
         checkpoint = open_checkpoint(context.model_path, context.config.trust_remote_code)
         self.limits = limit.resolve_limits(context.config, checkpoint.text_config, device)
         model = load_model(checkpoint, context.config.dtype, device)
-        pictures = make_picture_side(context, checkpoint, model, device, post, self.limits)
+        pictures = _picture_side(context, checkpoint, model, device, post, self.limits)
         self.encoder = pictures.encoder if pictures else None
         if pictures:
             model = pictures.language_model
@@ -89,6 +93,19 @@ class LoadedEngine:
         accounts.started(manager, load_s)
         self.capacity = _capacity(self.limits, manager, model, eos_ids, load_s, pictures)
         _tell(model, store, manager, self.capacity)
+
+
+def _picture_side(
+    context: EngineContext, checkpoint: Checkpoint, model: Any, device: torch.device, post: Post, limits: Limits
+) -> PictureSide | None:
+    """Return None for a model of text alone. Raises ConfigError."""
+    if not is_picture_model(checkpoint.name):
+        return None
+    try:
+        from bireme.engines.torch.picture_side import make_picture_side
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{checkpoint.name}: pictures need {error.name}; pip install -e .[multimodal]") from error
+    return make_picture_side(context, checkpoint, model, device, post, limits)
 
 
 def _tell(model: Any, store: KvStore, manager: BlockManager, capacity: Capacity) -> None:

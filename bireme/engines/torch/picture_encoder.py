@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,35 +14,17 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from bireme.engines.torch.checkpoint import Checkpoint
+from bireme.engines.torch.tensor_rows import TensorRows, layout_of
 from bireme.engines.torch.vision_models import PreparedPicture, family_of
 from bireme.errors import ConfigError, RequestError
 from bireme.kv.transfer.base import KvLayout
-from bireme.multimodal.embedding_share import Rows, embedding_layout
+from bireme.multimodal.embedding_share import Rows
 from bireme.multimodal.encoding import EncodedRows
 from bireme.multimodal.wire import Grid
 
 _DOMAIN = b"bireme.embeddings.1\0"  # nothing else that is hashed begins like this
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _GRID = "image_grid_thw"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRows:
-    """Embeddings in memory that any process can be given."""
-
-    tensor: Tensor  # (num_tokens, hidden), contiguous, CPU
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.tensor.shape[0])
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.tensor.nbytes)
-
-    def read(self, first: int, last: int, data: memoryview) -> None:
-        source = self.tensor[first:last].view(torch.uint8)
-        torch.frombuffer(data, dtype=torch.uint8).view(source.shape).copy_(source)
 
 
 class PictureEncoder:
@@ -132,11 +113,6 @@ class PictureEncoder:
         side, (time, height, width) = self._merge_size, grid
         is_whole = min(grid) > 0 and height % side == 0 and width % side == 0
         return is_whole and time * height * width == num_tokens * side * side
-
-
-def layout_of(digest: str, dtype: torch.dtype, hidden_size: int) -> KvLayout:
-    row_bytes = hidden_size * torch.empty((), dtype=dtype).element_size()
-    return embedding_layout(digest, str(dtype).removeprefix("torch."), row_bytes)
 
 
 def _grid(tensor: Tensor) -> Grid:

@@ -12,10 +12,10 @@ from bireme.engines.torch.checkpoint import Checkpoint
 from bireme.engines.torch.disaggregation import Post
 from bireme.engines.torch.encoder_engine import make_encoder
 from bireme.engines.torch.limits import Limits
-from bireme.engines.torch.picture_encoder import PictureEncoder, layout_of
+from bireme.engines.torch.picture_encoder import PictureEncoder
 from bireme.engines.torch.picture_store import PictureStore
+from bireme.engines.torch.tensor_rows import layout_of
 from bireme.engines.torch.vision_language import VisionLanguageModel
-from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.vision_tower import drop_vision_tower
 from bireme.errors import ConfigError
 from bireme.multimodal.model_config import picture_model
@@ -34,11 +34,11 @@ class PictureSide:
 
 def make_picture_side(
     context: EngineContext, checkpoint: Checkpoint, model: Any, device: torch.device, post: Post, limits: Limits
-) -> PictureSide | None:
+) -> PictureSide:
     """Raises ConfigError. Of a worker that encodes elsewhere the vision tower is dropped."""
     described = picture_model(str(checkpoint.folder))
-    if not is_picture_model(checkpoint.name) or described is None:
-        return None
+    if described is None:
+        raise ConfigError(f"{checkpoint.name}: config.json has no vision_config; fetch the checkpoint again")
     if limits.may_preempt and context.stage == "decode" and context.transfer is not None:
         raise ConfigError(
             "scheduler_config.capacity_scheduler_policy: MAX_UTILIZATION computes preempted prompts again, and a"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch.disaggregation import Post
-from bireme.engines.torch.picture_encoder import TensorRows
 from bireme.engines.torch.pictures import Pictures
 from bireme.engines.torch.sequence import Sequence
+from bireme.engines.torch.tensor_rows import TensorRows
 from bireme.errors import BiremeError, ResourceExhaustedError
 from bireme.multimodal.embedding_share import EmbeddingShare, Fetched
 
