@@ -94,7 +94,7 @@ class Run:
     def read(self, output: Any, now: float) -> Delta:
         """Return the news of an output that has changed; the token that ended it is not among them."""
         tokens, entries = self.cursors.read(output)
-        if output.finish_reason == "stop" and tokens and tokens[-1] in self.stop_ids:
+        if output.finish_reason == "stop" and tokens and self._has_ended_with(tokens[-1], output.stop_reason):
             tokens.pop()
         delta = Delta(self.key, tokens)
         if tokens:
@@ -108,6 +108,10 @@ class Run:
             count = self.request.sampling.prompt_logprobs or 0
             delta.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self.call.prompt, count)
         return delta
+
+    def _has_ended_with(self, token: int, stop_reason: Any) -> bool:
+        """An end id is left in place and has no stop reason; a stop id is its own, and has been taken off by now."""
+        return token == stop_reason if isinstance(stop_reason, int) else token in self.stop_ids
 
     def _logprobs(self, tokens: list[int], entries: list[Any] | None) -> list[TokenLogprobs]:
         count = self.request.sampling.logprobs

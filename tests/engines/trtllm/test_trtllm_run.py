@@ -71,6 +71,10 @@ def test_the_ending_token_is_no_news_wherever_it_is_left():
     assert other.stop_token(output([5], stop_reason=42)) == 42
 
 
+def test_a_stop_id_that_was_taken_off_takes_no_other_token_along():
+    assert run().read(output([5, 99], finish_reason="stop", stop_reason=42), 1.0).tokens == [5, 99]
+
+
 def test_an_end_id_that_did_not_end_it_is_delivered():
     assert run().read(output([5, 99]), 1.0).tokens == [5, 99]
 
