@@ -147,6 +147,8 @@ async def test_a_placeholder_in_a_user_s_text_is_text(client):
 @pytest.mark.parametrize("stage", ["encoder", "decode"])
 async def test_an_engine_lost_in_the_middle_gives_answers_or_an_error_to_try_again(deployment, client, stage):
     """The engine is killed while requests are with it. Those that outlast pipeline.stall_timeout_s get 503."""
+    if stage == "decode" and ENCODER[deployment.recipe] == "decode":
+        pytest.skip("one engine does both")
     asked = [fresh(f"{stage}-killed-{at}") for at in range(12)]
     running = asyncio.gather(*(ask(client, chat_messages(one)) for one in asked), return_exceptions=True)
     await asyncio.sleep(0.2)
