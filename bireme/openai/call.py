@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
-from bireme.openai.direct import DirectWrite, Watch, direct_write, has_whole_body
+from bireme.openai.direct import DirectWrite, Watch, cycle_of, direct_write, has_whole_body
 from bireme.openai.error_replies import HttpError
 from bireme.openai.keys import OPEN, Tenant
 
@@ -36,6 +36,7 @@ class Call:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
+        self._cycle = cycle_of(receive)
         self.path: str = scope["path"]  # decoded; the only thing that decisions look at
         self.method: str = scope["method"]
         self.headers: list[Header] = scope["headers"]
@@ -65,7 +66,7 @@ class Call:
         length = self.header(b"content-length")
         if length.isdigit() and int(length[:20]) > max_bytes:
             raise _too_large(max_bytes)
-        if has_whole_body(self._receive):
+        if has_whole_body(self._cycle):
             return await self._read(max_bytes)
         try:
             return await asyncio.wait_for(self._read(max_bytes), timeout_s)
@@ -107,11 +108,11 @@ class Call:
 
     def direct_write(self) -> DirectWrite | None:
         """Return a quicker way to write events that are not the last, once some have been written."""
-        return direct_write(self._send)
+        return direct_write(self._cycle)
 
     def when_gone(self, callback: Callable[[], object]) -> Watch:
         """Call back when the client leaves; after the body was read. The caller cancels what is returned."""
-        return Watch(self._receive, callback)
+        return Watch(self._cycle, self._receive, callback)
 
     async def unless_gone(self, work: Awaitable[_T]) -> _T:
         """Return what the work returns; when the client leaves, cancel it and raise ClientGoneError."""

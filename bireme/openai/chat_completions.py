@@ -26,7 +26,8 @@ class ChatCompletions:
         model = self._models.get(body.model)
         with counted(call, model):
             request = check_chat(body, model.recipe)
-            request = replace(request, cache_salt=call.tenant.cache_salt(request.cache_salt))
+            if (salt := call.tenant.cache_salt(request.cache_salt)) != request.cache_salt:
+                request = replace(request, cache_salt=salt)
             if request.stream:
                 await self._stream(call, model, request)
             else:

@@ -52,7 +52,8 @@ class Completions:
         model = self._models.get(body.model)
         with counted(call, model):
             request = check_completion(body, model.recipe)
-            request = replace(request, cache_salt=call.tenant.cache_salt(request.cache_salt))
+            if (salt := call.tenant.cache_salt(request.cache_salt)) != request.cache_salt:
+                request = replace(request, cache_salt=salt)
             job = await self._prepare(call, model, request)
             if request.stream:
                 await self._stream(call, model, job)

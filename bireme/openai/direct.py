@@ -18,16 +18,16 @@ _USED = (
 )  # fmt: skip
 
 
-def _cycle(method: Any) -> Any:
-    """Return uvicorn's object of the request, of which ASGI's `receive` and `send` are methods; None elsewhere."""
+def cycle_of(method: Any) -> RequestResponseCycle | None:
+    """Return uvicorn's object of a request, of which ASGI's `receive` and `send` are methods; None elsewhere."""
     cycle = getattr(method, "__self__", None)
-    is_known = isinstance(cycle, RequestResponseCycle) and all(hasattr(cycle, name) for name in _USED)
-    return cycle if is_known else None
+    if isinstance(cycle, RequestResponseCycle) and all(hasattr(cycle, name) for name in _USED):
+        return cycle
+    return None
 
 
-def direct_write(send: Any) -> DirectWrite | None:
-    """Return what writes chunks of the reply that was begun with `send`, where that is possible."""
-    cycle = _cycle(send)
+def direct_write(cycle: RequestResponseCycle | None) -> DirectWrite | None:
+    """Return what writes chunks of the reply that was begun, where that is possible."""
     if cycle is None or not cycle.chunked_encoding:
         return None
     flow, transport = cycle.flow, cycle.transport
@@ -41,22 +41,20 @@ def direct_write(send: Any) -> DirectWrite | None:
     return write
 
 
-def has_whole_body(receive: Any) -> bool:
-    """Return whether `receive` has all that is left of the body: then it does not wait."""
-    cycle = _cycle(receive)
+def has_whole_body(cycle: RequestResponseCycle | None) -> bool:
+    """Return whether all that is left of the body has come: then ASGI's `receive` does not wait."""
     return cycle is not None and not cycle.more_body and cycle.message_event.is_set()
 
 
 class Watch:
     """Calls back when the client leaves, until it is cancelled."""
 
-    def __init__(self, receive: Any, callback: Callable[[], object]) -> None:
+    def __init__(self, cycle: RequestResponseCycle | None, receive: Any, callback: Callable[[], object]) -> None:
         """After the whole body was received."""
         self.is_gone = False
         self._callback: Callable[[], object] | None = callback
         self._task: asyncio.Future[Any] | None = None
         self._notice: _Notice | None = None
-        cycle = _cycle(receive)
         if cycle is None or cycle.disconnected:
             self._task = asyncio.ensure_future(receive())
             self._task.add_done_callback(self._end)
