@@ -25,8 +25,15 @@ def write_recipe(folder: Path, model: str, *, disaggregated: bool = False, engin
 
 
 def _tree(model: str, disaggregated: bool, engine: str) -> dict[str, Any]:
-    worker: dict[str, Any] = {"engine": engine}
-    if disaggregated:
-        worker["engine_config"] = {"cache_transceiver_config": {"backend": "DEFAULT"}}
     stages = ("prefill", "decode") if disaggregated else ("decode",)
-    return {"model": model, "workers": dict.fromkeys(stages, worker)}
+    workers = {stage: {"engine": engine, "engine_config": _config(stage, disaggregated, engine)} for stage in stages}
+    return {"model": model, "workers": workers}
+
+
+def _config(stage: str, disaggregated: bool, engine: str) -> dict[str, Any]:
+    config: dict[str, Any] = {"cache_transceiver_config": {"backend": "DEFAULT"}} if disaggregated else {}
+    if engine == "trtllm":
+        config["enable_chunked_prefill"] = True  # without, prompts beyond max_num_tokens are refused
+        if stage == "prefill":
+            config["disable_overlap_scheduler"] = True  # 1.2 has none on workers that only prefill
+    return config

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from bireme.config import Recipe, WorkerEntry, load_recipe
+from bireme.engines.trtllm.config import llm_arguments
 from bireme.errors import ConfigError
 from bireme.launch import free_ports, processes
 from bireme.launch.console import Console
@@ -181,6 +182,13 @@ def test_a_model_folder_becomes_a_recipe(tmp_path):
     (tmp_path / "my: model").mkdir()
     made = load_recipe(write_recipe(tmp_path / "run", str(tmp_path / "my: model"), disaggregated=True), "")
     assert set(made.workers) == {"prefill", "decode"} and made.model == str(tmp_path / "my: model")
+
+
+@pytest.mark.parametrize("is_disaggregated", [False, True])
+def test_a_model_without_a_recipe_suits_tensorrt_llm(tmp_path, is_disaggregated):
+    folder = write_recipe(tmp_path, "someone/model-1B", disaggregated=is_disaggregated, engine="trtllm")
+    for stage, entry in load_recipe(folder, "").workers.items():
+        assert llm_arguments(entry.engine_config, "m", stage)["enable_chunked_prefill"] is True
 
 
 def test_a_hub_id_becomes_an_aggregated_recipe(tmp_path):
