@@ -540,8 +540,23 @@ def check_rules(recipe: Recipe) -> None:
         raise ConfigError("workers: prefill without decode; add decode, or use decode alone for aggregated serving")
     if recipe.pipeline.enforce_disaggregation and "prefill" not in recipe.workers:
         raise ConfigError("pipeline.enforce_disaggregation is true but the recipe has no prefill worker")
+    if "multimodal_encoder" in recipe.workers:
+        _check_encoder(recipe.workers)
     if "prefill" in recipe.workers:
         _check_disaggregated(recipe.workers["prefill"], recipe.workers["decode"])
+
+
+def _check_encoder(workers: Mapping[str, WorkerEntry]) -> None:
+    encoder = workers["multimodal_encoder"]
+    for name in ("prefill", "decode"):
+        entry = workers.get(name)
+        if entry is None or entry.engine != encoder.engine:
+            continue
+        if entry.engine_config.dtype != encoder.engine_config.dtype:
+            raise ConfigError(
+                f"dtype: multimodal_encoder has {encoder.engine_config.dtype}, {name} {entry.engine_config.dtype};"
+                " embeddings are not converted on their way, use one dtype"
+            )
 
 
 def _check_disaggregated(prefill: WorkerEntry, decode: WorkerEntry) -> None:

@@ -319,3 +319,23 @@ def test_a_chat_template_lies_beside_the_recipe_or_where_a_variable_says(write, 
         recipe = load_recipe(write({"workers": {"decode": {"engine": "mocker"}}, "chat": {"template": name}}))
         paths.append(recipe.chat_template)
     assert paths == [f"{recipe.folder}/own.jinja", "/srv/templates/own.jinja", ""]
+
+
+def test_encoder_and_prefill_agree_on_the_dtype_of_embeddings(write):
+    ready = {"engine_config": READY | {"dtype": "float32"}}
+    workers = {"multimodal_encoder": {}, "prefill": ready, "decode": ready}
+    with pytest.raises(ConfigError, match="dtype: multimodal_encoder has auto, prefill float32; embeddings are not"):
+        load_recipe(write({"workers": workers}))
+
+
+@pytest.mark.parametrize(
+    ("workers", "stage"),
+    [
+        (("decode",), "decode"),
+        (("prefill", "decode"), "prefill"),
+        (("multimodal_encoder", "prefill", "decode"), "multimodal_encoder"),
+    ],
+)
+def test_the_vision_tower_is_as_far_in_front_as_there_are_workers(write, workers, stage):
+    recipe = load_recipe(write({"workers": dict.fromkeys(workers, {"engine_config": READY})}))
+    assert recipe.encoder_stage == stage
