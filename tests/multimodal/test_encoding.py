@@ -284,6 +284,15 @@ def test_the_embeddings_themselves_come_along_when_asked_for(bench):
     assert bench().run(png(3), inline=True).embeddings == np.full((2, HIDDEN), 3, np.float32).tobytes()
 
 
+def test_a_file_under_the_allowed_folder_and_bytes_of_the_same_picture_are_one(bench, tmp_path):
+    (tmp_path / "a.png").write_bytes(png(4))
+    one = bench(media=MediaLimits(allowed_local_media_path=str(tmp_path)))
+    outcome = one.run(f"file://{tmp_path}/a.png".encode(), png(4))
+    assert len({picture.encoded.name for picture in outcome.pictures}) == 1 and sum(one.encoder.batches) == 1
+    with pytest.raises(RequestError, match=r"images\[0\]: "):
+        one.run(f"file://{tmp_path}/../b.png".encode())
+
+
 def fetch(share, handle):
     ended, box = threading.Event(), []
     share.fetch(handle, lambda result: (box.append(result), ended.set()))
