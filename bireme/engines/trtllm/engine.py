@@ -19,7 +19,7 @@ from typing import Any
 
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import Emit, EngineContext, Progress, RequestKey
-from bireme.engines.trtllm import lifecycle
+from bireme.engines.trtllm import lifecycle, processes
 from bireme.engines.trtllm.loading import Loaded, load
 from bireme.engines.trtllm.requests import Requests
 from bireme.errors import ResourceExhaustedError, UnavailableError
@@ -100,6 +100,7 @@ class TrtllmEngine:
             self._loaded.iterations.stop()
             if not lifecycle.shut_down(self._loaded.llm):
                 logger.warning("llm_shutdown_abandoned limit_s=%g", lifecycle.SHUTDOWN_S)
+                self._kill_workers()
                 self._die(0)  # the interpreter's own end would wait for it
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -112,8 +113,13 @@ class TrtllmEngine:
                 return
             self._is_stopping = True
         logger.critical("engine_broken reason=%s", reason)
+        self._kill_workers()
         time.sleep(_EXIT_AFTER_S)
         self._die(EXIT_BROKEN)
+
+    def _kill_workers(self) -> None:
+        if self._health is not None and (count := processes.kill(self._health.members)):
+            logger.info("workers_killed count=%d", count)
 
     def _warm_up(self, requests: Requests) -> None:
         warm_up = asyncio.run_coroutine_threadsafe(requests.warm_up(), self._loop)

@@ -71,7 +71,7 @@ class HealthMonitor:
         self._fail = fail
         self._interval_s = interval_s
         self._stops = threading.Event()
-        self._members = processes.workers_below()
+        self.members = processes.workers_below()  # pid -> start time
         self._thread = threading.Thread(target=self._run, name="trtllm-health", daemon=True)
 
     def start(self) -> None:
@@ -88,7 +88,7 @@ class HealthMonitor:
 
     def _look(self) -> str:
         """Return what is wrong; empty: nothing."""
-        gone = [pid for pid, started in self._members.items() if processes.started_at(pid) != started]
+        gone = [pid for pid, started in self.members.items() if processes.started_at(pid) != started]
         if gone:
             return f"worker process {gone[0]} of TensorRT-LLM has ended"
         check = getattr(self._llm, "_check_health", None)

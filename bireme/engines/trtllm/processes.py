@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 _MARK = b"mpi4py"  # in the command line of every process of an MPI pool
@@ -20,6 +23,17 @@ def workers_below(root: int | None = None) -> dict[int, int]:
         if started is not None and _MARK in _command(pid):
             found[pid] = started
     return found
+
+
+def kill(members: Mapping[int, int]) -> int:
+    """SIGKILL those that still live; return how many. What holds a GPU must be gone before the next life loads."""
+    count = 0
+    for pid, started in members.items():
+        if started_at(pid) == started:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+                count += 1
+    return count
 
 
 def started_at(pid: int) -> int | None:

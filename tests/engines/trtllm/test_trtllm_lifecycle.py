@@ -77,6 +77,16 @@ def test_a_killed_worker_process_is_noticed_although_the_check_says_yes():
     monitor.stop()
 
 
+def test_workers_are_killed_with_their_engine_and_nobody_else():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)  # mpi4py"])
+    wait_for(lambda: child.pid in processes.workers_below(), 10)
+    members = processes.workers_below()
+    assert processes.kill({child.pid: members[child.pid] + 1}) == 0  # the number was used again by another
+    assert processes.kill({child.pid: members[child.pid]}) == 1
+    assert child.wait(10) == -9
+    assert processes.kill(members) == 0
+
+
 def test_other_children_are_not_watched():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     assert child.pid not in processes.workers_below()
