@@ -51,6 +51,9 @@ class Tokenization:
             extensions = Extensions(chat_template_kwargs=body.chat_template_kwargs)
             chat = ChatBody(messages=body.messages or [], tools=body.tools, bireme=extensions)
             request = check_chat(chat, model.recipe)
+            if request.pictures:
+                where = request.pictures[0].where
+                raise RequestError(f"{where}: a picture's tokens are known once it is encoded; tokenize text alone")
             prompt = await model.chat.prompts.chat(request.messages, request.tools, request.variables)
         ids = prompt.ids.tolist()
         capacity = model.capacity

@@ -122,6 +122,13 @@ async def test_a_body_that_is_too_large_is_413(frontend):
     assert (await bench.call("POST", "/tokenize", b"", length).end()).status == 413
 
 
+async def test_pictures_are_not_counted_by_the_tokenizer(frontend):
+    part = {"type": "image_url", "image_url": {"url": "data:,x"}}
+    body = {"model": "test", "messages": [{"role": "user", "content": [part]}]}
+    reply = await (await frontend()).call("POST", "/tokenize", body).end()
+    assert reply.status == 400 and b"messages[0].content[0].image_url: a picture" in reply.data
+
+
 async def test_only_plain_json_is_read(frontend):
     bench = await frontend()
     assert (await bench.chat({"content-type": "text/plain"}).end()).status == 415
