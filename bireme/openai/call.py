@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
-from bireme.openai.direct import DirectWrite, Watch, cycle_of, direct_write, has_whole_body
+from bireme.openai.direct import DirectWrite, Watch, at_once, cycle_of, direct_write, has_whole_body
 from bireme.openai.error_replies import HttpError
 from bireme.openai.keys import OPEN, Tenant
 
@@ -95,16 +95,20 @@ class Call:
         self.status = status
         lengths = () if status == NOT_MODIFIED else ((b"content-length", str(len(body)).encode()),)
         own = [(b"x-request-id", self.request_id), *lengths]
-        await self._send({"type": "http.response.start", "status": status, "headers": [*own, *kinds, *headers]})
-        await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+        with at_once(self._cycle):
+            await self._send({"type": "http.response.start", "status": status, "headers": [*own, *kinds, *headers]})
+            await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def write_events(self, data: bytes, is_last: bool) -> None:
         """Send server-sent events; the first time after the headers."""
-        if not self.status:
-            self.status = 200
-            headers = [*_EVENTS, (b"x-request-id", self.request_id)]
+        body = {"type": "http.response.body", "body": data, "more_body": not is_last}
+        if self.status:
+            return await self._send(body)
+        self.status = 200
+        headers = [*_EVENTS, (b"x-request-id", self.request_id)]
+        with at_once(self._cycle):
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+            await self._send(body)
 
     def direct_write(self) -> DirectWrite | None:
         """Return a quicker way to write events that are not the last, once some have been written."""

@@ -7,7 +7,8 @@ server, a uvicorn whose inside has changed, a client that does not keep up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -39,6 +40,46 @@ def direct_write(cycle: RequestResponseCycle | None) -> DirectWrite | None:
         return True
 
     return write
+
+
+@contextmanager
+def at_once(cycle: RequestResponseCycle | None) -> Iterator[None]:
+    """What ASGI sends within goes out in one write: a reply's head and its beginning cost one system call, not two."""
+    if cycle is None:
+        yield
+        return
+    transport = cycle.transport
+    held = _Held(transport)
+    cycle.transport = held  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        cycle.transport = transport
+        held.release()
+
+
+class _Held:
+    """Stands for a transport and keeps what is written."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._parts: list[bytes] = []
+        self._is_closed = False
+
+    def write(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def is_closing(self) -> bool:
+        return self._is_closed or self._transport.is_closing()
+
+    def release(self) -> None:
+        if self._parts:
+            self._transport.write(b"".join(self._parts))
+        if self._is_closed:
+            self._transport.close()
 
 
 def has_whole_body(cycle: RequestResponseCycle | None) -> bool:

@@ -7,7 +7,7 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from bireme.openai.connection import Connection
-from bireme.openai.direct import Watch, cycle_of, direct_write, has_whole_body
+from bireme.openai.direct import Watch, at_once, cycle_of, direct_write, has_whole_body
 
 REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
 
@@ -15,12 +15,15 @@ REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
 class Transport:
     def __init__(self):
         self.data = b""
+        self.num_writes = 0
+        self.is_closed = False
 
     def write(self, data):
         self.data += data
+        self.num_writes += 1
 
     def close(self):
-        pass
+        self.is_closed = True
 
     def is_closing(self):
         return False
@@ -68,6 +71,18 @@ async def test_chunks_are_written_without_asgi(connection):
     connection.transport.data = b""
     assert direct_write(cycle)(b"data: 1\n\n")
     assert connection.transport.data == b"9\r\ndata: 1\n\n\r\n"
+
+
+async def test_a_reply_s_head_and_beginning_are_one_write(connection):
+    connection.data_received(REQUEST.replace(b"Host: x", b"Host: x\r\nConnection: close") + b"{}")
+    await asyncio.sleep(0)
+    receive, send = connection.calls[0]
+    with at_once(cycle_of(receive)):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+        assert connection.transport.num_writes == 0 and not connection.transport.is_closed
+    assert connection.transport.num_writes == 1 and connection.transport.data.endswith(b"\r\n\r\nok")
+    assert connection.transport.is_closed
 
 
 async def test_nothing_is_written_to_a_client_that_does_not_keep_up(connection):
