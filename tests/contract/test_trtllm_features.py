@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from engine_fixtures import wait_for
 from trtllm_harness import PROMPT
@@ -12,6 +14,7 @@ from bireme.errors import ConfigError, NotFoundError, RequestError
 from bireme.kv import hashing
 from bireme.kv.events import BlocksStored
 from bireme.messages import EngineRequest, ProcessorCall, SamplingParams
+from bireme.text.tokenizer import load_tokenizer
 
 
 def last_call(harness):
@@ -67,6 +70,26 @@ def test_a_guide_reaches_the_engine_which_then_has_a_tokenizer(make_engine, monk
     monkeypatch.setattr(type(harness.llm), "_check_params", lambda *args: (seen.append(args[1]), plain(*args))[1])
     harness.tokens(guided_decoding={"choice": ["yes", "no."]})
     assert seen[-1].guided_decoding.regex == r"(yes|no\.)"
+
+
+GUIDES = [
+    ({"choice": ["a.b (c)", "[x]-{2}", "1/2 | 3", 'it\'s "so"']}, r'a\.b \(c\)|\[x\]-\{2\}|1/2 \| 3|it\'s "so"'),
+    ({"regex": "[a-f]{3}-[0-9]{2}"}, "[a-f]{3}-[0-9]{2}"),
+    ({"grammar": 'root ::= "<" [0-9] [0-9] ">"'}, "<[0-9]{2}>"),
+    (
+        {"json": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}},
+        r'\s*\{\s*"n"\s*:\s*[12]\s*\}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("guide", "pattern"), GUIDES, ids=[next(iter(guide)) for guide, _ in GUIDES])
+def test_answers_follow_their_guide(make_engine, sample_model, guide, pattern):
+    harness = make_engine(guided_decoding_backend="xgrammar")
+    answer = harness.ask(guided_decoding=guide, max_tokens=200)
+    assert answer.wait().reason == "stop"
+    text = load_tokenizer(str(sample_model("llama"))).decode(answer.tokens)
+    assert re.fullmatch(pattern, text), text
 
 
 def test_an_adapter_is_named_by_its_folder(make_engine, tmp_path):

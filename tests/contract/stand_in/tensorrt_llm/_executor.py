@@ -21,7 +21,7 @@ import torch
 from tensorrt_llm import _contract, _handoff
 from tensorrt_llm._blocks import BlockAccounts
 from tensorrt_llm._results import RequestOutput, Response
-from tensorrt_llm._sampling import Chooser
+from tensorrt_llm._sampling import Chooser, Guide, make_compiler
 from tensorrt_llm._values import DisaggregatedParams, RequestError
 
 _IDLE_S = 0.02
@@ -85,6 +85,7 @@ class Executor:
         self._iteration = 0
         self._num_completed = 0
         self._fault: BaseException | None = None
+        self._compiler: Any = None
         self._thread = threading.Thread(target=self._run, name="stand-in-executor", daemon=True)
         self._thread.start()
 
@@ -171,7 +172,11 @@ class Executor:
         one.num_blocks = self.blocks.hold(worst)
         one.tokens = list(one.prompt)
         one.scheduled_at = time.monotonic()
-        one.chooser = Chooser(one.params, one.prompt, self._config.vocab_size, one.result.id)
+        guide = None
+        if one.params.guided_decoding is not None:
+            self._compiler = self._compiler or make_compiler(str(self._args.model), self._config.vocab_size)
+            guide = Guide(self._compiler, one.params.guided_decoding, self._config.vocab_size)
+        one.chooser = Chooser(one.params, one.prompt, self._config.vocab_size, one.result.id, guide)
         if one.kind == "generation_only":
             one.transfer_until = time.monotonic() + _TRANSFER_S
             one.cached_tokens = len(one.prompt)  # as in the real one: transferred KV counts as cached

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any
 
@@ -13,8 +14,10 @@ from tensorrt_llm._values import Logprob, is_greedy
 class Chooser:
     """One sequence's."""
 
-    def __init__(self, params: Any, prompt: list[int], vocab_size: int, client_id: int) -> None:
-        self._params, self._client_id = params, client_id
+    def __init__(
+        self, params: Any, prompt: list[int], vocab_size: int, client_id: int, guide: Guide | None = None
+    ) -> None:
+        self._params, self._client_id, self._guide = params, client_id, guide
         self._num_prompt = len(prompt)
         self._vocab_size = vocab_size
         self._random = torch.Generator().manual_seed((params.seed or 0) % 2**63)
@@ -29,7 +32,11 @@ class Chooser:
         self._edit(work, tokens)
         for processor in self._processors:
             processor(self._client_id, work.view(1, 1, -1), [list(tokens)], None, self._client_id)
+        if self._guide is not None:
+            self._guide.mask(work)
         token = int(work.argmax()) if is_greedy(self._params) or self._params.temperature == 0 else self._draw(work)
+        if self._guide is not None:
+            self._guide.accept(token)
         return token, self.logprobs(plain, token, self._params.logprobs)
 
     def logprobs(self, logits: torch.Tensor, token: int, count: int | None) -> dict[int, Logprob] | None:
@@ -72,3 +79,43 @@ class Chooser:
             probabilities = work.softmax(-1)
             work[probabilities < params.min_p * probabilities.max()] = float("-inf")
         return int(torch.multinomial(work.softmax(-1), 1, generator=self._random))
+
+
+class Guide:
+    """A request's grammar, by xgrammar as in the real engine."""
+
+    def __init__(self, compiler: Any, params: Any, vocab_size: int) -> None:
+        import xgrammar
+
+        self._matcher = xgrammar.GrammarMatcher(_compile(compiler, params))
+        self._bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
+
+    def mask(self, logits: torch.Tensor) -> None:
+        import xgrammar
+
+        self._matcher.fill_next_token_bitmask(self._bitmask)
+        xgrammar.apply_token_bitmask_inplace(logits, self._bitmask)
+
+    def accept(self, token: int) -> None:
+        self._matcher.accept_token(token)
+
+
+def make_compiler(folder: str, vocab_size: int) -> Any:
+    import xgrammar
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size))
+
+
+def _compile(compiler: Any, params: Any) -> Any:
+    if params.json is not None:
+        schema = params.json if isinstance(params.json, str) else json.dumps(params.json)
+        return compiler.compile_json_schema(schema)
+    if params.json_object:
+        return compiler.compile_builtin_json_grammar()
+    if params.regex is not None:
+        return compiler.compile_regex(params.regex)
+    if params.grammar is not None:
+        return compiler.compile_grammar(params.grammar)
+    return compiler.compile_structural_tag(params.structural_tag)
