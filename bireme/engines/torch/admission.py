@@ -84,9 +84,12 @@ class Admission:
         return self._eos_ids if sampling.end_id is None else (sampling.end_id,)
 
     def _pictures(self, request: EngineRequest, num_prompt: int) -> Pictures | None:
+        if self._store is None:
+            if request.multimodal is not None:
+                raise RequestError("multimodal: the model takes text only; leave it out")
+            return None
         pictures = pictures_of(request, num_prompt, self._merge_size)
         if pictures is not None and pictures.is_to_be_computed:
-            assert self._store is not None, "the gate lets no picture through to a model of text alone"
             self._store.check(pictures)
         return pictures
 
