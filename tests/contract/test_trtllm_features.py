@@ -92,6 +92,14 @@ def test_answers_follow_their_guide(make_engine, sample_model, guide, pattern):
     assert re.fullmatch(pattern, text), text
 
 
+def test_a_guide_that_can_not_be_compiled_ends_its_request_with_the_reason(make_engine):
+    harness = make_engine(guided_decoding_backend="xgrammar")
+    finish = harness.ask(guided_decoding={"grammar": "root ::= ("}).wait()
+    assert finish.error.startswith("INVALID_ARGUMENT: guided_decoding: TensorRT-LLM refuses it: ")
+    assert len(harness.tokens()) == 12
+    assert not harness.exits
+
+
 def test_an_adapter_is_named_by_its_folder(make_engine, tmp_path):
     folders = [tmp_path / "poet", tmp_path / "chemist"]
     for folder in folders:

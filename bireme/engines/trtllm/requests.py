@@ -271,6 +271,8 @@ class Requests:
             return run.ending
         if run.kind == "generation_only" and not run.has_answered:
             return "error", UnavailableError(f"KV of the prefill did not arrive: {error}")
+        if run.request.sampling.guided_decoding is not None and not run.has_answered:  # compiled with its first step
+            return "error", RequestError(f"guided_decoding: TensorRT-LLM refuses it: {error}")
         return "error", BiremeError(f"TensorRT-LLM: {error}")
 
     def _end(

@@ -172,16 +172,25 @@ class Executor:
         one.num_blocks = self.blocks.hold(worst)
         one.tokens = list(one.prompt)
         one.scheduled_at = time.monotonic()
-        guide = None
-        if one.params.guided_decoding is not None:
-            self._compiler = self._compiler or make_compiler(str(self._args.model), self._config.vocab_size)
-            guide = Guide(self._compiler, one.params.guided_decoding, self._config.vocab_size)
-        one.chooser = Chooser(one.params, one.prompt, self._config.vocab_size, one.result.id, guide)
+        size = self._config.vocab_size
+        try:
+            guide = self._guide(one.params.guided_decoding, size)
+        except Exception as error:  # as the real one: a guide's error ends its own request
+            self._leave(one)
+            one.result.put(Response(error=RequestError(f"Guided decoding error: {error}")))
+            return
+        one.chooser = Chooser(one.params, one.prompt, size, one.result.id, guide)
         if one.kind == "generation_only":
             one.transfer_until = time.monotonic() + _TRANSFER_S
             one.cached_tokens = len(one.prompt)  # as in the real one: transferred KV counts as cached
         else:
             one.cached_tokens = self.blocks.match(one.prompt, one.salt)
+
+    def _guide(self, params: Any, vocab_size: int) -> Guide | None:
+        if params is None:
+            return None
+        self._compiler = self._compiler or make_compiler(str(self._args.model), vocab_size)
+        return Guide(self._compiler, params, vocab_size)
 
     def _advance(self, one: Sequence) -> None:
         try:
