@@ -55,7 +55,7 @@ class _Group:
                 if not life.has_served:  # a wrong option or a missing file: the next one would fail as well
                     self.on_signal(signal.SIGTERM, None)
                     self._wait()
-                    return code or 1
+                    return abs(code) or 1
                 life.revive(self._arguments)
         return self._wait()
 

@@ -28,6 +28,13 @@ def test_an_example_works_as_it_stands(deployment, example):
     assert output.rstrip().endswith("data: [DONE]") if '"stream": true' in example else json.loads(output)["choices"]
 
 
+def test_the_readme_s_example_of_generate_works_as_it_stands(deployment):
+    [command] = re.findall(r"^\$ (curl .*localhost:8000/.*)$", Path("README.md").read_text(), re.MULTILINE)
+    command = command.replace(":8000/", f":{PORTS['http']}/")
+    output = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert json.loads(output)["text_output"]
+
+
 def test_the_chat_model_answers_a_request_as_the_frontend_does(deployment):
     responses = ask_triton(chat("What is 12 + 30?"))
     assert [body["choices"][0]["message"]["content"] for body in responses] == ["42"]
