@@ -52,7 +52,8 @@ class PictureEncoder:
         return self._name(b"picture", content_hash)
 
     def prepare(self, pixels: Any) -> PreparedPicture:
-        return self._family.prepare(self._processor, pixels)
+        # A copy: torch warns about memory that it could not write to, and decoded pictures are such.
+        return self._family.prepare(self._processor, pixels.copy())
 
     def encode(self, batch: Sequence[PreparedPicture]) -> list[Rows]:
         with torch.inference_mode():
