@@ -206,6 +206,52 @@ def test_structured_outputs_are_parsed_by_the_client(client):
     assert isinstance(answer.choices[0].message.parsed, Person)
 
 
+def test_the_stream_helper_tells_deltas_and_parses_the_whole(client):
+    message = {"role": "user", "content": "Give me a record of Ada as JSON."}
+    deltas = []
+    with client.chat.completions.stream(
+        model="tiny-chat", messages=[message], response_format=Person, max_tokens=200
+    ) as stream:
+        for event in stream:
+            if event.type == "content.delta":
+                deltas.append(event.delta)
+    final = stream.get_final_completion().choices[0].message
+    assert isinstance(final.parsed, Person) and "".join(deltas) == final.content
+
+
+class GetWeather(BaseModel):
+    """Weather of a city."""
+
+    city: str
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_a_called_tool_s_arguments_are_parsed_by_the_async_client(deployment, is_streaming):
+    client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+    fields = chat("What is the weather in Oslo?", max_tokens=100, tool_choice="required")
+    fields["tools"] = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
+    if is_streaming:
+        async with client.chat.completions.stream(**fields) as stream:
+            answer = await stream.get_final_completion()
+    else:
+        answer = await client.chat.completions.parse(**fields)
+    [call_made] = answer.choices[0].message.tool_calls
+    assert isinstance(call_made.function.parsed_arguments, GetWeather)
+    assert call_made.function.parsed_arguments.city == "Oslo"
+
+
+def test_a_conversation_goes_on_after_a_tool_has_answered(client):
+    tool = openai.pydantic_function_tool(GetWeather, name="get_weather")
+    messages = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    first = client.chat.completions.create(
+        model="tiny-chat", messages=messages, tools=[tool], tool_choice="required", max_tokens=100
+    )
+    called = first.choices[0].message
+    messages += [called, {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "sunny, 20 degrees"}]
+    second = client.chat.completions.create(model="tiny-chat", messages=messages, tools=[tool], max_tokens=60)
+    assert second.choices[0].finish_reason in ("stop", "length") and second.usage.prompt_tokens > 20
+
+
 def test_json_schema_holds_in_a_stream(client):
     schema = {
         "type": "object",
