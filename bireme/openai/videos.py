@@ -222,4 +222,11 @@ def _is_ascending(text: str | None) -> bool:
 
 
 def model_tree(model: ServedVideo) -> dict[str, Any]:
-    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "bireme", "max_model_len": None}
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "bireme",
+        "max_model_len": None,
+        "kind": "video",
+    }

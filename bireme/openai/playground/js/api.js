@@ -41,9 +41,18 @@ export async function listModels() {
   return (await (await call("v1/models")).json()).data;
 }
 
+/** Yield the progress of a video, and last the video. Raises ApiError, AbortError. */
+export async function* streamVideo(request, signal) {
+  for await (const chunks of streamOf("v1/videos/generations", request, signal)) yield* chunks;
+}
+
 /** Yield the chunks of a streamed chat, an array for each piece from the network. Raises ApiError, AbortError. */
-export async function* streamChat(request, signal) {
-  const response = await call("v1/chat/completions", request, signal);
+export function streamChat(request, signal) {
+  return streamOf("v1/chat/completions", request, signal);
+}
+
+async function* streamOf(path, request, signal) {
+  const response = await call(path, request, signal);
   let isComplete = false;
   try {
     for await (const events of eventsOf(response.body)) {

@@ -11,10 +11,14 @@ import { ModelPicker } from "./models.js";
 import { Panel } from "./panel.js";
 import { Settings } from "./settings.js";
 import { bindTheme } from "./theme.js";
+import { VideoView } from "./video.js";
 
 let composer = null;
 const panel = new Panel();
-const models = new ModelPicker(() => showContext(null));
+const models = new ModelPicker(() => {
+  showContext(null);
+  showView();
+});
 const settings = new Settings(
   (values) => composer?.showSettings(values),
   () => panel.open(),
@@ -27,6 +31,7 @@ composer = new Composer({
   editLast: () => chat.editLast(),
   clear: (values) => settings.apply(values),
 });
+const video = new VideoView(() => models.name);
 const code = new CodeDialog(() => chat.request(byId("prompt").value));
 
 byId("new-chat").addEventListener("click", () => {
@@ -38,6 +43,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || event.isComposing || document.querySelector("dialog[open]")) return;
   if (!panel.closeIfOver()) chat.stop();
 });
+addEventListener("pagehide", () => video.stop());
 addEventListener("pagehide", () => chat.leave()); // a page that the browser keeps for "back" would go on reading
 bindTheme(byId("theme"));
 composer.showSettings(settings.values());
@@ -50,6 +56,7 @@ async function loadModels() {
   try {
     await models.load();
     banner.hidden = true;
+    showView();
   } catch (error) {
     const remedies = [remedy("retry", "Try again", loadModels)];
     if (error.needsKey) remedies.unshift(remedy("key", "Enter a key", () => keyDialog.ask()));
@@ -57,6 +64,12 @@ async function loadModels() {
     banner.hidden = false;
     if (error.needsKey) keyDialog.ask();
   }
+}
+
+/** A model that makes videos has a view of its own, in place of the chat. */
+function showView() {
+  document.body.classList.toggle("makes-videos", models.makesVideos);
+  byId("video").hidden = !models.makesVideos;
 }
 
 /** Say how much of the context the conversation takes. */

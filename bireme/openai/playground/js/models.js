@@ -26,6 +26,11 @@ export class ModelPicker {
     return this.#models.find((model) => model.id === this.name)?.max_model_len ?? null;
   }
 
+  /** Does the chosen model make videos? */
+  get makesVideos() {
+    return this.#models.find((model) => model.id === this.name)?.kind === "video";
+  }
+
   /** Ask the server. Raises ApiError. */
   async load() {
     const before = this.name || recall("model", "");
