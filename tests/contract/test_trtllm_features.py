@@ -95,7 +95,7 @@ def test_answers_follow_their_guide(make_engine, sample_model, guide, pattern):
 def test_a_guide_that_can_not_be_compiled_ends_its_request_with_the_reason(make_engine):
     harness = make_engine(guided_decoding_backend="xgrammar")
     finish = harness.ask(guided_decoding={"grammar": "root ::= ("}).wait()
-    assert finish.error.startswith("INVALID_ARGUMENT: guided_decoding: TensorRT-LLM refuses it: ")
+    assert finish.error.startswith("INVALID_ARGUMENT: guided_decoding.grammar: TensorRT-LLM refuses it: ")
     assert len(harness.tokens()) == 12
     assert not harness.exits
 

@@ -27,6 +27,7 @@ from bireme.errors import (
     UnavailableError,
     to_message,
 )
+from bireme.guides import KINDS
 from bireme.messages import Finish, FinishReason
 
 logger = logging.getLogger("bireme.engines.trtllm")
@@ -271,8 +272,10 @@ class Requests:
             return run.ending
         if run.kind == "generation_only" and not run.has_answered:
             return "error", UnavailableError(f"KV of the prefill did not arrive: {error}")
-        if run.request.sampling.guided_decoding is not None and not run.has_answered:  # compiled with its first step
-            return "error", RequestError(f"guided_decoding: TensorRT-LLM refuses it: {error}")
+        guide = run.request.sampling.guided_decoding
+        if guide is not None and not run.has_answered:  # it is compiled with its first step
+            kind = next(name for name in guide if name in KINDS)
+            return "error", RequestError(f"guided_decoding.{kind}: TensorRT-LLM refuses it: {str(error)[:300]}")
         return "error", BiremeError(f"TensorRT-LLM: {error}")
 
     def _end(

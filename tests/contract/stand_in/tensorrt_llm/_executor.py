@@ -220,7 +220,9 @@ class Executor:
                 raise RequestError(f"KV transfer timed out after {limit} ms")
             return
         one.cache = _handoff.to_cache(layers)
+        assert one.chooser is not None
         for token in one.disaggregated.first_gen_tokens:
+            one.chooser.take_over(token)
             carried = getattr(one.disaggregated, "first_gen_log_probs", None)
             self._take(one, token, carried[0] if carried else None)
 

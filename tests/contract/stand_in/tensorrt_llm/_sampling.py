@@ -39,6 +39,11 @@ class Chooser:
             self._guide.accept(token)
         return token, self.logprobs(plain, token, self._params.logprobs)
 
+    def take_over(self, token: int) -> None:
+        """A context engine chose this one; the guide goes on behind it."""
+        if self._guide is not None:
+            self._guide.accept(token)
+
     def logprobs(self, logits: torch.Tensor, token: int, count: int | None) -> dict[int, Logprob] | None:
         """The k likeliest and the chosen one, each with its rank."""
         if count is None:
