@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bireme import config
-from bireme.config import load_recipe
+from bireme.config import Recipe, convert, load_recipe, missing_worker
 from bireme.errors import ConfigError
 
 DECODE = "workers: {decode: {engine: mocker}}\n"
@@ -339,3 +339,19 @@ def test_encoder_and_prefill_agree_on_the_dtype_of_embeddings(write):
 def test_the_vision_tower_is_as_far_in_front_as_there_are_workers(write, workers, stage):
     recipe = load_recipe(write({"workers": dict.fromkeys(workers, {"engine_config": READY})}))
     assert recipe.encoder_stage == stage
+
+
+def test_a_model_that_needs_a_worker_which_the_recipe_lacks_is_told_apart():
+    videos = convert({"model": "m", "workers": {"video_diffusion": {"engine": "mocker"}}}, Recipe, "test")
+    assert missing_worker("generate", videos) == missing_worker("tokenizer", videos) == "decode"
+    assert missing_worker("prefill", videos) == "prefill"
+    assert missing_worker("video", videos) == missing_worker("logits_processor", videos) == ""
+
+
+def test_videos_are_asked_for_by_the_recipe_s_name_or_beside_a_language_model_by_their_own():
+    video = {"engine": "mocker", "model": "models/tiny-video"}
+    alone = convert({"model": "m", "workers": {"video_diffusion": video}, "name": "clips"}, Recipe, "test")
+    workers = {"video_diffusion": video, "decode": {"engine": "mocker"}}
+    both = convert({"model": "m", "workers": workers, "name": "clips"}, Recipe, "test")
+    assert (alone.video_name, both.video_name) == ("clips", "tiny-video")
+    assert both.worker_model_path("video_diffusion").endswith("models/tiny-video")

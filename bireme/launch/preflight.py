@@ -124,7 +124,7 @@ def check_engines(recipe: Recipe) -> list[str]:
         if missing:
             problems.append(f"engine {engine} needs {', '.join(missing)}; {remedy}")
     video = recipe.workers.get("video_diffusion")
-    if video is not None and video.engine != "trtllm":
+    if video is not None:
         modules = ("av", "PIL", *(("diffusers", "accelerate") if video.engine == "torch" else ()))
         if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
             problems.append(f"workers.video_diffusion needs {', '.join(missing)}; pip install -e .[video]")

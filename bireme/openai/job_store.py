@@ -163,9 +163,13 @@ class JobStore:
         return len(orphans)
 
     def close(self) -> None:
+        """Harmless when called again."""
         with self._lock:
             self._database.close()
-        os.close(self._life)
+            life, self._life = self._life, -1
+        if life < 0:
+            return
+        os.close(life)
         (self._processes / self.process).unlink(missing_ok=True)
 
     def _hold(self, process: str) -> int:

@@ -99,6 +99,12 @@ class Bench:
         return self.call("POST", "/v1/completions", {"model": "test", "prompt": "hi", "max_tokens": 4, **fields})
 
 
+@pytest.fixture
+def bench_of() -> Callable[[Frontend, Any], Bench]:
+    """Return a function: a started frontend and its workers -> what calls it."""
+    return Bench
+
+
 Make = Callable[..., Any]
 
 

@@ -1,0 +1,215 @@
+"""The frontend's videos over a worker that a test drives: keys, ends, and what leaves with a client."""
+
+import asyncio
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from bireme.config import Recipe, convert
+from bireme.errors import EngineLostError, RequestError
+from bireme.metrics import Registry
+from bireme.openai.app import Frontend
+from bireme.openai.job_store import JobStore
+from bireme.openai.keys import ApiKeys, KeyEntry
+from bireme.openai.served_model import Models
+from bireme.openai.served_video import ServedVideo, VideoModels
+from bireme.video.files import open_files
+
+DETAILS = {"size": "64x64", "seed": 1, "steps": 2, "output_format": "mp4", "num_frames": 8, "fps": 8, "seconds": 1.0}
+
+
+class VideoScript:
+    """A worker: accepts, then waits until the test says how it ends."""
+
+    def __init__(self):
+        self.refusal = None
+        self.ends = []  # futures of the requests under way
+        self.num_left = 0
+
+    async def generate(self, worker, tensors):
+        if self.refusal is not None:
+            raise self.refusal
+        details = np.array([json.dumps(DETAILS).encode()], object)
+        yield {"details": details}
+        yield {name: np.array([value]) for name, value in (
+            ("queue_position", 0), ("step", 1), ("total_steps", 2), ("eta_s", 0.5),
+        )}  # fmt: skip
+        end = asyncio.get_running_loop().create_future()
+        self.ends.append(end)
+        try:
+            data = await end
+        except asyncio.CancelledError:
+            self.num_left += 1
+            raise
+        yield {"details": details, "inference_time_s": np.array([0.5]), "video": np.array([data], object)}
+
+    async def close(self):
+        return None
+
+    async def begun(self, count=1):
+        async with asyncio.timeout(5) if hasattr(asyncio, "timeout") else _Forever():
+            while len(self.ends) < count:
+                await asyncio.sleep(0.01)
+
+
+class _Forever:  # Python 3.10
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        return None
+
+
+def two_keys(**limits):
+    return ApiKeys(
+        tuple(
+            KeyEntry(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), **limits) for name in ("alice", "bob")
+        )
+    )
+
+
+def bearer(name):
+    return {"authorization": f"Bearer {name}"}
+
+
+@pytest.fixture
+async def start(tmp_path, bench_of):
+    apps = []
+
+    async def start(keys=None):
+        metrics, worker = Registry("frontend"), VideoScript()
+        tree = {"model": "none", "workers": {"video_diffusion": {"engine": "mocker"}}, "name": "clips"}
+        recipe = convert(tree | {"video": {"folder": str(tmp_path)}}, Recipe, "test")
+        video = ServedVideo(recipe, worker, open_files(recipe), JobStore(tmp_path), metrics, "http://here")
+        app = Frontend(Models([]), metrics, recipe.frontend, keys, videos=VideoModels([video]))
+        await app.start()
+        apps.append(app)
+        return bench_of(app, worker)
+
+    yield start
+    for app in apps:
+        await app.stop()
+
+
+async def create(bench, headers=None):
+    reply = await bench.call("POST", "/v1/videos", {"prompt": "x"}, headers).end()
+    assert reply.status == 200, reply.data
+    return reply.json()["id"]
+
+
+async def job(bench, job_id, headers=None):
+    return (await bench.call("GET", f"/v1/videos/{job_id}", headers=headers).end()).json()
+
+
+async def until_status(bench, job_id, status, headers=None):
+    for _ in range(300):
+        found = await job(bench, job_id, headers)
+        if found["status"] == status:
+            return found
+        await asyncio.sleep(0.02)
+    raise AssertionError(found)
+
+
+async def test_a_job_belongs_to_the_key_that_made_it(start):
+    bench = await start(two_keys())
+    made = await create(bench, bearer("alice"))
+    assert (await job(bench, made, bearer("alice")))["id"] == made
+    for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+        assert (await bench.call(method, f"/v1/videos/{made}{path}", headers=bearer("bob")).end()).status == 404
+    assert (await bench.call("GET", "/v1/videos", headers=bearer("bob")).end()).json()["data"] == []
+    assert (await bench.call("GET", f"/v1/videos/{made}").end()).status == 401
+
+
+async def test_a_job_counts_as_a_request_of_its_key_until_it_ends(start):
+    bench = await start(two_keys(max_concurrent_requests=1))
+    made = await create(bench, bearer("alice"))
+    refused = await bench.call("POST", "/v1/videos", {"prompt": "x"}, bearer("alice")).end()
+    assert refused.status == 429
+    await create(bench, bearer("bob"))
+    bench.workers.ends[0].set_result(b"clip")
+    await until_status(bench, made, "completed", bearer("alice"))
+    await create(bench, bearer("alice"))
+
+
+async def test_a_finished_job_gives_its_file_whole_and_in_parts(start):
+    bench = await start()
+    made = await create(bench)
+    assert (await bench.call("GET", f"/v1/videos/{made}/content").end()).status == 409
+    await bench.workers.begun()
+    bench.workers.ends[0].set_result(b"0123456789")
+    await until_status(bench, made, "completed")
+    whole = await bench.call("GET", f"/v1/videos/{made}/content").end()
+    assert (whole.data, whole.headers["content-type"]) == (b"0123456789", "video/mp4")
+    for given, status, data in (("bytes=2-4", 206, b"234"), ("bytes=-3", 206, b"789"), ("bytes=7-", 206, b"789")):
+        part = await bench.call("GET", f"/v1/videos/{made}/content", headers={"range": given}).end()
+        assert (part.status, part.data) == (status, data)
+    beyond = await bench.call("GET", f"/v1/videos/{made}/content", headers={"range": "bytes=10-"}).end()
+    assert beyond.status == 416 and beyond.headers["content-range"] == "bytes */10"
+
+
+async def test_an_engine_that_dies_fails_the_job_with_a_reason(start):
+    bench = await start()
+    made = await create(bench)
+    await bench.workers.begun()
+    bench.workers.ends[0].set_exception(EngineLostError("the engine process has ended"))
+    failed = await until_status(bench, made, "failed")
+    assert failed["error"] == {"code": "unavailable", "message": "the engine process has ended"}
+
+
+async def test_what_the_worker_refuses_is_refused_and_leaves_no_job(start):
+    bench = await start()
+    bench.workers.refusal = RequestError("size: 9x9; too small")
+    reply = await bench.call("POST", "/v1/videos", {"prompt": "x"}).end()
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "size")
+    assert (await bench.call("GET", "/v1/videos").end()).json()["data"] == []
+
+
+async def test_deleting_a_job_under_way_ends_its_generation(start):
+    bench = await start()
+    made = await create(bench)
+    await bench.workers.begun()
+    assert (await bench.call("DELETE", f"/v1/videos/{made}").end()).json()["deleted"]
+    await asyncio.sleep(0.1)
+    assert bench.workers.num_left == 1
+
+
+async def test_a_client_that_leaves_a_generation_ends_it(start):
+    bench = await start()
+    reply = bench.call("POST", "/v1/videos/generations", {"prompt": "x", "stream": True})
+    await bench.workers.begun()
+    reply.leave()
+    await reply.end()
+    assert bench.workers.num_left == 1
+
+
+async def test_a_url_needs_no_key_and_a_generation_does(start):
+    bench = await start(two_keys())
+    body = {"prompt": "x", "response_format": "url"}
+    assert (await bench.call("POST", "/v1/videos/generations", body).end()).status == 401
+    reply = bench.call("POST", "/v1/videos/generations", body, bearer("alice"))
+    await bench.workers.begun()
+    bench.workers.ends[0].set_result(b"clip")
+    url = (await reply.end()).json()["data"][0]["url"]
+    assert (await bench.call("GET", url.removeprefix("http://here")).end()).data == b"clip"
+    assert (await bench.call("GET", "/files/file-0.mp4").end()).status == 404
+
+
+async def test_jobs_under_way_at_a_stop_have_failed_at_the_next_start(start, tmp_path):
+    bench = await start()
+    made = await create(bench)
+    await bench.app.stop()
+    store = JobStore(tmp_path)
+    assert (store.find(made, "").status, store.find(made, "").error_code) == ("failed", "server_error")
+    store.close()
+
+
+@pytest.mark.parametrize("query", [b"limit=0", b"limit=x", b"order=up", b"after=nobody", b"page=2"])
+async def test_a_listing_with_wrong_parameters_is_refused(start, query):
+    bench = await start()
+    reply = bench.call("GET", "/v1/videos")
+    reply.task.cancel()
+    scope = {"type": "http", "method": "GET", "path": "/v1/videos", "headers": [(b"host", b"x")], "query_string": query}
+    again = await type(reply)(bench.app, scope, b"").end()
+    assert again.status in (400, 404)
