@@ -45,7 +45,7 @@ def resolve(ask: Ask, facts: PipelineFacts, config: VideoConfig) -> Generation:
         raise RequestError(f"num_images: missing; {facts.pipeline} makes pictures, not videos: send num_images")
     width, height = _size(ask, facts, config)
     frames: dict[str, Any] = _pictures(ask, config) if is_image else _frames(ask, facts, config)
-    return Generation(
+    work = Generation(
         prompt=_prompt(ask, config),
         negative_prompt=_first(ask.negative_prompt, config.negative_prompt),
         width=width,
@@ -60,6 +60,8 @@ def resolve(ask: Ask, facts: PipelineFacts, config: VideoConfig) -> Generation:
         output_format=_format(ask, is_image),
         **frames,
     )  # fmt: skip
+    _check_raw(work, config)
+    return work
 
 
 def frames_for(num_frames: int, frame_step: int) -> int:
@@ -156,6 +158,16 @@ def _format(ask: Ask, is_image: bool) -> Any:
     if value not in known:
         raise RequestError(f"output_format: {value[:40]!r}; one of {', '.join(known)}")
     return value
+
+
+def _check_raw(work: Generation, config: VideoConfig) -> None:
+    """Raw frames have a size that is known before they are made."""
+    num_bytes = work.num_frames * work.width * work.height * 3
+    if work.output_format == "frames" and num_bytes > config.max_inline_bytes:
+        limit = config.max_inline_bytes
+        raise RequestError(
+            f"output_format: frames of {num_bytes} bytes; video.max_inline_bytes is {limit}, ask for mp4"
+        )
 
 
 def _within(name: str, value: Any, low: int, high: int, key: str, unit: str = "") -> int:

@@ -79,6 +79,7 @@ def test_without_a_seed_one_is_drawn():
         ({"guidance_scale": float("nan")}, "guidance_scale: nan"),
         ({"seed": -1}, "seed: -1"),
         ({"output_format": "avi"}, "one of mp4, gif, frames"),
+        ({"output_format": "frames", "size": "1280x720", "num_frames": 49}, "video.max_inline_bytes"),
         ({"num_images": 11}, "video.max_images"),
         ({"num_images": 1, "fps": 8}, "fps: with num_images"),
         ({"num_images": 1, "output_format": "mp4"}, "one of png, jpeg, webp"),
