@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar, cast
 
-from bireme.errors import ConfigError, UnavailableError
+from bireme.errors import UnavailableError
 from bireme.specs import ModelSpec
 from bireme.types import Cancelled, Send, Stage, StageContext, Tensors
 
@@ -31,18 +31,6 @@ class AbsentStage:
 
     def is_ready(self) -> bool:
         return True  # it answers; a model that is not ready would make the whole server so
-
-
-class UnservedStage(AbsentStage):
-    """Base of the models that this version has no implementation of."""
-
-    def __init__(self) -> None:
-        super().__init__(f"{self.spec.name} is not served by this version of bireme")
-
-    async def start(self, context: StageContext) -> None:
-        """Refuse a recipe that counts on this model."""
-        if context.entry is not None:
-            raise ConfigError(f"workers.{self.spec.name}: not served by this version of bireme; remove it")
 
 
 def absent_stage(spec: ModelSpec, reason: str) -> Stage:

@@ -37,8 +37,18 @@ PACKAGES = (
     "psutil>=5.9",
 )
 # For Pythons that are not packed, perf_analyzer, bfloat16 client arrays, downloads.
-DROPPED = ("**/tests", "bin", "ml_dtypes*", "hf_xet*", "**/libpython3-*", "numpy/f2py", "numpy/distutils")
-STRIPPED = ("uvloop/*.so", "rapidjson*.so", "xxhash/*.so", "yaml/*.so", "httptools/*/*.so")  # of debug symbols
+DROPPED = (
+    *("**/tests", "bin", "ml_dtypes*", "hf_xet*", "**/libpython3-*", "numpy/f2py", "numpy/distutils"),
+    *("numpy/core/_simd*", "numpy/core/include", "numpy/core/lib", "**/*.pyi", "**/*.pyx"),
+)
+STRIPPED = (
+    "uvloop/*.so",
+    "rapidjson*.so",
+    "xxhash/*.so",
+    "yaml/*.so",
+    "httptools/*/*.so",
+    "grpc/_cython/*.so",
+)  # of debug symbols
 
 
 def main() -> int:
@@ -49,7 +59,7 @@ def main() -> int:
         install(site, arguments.python, PACKAGES)
         prune(site, arguments.python)
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(arguments.output, "w:xz", preset=6) as archive:
+        with tarfile.open(arguments.output, "w:xz", preset=9) as archive:
             archive.add(site, "site")
     print(f"{arguments.output}: {arguments.output.stat().st_size / 1e6:.1f} MB")
     return 0
@@ -69,7 +79,8 @@ def prune(site: Path, python: str) -> None:
         for path in list(site.glob(pattern)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for pattern in STRIPPED:
-        subprocess.run(["strip", "--strip-debug", *map(str, site.glob(pattern))], check=True)
+        subprocess.run(["strip", "--strip-unneeded", *map(str, site.glob(pattern))], check=True)
+    (site / "ml_dtypes.py").write_text("bfloat16 = None\n")  # tritonclient imports it for the sake of its name
     for stub in (site / "pytriton/tritonserver/python_backend_stubs").iterdir():
         if stub.name != python:
             shutil.rmtree(stub)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 
 from bireme.specs import CHAT
-from bireme.stages.absent import UnservedStage
+from bireme.stages.absent import AbsentStage
 from bireme.triton import as_triton_model
 from bireme.triton.event_loop import EventLoop
 
 
-class Moody(UnservedStage):
+class Moody(AbsentStage):
     spec = CHAT
     mood = True
+
+    def __init__(self):
+        super().__init__("not in this test")
 
     def is_ready(self) -> bool:
         return self.mood
