@@ -6,6 +6,7 @@ import io
 import json
 import queue
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -99,3 +100,9 @@ class Background:
 
 def num_steps() -> float:
     return gauge("bireme_video_steps_total", PORTS["metrics"])
+
+
+def settled_steps() -> float:
+    """Return the steps when those done so far have been published (twice a second)."""
+    time.sleep(1.2)
+    return num_steps()

@@ -40,7 +40,7 @@ class Budget:
 
 
 BUDGETS = {
-    "h200": Budget(60, 120, num_clips=48_000, batch_clips=512, num_evaluated=400, autoencoder_batch=16),
+    "h200": Budget(150, 185, num_clips=24_000, batch_clips=512, num_evaluated=400, autoencoder_batch=16),
     "cpu": Budget(2400, 5400, num_clips=8_000, batch_clips=32, num_evaluated=60, autoencoder_batch=8),
     "smoke": Budget(4, 4, num_clips=16, batch_clips=4, num_evaluated=2, autoencoder_batch=2),
 }
