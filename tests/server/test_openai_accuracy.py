@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 
+import httpx
 import openai
 import pytest
 from openai_served import served
@@ -67,6 +68,20 @@ async def test_held_out_tasks_are_answered_rightly(client, way):
     right = Counter(kind for kind, is_right in results if is_right)
     print(f"held_out_accuracy way={way.__name__} of={COUNT} {dict(right)}")
     assert all(right[kind] >= 0.95 * COUNT for kind in ("sum", "json", "tool", "thought")), right
+
+
+async def test_a_forced_sequence_is_the_answer_of_a_chat(client):
+    """docs/logits_processor.md's example, over the engine's own processors."""
+    text = {"model": "tiny-chat", "prompt": "red blue red"}
+    ids = httpx.post(f"http://127.0.0.1:{PORTS['openai']}/tokenize", json=text).json()["tokens"]
+    forced = [{"name": "forced_sequence", "args": {"token_ids": ids}}]
+    answer = await client.chat.completions.create(
+        model="tiny-chat",
+        messages=[{"role": "user", "content": "What is 2 + 2?"}],
+        extra_body={"bireme": {"logits_processors": forced}},
+    )
+    assert answer.choices[0].message.content.strip() == "red blue red"
+    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens <= len(ids) + 1
 
 
 async def test_reasoning_is_told_apart_from_the_answer(client):
