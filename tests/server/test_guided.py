@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stand_in_workers
 from triton_client import Client
 from tritonclient.utils import InferenceServerException
 
@@ -22,17 +23,20 @@ pytestmark = pytest.mark.server
 SCHEMAS = make_schemas(32, seed=7)
 
 
-def _worker() -> dict[str, Any]:
+def _worker(mode: str) -> dict[str, Any]:
     config = {"max_batch_size": 16, "max_seq_len": 1024, "cache_transceiver_config": {"backend": "DEFAULT"}}
+    if mode.startswith("trtllm"):  # on the stand-in of tests/contract
+        return stand_in_workers.worker(config | {"dtype": "float32", "guided_decoding_backend": "xgrammar"})
     return {"engine": "torch", "num_threads": 1, "engine_config": config}
 
 
-@pytest.fixture(scope="module", params=["aggregated", "disaggregated"])
+@pytest.fixture(scope="module", params=["aggregated", "disaggregated", "trtllm_disaggregated"])
 def client(request, sample_model, write_recipe) -> Any:
     from bireme.launch.tritonserver import start_server
 
-    stages = ("decode",) if request.param == "aggregated" else ("prefill", "decode")
-    with start_server(write_recipe(sample_model("llama"), {stage: _worker() for stage in stages})) as server:
+    stages = ("prefill", "decode") if request.param.endswith("disaggregated") else ("decode",)
+    workers = {stage: _worker(request.param) for stage in stages}
+    with start_server(write_recipe(sample_model("llama"), workers)) as server:
         yield Client(server.grpc)
 
 

@@ -17,6 +17,7 @@ from bireme.engines.trtllm.api import Api
 from bireme.engines.trtllm.arguments import Arguments, backend_of, complete
 from bireme.engines.trtllm.config import llm_arguments
 from bireme.engines.trtllm.disaggregation import RequestIds
+from bireme.engines.trtllm.guides import Guides
 from bireme.engines.trtllm.iterations import Iterations
 from bireme.engines.trtllm.model_files import read_facts
 from bireme.engines.trtllm.planning import ModelFacts, Planner
@@ -52,7 +53,9 @@ def load(context: EngineContext) -> Loaded:
     adapters = Adapters(arguments.block("lora_config").get("lora_dir") or (), api.lora_request)
     llm = lifecycle.make_llm(api, arguments)
     facts = read_facts(context.model_path, getattr(llm.args, "max_seq_len", None))
-    planner = Planner(api, arguments, facts, adapters, RequestIds(context.worker, context.life))
+    layout = context.config.guided_decoding_config
+    guides = Guides(arguments.values.get("guided_decoding_backend"), layout.any_whitespace)
+    planner = Planner(api, arguments, facts, adapters, RequestIds(context.worker, context.life), guides)
     load_s = time.monotonic() - began
     context.metrics.set("bireme_engine_load_seconds", load_s)
     return Loaded(

@@ -18,9 +18,10 @@ from bireme.engines.trtllm.adapters import Adapters
 from bireme.engines.trtllm.api import Api
 from bireme.engines.trtllm.arguments import Arguments
 from bireme.engines.trtllm.disaggregation import Claims, RequestIds
+from bireme.engines.trtllm.guides import Guides
 from bireme.engines.trtllm.logits import LogitsAdapter, check_processors
 from bireme.engines.trtllm.run import Call, Run
-from bireme.engines.trtllm.sampling import guided_fields, sampling_fields, stop_ids
+from bireme.engines.trtllm.sampling import sampling_fields, stop_ids
 from bireme.errors import RequestError
 from bireme.logits.base import ProcessorContext
 from bireme.messages import EngineRequest, ProcessorCall
@@ -38,12 +39,21 @@ class ModelFacts:
 
 
 class Planner:
-    def __init__(self, api: Api, arguments: Arguments, facts: ModelFacts, adapters: Adapters, ids: RequestIds) -> None:
+    def __init__(
+        self,
+        api: Api,
+        arguments: Arguments,
+        facts: ModelFacts,
+        adapters: Adapters,
+        ids: RequestIds,
+        guides: Guides,
+    ) -> None:
         self._api = api
         self._arguments = arguments
         self._facts = facts
         self._adapters = adapters
         self._ids = ids
+        self._guides = guides
         self._claims = Claims()
 
     def plan(self, key: RequestKey, request: EngineRequest, params: DisaggregatedParams | None) -> Run:
@@ -113,8 +123,7 @@ class Planner:
             raise RequestError(f"{unknown[0]}: TensorRT-LLM {self._api.version} has no such parameter; leave it out")
         try:
             if (guide := request.sampling.guided_decoding) is not None:
-                given = guided_fields(guide, self._arguments.values.get("guided_decoding_backend"))
-                fields["guided_decoding"] = self._api.guided_decoding_params(**given)
+                fields["guided_decoding"] = self._api.guided_decoding_params(**self._guides.fields(guide))
             return self._api.sampling_params(**fields)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise RequestError(f"sampling parameters: TensorRT-LLM refuses them: {error}") from error

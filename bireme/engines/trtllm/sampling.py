@@ -11,11 +11,9 @@ What a request does not set stays unset, with these exceptions, each because Ten
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from bireme.errors import RequestError
-from bireme.guides import KINDS, REASONING_END
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.sampling import is_random
 
@@ -23,7 +21,6 @@ NO_END_ID = -1
 _PLAIN = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _LOGPROBS = ("logprobs", "prompt_logprobs")
 _RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed")
-_GUIDES = ("json", "regex", "grammar", "structural_tag")
 
 
 def stop_ids(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int, ...]:
@@ -35,7 +32,7 @@ def stop_ids(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int, ...
 
 
 def sampling_fields(request: EngineRequest, eos_ids: Sequence[int]) -> dict[str, Any]:
-    """Return SamplingParams' keyword arguments, but for guide, bias and processors. Raises RequestError."""
+    """Return SamplingParams' keyword arguments, but for guide, bias and processors."""
     params = request.sampling
     assert params.n == 1 and params.max_tokens is not None, "the gate resolves max_tokens, the entry expands n"
     fields: dict[str, Any] = {
@@ -53,32 +50,6 @@ def sampling_fields(request: EngineRequest, eos_ids: Sequence[int]) -> dict[str,
     if params.bad_token_ids:
         fields["bad_token_ids"] = _bad_tokens(params.bad_token_ids)
     return fields
-
-
-def guided_fields(guide: Mapping[str, Any], backend: str | None) -> dict[str, Any]:
-    """Return GuidedDecodingParams' keyword arguments for a checked guide. Raises RequestError."""
-    if backend is None:
-        raise RequestError("guided_decoding: guided_decoding_backend is not set on this worker; set it to xgrammar")
-    if guide.get(REASONING_END):
-        raise RequestError(
-            f"guided_decoding.{REASONING_END}: TensorRT-LLM guides from the first token; use a structural_tag"
-        )
-    kind = next(name for name in guide if name in KINDS)
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind == "choice":
-        return {"regex": choice_regex(guide["choice"])}
-    return {kind: guide[kind]}
-
-
-def choice_regex(choices: Sequence[str]) -> str:
-    """Return a pattern that matches exactly one of the texts."""
-    return "(" + "|".join("".join(_escaped(character) for character in choice) for choice in choices) + ")"
-
-
-def _escaped(character: str) -> str:
-    # re.escape writes `\ ` and `\-`, which grammar compilers refuse.
-    return f"\\{character}" if character in r".^$*+?{}[]\|()/" else character
 
 
 def _distribution(params: SamplingParams) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bireme.engines.trtllm.sampling import choice_regex, guided_fields, sampling_fields, stop_ids
-from bireme.errors import RequestError
+from bireme.engines.trtllm.sampling import sampling_fields, stop_ids
 from bireme.messages import EngineRequest, SamplingParams
 
 EOS = (2, 7)
@@ -70,31 +69,3 @@ def test_ignore_eos_keeps_the_request_s_own_stop_ids():
 
 def test_bad_words_of_one_token_are_passed_longer_ones_are_not_its():
     assert fields(bad_token_ids=((3,), (4, 5)))["bad_token_ids"] == [3]
-
-
-@pytest.mark.parametrize(
-    "guide, given",
-    [
-        ({"json": '{"type": "object"}'}, {"json": '{"type": "object"}'}),
-        ({"json_object": True}, {"json_object": True}),
-        ({"regex": "a+"}, {"regex": "a+"}),
-        ({"grammar": "root ::= 'a'"}, {"grammar": "root ::= 'a'"}),
-        ({"choice": ["a.b", "c|d", "e-f g"]}, {"regex": r"(a\.b|c\|d|e-f g)"}),
-    ],
-)
-def test_each_guide_becomes_exactly_one_field(guide, given):
-    assert guided_fields(guide, "xgrammar") == given
-
-
-def test_a_guide_after_reasoning_is_refused_with_the_way_out():
-    with pytest.raises(RequestError, match="structural_tag"):
-        guided_fields({"regex": "a", "reasoning_end": "</think>"}, "xgrammar")
-
-
-def test_a_choice_matches_itself_and_nothing_else():
-    import re
-
-    choices = ["C++ (17)", "[x]{2}", "a*b", "1/2", "$^"]
-    pattern = re.compile(choice_regex(choices))
-    assert all(pattern.fullmatch(choice) for choice in choices)
-    assert not pattern.fullmatch("aab")

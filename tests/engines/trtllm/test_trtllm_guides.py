@@ -1,0 +1,86 @@
+"""Guides as TensorRT-LLM takes them: one field each, and JSON in one layout."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from bireme.engines.trtllm.guides import Guides, choice_regex
+from bireme.errors import RequestError
+
+FREE = Guides("xgrammar", any_whitespace=True)
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}, "s": {"type": "string", "maxLength": 3}}}
+
+
+@pytest.fixture(scope="module")
+def guides():
+    pytest.importorskip("xgrammar")
+    return Guides("xgrammar", any_whitespace=False)
+
+
+def accepts(grammar, text):
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo([bytes([at]) for at in range(256)], stop_token_ids=[0])
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_grammar(grammar))
+    return matcher.accept_string(text) and matcher.accept_token(0)
+
+
+@pytest.mark.parametrize(
+    "guide, given",
+    [
+        ({"json": '{"type": "object"}'}, {"json": '{"type": "object"}'}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"grammar": "root ::= 'a'"}, {"grammar": "root ::= 'a'"}),
+        ({"choice": ["a.b", "c|d", "e-f g"]}, {"regex": r"(a\.b|c\|d|e-f g)"}),
+    ],
+)
+def test_each_guide_becomes_exactly_one_field(guide, given):
+    assert FREE.fields(guide) == given
+
+
+@pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA)], ids=["object", "text"])
+def test_a_schema_becomes_a_grammar_of_one_layout(guides, schema):
+    ((kind, grammar),) = guides.fields({"json": schema}).items()
+    assert kind == "grammar" and accepts(grammar, '{"n": 2, "s": "ab"}')
+    assert not accepts(grammar, '{"n":  2}') and not accepts(grammar, '{"n": 3}')
+
+
+def test_strings_of_limited_length_have_no_control_characters(guides):
+    grammar = guides.fields({"json": SCHEMA})["grammar"]
+    assert accepts(grammar, '{"s": "a b"}') and not accepts(grammar, '{"s": "a\tb"}')
+
+
+def test_any_object_is_an_object(guides):
+    grammar = guides.fields({"json_object": True})["grammar"]
+    assert accepts(grammar, '{"a": [1, {}]}') and not accepts(grammar, "[1]")
+
+
+@pytest.mark.parametrize("schema, words", [({"type": "strange"}, "strange"), ({"uniqueItems": True}, "uniqueItems")])
+def test_a_schema_that_can_not_be_enforced_is_refused_with_its_keyword(guides, schema, words):
+    with pytest.raises(RequestError, match=rf"guided_decoding\.json: .*{words}"):
+        guides.fields({"json": schema})
+
+
+def test_a_grammar_that_xgrammar_does_not_read_back_is_left_to_tensorrt_llm(guides, monkeypatch):
+    monkeypatch.setattr("xgrammar.Grammar.__str__", lambda self: "root ::= (")
+    assert guides.fields({"json": SCHEMA}) == {"json": SCHEMA}
+
+
+def test_llguidance_gets_the_schema_itself():
+    assert Guides("llguidance", any_whitespace=False).fields({"json": SCHEMA}) == {"json": SCHEMA}
+
+
+def test_a_guide_after_reasoning_is_refused_with_the_way_out():
+    with pytest.raises(RequestError, match="structural_tag"):
+        FREE.fields({"regex": "a", "reasoning_end": "</think>"})
+
+
+def test_a_choice_matches_itself_and_nothing_else():
+    choices = ["C++ (17)", "[x]{2}", "a*b", "1/2", "$^"]
+    pattern = re.compile(choice_regex(choices))
+    assert all(pattern.fullmatch(choice) for choice in choices)
+    assert not pattern.fullmatch("aab")
