@@ -23,7 +23,7 @@ _TYPES = {
 # Trusted types: the browser itself refuses innerHTML and its like, so what a model writes can't become markup.
 CONTENT_SECURITY_POLICY = "; ".join(
     (
-        "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self'", "media-src blob:",
+        "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data:", "media-src blob:",
         "connect-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
         "require-trusted-types-for 'script'", "trusted-types 'none'",
     )

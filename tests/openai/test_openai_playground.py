@@ -67,6 +67,7 @@ async def test_the_page_may_load_from_and_talk_to_this_server_only(frontend):
     policy = dict(part.split(" ", 1) for part in reply.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == "'none'" and policy["require-trusted-types-for"] == "'script'"
     assert policy.pop("media-src") == "blob:"  # videos that the page has made of an answer
+    assert policy.pop("img-src") == "'self' data:"  # pictures that the user attached
     assert {value for name, value in policy.items() if name.endswith("-src")} == {"'none'", "'self'"}
     assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
     assert reply.headers["x-content-type-options"] == "nosniff"

@@ -26,16 +26,17 @@ const settings = new Settings(
 const keyDialog = new KeyDialog(loadModels);
 const chat = new Chat({ models, settings, composer: () => composer, keyDialog: () => keyDialog, onUsage: showContext });
 composer = new Composer({
-  send: (text) => chat.send(text),
+  send: (text, pictures) => chat.send(text, pictures),
   stop: () => chat.stop(),
   editLast: () => chat.editLast(),
   clear: (values) => settings.apply(values),
 });
 const video = new VideoView(() => models.name);
-const code = new CodeDialog(() => chat.request(byId("prompt").value));
+const code = new CodeDialog(() => chat.request(byId("prompt").value, composer.pictures));
 
 byId("new-chat").addEventListener("click", () => {
   chat.clear();
+  composer.say("");
   composer.focus();
 });
 byId("show-code").addEventListener("click", () => code.open());

@@ -4,6 +4,7 @@ import { announce } from "./announcer.js";
 import { streamChat } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { Meter } from "./meter.js";
+import { contentOf } from "./picture.js";
 import { buildRequest } from "./request.js";
 import { Thread } from "./thread.js";
 
@@ -23,7 +24,7 @@ export class Chat {
     this.#composer = composer;
     this.#onUsage = onUsage;
     this.#thread = new Thread({
-      edit: (turn, text) => this.#edit(turn, text),
+      edit: (turn, text, pictures) => this.#edit(turn, text, pictures),
       retry: () => this.#retry(),
       results: (results) => this.#sendResults(results),
       key: () => keyDialog().ask(),
@@ -54,14 +55,14 @@ export class Chat {
   }
 
   /** Send a message; return false, and say why, when it can't be sent now. */
-  send(text) {
+  send(text, pictures = []) {
     if (this.#conversation.waiting) {
       this.#thread.view(this.#conversation.waiting).focusCalls();
       announce("Enter the tool's result first");
       return false;
     }
     if (!this.#canSend()) return false;
-    this.#thread.add(this.#conversation.addUser(text));
+    this.#thread.add(this.#conversation.addUser(text, pictures));
     this.#answer();
     return true;
   }
@@ -86,10 +87,10 @@ export class Chat {
     return turn !== null;
   }
 
-  /** Return the request that would be sent now, with this text if there is any. */
-  request(text = "") {
+  /** Return the request that would be sent now, with this text and these pictures if there are any. */
+  request(text = "", pictures = []) {
     const messages = this.#conversation.messages();
-    if (text) messages.push({ role: "user", content: text });
+    if (text || pictures.length) messages.push({ role: "user", content: contentOf(text, pictures) });
     return buildRequest(this.#models.name, messages, this.#settings.values());
   }
 
@@ -100,11 +101,11 @@ export class Chat {
     return !found;
   }
 
-  #edit(turn, text) {
+  #edit(turn, text, pictures) {
     this.stop();
     if (this.#settings.goToProblem()) return;
     this.#thread.remove(this.#conversation.cut(turn));
-    this.#thread.add(this.#conversation.addUser(text));
+    this.#thread.add(this.#conversation.addUser(text, pictures));
     this.#composer().focus();
     this.#answer();
   }
@@ -149,7 +150,7 @@ export class Chat {
   #ended(answer, meter, abort) {
     answer.isStreaming = false;
     answer.rate = meter.summary(answer);
-    this.#conversation.keep();
+    this.#composer().warnOfLoss(this.#conversation.keep());
     this.#thread.show(answer, answer.rate);
     if (this.#abort !== abort) return; // another has begun meanwhile
     this.#abort = null;

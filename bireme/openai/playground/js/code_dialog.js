@@ -3,6 +3,7 @@
 import { addressOf, apiKey } from "./api.js";
 import { byId, element } from "./dom.js";
 import { codeBlock } from "./markdown.js";
+import { shortened } from "./picture.js";
 
 const KEY = "BIREME_API_KEY";
 const KINDS = {
@@ -10,6 +11,7 @@ const KINDS = {
   python: ["Python", "python", asPython],
   json: ["JSON", "json", (request) => JSON.stringify(request, null, 2)],
 };
+const SHORTENED = "Pictures are shortened here. The copy button copies them whole.";
 const OF_OPENAI_CLIENT = new Set(["bireme"]); // goes into extra_body
 
 /** The dialog; `request()` returns the request to show. */
@@ -46,17 +48,24 @@ export class CodeDialog {
 
   #show() {
     const [, language, write] = KINDS[this.#kind];
+    const request = this.#request();
+    const text = (one) => write(one, addressOf("v1"), Boolean(apiKey.get()));
+    const short = shortened(request);
     byId("code-text").replaceChildren(
-      codeBlock(write(this.#request(), addressOf("v1"), Boolean(apiKey.get())), language),
+      codeBlock(text(short ?? request), language, short && text(request)),
+      ...(short ? [element("p", { class: "note" }, SHORTENED)] : []),
     );
   }
 }
 
 /** Return a curl command. Pure. */
 export function asCurl(request, address, hasKey) {
-  const body = JSON.stringify(request, null, 2).replaceAll("'", "'\\''");
+  const json = JSON.stringify(request, null, 2);
+  const hasPictures = request.messages.some(({ content }) => Array.isArray(content));
+  // A picture is longer than what systems take as one argument.
+  const body = hasPictures ? `@- <<'END'\n${json}\nEND` : `'${json.replaceAll("'", "'\\''")}'`;
   const key = hasKey ? ` \\\n  -H "authorization: Bearer $${KEY}"` : "";
-  return `curl -sN ${address}/chat/completions \\\n  -H 'content-type: application/json'${key} \\\n  -d '${body}'`;
+  return `curl -sN ${address}/chat/completions \\\n  -H 'content-type: application/json'${key} \\\n  -d ${body}`;
 }
 
 /** Return a program with OpenAI's client. Pure. */

@@ -1,15 +1,17 @@
 // Where the user writes: one button that sends or stops, and what will go along with the message.
 
 import { byId, element, icon } from "./dom.js";
+import { PictureTray } from "./picture_tray.js";
 import { parseTools } from "./tools.js";
 
 const MAX_HEIGHT_PX = 240;
 
-/** `on` has the callbacks send(text), stop, editLast, clear(setting values). */
+/** `on` has the callbacks send(text, pictures), stop, editLast, clear(setting values). */
 export class Composer {
   #area = byId("prompt");
   #send = byId("send");
   #chips = byId("chips");
+  #tray = new PictureTray(this.#area);
   #on;
   #isBusy = false;
 
@@ -21,6 +23,8 @@ export class Composer {
     });
     this.#area.addEventListener("keydown", (event) => this.#key(event));
     this.#area.addEventListener("input", () => this.#fit());
+    byId("chips").after(this.#tray.node, this.#tray.button);
+    this.#tray.takeDrops(document.body);
     this.setBusy(false);
   }
 
@@ -49,7 +53,23 @@ export class Composer {
   }
 
   get isEmpty() {
-    return !this.#area.value.trim();
+    return !this.#area.value.trim() && !this.#tray.pictures.length;
+  }
+
+  /** The pictures that the next message takes along. */
+  get pictures() {
+    return this.#tray.pictures;
+  }
+
+  /** Show a line with the message; "" takes it away. */
+  say(text) {
+    this.#tray.say(text);
+  }
+
+  /** Say that so many pictures are lost when the page is loaded again; 0: say nothing. */
+  warnOfLoss(number) {
+    const what = number === 1 ? "One picture is" : `${number} pictures are`;
+    if (number) this.say(`${what} too large to be kept when this page is loaded again.`);
   }
 
   /** Show which settings change what is sent; each can be taken away here. */
@@ -90,7 +110,11 @@ export class Composer {
 
   #submit() {
     if (this.#isBusy) this.#on.stop();
-    else if (this.#area.value.trim() && this.#on.send(this.#area.value)) this.write("");
+    else if (this.#tray.reading) this.#tray.reading.then(() => this.#isBusy || this.#submit());
+    else if (!this.isEmpty && this.#on.send(this.#area.value, this.#tray.pictures)) {
+      this.#tray.clear();
+      this.write("");
+    }
   }
 
   #fit() {

@@ -1,25 +1,37 @@
 // A conversation: the user's turns and the answers, and what of them goes into the next request.
 
 import { Answer } from "./answer.js";
+import { contentOf } from "./picture.js";
 import { recall, remember, tabStorage } from "./storage.js";
 
-/** Turns are {text} of the user, or Answer. */
+/** Turns are {text, pictures, numLost} of the user, or Answer. */
 export class Conversation {
   turns = [];
 
   /** Take up what the tab kept. */
   restore() {
     const kept = recall("conversation", [], tabStorage());
-    this.turns = kept.map((turn) => ("text" in turn ? turn : Answer.from(turn)));
+    this.turns = kept.map((turn) => ("text" in turn ? userTurn(turn) : Answer.from(turn)));
   }
 
-  /** Keep it in the tab, over reloads of the page. */
+  /**
+   * Keep it in the tab, over reloads of the page; return how many pictures there is no room for. The oldest go first,
+   * and turns that lost some say so when they are restored.
+   */
   keep() {
-    remember("conversation", this.turns.length ? this.turns : null, tabStorage());
+    let kept = this.turns;
+    let numLost = 0;
+    while (!remember("conversation", kept.length ? kept : null, tabStorage())) {
+      const at = kept.findIndex((turn) => turn.pictures?.length);
+      if (at < 0) break;
+      numLost += kept[at].pictures.length;
+      kept = kept.with(at, withoutPictures(kept[at]));
+    }
+    return numLost;
   }
 
-  addUser(text) {
-    const turn = { text };
+  addUser(text, pictures = []) {
+    const turn = userTurn({ text, pictures: [...pictures] });
     this.turns.push(turn);
     return turn;
   }
@@ -56,7 +68,15 @@ export class Conversation {
   /** Return the messages of the next request. */
   messages() {
     return this.turns.flatMap((turn) =>
-      turn instanceof Answer ? turn.messages() : [{ role: "user", content: turn.text }],
+      turn instanceof Answer ? turn.messages() : [{ role: "user", content: contentOf(turn.text, turn.pictures) }],
     );
   }
+}
+
+function userTurn({ text, pictures = [], numLost = 0 }) {
+  return { text, pictures, numLost };
+}
+
+function withoutPictures({ text, pictures, numLost }) {
+  return { text, pictures: [], numLost: numLost + pictures.length };
 }

@@ -42,9 +42,9 @@ export class MarkdownView {
 }
 
 /** Return a block of code with its language and a button to copy it. */
-export function codeBlock(text, language = "") {
+export function codeBlock(text, language = "", whole = null) {
   const code = element("code", {}, text);
-  const copy = copyButton("Copy code", () => code.textContent);
+  const copy = copyButton("Copy code", () => whole ?? code.textContent);
   const head = element("div", { class: "code-head" }, element("span", {}, language || "text"), copy);
   const pre = element(
     "pre",

@@ -9,13 +9,14 @@ export function recall(name, fallback, storage = localStorageOrNull()) {
   }
 }
 
-/** Store a value as JSON; null forgets it. */
+/** Store a value as JSON; null forgets it. Return whether it could be done. */
 export function remember(name, value, storage = localStorageOrNull()) {
   try {
     if (value === null) storage.removeItem(`bireme.${name}`);
     else storage.setItem(`bireme.${name}`, JSON.stringify(value));
+    return true;
   } catch {
-    // nothing depends on it
+    return false; // full, or forbidden
   }
 }
 

@@ -8,7 +8,7 @@ import { UserView } from "./user_view.js";
 
 const NEAR_END_PX = 80;
 
-/** `on` has the callbacks edit(turn, text), retry, results(results), key, example(example). */
+/** `on` has the callbacks edit(turn, text, pictures), retry, results(results), key, example(example). */
 export class Thread {
   #node = byId("thread");
   #column = element("div", { class: "column" });
@@ -32,8 +32,8 @@ export class Thread {
   }
 
   add(turn) {
-    const view =
-      turn instanceof Answer ? new AnswerView(turn, this.#on) : new UserView(turn, (text) => this.#on.edit(turn, text));
+    const edit = (text, pictures) => this.#on.edit(turn, text, pictures);
+    const view = turn instanceof Answer ? new AnswerView(turn, this.#on) : new UserView(turn, edit);
     if (!this.#views.size) this.#column.replaceChildren();
     for (const other of this.#views.values()) other.age?.();
     this.#views.set(turn, view);

@@ -2,8 +2,10 @@
 
 import { copyButton } from "./clipboard.js";
 import { button, element } from "./dom.js";
+import { PictureTray } from "./picture_tray.js";
+import { pictureImage } from "./picture_view.js";
 
-/** Shows {text}. `onEdit(text)` is called when another text is to be sent instead. */
+/** Shows {text, pictures, numLost}. `onEdit(text, pictures)` is called when these are to be sent instead. */
 export class UserView {
   #turn;
   #onEdit;
@@ -18,7 +20,11 @@ export class UserView {
   edit() {
     const area = element("textarea", { rows: "2", "aria-label": "Edit the message" });
     area.value = this.#turn.text;
-    const save = () => area.value.trim() && this.#onEdit(area.value);
+    const tray = new PictureTray(area, this.#turn.pictures);
+    const save = async () => {
+      await tray.reading;
+      if (area.value.trim() || tray.pictures.length) this.#onEdit(area.value, tray.pictures);
+    };
     const cancel = () => {
       this.#show();
       this.node.querySelector(".edit").focus();
@@ -27,10 +33,13 @@ export class UserView {
     const actions = element(
       "div",
       { class: "row end" },
+      tray.button,
       button("close", "Cancel", cancel, { shown: true, class: "button quiet small" }),
       button("send", "Send", save, { shown: true, class: "button primary small" }),
     );
-    this.node.replaceChildren(element("div", { class: "editor" }, area, actions));
+    const editor = element("div", { class: "editor" }, tray.node, area, actions);
+    tray.takeDrops(editor);
+    this.node.replaceChildren(editor);
     this.node.classList.add("editing");
     area.focus();
   }
@@ -42,9 +51,27 @@ export class UserView {
       button("edit", "Edit and send again", () => this.edit(), { class: "button icon-only small edit" }),
       copyButton("Copy message", () => this.#turn.text),
     );
-    this.node.replaceChildren(element("div", { class: "bubble" }, this.#turn.text), actions);
+    this.node.replaceChildren(this.#message(), actions);
     this.node.classList.remove("editing");
   }
+
+  #message() {
+    const { text, pictures, numLost } = this.#turn;
+    const bubble = element("div", { class: "bubble" }, text);
+    if (!pictures.length && !numLost) return bubble;
+    return element(
+      "div",
+      { class: "message" },
+      pictures.length ? element("div", { class: "pictures" }, pictures.map((one) => pictureImage(one))) : null,
+      text.trim() ? bubble : null,
+      numLost ? element("p", { class: "notice" }, lost(numLost)) : null,
+    );
+  }
+}
+
+function lost(number) {
+  const [what, verb] = number === 1 ? ["A picture", "is"] : [`${number} pictures`, "are"];
+  return `${what} of this message did not fit into the tab's storage and ${verb} no longer sent.`;
 }
 
 function onKey(event, save, cancel) {
