@@ -125,8 +125,6 @@ def _is_up_again(server: Any, worker: str, pid: int) -> bool:
 def test_streams_of_generate_finish_exactly(
     kind: str, server: Any, expected: Any, worker: str, sig: signal.Signals
 ) -> None:
-    if kind == "trtllm" and sig is signal.SIGSTOP:
-        pytest.skip("a hang is found by the supervisor, whatever the engine")
     run = Run(server, "generate", max_tokens=LENGTH, stream=True)
     until(lambda: all(count > 10 for count in run.tokens), 20, "streams under way")
     pid = _hit(server, worker, sig)

@@ -2,8 +2,9 @@
 
 TensorRT-LLM compiles a JSON schema with any amount of white space between its parts, which a model can fill its
 whole answer with. Here a schema becomes a grammar of one layout first, as in the embedded engine (unless
-`guided_decoding_config.any_whitespace` is set), by the same xgrammar that TensorRT-LLM then compiles it with. Its
-grammars are xgrammar's dialect: to llguidance, schemas go as they are.
+`guided_decoding_config.any_whitespace` is set), by the same xgrammar that TensorRT-LLM then compiles it with; and
+what follows reasoning becomes a grammar that begins with free text. Both are xgrammar's dialect: llguidance gets
+schemas as they are, and no `reasoning_end`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from bireme.logits.guided.compile_process import explain
 from bireme.logits.guided.schema import check_schema
 
 logger = logging.getLogger("bireme.engines")
+_LAID_OUT = ("json", "json_object")
+_BLANKS = r"root ::= [ \t\r\n]{0,4}"
 _ANY_OBJECT = '{"type": "object"}'
 # xgrammar's characters of a string of limited length: it lets control characters in, which JSON text must not hold.
 _LIMITED, _WITHOUT_CONTROL = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
@@ -29,45 +32,82 @@ class Guides:
 
     def __init__(self, backend: str | None, any_whitespace: bool) -> None:
         self._backend = backend
-        self._grammar = None if backend != "xgrammar" or any_whitespace else _load_grammar()
+        self._any_whitespace = any_whitespace
+        self._xgrammar: Any = _load_grammar() if backend == "xgrammar" else None
 
     def fields(self, guide: Mapping[str, Any]) -> dict[str, Any]:
         """Raises RequestError."""
         if self._backend is None:
             raise RequestError("guided_decoding: guided_decoding_backend is not set on this worker; set it to xgrammar")
-        if guide.get(REASONING_END):
-            raise RequestError(
-                f"guided_decoding.{REASONING_END}: TensorRT-LLM guides from the first token; use a structural_tag"
-            )
         kind = next(name for name in guide if name in KINDS)
+        if end := guide.get(REASONING_END):
+            return {"grammar": self._after_reasoning(end, kind, guide[kind])}
         if kind == "choice":
             return {"regex": choice_regex(guide["choice"])}
-        if kind in ("json", "json_object") and (grammar := self._grammar_of(kind, guide[kind])) is not None:
-            return {"grammar": grammar}
+        if kind in _LAID_OUT and self._xgrammar is not None and not self._any_whitespace:
+            if (grammar := self._readable(kind, self._parse(kind, guide[kind]))) is not None:
+                return {"grammar": grammar}
         return {kind: guide[kind]}
 
-    def _grammar_of(self, kind: str, given: Any) -> str | None:
-        """Return the grammar of one layout; None: TensorRT-LLM is to make its own."""
-        if self._grammar is None:
-            return None
-        text = _ANY_OBJECT if kind == "json_object" else given
-        text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-        try:
-            check_schema(json.loads(text))
-            found = str(self._grammar.from_json_schema(text, any_whitespace=False, strict_mode=True))
-        except Exception as error:  # a schema's mistake; xgrammar says it in several types
-            raise RequestError(f"guided_decoding.{kind}: {explain(error)}") from error
-        return self._readable(found.replace(_LIMITED, _WITHOUT_CONTROL))
-
-    def _readable(self, grammar: str) -> str | None:
-        """Return the grammar, if this release of xgrammar reads what it writes."""
-        assert self._grammar is not None
-        try:
-            self._grammar.from_ebnf(grammar)
-        except Exception as error:
-            logger.warning("guide_layout_free error=%s", explain(error))
-            return None
+    def _after_reasoning(self, end: str, kind: str, given: Any) -> str:
+        """Return the guide's grammar behind everything up to and including `end`, and a little white space."""
+        grammar = None
+        if self._xgrammar is not None and kind != "structural_tag":
+            before = [self._xgrammar.from_ebnf(part) for part in (prose_until(end), _BLANKS)]
+            grammar = self._readable(kind, self._xgrammar.concat(*before, self._parse(kind, given)))
+        if grammar is None:
+            raise RequestError(
+                f"guided_decoding.{REASONING_END}: {end!r}; TensorRT-LLM guides from the first token, and only"
+                " xgrammar's grammars can be set behind it; use a structural_tag that has it as a part"
+            )
         return grammar
+
+    def _parse(self, kind: str, given: Any) -> Any:
+        """Return xgrammar's grammar of a guide."""
+        try:
+            if kind in _LAID_OUT:
+                return self._parse_json(_ANY_OBJECT if kind == "json_object" else given)
+            if kind == "grammar":
+                return self._xgrammar.from_ebnf(given)
+            return self._xgrammar.from_regex(choice_regex(given) if kind == "choice" else given)
+        except Exception as error:  # a guide's mistake; xgrammar says it in several types
+            raise RequestError(f"guided_decoding.{kind}: {explain(error)}") from error
+
+    def _parse_json(self, given: Any) -> Any:
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        check_schema(json.loads(text))
+        return self._xgrammar.from_json_schema(text, any_whitespace=self._any_whitespace, strict_mode=True)
+
+    def _readable(self, kind: str, grammar: Any) -> str | None:
+        """Return its text, if this release of xgrammar reads what it writes."""
+        text = str(grammar)
+        if kind in _LAID_OUT:
+            text = text.replace(_LIMITED, _WITHOUT_CONTROL)
+        try:
+            self._xgrammar.from_ebnf(text)
+        except Exception as error:
+            logger.warning("guide_unreadable error=%s", explain(error))
+            return None
+        return text
+
+
+def prose_until(end: str) -> str:
+    """Return EBNF of any text up to and including its first `end`; rule `seen_N`: N characters of it stand there."""
+    ahead: list[dict[str, int]] = []  # after N characters: the next one -> how many stand there then, unless 0
+    back = 0  # where a text with N characters of `end` would be without its first one
+    for count, character in enumerate(end):
+        ahead.append({**(ahead[back] if count else {}), character: count + 1})
+        back = ahead[back].get(character, 0) if count else 0
+    return "\n".join(["root ::= seen_0", *(_rule(count, ways, len(end)) for count, ways in enumerate(ahead))])
+
+
+def _rule(count: int, ahead: Mapping[str, int], size: int) -> str:
+    ways = [f"[{_code(one)}]" + (f" seen_{at}" if at < size else "") for one, at in ahead.items()]
+    return f"seen_{count} ::= {' | '.join(ways)} | [^{''.join(map(_code, ahead))}] seen_0"
+
+
+def _code(character: str) -> str:
+    return f"\\U{ord(character):08x}"
 
 
 def choice_regex(choices: Sequence[str]) -> str:
@@ -84,6 +124,6 @@ def _load_grammar() -> Any:
     try:
         from xgrammar import Grammar
     except ImportError as error:
-        logger.warning("guide_layout_free error=%s", error)
+        logger.warning("guide_grammars_off error=%s", error)
         return None
     return Grammar

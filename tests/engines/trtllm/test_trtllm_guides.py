@@ -10,7 +10,7 @@ import pytest
 from bireme.engines.trtllm.guides import Guides, choice_regex
 from bireme.errors import RequestError
 
-FREE = Guides("xgrammar", any_whitespace=True)
+FREE = Guides("xgrammar", any_whitespace=True)  # of JSON
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}, "s": {"type": "string", "maxLength": 3}}}
 
 
@@ -74,9 +74,34 @@ def test_llguidance_gets_the_schema_itself():
     assert Guides("llguidance", any_whitespace=False).fields({"json": SCHEMA}) == {"json": SCHEMA}
 
 
-def test_a_guide_after_reasoning_is_refused_with_the_way_out():
+REASONED = [
+    ({"json": {"enum": [7]}}, "7"),
+    ({"json_object": True}, "{}"),
+    ({"regex": "[0-9]{3}"}, "123"),
+    ({"grammar": 'root ::= "yes" | "no"'}, "no"),
+    ({"choice": ["a.b", "c|d"]}, "c|d"),
+]
+
+
+@pytest.mark.parametrize("guide, answer", REASONED, ids=[next(iter(guide)) for guide, _ in REASONED])
+def test_what_comes_before_the_end_of_reasoning_is_free(guides, guide, answer):
+    grammar = guides.fields({**guide, "reasoning_end": "</think>"})["grammar"]
+    for thought in ("</think>", '1 < 2\n"\u20ac\U0001f600"</think>\n\n', "<</thin</think> "):
+        assert accepts(grammar, thought + answer)
+    assert not accepts(grammar, answer) and not accepts(grammar, f"a</think>b</think>{answer}")
+
+
+def test_an_end_of_reasoning_that_repeats_itself_is_found_where_it_first_ends(guides):
+    end = "aab\U0001f600aaab"
+    grammar = guides.fields({"choice": ["x"], "reasoning_end": end})["grammar"]
+    assert accepts(grammar, "aa" + end + "x") and accepts(grammar, "aab\U0001f600aa" + end + "x")
+    assert not accepts(grammar, end[1:] + "x")
+
+
+@pytest.mark.parametrize("backend, guide", [("xgrammar", {"structural_tag": "{}"}), ("llguidance", {"regex": "a"})])
+def test_where_reasoning_can_not_be_left_free_it_is_refused_with_the_way_out(backend, guide):
     with pytest.raises(RequestError, match="structural_tag"):
-        FREE.fields({"regex": "a", "reasoning_end": "</think>"})
+        Guides(backend, any_whitespace=False).fields({**guide, "reasoning_end": "</think>"})
 
 
 def test_a_choice_matches_itself_and_nothing_else():
