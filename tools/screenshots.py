@@ -1,21 +1,26 @@
 """Pictures of the playground for the documentation, made in a headless Chromium against a running frontend.
 
-Needs chromium and chromedriver on the PATH and selenium (`make test-services` brings them), and a server of tiny-chat:
+Needs chromium and chromedriver on the PATH and selenium (`make test-services` brings them), and a server of the model
+that is to be seen:
 
     python tools/serve.py recipes/tiny-chat &
     python tools/screenshots.py                            # docs/playground-light.png, docs/playground-dark.png
+    python tools/screenshots.py picture                    # docs/playground-picture.png, with recipes/tiny-vlm-agg
+    python tools/screenshots.py video                      # docs/playground-video.png, with recipes/tiny-video
     python tools/screenshots.py --url http://127.0.0.1:9001/ --folder /tmp
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from samples.picture_world import Thing, draw, png
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -23,6 +28,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 SIZE = (1280, 820)
 LIMIT_S = 30
+SEED = 7
 RESULT = '{"degrees": 3, "sky": "sunny"}'
 # What a browser would do besides showing the page, and the sandbox that root can't have.
 FLAGS = (
@@ -33,14 +39,18 @@ FLAGS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenes", nargs="*", default=["light", "dark"], metavar="scene", help=", ".join(SCENES))
     parser.add_argument("--url", default="http://127.0.0.1:9000/", help="of the OpenAI frontend")
     parser.add_argument("--folder", type=Path, default=Path("docs"), help="where the pictures go")
     options = parser.parse_args()
+    if unknown := set(options.scenes) - set(SCENES):
+        parser.error(f"scene {', '.join(sorted(unknown))}: choose from {', '.join(SCENES)}")
     with browser() as driver:
-        for theme, converse in (("light", thinking), ("dark", calling)):
+        for name in options.scenes:
+            theme, act = SCENES[name]
             open_page(driver, options.url, theme)
-            converse(driver)
-            path = options.folder / f"playground-{theme}.png"
+            act(driver)
+            path = options.folder / f"playground-{name}.png"
             driver.save_screenshot(str(path))
             print(f"{path} {path.stat().st_size} bytes")
     return 0
@@ -73,7 +83,8 @@ def open_page(driver: webdriver.Chrome, url: str, theme: str) -> None:
     driver.execute_script("localStorage.clear()")
     driver.refresh()
     _wait(driver, lambda: driver.find_element(By.ID, "model").is_enabled())
-    driver.find_element(By.ID, "new-chat").click()
+    if (new_chat := driver.find_element(By.ID, "new-chat")).is_displayed():
+        new_chat.click()
 
 
 def thinking(driver: webdriver.Chrome) -> None:
@@ -90,6 +101,39 @@ def calling(driver: webdriver.Chrome) -> None:
     _answered(driver, 1)
     driver.find_element(By.CSS_SELECTOR, ".call textarea").send_keys(RESULT + Keys.ENTER)
     _answered(driver, 2)
+
+
+def seeing(driver: webdriver.Chrome) -> None:
+    """Two questions about a drawn picture."""
+    scene = (Thing(0, "red", "star"), Thing(4, "blue", "circle"), Thing(8, "green", "triangle"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "shapes.png"
+        path.write_bytes(png(draw(scene, random.Random(SEED))))
+        driver.find_element(By.CSS_SELECTOR, ".composer .tray .file").send_keys(str(path))
+        _wait(driver, lambda: bool(driver.find_elements(By.CSS_SELECTOR, ".thumbnail")))
+    _ask(driver, "Describe the picture.")
+    _answered(driver, 1)
+    _ask(driver, "Where is the blue circle?")
+    _answered(driver, 2)
+
+
+def filming(driver: webdriver.Chrome) -> None:
+    """A video, made and played."""
+    fields = {"prompt": "a red circle moving right", "size": "64x64", "seconds": "2", "seed": str(SEED)}
+    for name, value in fields.items():
+        driver.find_element(By.ID, f"video-{name}").send_keys(value)
+    driver.find_element(By.ID, "video-make").click()
+    _wait(driver, lambda: driver.find_element(By.ID, "video-result").is_displayed())
+    pause = "const player = document.getElementById('video-player'); player.pause(); player.currentTime = 1"
+    driver.execute_script(pause)
+    seen = "const {readyState, seeking} = document.getElementById('video-player'); return readyState >= 2 && !seeking"
+    _wait(driver, lambda: driver.execute_script(seen))
+
+
+# name -> theme, and what is done on the page
+SCENES: dict[str, tuple[str, Callable[[webdriver.Chrome], None]]] = {
+    "light": ("light", thinking), "dark": ("dark", calling), "picture": ("light", seeing), "video": ("light", filming),
+}  # fmt: skip
 
 
 def _example(driver: webdriver.Chrome, title: str) -> None:
