@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import playground_servers
 import pytest
-from openai_served import served
+from openai_served import Served, served
 from PIL import Image
 from playground_page import Page
 from samples.picture_world import Dialogue, dialogues, png
@@ -264,6 +265,20 @@ def test_code_shows_pictures_short_and_copies_them_whole(page: Page, drawn: Path
     body = page.run("return window.copied").split("<<'END'\n")[1].removesuffix("\nEND")
     url = json.loads(body)["messages"][-1]["content"][-1]["image_url"]["url"]
     assert base64.b64decode(url.split(",")[1]) == drawn.read_bytes()
+
+
+def test_a_model_that_does_not_see_says_so_and_the_picture_can_be_taken_back(
+    deployment: Served, visit: Callable[[str], Page], drawn: Path
+) -> None:
+    page = visit(playground_servers.URL).open()
+    choose(page, drawn)
+    page.ask("What is 12 + 30?")
+    page.until(lambda: "this model reads text parts only" in page.text(".answer .error-text"))
+    page.complaints()  # Chromium itself notes the status 400
+    page.click("[aria-label='Edit and send again']")
+    page.click(".editor .remove")
+    page.press(Keys.ENTER)
+    page.until(lambda: page.text(".answer .content") == "42")
 
 
 def test_the_server_s_words_are_shown_when_it_refuses_a_picture(page: Page, drawn: Path) -> None:

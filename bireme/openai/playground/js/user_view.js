@@ -23,6 +23,7 @@ export class UserView {
     const tray = new PictureTray(area, this.#turn.pictures);
     const save = async () => {
       await tray.reading;
+      if (!area.isConnected) return; // cancelled, or sent, meanwhile
       if (area.value.trim() || tray.pictures.length) this.#onEdit(area.value, tray.pictures);
     };
     const cancel = () => {
