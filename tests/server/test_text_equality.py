@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import stand_in_workers
 from triton_client import Client
+from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.server
 
@@ -50,6 +52,7 @@ def _workers(mode: str) -> dict[str, Any]:
             "cache_transceiver_config": {"backend": "DEFAULT"},
         }
         if mode.startswith("trtllm"):
+            config["guided_decoding_backend"] = "xgrammar"
             return stand_in_workers.worker(config, profile="1.3" if mode.endswith("disaggregated") else "1.2.1")
         return {"engine": "torch", "num_threads": 1, "engine_config": config}
 
@@ -117,3 +120,21 @@ def test_text_is_what_the_tokenizer_makes_of_the_ids(deployment: Deployment) -> 
     ids = deployment.client.infer("tokenizer", text_input="def main():\n")["input_ids"]
     assert answer["output_ids"] == deployment.reference.greedy(ids, 40)
     assert json.loads(answer["usage"])["prompt_tokens"] == len(ids)
+
+
+def test_a_logits_processor_forces_its_sequence_wherever_the_engine_runs_any(deployment: Deployment) -> None:
+    calls = json.dumps([{"name": "forced_sequence", "args": {"token_ids": [310, 311, 312]}}])
+    request = {"input_ids": [400, 401], "max_tokens": 9, "logits_processors": calls, "stream": True}
+    if deployment.mode == "trtllm_disaggregated":
+        with pytest.raises(InferenceServerException, match="INVALID_ARGUMENT: .*together with disaggregated serving"):
+            deployment.client.generate("generate", **request)
+        return
+    answer = deployment.client.generate("generate", **request)
+    assert (answer["output_ids"], answer["finish_reason"]) == ([310, 311, 312], "stop")
+
+
+def test_a_guided_answer_follows_its_guide(deployment: Deployment) -> None:
+    pytest.importorskip("xgrammar")
+    guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[0-9]{5}"}
+    answer = deployment.client.generate("generate", text_input="Hello", max_tokens=30, stream=True, **guide)
+    assert re.fullmatch("[0-9]{5}", answer["text_output"]) and answer["finish_reason"] == "stop"
