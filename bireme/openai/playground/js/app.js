@@ -45,6 +45,7 @@ document.addEventListener("keydown", (event) => {
   if (!panel.closeIfOver()) chat.stop();
 });
 addEventListener("pagehide", () => video.stop());
+addEventListener("beforeunload", () => chat.leave()); // before the browser itself cuts the connection
 addEventListener("pagehide", () => chat.leave()); // a page that the browser keeps for "back" would go on reading
 bindTheme(byId("theme"));
 composer.showSettings(settings.values());
