@@ -38,7 +38,7 @@ from bireme.types import Inputs, Stage, StageContext
 
 STOP_LIMIT_S = 5.0  # for stage.stop(); finalize() as a whole takes at most 9 s
 JOIN_LIMIT_S = 1.0  # for each of our own threads
-BURST, BURST_PAUSE_S = 4, 0.008  # so many arrivals at once are a burst: the loop lets more of it pile up
+BURST, BURST_PAUSE_S = 2, 0.008  # so many arrivals at once are a burst: the loop lets more of it pile up
 CANCEL_GRACE_S = 10.0  # a stage that does not react to `cancelled` has its task cancelled after this
 logger = logging.getLogger("bireme.triton")
 
