@@ -1,27 +1,26 @@
 """The engine process's side of the socket: one IO thread between a supervisor and an engine.
 
-The thread owns both sockets and the ledger. It answers pings at once, also while the engine loads or a step
-is under way, checks every command, and encodes what the engine makes: the engine's own thread only appends
-to a queue and, when the IO thread sleeps, rings its bell. No frame, however malformed, ends the process.
+The thread owns both sockets (`io_thread`) and the ledger. It answers pings at once, also while the engine loads or
+a step is under way, checks every command, and encodes what the engine makes. No frame, however malformed, ends the
+process.
 Metrics of requests that the engine takes are the engine's; what is refused here is counted here.
 """
 
 from __future__ import annotations
 
-import collections
 import logging
-import os
-import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
-import zmq
 
 from bireme.engines.base import Delta, Engine, Progress, RequestKey
 from bireme.engines.columns import StepEncoder
 from bireme.engines.digests import request_digest
+from bireme.engines.io_thread import IoThread
 from bireme.engines.ledger import Ledger
 from bireme.engines.validate import Gate
 from bireme.errors import (
@@ -33,7 +32,6 @@ from bireme.errors import (
     to_message,
 )
 from bireme.messages import (
-    CONTROL,
     STUB,
     VERSION,
     Abort,
@@ -47,17 +45,12 @@ from bireme.messages import (
     Submit,
     Usage,
     decode_commands,
-    encode,
-    frame,
     split,
 )
 from bireme.metrics import Registry, encode_delta
 
 logger = logging.getLogger("bireme.engine")
 MAX_NUMBER = (1 << 63) - 1
-EXIT_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
-_FRAMES_A_TURN = 64  # commands taken before steps go out again
-_LINGER_MS = 1000  # the last frames of an orderly end get this long to reach the stub
 _IDLE = Progress(0, 0.0, 0, 0)
 
 
@@ -74,105 +67,40 @@ class EngineServer:
     """Start it first, so that pings are answered during the load; then `open` it or `fail` it; then `close`."""
 
     def __init__(self, endpoint: str, life: int, metrics: Registry) -> None:
-        self._endpoint = endpoint
         self._life = life
         self._metrics = metrics
         self._ledger = Ledger()
         self._encoder = StepEncoder(life, self._ledger, b"")
         self._service: _Service | None = None
-        self._outbox: collections.deque[bytes | tuple[int, list[Delta]]] = collections.deque()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._has_rung = False
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="engine-io", daemon=True)
+        self._io = IoThread(endpoint, life, self._apply)
 
     def start(self) -> None:
-        self._thread.start()
+        self._io.start()
 
     def emit(self, step: int, deltas: list[Delta]) -> None:
         """Take one engine step's news; thread-safe, never blocks."""
-        self._outbox.append((step, deltas))
-        self._ring()
+        self._io.post(partial(self._frames, step, deltas))
 
     def open(self, engine: Engine, gate: Gate) -> None:
         """Say hello: from now on submits reach the engine."""
         self._encoder = StepEncoder(self._life, self._ledger, gate.key)
         self._service = _Service(engine, gate, self._encoder)
-        self._say(Hello(VERSION, self._life, gate.capacity))
+        self._io.say(Hello(VERSION, self._life, gate.capacity))
 
     def fail(self, error: str) -> None:
         """Tell the supervisor why this life ends before it was ready."""
-        self._say(Hello(VERSION, self._life, error=error))
+        self._io.say(Hello(VERSION, self._life, error=error))
 
     def close(self) -> None:
         """Send what is queued and end the thread."""
-        self._is_closing = True
-        self._ring()
-        self._thread.join(_LINGER_MS / 1000 + 1)
+        self._io.close()
 
-    def _say(self, message: Hello | Pong) -> None:
-        self._outbox.append(frame(CONTROL, encode(message)))
-        self._ring()
-
-    def _ring(self) -> None:
-        if not self._has_rung:
-            self._has_rung = True
-            os.eventfd_write(self._bell, 1)
-
-    def _run(self) -> None:
+    def _frames(self, step: int, deltas: list[Delta]) -> Sequence[bytes]:
         try:
-            self._serve()
+            return self._encoder.frames(step, deltas)
         except Exception:
-            logger.exception("io_failed life=%d", self._life)
-            os._exit(EXIT_SOFTWARE)  # a mute engine is of no use, and its supervisor starts another
-
-    def _serve(self) -> None:
-        context = zmq.Context()
-        commands, steps = (
-            _connect(context, zmq.PULL, self._endpoint + ".c"),
-            _connect(context, zmq.PUSH, self._endpoint + ".s"),
-        )
-        poller = zmq.Poller()
-        poller.register(commands, zmq.POLLIN)
-        poller.register(self._bell, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if self._bell in ready:
-                os.eventfd_read(self._bell)
-                self._has_rung = False  # before the queue is read: what comes later rings again
-            self._send(steps)
-            if commands in ready:
-                self._receive(commands)
-            if self._is_closing and not self._outbox:
-                break
-        commands.close(0)
-        steps.close(_LINGER_MS)
-        context.term()
-
-    def _send(self, steps: Any) -> None:
-        while self._outbox:
-            item = self._outbox.popleft()
-            if isinstance(item, bytes):
-                steps.send(item)
-                continue
-            try:
-                frames = self._encoder.frames(*item)
-            except Exception:
-                logger.exception("step_not_encoded step=%d", item[0])
-                continue
-            for data in frames:
-                steps.send(data)
-
-    def _receive(self, commands: Any) -> None:
-        for _ in range(_FRAMES_A_TURN):
-            try:
-                data = commands.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._apply(data)
-            except Exception:
-                logger.exception("command_failed bytes=%d", len(data))
+            logger.exception("step_not_encoded step=%d", step)
+            return ()
 
     def _apply(self, data: bytes) -> None:
         if len(data) < 4:
@@ -271,8 +199,7 @@ class EngineServer:
     def _refuse(self, key: RequestKey, error: BaseException) -> None:
         finish = Finish(reason_of(error), Usage(), to_message(error))
         self._metrics.add("bireme_requests_total", 1, finish.error.partition(":")[0])
-        self._outbox.append(self._encoder.refusal(*key, finish))
-        self._ring()
+        self._io.post(self._encoder.refusal(*key, finish))
 
     def _drop(self, consumer: int) -> None:
         keys = self._ledger.of_consumer(consumer)
@@ -288,7 +215,7 @@ class EngineServer:
         began = progress.step_began_at
         self._metrics.set("bireme_requests_waiting", progress.num_waiting)
         self._metrics.set("bireme_requests_running", progress.num_running)
-        self._say(
+        self._io.say(
             Pong(
                 number,
                 self._life,
@@ -306,11 +233,3 @@ def reason_of(error: BaseException) -> Any:
     if isinstance(error, DeadlineExceededError):
         return "timeout"
     return "cancelled" if isinstance(error, RequestCancelledError) else "error"
-
-
-def _connect(context: Any, kind: int, endpoint: str) -> Any:
-    socket = context.socket(kind)
-    socket.set_hwm(0)
-    socket.linger = 0
-    socket.connect(endpoint)
-    return socket

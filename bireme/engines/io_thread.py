@@ -1,0 +1,110 @@
+"""The engine process's two sockets to its supervisor, and the one thread that owns them.
+
+Other threads only append to a queue and, when this one sleeps, ring its bell. No frame, however malformed, ends
+the process; a thread that can't go on does, since a mute engine is of no use and its supervisor starts another.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import zmq
+
+from bireme.messages import CONTROL, Hello, Pong, encode, frame
+
+logger = logging.getLogger("bireme.engine")
+EXIT_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
+_FRAMES_A_TURN = 64  # commands taken before what the engine makes goes out again
+_LINGER_MS = 1000  # the last frames of an orderly end get this long to reach the stub
+
+Outgoing = bytes | Callable[[], Iterable[bytes]]  # a frame, or what makes frames on the IO thread; must not raise
+
+
+class IoThread:
+    """`start`, then `post` and `say` from any thread; `close`. `take` gets each frame that comes, on the thread."""
+
+    def __init__(self, endpoint: str, life: int, take: Callable[[bytes], None]) -> None:
+        self._endpoint, self._life, self._take = endpoint, life, take
+        self._outbox: collections.deque[Outgoing] = collections.deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._has_rung = self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="engine-io", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, item: Outgoing) -> None:
+        """Send it when its turn comes; never blocks."""
+        self._outbox.append(item)
+        self._ring()
+
+    def say(self, message: Hello | Pong) -> None:
+        """Send the supervisor a message."""
+        self.post(frame(CONTROL, encode(message)))
+
+    def close(self) -> None:
+        """Send what is queued and end the thread."""
+        self._is_closing = True
+        self._ring()
+        self._thread.join(_LINGER_MS / 1000 + 1)
+
+    def _ring(self) -> None:
+        if not self._has_rung:
+            self._has_rung = True
+            os.eventfd_write(self._bell, 1)
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            logger.exception("io_failed life=%d", self._life)
+            os._exit(EXIT_SOFTWARE)
+
+    def _serve(self) -> None:
+        context = zmq.Context()
+        commands = _connect(context, zmq.PULL, self._endpoint + ".c")
+        steps = _connect(context, zmq.PUSH, self._endpoint + ".s")
+        poller = zmq.Poller()
+        poller.register(commands, zmq.POLLIN)
+        poller.register(self._bell, zmq.POLLIN)
+        while not (self._is_closing and not self._outbox):
+            ready = dict(poller.poll())
+            if self._bell in ready:
+                os.eventfd_read(self._bell)
+                self._has_rung = False  # before the queue is read: what comes later rings again
+            self._send(steps)
+            if commands in ready:
+                self._receive(commands)
+        commands.close(0)
+        steps.close(_LINGER_MS)
+        context.term()
+
+    def _send(self, steps: Any) -> None:
+        while self._outbox:
+            item = self._outbox.popleft()
+            for data in (item,) if isinstance(item, bytes) else item():
+                steps.send(data)
+
+    def _receive(self, commands: Any) -> None:
+        for _ in range(_FRAMES_A_TURN):
+            try:
+                data = commands.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._take(data)
+            except Exception:
+                logger.exception("command_failed bytes=%d", len(data))
+
+
+def _connect(context: Any, kind: int, endpoint: str) -> Any:
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    socket.linger = 0
+    socket.connect(endpoint)
+    return socket
