@@ -9,6 +9,7 @@ import pytest
 
 from bireme.config import Recipe, convert
 from bireme.engines.video.client import VideoClient
+from bireme.engines.video.link import EngineLink
 from bireme.errors import (
     DeadlineExceededError,
     EngineLostError,
@@ -16,6 +17,7 @@ from bireme.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from bireme.messages import frame
 from bireme.metrics import Registry
 from bireme.video import wire
 from bireme.video.rules import Ask, resolve
@@ -48,6 +50,13 @@ class Sink:
             if name == kind:
                 return value
             assert name not in ("made", "failed"), value
+
+    def rest(self):
+        """Return the steps that are still told, and what ends the work."""
+        steps = []
+        while (news := self.news.get(timeout=LIMIT_S))[0] == "step":
+            steps.append(news[1])
+        return steps, news[1]
 
 
 @pytest.fixture
@@ -104,14 +113,15 @@ def test_a_full_queue_refuses(start):
 
 
 def test_what_waits_is_aborted_at_once_and_what_runs_after_its_step(start):
-    client = start(step_ms=100)
+    client = start(step_ms=300)
     running, running_number = submit(client, 50)
     waiting, waiting_number = submit(client)
     running.until("step")
     client.abort(waiting_number)
     assert isinstance(waiting.until("failed"), RequestCancelledError)
     client.abort(running_number)
-    assert isinstance(running.until("failed"), RequestCancelledError)
+    steps, error = running.rest()
+    assert isinstance(error, RequestCancelledError) and len(steps) <= 1  # the one under way
     submit(client, 1)[0].until("made")
 
 
@@ -147,10 +157,51 @@ def test_an_engine_that_dies_too_often_refuses_what_waits_and_what_comes(start):
         submit(client)
 
 
-def test_an_abort_of_a_past_life_is_not_sent_and_an_unknown_number_is_ignored(start):
+def test_a_full_queue_refuses_while_the_engine_is_started_again(start):
+    client = start(max_queue_size=1, supervisor={"restart_backoff_s": 30.0})
+    running = submit(client, 50)[0]
+    running.until("step")
+    os.kill(client.pid, signal.SIGKILL)
+    running.until("failed")
+    for _ in range(2):  # the next one to run, and one that waits
+        submit(client)
+    with pytest.raises(ResourceExhaustedError, match="video.max_queue_size is 1"):
+        submit(client)
+
+
+def test_an_abort_of_an_unknown_number_disturbs_nobody(start):
     client = start()
-    client.abort(99)
-    submit(client, 1)[0].until("made")
+    running, number = submit(client, 5)
+    running.until("step")
+    client.abort(number + 1)
+    running.until("made")
+
+
+def test_an_abort_of_work_that_a_past_life_took_along_disturbs_nobody(start):
+    client = start(step_ms=50)
+    lost, number = submit(client, 100)
+    lost.until("step")
+    os.kill(client.pid, signal.SIGKILL)
+    assert isinstance(lost.until("failed"), EngineLostError)
+    later = submit(client, 5)[0]
+    later.until("step")
+    client.abort(number)
+    later.until("made")
+
+
+@pytest.fixture
+def link(tmp_path):
+    """The engine's side of the sockets, in its second life; commands are obeyed as they would be from its socket."""
+    link = EngineLink(f"ipc://{tmp_path}/engine", 2, Registry("video_diffusion"))
+    yield link
+
+
+def test_an_engine_obeys_no_command_that_was_meant_for_a_past_life(link):
+    for command in (wire.Generate(1, 7, resolve_for_wire()), wire.Generate(2, 8, resolve_for_wire()), wire.Abort(1, 8)):
+        link.take(frame(wire.VIDEO, wire.encode(command)))
+    assert link.next().number == 8 and not link.is_aborted(8)
+    link.take(frame(wire.VIDEO, wire.encode(wire.Abort(2, 8))))
+    assert link.is_aborted(8)
 
 
 def test_messages_survive_the_wire():

@@ -90,6 +90,11 @@ class VideoClient:
         return self._life is not None
 
     @property
+    def state(self) -> str:
+        """Return `ready`, or why it is not."""
+        return "ready" if self._life else self._supervisor.state
+
+    @property
     def facts(self) -> wire.PipelineFacts:
         """What the pipeline takes, also while its process is started again. Raises UnavailableError."""
         if self._facts is None:
@@ -118,7 +123,7 @@ class VideoClient:
             if self._is_down:
                 raise UnavailableError(self._supervisor.state)
             limit = self._config.max_queue_size
-            if self._running is not None and len(self._waiting) >= limit:
+            if len(self._waiting) + (self._running is not None) > limit:  # also while no engine takes any
                 raise ResourceExhaustedError(
                     f"{self._worker}: {len(self._waiting)} requests wait; video.max_queue_size is {limit}, try later"
                 )
