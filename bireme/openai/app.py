@@ -12,7 +12,6 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from bireme.config import FrontendConfig
 from bireme.errors import BiremeError
@@ -25,15 +24,15 @@ from bireme.openai.error_replies import HttpError, RateLimitError, is_internal, 
 from bireme.openai.keys import OPEN, ApiKeys
 from bireme.openai.members import Member
 from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
+from bireme.openai.model_object import language_model, video_model
 from bireme.openai.openapi import openapi
 from bireme.openai.pace import Pacer
 from bireme.openai.playground_files import PlaygroundFiles
 from bireme.openai.readiness import Readiness
-from bireme.openai.served_model import Models, ServedModel
+from bireme.openai.served_model import Models
 from bireme.openai.served_video import VideoModels
 from bireme.openai.tokenization import Tokenization
 from bireme.openai.video_routes import VideoRoutes
-from bireme.openai.videos import model_tree
 from bireme.pipelines.chat_answer import encode_json
 
 OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
@@ -187,15 +186,15 @@ class Frontend:
         return handle
 
     async def _list_models(self, call: Call) -> None:
-        models = [_model_json(model) for model in self._models] + [model_tree(model) for model in self._videos]
+        models = [language_model(model) for model in self._models] + [video_model(model) for model in self._videos]
         await call.reply(200, encode_json({"object": "list", "data": models}))
 
     async def _show_model(self, call: Call) -> None:
         name = call.path[len(_MODEL_PATH) :]
         if name in self._videos:
-            return await call.reply(200, encode_json(model_tree(self._videos.get(name))))
+            return await call.reply(200, encode_json(video_model(self._videos.get(name))))
         model = self._models.get(name)
-        await call.reply(200, encode_json(_model_json(model)))
+        await call.reply(200, encode_json(language_model(model)))
 
     async def _live(self, call: Call) -> None:
         await call.reply(200, b'{"status":"live"}')
@@ -235,17 +234,6 @@ def _check_host(call: Call) -> None:
     """Refuse what could mean one thing to a proxy and another to a client library."""
     if call.header_count(b"host") > 1 or not _FORBIDDEN_IN_HOST.isdisjoint(call.header(b"host")):
         raise HttpError(400, "host: send one Host header with a name or address and a port", code="invalid_host")
-
-
-def _model_json(model: ServedModel) -> dict[str, Any]:
-    capacity = model.capacity
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "bireme",
-        "max_model_len": capacity.max_seq_len if capacity else None,
-    }
 
 
 def _log_line(call: Call) -> str:

@@ -219,14 +219,3 @@ def _is_ascending(text: str | None) -> bool:
     if text not in (None, "asc", "desc"):
         raise RequestError(f"order: {str(text)[:20]!r}; asc or desc")
     return text == "asc"
-
-
-def model_tree(model: ServedVideo) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "bireme",
-        "max_model_len": None,
-        "kind": "video",
-    }

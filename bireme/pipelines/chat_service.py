@@ -47,6 +47,10 @@ class ChatService:
         self._tools = tool_format(services.recipe.chat.tool_parser)
         self._picture_model = picture_model_of(services.recipe)
 
+    @property
+    def takes_pictures(self) -> bool:
+        return self._picture_model is not None
+
     async def run(
         self, request: ChatRequest, answer: Answer, arrived_at: float, on_prompt: OnPrompt = _ignore
     ) -> list[Sequence]:

@@ -213,3 +213,10 @@ async def test_a_listing_with_wrong_parameters_is_refused(start, query):
     scope = {"type": "http", "method": "GET", "path": "/v1/videos", "headers": [(b"host", b"x")], "query_string": query}
     again = await type(reply)(bench.app, scope, b"").end()
     assert again.status in (400, 404)
+
+
+async def test_a_video_model_says_that_it_makes_videos_of_text(start):
+    bench = await start()
+    [model] = (await bench.call("GET", "/v1/models").end()).json()["data"]
+    assert model["bireme"] == {"input_modalities": ["text"], "output_modalities": ["video", "image"]}
+    assert (await bench.call("GET", "/v1/models/clips").end()).json() == model

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from pathlib import Path
 from typing import Any
 
 from selenium import webdriver
@@ -12,7 +14,19 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 LIMIT_S = 30
+FileContent = tuple[str, str, bytes]  # name, type, content
 WIDE, NARROW = (1280, 860), (400, 800)
+_FILES = """
+    const files = new DataTransfer();
+    for (const [name, type, bytes] of arguments[0])
+      files.items.add(new File([Uint8Array.from(atob(bytes), (one) => one.charCodeAt(0))], name, { type }));
+"""
+_PASTE = "document.activeElement.dispatchEvent(new ClipboardEvent('paste', {clipboardData: files, ...bubbling}))"
+_DROP = """
+    const target = document.querySelector(arguments[1]);
+    for (const name of ["dragover", "drop"])
+      target.dispatchEvent(new DragEvent(name, {dataTransfer: files, ...bubbling}));
+"""
 
 
 class Page:
@@ -112,6 +126,23 @@ class Page:
         """Choose one of the examples and send it."""
         next(card for card in self.all(".example") if title in card.text).click()
         self.press(Keys.ENTER)
+
+    def attach(self, *paths: Path) -> None:
+        """Take these files in the browser's dialog, as pictures of the next message."""
+        before = len(self.all(".composer .thumbnail"))
+        self.find(".composer .tray .file").send_keys("\n".join(map(str, paths)))
+        self.until(lambda: len(self.all(".composer .thumbnail")) == before + len(paths))
+
+    def paste(self, *files: FileContent) -> None:
+        """Paste files into what has the focus."""
+        self._hand(_PASTE, "", *files)
+
+    def drop(self, target: str, *files: FileContent) -> None:
+        self._hand(_DROP, target, *files)
+
+    def _hand(self, script: str, target: str, *files: FileContent) -> None:
+        encoded = [(name, kind, base64.b64encode(content).decode()) for name, kind, content in files]
+        self.run(f"{_FILES} const bubbling = {{bubbles: true, cancelable: true}}; {script}", encoded, target)
 
     # What the browser noticed
 

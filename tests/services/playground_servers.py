@@ -61,17 +61,21 @@ def further_frontend(log: Path, *arguments: str) -> Iterator[tuple[str, subproce
         process.wait(LIMIT_S)
 
 
-def _model(name: str, metrics: Registry) -> ServedModel:
-    recipe = convert({"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": name}, Recipe, "")
+def _model(name: str, folder: str, metrics: Registry) -> ServedModel:
+    recipe = convert({"model": folder, "workers": {"decode": {"engine": "torch"}}, "name": name}, Recipe, "")
     return ServedModel(recipe, FakeWorkers(), load_tokenizer("models/tiny-chat"), metrics)
 
 
 class ScriptedFrontend:
-    """A frontend that serves the page as ever, and chats with the bytes of `pieces`, each written at once."""
+    """A frontend that serves the page as ever, and chats with the bytes of `pieces`, each written at once.
+
+    Of its models `scripted` reads text only and `other` takes pictures.
+    """
 
     def __init__(self) -> None:
         metrics = Registry("frontend")
-        self._frontend = Frontend(Models([_model(name, metrics) for name in ("scripted", "other")]), metrics)
+        models = [_model("scripted", "models/tiny-chat", metrics), _model("other", "models/tiny-vlm", metrics)]
+        self._frontend = Frontend(Models(models), metrics)
         self.pieces: list[bytes] = []
         self.pause_s = 0.0
         self.requests: list[bytes] = []

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import playground_servers
 import pytest
-from openai_served import Served, served
+from openai_served import served
 from PIL import Image
 from playground_page import Page
 from samples.picture_world import Dialogue, dialogues, png
@@ -19,17 +18,6 @@ from selenium.webdriver.common.keys import Keys
 
 PORTS = {"http": 24700, "grpc": 24701, "metrics": 24702, "health": 24703, "openai": 24704}
 URL = f"http://127.0.0.1:{PORTS['openai']}/"
-FILES = """
-    const files = new DataTransfer();
-    for (const [name, type, bytes] of arguments[0])
-      files.items.add(new File([Uint8Array.from(atob(bytes), (one) => one.charCodeAt(0))], name, { type }));
-"""
-PASTE = "document.activeElement.dispatchEvent(new ClipboardEvent('paste', {clipboardData: files, ...bubbling}))"
-DROP = """
-    const target = document.querySelector(arguments[1]);
-    for (const name of ["dragover", "drop"])
-      target.dispatchEvent(new DragEvent(name, {dataTransfer: files, ...bubbling}));
-"""
 SENT = """
     window.sent = [];
     const plain = window.fetch;
@@ -69,19 +57,6 @@ def drawn(tmp_path: Path) -> Path:
     return path
 
 
-def choose(page: Page, *paths: Path) -> None:
-    """Take these files in the browser's dialog."""
-    before = len(page.all(".composer .thumbnail"))
-    page.find(".composer .tray .file").send_keys("\n".join(map(str, paths)))
-    page.until(lambda: len(page.all(".composer .thumbnail")) == before + len(paths))
-
-
-def hand(page: Page, script: str, *files: tuple[str, str, bytes], target: str = "") -> None:
-    """Run a script that hands files over as a paste or a drop does."""
-    encoded = [(name, kind, base64.b64encode(content).decode()) for name, kind, content in files]
-    page.run(f"{FILES} const bubbling = {{bubbles: true, cancelable: true}}; {script}", encoded, target)
-
-
 def last_content(page: Page) -> Any:
     """Return the content of the last user message that was sent."""
     messages = json.loads(page.run("return window.sent.at(-1)"))["messages"]
@@ -90,16 +65,16 @@ def last_content(page: Page) -> Any:
 
 def test_a_question_about_an_attached_picture_is_answered_rightly(page: Page, drawn: Path) -> None:
     turn = asked_about().turns[0]
-    choose(page, drawn)
+    page.attach(drawn)
     assert page.asked(turn.question) == turn.answer
-    text, picture = last_content(page)
+    picture, text = last_content(page)
     assert text == {"type": "text", "text": turn.question}
     encoded = base64.b64encode(drawn.read_bytes()).decode()
     assert picture == {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
 
 
 def test_the_conversation_shows_the_picture_and_the_composer_no_longer(page: Page, drawn: Path) -> None:
-    choose(page, drawn)
+    page.attach(drawn)
     page.asked("Describe the picture.")
     assert page.find(".turn.user .picture").get_attribute("alt") == "Attached picture: drawn.png"
     assert page.run("return document.querySelector('.turn.user .picture').naturalWidth") > 80
@@ -108,7 +83,7 @@ def test_the_conversation_shows_the_picture_and_the_composer_no_longer(page: Pag
 
 def test_the_next_question_is_about_the_same_picture(page: Page, drawn: Path) -> None:
     dialogue = asked_about()
-    choose(page, drawn)
+    page.attach(drawn)
     first = page.asked(dialogue.turns[0].question)
     page.asked("How many objects are there?", 2)
     messages = json.loads(page.run("return window.sent.at(-1)"))["messages"]
@@ -121,14 +96,14 @@ def test_two_pictures_go_along_in_their_order(page: Page, tmp_path: Path) -> Non
     paths = [tmp_path / "first.png", tmp_path / "second.png"]
     for at, path in enumerate(paths):
         path.write_bytes(picture_of(dialogue, at))
-    choose(page, *paths)
+    page.attach(*paths)
     page.asked(dialogue.turns[0].question)
-    urls = [part["image_url"]["url"] for part in last_content(page)[1:]]
+    urls = [part["image_url"]["url"] for part in last_content(page)[:2]]
     assert [base64.b64decode(url.split(",")[1]) for url in urls] == [path.read_bytes() for path in paths]
 
 
 def test_a_removed_picture_is_not_sent(page: Page, drawn: Path) -> None:
-    choose(page, drawn)
+    page.attach(drawn)
     page.click("[aria-label='Remove picture: drawn.png']")
     assert not page.all(".composer .thumbnail") and page.focused == "prompt"
     page.asked("Who are you?")
@@ -137,13 +112,13 @@ def test_a_removed_picture_is_not_sent(page: Page, drawn: Path) -> None:
 
 def test_a_picture_is_pasted(page: Page, drawn: Path) -> None:
     page.click("#prompt")
-    hand(page, PASTE, ("image.png", "image/png", drawn.read_bytes()))
+    page.paste(("image.png", "image/png", drawn.read_bytes()))
     page.until(lambda: page.all(".composer .thumbnail"))
     assert page.asked(asked_about().turns[0].question) == asked_about().turns[0].answer
 
 
 def test_a_picture_is_dropped_anywhere_on_the_page(page: Page, drawn: Path) -> None:
-    hand(page, DROP, ("dropped.png", "image/png", drawn.read_bytes()), target="#thread")
+    page.drop("#thread", ("dropped.png", "image/png", drawn.read_bytes()))
     page.until(lambda: page.all(".composer .thumbnail"))
     assert page.focused == "prompt" and not page.all(".dropping")
     assert page.asked(asked_about().turns[0].question) == asked_about().turns[0].answer
@@ -153,9 +128,9 @@ def test_a_picture_is_dropped_anywhere_on_the_page(page: Page, drawn: Path) -> N
 def test_other_kinds_are_told_by_their_bytes(page: Page, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "named.png"
     asked_about().pictures()[0].save(path, kind)
-    choose(page, path)
+    page.attach(path)
     page.asked("Describe the picture.")
-    assert str(last_content(page)[1]).startswith(
+    assert str(last_content(page)[0]).startswith(
         f"{{'type': 'image_url', 'image_url': {{'url': 'data:image/{kind.lower()};"
     )
 
@@ -186,7 +161,7 @@ def test_a_picture_is_attached_removed_and_sent_by_keyboard_alone(page: Page, dr
     assert page.focused == "Attach pictures"
     page.press(Keys.ENTER)
     assert page.run("return window.hasAsked")  # what follows is the system's dialog
-    choose(page, drawn, drawn)
+    page.attach(drawn, drawn)
     assert page.focused == "prompt"
     page.press(Keys.SHIFT + Keys.TAB, Keys.SHIFT + Keys.TAB)
     assert page.focused == "Remove picture: drawn.png"
@@ -199,7 +174,7 @@ def test_a_picture_is_attached_removed_and_sent_by_keyboard_alone(page: Page, dr
 
 def test_editing_and_asking_again_keep_the_picture(page: Page, drawn: Path) -> None:
     turn = asked_about().turns[0]
-    choose(page, drawn)
+    page.attach(drawn)
     page.asked("Describe the picture.")
     page.click("[aria-label='Edit and send again']")
     page.find(".editor textarea").clear()
@@ -212,7 +187,7 @@ def test_editing_and_asking_again_keep_the_picture(page: Page, drawn: Path) -> N
 
 
 def test_a_picture_can_be_removed_while_editing(page: Page, drawn: Path) -> None:
-    choose(page, drawn)
+    page.attach(drawn)
     page.asked("Describe the picture.")
     page.click("[aria-label='Edit and send again']")
     page.click(".editor .remove")
@@ -223,14 +198,14 @@ def test_a_picture_can_be_removed_while_editing(page: Page, drawn: Path) -> None
 
 
 def test_a_picture_alone_is_a_message(page: Page, drawn: Path) -> None:
-    choose(page, drawn)
+    page.attach(drawn)
     page.press(Keys.ENTER)
     page.answered()
     assert [part["type"] for part in last_content(page)] == ["image_url"] and not page.all(".error")
 
 
 def test_a_reload_keeps_pictures(page: Page, drawn: Path) -> None:
-    choose(page, drawn)
+    page.attach(drawn)
     answer = page.asked("Describe the picture.")
     page.reload()
     assert page.find(".turn.user .picture").get_attribute("title") == "drawn.png"
@@ -244,7 +219,7 @@ def test_pictures_beyond_the_storage_are_lost_by_a_reload_and_that_is_said(page:
     page.run("sessionStorage.setItem('filler', 'x'.repeat(5 * 1024 * 1024 - 20000))")
     path = tmp_path / "noise.png"
     Image.frombytes("RGB", (150, 150), random.Random(1).randbytes(150 * 150 * 3)).save(path)
-    choose(page, path)
+    page.attach(path)
     page.asked("Describe the picture.")
     note = "One picture is too large to be kept when this page is loaded again."
     page.until(lambda: page.text(".composer .tray .note") == note)
@@ -255,7 +230,7 @@ def test_pictures_beyond_the_storage_are_lost_by_a_reload_and_that_is_said(page:
 
 
 def test_code_shows_pictures_short_and_copies_them_whole(page: Page, drawn: Path) -> None:
-    choose(page, drawn)
+    page.attach(drawn)
     page.run("navigator.clipboard.writeText = async (text) => void (window.copied = text)")
     page.click("#show-code")
     shown = page.text("#code-text code")
@@ -263,26 +238,12 @@ def test_code_shows_pictures_short_and_copies_them_whole(page: Page, drawn: Path
     page.click("#code-text .copy")
     page.until(lambda: page.run("return window.copied"))
     body = page.run("return window.copied").split("<<'END'\n")[1].removesuffix("\nEND")
-    url = json.loads(body)["messages"][-1]["content"][-1]["image_url"]["url"]
+    url = json.loads(body)["messages"][-1]["content"][0]["image_url"]["url"]
     assert base64.b64decode(url.split(",")[1]) == drawn.read_bytes()
 
 
-def test_a_model_that_does_not_see_says_so_and_the_picture_can_be_taken_back(
-    deployment: Served, visit: Callable[[str], Page], drawn: Path
-) -> None:
-    page = visit(playground_servers.URL).open()
-    choose(page, drawn)
-    page.ask("What is 12 + 30?")
-    page.until(lambda: "this model reads text parts only" in page.text(".answer .error-text"))
-    page.complaints()  # Chromium itself notes the status 400
-    page.click("[aria-label='Edit and send again']")
-    page.click(".editor .remove")
-    page.press(Keys.ENTER)
-    page.until(lambda: page.text(".answer .content") == "42")
-
-
 def test_the_server_s_words_are_shown_when_it_refuses_a_picture(page: Page, drawn: Path) -> None:
-    choose(page, *[drawn] * 17)
+    page.attach(*[drawn] * 17)
     page.ask("What is this?")
     page.until(lambda: "16" in page.text(".answer .error-text"))
     page.complaints()  # Chromium itself notes the status 400

@@ -36,7 +36,7 @@ export function addressOf(path) {
   return new URL(path, document.baseURI).href;
 }
 
-/** Return the models: [{id, max_model_len, ...}]. Raises ApiError. */
+/** Return the models: [{id, max_model_len, bireme: {input_modalities, output_modalities}, ...}]. Raises ApiError. */
 export async function listModels() {
   return (await (await call("v1/models")).json()).data;
 }

@@ -30,6 +30,7 @@ composer = new Composer({
   stop: () => chat.stop(),
   editLast: () => chat.editLast(),
   clear: (values) => settings.apply(values),
+  pictureProblem: () => models.pictureProblem,
 });
 const video = new VideoView(() => models.name);
 const code = new CodeDialog(() => chat.request(byId("prompt").value, composer.pictures));
@@ -68,8 +69,10 @@ async function loadModels() {
   }
 }
 
-/** A model that makes videos has a view of its own, in place of the chat. */
+/** A model that makes videos has a view of its own, in place of the chat; where it reads text only, no pictures. */
 function showView() {
+  document.body.classList.toggle("text-only", models.pictureProblem !== "");
+  composer.say(chat.pictureProblem(composer.pictures));
   document.body.classList.toggle("makes-videos", models.makesVideos);
   byId("video").hidden = !models.makesVideos;
 }

@@ -25,6 +25,7 @@ export class Chat {
     this.#onUsage = onUsage;
     this.#thread = new Thread({
       edit: (turn, text, pictures) => this.#edit(turn, text, pictures),
+      pictureProblem: () => models.pictureProblem,
       retry: () => this.#retry(),
       results: (results) => this.#sendResults(results),
       key: () => keyDialog().ask(),
@@ -61,7 +62,7 @@ export class Chat {
       announce("Enter the tool's result first");
       return false;
     }
-    if (!this.#canSend()) return false;
+    if (!this.#canSend(pictures)) return false;
     this.#thread.add(this.#conversation.addUser(text, pictures));
     this.#answer();
     return true;
@@ -94,16 +95,29 @@ export class Chat {
     return buildRequest(this.#models.name, messages, this.#settings.values());
   }
 
-  #canSend() {
+  /** Return why the conversation, up to a turn or whole, can't go to the chosen model with these pictures, or "". */
+  pictureProblem(pictures = [], turn = null) {
+    const seen = [...this.#conversation.pictures(turn), ...pictures];
+    return seen.length ? this.#models.pictureProblem : "";
+  }
+
+  #canSend(pictures = []) {
     const problem = this.isBusy ? "An answer is under way" : this.#settings.goToProblem();
     const found = problem || (this.#models.name ? "" : "There is no model to ask");
     if (found) announce(found);
-    return !found;
+    return !found && this.#takesPictures(pictures);
+  }
+
+  /** Does the chosen model take the pictures? Says so when it does not. */
+  #takesPictures(pictures, turn = null) {
+    const problem = this.pictureProblem(pictures, turn);
+    this.#composer().say(problem);
+    return !problem;
   }
 
   #edit(turn, text, pictures) {
     this.stop();
-    if (this.#settings.goToProblem()) return;
+    if (this.#settings.goToProblem() || !this.#takesPictures(pictures, turn)) return;
     this.#thread.remove(this.#conversation.cut(turn));
     this.#thread.add(this.#conversation.addUser(text, pictures));
     this.#composer().focus();

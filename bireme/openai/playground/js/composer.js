@@ -6,17 +6,18 @@ import { parseTools } from "./tools.js";
 
 const MAX_HEIGHT_PX = 240;
 
-/** `on` has the callbacks send(text, pictures), stop, editLast, clear(setting values). */
+/** `on` has the callbacks send(text, pictures), stop, editLast, clear(setting values), pictureProblem. */
 export class Composer {
   #area = byId("prompt");
   #send = byId("send");
   #chips = byId("chips");
-  #tray = new PictureTray(this.#area);
+  #tray;
   #on;
   #isBusy = false;
 
   constructor(on) {
     this.#on = on;
+    this.#tray = new PictureTray(this.#area, on.pictureProblem);
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       this.#submit();

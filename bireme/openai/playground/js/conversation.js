@@ -65,6 +65,12 @@ export class Conversation {
     return this.turns.findLast((turn) => !(turn instanceof Answer)) ?? null;
   }
 
+  /** Return the pictures of all turns before this one, or of all. */
+  pictures(turn = null) {
+    const before = turn ? this.turns.slice(0, this.turns.indexOf(turn)) : this.turns;
+    return before.flatMap((one) => one.pictures ?? []);
+  }
+
   /** Return the messages of the next request. */
   messages() {
     return this.turns.flatMap((turn) =>

@@ -23,12 +23,20 @@ export class ModelPicker {
 
   /** The chosen model's longest sequence in tokens, or null where the server does not know it yet. */
   get maxTokens() {
-    return this.#models.find((model) => model.id === this.name)?.max_model_len ?? null;
+    return this.#chosen?.max_model_len ?? null;
   }
 
   /** Does the chosen model make videos? */
   get makesVideos() {
-    return this.#models.find((model) => model.id === this.name)?.kind === "video";
+    return this.#chosen?.bireme.output_modalities.includes("video") ?? false;
+  }
+
+  /** What to say where pictures are meant for the chosen model: "" when it takes them. */
+  get pictureProblem() {
+    if (!this.#chosen || takesPictures(this.#chosen)) return "";
+    const other = this.#models.find((model) => takesPictures(model));
+    const remedy = other ? `Choose ${other.id}, or go on without pictures.` : "Go on without pictures.";
+    return `${this.#chosen.id} reads text only. ${remedy}`;
   }
 
   /** Ask the server. Raises ApiError. */
@@ -48,8 +56,16 @@ export class ModelPicker {
     if (this.#models.some((model) => model.id === before)) this.#select.value = before;
   }
 
+  get #chosen() {
+    return this.#models.find((model) => model.id === this.name);
+  }
+
   #show(options, isDisabled) {
     this.#select.replaceChildren(...options);
     this.#select.disabled = isDisabled;
   }
+}
+
+function takesPictures({ bireme }) {
+  return bireme.input_modalities.includes("image");
 }

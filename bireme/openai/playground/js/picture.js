@@ -23,11 +23,11 @@ export async function readPicture(file) {
   return { name, url: await dataUrl(blob, name), width, height };
 }
 
-/** Return the content of a user's message: its text, or parts where pictures go along. */
+/** Return the content of a user's message: its text, or the pictures and then the text, as models are trained on. */
 export function contentOf(text, pictures) {
   if (!pictures.length) return text;
   const parts = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
-  return text.trim() ? [{ type: "text", text }, ...parts] : parts;
+  return text.trim() ? [...parts, { type: "text", text }] : parts;
 }
 
 /** Return a request with its long data: URLs cut, to be looked at; null when it has none. */

@@ -5,17 +5,22 @@ import { button, element } from "./dom.js";
 import { KINDS, readPicture } from "./picture.js";
 import { thumbnail } from "./picture_view.js";
 
-/** `node` shows the pictures and what is wrong, `button` asks for files. `area` is the text they go along with. */
+/**
+ * `node` shows the pictures and what is wrong, `button` asks for files. `area` is the text they go along with,
+ * `problem()` says why none can be taken: "" when they can.
+ */
 export class PictureTray {
   #area;
+  #problem;
   #pictures;
   #reading = null; // a promise, while files are read
   #list = element("ul", { class: "thumbnails", "aria-label": "Attached pictures" });
   #note = element("p", { class: "note", role: "status" });
   #input = element("input", { type: "file", class: "file", accept: KINDS.join(), multiple: true, hidden: true });
 
-  constructor(area, pictures = []) {
+  constructor(area, problem, pictures = []) {
     this.#area = area;
+    this.#problem = problem;
     this.#pictures = [...pictures];
     this.button = button("picture", "Attach pictures", () => this.#input.click(), { class: "button icon-only attach" });
     this.button.title = "Attach pictures (or paste or drop them)";
@@ -60,6 +65,8 @@ export class PictureTray {
 
   /** Read files, one after the other; what can't be taken is said, and the others are. */
   add(files) {
+    const problem = this.#problem();
+    if (problem) return this.say(problem);
     const reading = (this.#reading ?? Promise.resolve()).then(() => this.#read(files));
     this.#reading = reading;
     reading.finally(() => {

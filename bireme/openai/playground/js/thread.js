@@ -8,7 +8,7 @@ import { UserView } from "./user_view.js";
 
 const NEAR_END_PX = 80;
 
-/** `on` has the callbacks edit(turn, text, pictures), retry, results(results), key, example(example). */
+/** `on` has callbacks: edit(turn, text, pictures), pictureProblem, retry, results(results), key, example(example). */
 export class Thread {
   #node = byId("thread");
   #column = element("div", { class: "column" });
@@ -32,8 +32,7 @@ export class Thread {
   }
 
   add(turn) {
-    const edit = (text, pictures) => this.#on.edit(turn, text, pictures);
-    const view = turn instanceof Answer ? new AnswerView(turn, this.#on) : new UserView(turn, edit);
+    const view = turn instanceof Answer ? new AnswerView(turn, this.#on) : new UserView(turn, this.#on);
     if (!this.#views.size) this.#column.replaceChildren();
     for (const other of this.#views.values()) other.age?.();
     this.#views.set(turn, view);

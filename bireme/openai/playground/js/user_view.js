@@ -5,14 +5,14 @@ import { button, element } from "./dom.js";
 import { PictureTray } from "./picture_tray.js";
 import { pictureImage } from "./picture_view.js";
 
-/** Shows {text, pictures, numLost}. `onEdit(text, pictures)` is called when these are to be sent instead. */
+/** Shows {text, pictures, numLost}. `on` has the callbacks edit(turn, text, pictures), pictureProblem. */
 export class UserView {
   #turn;
-  #onEdit;
+  #on;
 
-  constructor(turn, onEdit) {
+  constructor(turn, on) {
     this.#turn = turn;
-    this.#onEdit = onEdit;
+    this.#on = on;
     this.node = element("article", { class: "turn user", "aria-label": "You" });
     this.#show();
   }
@@ -20,11 +20,11 @@ export class UserView {
   edit() {
     const area = element("textarea", { rows: "2", "aria-label": "Edit the message" });
     area.value = this.#turn.text;
-    const tray = new PictureTray(area, this.#turn.pictures);
+    const tray = new PictureTray(area, this.#on.pictureProblem, this.#turn.pictures);
     const save = async () => {
       await tray.reading;
       if (!area.isConnected) return; // cancelled, or sent, meanwhile
-      if (area.value.trim() || tray.pictures.length) this.#onEdit(area.value, tray.pictures);
+      if (area.value.trim() || tray.pictures.length) this.#on.edit(this.#turn, area.value, tray.pictures);
     };
     const cancel = () => {
       this.#show();
