@@ -10,47 +10,37 @@ What a request is, its tensors say:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from bireme.engines.client import EngineClient
-from bireme.errors import RequestError, UnavailableError
+from bireme.errors import RequestError
 from bireme.request import read_tensors
 from bireme.specs import DECODE, ModelSpec
 from bireme.stages.bus import TokenBus
-from bireme.stages.requests import (
-    EngineRun,
-    RequestNames,
-    StageRequest,
-    failure_of,
-    parse_stage_request,
-    request_id_of,
-)
+from bireme.stages.engine_stage import EngineStage
+from bireme.stages.requests import EngineRun, StageRequest, failure_of, parse_stage_request, request_id_of
 from bireme.text.output import TextStream
 from bireme.text.tokenizer import Tokenizer, load_tokenizer
 from bireme.types import Cancelled, Send, StageContext, Tensors
 
 
-class Decode:
+class Decode(EngineStage[EngineClient]):
     """The stage; its engine runs in a child process."""
 
     spec: ClassVar[ModelSpec] = DECODE
 
     def __init__(self, engine: EngineClient | None = None, texts: Tokenizer | None = None) -> None:
-        self._engine, self._tokenizer = engine, texts  # given by tests; else made at start
+        super().__init__(EngineClient, engine)
+        self._tokenizer = texts  # given by tests; else made at start
         self._bus: TokenBus | None = None
 
     async def start(self, context: StageContext) -> None:
-        self._context = context
-        self._names = RequestNames()
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(context.recipe.tokenizer_path)
-        if self._engine is None:
-            self._engine = EngineClient(context.recipe, context.model_name, context.metrics, context.logger)
-        await asyncio.to_thread(self._engine.start)
+        await super().start(context)
         limit = context.recipe.limits.max_bus_buffer_bytes
         self._bus = TokenBus(context.model_name, self._engine, limit, context.metrics)
         self._bus.start()
@@ -58,11 +48,7 @@ class Decode:
     async def stop(self) -> None:
         if self._bus is not None:
             self._bus.stop()
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.stop)
-
-    def is_ready(self) -> bool:
-        return self._engine is not None and self._engine.is_ready
+        await super().stop()
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         values = read_tensors(inputs, self.spec)
@@ -97,7 +83,6 @@ class Decode:
 
     def _abort(self, name: str) -> None:
         number = self._names.find(name)
-        assert self._engine is not None
         if number:
             self._engine.abort(number)
 
@@ -107,9 +92,8 @@ class Decode:
 
     async def _generate(self, request: StageRequest, send: Send, cancelled: Cancelled) -> None:
         """Run a plain request; its responses go out as the engine makes them."""
-        assert self._engine is not None and self._tokenizer is not None
-        if not self._engine.is_ready:
-            raise UnavailableError(f"{self._context.model_name}: {self._engine.state}; try again")
+        assert self._tokenizer is not None
+        self._check_ready()
         self._names.reserve(request.request_id)
         try:
             run = EngineRun(self._engine)

@@ -7,46 +7,32 @@ computed, in place of one picture. The answer names, for each, hash, tokens and 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from bireme.engines.client import EngineClient
-from bireme.errors import RequestError, UnavailableError
+from bireme.errors import RequestError
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.multimodal.wire import EncodeAnswer, EncodeJob, EncodeSource, encode_job
 from bireme.request import read_tensors, timeout_ms
 from bireme.specs import MULTIMODAL_ENCODER, ModelSpec
 from bireme.stages.encoding import answer_json, run_encode
-from bireme.stages.requests import RequestNames, StageRequest, parse_stage_request, request_id_of
-from bireme.types import Array, Cancelled, Inputs, Send, StageContext, TensorResponse, Tensors, info_of
+from bireme.stages.engine_stage import EngineStage
+from bireme.stages.requests import StageRequest, parse_stage_request, request_id_of
+from bireme.types import Array, Cancelled, Inputs, Send, TensorResponse, Tensors, info_of
 
 _RAW = ("images", "embeddings")  # bytes that need not be text
 
 
-class MultimodalEncoder:
+class MultimodalEncoder(EngineStage[EngineClient]):
     """The stage; its engine runs in a child process."""
 
     spec: ClassVar[ModelSpec] = MULTIMODAL_ENCODER
 
     def __init__(self, engine: EngineClient | None = None) -> None:
-        self._engine = engine  # given by tests; else made at start
-
-    async def start(self, context: StageContext) -> None:
-        self._context = context
-        self._names = RequestNames()
-        if self._engine is None:
-            self._engine = EngineClient(context.recipe, context.model_name, context.metrics, context.logger)
-        await asyncio.to_thread(self._engine.start)
-
-    async def stop(self) -> None:
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.stop)
-
-    def is_ready(self) -> bool:
-        return self._engine is not None and self._engine.is_ready
+        super().__init__(EngineClient, engine)
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         plain = Inputs({name: array for name, array in inputs.items() if name not in _RAW}, info_of(inputs))
@@ -54,9 +40,7 @@ class MultimodalEncoder:
         if values.get("abort"):
             return self._abort(request_id_of(values), send)
         request = self._request(inputs, values)
-        if not self.is_ready():
-            raise UnavailableError(f"{self._context.model_name}: its engine is not ready; try again")
-        assert self._engine is not None
+        self._check_ready()
         answer = await run_encode(self._engine, self._names, request, cancelled)
         send(TensorResponse(_tensors(answer, bool(values.get("return_embeddings")))))
 
@@ -76,7 +60,6 @@ class MultimodalEncoder:
     def _abort(self, name: str, send: Send) -> None:
         number = self._names.find(name)
         if number:
-            assert self._engine is not None
             self._engine.abort(number)
         send(TensorResponse(_tensors(EncodeAnswer(pictures=()), False)))
 

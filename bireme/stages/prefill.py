@@ -16,49 +16,33 @@ import msgspec
 import numpy as np
 
 from bireme.engines.client import EngineClient
-from bireme.errors import BiremeError, RequestCancelledError, RequestError, UnavailableError
+from bireme.errors import BiremeError, RequestCancelledError, RequestError
 from bireme.messages import Finish, TokenLogprobs, Usage
 from bireme.request import read_tensors
 from bireme.specs import PREFILL, ModelSpec
 from bireme.stages.encoding import answer_json, run_encode
-from bireme.stages.requests import (
-    EngineRun,
-    RequestNames,
-    StageRequest,
-    failure_of,
-    parse_stage_request,
-    request_id_of,
-)
+from bireme.stages.engine_stage import EngineStage
+from bireme.stages.requests import EngineRun, StageRequest, failure_of, parse_stage_request, request_id_of
 from bireme.text.tokenizer import Tokenizer, load_tokenizer
 from bireme.types import Array, Cancelled, Send, StageContext, TensorResponse, Tensors
 
 _encode_usage = msgspec.json.Encoder().encode
 
 
-class Prefill:
+class Prefill(EngineStage[EngineClient]):
     """The stage; its engine runs in a child process."""
 
     spec: ClassVar[ModelSpec] = PREFILL
 
     def __init__(self, engine: EngineClient | None = None, texts: Tokenizer | None = None) -> None:
-        self._engine, self._tokenizer = engine, texts  # given by tests; else made at start
+        super().__init__(EngineClient, engine)
+        self._tokenizer = texts  # given by tests; else made at start
 
     async def start(self, context: StageContext) -> None:
-        self._context = context
-        self._names = RequestNames()
         self._leased: deque[tuple[float, str]] = deque()  # answered requests: when to forget, request id
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(context.recipe.tokenizer_path)
-        if self._engine is None:
-            self._engine = EngineClient(context.recipe, context.model_name, context.metrics, context.logger)
-        await asyncio.to_thread(self._engine.start)
-
-    async def stop(self) -> None:
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.stop)
-
-    def is_ready(self) -> bool:
-        return self._engine is not None and self._engine.is_ready
+        await super().start(context)
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         values = read_tensors(inputs, self.spec)
@@ -85,20 +69,14 @@ class Prefill:
     def _check(self, request: StageRequest) -> None:
         if request.engine.disaggregated_params:
             raise RequestError("disaggregated_params: prefill makes them; send them to decode")
-        self._check_engine()
-
-    def _check_engine(self) -> None:
-        if not self.is_ready():
-            raise UnavailableError(f"{self._context.model_name}: its engine is not ready; try again")
+        self._check_ready()
 
     async def _serve_encode(self, request: StageRequest, send: Send, cancelled: Cancelled) -> None:
-        assert self._engine is not None
         answer = await run_encode(self._engine, self._names, request, cancelled)
         send(TensorResponse({"embedding_handles": np.array([answer_json(answer)], np.object_)}))
 
     async def _run(self, request: StageRequest, cancelled: Cancelled) -> _FirstToken:
         """Return the sink, finished well. Raises what went wrong."""
-        assert self._engine is not None
         run = EngineRun(self._engine)
         sink = _FirstToken(run)
         run.submit(msgspec.structs.replace(request.engine, request_type="context_only"), sink)
@@ -114,10 +92,9 @@ class Prefill:
         return sink
 
     def _abort(self, name: str, send: Send) -> None:
-        self._check_engine()
+        self._check_ready()
         number = self._names.find(name)
         if number:
-            assert self._engine is not None
             self._engine.abort(number)
         send(TensorResponse(_tensors(b"", [], Usage())))
 

@@ -22,7 +22,8 @@ from bireme.engines.video.client import VideoClient
 from bireme.errors import BiremeError, RequestError, ResourceExhaustedError
 from bireme.request import read_tensors
 from bireme.specs import VIDEO_DIFFUSION, ModelSpec
-from bireme.stages.requests import RequestNames, request_id_of
+from bireme.stages.engine_stage import EngineStage
+from bireme.stages.requests import request_id_of
 from bireme.types import Array, Cancelled, Response, Send, StageContext, TensorResponse, Tensors
 from bireme.video import rules, wire
 
@@ -30,31 +31,20 @@ _REPEAT_S = 5.0
 _NO_ETA = -1.0  # not known yet
 
 
-class VideoDiffusion:
+class VideoDiffusion(EngineStage[VideoClient]):
     """The stage."""
 
     spec: ClassVar[ModelSpec] = VIDEO_DIFFUSION
 
     def __init__(self, engine: VideoClient | None = None) -> None:
-        self._engine = engine  # given by tests; else made at start
+        super().__init__(VideoClient, engine)
 
     async def start(self, context: StageContext) -> None:
         self._config, self._metrics = context.recipe.video, context.metrics
-        self._names = RequestNames()
-        if self._engine is None:
-            self._engine = VideoClient(context.recipe, context.model_name, context.metrics, context.logger)
-        await asyncio.to_thread(self._engine.start)
-
-    async def stop(self) -> None:
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.stop)
-
-    def is_ready(self) -> bool:
-        return self._engine is not None and self._engine.is_ready
+        await super().start(context)
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         values = read_tensors(inputs, self.spec)
-        assert self._engine is not None
         if values.get("abort"):
             self._engine.abort(self._names.find(request_id_of(values)))
             return
@@ -67,7 +57,6 @@ class VideoDiffusion:
         self._metrics.add("bireme_requests_total", 1, "stop")
 
     async def _generate(self, work: wire.Generation, request_id: str, send: Send, cancelled: Cancelled) -> None:
-        assert self._engine is not None
         self._names.reserve(request_id)
         try:
             run = _Run(work, send)

@@ -102,7 +102,7 @@ async def test_a_lost_engine_is_an_error_to_try_again(encoder):
     bench.engine.die()
     with pytest.raises(UnavailableError, match="it died"):
         await call.end()
-    with pytest.raises(UnavailableError, match="not ready"):
+    with pytest.raises(UnavailableError, match="try again"):
         await bench.ask(images=["data:,x"]).end()
 
 
