@@ -109,7 +109,8 @@ def _parse_part(text: str) -> Part:
         kind, sign, least, low, high = match.groups()
         if sign == ">":
             raise ValueError(f"type {text!r}: bounds are inclusive, write >=")
-        return Part(kind, float(least or low), float(high or math.inf))
+        number = int if kind == "int" else float  # a float would round large bounds
+        return Part(kind, number(least or low), number(high) if high else math.inf)
     if text in ("null", "bool", "int", "float", "str", "dict", "any", "object"):
         return Part(text)
     if _CLASS.fullmatch(text):
