@@ -6,7 +6,7 @@ import re
 
 import pytest
 from engine_fixtures import wait_for
-from trtllm_harness import PROMPT
+from trtllm_harness import PROMPT, UNSET
 
 from bireme.config import Limits
 from bireme.engines.validate import Gate
@@ -135,14 +135,29 @@ def test_a_priority_is_passed_where_the_release_has_one(make_engine, profile):
 
 
 def test_autodeploy_takes_its_size_as_world_size(make_engine, caplog):
-    harness = make_engine(backend="_autodeploy", tensor_parallel_size=4, moe_expert_parallel_size=2)
-    assert harness.llm.args.world_size == 4
+    left_out = {"moe_expert_parallel_size": 3, "cp_config": {"cp_type": "HELIX"}}
+    left_out["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    harness = make_engine(backend="_autodeploy", tensor_parallel_size=4, **left_out)
     assert type(harness.llm).__name__ == "AutoDeployLLM"
+    assert harness.llm.args.world_size == 4
     assert len(harness.tokens()) == 12
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "moe_expert_parallel_size" not in harness.engine._loaded.arguments.values
-    assert sum("moe_expert_parallel_size" in text for text in warned) == 1
+    assert [sum(name in text for text in warned) for name in left_out] == [1, 1, 1]
     assert sum("tensor_parallel_size to=world_size" in text for text in warned) == 1
+    assert len(warned) == 4
+
+
+def test_autodeploy_has_limits_of_its_own(make_engine, profile):
+    harness = make_engine(backend="_autodeploy", max_batch_size=UNSET)
+    expected = {"1.2.1": 8, "1.3": 2048}[profile]
+    assert harness.capacity.max_batch_size == harness.engine._loaded.num_places == expected
+
+
+def test_autodeploy_would_keep_a_prompt_waiting_that_no_step_can_hold(make_engine):
+    harness = make_engine(backend="_autodeploy", max_num_tokens=64)
+    with pytest.raises(RequestError, match="80 tokens; max_num_tokens is 64 and enable_chunked_prefill is false"):
+        harness.ask()
+    assert len(harness.tokens(PROMPT[:60])) == 12
 
 
 def test_iterations_become_metrics(make_engine):
@@ -158,10 +173,10 @@ def test_iterations_become_metrics(make_engine):
 
 def test_an_iteration_counts_as_progress(make_engine):
     harness = make_engine(stream_interval=1000)
-    answer = harness.ask(max_tokens=150)
-    step = harness.engine.progress().step
-    wait_for(lambda: harness.engine.progress().step > step + 5, 5)
-    answer.wait()
+    before = harness.engine.progress().step
+    harness.tokens(max_tokens=150)
+    wait_for(lambda: harness.engine.progress().step > before + 100, 5)
+    assert len(harness.steps) <= 2  # its news came together
 
 
 def test_tensorrt_llm_s_own_series_are_relayed(make_engine):

@@ -90,6 +90,13 @@ def test_a_failed_generation_is_an_error_and_the_next_one_works(make):
     assert len(engine.generate(Generation(**WORK), lambda step: None)) == 5
 
 
+def test_the_api_has_no_cancel(make):
+    make()
+    handle = made_by_tensorrt_llm().generate_async("a cat", made_by_tensorrt_llm().default_params)
+    with pytest.raises(NotImplementedError, match="not yet implemented"):
+        handle.cancel()
+
+
 def test_what_nobody_wants_any_more_ends_after_its_work(make):
     def gone(step: int) -> None:
         raise AbortedError

@@ -17,6 +17,7 @@ from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs
 from bireme.metrics import Registry
 
 PROMPT = list(range(400, 480))
+UNSET = object()  # instead of a value of the harness' own
 
 
 def engine_config(yaml: dict[str, Any]) -> EngineConfig:
@@ -65,6 +66,7 @@ class Harness:
         self._answers: dict[int, Answer] = {}
         self._count = 0
         given = {"dtype": "float32", "max_batch_size": 8, "disable_overlap_scheduler": True} | yaml
+        given = {name: value for name, value in given.items() if value is not UNSET}
         self.config = engine_config(given)
         context = EngineContext(
             worker=stage, stage=stage, model_path=str(model), config=self.config, metrics=self.metrics, life=7

@@ -1,34 +1,22 @@
 """What the LLM is made with: the engine YAML's arguments, bireme's defaults, and what a backend can't take.
 
-Pure: dictionaries in, dictionaries out. What is dropped or mapped has one warning: here, or from the check of
-the YAML (rules.py).
+Pure: dictionaries in, dictionaries out. What is mapped has a warning here; what is left out has had its one from
+the check of the YAML (config.py, rules.py).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bireme.engines.trtllm.api import BACKENDS
+from bireme.engines.trtllm.rules import NOT_IN_AUTODEPLOY
 from bireme.errors import ConfigError
 
 logger = logging.getLogger("bireme.engines.trtllm")
 
-# AutoDeploy shards by world_size alone, and has a scheduler of its own.
-AUTODEPLOY_REFUSES = (
-    "build_config",
-    "scheduler_config",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "context_parallel_size",
-    "moe_cluster_parallel_size",
-    "moe_tensor_parallel_size",
-    "moe_expert_parallel_size",
-    "enable_attention_dp",
-    "cp_config",
-)
 # Running requests are never evicted; the batch size follows the load, averaged over 128 iterations.
 SCHEDULER: dict[str, Any] = {
     "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
@@ -43,6 +31,7 @@ MAX_BATCH_SIZE = 2048
 MAX_NUM_TOKENS = 8192
 TOKENS_PER_BLOCK = 32
 KV_TRANSFER_TIMEOUT_MS = 60_000
+_LIMITS = ("max_batch_size", "max_num_tokens", "enable_chunked_prefill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +75,17 @@ class Arguments:
         value = self.values.get(name)
         return value if isinstance(value, Mapping) else {}
 
+    def as_loaded(self, args: Any) -> Arguments:
+        """Return a copy with the limits of a loaded LLM's `args`: AutoDeploy has defaults of its own."""
+        found = {name: value for name in _LIMITS if (value := getattr(args, name, None)) is not None}
+        return replace(self, values=self.values | found)
+
 
 def complete(given: Mapping[str, Any]) -> Arguments:
     """Add bireme's defaults to the YAML's arguments and fit them to their backend. Raises ConfigError."""
     values = dict(given)
     backend = backend_of(values)
     values.pop("backend", None)
-    if values.pop("num_postprocess_workers", None):
-        logger.warning("argument_dropped name=num_postprocess_workers reason=%s", "tokens leave the engine as tokens")
     _add_defaults(values)
     if backend == "_autodeploy":
         _fit_autodeploy(values)
@@ -125,6 +117,5 @@ def _fit_autodeploy(values: dict[str, Any]) -> None:
     if size is not None and "world_size" not in values:
         values["world_size"] = size
         logger.warning("argument_mapped name=tensor_parallel_size to=world_size value=%s backend=_autodeploy", size)
-        del values["tensor_parallel_size"]
-    for name in AUTODEPLOY_REFUSES:  # the check of the YAML has warned of each
+    for name in ("tensor_parallel_size", *NOT_IN_AUTODEPLOY):  # the check of the YAML has warned of each
         values.pop(name, None)

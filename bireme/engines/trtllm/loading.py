@@ -52,6 +52,7 @@ def load(context: EngineContext) -> Loaded:
     read_facts(context.model_path, None)
     adapters = Adapters(arguments.block("lora_config").get("lora_dir") or (), api.lora_request)
     llm = lifecycle.make_llm(api, arguments)
+    arguments = arguments.as_loaded(llm.args)
     facts = read_facts(context.model_path, getattr(llm.args, "max_seq_len", None))
     layout = context.config.guided_decoding_config
     guides = Guides(arguments.values.get("guided_decoding_backend"), layout.any_whitespace)

@@ -6,7 +6,7 @@ YAML after aliases are resolved; what is no mapping where one belongs has been r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from bireme.engines.trtllm.problems import NOTHING, Problem
@@ -15,6 +15,19 @@ Tree = Mapping[str, Any]
 Rule = Callable[["Yaml"], Iterator[Problem]]
 _DEFAULT_GRAPH_BATCH = 128
 NO_DRAFTS = 0
+_BY_WORLD_SIZE = "is divided by world_size alone"
+# What an engine YAML may have and AutoDeploy may not be given -> why; tensor_parallel_size becomes its world_size.
+NOT_IN_AUTODEPLOY = {
+    "build_config": "has none",
+    "scheduler_config": "has a scheduler of its own, which takes no configuration",
+    "pipeline_parallel_size": _BY_WORLD_SIZE,
+    "context_parallel_size": _BY_WORLD_SIZE,
+    "moe_cluster_parallel_size": _BY_WORLD_SIZE,
+    "moe_tensor_parallel_size": _BY_WORLD_SIZE,
+    "moe_expert_parallel_size": _BY_WORLD_SIZE,
+    "enable_attention_dp": _BY_WORLD_SIZE,
+    "cp_config": _BY_WORLD_SIZE,
+}
 
 
 class Yaml:
@@ -46,6 +59,14 @@ class Yaml:
         value = self.get(key, NOTHING)
         return Problem(tuple(key.split(".")), value, reason, remedy, "warning" if is_warning else "error")
 
+    def without(self, keys: Iterable[str]) -> Yaml:
+        tree = {key: value for key, value in self.tree.items() if key not in keys}
+        return Yaml(tree, self.stage, self.release, is_disaggregated=self.is_disaggregated)
+
+    @property
+    def is_autodeploy(self) -> bool:
+        return bool(self.get("backend") == "_autodeploy")
+
     @property
     def tensor_parallel_size(self) -> int:
         return int(self.number("tensor_parallel_size", 1))
@@ -53,7 +74,7 @@ class Yaml:
     @property
     def world_size(self) -> int:
         """GPUs that one engine takes."""
-        if self.get("backend") == "_autodeploy":
+        if self.is_autodeploy:
             return int(self.number("world_size", self.tensor_parallel_size))
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
         first, second, third = (int(self.number(name, 1)) for name in sizes)
@@ -176,7 +197,7 @@ def long_prompts_need_chunks(yaml: Yaml) -> Iterator[Problem]:
 
 def a_step_holds_the_whole_batch(yaml: Yaml) -> Iterator[Problem]:
     tokens, batch = yaml.number("max_num_tokens", 8192), yaml.number("max_batch_size", 1)
-    if batch > tokens:
+    if batch > tokens and not yaml.is_autodeploy:  # which refuses it
         reason = f"a step of max_num_tokens {tokens} holds no more than {tokens} sequences"
         yield yaml.problem("max_batch_size", reason, f"set max_num_tokens to {batch} or more", is_warning=True)
 
@@ -345,7 +366,7 @@ def beams_stay_in_one_engine(yaml: Yaml) -> Iterator[Problem]:
         return
     if yaml.is_disaggregated:
         yield yaml.problem("max_beam_width", "disaggregated serving has beam width 1", "set 1")
-    elif yaml.get("speculative_config") or yaml.get("backend") == "_autodeploy":
+    elif yaml.get("speculative_config") or yaml.is_autodeploy:
         yield yaml.problem("max_beam_width", "no beam search with speculation or _autodeploy", "set 1")
 
 
@@ -358,26 +379,16 @@ def adapters_are_untested_in_disaggregation(yaml: Yaml) -> Iterator[Problem]:
 
 # _autodeploy
 
-_NOT_IN_AUTODEPLOY = (
-    "build_config",
-    "scheduler_config",
-    "pipeline_parallel_size",
-    "context_parallel_size",
-    "moe_cluster_parallel_size",
-    "moe_tensor_parallel_size",
-    "moe_expert_parallel_size",
-    "enable_attention_dp",
-    "cp_config",
-)
+
+def autodeploy_leaves_out(yaml: Yaml) -> Iterator[Problem]:
+    for key, why in NOT_IN_AUTODEPLOY.items():
+        if yaml.get(key) is not None:
+            yield yaml.problem(key, f"backend _autodeploy {why}; it is left out", "remove it", is_warning=True)
 
 
 def autodeploy_takes_a_world_size_only(yaml: Yaml) -> Iterator[Problem]:
-    if yaml.get("backend") != "_autodeploy":
+    if not yaml.is_autodeploy:
         return
-    for key in _NOT_IN_AUTODEPLOY:
-        if yaml.get(key) is not None:
-            reason = "backend _autodeploy is divided by world_size alone; it is left out"
-            yield yaml.problem(key, reason, "remove it", is_warning=True)
     size, own = yaml.number("tensor_parallel_size"), yaml.number("world_size")
     if size and own and size != own:
         yield yaml.problem("world_size", f"tensor_parallel_size says {size}", "keep one of the two")
@@ -426,4 +437,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_rules(yaml: Yaml) -> list[Problem]:
-    return [problem for rule in RULES for problem in rule(yaml)]
+    """Return what the rules say; of what is left out for AutoDeploy that alone."""
+    found = []
+    if yaml.is_autodeploy:
+        found, yaml = list(autodeploy_leaves_out(yaml)), yaml.without(NOT_IN_AUTODEPLOY)
+    return found + [problem for rule in RULES for problem in rule(yaml)]

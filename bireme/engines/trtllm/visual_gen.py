@@ -74,6 +74,8 @@ class VisualGenEngine:
             output = self._generator.generate(work.prompt, self._params(**params_of(work, seed)))
         except (self._refusal, ValueError) as error:
             raise RequestError(f"TensorRT-LLM's VisualGen refuses this request: {error}") from error
+        except RuntimeError as error:  # also VisualGenError: this work has failed, the next one may not
+            raise BiremeError(f"TensorRT-LLM's VisualGen: {error}") from error
         if failure := getattr(output, "error", None):
             raise BiremeError(f"TensorRT-LLM's VisualGen: {failure}")
         made = getattr(output, kind)

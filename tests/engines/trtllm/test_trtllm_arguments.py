@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from bireme.config import EngineConfig
 from bireme.engines.trtllm.api import set_log_level
-from bireme.engines.trtllm.arguments import AUTODEPLOY_REFUSES, complete
+from bireme.engines.trtllm.arguments import complete
+from bireme.engines.trtllm.config import llm_arguments
+from bireme.engines.trtllm.contract import contract
 from bireme.errors import ConfigError
 
 WINDOW = {
@@ -33,7 +36,9 @@ def test_kv_cache_keys_that_are_not_set_stay_unset():
 
 
 def test_postprocess_workers_are_left_out():
-    assert "num_postprocess_workers" not in complete({"num_postprocess_workers": 4}).values
+    config = EngineConfig(llm_args={"num_postprocess_workers": 4, "max_batch_size": 3})
+    values = complete(llm_arguments(config, "m", "decode")).values
+    assert "num_postprocess_workers" not in values and values["max_batch_size"] == 3
 
 
 def test_no_tokenizer_is_loaded_unless_guides_need_one():
@@ -56,10 +61,10 @@ def test_other_backends_are_refused_by_name(backend):
 
 
 def test_autodeploy_gets_nothing_that_it_refuses():
-    given = dict.fromkeys(AUTODEPLOY_REFUSES, 2) | {"scheduler_config": {}, "max_batch_size": 4}
-    given["backend"] = "_autodeploy"
+    refused = contract()["autodeploy_llm_args"]["reject_if_not_default"]
+    given = dict.fromkeys(refused, 2) | {"scheduler_config": {}, "max_batch_size": 4, "backend": "_autodeploy"}
     values = complete(given).values
-    assert not values.keys() & set(AUTODEPLOY_REFUSES)
+    assert not values.keys() & {*refused, "scheduler_config"}
     assert (values["world_size"], values["max_batch_size"]) == (2, 4)
 
 

@@ -96,6 +96,17 @@ def test_the_engine_s_cuda_stream_is_used_when_it_gives_one(monkeypatch):
     assert entered == [True, False]
 
 
-def test_on_a_cpu_there_is_no_stream():
-    with trtllm_logits._on_stream(None, torch.zeros(1)), trtllm_logits._on_stream(5, torch.zeros(1)):
-        pass
+@pytest.mark.parametrize("pointer", [None, 5])
+def test_on_a_cpu_no_stream_is_touched(monkeypatch, pointer):
+    touched = []
+    for name in ("ExternalStream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: touched.append(args))
+    logits = torch.ones(1, 1, 8)
+    adapter(("temperature", {"temperature": 2.0}))(1, logits, [[3]], pointer, 1)
+    assert touched == [] and logits[0, 0, 0] == 0.5
+
+
+def test_where_the_engine_gives_no_stream_the_present_one_serves(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda *args, **kwargs: pytest.fail("touched"))
+    with trtllm_logits._on_stream(None, SimpleNamespace(is_cuda=True, device="cuda:0")) as entered:
+        assert entered is None

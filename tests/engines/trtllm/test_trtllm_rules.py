@@ -151,8 +151,6 @@ CASES: dict[str, list[tuple[dict, str, str, dict]]] = {
         ({"split": True, "enable_lora": True}, "enable_lora", "warning", {"enable_lora": True}),
     ],
     "autodeploy_takes_a_world_size_only": [
-        ({"backend": "_autodeploy", "enable_attention_dp": True}, "enable_attention_dp", "warning",
-         {"backend": "_autodeploy", "world_size": 4}),
         ({"backend": "_autodeploy", "tensor_parallel_size": 2, "world_size": 4}, "world_size", "error",
          {"backend": "_autodeploy", "tensor_parallel_size": 4, "world_size": 4}),
         ({"backend": "_autodeploy", "stage": "multimodal_encoder"}, "backend", "error",
@@ -181,6 +179,14 @@ def test_every_rule_is_in_force_and_has_a_case():
 def test_a_rule_finds_what_it_is_for(name, bad, key, severity, good):
     assert (key, severity) in found_by(name, bad)
     assert (key, severity) not in found_by(name, good)
+
+
+def test_what_autodeploy_leaves_out_is_told_once_and_judged_by_no_other_rule():
+    tree = {"backend": "_autodeploy", "tensor_parallel_size": 4, "moe_expert_parallel_size": 3, "world_size": 4}
+    tree |= {"enable_attention_dp": True, "scheduler_config": {}, "max_batch_size": 64, "max_num_tokens": 32}
+    found = [(problem.key, problem.severity) for problem in check_rules(yaml_of(tree))]
+    left_out = ("scheduler_config", "moe_expert_parallel_size", "enable_attention_dp")
+    assert found == [*((name, "warning") for name in left_out), ("max_batch_size", "error")]
 
 
 def test_an_empty_yaml_breaks_no_rule():

@@ -121,6 +121,9 @@ class BaseLLM:
             raise ValueError("multimodal_embedding_handles can't go with generation_only")
 
     def _check_length(self, prompt: list[int], disaggregated: Any) -> None:
+        """AutoDeploy checks nothing here: a prompt that no step can hold waits for ever."""
+        if self.args.backend == "_autodeploy":
+            return
         is_generation = disaggregated is not None and disaggregated.request_type == "generation_only"
         if not is_generation and not self.args.enable_chunked_prefill and len(prompt) > self.args.max_num_tokens:
             raise RequestError(
@@ -149,17 +152,6 @@ class BaseLLM:
 
     def __reduce__(self) -> Any:
         raise RuntimeError("LLM object can't be pickled")
-
-
-@functools.cache
-def _load_model(folder: str, dtype: str) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    if not (Path(folder) / "config.json").exists():
-        raise ValueError(f"{folder}: no config.json")
-    kind = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True).eval()
 
 
 def _take(items: Any) -> str | None:

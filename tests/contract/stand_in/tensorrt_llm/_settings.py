@@ -106,6 +106,9 @@ class _Coercing(pydantic.BaseModel):
 TorchLlmArgs = _model("TorchLlmArgs", _EXPLICIT | _contract.llm_arg_fields(), _Coercing)
 _AUTO = _contract.contract()["autodeploy_llm_args"]
 _OWN = {name: _contract.default_of(entry) for name, entry in _AUTO["own_fields"].items()}
+_OWN["backend"] = "_autodeploy"
+if not _contract.IS_1_3:
+    _OWN |= _AUTO["own_limits_1_2"]
 AutoDeployLlmArgs = _model("LlmArgs", {**_EXPLICIT, **_contract.llm_arg_fields(), **_OWN}, _Coercing)
 
 

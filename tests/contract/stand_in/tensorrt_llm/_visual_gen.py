@@ -34,8 +34,20 @@ VisualGenArgs = pydantic.create_model(
 
 
 class VisualGenResult:
+    """What generate_async returns; here the work is done by then."""
+
+    done = True
+
+    def __init__(self, output: Any) -> None:
+        self._output = output
+
+    def result(self, timeout: float | None = None) -> Any:
+        if self._output.error is not None:
+            raise RuntimeError(f"Generation failed: {self._output.error}")
+        return self._output
+
     def cancel(self) -> None:
-        raise NotImplementedError("cancel")
+        raise NotImplementedError(_TABLE["VisualGenResult"]["cancel"])
 
 
 class VisualGen:
@@ -53,6 +65,9 @@ class VisualGen:
         VisualGen.made.append(self)
 
     def generate(self, inputs: Any, params: Any = None) -> Any:
+        return self.generate_async(inputs, params).result()
+
+    def generate_async(self, inputs: Any, params: Any = None) -> VisualGenResult:
         self.calls.append((inputs, params))
         if params.height % 16 or params.width % 16:
             raise VisualGenParamsError(f"height {params.height} and width {params.width} must be multiples of 16")
@@ -61,9 +76,8 @@ class VisualGen:
         pixels[..., 1] = torch.arange(count, dtype=torch.uint8)[None, :, None, None]
         is_image = params.num_frames is None
         error = "out of memory" if inputs == "too much" else None
-        return SimpleNamespace(
-            request_id=-1, image=pixels[:, 0] if is_image else None, video=None if is_image else pixels, error=error
-        )
+        image, video = (pixels[:, 0], None) if is_image else (None, pixels)
+        return VisualGenResult(SimpleNamespace(request_id=-1, image=image, video=video, error=error))
 
     def shutdown(self) -> None:
         self.is_shut_down = True
