@@ -234,7 +234,7 @@ class VideoConfig(Settings, frozen=True, kw_only=True):
     max_queue_size: NotNegative = 16  # requests that wait for one worker; one more is refused with RESOURCE_EXHAUSTED
     max_queue_time_s: Duration = 0.0  # waiting longer ends with DEADLINE_EXCEEDED; 0: no limit
     step_timeout_s: PositiveDuration = 600.0  # a step, or decoding, that takes longer: the engine hangs
-    max_inline_bytes: Positive = 64 << 20  # of a result in an answer; larger ones go by url or file_id
+    max_inline_bytes: Positive = 64 << 20  # of a result in a worker's answer; a larger one is refused
     folder: str = ""  # for results and jobs; "": <BIREME_STATE_DIR or ~/.local/state/bireme>/<recipe>/video
     expiry_s: PositiveDuration = 86_400.0  # results and finished jobs are removed after this
     max_folder_bytes: Positive = 10 << 30  # above it the oldest results are removed

@@ -25,7 +25,7 @@ class ServedVideo:
         self.name = recipe.video_name
         self.created = int(time.time())
         self.service = VideoService(recipe, workers, metrics)
-        self.delivery = Delivery(files, recipe.video.public_url or url, recipe.video.max_inline_bytes)
+        self.delivery = Delivery(files, recipe.video.public_url or url)
 
     async def is_ready(self) -> bool:
         if not isinstance(self.workers, VideoWorkers):

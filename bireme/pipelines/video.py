@@ -37,7 +37,7 @@ class Video:
         workers = self._workers or VideoWorkers(recipe.pipeline.stall_timeout_s)
         self._service = VideoService(recipe, workers, context.metrics)
         self._name = recipe.video_name
-        self._delivery = Delivery(open_files(recipe), recipe.video.public_url, recipe.video.max_inline_bytes)
+        self._delivery = Delivery(open_files(recipe), recipe.video.public_url)
 
     async def stop(self) -> None:
         if self._service is not None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from bireme.config import Recipe
-from bireme.errors import BiremeError, EngineLostError, RequestError, ResourceExhaustedError
+from bireme.errors import BiremeError, EngineLostError, RequestError, ResourceExhaustedError, UnavailableError
 from bireme.metrics import Registry
 from bireme.pipelines.video_request import VideoRequest, tensors_of
 from bireme.types import Array, Tensors
@@ -85,14 +85,12 @@ class VideoService:
 
     async def run(self, ask: Ask, on_progress: OnProgress) -> Result:
         """Raises errors.py; cancelling the task ends the generation after its step."""
-        worker = min(self._active, key=self._active.__getitem__)
         limit = self.recipe.limits.max_concurrent_requests
         if sum(self._active.values()) >= limit:
             raise ResourceExhaustedError(f"{limit} requests under way (limits.max_concurrent_requests); try later")
         began, outcome = time.monotonic(), "stop"
-        self._active[worker] += 1
         try:
-            return await self._follow(worker, ask, on_progress)
+            return await self._run_somewhere(ask, on_progress)
         except BiremeError as error:
             outcome = error.code
             raise
@@ -100,25 +98,51 @@ class VideoService:
             outcome = "CANCELLED"
             raise
         finally:
-            self._active[worker] -= 1
             self._metrics.add("bireme_requests_total", 1, outcome)
             self._metrics.observe("bireme_request_seconds", time.monotonic() - began)
 
-    async def _follow(self, worker: str, ask: Ask, on_progress: OnProgress) -> Result:
-        progress, result = Progress(), None
+    async def _run_somewhere(self, ask: Ask, on_progress: OnProgress) -> Result:
+        """Ask the worker with the fewest requests; one that is down (and so idle) or full is passed over."""
+        workers = sorted(self._active, key=self._active.__getitem__)
+        while True:
+            worker, attempt = workers.pop(0), _Attempt(on_progress)
+            self._active[worker] += 1
+            try:
+                return await self._follow(worker, ask, attempt)
+            except (UnavailableError, ResourceExhaustedError):
+                if attempt.is_accepted or not workers:
+                    raise
+            finally:
+                self._active[worker] -= 1
+
+    async def _follow(self, worker: str, ask: Ask, attempt: _Attempt) -> Result:
+        result = None
         async with aclosing(self.workers.generate(worker, tensors_of(ask))) as responses:
             async for outputs in responses:
                 if "inference_time_s" in outputs:
                     result = _result(outputs)
                 else:
-                    progress = _progress(outputs, progress)
-                    on_progress(progress)
+                    attempt.take(outputs)
         if result is None:
             raise EngineLostError(f"{worker}: it ended the request without a result; try again")
         return result
 
     async def close(self) -> None:
         await self.workers.close()
+
+
+class _Attempt:
+    """What one worker has said of a request."""
+
+    def __init__(self, on_progress: OnProgress) -> None:
+        self._on_progress = on_progress
+        self._progress = Progress()
+        self.is_accepted = False
+
+    def take(self, outputs: Tensors) -> None:
+        self.is_accepted = True
+        self._progress = _progress(outputs, self._progress)
+        self._on_progress(self._progress)
 
 
 def _progress(outputs: Tensors, before: Progress) -> Progress:
@@ -147,8 +171,8 @@ def _result(outputs: Tensors) -> Result:
 class Delivery:
     """Puts a result where the request wants it: into the answer, or into a file."""
 
-    def __init__(self, files: FileStore | None, public_url: str, max_inline_bytes: int) -> None:
-        self._files, self._public_url, self._max_inline_bytes = files, public_url.rstrip("/"), max_inline_bytes
+    def __init__(self, files: FileStore, public_url: str) -> None:
+        self._files, self._public_url = files, public_url.rstrip("/")
 
     def check(self, request: VideoRequest) -> None:
         """Raises RequestError for a form that this process can't give."""
@@ -165,7 +189,6 @@ class Delivery:
         return [{"url": self.url(file), "expires_at": int(file.expires_at)} for file in files]
 
     async def store(self, part: bytes, output_format: str) -> StoredFile:
-        assert self._files is not None
         return await asyncio.to_thread(self._files.put, part, output_format)
 
     def url(self, file: StoredFile) -> str:
