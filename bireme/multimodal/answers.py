@@ -1,9 +1,11 @@
-"""What an encoder has made, as it leaves the engine process: handles signed."""
+"""What an encoder has made: as it leaves the engine process, handles signed, and as it reaches who asked for it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from bireme.messages import Finish, TokenLogprobs
 from bireme.multimodal.wire import EncodeAnswer, Encoded, encode_answer, seal_handle
 
 if TYPE_CHECKING:
@@ -24,3 +26,21 @@ def _sealed(picture: EncodedPicture, hidden_size: int, key: bytes) -> Encoded:
         grid=encoded.grid,
         handles=tuple(seal_handle(handle, key) for handle in picture.handles),
     )
+
+
+class EncodeSink:
+    """Sink of one encode: no tokens come, only the end."""
+
+    def __init__(self, finish: Callable[[Finish], None]) -> None:
+        self._finish = finish
+
+    def push(
+        self,
+        tokens: Sequence[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        return None
+
+    def finish(self, finish: Finish) -> None:
+        self._finish(finish)

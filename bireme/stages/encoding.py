@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from bireme.errors import BiremeError
-from bireme.messages import Finish, TokenLogprobs
+from bireme.multimodal.answers import EncodeSink
 from bireme.multimodal.wire import EncodeAnswer, decode_answer
 from bireme.stages.requests import EngineRun, RequestNames, StageRequest, failure_of
 from bireme.types import Cancelled
 
 if TYPE_CHECKING:
     from bireme.engines.client import EngineClient
-
-
-class _Ending:
-    """Sink of one encode: no tokens come, only the end."""
-
-    def __init__(self, run: EngineRun) -> None:
-        self._run = run
-
-    def push(
-        self,
-        tokens: Sequence[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-    ) -> None:
-        return None
-
-    def finish(self, finish: Finish) -> None:
-        self._run.done(finish)
 
 
 async def run_encode(
@@ -42,7 +23,7 @@ async def run_encode(
     names.reserve(request.request_id)
     try:
         run = EngineRun(engine)
-        run.submit(request.engine, _Ending(run))
+        run.submit(request.engine, EncodeSink(run.done))
         names.bind(request.request_id, run.number)
         finish = await run.wait(cancelled)
     finally:

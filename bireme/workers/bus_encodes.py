@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from functools import partial
 
 from bireme.errors import BiremeError, EngineLostError, RequestCancelledError, UnavailableError, from_message
-from bireme.messages import EngineRequest, Finish, TokenLogprobs
+from bireme.messages import EngineRequest, Finish
+from bireme.multimodal.answers import EncodeSink
 from bireme.multimodal.wire import EncodeAnswer, decode_answer
 from bireme.workers.base import Generation
 from bireme.workers.buses import Buses
@@ -21,10 +22,11 @@ class BusEncodes:
 
     async def run(self, worker: str, request: EngineRequest, request_id: str) -> EncodeAnswer:
         """Return the answer. Raises EngineLostError when the engine was lost with it."""
-        ending = _Ending()
-        generation = self._running[request_id] = self._buses.decode(worker, request, ending)
+        finished: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
+        sink = EncodeSink(partial(_settle, finished))
+        generation = self._running[request_id] = self._buses.decode(worker, request, sink)
         try:
-            finish = await ending.finished
+            finish = await finished
         finally:
             del self._running[request_id]
         if finish.encoded is not None:
@@ -36,23 +38,9 @@ class BusEncodes:
             generation.abort()
 
 
-class _Ending:
-    """Sink of one encode."""
-
-    def __init__(self) -> None:
-        self.finished: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
-
-    def push(
-        self,
-        tokens: Sequence[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-    ) -> None:
-        return None
-
-    def finish(self, finish: Finish) -> None:
-        if not self.finished.done():
-            self.finished.set_result(finish)
+def _settle(finished: asyncio.Future[Finish], finish: Finish) -> None:
+    if not finished.done():  # nobody waits any more
+        finished.set_result(finish)
 
 
 def _reason(generation: Generation, finish: Finish) -> BiremeError:
