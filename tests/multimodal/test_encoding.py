@@ -246,6 +246,7 @@ def test_an_abort_after_the_end_frees_the_leases(bench):
 def test_handles_are_given_back(bench):
     one = bench()
     handles = one.run(png(1), copies=2).pictures[0].handles
+    assert one.num_leases == 2
     one.run(release=tuple(seal_handle(handle, b"any") for handle in handles))
     wait_for(lambda: one.num_leases == 0)
 
@@ -305,6 +306,7 @@ def test_rows_reach_another_process_once(bench):
     other = EmbeddingShare(one.network.join("prefill-mm"), "prefill-mm", 1)
     other.start(embedding_layout("model", "float32", 4 * HIDDEN))
     handle = one.run(png(5)).pictures[0].handles[0]
+    assert one.num_leases == 1
     assert np.frombuffer(fetch(other, handle), np.float32).tolist() == [5.0] * 2 * HIDDEN
     wait_for(lambda: one.num_leases == 0)
     assert "send it again" in str(fetch(other, handle))
@@ -314,6 +316,7 @@ def test_rows_reach_another_process_once(bench):
 def test_rows_are_handed_over_uncopied_where_they_were_made(bench):
     one = bench()
     picture = one.run(png(5)).pictures[0]
+    assert one.num_leases == 1
     assert fetch(one.share, picture.handles[0]) is picture.encoded.rows
     wait_for(lambda: one.num_leases == 0)
     assert "send it again" in str(fetch(one.share, picture.handles[0]))
