@@ -27,6 +27,7 @@ from bireme.errors import (
     UnavailableError,
 )
 from bireme.metrics import Registry
+from bireme.multimodal.budget import Budget
 from bireme.multimodal.embedding_cache import EmbeddingCache
 from bireme.multimodal.embedding_share import EmbeddingShare, Rows
 from bireme.multimodal.media import MediaLoader
@@ -273,16 +274,17 @@ class EncoderService:
         """Return the embeddings in the order of the sources."""
         at_images = [at for at, source in enumerate(sources) if source.kind == "image"]
         at_others = [at for at, source in enumerate(sources) if source.kind != "image"]
-        images = await self._loader.load([sources[at].content for at in at_images], at_images)
+        budget = Budget(self._media)
+        images = await self._loader.load([sources[at].content for at in at_images], at_images, budget)
         work = [self._image(image.pixels, image.content_hash, at) for image, at in zip(images, at_images, strict=True)]
-        work += [self._precomputed(sources[at].content, at) for at in at_others]
+        work += [self._precomputed(sources[at].content, at, budget) for at in at_others]
         results = await _all(work)
         found = dict(zip([*at_images, *at_others], results, strict=True))
         return [found[at] for at in range(len(sources))]
 
-    async def _precomputed(self, source: bytes, at: int) -> EncodedRows:
+    async def _precomputed(self, source: bytes, at: int, budget: Budget) -> EncodedRows:
         try:
-            content = await self._loader.read(source)
+            content = await self._loader.read(source, budget)
             return await self._in(self._processors, lambda: self._encoder.read_embeddings(content))
         except BiremeError as error:
             raise type(error)(f"images[{at}]: {error}") from None

@@ -40,14 +40,17 @@ class MediaLoader:
         await self._fetcher.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def load(self, sources: Sequence[bytes | str], numbers: Sequence[int] | None = None) -> list[DecodedImage]:
+    async def load(
+        self, sources: Sequence[bytes | str], numbers: Sequence[int] | None = None, budget: Budget | None = None
+    ) -> list[DecodedImage]:
         """Return the pictures in order. Raises RequestError naming the first that fails; the others stop.
 
-        `numbers` are the pictures' own in the request, for errors; None: they are all there are.
+        `numbers` are the pictures' own in the request, for errors; None: they are all there are. `budget` is the
+        request's, where it has more than these.
         """
         if len(sources) > self._limits.max_images:
             raise RequestError(f"{len(sources)} images; at most {self._limits.max_images} (media.max_images)")
-        budget = Budget(self._limits)
+        budget = budget or Budget(self._limits)
         names = range(len(sources)) if numbers is None else numbers
         tasks = [asyncio.ensure_future(self._named(*named, budget)) for named in zip(names, sources, strict=True)]
         try:
@@ -58,13 +61,13 @@ class MediaLoader:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    async def read(self, source: bytes | str) -> bytes:
+    async def read(self, source: bytes | str, budget: Budget) -> bytes:
         """Return the bytes of what is no picture (computed embeddings), under the same rules. Raises RequestError."""
-        budget = Budget(self._limits).picture()
+        part = budget.picture()
         if isinstance(source, bytes) and source[8:9] == b"{":  # safetensors: a length, then JSON
-            budget.take(len(source))
+            part.take(len(source))
             return source
-        return await self._read(source, budget)
+        return await self._read(source, part)
 
     async def _named(self, at: int, source: bytes | str, budget: Budget) -> DecodedImage:
         try:

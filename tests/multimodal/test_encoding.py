@@ -22,7 +22,7 @@ from bireme.errors import (
 from bireme.kv.transfer.fake import FakeNetwork
 from bireme.metrics import Registry
 from bireme.multimodal.embedding_share import EmbeddingShare, embedding_layout
-from bireme.multimodal.encoding import EncoderService
+from bireme.multimodal.encoding import EncodedRows, EncoderService
 from bireme.multimodal.wire import EncodeJob, EncodeSource, seal_handle
 
 HIDDEN = 4
@@ -76,7 +76,7 @@ class CountingEncoder:
         return [ArrayRows(np.full((2, HIDDEN), one.colour, np.float32)) for one in batch]
 
     def read_embeddings(self, content):
-        raise RequestError("embeddings: not wanted")
+        return EncodedRows(content.hex(), ArrayRows(np.zeros((2, HIDDEN), np.float32)), None)
 
     def write_embeddings(self, rows):
         return b"".join(one.array.tobytes() for one in rows)
@@ -97,7 +97,8 @@ class Bench:
         """Submit; returns (key, how to wait for the outcome)."""
         self.number += 1
         key, ended, box = (0, self.number), threading.Event(), []
-        job = EncodeJob(sources=tuple(EncodeSource("image", one) for one in pictures), **fields)
+        sources = (one if isinstance(one, EncodeSource) else EncodeSource("image", one) for one in pictures)
+        job = EncodeJob(sources=tuple(sources), **fields)
 
         def done(outcome):
             box.append(outcome)
@@ -292,6 +293,14 @@ def test_a_file_under_the_allowed_folder_and_bytes_of_the_same_picture_are_one(b
     assert len({picture.encoded.name for picture in outcome.pictures}) == 1 and sum(one.encoder.batches) == 1
     with pytest.raises(RequestError, match=r"images\[0\]: "):
         one.run(f"file://{tmp_path}/../b.png".encode())
+
+
+def test_pictures_and_computed_embeddings_of_a_request_have_one_limit_together(bench):
+    computed = EncodeSource("embeddings", b"8 bytes." + b"{" + bytes(99))
+    size = len(png(1)) + 2 * len(computed.content)
+    assert len(bench(media=MediaLimits(max_request_bytes=size)).run(png(1), computed, computed).pictures) == 3
+    with pytest.raises(RequestError, match=r"images\[2\]: .*media.max_request_bytes"):
+        bench(media=MediaLimits(max_request_bytes=size - 1)).run(png(1), computed, computed)
 
 
 def fetch(share, handle):
