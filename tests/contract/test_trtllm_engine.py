@@ -93,9 +93,11 @@ def test_log_probabilities_have_the_chosen_token_first(make_engine):
 
 
 def test_zero_log_probabilities_mean_the_chosen_token_s_alone(make_engine):
-    answer = make_engine().ask(logprobs=0)
-    answer.wait()
-    assert [len(entry) for entry in answer.logprobs] == [1] * len(answer.tokens)
+    harness = make_engine()
+    none, two = harness.ask(logprobs=0), harness.ask(logprobs=2)
+    assert none.wait().reason == two.wait().reason == "length"
+    assert none.logprobs == [entry[:1] for entry in two.logprobs]
+    assert all(-30 < entry[0][1] < 0 for entry in none.logprobs)
 
 
 def test_prompt_log_probabilities_come_once_one_a_token_but_the_first(make_engine):

@@ -130,7 +130,7 @@ class RequestOutput:
         output._last_logprobs_len = len(output.logprobs)
         output.token_ids.extend(response.token_ids)
         output.logprobs.extend(response.logprobs)
-        if self.sampling_params.logprobs is not None and response.finish_reason != "cancelled":
+        if self.sampling_params.logprobs and response.finish_reason != "cancelled":
             assert len(output.logprobs) == output.length, (
                 f"logprobs length: {len(output.logprobs)} != output.length: {output.length}"
             )

@@ -45,14 +45,12 @@ class Chooser:
             self._guide.accept(token)
 
     def logprobs(self, logits: torch.Tensor, token: int, count: int | None) -> dict[int, Logprob] | None:
-        """The k likeliest and the chosen one, each with its rank."""
-        if count is None:
+        """The k likeliest and the chosen one, each with its rank; as in the real one, 0 is none."""
+        if not count:
             return None
         values = torch.log_softmax(logits, -1)
-        top = values.topk(max(1, count)) if count else None
-        found = {}
-        if top is not None:
-            found = {int(i): Logprob(float(v), rank + 1) for rank, (v, i) in enumerate(zip(*top, strict=True))}
+        top = values.topk(count)
+        found = {int(i): Logprob(float(v), rank + 1) for rank, (v, i) in enumerate(zip(*top, strict=True))}
         if token not in found:
             found[token] = Logprob(float(values[token]), int((values > values[token]).sum()) + 1)
         return found
