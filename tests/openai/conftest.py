@@ -33,10 +33,11 @@ def letters() -> Tokenizer:
 class Reply:
     """One request to the application, running."""
 
-    def __init__(self, app: Frontend, scope: dict[str, Any], body: bytes) -> None:
+    def __init__(self, app: Frontend, scope: dict[str, Any], body: bytes | None) -> None:
+        """`body`: None: it never comes."""
         self.messages: list[dict[str, Any]] = []
         self._body, self._gone = body, asyncio.Event()
-        self._has_read = False
+        self._has_read = body is None
         self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
@@ -83,12 +84,15 @@ class Bench:
     def __init__(self, app: Frontend, workers: FakeWorkers) -> None:
         self.app, self.workers = app, workers
 
-    def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
+    def call(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None,
+        is_body_coming: bool = True,
+    ) -> Reply:  # fmt: skip
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
         pairs = [(key.encode(), value.encode("latin-1")) for key, value in given.items()]
         scope = {"type": "http", "method": method, "path": path, "headers": pairs}
-        return Reply(self.app, scope, data)
+        return Reply(self.app, scope, data if is_body_coming else None)
 
     def chat(self, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
         messages = [{"role": "user", "content": "hi"}]

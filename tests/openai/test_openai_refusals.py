@@ -122,6 +122,13 @@ async def test_a_body_that_is_too_large_is_413(frontend):
     assert (await bench.call("POST", "/tokenize", b"", length).end()).status == 413
 
 
+async def test_a_body_that_does_not_come_in_time_is_408(frontend):
+    bench = await frontend(frontend={"body_timeout_s": 0.05})
+    never = bench.call("POST", "/tokenize", b"", {"content-length": "5"}, is_body_coming=False)
+    reply = await never.end()
+    assert reply.status == 408 and reply.json()["error"]["code"] == "timeout"
+
+
 async def test_pictures_are_not_counted_by_the_tokenizer(frontend):
     part = {"type": "image_url", "image_url": {"url": "data:,x"}}
     body = {"model": "test", "messages": [{"role": "user", "content": [part]}]}

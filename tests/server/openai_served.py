@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 120
+PUBLISHED_S = 1.0
 PORTS = {"http": 23540, "grpc": 23541, "metrics": 23542, "health": 23543, "openai": 23544}
 URL = f"http://127.0.0.1:{PORTS['openai']}"
 
@@ -63,11 +64,22 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny-chat", "messages": [{"role": "user", "content": text}], **fields}
 
 
-def gauge(name: str, port: int = PORTS["metrics"]) -> float:
-    """Return the sum of a metric over tritonserver's page."""
+def series(name: str, port: int = PORTS["metrics"]) -> list[float]:
+    """Return the values of a metric on tritonserver's page; none: nobody has published it."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
         lines = reply.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+    return [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{")]
+
+
+def gauge(name: str, port: int = PORTS["metrics"]) -> float:
+    """Return the sum of a metric over tritonserver's page."""
+    return sum(series(name, port))
+
+
+def settled(name: str) -> float:
+    """Return the sum of a metric once all that has happened is published."""
+    time.sleep(PUBLISHED_S)
+    return gauge(name)
 
 
 def wait_for(condition: Any, limit_s: float = 30) -> None:

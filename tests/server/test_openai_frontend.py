@@ -12,7 +12,7 @@ import time
 import jsonschema
 import openai
 import pytest
-from openai_served import PORTS, URL, call, chat, engine_of, gauge, kill, wait_for
+from openai_served import PORTS, URL, call, chat, engine_of, gauge, kill, settled, wait_for
 from pydantic import BaseModel
 
 pytestmark = pytest.mark.server
@@ -116,22 +116,32 @@ def running():
     return gauge("bireme_requests_running")
 
 
-def test_a_client_that_leaves_a_stream_frees_the_engine(client):
-    stream = ask(client, WORDS, stream=True, max_tokens=600, extra_body={"bireme": {"ignore_eos": True}})
-    list(itertools.islice(stream, 3))
+def cancelled():
+    return gauge("bireme_cancellations_total")
+
+
+def test_a_client_that_leaves_a_stream_stops_the_engine_within_a_few_tokens(client):
+    fields = {"stream": True, "logprobs": True, "extra_body": {"bireme": {"ignore_eos": True}}}
+    list(ask(client, WORDS, max_tokens=40, **fields))  # the client's first stream is slow: it would be far behind
+    made, before = settled("bireme_generated_tokens_total"), cancelled()
+    stream = ask(client, WORDS, max_tokens=900, **fields)
+    chunks = itertools.islice(stream, 40)
+    num_read = sum(len(choice.logprobs.content) for chunk in chunks for choice in chunk.choices if choice.logprobs)
     stream.close()
-    wait_for(lambda: running() == 0, 5)
+    wait_for(lambda: cancelled() == before + 1 and running() == 0, 5)
+    num_made = settled("bireme_generated_tokens_total") - made
+    assert 30 < num_read <= num_made < num_read + 100  # of 900: those under way while the news travels
 
 
 def test_a_client_that_leaves_a_unary_request_frees_the_engine(deployment):
     body = json.dumps(chat(WORDS, **LONG)).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     head += f"content-length: {len(body)}"
-    before = gauge("bireme_cancellations_total")
+    before = cancelled()
     with socket.create_connection(("127.0.0.1", PORTS["openai"])) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         wait_for(lambda: running() == 1, 10)
-    wait_for(lambda: running() == 0 and gauge("bireme_cancellations_total") > before, 5)
+    wait_for(lambda: cancelled() == before + 1 and running() == 0, 5)
 
 
 def test_a_stream_goes_on_when_its_engine_is_killed(deployment, client):

@@ -23,6 +23,10 @@ def running():
     return gauge("bireme_requests_running", PORTS["metrics"])
 
 
+def cancelled():
+    return gauge("bireme_cancellations_total", PORTS["metrics"])
+
+
 def test_a_sum_is_answered_rightly(page):
     assert page.asked("What is 12 + 30?") == "42"
 
@@ -65,24 +69,25 @@ def test_details_name_the_worker_and_tokens_from_the_cache(page):
 
 
 def test_stop_frees_the_engine_and_keeps_what_was_said(page):
-    before = gauge("bireme_cancellations_total", PORTS["metrics"])
+    before = cancelled()
     page.set("extra", NEVER_ENDING)
     page.ask("Count from 1 to 9.")
     page.until(lambda: page.text(".answer .content"))
     wait_for(lambda: running() == 1, 10)
     page.click("#send")
     assert "Stopped." in page.answered().text and page.text(".answer .content")
-    wait_for(lambda: running() == 0 and gauge("bireme_cancellations_total", PORTS["metrics"]) > before, 5)
+    wait_for(lambda: running() == 0 and cancelled() == before + 1, 5)
 
 
 def test_escape_a_new_chat_and_leaving_the_page_stop_an_answer(page):
     page.set("extra", NEVER_ENDING)
     leave = [lambda: page.press(Keys.ESCAPE), lambda: page.click("#new-chat"), lambda: page.driver.get("about:blank")]
-    for stop in leave:
+    before = cancelled()
+    for number, stop in enumerate(leave, 1):
         page.ask("Count from 1 to 9.")
         wait_for(lambda: running() == 1, 10)
         stop()
-        wait_for(lambda: running() == 0, 5)
+        wait_for(lambda: running() == 0 and cancelled() == before + number, 5)  # noqa: B023
 
 
 def test_a_conversation_of_several_turns_remembers_the_first(page):
@@ -101,8 +106,10 @@ def test_trying_again_replaces_the_last_answer_only(page):
     page.asked("What is 12 + 30?")
     page.asked("What is 1 + 10?", 2)
     assert len([button for button in page.all(".retry") if button.is_displayed()]) == 1
+    first, second = page.all(".answer")
     page.all(".retry")[-1].click()
-    assert page.answered(2).text.startswith("11")
+    again = page.answered(2)
+    assert again.text.startswith("11") and again != second and page.all(".answer")[0] == first
 
 
 def test_an_edited_message_is_answered_anew_without_what_followed(page):
