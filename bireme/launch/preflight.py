@@ -12,11 +12,13 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from bireme.config import Recipe
+from bireme.engines.environment import find_python
 from bireme.engines.trtllm import pair_rules
 from bireme.engines.trtllm.problems import errors
 from bireme.errors import ConfigError
@@ -36,9 +38,13 @@ _LONGEST_SOCKET_NAME = 40
 # distribution that holds the module -> how to get it
 _ENGINE_MODULES = {
     "torch": (("torch", "transformers", "safetensors"), "pip install -e .[torch]"),
-    "trtllm": (("tensorrt_llm",), "use the image that docker/Dockerfile.trtllm makes"),
+    "trtllm": (
+        ("tensorrt_llm",),
+        "use the image that docker/Dockerfile.trtllm makes, or name an environment that has it in BIREME_ENGINE_PYTHON",
+    ),
     "mocker": ((), ""),
 }
+_FIND_MODULES = "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if u.find_spec(m) is None))"
 
 
 class PreflightError(ConfigError):
@@ -54,7 +60,8 @@ def check_all(
     environment: Mapping[str, str] = os.environ,
 ) -> Installation:
     """Return the tritonserver to run. Raises PreflightError with everything that is missing."""
-    problems = [*check_python(), *check_platform(), *check_engines(recipe), *check_arguments(recipe)]
+    problems = [*check_python(), *check_platform(), *check_engines(recipe, environment)]
+    problems += check_arguments(recipe)
     problems += check_model(recipe)
     installation = None
     try:
@@ -115,20 +122,36 @@ def _version_of(distribution: str) -> str | None:
         return None
 
 
-def check_engines(recipe: Recipe) -> list[str]:
-    """The engines' packages, looked for without importing them."""
-    problems = []
-    for engine in sorted({entry.engine for entry in recipe.workers.values()}):
-        modules, remedy = _ENGINE_MODULES[engine]
-        missing = [module for module in modules if importlib.util.find_spec(module) is None]
-        if missing:
-            problems.append(f"engine {engine} needs {', '.join(missing)}; {remedy}")
-    video = recipe.workers.get("video_diffusion")
-    if video is not None:
-        modules = ("av", "PIL", *(("diffusers", "accelerate") if video.engine == "torch" else ()))
-        if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
-            problems.append(f"workers.video_diffusion needs {', '.join(missing)}; pip install -e .[video]")
-    return problems
+def check_engines(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The engines' packages, looked for without importing them, where the engine processes will look."""
+    problems: dict[str, None] = {}  # two workers of one engine miss the same
+    for stage, entry in sorted(recipe.workers.items()):
+        needs = [(f"engine {entry.engine}", *_ENGINE_MODULES[entry.engine])]
+        if stage == "video_diffusion":
+            modules = ("av", "PIL", *(("diffusers", "accelerate") if entry.engine == "torch" else ()))
+            needs.append(("workers.video_diffusion", modules, "pip install -e .[video]"))
+        try:
+            for what, modules, remedy in needs:
+                if missing := _missing(modules, environment, entry.env):
+                    problems[f"{what} needs {', '.join(missing)}; {remedy}"] = None
+        except ConfigError as error:
+            problems[str(error)] = None
+    return list(problems)
+
+
+def _missing(modules: tuple[str, ...], environment: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
+    """Return those that the engine's python has not: this one, unless a variable changes that. Raises ConfigError."""
+    if "BIREME_ENGINE_PYTHON" not in environment and "PYTHONPATH" not in own:
+        return [module for module in modules if importlib.util.find_spec(module) is None]
+    command = [find_python(environment), "-c", _FIND_MODULES, *modules]
+    try:
+        found = subprocess.run(command, env={**environment, **own}, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"engine process: {command[0]} can't be run: {error}; set BIREME_ENGINE_PYTHON") from error
+    if found.returncode:
+        reason = found.stderr.strip()[-300:] or f"exit status {found.returncode}"
+        raise ConfigError(f"engine process: {command[0]} is no python: {reason}; set BIREME_ENGINE_PYTHON")
+    return found.stdout.split()
 
 
 def check_arguments(recipe: Recipe) -> list[str]:

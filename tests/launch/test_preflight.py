@@ -105,6 +105,26 @@ def test_an_engine_that_is_not_installed_says_how_to_get_it():
     assert "tensorrt_llm" in only(preflight.check_engines(recipe))
 
 
+def test_an_engine_is_looked_for_where_its_process_will_look(tmp_path):
+    (tmp_path / "tensorrt_llm.py").touch()
+    worker = WorkerEntry(engine="trtllm", engine_config=EngineConfig())
+    elsewhere = WorkerEntry(engine="trtllm", engine_config=EngineConfig(), env={"PYTHONPATH": str(tmp_path)})
+    assert preflight.check_engines(Recipe(model="m", workers={"decode": elsewhere})) == []
+    only(preflight.check_engines(Recipe(model="m", workers={"decode": elsewhere, "prefill": worker})))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    recipe = Recipe(model="m", workers={"decode": worker, "prefill": worker})
+    assert preflight.check_engines(recipe, {"BIREME_ENGINE_PYTHON": str(python)}) == []
+    assert "tensorrt_llm" in only(preflight.check_engines(recipe, {"BIREME_ENGINE_PYTHON": sys.executable}))
+
+
+@pytest.mark.parametrize(("python", "text"), [("/no/python", "not an executable"), ("/bin/false", "is no python")])
+def test_a_wrong_python_of_engines_is_refused(python, text):
+    recipe = Recipe(model="m", workers={"decode": WorkerEntry(engine="trtllm", engine_config=EngineConfig())})
+    assert text in only(preflight.check_engines(recipe, {"BIREME_ENGINE_PYTHON": python}))
+
+
 def test_a_wrong_tritonserver_variable_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="BIREME_TRITONSERVER: .* is not an executable"):
         find_installation({"BIREME_TRITONSERVER": str(tmp_path)})
