@@ -35,11 +35,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
+from benchmarks.chart import Panel, draw
 from benchmarks.contenders.dynamo import dynamo
 from benchmarks.contenders.endpoint import Endpoint
 from benchmarks.contenders.ours import ours
 from benchmarks.load.load_process import LoadProcess
 from benchmarks.load.processes import FOREIGN, CpuMeter
+from benchmarks.options import chosen, numbers
 
 CONTENDERS = ("bireme", "dynamo")
 MODES = {"fast": (0.0, 32), "paced": (5.0, 256)}  # step in ms, tokens of an answer
@@ -244,49 +246,24 @@ def note(cell: Cell) -> None:
 
 
 def plot(cells: list[Cell], path: str) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed", file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    modes = sorted({cell.mode for cell in cells})
-    figure, axes = pyplot.subplots(1, len(modes), figsize=(4.5 * len(modes), 3.5), squeeze=False)
-    for axis, mode in zip(axes[0], modes, strict=True):
-        for name in CONTENDERS:
-            points = sorted((c.streams, c.tokens_per_s) for c in cells if (c.contender, c.mode) == (name, mode))
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=name)
+    panels = []
+    for mode in sorted({cell.mode for cell in cells}):
         step_ms, max_tokens = MODES[mode]
-        title = f"{step_ms:g} ms a step" if step_ms else "engines as fast as they go"
-        axis.set(
-            title=f"{title}, {max_tokens} tokens", xlabel="streams", ylabel="tokens/s", xscale="log", ylim=(0, None)
-        )
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def chosen(known: tuple[str, ...]) -> Any:
-    def parse(text: str) -> list[str]:
-        items = text.split(",")
-        if unknown := [item for item in items if item not in known]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; known: {', '.join(known)}")
-        return items
-
-    return parse
+        pace = f"{step_ms:g} ms a step" if step_ms else "engines as fast as they go"
+        lines = {
+            name: [(cell.streams, cell.tokens_per_s) for cell in cells if (cell.contender, cell.mode) == (name, mode)]
+            for name in CONTENDERS
+        }
+        panels.append(Panel(f"{pace}, {max_tokens} tokens", lines))
+    draw(path, panels, "tokens/s")
 
 
 def parse_arguments() -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contenders", type=chosen(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--modes", type=chosen(tuple(MODES)), default=list(MODES))
-    parser.add_argument(
-        "--streams", type=lambda text: [int(item) for item in text.split(",")], default=[1, 16, 64, 256]
-    )
+    parser.add_argument("--modes", type=chosen(list(MODES)), default=list(MODES))
+    parser.add_argument("--streams", type=numbers(int), default=[1, 16, 64, 256])
     parser.add_argument("--seconds", type=float, default=8.0, help="measured time of a run")
     parser.add_argument("--warmup-s", type=float, default=2.0)
     parser.add_argument("--repeat", type=int, default=3, help="runs a cell, in turns; medians are shown")

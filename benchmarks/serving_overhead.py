@@ -35,9 +35,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.chart import Panel, draw
 from benchmarks.load.load_process import LoadProcess
 from benchmarks.load.meter import percentile
 from benchmarks.load.processes import FOREIGN, CpuMeter, roles
+from benchmarks.options import chosen, numbers
 from bireme.launch import Ports, Server, free_ports, start_server
 
 PATHS = ("engine", "bus", "decode", "generate")
@@ -275,49 +277,25 @@ def note(cell: Cell) -> None:
 
 
 def plot(cells: list[Cell], path: str) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed", file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    steps = sorted({cell.step_ms for cell in cells if cell.step_ms})
-    figure, axes = pyplot.subplots(
-        1, max(len(steps), 1), figsize=(4 * max(len(steps), 1), 3.5), sharey=True, squeeze=False
-    )
-    for axis, step_ms in zip(axes[0], steps, strict=False):
-        for name in PATHS:
-            points = sorted(
-                (cell.streams, cell.share) for cell in cells if (cell.path, cell.step_ms) == (name, step_ms)
-            )
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=TITLES[name])
-        axis.set(title=f"{step_ms:g} ms a step", xlabel="streams", xscale="log")
-    axes[0][0].set_ylabel("tokens/s over streams/step")
-    axes[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def numbers(kind: Any) -> Any:
-    return lambda text: [kind(item) for item in text.split(",")]
-
-
-def names(text: str) -> list[str]:
-    chosen = text.split(",")
-    unknown = [name for name in chosen if name not in PATHS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; known: {', '.join(PATHS)}")
-    return chosen
+    panels = []
+    for step_ms in sorted({cell.step_ms for cell in cells if cell.step_ms}):
+        lines = {
+            TITLES[name]: [
+                (cell.streams, cell.share)
+                for cell in cells
+                if (cell.path, cell.step_ms) == (name, step_ms) and cell.share is not None
+            ]
+            for name in PATHS
+        }
+        panels.append(Panel(f"{step_ms:g} ms a step", lines))
+    draw(path, panels, "tokens/s over streams/step", share_y=True)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=numbers(int), default=[1, 16, 64, 256])
     parser.add_argument("--step-ms", type=numbers(float), default=[0.0, 5.0, 10.0, 30.0])
-    parser.add_argument("--paths", type=names, default=list(PATHS), help=f"of {','.join(PATHS)}")
+    parser.add_argument("--paths", type=chosen(PATHS), default=list(PATHS), help=f"of {','.join(PATHS)}")
     parser.add_argument("--seconds", type=float, default=8.0, help="measured time of a run")
     parser.add_argument("--warmup-s", type=float, default=1.5)
     parser.add_argument("--repeat", type=int, default=1, help="runs a cell; the median is shown")

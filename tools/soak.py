@@ -32,6 +32,7 @@ from benchmarks.load.load_process import LoadProcess
 from benchmarks.load.memory import Growth, MemoryLog
 from benchmarks.load.metrics_page import left_behind, read_page
 from benchmarks.load.processes import alive, roles
+from benchmarks.options import chosen
 from bireme.config import load_recipe
 from bireme.launch import Ports, Server, free_ports, start_server
 from bireme.launch.console import Console
@@ -224,17 +225,11 @@ def print_result(loads: list[Load], growth: Mapping[str, Growth], problems: list
     print("soak failed" if problems else "soak passed")
 
 
-def paths(text: str) -> list[str]:
-    chosen = text.split(",")
-    unknown = [name for name in chosen if name not in PATHS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; known: {', '.join(PATHS)}")
-    return chosen
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--paths", type=paths, default=["generate"], help=f"loaded at once, of {','.join(PATHS)}")
+    parser.add_argument(
+        "--paths", type=chosen(PATHS), default=["generate"], help=f"loaded at once, of {','.join(PATHS)}"
+    )
     parser.add_argument("--streams", type=int, default=64, help="of each path")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--warmup-s", type=float, default=10.0, help="memory is not looked at before")
