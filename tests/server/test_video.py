@@ -33,7 +33,8 @@ LONG = {"prompt": PROMPT, "num_inference_steps": 100, "num_frames": 65}
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory):
     folder = tmp_path_factory.mktemp("video")
-    override = json.dumps({"video": {"folder": str(folder), "max_queue_size": 2}})
+    one_thread = {"video_diffusion": {"engine": "torch", "num_threads": 1}}  # with more, equal seeds differ in rounding
+    override = json.dumps({"video": {"folder": str(folder), "max_queue_size": 2}, "workers": one_thread})
     log = folder / "serve.log"
     with served("recipes/tiny-video", log, "--override", override, ports=PORTS) as running:
         yield running
@@ -124,17 +125,28 @@ def test_pages_of_jobs_follow_each_other(client):
     assert [job.id for job in client.videos.list(order="asc", after=made[0], limit=2).data] == made[1:]
 
 
+def clip(seed):
+    return list(stream("video_diffusion", prompt=PROMPT, num_inference_steps=12, seed=seed))
+
+
+def waited(answers):
+    """Whether the first news of a request was that another goes first."""
+    return next(one["queue_position"] for one in answers if "queue_position" in one) == 1
+
+
 def test_two_requests_at_once_are_served_in_turn_and_both_rightly(deployment):
-    body = {"num_inference_steps": 12}
-    alone = [generate(seed=seed, **body)[1]["data"] for seed in (11, 12)]
-    together = [Background(lambda seed=seed: generate(seed=seed, **body)[1]["data"]) for seed in (11, 12)]
-    assert [one.wait() for one in together] == alone
+    alone = [clip(seed) for seed in (11, 12)]
+    assert not any(map(waited, alone))
+    together = [one.wait() for one in [Background(lambda seed=seed: clip(seed)) for seed in (11, 12)]]
+    assert [answers[-1]["video"] for answers in together] == [answers[-1]["video"] for answers in alone]
+    assert sorted(map(waited, together)) == [False, True]
 
 
-def test_a_request_that_waits_is_told_its_position_and_a_full_queue_refuses(deployment):
+def test_jobs_that_wait_are_queued_and_a_full_queue_refuses(deployment):
     job = start_long_job()
     waiting = [call("POST", "/v1/videos", LONG)[1] for _ in range(2)]
     assert [one["status"] for one in waiting] == ["queued", "queued"]
+    assert [call("GET", f"/v1/videos/{one['id']}")[1]["status"] for one in waiting] == ["queued", "queued"]
     status, answer = generate()
     assert status == 503 and "video.max_queue_size is 2" in answer["error"]["message"]
     for one in (*(one["id"] for one in waiting), job):
@@ -142,11 +154,13 @@ def test_a_request_that_waits_is_told_its_position_and_a_full_queue_refuses(depl
     wait_for(lambda: generate(num_inference_steps=1)[0] == 200, 60)  # the queue is free again
 
 
-def test_deleting_a_job_stops_it_within_one_step(deployment):
+def test_deleting_a_job_stops_it(deployment):
+    began = settled_steps()
     job = start_long_job()
     assert call("DELETE", f"/v1/videos/{job}")[0] == 200
     assert generate(num_inference_steps=1)[0] == 200  # the pipeline is free again
     before = settled_steps()
+    assert 1 < before - began < 100
     time.sleep(1.5)
     assert num_steps() == before
 
@@ -163,12 +177,21 @@ def test_a_client_that_leaves_stops_its_generation(deployment):
     assert num_steps() == before
 
 
-def test_an_abort_by_request_id_ends_a_request(deployment):
+def test_an_abort_by_request_id_ends_a_request_after_the_step_under_way(deployment):
     answers = stream("video_diffusion", prompt=PROMPT, num_inference_steps=100, num_frames=65, request_id="mine")
     next(answer for answer in answers if answer.get("step", 0) >= 1)
+    steps = []
+
+    def follow():
+        with pytest.raises(Exception, match="CANCELLED"):
+            for answer in answers:
+                steps.append(answer["step"])
+        return True
+
+    following = Background(follow)
     list(stream("video_diffusion", request_id="mine", abort=True))
-    with pytest.raises(Exception, match="CANCELLED"):
-        list(answers)
+    before = len(steps)
+    assert following.wait() and len(steps) <= before + 2  # one may have been on its way to this client
 
 
 def test_pictures_are_made_by_the_same_pipeline(client):
@@ -235,9 +258,8 @@ def test_a_frontend_that_is_killed_keeps_its_jobs(deployment):
     _, done = call("POST", "/v1/videos", {"prompt": PROMPT, "num_inference_steps": 1})
     wait_for(lambda: job_status(done["id"]) == "completed", 60)
     running = start_long_job()
-    pid = deployment.frontend_pid()
-    kill(pid)
-    wait_for(lambda: deployment.frontend_pid() != pid or _answers(), 30)
+    kill(deployment.frontend_pid())
+    wait_for(lambda: "frontend_died" in deployment.log.read_text(), 30)
     wait_for(_answers, 30)
     assert job_status(done["id"]) == "completed"
     assert decode(request("GET", f"/v1/videos/{done['id']}/content")[1])[0].shape[0] == 17
