@@ -11,7 +11,7 @@ from engine_fixtures import wait_for
 from trtllm_harness import PROMPT
 
 from bireme import disagg
-from bireme.engines.trtllm.disaggregation import restore
+from bireme.engines.trtllm.disaggregation import RequestIds, restore
 from bireme.errors import NotFoundError, RequestError
 from bireme.messages import ProcessorCall
 
@@ -203,3 +203,9 @@ def test_ids_of_transfers_are_unique_and_above_those_of_the_engine(make_engine, 
     ids = [prefill(harness)[0].engine_state["disagg_request_id"] for _ in range(3)]
     assert len(set(ids)) == 3
     assert all(2**42 < number < 2**63 for number in ids)
+
+
+def test_ids_of_one_millisecond_differ_by_count_worker_and_life(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1.8e9)
+    makers = [RequestIds(worker, life) for worker in ("prefill", "prefill_1") for life in (1, 2)]
+    assert len({maker.next() for maker in makers for _ in range(1000)}) == 4000
