@@ -59,7 +59,7 @@ def test_settings_tools_and_a_result_by_keyboard_alone(page):
 def test_focus_goes_through_the_page_in_the_order_of_reading(page):
     page.run(FROM_THE_TOP)
     seen = []
-    for _ in range(13):
+    for _ in range(12):
         page.press(Keys.TAB)
         seen.append(page.focused)
     assert seen[:6] == ["Skip to the message box", "model", "new-chat", "show-code", "theme", "toggle-settings"]
