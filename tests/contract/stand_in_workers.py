@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 STAND_IN = Path(__file__).parent / "stand_in"
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROFILES = ("1.2.1", "1.3")
@@ -34,3 +36,14 @@ def worker(config: dict[str, Any], profile: str = "1.2.1", **variables: str) -> 
         "env": environment(profile, **variables),
         "engine_config": {"enable_chunked_prefill": True, "disable_overlap_scheduler": True, **config},
     }
+
+
+def copy_recipe(recipe: str, folder: Path, profile: str = "1.2.1") -> str:
+    """Write a recipe of the repository with each worker on this engine into `folder`; return the folder."""
+    source = CHECKOUT / recipe
+    tree = yaml.safe_load((source / "recipe.yaml").read_text())
+    config = yaml.safe_load((source / "engine.yaml").read_text()) | {"guided_decoding_backend": "xgrammar"}
+    tree["workers"] = dict.fromkeys(tree["workers"], worker(config, profile))
+    tree = {"served_model_name": source.name} | tree | {"model": str(CHECKOUT / tree["model"])}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    return str(folder)

@@ -6,6 +6,7 @@ from collections import Counter
 
 import openai
 import pytest
+import stand_in_workers
 from openai_served import served
 from samples.chat_world import TOOLS, examples
 
@@ -15,9 +16,19 @@ COUNT = 30  # held-out conversations a kind
 QUESTIONS = ("Hello, I am Rosa.", "What is 12 + 30?", "Say plam three times.", "What colour is the sky?")
 
 
-@pytest.fixture(scope="module", params=["recipes/tiny-chat", "recipes/tiny-chat-disagg"])
+DEPLOYMENTS = [
+    ("torch", "recipes/tiny-chat"),
+    ("torch", "recipes/tiny-chat-disagg"),
+    ("trtllm", "recipes/tiny-chat"),  # on the stand-in of tests/contract
+]
+
+
+@pytest.fixture(scope="module", params=DEPLOYMENTS, ids="-".join)
 def deployment(request, tmp_path_factory):
-    with served(request.param, tmp_path_factory.mktemp("conversations") / "log", ports=PORTS) as running:
+    engine, recipe = request.param
+    if engine == "trtllm":
+        recipe = stand_in_workers.copy_recipe(recipe, tmp_path_factory.mktemp("recipe"))
+    with served(recipe, tmp_path_factory.mktemp("conversations") / "log", ports=PORTS) as running:
         yield running
 
 
