@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,8 +27,12 @@ class Served:
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process, self.log = process, log
 
-    def frontend_pid(self) -> int:
-        return int(re.findall(r"frontend_ready .*pid=(\d+)", self.log.read_text())[-1])
+    def frontend_pid(self) -> int | None:
+        """Return the process that serves now, not the one that the launch began with; None between two."""
+        from bireme.launch import processes
+
+        tree = processes.children(self.process.pid)
+        return next((pid for pid in tree if "bireme.openai" in processes.command_line(pid)), None)
 
 
 @contextlib.contextmanager

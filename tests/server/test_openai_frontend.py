@@ -145,14 +145,15 @@ def test_a_client_that_leaves_a_unary_request_frees_the_engine(deployment):
 
 
 def test_a_stream_goes_on_when_its_engine_is_killed(deployment, client):
-    fields = {"max_tokens": 300, "extra_body": {"bireme": {"ignore_eos": True}}}
+    fields = {"max_tokens": 900, "extra_body": {"bireme": {"ignore_eos": True}}}
     expected = ask(client, WORDS, **fields).choices[0].message.content
-    texts = []
+    texts, moved = [], gauge("bireme_migrations_total", PORTS["openai"])
     for number, chunk in enumerate(ask(client, WORDS, stream=True, **fields)):
         texts.append(chunk.choices[0].delta.content or "")
         if number == 20:
             kill(engine_of(deployment))
     assert "".join(texts) == expected
+    assert gauge("bireme_migrations_total", PORTS["openai"]) > moved  # the engine did not end before it was killed
 
 
 def test_readiness_knows_of_an_engine_that_is_gone(deployment):
@@ -164,12 +165,12 @@ def test_readiness_knows_of_an_engine_that_is_gone(deployment):
 
 
 def test_a_draining_frontend_lets_streams_end(deployment, client):
-    stream = ask(client, WORDS, stream=True, max_tokens=200, extra_body={"bireme": {"ignore_eos": True}})
-    chunks = list(itertools.islice(stream, 2))
-    os.kill(deployment.frontend_pid(), signal.SIGTERM)  # serve.py starts another
+    stream = ask(client, WORDS, stream=True, max_tokens=900, extra_body={"bireme": {"ignore_eos": True}})
+    chunks, pid = list(itertools.islice(stream, 2)), deployment.frontend_pid()
+    os.kill(pid, signal.SIGTERM)
     chunks += list(stream)
     assert chunks[-1].choices[0].finish_reason == "length"
-    wait_for(_is_up, 30)
+    wait_for(lambda: deployment.frontend_pid() not in (pid, None) and _is_up(), 60)  # serve.py has started another
 
 
 def _is_up():
