@@ -42,6 +42,7 @@ from bireme.launch.run_folder import RunFolder
 
 _TAIL_LINES = 400
 _SHOWN_LINES = 30
+_ECHOES = ("Non-graceful termination detected", "bireme parent_lost")
 # Blocked BLS calls and sends share a model's pool threads; what is not for BLS is left to the sends.
 _THREADS_FOR_SENDS = 32
 # More would let more BLS calls wait at once, but each response then wakes another cold thread: with 256, twice
@@ -188,8 +189,9 @@ class Server:
         return self.admin.metrics_text()
 
     def tail(self, lines: int = _SHOWN_LINES) -> str:
-        """Return the last lines that the server and its stubs wrote."""
-        return "\n".join(list(self._tail)[-lines:])
+        """Return the last lines that the server and its stubs wrote, but for what stubs say when a server dies."""
+        told = [line for line in self._tail if not any(echo in line for echo in _ECHOES)]
+        return "\n".join(told[-lines:])
 
     def __enter__(self) -> Server:
         return self

@@ -42,6 +42,7 @@ def deployment(sample_model, write_recipe) -> Any:
 
 
 def test_pipeline_streams_survive_and_direct_streams_of_the_other_worker_go_on(deployment, sample_model) -> None:
+    until(lambda: all(_answers(deployment.server, model) for model in ("decode", "decode_1")), 60, "both replicas")
     server = deployment.server
     ids, _ = printable_ids(str(sample_model("llama")))
     through_generate = Run(server, "generate", count=6, max_tokens=LENGTH, stream=True)
@@ -50,7 +51,7 @@ def test_pipeline_streams_survive_and_direct_streams_of_the_other_worker_go_on(d
     stub = server.stub_pid("decode")
     killed_at = time.monotonic()
     os.kill(stub, signal.SIGKILL)
-    until(lambda: _answers(server), 10, "decode serving again")
+    until(lambda: _answers(server, "decode"), 10, "decode serving again")
     expected = [expected_tokens([*PROMPT, 300 + i], LENGTH, ids) for i in range(6)]
     assert beside.join() == expected[:4]
     for answer, right in zip(through_generate.join(), expected, strict=True):
@@ -59,9 +60,9 @@ def test_pipeline_streams_survive_and_direct_streams_of_the_other_worker_go_on(d
     assert max(ended) - killed_at < LENGTH * 0.02 + STALL_S + 15
 
 
-def _answers(server: Any) -> bool:
+def _answers(server: Any, model: str) -> bool:
     try:
-        answer = Client(server.grpc).generate("decode", input_ids=PROMPT, max_tokens=3)
+        answer = Client(server.grpc).generate(model, input_ids=PROMPT, max_tokens=3)
     except Exception:
         return False
     return len(answer["output_ids"]) == 3

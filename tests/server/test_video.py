@@ -105,12 +105,12 @@ def test_progress_comes_as_events(deployment):
 
 
 def test_a_job_is_followed_and_fetched_with_the_official_client(client):
-    job = client.videos.create(prompt=PROMPT, seconds="2", extra_body={"num_inference_steps": 6, "fps": 4})
-    assert job.status in ("queued", "in_progress") and job.seconds == "2"
+    job = client.videos.create(prompt=PROMPT, seconds="4", extra_body={"num_inference_steps": 6, "fps": 4})
+    assert job.status in ("queued", "in_progress") and job.seconds == "4"
     job = client.videos.poll(job.id, poll_interval_ms=100)
     assert job.status == "completed" and job.progress == 100
     frames, rate = decode(client.videos.download_content(job.id).content)
-    assert len(frames) == 8 and rate == 4
+    assert len(frames) == 16 and rate == 4
     assert job.id in [one.id for one in client.videos.list(limit=5).data]
     assert client.videos.delete(job.id).deleted
     with pytest.raises(openai.NotFoundError):
