@@ -20,6 +20,11 @@ def deployment(chat_deployment):
     return chat_deployment
 
 
+def test_the_documentation_has_examples():
+    """Without any, the test below would be skipped."""
+    assert [any(f"```bash\n{example}" in path.read_text() for example in OURS) for path in DOCS] == [True, True]
+
+
 @pytest.mark.parametrize("example", OURS)
 def test_an_example_works_as_it_stands(deployment, example):
     command = example.replace(":9000/", f":{PORTS['openai']}/")
