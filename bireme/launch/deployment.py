@@ -30,7 +30,14 @@ from bireme.launch.ports import Ports
 from bireme.launch.preflight import check_all
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.run_folder import RunFolder
-from bireme.launch.tritonserver import THREAD_POOL_SIZE, Server, ServerOptions, ServerStartError, address
+from bireme.launch.tritonserver import (
+    THREAD_POOL_SIZE,
+    Server,
+    ServerDiedError,
+    ServerOptions,
+    ServerStartError,
+    address,
+)
 from bireme.launch.watchdog import StubWatchdog
 
 _PARALLEL_LOADS = 8  # each holds one of the server's HTTP threads
@@ -96,7 +103,11 @@ class Deployment:
         return self._health.port
 
     def start(self) -> None:
-        """Check what is needed, start the server, load the models. Raises PreflightError, ServerStartError."""
+        """Check what is needed, start the server, load the models. Raises PreflightError, ServerStartError.
+
+        A server that is killed by a signal meanwhile is started again, as it is later: 2.51 at times aborts in a
+        load on a machine that is much too busy (a lock of its shared memory not had within ten seconds).
+        """
         settings = self.settings
         ports = {f"--{name}-port": getattr(settings.ports, name) for name in ("http", "grpc", "metrics")}
         if settings.health_port:
@@ -105,7 +116,11 @@ class Deployment:
         self._console.event("starting", recipe=settings.recipe.name, tritonserver=self._installation.binary)
         self._health = HealthServer(settings.host, settings.health_port, self._live, self._ready)
         self._health.start()
-        self._start_server()
+        try:
+            self._start_server()
+        except ServerDiedError:
+            if not self._restart():
+                raise
 
     def supervise(self) -> bool:
         """Keep the server alive until `request_stop`; return False when it kept dying."""
@@ -241,7 +256,7 @@ class Deployment:
         while waiting and not self._stopping.is_set():
             waiting = wait(waiting, timeout=0.2).not_done
             if not server.is_running:
-                raise ServerStartError(f"tritonserver exited with code {server.returncode}:\n{server.tail()}")
+                raise server.exit_error()
             if waiting and time.monotonic() >= next_word:
                 next_word += _PROGRESS_S
                 names = ",".join(sorted(loads[future] for future in waiting))

@@ -63,6 +63,10 @@ class ServerStartError(BiremeError):
     """tritonserver ended, or did not become ready in time; the text says which model failed and why."""
 
 
+class ServerDiedError(ServerStartError):
+    """tritonserver was ended by a signal while it started: by its own doing, or the kernel's for want of memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """What one start of tritonserver is made of."""
@@ -193,6 +197,12 @@ class Server:
         told = [line for line in self._tail if not any(echo in line for echo in _ECHOES)]
         return "\n".join(told[-lines:])
 
+    def exit_error(self) -> ServerStartError:
+        """Return what to raise when the server has ended before it was ready."""
+        code = self.returncode
+        kind = ServerDiedError if code is not None and code < 0 else ServerStartError
+        return kind(self._failure(f"tritonserver exited with code {code}"))
+
     def __enter__(self) -> Server:
         return self
 
@@ -273,7 +283,7 @@ class Server:
         while not self.admin.is_ready():
             if self._exited.wait(0.05):
                 self.kill()
-                raise ServerStartError(self._failure(f"tritonserver exited with code {self.returncode}"))
+                raise self.exit_error()
             if not is_wanted():
                 return
             if time.monotonic() > deadline:

@@ -175,6 +175,18 @@ def test_a_model_that_does_not_load_ends_with_code_1_and_its_reason(tmp_path):
     assert mine(served) == []
 
 
+def test_a_server_that_dies_while_it_loads_is_started_again(tmp_path):
+    checkout = galley.build(tmp_path / "checkout")
+    model, wreck = checkout / "model_repository" / "decode" / "1" / "model.py", tmp_path / "wreck"
+    once = f'os.path.exists("{wreck}") or (open("{wreck}", "w").close(), os.kill(os.getppid(), 6))'
+    line = 'self.name = args["model_name"]'
+    model.write_text(model.read_text().replace(line, f"{line}\n        {once}"))
+    served = Served(checkout, tmp_path / "log")
+    served.wait_for(lambda: served.status() == "ready")
+    assert wreck.exists() and "server_died code=-6" in served.log.read_text()
+    assert served.stop() == 0 and mine(served) == []
+
+
 def test_sigterm_while_a_model_loads_does_not_wait_for_it(tmp_path):
     checkout = galley.build(tmp_path / "checkout")
     model = checkout / "model_repository" / "decode" / "1" / "model.py"
