@@ -199,6 +199,8 @@ class ChatConfig(Settings, frozen=True, kw_only=True):
 class FrontendConfig(Settings, frozen=True, kw_only=True):
     """The OpenAI frontend, bireme/openai."""
 
+    max_header_bytes: Positive = 64 << 10  # of the request line and headers together
+    header_timeout_s: PositiveDuration = 30.0  # from the connection, or the request's first byte, to its last header
     max_body_bytes: Positive = 32 << 20
     body_timeout_s: PositiveDuration = 30.0  # from the headers to the body's last byte
     keep_alive_s: Positive = 30  # an idle connection stays open for so long

@@ -9,6 +9,7 @@ SIGTERM: no new connections, requests under way get --drain-timeout seconds, the
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import logging
 import os
@@ -135,7 +136,7 @@ def _uvicorn_config(frontend: Frontend, options: argparse.Namespace, config: Fro
         host=options.host,
         port=options.port,
         loop="uvloop",
-        http=Connection,
+        http=functools.partial(Connection, config),  # type: ignore[arg-type]  # any factory will do
         ws="none",
         lifespan="on",
         log_config=None,

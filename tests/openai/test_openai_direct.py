@@ -6,6 +6,7 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState
 
+from bireme.config import FrontendConfig
 from bireme.openai.connection import Connection
 from bireme.openai.direct import Watch, at_once, cycle_of, direct_write, has_whole_body
 
@@ -49,7 +50,8 @@ async def connection():
     config = Config(app, log_config=None, lifespan="off")
     config.load()
     state = ServerState()
-    connection = Connection(config, state, {}, asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    connection = Connection(FrontendConfig(), config=config, server_state=state, app_state={}, _loop=loop)
     connection.connection_made(Transport())
     connection.calls = calls
     yield connection

@@ -90,22 +90,24 @@ def test_a_strange_host_changes_nothing_and_breaks_nothing(name):
 
 
 OVERSIZED = {
-    "a long path": b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    "a long header": GET + b"X-A: " + b"a" * (1 << 20) + b"\r\n\r\n",
-    "many headers": GET + b"".join(b"X-%d: y\r\n" % number for number in range(20_000)) + b"\r\n",
-    "a long method": b"A" * 100_000 + b" / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "a body over the limit": post(b" " * (33 << 20)),
-    "a chunked body over the limit": post(
-        b"100000\r\n" + b" " * (1 << 20) + b"\r\n" + b"100000\r\n" * 2, b"Transfer-Encoding: chunked"
+    "a long path": (b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+    "a long header": (GET + b"X-A: " + b"a" * (1 << 20) + b"\r\n\r\n", 431),
+    "a header without an end": (GET + b"X-A: " + b"a" * (1 << 20), 431),
+    "many headers": (GET + b"".join(b"X-%d: y\r\n" % number for number in range(20_000)) + b"\r\n", 431),
+    "headers just over the limit": (GET + b"X-A: " + b"a" * (64 << 10) + b"\r\n\r\n", 431),
+    "a long method": (b"A" * 100_000 + b" / HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    "a body over the limit": (post(b" " * (33 << 20)), 413),
+    "a chunked body over the limit": (
+        post((b"100000\r\n" + b" " * (1 << 20) + b"\r\n") * 33 + b"0\r\n\r\n", b"Transfer-Encoding: chunked"), 413,
     ),
-    "100,000 chunks of one byte": post(b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n", b"Transfer-Encoding: chunked"),
-}
+    "100,000 chunks of one byte": (post(b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n", b"Transfer-Encoding: chunked"), 400),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OVERSIZED)
 def test_what_is_too_large_is_refused(name):
-    found = attack(OVERSIZED[name])
-    assert all(status in (200, 400, 404, 405, 408, 413, 414, 431) for status in found), found
+    data, status = OVERSIZED[name]
+    assert attack(data) == [status]
 
 
 BODIES = {
@@ -203,7 +205,7 @@ def test_a_client_that_leaves_after_pipelining_stops_its_requests():
 @pytest.mark.parametrize("method", [b"TRACE", b"CONNECT", b"PUT", b"DELETE", b"PATCH", b"OPTIONS", b"get", b"FOO"])
 def test_other_methods_are_refused(method):
     found = attack(method + b" /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    assert found in ([405], [400], [404], []), found
+    assert found in ([405], [400]), found
 
 
 @pytest.mark.parametrize(
