@@ -64,14 +64,10 @@ class FrontendProcess:
     def start(self) -> None:
         """Start it and wait until it answers. Raises ConfigError when it ends instead."""
         self._process = self._spawn()
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                raise ConfigError("the OpenAI frontend did not start; its own message is above")
-            time.sleep(0.05)
+        if not self._await_answer():
+            self.stop()
+            raise ConfigError("the OpenAI frontend did not start; its own message is above")
         self._thread.start()
-        self._console.event("frontend_ready", url=f"http://{self._address}/v1", pid=self.pid)
 
     def stop(self) -> None:
         """Let requests under way end, then end it. Harmless when called again."""
@@ -103,6 +99,16 @@ class FrontendProcess:
     def _address(self) -> str:
         return address(self._settings.host, self._settings.port)
 
+    def _await_answer(self) -> bool:
+        """Say when it answers; return False when it has ended, does not in time, or is not wanted any more."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not self._answers():
+            assert self._process is not None
+            if self._process.poll() is not None or time.monotonic() > deadline or self._stopping.wait(0.05):
+                return False
+        self._console.event("frontend_ready", url=f"http://{self._address}/v1", pid=self.pid)
+        return True
+
     def _keep(self) -> None:
         """Start it again, after a pause that doubles, whenever it ends by itself."""
         pause_s = 0.25
@@ -121,6 +127,8 @@ class FrontendProcess:
             self._process = self._spawn()
             if self._stopping.is_set():  # `stop` saw the process before this one
                 self._process.terminate()
+            else:
+                self._await_answer()
 
     def _spawn(self) -> subprocess.Popen[str]:
         settings = self._settings
