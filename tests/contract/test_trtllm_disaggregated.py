@@ -11,7 +11,7 @@ from engine_fixtures import wait_for
 from trtllm_harness import PROMPT
 
 from bireme import disagg
-from bireme.engines.trtllm.disaggregation import RequestIds, restore
+from bireme.engines.trtllm.disaggregation import RequestIds, export, restore
 from bireme.errors import NotFoundError, RequestError
 from bireme.messages import ProcessorCall
 
@@ -83,6 +83,16 @@ def test_ranks_of_log_probabilities_survive(make_engine, profile):
     assert sorted(item["rank"] for item in entry) == [1, 2]
     restored = restore(params, harness.engine._loaded.api)
     assert {value.rank for value in restored.first_gen_log_probs[0].values()} == {1, 2}
+
+
+def test_handles_of_embeddings_stay_with_prefill_and_those_of_positions_go_on(pair):
+    api = pair[0].engine._loaded.api
+    handles = {"multimodal_embedding_handles": [{"a": 1}], "multimodal_hashes": [[1] * 8]}
+    positions = {"mrope_position_ids_handle": {"b": 2}, "mrope_position_deltas_handle": {"c": 3}}
+    given = api.disaggregated_params(request_type="context_only", first_gen_tokens=[5], **handles, **positions)
+    state = export(given, api)["engine_state"]
+    assert {name: state[name] for name in positions} == positions
+    assert not state.keys() & handles.keys()
 
 
 def test_usage_tells_what_prefill_found_cached_not_what_was_transferred(pair):

@@ -150,15 +150,16 @@ def test_min_tokens_holds_for_every_stop_id(make_engine):
 
 def test_what_tensorrt_llm_refuses_ends_that_request_alone(make_engine, monkeypatch):
     harness = make_engine()
+    for kind in (ValueError, TypeError, NotImplementedError, harness.engine._loaded.api.request_error):
 
-    def refuse(*args, **kwargs):
-        raise ValueError("no such thing")
+        def refuse(*args, kind=kind):
+            raise kind("no such thing")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(type(harness.llm), "_check_params", refuse)
-        finish = harness.ask().wait()
-    assert (finish.reason, finish.error.partition(":")[0]) == ("error", "INVALID_ARGUMENT")
-    assert "no such thing" in finish.error
+        with monkeypatch.context() as patched:
+            patched.setattr(type(harness.llm), "_check_params", refuse)
+            finish = harness.ask().wait()
+        assert (finish.reason, finish.error.partition(":")[0]) == ("error", "INVALID_ARGUMENT")
+        assert "no such thing" in finish.error
     assert len(harness.tokens()) == 12
     assert not harness.exits
 

@@ -171,6 +171,18 @@ def test_iterations_become_metrics(make_engine):
     wait_for(lambda: harness.counter("bireme_kv_blocks_used") == 0, 5)
 
 
+def test_what_a_release_does_not_tell_is_not_reported_as_zero(make_engine, monkeypatch):
+    from tensorrt_llm._executor import Executor
+
+    monkeypatch.setattr(Executor, "_stats", lambda self, began: {"iter": self._iteration})
+    harness = make_engine()
+    harness.tokens()
+    wait_for(lambda: harness.engine._loaded.iterations.num_seen >= 12, 5)
+    delta = harness.metrics.take_delta()
+    told = {name for name, *_ in (*delta.gauges, *delta.histograms)}
+    assert not told & {"bireme_kv_blocks_used", "bireme_kv_blocks_total", "bireme_engine_step_seconds"}
+
+
 def test_an_iteration_counts_as_progress(make_engine):
     harness = make_engine(stream_interval=1000)
     before = harness.engine.progress().step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -106,9 +107,11 @@ def test_what_nobody_wants_any_more_ends_after_its_work(make):
 
 
 def test_variables_of_launchers_are_dropped(make, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("SLURM_PROCID", "0")
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS"}
+    for name in names:
+        monkeypatch.setenv(name, "0")
     assert make().facts.is_video
+    assert not names & os.environ.keys()
 
 
 def test_stop_ends_visual_gen_and_may_be_repeated(make):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +71,16 @@ def test_what_makes_text_is_left_out_with_one_warning_each(caplog):
 @pytest.mark.parametrize("name", config.FOREIGN)
 def test_what_the_recipe_or_the_stage_says_is_refused(name):
     assert refusal(**{name: True}).startswith(f"{name}: true;")
+
+
+def test_arguments_are_checked_without_the_package_and_without_a_gpu():
+    code = (
+        "import sys; sys.modules['tensorrt_llm'] = sys.modules['torch'] = None\n"
+        "from bireme.engines.trtllm.config import check_arguments\n"
+        "print([problem.key for problem in check_arguments({'max_bacth_size': 3, 'max_beam_width': 2}, 'decode')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "['max_bacth_size']", done.stderr
 
 
 def test_every_error_is_told_at_once():

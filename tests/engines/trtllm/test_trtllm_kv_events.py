@@ -131,7 +131,12 @@ def test_salts_and_adapters_have_hashes_of_their_own(reader):
     (event,) = reader.read(stored(1, block(77, TOKENS[:4], cache_salt="tenant-a")))
     expected = hashing.local_hash(hashing.token_bytes(TOKENS[:4]), hashing.event_seed("", "tenant-a"))
     assert (event.cache_salt, event.blocks[0].block_hash) == ("tenant-a", expected)
-    both = stored(2, block(78, TOKENS[:4], cache_salt="a"), block(79, TOKENS[4:8], cache_salt="b"))
+    adapted = stored(2, block(78, TOKENS[:4]))
+    adapted["data"]["lora_name"] = "poet"
+    (event,) = reader.read(adapted)
+    expected = hashing.local_hash(hashing.token_bytes(TOKENS[:4]), hashing.event_seed("poet", ""))
+    assert (event.lora_name, event.blocks[0].block_hash) == ("poet", expected)
+    both = stored(3, block(78, TOKENS[:4], cache_salt="a"), block(79, TOKENS[4:8], cache_salt="b"))
     assert reader.read(both) == []
 
 

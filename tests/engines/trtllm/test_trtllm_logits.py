@@ -79,6 +79,17 @@ def test_it_travels_by_pickle_even_with_processors_that_can_not(registered):
     assert torch.equal(logits, torch.full((1, 1, 8), 2.0))
 
 
+def test_copies_of_several_ranks_change_the_same_logits_alike():
+    one = adapter(("min_tokens", {"min_tokens": 3}), ("frequency_penalty", {"penalty": 0.5}), ("top_k", {"top_k": 3}))
+    one(1, torch.zeros(1, 1, 8), [[3, 4]], None, 1)
+    ranks = [pickle.loads(pickle.dumps(one)) for _ in range(2)]
+    for tokens in ([3, 4], [3, 4, 5], [3, 4, 5, 5]):
+        rows = [torch.arange(8.0).view(1, 1, 8) for _ in ranks]
+        for rank, row in zip(ranks, rows, strict=True):
+            rank(1, row, [tokens], None, 1)
+        assert torch.equal(*rows) and not torch.equal(rows[0], torch.arange(8.0).view(1, 1, 8))
+
+
 def test_the_engine_s_cuda_stream_is_used_when_it_gives_one(monkeypatch):
     entered = []
 

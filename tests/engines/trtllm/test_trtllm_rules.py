@@ -146,6 +146,7 @@ CASES: dict[str, list[tuple[dict, str, str, dict]]] = {
     "beams_stay_in_one_engine": [
         ({"split": True, "max_beam_width": 2}, "max_beam_width", "error", {"max_beam_width": 2}),
         ({"speculative_config": EAGLE, "max_beam_width": 2}, "max_beam_width", "error", {"speculative_config": EAGLE}),
+        ({"backend": "_autodeploy", "max_beam_width": 2}, "max_beam_width", "error", {"backend": "_autodeploy"}),
     ],
     "adapters_are_untested_in_disaggregation": [
         ({"split": True, "enable_lora": True}, "enable_lora", "warning", {"enable_lora": True}),
