@@ -261,6 +261,7 @@ def test_sequences_have_seeds_of_their_own_that_the_first_seed_decides():
     assert seeds[0] == 5 and len(set(seeds)) == 3
     assert seeds == [one.seed for one in expand(params)]
     assert all(one.n == 1 for one in expand(params))
+    assert [one.n for one in expand(SamplingParams(n=2))] == [1, 1]  # greedy ones as well
 
 
 def test_priority_defaults_to_the_middle():

@@ -8,7 +8,7 @@ from bireme.config import EngineConfig
 from bireme.engines.trtllm.api import set_log_level
 from bireme.engines.trtllm.arguments import complete
 from bireme.engines.trtllm.config import llm_arguments
-from bireme.engines.trtllm.contract import contract
+from bireme.engines.trtllm.contract import contract, fields
 from bireme.errors import ConfigError
 
 WINDOW = {
@@ -71,6 +71,19 @@ def test_autodeploy_gets_nothing_that_it_refuses():
 def test_a_world_size_of_the_yaml_wins():
     values = complete({"backend": "_autodeploy", "world_size": 8, "tensor_parallel_size": 2}).values
     assert values["world_size"] == 8
+
+
+def test_limits_that_are_not_set_are_tensorrt_llm_s_own():
+    found, own = complete({}), fields("LlmArgs")
+    assert found.max_batch_size == own["max_batch_size"].default == 2048
+    assert found.max_num_tokens == own["max_num_tokens"].default == 8192
+    assert found.tokens_per_block == fields("KvCacheConfig")["tokens_per_block"].default == 32
+
+
+def test_statistics_are_asked_for_because_by_default_there_are_none():
+    assert fields("LlmArgs")["enable_iter_perf_stats"].default is False
+    assert complete({}).values["enable_iter_perf_stats"] is True
+    assert complete({"enable_iter_perf_stats": False}).values["enable_iter_perf_stats"] is False
 
 
 def test_attention_dp_has_as_many_ranks_as_gpus():

@@ -61,6 +61,7 @@ def test_a_check_that_never_answers_is_a_failure(monkeypatch):
 def test_a_release_without_the_private_check_is_not_called_ill():
     monitor, reasons = watch(object())
     time.sleep(0.1)
+    assert monitor._thread.is_alive()  # it goes on looking after the processes
     monitor.stop()
     assert reasons == []
 
