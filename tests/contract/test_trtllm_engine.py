@@ -314,7 +314,7 @@ def test_a_shutdown_that_blocks_is_left_behind(make_engine, monkeypatch):
     blocked = threading.Event()
     monkeypatch.setattr(lifecycle, "SHUTDOWN_S", 0.2)
     monkeypatch.setattr(lifecycle.shut_down, "__defaults__", (0.2,))
-    monkeypatch.setattr(harness.llm, "shutdown", blocked.wait, raising=False)
+    monkeypatch.setattr(harness.llm, "shutdown", lambda: blocked.wait(20), raising=False)
     began = time.monotonic()
     harness.engine.stop()
     assert time.monotonic() - began < 5

@@ -86,8 +86,9 @@ def test_what_the_pipeline_refuses_is_the_request_s_fault(make):
 
 def test_a_failed_generation_is_an_error_and_the_next_one_works(make):
     engine = make()
-    with pytest.raises(BiremeError, match="out of memory"):
+    with pytest.raises(BiremeError, match="out of memory") as caught:
         engine.generate(Generation(**WORK | {"prompt": "too much"}), lambda step: None)
+    assert not isinstance(caught.value, RequestError)  # it is not the request's fault
     assert len(engine.generate(Generation(**WORK), lambda step: None)) == 5
 
 
