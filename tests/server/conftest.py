@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,10 @@ for folder in (CHECKOUT / "tools", CHECKOUT / "tests" / "contract", Path(__file_
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+TINY_CHATS = [  # trtllm: on the stand-in of tests/contract
+    (engine, recipe) for engine in ("torch", "trtllm") for recipe in ("recipes/tiny-chat", "recipes/tiny-chat-disagg")
+]
+
 
 @pytest.fixture(scope="session")
 def sample_model() -> Callable[[str], Path]:
@@ -24,7 +30,7 @@ def sample_model() -> Callable[[str], Path]:
     return lambda arch: make(CHECKOUT / "models" / f"tiny-{arch}", arch)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def write_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that writes a recipe folder: model, workers and further keys of recipe.yaml."""
 
@@ -39,8 +45,6 @@ def write_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[..., Any]]:
     """Return `start_server`, whose servers end with the test module."""
-    from contextlib import ExitStack
-
     from bireme.launch.tritonserver import start_server
 
     with ExitStack() as stack:
@@ -93,3 +97,35 @@ def chat_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     with served("recipes/tiny-chat", tmp_path_factory.mktemp("chat") / "log") as running:
         yield running
+
+
+@pytest.fixture(scope="session", params=TINY_CHATS, ids="-".join)
+def tiny_chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """tiny-chat with its frontend on each engine, aggregated and disaggregated: the tests of all modules that only
+    ask run on one before the next is started.
+    """
+    import stand_in_workers
+    from openai_served import served
+
+    engine, recipe = request.param
+    ports = {"http": 24670, "grpc": 24671, "metrics": 24672, "health": 24673, "openai": 24674}
+    if engine == "trtllm":
+        recipe = stand_in_workers.copy_recipe(recipe, tmp_path_factory.mktemp("recipe"))
+    with served(recipe, tmp_path_factory.mktemp("chat") / "log", ports=ports) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def shared(sample_model: Callable[[str], Path], write_recipe: Callable[..., Path]) -> Iterator[Callable[[str], Any]]:
+    """Return a function: name of a deployment in shared_deployments -> its server, which ends with the session."""
+    from shared_deployments import recipe_of
+
+    from bireme.launch.tritonserver import start_server
+
+    with ExitStack() as stack:
+
+        @functools.cache
+        def get(name: str) -> Any:
+            return stack.enter_context(start_server(write_recipe(sample_model("llama"), **recipe_of(name))))
+
+        yield get

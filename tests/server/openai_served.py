@@ -24,8 +24,9 @@ URL = f"http://127.0.0.1:{PORTS['openai']}"
 class Served:
     """The running launch."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, ports: dict[str, int]) -> None:
         self.process, self.log = process, log
+        self.url = f"http://127.0.0.1:{ports['openai']}"
 
     def frontend_pid(self) -> int | None:
         """Return the process that serves now, not the one that the launch began with; None between two."""
@@ -46,7 +47,7 @@ def served(recipe: str, log: Path, *arguments: str, ports: dict[str, int] = PORT
         while "frontend_ready" not in log.read_text():
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
-        yield Served(process, log)
+        yield Served(process, log, ports)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(LIMIT_S)

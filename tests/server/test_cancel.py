@@ -11,20 +11,25 @@ from typing import Any
 
 import pytest
 import stand_in_workers
+from shared_deployments import STEP_MS
 from triton_client import Client
 from watch import held, is_idle, total, until
 
 pytestmark = pytest.mark.server
 
-STEP_S = 0.02
+STEP_S = STEP_MS / 1e3
+SHARED = {"mocker_aggregated": "mocker_paced", "trtllm_aggregated": "trtllm_paced"}
 PUBLISHED_S = 1.0  # by then the metrics tell what has happened
 PROMPT = list(range(400, 500))
 
 
-@pytest.fixture(scope="module", params=["mocker", "trtllm"])
-def server(request, sample_model, write_recipe) -> Any:
+@pytest.fixture(scope="module", params=["mocker", "trtllm", *SHARED])
+def server(request, sample_model, write_recipe, shared) -> Any:
     from bireme.launch.tritonserver import start_server
 
+    if request.param in SHARED:
+        yield shared(SHARED[request.param])
+        return
     config = {
         "max_batch_size": 256,
         "kv_cache_config": {"max_tokens": 1 << 20},

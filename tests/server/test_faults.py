@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import stand_in_workers
+from shared_deployments import faults_keys
 from triton_client import Client
 from watch import is_idle, total, until
 
@@ -20,9 +21,9 @@ pytestmark = pytest.mark.server
 PROMPT = list(range(400, 480))
 STREAMS = 8
 LENGTH = 150
-
-
-STALL_S = {"mocker": 15, "trtllm": 90}  # a stand-in engine loads a model when it starts again
+PAIRS = ["mocker", "trtllm"]
+SHARED = {"mocker_aggregated": "mocker_paced", "trtllm_aggregated": "trtllm_paced"}
+disaggregated = pytest.mark.parametrize("kind", PAIRS, indirect=True)
 
 
 def _start(kind: str, sample_model, write_recipe, migration_limit: int) -> Any:
@@ -41,19 +42,21 @@ def _start(kind: str, sample_model, write_recipe, migration_limit: int) -> Any:
         write_recipe(
             sample_model("llama"),
             {"prefill": engine, "decode": engine},
-            pipeline={"migration_limit": migration_limit, "stall_timeout_s": STALL_S[kind]},
-            supervisor={"ping_timeout_s": 1.0 if kind == "mocker" else 5.0, "max_restarts": 50},
+            **faults_keys(kind, migration_limit),
         )
     )
 
 
-@pytest.fixture(scope="module", params=["mocker", "trtllm"])
+@pytest.fixture(scope="module", params=[*PAIRS, *SHARED])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def server(kind: str, sample_model, write_recipe) -> Any:
+def server(kind: str, sample_model, write_recipe, shared) -> Any:
+    if kind in SHARED:
+        yield shared(SHARED[kind])
+        return
     with _start(kind, sample_model, write_recipe, migration_limit=3) as server:
         yield server
 
@@ -96,7 +99,7 @@ class Run:
 @pytest.fixture(scope="module")
 def expected(kind: str, sample_model, reference) -> Any:
     """Return a function: length -> what each of the streams must deliver."""
-    if kind == "trtllm":
+    if kind.startswith("trtllm"):
         model = reference("llama")
         return lambda length: [model.greedy([*PROMPT, 300 + i], length) for i in range(STREAMS)]
     ids, _ = printable_ids(str(sample_model("llama")))
@@ -120,11 +123,23 @@ def _is_up_again(server: Any, worker: str, pid: int) -> bool:
     return _engine_pid(server, worker) not in (None, pid) and total(server, "bireme_engine_up", worker=worker) == 1
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("worker", ["prefill", "decode"])
-def test_streams_of_generate_finish_exactly(
-    kind: str, server: Any, expected: Any, worker: str, sig: signal.Signals
+signals = pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+
+
+@signals
+def test_streams_of_generate_finish_exactly(server: Any, expected: Any, sig: signal.Signals) -> None:
+    _assert_streams_finish(server, expected, "decode", sig)
+
+
+@disaggregated
+@signals
+def test_streams_of_generate_finish_exactly_when_prefill_is_hit(
+    server: Any, expected: Any, sig: signal.Signals
 ) -> None:
+    _assert_streams_finish(server, expected, "prefill", sig)
+
+
+def _assert_streams_finish(server: Any, expected: Any, worker: str, sig: signal.Signals) -> None:
     run = Run(server, "generate", max_tokens=LENGTH, stream=True)
     until(lambda: all(count > 10 for count in run.tokens), 20, "streams under way")
     pid = _hit(server, worker, sig)
@@ -135,8 +150,8 @@ def test_streams_of_generate_finish_exactly(
     assert again["output_ids"] == expected(5)[0]
 
 
-def test_new_requests_right_after_a_kill_are_served(server: Any, expected: Any) -> None:
-    _hit(server, "prefill", signal.SIGKILL)
+def test_new_requests_right_after_a_kill_are_served(kind: str, server: Any, expected: Any) -> None:
+    _hit(server, "decode" if kind in SHARED else "prefill", signal.SIGKILL)
     run = Run(server, "generate", max_tokens=20, stream=True)
     assert run.join() == expected(20)
 
@@ -145,11 +160,11 @@ def test_direct_decode_streams_end_with_unavailable(server: Any) -> None:
     run = Run(server, "decode", max_tokens=LENGTH)
     until(lambda: all(count > 3 for count in run.tokens), 20, "streams under way")
     began = time.monotonic()
-    _hit(server, "decode", signal.SIGKILL)
+    pid = _hit(server, "decode", signal.SIGKILL)
     answers = run.join()
     assert all("UNAVAILABLE" in str(answer) for answer in answers)
     assert max(run.ended_at) - began < 5
-    until(lambda: total(server, "bireme_engine_up", worker="decode") == 1, 90, "decode up again")
+    until(lambda: _is_up_again(server, "decode", pid), 90, "decode up again")
 
 
 def test_past_the_migration_limit_a_stream_ends_with_unavailable(server_without_migration: Any) -> None:

@@ -21,6 +21,7 @@ pytest.importorskip("xgrammar")
 jsonschema = pytest.importorskip("jsonschema")
 pytestmark = pytest.mark.server
 SCHEMAS = make_schemas(32, seed=7)
+SHARED = {"aggregated": "torch_text", "trtllm_aggregated": "trtllm_text"}
 
 
 def _worker(mode: str) -> dict[str, Any]:
@@ -30,12 +31,14 @@ def _worker(mode: str) -> dict[str, Any]:
     return {"engine": "torch", "num_threads": 1, "engine_config": config}
 
 
-@pytest.fixture(scope="module", params=["aggregated", "disaggregated", "trtllm_disaggregated"])
-def client(request, sample_model, write_recipe) -> Any:
+@pytest.fixture(scope="module", params=[*SHARED, "disaggregated", "trtllm_disaggregated"])
+def client(request, sample_model, write_recipe, shared) -> Any:
     from bireme.launch.tritonserver import start_server
 
-    stages = ("prefill", "decode") if request.param.endswith("disaggregated") else ("decode",)
-    workers = {stage: _worker(request.param) for stage in stages}
+    if request.param in SHARED:
+        yield Client(shared(SHARED[request.param]).grpc)
+        return
+    workers = {stage: _worker(request.param) for stage in ("prefill", "decode")}
     with start_server(write_recipe(sample_model("llama"), workers)) as server:
         yield Client(server.grpc)
 

@@ -7,34 +7,15 @@ from collections import Counter
 import httpx
 import openai
 import pytest
-import stand_in_workers
-from openai_served import served
 from samples.chat_world import examples
 
 pytestmark = pytest.mark.server
-PORTS = {"http": 24670, "grpc": 24671, "metrics": 24672, "health": 24673, "openai": 24674}
 COUNT = 40  # tasks a kind
 
 
-DEPLOYMENTS = [
-    ("torch", "recipes/tiny-chat"),
-    ("torch", "recipes/tiny-chat-disagg"),
-    ("trtllm", "recipes/tiny-chat-disagg"),  # on the stand-in of tests/contract
-]
-
-
-@pytest.fixture(scope="module", params=DEPLOYMENTS, ids="-".join)
-def deployment(request, tmp_path_factory):
-    engine, recipe = request.param
-    if engine == "trtllm":
-        recipe = stand_in_workers.copy_recipe(recipe, tmp_path_factory.mktemp("recipe"))
-    with served(recipe, tmp_path_factory.mktemp("accuracy") / "log", ports=PORTS) as running:
-        yield running
-
-
 @pytest.fixture
-async def client(deployment):
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{PORTS['openai']}/v1", api_key="none", max_retries=0)
+async def client(tiny_chat):
+    return openai.AsyncOpenAI(base_url=f"{tiny_chat.url}/v1", api_key="none", max_retries=0)
 
 
 def fields_of(task):
@@ -81,12 +62,12 @@ async def test_held_out_tasks_are_answered_rightly(client, way):
     assert all(right[kind] >= 0.95 * COUNT for kind in ("sum", "json", "tool", "thought")), right
 
 
-async def test_a_forced_sequence_is_the_answer_of_a_chat(client, request):
+async def test_a_forced_sequence_is_the_answer_of_a_chat(client, tiny_chat, request):
     """docs/logits_processor.md's example, over the engine's own processors."""
-    if "trtllm" in request.node.name:
+    if "trtllm-recipes/tiny-chat-disagg" in request.node.name:
         pytest.skip("TensorRT-LLM runs no processors when disaggregated: test_text_equality.py has the refusal")
     text = {"model": "tiny-chat", "prompt": "red blue red"}
-    ids = httpx.post(f"http://127.0.0.1:{PORTS['openai']}/tokenize", json=text).json()["tokens"]
+    ids = httpx.post(f"{tiny_chat.url}/tokenize", json=text).json()["tokens"]
     forced = [{"name": "forced_sequence", "args": {"token_ids": ids}}]
     answer = await client.chat.completions.create(
         model="tiny-chat",

@@ -6,35 +6,16 @@ from collections import Counter
 
 import openai
 import pytest
-import stand_in_workers
-from openai_served import served
 from samples.chat_world import TOOLS, examples
 
 pytestmark = pytest.mark.server
-PORTS = {"http": 24190, "grpc": 24191, "metrics": 24192, "health": 24193, "openai": 24194}
 COUNT = 30  # held-out conversations a kind
 QUESTIONS = ("Hello, I am Rosa.", "What is 12 + 30?", "Say plam three times.", "What colour is the sky?")
 
 
-DEPLOYMENTS = [
-    ("torch", "recipes/tiny-chat"),
-    ("torch", "recipes/tiny-chat-disagg"),
-    ("trtllm", "recipes/tiny-chat"),  # on the stand-in of tests/contract
-]
-
-
-@pytest.fixture(scope="module", params=DEPLOYMENTS, ids="-".join)
-def deployment(request, tmp_path_factory):
-    engine, recipe = request.param
-    if engine == "trtllm":
-        recipe = stand_in_workers.copy_recipe(recipe, tmp_path_factory.mktemp("recipe"))
-    with served(recipe, tmp_path_factory.mktemp("conversations") / "log", ports=PORTS) as running:
-        yield running
-
-
 @pytest.fixture
-async def client(deployment):
-    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{PORTS['openai']}/v1", api_key="none") as client:
+async def client(tiny_chat):
+    async with openai.AsyncOpenAI(base_url=f"{tiny_chat.url}/v1", api_key="none") as client:
         yield client
 
 

@@ -21,12 +21,12 @@ MODES = {
     "disaggregated": {"prefill": 32, "decode": 32},
     "other_block_sizes": {"prefill": 32, "decode": 16},
     "no_reuse": {"prefill": 16, "decode": 32},
-    "trtllm": {"decode": 32},  # on the stand-in of tests/contract
-    "trtllm_disaggregated": {"prefill": 32, "decode": 32},
+    "trtllm_disaggregated": {"prefill": 32, "decode": 32},  # on the stand-in of tests/contract
 }
 CASES = [(arch, mode) for arch in ("llama", "qwen3", "gemma3") for mode in ("aggregated", "other_block_sizes")]
 CASES += [("llama", "disaggregated"), ("gemma3", "no_reuse")]
 CASES += [("llama", "trtllm"), ("gemma3", "trtllm_disaggregated")]
+SHARED = {("llama", "aggregated"): "torch_text", ("llama", "trtllm"): "trtllm_text"}
 
 
 @dataclass
@@ -51,22 +51,25 @@ def _workers(mode: str) -> dict[str, Any]:
             },
             "cache_transceiver_config": {"backend": "DEFAULT"},
         }
-        if mode.startswith("trtllm"):
+        if mode == "trtllm_disaggregated":
             config["guided_decoding_backend"] = "xgrammar"
-            return stand_in_workers.worker(config, profile="1.3" if mode.endswith("disaggregated") else "1.2.1")
+            return stand_in_workers.worker(config, profile="1.3")
         return {"engine": "torch", "num_threads": 1, "engine_config": config}
 
     return {stage: engine(size) for stage, size in MODES[mode].items()}
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
-def deployment(request, sample_model, reference, write_recipe, start) -> Any:
+def deployment(request, sample_model, reference, write_recipe, shared) -> Any:
     from bireme.launch.tritonserver import start_server
 
     arch, mode = request.param
-    recipe = write_recipe(sample_model(arch), _workers(mode))
-    with start_server(recipe) as server:
-        model = reference(arch)
+    model = reference(arch)
+    if request.param in SHARED:
+        server = shared(SHARED[request.param])
+        yield Deployment(Client(server.grpc), model, mode, model.model.config.vocab_size)
+        return
+    with start_server(write_recipe(sample_model(arch), _workers(mode))) as server:
         yield Deployment(Client(server.grpc), model, mode, model.model.config.vocab_size)
 
 
