@@ -171,6 +171,17 @@ def test_iterations_become_metrics(make_engine):
     wait_for(lambda: harness.counter("bireme_kv_blocks_used") == 0, 5)
 
 
+def test_the_last_iteration_s_blocks_do_not_stay_while_the_engine_is_idle(make_engine, monkeypatch):
+    from tensorrt_llm._executor import Executor
+
+    # Told before the iteration's requests were freed; while idle nothing follows.
+    monkeypatch.setattr(Executor, "_stats", lambda self, began: {"kvCacheStats": {"usedNumBlocks": 7}})
+    harness = make_engine()
+    harness.tokens()
+    wait_for(lambda: harness.engine._loaded.iterations.num_seen >= 12, 5)
+    wait_for(lambda: harness.counter("bireme_kv_blocks_used") == 0, 5)
+
+
 def test_what_a_release_does_not_tell_is_not_reported_as_zero(make_engine, monkeypatch):
     from tensorrt_llm._executor import Executor
 
