@@ -229,10 +229,14 @@ def test_kv_events_carry_public_hashes(make_engine):
     assert hashes == hashing.sequence_hashes(PROMPT, 32)
 
 
-def test_without_a_buffer_there_are_no_events(make_engine):
+def test_without_a_buffer_there_are_no_events(make_engine, monkeypatch):
+    import tensorrt_llm
+
+    asked = []
+    monkeypatch.setattr(tensorrt_llm.LLM, "get_kv_cache_events_async", lambda self, timeout: asked.append(timeout))
     harness = make_engine()
     harness.tokens()
-    assert harness.engine.kv_events() == []
+    assert harness.engine.kv_events() == asked == []
 
 
 def test_a_buffer_without_reuse_is_refused_before_the_load(make_engine):
