@@ -134,6 +134,19 @@ def test_a_priority_is_passed_where_the_release_has_one(make_engine, profile):
     assert last_call(harness).get("priority") == (0.9 if profile == "1.3" else None)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_priorities_without_effect_are_told_once(make_engine, profile, caplog, policy):
+    harness = make_engine(**({"scheduler_config": {"waiting_queue_policy": policy}} if profile == "1.3" else {}))
+    harness.tokens(priority=0.9)
+    harness.tokens(priority=0.1)
+    told = [record.getMessage() for record in caplog.records if "priority_without_effect" in record.getMessage()]
+    if profile == "1.3" and policy == "priority":
+        assert not told
+    else:
+        (line,) = told
+        assert ("waiting_queue_policy" if profile == "1.3" else "has none") in line
+
+
 def test_autodeploy_takes_its_size_as_world_size(make_engine, caplog):
     left_out = {"moe_expert_parallel_size": 3, "cp_config": {"cp_type": "HELIX"}}
     left_out["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}

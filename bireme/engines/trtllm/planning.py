@@ -6,6 +6,7 @@ refuse (ValueError, TypeError) is the request's fault as well.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from bireme.logits.base import ProcessorContext
 from bireme.messages import EngineRequest, ProcessorCall
 
 DEFAULT_PRIORITY = 0.5
+logger = logging.getLogger("bireme.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Planner:
         self._ids = ids
         self._guides = guides
         self._claims = Claims()
+        self._is_priority_told = False
 
     def plan(self, key: RequestKey, request: EngineRequest, params: DisaggregatedParams | None) -> Run:
         """Raises RequestError, or NotFoundError for an adapter or an export that is not there."""
@@ -169,8 +172,10 @@ class Planner:
             more["cache_salt"] = request.cache_salt
         if request.lora_name:
             more["lora_request"] = self._adapters.request(request.lora_name)
-        if request.priority != DEFAULT_PRIORITY and "priority" in self._api.generate_parameters:
-            more["priority"] = request.priority
+        if request.priority != DEFAULT_PRIORITY:
+            self._tell_priority()
+            if "priority" in self._api.generate_parameters:
+                more["priority"] = request.priority
         if request.dp_rank is not None:
             more["scheduling_params"] = self._api.scheduling_params(
                 attention_dp_rank=request.dp_rank, attention_dp_relax=False
@@ -181,3 +186,14 @@ class Planner:
             assert params is not None, "the gate lets no generation_only through without params"
             more["disaggregated_params"] = disaggregation.restore(params, self._api)
         return more
+
+    def _tell_priority(self) -> None:
+        """Warn once when TensorRT-LLM will not heed priorities: the request is served all the same."""
+        if self._is_priority_told:
+            return
+        self._is_priority_told = True
+        scheduler = self._arguments.values.get("scheduler_config") or {}
+        if "priority" not in self._api.generate_parameters:
+            logger.warning("priority_without_effect reason=this release of TensorRT-LLM has none")
+        elif scheduler.get("waiting_queue_policy") != "priority":
+            logger.warning("priority_without_effect remedy=set scheduler_config.waiting_queue_policy to priority")
