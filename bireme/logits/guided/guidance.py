@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.errors import BiremeError, RequestError
-from bireme.logits.guided.vocabulary import TokenTable
+from bireme.logits.guided.vocabulary import TokenTable, mask_of
 
 Bitmask = npt.NDArray[np.int32]  # (rows, ceil(vocab / 32)), bit 1: allowed
 
@@ -32,6 +32,7 @@ class Guidance:
         "_blanks",
         "_end",
         "_gap",
+        "_is_half",
         "_matcher",
         "_max_fill_s",
         "_stop_ids",
@@ -54,12 +55,13 @@ class Guidance:
         self._matcher = GrammarMatcher(compiled, override_stop_tokens=list(stop_ids))
         self._table = table
         self._stop_ids = frozenset(stop_ids)
-        self._stop_mask = _mask_of(stop_ids, table.vocab_size)
+        self._stop_mask = mask_of(stop_ids, table.vocab_size)
         self._end = reasoning_end.encode()
         self._tail: bytes | None = b"" if reasoning_end else None  # None: reasoning is over
         self._gap = 0  # tokens of white space that are still free
+        self._is_half = False  # the last token ends in what may be the beginning of a surrogate
         self._blanks = table.blank_ids
-        self._blank_mask = _mask_of(sorted(self._blanks), table.vocab_size) if reasoning_end else None
+        self._blank_mask = mask_of(sorted(self._blanks), table.vocab_size) if reasoning_end else None
         self._max_fill_s = max_fill_s
         self.must_stop = False  # after `fill`: nothing but the end of the answer is allowed
 
@@ -74,6 +76,8 @@ class Guidance:
         self._check_speed(time.thread_time() - began)
         if self._gap and self._blank_mask is not None:
             bitmask[row] |= self._blank_mask
+        if self._is_half and self._table.other_half_mask is not None:
+            bitmask[row] &= ~self._table.other_half_mask
         self.must_stop = not (bitmask[row] & ~self._stop_mask).any()
         if self.must_stop and not bitmask[row].any():
             raise RequestError("guided_decoding: no token leads on from here; nothing can satisfy this guide")
@@ -87,6 +91,7 @@ class Guidance:
             self._gap -= 1
             return
         self._gap = 0
+        self._is_half = token in self._table.half_ids
         began = time.thread_time()
         if not self._matcher.accept_token(token):
             raise RequestError(f"guided_decoding: token {token} is not allowed here; send the guide it was made with")
@@ -122,10 +127,3 @@ class Guidance:
 def allocate(num_rows: int, vocab_size: int) -> Bitmask:
     """Return bitmasks that allow everything."""
     return np.full((num_rows, -(-vocab_size // 32)), -1, dtype=np.int32)
-
-
-def _mask_of(ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
-    """Return a row in which these ids are set."""
-    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
-    bits[list(ids)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -4,18 +4,27 @@ There are three views of it. In `plain` special tokens stand for nothing, so tha
 a detokeniser drops their text, and a quotation of `<|im_end|>` must be spelled out. `json` also lacks tokens
 with control characters, which JSON text must not hold and which xgrammar lets into strings of a limited
 length. In `marked` special tokens stand for their text, because structural tags are made of such markers.
+
+xgrammar takes surrogates (U+D800 to U+DFFF, bytes ED A0 to ED BF) for characters; UTF-8 has none (RFC 3629,
+section 3), and each would become three replacement characters in the answer. Hence the halves named here.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 View = Literal["plain", "json", "marked"]
 
 MAX_BLANK_BYTES = 2
 _CONTROL = frozenset(range(32)) - {10, 13}  # line breaks are layout, and xgrammar keeps them out of strings
+_LEAD, _SECOND = 0xED, range(0xA0, 0xC0)  # a surrogate's first two bytes
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,10 +35,13 @@ class TokenTable:
     special_ids: frozenset[int]
     vocab_size: int  # of the model's head; it may be larger than the table
     blank_ids: frozenset[int] = frozenset()  # nothing but a little white space
+    half_ids: frozenset[int] = frozenset()  # their last byte may begin a surrogate
+    other_half_mask: npt.NDArray[np.int32] | None = None  # bits of those that could complete it; None: there are none
 
     def view(self, name: View, stop_ids: Iterable[int]) -> list[bytes]:
         """Return the table with the hidden tokens empty."""
         hidden = set(stop_ids) if name == "marked" else {*self.special_ids, *stop_ids}
+        hidden |= {at for at, token in enumerate(self.tokens) if _SURROGATE.search(token)}
         if name == "json":
             hidden |= {at for at, token in enumerate(self.tokens) if any(byte in _CONTROL for byte in token)}
         shown = [b"" if at in hidden else token for at, token in enumerate(self.tokens[: self.vocab_size])]
@@ -47,4 +59,15 @@ def make_table(
     blank_ids = frozenset(
         at for at, token in enumerate(tokens[:vocab_size]) if token.isspace() and len(token) <= MAX_BLANK_BYTES
     )
-    return TokenTable(tokens, frozenset(special_ids), vocab_size, blank_ids)
+    heads = tokens[:vocab_size]
+    half_ids = frozenset(at for at, token in enumerate(heads) if token.endswith(bytes([_LEAD])))
+    others = [at for at, token in enumerate(heads) if token and token[0] in _SECOND]
+    other_half_mask = mask_of(others, vocab_size) if half_ids and others else None
+    return TokenTable(tokens, frozenset(special_ids), vocab_size, blank_ids, half_ids, other_half_mask)
+
+
+def mask_of(ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
+    """Return a row of a bitmask (ceil(vocab_size / 32) words) in which these ids are set."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -61,6 +61,27 @@ def compiled(compiler: GuideCompiler, **raw: Any) -> Any:
     return answer
 
 
+@pytest.mark.parametrize("raw", [{"json": {"type": "string"}}, {"json": {"type": "string", "maxLength": 2}}])
+def test_a_guide_lets_no_surrogate_through(shared, raw):
+    guidance, mask = Guidance(compiled(shared, **raw), BYTES, (EOS,)), allocate(1, BYTES.vocab_size)
+    for byte in b'"\xed':
+        guidance.fill(mask, 0)
+        assert is_allowed(mask, byte + 1)
+        guidance.accept(byte + 1)
+    guidance.fill(mask, 0)
+    assert [byte for byte in range(256) if is_allowed(mask, byte + 1)] == list(range(0x80, 0xA0))
+    guidance.accept(0x9F + 1)
+    guidance.fill(mask, 0)
+    assert [byte for byte in range(256) if is_allowed(mask, byte + 1)] == list(range(0x80, 0xC0))
+
+
+def test_tokens_with_a_surrogate_stand_for_nothing():
+    tokens = [b"</s>", b"a\xed\xa0\x80", b"\xed\x9f\xbf", b"\xa0b", b"b\xed"]
+    table = make_table([None] * len(tokens), dict(enumerate(tokens)), {0}, len(tokens))
+    assert table.view("plain", ()) == [b"", b"", *tokens[2:]]
+    assert table.half_ids == {4} and table.other_half_mask.tolist() == [1 << 3]
+
+
 def follow(compiler: GuideCompiler, text: str, reasoning_end: str = "", **raw: Any) -> str:
     """Push a text through its guide byte by byte; return what was taken, with $ where the end was allowed."""
     guidance = Guidance(compiled(compiler, **raw), BYTES, (EOS,), reasoning_end)
