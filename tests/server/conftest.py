@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -120,12 +121,15 @@ def shared(sample_model: Callable[[str], Path], write_recipe: Callable[..., Path
     """Return a function: name of a deployment in shared_deployments -> its server, which ends with the session."""
     from shared_deployments import recipe_of
 
-    from bireme.launch.tritonserver import start_server
+    from bireme.launch.tritonserver import Server, start_server
 
-    with ExitStack() as stack:
+    made: list[ExitStack] = []
 
-        @functools.cache
-        def get(name: str) -> Any:
-            return stack.enter_context(start_server(write_recipe(sample_model("llama"), **recipe_of(name))))
+    @functools.cache
+    def get(name: str) -> Server:
+        made.append(ExitStack())
+        return made[-1].enter_context(start_server(write_recipe(sample_model("llama"), **recipe_of(name))))
 
-        yield get
+    yield get
+    with ThreadPoolExecutor() as pool:  # a server whose engines were killed may take its whole exit time-out
+        list(pool.map(ExitStack.close, made))
