@@ -181,6 +181,7 @@ class Adapter:
     def _begin_arrivals(self) -> None:
         """Start what has arrived. In a burst this thread and Triton's take turns instead of fighting for the GIL."""
         if len(self._arrivals) >= BURST:
+            self._senders.burst(2 * BURST_PAUSE_S)
             asyncio.get_running_loop().call_later(BURST_PAUSE_S, self._begin_arrivals)
         else:
             with self._wake_lock:

@@ -76,7 +76,8 @@ class Arrivals:
         adapter._wake_lock = threading.Lock()
         loop = asyncio.get_running_loop()
         adapter._loop = SimpleNamespace(post=loop.call_soon_threadsafe)
-        self.timers = []
+        self.timers, self.bursts_s = [], []
+        adapter._senders = SimpleNamespace(burst=self.bursts_s.append)
         monkeypatch.setattr(loop, "call_later", lambda delay_s, call: self.timers.append((delay_s, call)))
 
     async def come(self, *names):
@@ -100,7 +101,7 @@ async def test_a_request_that_comes_alone_starts_at_once(arrivals):
     await arrivals.come("a")
     await arrivals.come("b")
     assert arrivals.stage.begun == ["a", "b"]
-    assert arrivals.timers == []
+    assert arrivals.timers == [] and arrivals.bursts_s == []
 
 
 async def test_a_burst_is_started_in_portions(arrivals):
@@ -113,7 +114,7 @@ async def test_a_burst_is_started_in_portions(arrivals):
     await arrivals.come("b")
     assert arrivals.stage.begun == first  # they pile up until the pause is over
     ((delay_s, begin),) = arrivals.timers
-    assert delay_s == BURST_PAUSE_S
+    assert delay_s == BURST_PAUSE_S and arrivals.bursts_s == [2 * BURST_PAUSE_S]  # senders leave it the interpreter
     begin()
     await arrivals.settle()
     assert arrivals.stage.begun == [*first, "a", "b"]

@@ -10,7 +10,7 @@ import pytest
 from recording import Recorder, Words
 
 from bireme.triton import senders as senders_module
-from bireme.triton.senders import BUSY_TURN, LONGEST_REST_S, Senders
+from bireme.triton.senders import BURST_REST_S, BUSY_TURN, LONGEST_REST_S, Senders
 from bireme.triton.streams import Stream
 
 
@@ -132,6 +132,19 @@ def test_a_rest_is_no_longer_than_the_turn_and_its_limit(rests):
     assert 0 < rests.lengths_s[0] <= min(LONGEST_REST_S, time.monotonic() - began_at)
     rests.is_over.set()
     assert senders.stop(5)
+
+
+def test_while_requests_start_a_sender_rests_after_any_turn(rests):
+    senders = Senders(1)
+    senders.burst(60)
+    (stream,), (outlet,) = flush_at_once(senders, 1)
+    assert rests.has_begun.wait(5)
+    stream.send(Words(["b"]))
+    assert not outlet.events
+    rests.is_over.set()
+    assert senders.stop(5)
+    assert rests.lengths_s and set(rests.lengths_s) == {BURST_REST_S}
+    assert outlet.events == [("send", ["a", "b"], False)]
 
 
 def test_a_sender_of_few_streams_does_not_rest(rests):
