@@ -8,8 +8,9 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Below the kernel's ephemeral range (32768 and up), so that no outgoing connection takes one meanwhile.
-_CANDIDATES = range(20000, 32000)
+# Below the kernel's ephemeral range (32768 and up), so that no outgoing connection takes one meanwhile; above the
+# ports that the project's own tests name (23100 to 24799).
+_CANDIDATES = range(25000, 32000)
 
 
 @dataclass(frozen=True, slots=True)
