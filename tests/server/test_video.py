@@ -33,8 +33,7 @@ LONG = {"prompt": PROMPT, "num_inference_steps": 100, "num_frames": 65}
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory):
     folder = tmp_path_factory.mktemp("video")
-    one_thread = {"video_diffusion": {"engine": "torch", "num_threads": 1}}  # with more, equal seeds differ in rounding
-    override = json.dumps({"video": {"folder": str(folder), "max_queue_size": 2}, "workers": one_thread})
+    override = json.dumps({"video": {"folder": str(folder), "max_queue_size": 2}})
     log = folder / "serve.log"
     with served("recipes/tiny-video", log, "--override", override, ports=PORTS) as running:
         yield running
@@ -87,8 +86,19 @@ def test_one_call_makes_what_the_prompt_says(deployment):
 
 
 def test_the_same_seed_makes_the_same_clip_and_another_seed_another(deployment):
-    first, again, other = (generate(seed=seed, num_inference_steps=3)[1]["data"] for seed in (5, 5, 6))
-    assert first == again != other
+    first, again, other = (frames_of(generate(seed=seed, num_inference_steps=3)[1]) for seed in (5, 5, 6))
+    assert is_same(first, again) and not is_same(first, other)
+
+
+def frames_of(answer):
+    """Return the frames of an answer in one call, or of the last response over gRPC."""
+    video = answer["video"] if "video" in answer else base64.b64decode(answer["data"][0]["b64_json"])
+    return decode(video)[0].astype(int)
+
+
+def is_same(one, other):
+    """Whether clips are equal up to rounding (0.0002 of 255 on average were seen; two seeds are 10 apart)."""
+    return np.abs(one - other).mean() < 0.1
 
 
 def test_progress_comes_as_events(deployment):
@@ -138,7 +148,8 @@ def test_two_requests_at_once_are_served_in_turn_and_both_rightly(deployment):
     alone = [clip(seed) for seed in (11, 12)]
     assert not any(map(waited, alone))
     together = [one.wait() for one in [Background(lambda seed=seed: clip(seed)) for seed in (11, 12)]]
-    assert [answers[-1]["video"] for answers in together] == [answers[-1]["video"] for answers in alone]
+    assert all(is_same(frames_of(one[-1]), frames_of(other[-1])) for one, other in zip(together, alone, strict=True))
+    assert not is_same(*(frames_of(answers[-1]) for answers in alone))
     assert sorted(map(waited, together)) == [False, True]
 
 
