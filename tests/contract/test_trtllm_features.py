@@ -14,6 +14,7 @@ from bireme.errors import ConfigError, NotFoundError, RequestError
 from bireme.kv import hashing
 from bireme.kv.events import BlocksStored
 from bireme.messages import EngineRequest, ProcessorCall, SamplingParams
+from bireme.metrics import Registry
 from bireme.text.tokenizer import load_tokenizer
 
 
@@ -189,10 +190,19 @@ def test_the_last_iteration_s_blocks_do_not_stay_while_the_engine_is_idle(make_e
 
     # Told before the iteration's requests were freed; while idle nothing follows.
     monkeypatch.setattr(Executor, "_stats", lambda self, began: {"kvCacheStats": {"usedNumBlocks": 7}})
+    told: list[float] = []
+    set_gauge = Registry.set
+
+    def note(self, name, value, *labels):
+        told.extend([value] if name == "bireme_kv_blocks_used" else [])
+        set_gauge(self, name, value, *labels)
+
+    monkeypatch.setattr(Registry, "set", note)
     harness = make_engine()
     harness.tokens()
     wait_for(lambda: harness.engine._loaded.iterations.num_seen >= 12, 5)
     wait_for(lambda: harness.counter("bireme_kv_blocks_used") == 0, 5)
+    assert 7 in told and told[-1] == 0
 
 
 def test_what_a_release_does_not_tell_is_not_reported_as_zero(make_engine, monkeypatch):

@@ -75,9 +75,13 @@ async def test_the_next_request_subscribes_to_the_next_life(bus, recorder):
     await bus.request_at_engine()
     bus.engine.die()
     await sink.end()
+    bus.engine.requests.clear()  # those of the life that has ended
     bus.engine.come_back()
-    bus.buses.decode("decode", REQUEST, recorder())
-    await bus.request_at_engine()
+    later = recorder()
+    bus.buses.decode("decode", REQUEST, later)
+    consumer, number = await bus.request_at_engine()
+    bus.engine.finish(consumer, number, DONE)
+    assert (await later.end()).reason == "length"
 
 
 async def test_a_refused_subscription_costs_nothing(bus, recorder):
