@@ -189,6 +189,7 @@ def test_any_other_error_ends_the_process_at_once_without_teardown(make_engine, 
     monkeypatch.setattr(type(harness.llm), "shutdown", lambda self: pytest.fail("teardown may block for ever"))
     monkeypatch.setattr(type(harness.llm), "_check_health", lambda self: True)  # it would notice, later
     answer = harness.ask(max_tokens=4000)
+    assert answer.has_tokens.wait(30)  # else the executor may be dead before the request comes
     harness.llm._executor.break_down(RuntimeError("CUDA error: an illegal memory access"))
     assert harness.has_exited.wait(5)
     assert harness.exits == [70]

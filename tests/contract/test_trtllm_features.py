@@ -177,7 +177,7 @@ def test_autodeploy_would_keep_a_prompt_waiting_that_no_step_can_hold(make_engin
 def test_iterations_become_metrics(make_engine):
     harness = make_engine(kv_cache_config={"max_tokens": 4096})
     answer = harness.ask(max_tokens=3000)
-    answer.has_tokens.wait(10)
+    assert answer.has_tokens.wait(10)
     wait_for(lambda: harness.counter("bireme_kv_blocks_used") > 0, 5)
     assert harness.counter("bireme_kv_blocks_total") == 128
     harness.abort(answer)
