@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from bireme.config import CHECKOUT, Recipe
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, UnavailableError
 from bireme.launch.console import Console
 from bireme.launch.health import HealthMonitor
 from bireme.launch.health_server import HealthServer
@@ -44,6 +44,7 @@ _PARALLEL_LOADS = 8  # each holds one of the server's HTTP threads
 _PROGRESS_S = 5.0
 _MAX_BACKOFF_S = 30.0
 _SHORT_STOP_S = 3.0
+_DEATH_S = 5.0  # from the end of its connections to that of a process that dies, with its core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +243,9 @@ class Deployment:
             return
         failed = {model: future.exception() for future, model in loads.items() if future.exception()}
         if failed:
+            # Its connections end before the process does.
+            if any(isinstance(error, UnavailableError) for error in failed.values()) and server.wait(_DEATH_S):
+                raise server.exit_error()
             text = "".join(f"\n  model {model}: {error}" for model, error in failed.items())
             raise ServerStartError(f"{len(failed)} of {len(models)} models did not load:{text}")
 
