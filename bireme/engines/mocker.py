@@ -137,7 +137,7 @@ class MockEngine:
         return printable_ids(self._context.model_path)
 
     def _run(self) -> None:
-        self._pace.sharpen()
+        self._pace.sharpen(self._model.step_ms)
         while not self._stopping.is_set():
             try:
                 self._turn()

@@ -1,0 +1,54 @@
+"""The mocker's clock thread: which scheduler it asks the kernel for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from bireme.engines.mocker_pace import Pace
+
+ORDINARY, REAL_TIME = os.SCHED_OTHER, os.SCHED_RR | os.SCHED_RESET_ON_FORK
+
+
+def scheduler_after(step_ms: float) -> int:
+    """Return the scheduler of a thread that has sharpened its pace, and of no other."""
+
+    def sharpened() -> int:
+        Pace(threading.Event()).sharpen(step_ms)
+        return os.sched_getscheduler(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(sharpened).result()
+    assert os.sched_getscheduler(0) == ORDINARY
+    return found
+
+
+@pytest.fixture
+def cpus(monkeypatch):
+    def set_count(count: int) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
+
+    set_count(2)
+    return set_count
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs CAP_SYS_NICE")
+def test_a_paced_thread_is_a_real_time_one(cpus):
+    assert scheduler_after(5.0) == REAL_TIME
+
+
+def test_without_the_right_to_it_the_thread_stays_ordinary(cpus, monkeypatch):
+    def refuse(*args: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    assert scheduler_after(5.0) == ORDINARY
+
+
+@pytest.mark.parametrize(("step_ms", "count"), [(0.0, 2), (5.0, 1)])
+def test_a_thread_that_never_sleeps_or_has_the_only_cpu_stays_ordinary(cpus, step_ms, count):
+    cpus(count)
+    assert scheduler_after(step_ms) == ORDINARY
