@@ -1,6 +1,7 @@
 """Pictures through /v1/chat/completions: together, EP/D and E/P/D, against plain transformers; and what goes wrong."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -191,6 +192,27 @@ async def until_answered(client, dialogue):
         else:
             assert answer.choices[0].message.content == dialogue.turns[0].answer
             return
+
+
+async def test_clients_that_leave_while_decode_is_busy_leave_no_lease(deployment, client):
+    """Decode hangs for a moment, so prefill's leases are there when the clients go."""
+    if ENCODER[deployment.recipe] == "decode":
+        pytest.skip("one engine does both: no KV is leased")
+    engine, expired = engine_of(deployment, "decode"), level("bireme_kv_leases_expired_total")
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        running = [asyncio.ensure_future(ask(client, chat_messages(fresh(f"left-{at}")))) for at in range(6)]
+        await asyncio.to_thread(wait_for, lambda: any(series("bireme_kv_leases", PORTS["metrics"])))
+        assert not any(one.done() for one in running)
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it hung for too long and was replaced
+            os.kill(engine, signal.SIGCONT)
+    await no_leases_are_left()
+    assert level("bireme_kv_leases_expired_total") == expired
+    await asyncio.wait_for(until_answered(client, fresh("after-left")), 90)
 
 
 async def test_clients_that_leave_leave_no_lease(client):
