@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 SILENCE_S = 30.0  # clients with requests under way say `keep` every 3 s
 MAX_COMMAND_BYTES = 256 << 20
-REST_S = 0.002  # steps of engines that are quicker than that travel together: a message costs more than its tokens
 
 
 class Backlog:
@@ -52,7 +51,6 @@ class StepsResponse:
 
     __slots__ = ("_backlog", "_items", "_num_bytes")
     num_bytes = 0  # bounded here, by max_bus_buffer_bytes, not by the adapter's limit for one stream
-    rest_s = REST_S
 
     def __init__(self, items: list[bytes], backlog: Backlog) -> None:
         self._items, self._backlog = items, backlog

@@ -2,8 +2,8 @@
 
 A send is a blocking round trip (90-180 us). While one is under way the streams' buffers fill, and the next
 flush sends them merged; an idle sender sends at once. Four threads saturate the stub (measured), and would
-take all the CPU that there is from the engine and from requests that start: hence the rests, after a long turn,
-after a response that asks for one and, while a burst of requests starts, after any.
+take all the CPU that there is from the engine and from requests that start: hence the rests, after a long turn
+and, while a burst of requests starts, after any.
 """
 
 from __future__ import annotations
@@ -61,23 +61,19 @@ class Senders:
             turn = [outbox.get()]
             began_at = time.monotonic()
             turn += [outbox.get() for _ in range(outbox.qsize())]
-            rest_s = 0.0
             for stream in turn:
                 if stream is None:
                     return
-                rest_s = max(rest_s, _flush(stream))
+                _flush(stream)
             now = time.monotonic()
             if now < self._burst_ends_at:
-                rest_s = BURST_REST_S
+                time.sleep(BURST_REST_S)
             elif len(turn) >= BUSY_TURN:
-                rest_s = min(LONGEST_REST_S, REST * (now - began_at))
-            if rest_s:
-                time.sleep(rest_s)
+                time.sleep(min(LONGEST_REST_S, REST * (now - began_at)))
 
 
-def _flush(stream: Stream) -> float:
+def _flush(stream: Stream) -> None:
     try:
-        return stream.flush()
+        stream.flush()
     except BaseException:  # flush raises nothing; should it, the other streams of this thread go on
         logger.exception("flush_failed")
-        return 0.0

@@ -134,16 +134,13 @@ class Stream:
             self.cancel()
         return not is_cancelled
 
-    def flush(self) -> float:
-        """Send what piled up, merged, and the final flag when the request has ended. Raises nothing.
-
-        Returns the seconds for which the sender is to rest (types.Response.rest_s).
-        """
+    def flush(self) -> None:
+        """Send what piled up, merged, and the final flag when the request has ended. Raises nothing."""
         with self._lock:
             responses, self._buffer, self._buffered_bytes = self._buffer, [], 0
             is_ended, error, self._is_dirty = self._is_ended, self._error, False
         if self._is_closed:
-            return 0.0
+            return
         try:
             self._write(responses, is_ended, error)
         except BaseException as failure:  # a tensor that Triton refuses: the client must still get its end
@@ -151,7 +148,6 @@ class Stream:
             self._break(failure)
         if self._is_closed:
             self._on_close(self)
-        return getattr(responses[-1], "rest_s", 0.0) if responses else 0.0
 
     def _write(self, responses: list[Response], is_ended: bool, error: BaseException | None) -> None:
         merged = [] if self.cancelled else _merge(responses)

@@ -147,23 +147,6 @@ def test_while_requests_start_a_sender_rests_after_any_turn(rests):
     assert outlet.events == [("send", ["a", "b"], False)]
 
 
-def test_a_sender_rests_after_a_response_that_asks_for_it(rests):
-    class Step(Words):
-        rest_s = 0.002
-
-    senders, outlet = Senders(1), Recorder()
-    stream = make_stream(senders, outlet)
-    stream.send(Step(["a"]))
-    assert rests.has_begun.wait(5)
-    for word in "bc":
-        stream.send(Step([word]))
-    assert outlet.events == [("send", ["a"], False)]
-    rests.is_over.set()
-    assert senders.stop(5)
-    assert outlet.events[1:] == [("send", ["b", "c"], False)]
-    assert set(rests.lengths_s) == {0.002}
-
-
 def test_a_sender_of_few_streams_does_not_rest(rests):
     senders = Senders(1)
     _, outlets = flush_at_once(senders, BUSY_TURN - 1)
