@@ -215,15 +215,20 @@ async def test_clients_that_leave_while_decode_is_busy_leave_no_lease(deployment
     await asyncio.wait_for(until_answered(client, fresh("after-left")), 90)
 
 
-async def test_clients_that_leave_leave_no_lease(client):
-    asked = [fresh(f"gone-{at}") for at in range(12)]
-    for dialogue in asked:
-        running = asyncio.ensure_future(ask(client, chat_messages(dialogue)))
-        await asyncio.sleep(0.02)
-        running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await ask(client, chat_messages(fresh("after")))
+async def test_clients_that_leave_at_any_moment_are_cancelled_and_leave_nothing(client):
+    cancelled, running = level("bireme_cancellations_total"), []
+    for at in range(12):
+        running.append(asyncio.ensure_future(ask(client, chat_messages(fresh(f"gone-{at}")))))
+        await asyncio.sleep(0.02 + 0.01 * at)
+        running[-1].cancel()
+    ended = await asyncio.gather(*running, return_exceptions=True)
+    assert any(isinstance(one, asyncio.CancelledError) for one in ended)
+    dialogue = fresh("after")
+    answer = await ask(client, chat_messages(dialogue))
+    assert answer.choices[0].message.content == dialogue.turns[0].answer
     await no_leases_are_left()
+    assert level("bireme_cancellations_total") > cancelled
+    assert level("bireme_requests_running") == level("bireme_kv_blocks_used") == 0
 
 
 def infer(model, **tensors):

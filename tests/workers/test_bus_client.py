@@ -132,13 +132,18 @@ async def test_keepalives_keep_a_quiet_request_alive(bus, recorder):
 
 async def test_an_idle_subscription_is_closed_and_opened_again(bus, recorder, monkeypatch):
     monkeypatch.setattr(bus_module, "IDLE_S", 0.1)
+    consumers = []
     for _ in range(2):
         sink = recorder()
         bus.buses.decode("decode", REQUEST, sink)
         consumer, number = await bus.request_at_engine()
+        consumers.append(consumer)
+        assert list(bus.engine.buses) == [consumer]
+        assert bus.server.num_streams == 1
         bus.engine.finish(consumer, number, DONE)
-        await sink.end()
+        assert (await sink.end()).reason == "length"
         await bus.until(lambda: not bus.engine.buses and bus.server.num_streams == 0)
+    assert consumers[0] != consumers[1]
 
 
 async def test_a_long_used_subscription_is_renewed_and_ends_with_its_last_request(bus, recorder, monkeypatch):
