@@ -1,6 +1,6 @@
 """The mocker's clock: steps end at absolute deadlines, so that their pace does not drift.
 
-It stands for a GPU, which keeps its pace while CPUs are busy. Where the kernel lets it (root, or CAP_SYS_NICE) its
+It stands for a GPU, which keeps its pace while CPUs are busy. Where the kernel lets it (CAP_SYS_NICE) its
 thread is a real-time one: as an ordinary one it waited 2-6 ms for a CPU in every 30th step, beside the stubs of 256
 streams on two cores.
 """
