@@ -53,8 +53,9 @@ def info_of(inputs: Tensors) -> RequestInfo:
 class Response(Protocol):
     """One response on its way to a client.
 
-    It may have three more attributes, all optional:
+    It may have four more attributes, all optional:
     `num_bytes: int`     what it holds in the buffer of a slow reader (size_of guesses otherwise);
+    `is_urgent: bool`    true: it goes before what other streams send between their first response and their last;
     `is_last: bool`      true: nothing follows, so the final flag travels with it (one send fewer);
     `parameters: dict`   response parameters, dropped on a Triton before 25.02, so never the only place.
     """

@@ -128,7 +128,7 @@ class WholeCompletion:
         self.usages: list[Usage] = [Usage() for _ in echoes]
 
     def add(self, index: int, delta: TokenDelta) -> None:
-        self._texts[index] += delta.texts
+        self._texts[index].append(delta.text)
         self._logprobs[index] += delta.logprobs or ()
         if delta.finish_reason:
             self._reasons[index] = delta.finish_reason

@@ -50,6 +50,7 @@ class StepsResponse:
     """Bus items on their way; later ones are appended."""
 
     __slots__ = ("_backlog", "_items", "_num_bytes")
+    is_urgent = True  # many requests' tokens
     num_bytes = 0  # bounded here, by max_bus_buffer_bytes, not by the adapter's limit for one stream
 
     def __init__(self, items: list[bytes], backlog: Backlog) -> None:

@@ -11,6 +11,7 @@ the engine says. Tokens after the one that completed the stop string are neither
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,36 +26,72 @@ from bireme.types import Array, Response, Tensors
 _json = msgspec.json.Encoder().encode
 _NO_REASON: Array = np.array([b""], dtype=object)
 _ENDED_WELL = ("stop", "length")
+MAX_GROWTH = 64  # tokens of a delta that nobody has looked at; what is beyond that shows in the buffer's size
 Say = Callable[[str], None]  # takes text alone; never an empty one
 Push = Callable[..., None]  # as Sink.push
 
 
 class TokenDelta:
-    """News of one sequence; later news of the same sequence merge into it."""
+    """News of one sequence; later news of the same sequence merge into it.
 
-    __slots__ = ("finish_reason", "index", "logprobs", "prompt_logprobs", "texts", "tokens", "usage")
+    With a `detokenizer` the text is made when it is first asked for, as a rule on the thread that sends it, and
+    until somebody has looked at its tokens or its text the delta takes more: most steps cost no object, no merge
+    and no call of the detokenizer of their own. The deltas of a stream must be looked at in their order.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_is_sealed",
+        "_lock",
+        "_texts",
+        "_tokens",
+        "finish_reason",
+        "index",
+        "logprobs",
+        "prompt_logprobs",
+        "usage",
+    )
 
     def __init__(
         self,
         tokens: list[int],
-        text: str,
+        text: str = "",
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs | None] | None = None,
         index: int | None = None,
         finish_reason: str = "",
         usage: Usage | None = None,
+        detokenizer: Detokenizer | None = None,
     ) -> None:
-        self.tokens = tokens
-        self.texts = [text]
+        self._tokens = tokens
+        self._texts = [text] if text else []
         self.logprobs = logprobs  # one entry a token; None: not asked for
         self.prompt_logprobs = prompt_logprobs  # one entry a prompt token, the first is None
         self.index = index  # of n sequences; None: there is only one
         self.finish_reason = finish_reason  # "": it goes on
         self.usage = usage
+        self._detokenizer = detokenizer  # makes what is missing of the text; None: nothing is
+        self._lock = threading.Lock()  # of `grow` against `_seal`
+        self._is_sealed = False
+
+    def grow(self, tokens: Sequence[int]) -> bool:
+        """Take more tokens. Return False when it is too late for that."""
+        with self._lock:
+            if self._is_sealed or len(self._tokens) >= MAX_GROWTH:
+                return False
+            self._tokens += tokens
+        return True
+
+    @property
+    def tokens(self) -> list[int]:
+        self._seal()
+        return self._tokens
 
     @property
     def text(self) -> str:
-        return "".join(self.texts)
+        self._seal()
+        self._tell()
+        return "".join(self._texts)
 
     @property
     def is_last(self) -> bool:
@@ -63,25 +100,44 @@ class TokenDelta:
 
     @property
     def num_bytes(self) -> int:
-        """An estimate, for the limit on a slow reader's unsent responses."""
+        """An estimate, for the limit on a slow reader's unsent responses; it has room for what it may grow by."""
         if self.logprobs is None and self.prompt_logprobs is None:  # the path that has to be quick
-            return 200 + 8 * len(self.tokens) + 80 * len(self.texts)
+            return 300 + 8 * max(MAX_GROWTH, len(self._tokens))
         num_logprobs = sum(map(len, self.logprobs or ())) + sum(
             len(entry or ()) for entry in self.prompt_logprobs or ()
         )
-        return 200 + 8 * len(self.tokens) + 80 * len(self.texts) + 100 * num_logprobs
+        return 300 + 8 * len(self._tokens) + 100 * num_logprobs
 
     def merge(self, later: Response) -> TokenDelta | None:
         """Take the later delta of the same sequence into this one; None when it is another sequence's."""
         if not isinstance(later, TokenDelta) or later.index != self.index or self.finish_reason:
             return None
-        self.tokens += later.tokens
-        self.texts += later.texts
+        self._seal()
+        later._seal()
+        if self._detokenizer is None or self._detokenizer is not later._detokenizer:
+            self._tell()
+            later._tell()
+        self._tokens += later._tokens
+        self._texts += later._texts
         self.logprobs = _joined(self.logprobs, later.logprobs)
         self.prompt_logprobs = _joined(self.prompt_logprobs, later.prompt_logprobs)
         self.finish_reason = later.finish_reason
         self.usage = later.usage
         return self
+
+    def _seal(self) -> None:
+        if not self._is_sealed:
+            with self._lock:
+                self._is_sealed = True
+
+    def _tell(self) -> None:
+        """Make the text that is missing."""
+        detokenizer, self._detokenizer = self._detokenizer, None
+        if detokenizer is None:
+            return
+        self._texts.append(detokenizer.push(self._tokens))
+        if self.finish_reason:
+            self._texts.append(detokenizer.flush())
 
     def tensors(self) -> Tensors:
         outputs: dict[str, Array] = {
@@ -120,6 +176,7 @@ class TextStream:
         "_done",
         "_finder",
         "_index",
+        "_open",
         "_send",
         "_takes_prompt_logprobs",
         "finish_reason",
@@ -142,6 +199,7 @@ class TextStream:
         self._abort = abort
         self._index = index
         self._takes_prompt_logprobs = False
+        self._open: TokenDelta | None = None  # the last one sent, while it may still grow
         self.output_ids: list[int] = []  # all delivered so far, replayed ones too: what a migration sends along
         self.finish_reason = ""
 
@@ -158,19 +216,17 @@ class TextStream:
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
-        finder = self._finder
-        if finder is None:
-            taken, text = list(tokens), self._detokenizer.push(tokens)
-        elif finder.is_stopped:
+        if self._finder is not None:
+            self._push_until_stop(tokens, logprobs, prompt_logprobs, self._finder)
             return
-        else:
-            taken, text = self._find_stop(tokens, finder)
-            logprobs = logprobs[: len(taken)] if logprobs is not None else None
-        self.output_ids += taken
-        shown = self._prompt_logprobs(prompt_logprobs) if prompt_logprobs is not None else None
-        self._send(TokenDelta(taken, text, logprobs, shown, self._index))
-        if finder is not None and finder.is_stopped:
-            self._abort()
+        self.output_ids += tokens
+        if logprobs is not None or prompt_logprobs is not None:
+            shown = self._prompt_logprobs(prompt_logprobs) if prompt_logprobs is not None else None
+            self._open = None
+            self._send(TokenDelta(list(tokens), "", logprobs, shown, self._index, detokenizer=self._detokenizer))
+        elif self._open is None or not self._open.grow(tokens):
+            self._open = delta = TokenDelta(list(tokens), index=self._index, detokenizer=self._detokenizer)
+            self._send(delta)
 
     def plain_push(self, say: Say) -> Push | None:
         """Return what does as `push` where text is all that is wanted, at a fraction of the cost; None where
@@ -192,16 +248,35 @@ class TextStream:
         if not is_stopped and finish.reason not in _ENDED_WELL:
             self._done(finish)
             return
-        text = "" if is_stopped else self._rest()
-        is_stopped = self._finder is not None and self._finder.is_stopped
+        text = ""
+        if self._finder is not None and not is_stopped:
+            text = self._rest(self._finder)
+            is_stopped = self._finder.is_stopped
+        detokenizer = self._detokenizer if self._finder is None else None
         self.finish_reason = "stop" if is_stopped else finish.reason
         usage = msgspec.structs.replace(finish.usage, completion_tokens=len(self.output_ids))
-        self._send(TokenDelta([], text, None, None, self._index, self.finish_reason, usage))
+        self._send(TokenDelta([], text, None, None, self._index, self.finish_reason, usage, detokenizer))
         self._done(finish)
 
     def close(self) -> None:
         """Let go of the callbacks; what still comes is ignored. Whoever made them is then freed without a collector."""
         self._send = self._done = self._abort = _ignore
+
+    def _push_until_stop(
+        self,
+        tokens: Sequence[int],
+        logprobs: list[TokenLogprobs] | None,
+        prompt_logprobs: list[TokenLogprobs] | None,
+        finder: StopFinder,
+    ) -> None:
+        if finder.is_stopped:
+            return
+        taken, text = self._find_stop(tokens, finder)
+        self.output_ids += taken
+        shown = self._prompt_logprobs(prompt_logprobs) if prompt_logprobs is not None else None
+        self._send(TokenDelta(taken, text, logprobs[: len(taken)] if logprobs else logprobs, shown, self._index))
+        if finder.is_stopped:
+            self._abort()
 
     def _find_stop(self, tokens: Sequence[int], finder: StopFinder) -> tuple[list[int], str]:
         """Return the tokens up to the one that completes a stop string, and the text that can go out."""
@@ -214,12 +289,9 @@ class TextStream:
                 return list(tokens[: at + 1]), "".join(texts)
         return list(tokens), "".join(texts)
 
-    def _rest(self) -> str:
+    def _rest(self, finder: StopFinder) -> str:
         """Return the text held back for characters or stop strings that will not be completed."""
-        text = self._detokenizer.flush()
-        if self._finder is None:
-            return text
-        return self._finder.push(text) + self._finder.flush()
+        return finder.push(self._detokenizer.flush()) + finder.flush()
 
     def _prompt_logprobs(self, entries: list[TokenLogprobs]) -> list[TokenLogprobs | None]:
         """Put None before the first entry: nothing predicts the first token of a prompt."""

@@ -46,6 +46,7 @@ class Stream:
         "_enqueue",
         "_error",
         "_gate",
+        "_has_begun",
         "_is_closed",
         "_is_decoupled",
         "_is_dirty",
@@ -55,6 +56,7 @@ class Stream:
         "_on_close",
         "_outlet",
         "cancelled",
+        "is_urgent",
         "num_sent",
     )
 
@@ -80,6 +82,8 @@ class Stream:
         self._buffered_bytes = 0
         self._error: BaseException | None = None
         self._is_dirty = False  # in its sender's queue
+        self.is_urgent = False  # and before those that are in the middle of their way
+        self._has_begun = False  # its first response is taken
         self._is_ended = False  # the stage's side: nothing more is taken
         self._is_closed = False  # Triton's side: the final flag is out
 
@@ -90,6 +94,7 @@ class Stream:
     def send(self, response: Response) -> None:
         """Take one response. Ignored after the end and after a cancellation; above the limit the request ends."""
         is_last = not self._is_decoupled or bool(getattr(response, "is_last", False))
+        is_urgent = is_last or bool(getattr(response, "is_urgent", False))
         size = size_of(response)
         with self._lock:
             if self._is_ended or self.cancelled:
@@ -99,7 +104,7 @@ class Stream:
                 self._buffer.append(response)
                 self._buffered_bytes += size
                 self._is_ended = is_last
-                wakes, self._is_dirty = not self._is_dirty, True
+                wakes = self._mark(is_urgent or not self._has_begun)
         if overflows:
             self._refuse_slow_reader(size)
         elif wakes:
@@ -114,7 +119,7 @@ class Stream:
                 return
             self._is_ended = True
             self._error = error
-            wakes, self._is_dirty = not self._is_dirty, True
+            wakes = self._mark(is_urgent=True)
         if wakes:
             self._enqueue(self)
 
@@ -138,7 +143,9 @@ class Stream:
         """Send what piled up, merged, and the final flag when the request has ended. Raises nothing."""
         with self._lock:
             responses, self._buffer, self._buffered_bytes = self._buffer, [], 0
-            is_ended, error, self._is_dirty = self._is_ended, self._error, False
+            is_ended, error = self._is_ended, self._error
+            self._is_dirty = self.is_urgent = False
+            self._has_begun = True
         if self._is_closed:
             return
         try:
@@ -148,6 +155,13 @@ class Stream:
             self._break(failure)
         if self._is_closed:
             self._on_close(self)
+
+    def _mark(self, is_urgent: bool) -> bool:
+        """Note that there is something to flush. Return whether the sender has to hear of it (again)."""
+        wakes = not self._is_dirty or (is_urgent and not self.is_urgent)
+        self._is_dirty = True
+        self.is_urgent = self.is_urgent or is_urgent
+        return wakes
 
     def _write(self, responses: list[Response], is_ended: bool, error: BaseException | None) -> None:
         merged = [] if self.cancelled else _merge(responses)

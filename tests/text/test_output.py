@@ -1,4 +1,7 @@
 import json
+import queue
+import sys
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -6,7 +9,7 @@ from hypothesis import strategies as st
 
 from bireme.messages import Finish, SamplingParams, Usage
 from bireme.specs import DECODE
-from bireme.text.output import TextStream, TokenDelta
+from bireme.text.output import MAX_GROWTH, TextStream, TokenDelta
 
 LETTERS = [chr(code) for code in range(97, 123)]
 
@@ -19,7 +22,7 @@ class Letters:
 
     def push(self, tokens):
         text = "".join(LETTERS[token] for token in tokens if token < 26)
-        self.held = sum(token >= 26 for token in tokens)
+        self.held += sum(token >= 26 for token in tokens)
         return text
 
     def flush(self):
@@ -54,15 +57,84 @@ def finish(reason="length", **more) -> Finish:
     return Finish(reason, Usage(prompt_tokens=3, completion_tokens=7), **more)
 
 
-def test_every_step_is_one_delta_and_the_end_brings_reason_and_usage():
+def test_a_delta_grows_until_somebody_looks_and_the_end_brings_reason_and_usage():
     client = Client()
     client.push("a")
     client.push("bc")
+    assert [delta.text for delta in client.deltas] == ["abc"]
+    client.push("d")
+    client.push("e")
+    assert client.deltas[1].tokens == [3, 4]
+    client.push("f")
     client.stream.finish(finish())
-    assert [delta.text for delta in client.deltas] == ["a", "bc", ""]
+    assert [delta.text for delta in client.deltas] == ["abc", "de", "f", ""]
     last = client.deltas[-1]
-    assert (last.finish_reason, last.usage.completion_tokens, last.is_last) == ("length", 3, True)
+    assert (last.finish_reason, last.usage.completion_tokens, last.is_last) == ("length", 6, True)
     assert client.finishes == [finish()]
+
+
+def test_a_delta_grows_up_to_what_its_size_has_room_for():
+    client = Client()
+    sizes = []
+    for _ in range(MAX_GROWTH + 1):
+        client.push("a")
+        sizes.append(client.deltas[0].num_bytes)
+    assert [len(delta.tokens) for delta in client.deltas] == [MAX_GROWTH, 1]
+    assert len(set(sizes)) == 1
+
+
+def test_log_probabilities_stay_with_the_tokens_that_they_belong_to():
+    client = Client()
+    client.push("a")
+    client.push("b", logprobs=[[(1, -0.5)]])
+    client.push("c")
+    client.stream.finish(finish())
+    assert [(delta.text, delta.logprobs) for delta in client.deltas] == [
+        ("a", None),
+        ("b", [[(1, -0.5)]]),
+        ("c", None),
+        ("", None),
+    ]
+
+
+def test_text_is_whole_whatever_was_merged_before_it_was_looked_at():
+    client = Client()
+    client.push("a")
+    client.push("b", logprobs=[[(1, -0.5)]])
+    client.stream.push([26])  # the beginning of a character
+    client.stream.finish(finish())
+    first, *others = client.deltas
+    for delta in others:
+        assert first.merge(delta) is first
+    assert (first.text, first.tokens, first.finish_reason) == ("ab\ufffd", [0, 1, 26], "length")
+
+
+def test_no_token_is_lost_or_repeated_between_one_who_pushes_and_one_who_sends():
+    news: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
+    stream = TextStream(Letters(), SamplingParams(), news.put, lambda finish: None, lambda: None)
+    count = 20_000
+
+    def push() -> None:
+        for at in range(count):
+            stream.push((at % 26,))
+        stream.finish(finish())
+
+    pusher = threading.Thread(target=push)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        pusher.start()
+        tokens, text, delta = [], "", news.get(timeout=10)
+        while not delta.finish_reason:
+            outputs = delta.tensors()
+            tokens += outputs["output_ids"].tolist()
+            text += outputs["text_output"][0].decode()
+            delta = news.get(timeout=10)
+    finally:
+        sys.setswitchinterval(interval_s)
+        pusher.join(10)
+    assert tokens == [at % 26 for at in range(count)]
+    assert text == "".join(LETTERS[token] for token in tokens)
 
 
 def test_a_stop_string_aborts_once_and_ends_with_stop_whatever_the_engine_says():

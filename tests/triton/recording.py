@@ -15,6 +15,7 @@ from bireme.types import Response, Tensors
 class Words:
     words: list[str]
     is_last: bool = False
+    is_urgent: bool = False
     num_bytes: int = 10
 
     def merge(self, later: Response) -> Response | None:

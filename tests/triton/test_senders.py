@@ -1,16 +1,17 @@
-"""Sender threads: order, merging under load, orderly end."""
+"""Sender threads: order, merging under load, who goes first, orderly end."""
 
 from __future__ import annotations
 
-import threading
 import time
-from types import SimpleNamespace
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from recording import Recorder, Words
 
-from bireme.triton import senders as senders_module
-from bireme.triton.senders import BURST_REST_S, BUSY_TURN, LONGEST_REST_S, Senders
+from bireme.triton import sender as sender_module
+from bireme.triton.sender import BURST_REST_S, BUSY_TURN, LONGEST_REST_S, length_of_rest
+from bireme.triton.senders import Senders
 from bireme.triton.streams import Stream
 
 
@@ -19,40 +20,6 @@ def senders():
     senders = Senders(2)
     yield senders
     senders.stop(5)
-
-
-class Rests:
-    """A sender's rests: each lasts until `is_over`."""
-
-    def __init__(self) -> None:
-        self.lengths_s: list[float] = []
-        self.has_begun, self.is_over = threading.Event(), threading.Event()
-
-    def sleep(self, seconds: float) -> None:
-        self.lengths_s.append(seconds)
-        self.has_begun.set()
-        self.is_over.wait(10)
-
-
-@pytest.fixture
-def rests(monkeypatch):
-    rests = Rests()
-    monkeypatch.setattr(senders_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=rests.sleep))
-    yield rests
-    rests.is_over.set()
-
-
-def flush_at_once(senders: Senders, count: int) -> tuple[list[Stream], list[Recorder]]:
-    """Have the only sender find `count` streams when it comes back from a send; returns these."""
-    first, *outlets = [Recorder() for _ in range(count + 1)]
-    first.is_open.clear()
-    make_stream(senders, first).send(Words(["a"]))
-    assert first.is_sending.wait(5)
-    streams = [make_stream(senders, outlet) for outlet in outlets]
-    for stream in streams:
-        stream.send(Words(["a"]))
-    first.is_open.set()
-    return streams, outlets
 
 
 def make_stream(senders: Senders, outlet: Recorder) -> Stream:
@@ -111,45 +78,124 @@ def test_stop_gives_up_on_a_send_that_hangs():
     outlet.is_open.set()
 
 
-def test_after_a_long_turn_a_sender_rests_and_what_comes_meanwhile_is_merged(rests):
+def begin(senders: Senders, count: int) -> tuple[list[Stream], list[Recorder]]:
+    """Return streams whose first response is out: what they send next waits its turn."""
+    outlets = [Recorder() for _ in range(count)]
+    streams = [make_stream(senders, outlet) for outlet in outlets]
+    for stream in streams:
+        stream.send(Words(["0"]))
+    for outlet in outlets:
+        assert wait_for(lambda outlet=outlet: outlet.events)
+    return streams, outlets
+
+
+def hold(senders: Senders) -> Recorder:
+    """Have the only sender hang in a send until the recorder `is_open`."""
+    outlet = Recorder()
+    outlet.is_open.clear()
+    make_stream(senders, outlet).send(Words(["held"]))
+    assert outlet.is_sending.wait(5)
+    return outlet
+
+
+def wait_for(condition: Callable[[], object], limit_s: float = 5.0) -> bool:
+    ends_at = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < ends_at:
+        time.sleep(0.002)
+    return bool(condition())
+
+
+def record_order(outlets: dict[str, Recorder]) -> list[str]:
+    """Return a list that names the recorders in the order of their next sends."""
+    order: list[str] = []
+    for name, outlet in outlets.items():
+        outlet._note = lambda event, is_final, name=name: order.append(name)  # type: ignore[method-assign]
+    return order
+
+
+def test_first_and_last_responses_go_before_those_in_the_middle():
     senders = Senders(1)
-    (stream, *_), (outlet, *_) = flush_at_once(senders, BUSY_TURN)
-    assert rests.has_begun.wait(5)
-    for word in "bcd":
-        stream.send(Words([word]))
-    stream.finish()
-    assert outlet.events == [("send", ["a"], False)]
-    rests.is_over.set()
+    (middle, ending), (of_middle, of_ending) = begin(senders, 2)
+    held, of_new = hold(senders), Recorder()
+    order = record_order({"middle": of_middle, "ending": of_ending, "new": of_new})
+    middle.send(Words(["a"]))
+    ending.send(Words(["a"]))  # in the middle, until its end is known
+    make_stream(senders, of_new).send(Words(["first"]))
+    ending.send(Words(["b"], is_last=True))
+    held.is_open.set()
     assert senders.stop(5)
-    assert outlet.events[1:] == [("send", ["b", "c", "d"], True)]
+    assert order == ["new", "ending", "middle"]
 
 
-def test_a_rest_is_no_longer_than_the_turn_and_its_limit(rests):
+def test_a_response_that_is_urgent_by_itself_goes_first():
     senders = Senders(1)
-    began_at = time.monotonic()
-    flush_at_once(senders, BUSY_TURN)
-    assert rests.has_begun.wait(5)
-    assert 0 < rests.lengths_s[0] <= min(LONGEST_REST_S, time.monotonic() - began_at)
-    rests.is_over.set()
+    (plain, urgent), (of_plain, of_urgent) = begin(senders, 2)
+    held = hold(senders)
+    order = record_order({"plain": of_plain, "urgent": of_urgent})
+    plain.send(Words(["a"]))
+    urgent.send(Words(["a"], is_urgent=True))
+    held.is_open.set()
     assert senders.stop(5)
+    assert order == ["urgent", "plain"]
 
 
-def test_while_requests_start_a_sender_rests_after_any_turn(rests):
+def test_one_that_is_always_urgent_does_not_starve_the_others():
     senders = Senders(1)
+    (plain, flood), (of_plain, of_flood) = begin(senders, 2)
+    held = hold(senders)
+    sent = []
+
+    def note(event: tuple[Any, ...], is_final: bool) -> None:
+        sent.append(event)
+        if len(sent) < 50:
+            flood.send(Words(["more"], is_urgent=True))
+
+    of_flood._note = note  # type: ignore[method-assign]
+    of_plain._note = lambda event, is_final: sent.append("plain")  # type: ignore[method-assign]
+    plain.send(Words(["a"]))
+    flood.send(Words(["a"], is_urgent=True))
+    held.is_open.set()
+    assert senders.stop(5)
+    assert sent.index("plain") <= 2
+
+
+def test_while_a_sender_rests_urgent_responses_go_out_and_others_are_merged(monkeypatch):
+    monkeypatch.setattr(sender_module, "BURST_REST_S", 30.0)
+    senders = Senders(1)
+    (stream, other), (outlet, of_other) = begin(senders, 2)
     senders.burst(60)
-    (stream,), (outlet,) = flush_at_once(senders, 1)
-    assert rests.has_begun.wait(5)
-    stream.send(Words(["b"]))
-    assert not outlet.events
-    rests.is_over.set()
-    assert senders.stop(5)
-    assert rests.lengths_s and set(rests.lengths_s) == {BURST_REST_S}
-    assert outlet.events == [("send", ["a", "b"], False)]
+    other.send(Words(["a"]))  # a turn, and the rest begins
+    assert wait_for(lambda: len(of_other.events) == 2)
+    for word in "abc":
+        stream.send(Words([word]))
+    assert make_and_send(senders).ended.wait(5)
+    assert len(outlet.events) == 1
+    assert senders.stop(5)  # ends the rest
+    assert outlet.events[1:] == [("send", ["a", "b", "c"], False)]
 
 
-def test_a_sender_of_few_streams_does_not_rest(rests):
-    senders = Senders(1)
-    _, outlets = flush_at_once(senders, BUSY_TURN - 1)
-    assert senders.stop(5)
-    assert not rests.lengths_s
-    assert all(outlet.events for outlet in outlets)
+def make_and_send(senders: Senders) -> Recorder:
+    outlet = Recorder()
+    make_stream(senders, outlet).send(Words(["all"], is_last=True))
+    return outlet
+
+
+def test_a_sender_that_does_not_rest_sends_the_middle_at_once(senders):
+    (stream,), (outlet,) = begin(senders, 1)
+    for count, word in enumerate("abc", 2):
+        stream.send(Words([word]))
+        assert wait_for(lambda count=count: len(outlet.events) == count)
+
+
+@pytest.mark.parametrize(
+    ("count", "turn_s", "is_burst", "rest_s"),
+    [
+        (BUSY_TURN - 1, 0.01, False, 0.0),  # few streams
+        (BUSY_TURN, 0.01, False, 0.01),  # as long as the turn was
+        (BUSY_TURN, 9.0, False, LONGEST_REST_S),
+        (1, 0.001, True, BURST_REST_S),  # requests start
+        (0, 9.0, True, 0.0),  # only urgent ones were sent
+    ],
+)
+def test_how_long_a_sender_rests(count, turn_s, is_burst, rest_s):
+    assert length_of_rest(count, turn_s, is_burst) == rest_s

@@ -32,6 +32,26 @@ def test_what_piled_up_goes_out_as_one_response(outlet):
     assert outlet.events == [("send", ["a", "b", "c"], False)]
 
 
+def test_a_stream_that_waits_is_enqueued_again_when_it_becomes_urgent(outlet):
+    stream, queue = make_stream(outlet)
+    stream.send(Words(["first"]))
+    assert stream.is_urgent and queue == [stream]
+    stream.flush()
+    stream.send(Words(["a"]))
+    assert not stream.is_urgent and queue == [stream] * 2
+    stream.finish()
+    assert stream.is_urgent and queue == [stream] * 3
+    for _ in range(2):
+        stream.flush()
+    assert outlet.events == [("send", ["first"], False), ("send", ["a"], True)]
+
+
+def test_a_flush_with_nothing_new_sends_nothing(outlet):
+    stream, _ = make_stream(outlet)
+    stream.flush()
+    assert outlet.events == [] and not stream.is_closed
+
+
 def test_responses_that_do_not_merge_keep_their_order(outlet):
     stream, _ = make_stream(outlet)
     apart = TensorResponse({"words": np.array(["b"], object)})

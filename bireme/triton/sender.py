@@ -1,0 +1,112 @@
+"""One of the threads that send responses, with what waits for it.
+
+A stream's first response and its last go before what other streams have in the middle of theirs: a client
+waits for its first token and, to go on, for its last, while tokens in between are merged as long as they wait.
+Both happen once a stream, so the middle never starves.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from bireme.triton.streams import Stream
+
+BUSY_TURN = 24  # streams flushed in one go; from here on a sender rests, and what comes meanwhile is merged
+REST = 1.0  # of the time that the turn took
+LONGEST_REST_S = 0.02
+BURST_REST_S = 0.016
+logger = logging.getLogger("bireme.triton")
+
+
+class Sender:
+    """Flushes the streams that are put into it, each on this thread alone."""
+
+    def __init__(self, name: str, is_burst: Callable[[], bool]) -> None:
+        """`is_burst`: do many requests start right now?"""
+        self._urgent: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()  # None: look at the others
+        self._others: deque[Stream] = deque()
+        self._is_waiting = False  # for either
+        self._stops = False
+        self._is_burst = is_burst
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, stream: Stream) -> None:
+        """Have `stream` flushed. Any thread; never waits."""
+        if stream.is_urgent:
+            self._urgent.put(stream)
+            return
+        self._others.append(stream)
+        if self._is_waiting:
+            self._is_waiting = False
+            self._urgent.put(None)
+
+    def stop(self) -> None:
+        """Flush what is there, then end."""
+        self._stops = True
+        self._urgent.put(None)
+
+    def join(self, limit_s: float) -> bool:
+        """Return whether the thread has ended."""
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stops or self._others or not self._urgent.empty():
+            if not self._others:
+                self._is_waiting = True
+                if not self._others:  # else one came before it could be seen that we wait
+                    self._flush_next(timeout_s=None)
+                self._is_waiting = False
+            self._rest(*self._turn())
+
+    def _turn(self) -> tuple[int, float]:
+        """Flush everything that is there now; return the number of streams and the time it took."""
+        began_at = time.monotonic()
+        count = len(self._others)
+        for _ in range(count):
+            self._flush_urgent()
+            _flush(self._others.popleft())
+        self._flush_urgent()
+        return count, time.monotonic() - began_at
+
+    def _rest(self, count: int, turn_s: float) -> None:
+        """Let the others' tokens pile up for a while; urgent ones go out."""
+        rest_s = length_of_rest(count, turn_s, self._is_burst())
+        ends_at = time.monotonic() + rest_s
+        while rest_s > 0 and not self._stops:
+            self._flush_next(rest_s)
+            rest_s = ends_at - time.monotonic()
+
+    def _flush_urgent(self) -> None:
+        """Flush what is urgent now; what becomes urgent meanwhile waits until one of the others had its turn."""
+        for _ in range(self._urgent.qsize()):
+            self._flush_next(timeout_s=0.0)
+
+    def _flush_next(self, timeout_s: float | None) -> None:
+        """Flush the next urgent stream, or return when somebody wants the others to be looked at. None: no limit."""
+        try:
+            stream = self._urgent.get(timeout=timeout_s) if timeout_s != 0.0 else self._urgent.get_nowait()
+        except queue.Empty:
+            return
+        if stream is not None:
+            _flush(stream)
+
+
+def length_of_rest(count: int, turn_s: float, is_burst: bool) -> float:
+    """Return seconds, after a turn of `count` streams that are not urgent."""
+    if is_burst:
+        return BURST_REST_S if count else 0.0
+    return min(LONGEST_REST_S, REST * turn_s) if count >= BUSY_TURN else 0.0
+
+
+def _flush(stream: Stream) -> None:
+    try:
+        stream.flush()
+    except BaseException:  # flush raises nothing; should it, the other streams of this thread go on
+        logger.exception("flush_failed")
