@@ -61,6 +61,7 @@ class MockEngine:
         self._waiting: list[Sequence] = []  # by rank
         self._running: dict[RequestKey, Sequence] = {}
         self._leases: dict[RequestKey, Lease] = {}  # exported; theirs are the blocks of requests that have ended
+        self._news: list[tuple[Sequence, bool, Finish | None]] = []  # first tokens and ends, to be accounted for
         self._step = 0
         self._began_at = 0.0
         self._pace = Pace(self._stopping)
@@ -274,7 +275,7 @@ class MockEngine:
         first = params.first_gen_tokens
         if first and (first[0] in one.stop_ids or one.num_generated + len(first) >= one.max_tokens):
             one.state, one.decode_at = State.DECODE, time.monotonic()
-            self._emit(self._step, [self._deliver(one, list(first))])  # over with it: no KV is needed
+            self._hand_out([self._deliver(one, list(first))])  # over with it: no KV is needed
             return
 
         def done(error: BiremeError | None) -> None:
@@ -296,7 +297,7 @@ class MockEngine:
             assert one.params is not None
             self._begin_decode(one)
             if one.params.first_gen_tokens:
-                self._emit(self._step, [self._deliver(one, list(one.params.first_gen_tokens))])
+                self._hand_out([self._deliver(one, list(one.params.first_gen_tokens))])
 
     def _begin_decode(self, one: Sequence) -> None:
         one.state = State.DECODE
@@ -309,19 +310,20 @@ class MockEngine:
         self._began_at = began
         decoding = [one for one in active if one.state is State.DECODE]
         prefill_s, prefilled = self._prefill(active, self._max_num_tokens - len(decoding))
+        tokens = [one.next_token() for one in (*decoding, *prefilled)]  # made within the step, as a GPU would
         model = self._model
         duration_s = (model.step_ms + model.step_ms_per_request * len(decoding)) / 1e3 + prefill_s
         self._pace.step(began, duration_s)
         for one in prefilled:
             self._begin_decode(one)
-        deltas = [self._deliver(one, [one.next_token()]) for one in (*decoding, *prefilled)]
+        deltas = [self._deliver(one, [token]) for one, token in zip((*decoding, *prefilled), tokens, strict=True)]
         self._step += 1
         self._began_at = 0.0
-        self._accounts.levels(self._pool)
         ended = time.monotonic()
+        self._hand_out(deltas)
+        self._accounts.levels(self._pool)
         self._accounts.stepped(ended - began, len(deltas))
         self._step_log.add(began, ended, is_first)
-        self._emit(self._step, deltas)
 
     def _prefill(self, active: list[Sequence], budget: int) -> tuple[float, list[Sequence]]:
         """Work on prompts within the token budget; return the time it takes and those that are complete."""
@@ -354,14 +356,24 @@ class MockEngine:
                 break
         delta.logprobs = one.logprobs(delta.tokens)
         if is_first:
-            self._accounts.delivered(one)
+            one.first_token_at = time.monotonic()
             delta.prompt_logprobs = one.prompt_logprobs()
         if one.request.request_type == "context_only":
             self._export(one, delta)
-        if delta.finish is not None:
-            self._accounts.finished(one, delta.finish)
-            self._release(one)
+        if is_first or delta.finish is not None:
+            self._news.append((one, is_first, delta.finish))
         return delta
+
+    def _hand_out(self, deltas: list[Delta]) -> None:
+        """Emit what was delivered; the accounts come after it, while nobody waits."""
+        self._emit(self._step, deltas)
+        news, self._news = self._news, []
+        for one, is_first, finish in news:
+            if is_first:
+                self._accounts.delivered(one)
+            if finish is not None:
+                self._accounts.finished(one, finish)
+                self._release(one)
 
     def _export(self, one: Sequence, delta: Delta) -> None:
         """Hand a context_only request over: its rows stay until the lease lets them go.

@@ -25,7 +25,6 @@ class Accounts:
 
     def delivered(self, one: Sequence) -> None:
         """The first token is there."""
-        one.first_token_at = time.monotonic()
         if not one.request.num_resumed:
             self._metrics.observe("bireme_time_to_first_token_seconds", one.first_token_at - one.arrived_at)
 
