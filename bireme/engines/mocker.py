@@ -316,7 +316,10 @@ class MockEngine:
         self._pace.step(began, duration_s)
         for one in prefilled:
             self._begin_decode(one)
-        deltas = [self._deliver(one, [token]) for one, token in zip((*decoding, *prefilled), tokens, strict=True)]
+        deltas = [
+            Delta(one.key, [token]) if one.goes_on() else self._deliver(one, [token])
+            for one, token in zip((*decoding, *prefilled), tokens, strict=True)
+        ]
         self._step += 1
         self._began_at = 0.0
         ended = time.monotonic()

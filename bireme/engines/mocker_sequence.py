@@ -54,6 +54,7 @@ class Sequence:
     max_tokens: int = 0
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
+    is_plain: bool = False  # tokens are all that is wanted of it
     _ahead: list[int] = field(default_factory=list)
     _ahead_at: int = 0
 
@@ -68,6 +69,7 @@ class Sequence:
         if sampling.end_id is not None and not sampling.ignore_eos:
             stops.add(sampling.end_id)
         self.stop_ids = frozenset(stops)
+        self.is_plain = not stops and sampling.logprobs is None and self.request.request_type != "context_only"
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -97,6 +99,14 @@ class Sequence:
             self._ahead = tokens_at(self.digest, self.num_generated, count, self.ids)
             self._ahead_at, at = self.num_generated, 0
         return self._ahead[at]
+
+    def goes_on(self) -> bool:
+        """Count a token of which there is nothing to say but the token itself: neither the first nor the last."""
+        count = self.num_generated
+        if not self.is_plain or count == self.request.num_resumed or count + 1 >= self.max_tokens:
+            return False
+        self.num_generated = count + 1
+        return True
 
     def logprobs(self, tokens: list[int]) -> list[TokenLogprobs] | None:
         """Return made-up log probabilities: the chosen token -0.1, its k - 1 neighbours -3, -4, ..."""
