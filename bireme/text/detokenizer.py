@@ -44,6 +44,11 @@ class TableDetokenizer:
                 return ""
             if text is not None:
                 return text
+        elif not self._held:
+            try:
+                return "".join([self._texts[token] for token in tokens])  # type: ignore[misc]
+            except (IndexError, TypeError):  # unknown, or a part of a character
+                pass
         return "".join([self._push(token) for token in tokens])
 
     def _push(self, token: int) -> str:

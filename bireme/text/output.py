@@ -230,7 +230,7 @@ class TextStream:
 
     def plain_push(self, say: Say) -> Push | None:
         """Return what does as `push` where text is all that is wanted, at a fraction of the cost; None where
-        there is more to do. The end still goes to `send`.
+        there is more to do. Each token's text is said by itself. The end still goes to `send`.
         """
         if self._finder is not None:
             return None
@@ -238,8 +238,9 @@ class TextStream:
 
         def push(tokens: Sequence[int], logprobs: object = None, prompt_logprobs: object = None) -> None:
             keep(tokens)
-            if text := detokenize(tokens):
-                say(text)
+            for token in tokens:
+                if text := detokenize((token,)):
+                    say(text)
 
         return push
 
