@@ -91,18 +91,22 @@ class Stream:
 
 
 class Collection:
-    """Keeps a sequence's deltas as one."""
+    """Keeps a sequence's deltas."""
 
-    __slots__ = ("delta",)
+    __slots__ = ("_deltas",)
 
     def __init__(self) -> None:
-        self.delta: TokenDelta | None = None
+        self._deltas: list[TokenDelta] = []
 
     def add(self, delta: TokenDelta) -> None:
-        if self.delta is None:
-            self.delta = delta
-        else:
-            self.delta.merge(delta)
+        self._deltas.append(delta)  # not looked at: it still grows
+
+    def joined(self) -> TokenDelta:
+        """Return all of them as one, at the end."""
+        first, *others = self._deltas
+        for delta in others:
+            first.merge(delta)
+        return first
 
 
 class Whole:

@@ -75,7 +75,7 @@ class TextPipeline:
         collections = [Collection() for _ in works]
         outputs = [collection.add for collection in collections]
         sequences = await run_sequences(self._services, self._tokenizer, works, outputs, arrived_at)
-        send(Whole([collection.delta for collection in collections if collection.delta is not None], form))
+        send(Whole([collection.joined() for collection in collections], form))
         return sequences
 
     async def _tokenize(self, request: GenerateRequest) -> Ids:
