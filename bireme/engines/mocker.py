@@ -428,6 +428,7 @@ class MockEngine:
             one.holding = None
 
     def _fail_all(self, error: Exception) -> None:
+        self._news.clear()
         for one in [*self._waiting, *self._running.values()]:
             if one.state is not State.ENDED:
                 self._remove_waiting(one)

@@ -91,22 +91,29 @@ class Stream:
 
 
 class Collection:
-    """Keeps a sequence's deltas."""
+    """Keeps a sequence's deltas as one, and the newest, which may still grow."""
 
-    __slots__ = ("_deltas",)
+    __slots__ = ("_first", "_newest")
 
     def __init__(self) -> None:
-        self._deltas: list[TokenDelta] = []
+        self._first: TokenDelta | None = None
+        self._newest: TokenDelta | None = None
 
     def add(self, delta: TokenDelta) -> None:
-        self._deltas.append(delta)  # not looked at: it still grows
+        if self._first is None:
+            self._first = delta
+            return
+        if self._newest is not None:
+            self._first.merge(self._newest)
+        self._newest = delta
 
     def joined(self) -> TokenDelta:
-        """Return all of them as one, at the end."""
-        first, *others = self._deltas
-        for delta in others:
-            first.merge(delta)
-        return first
+        """Return all of them as one, after the last."""
+        assert self._first is not None, "a sequence that has ended well has sent its end"
+        if self._newest is not None:
+            self._first.merge(self._newest)
+            self._newest = None
+        return self._first
 
 
 class Whole:

@@ -37,14 +37,14 @@ class TableDetokenizer:
         self._held = b""
 
     def push(self, tokens: Sequence[int]) -> str:
-        if len(tokens) == 1 and not self._held:  # nearly every call
+        if len(tokens) == 1 and not self._held:  # a step at a time
             try:
                 text = self._texts[tokens[0]]
             except IndexError:
                 return ""
             if text is not None:
                 return text
-        elif not self._held:
+        elif not self._held:  # what piled up until it is sent
             try:
                 return "".join([self._texts[token] for token in tokens])  # type: ignore[misc]
             except (IndexError, TypeError):  # unknown, or a part of a character

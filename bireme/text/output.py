@@ -4,7 +4,8 @@ A `TextStream` is the Sink of one request, in the decode stage and in the pipeli
 from any thread, but from one at a time. It never waits and never raises: what goes wrong in an engine comes
 in `Finish` and is handed to `done`.
 
-Tokens go out with the step that made them, text as soon as it is certain. When a stop string is complete,
+Tokens go out with the step that made them, text as soon as it is certain. Without stop strings the text is made
+by whoever looks at a delta, as a rule the thread that sends it. When a stop string is complete,
 `abort` is called once and the engine's finish is awaited for its usage; then the reason is `stop`, whatever
 the engine says. Tokens after the one that completed the stop string are neither delivered nor counted.
 """
@@ -100,9 +101,9 @@ class TokenDelta:
 
     @property
     def num_bytes(self) -> int:
-        """An estimate, for the limit on a slow reader's unsent responses; it has room for what it may grow by."""
+        """An estimate, for the limit on a slow reader's unsent responses, with what it may grow by."""
         if self.logprobs is None and self.prompt_logprobs is None:  # the path that has to be quick
-            return 300 + 8 * max(MAX_GROWTH, len(self._tokens))
+            return 300 + 8 * (len(self._tokens) if self._detokenizer is None else max(MAX_GROWTH, len(self._tokens)))
         num_logprobs = sum(map(len, self.logprobs or ())) + sum(
             len(entry or ()) for entry in self.prompt_logprobs or ()
         )
@@ -230,7 +231,7 @@ class TextStream:
 
     def plain_push(self, say: Say) -> Push | None:
         """Return what does as `push` where text is all that is wanted, at a fraction of the cost; None where
-        there is more to do. Each token's text is said by itself. The end still goes to `send`.
+        there is more to do. The end still goes to `send`.
         """
         if self._finder is not None:
             return None
@@ -238,9 +239,8 @@ class TextStream:
 
         def push(tokens: Sequence[int], logprobs: object = None, prompt_logprobs: object = None) -> None:
             keep(tokens)
-            for token in tokens:
-                if text := detokenize((token,)):
-                    say(text)
+            if text := detokenize(tokens):
+                say(text)
 
         return push
 
@@ -249,6 +249,7 @@ class TextStream:
         if not is_stopped and finish.reason not in _ENDED_WELL:
             self._done(finish)
             return
+        self._open = None
         text = ""
         if self._finder is not None and not is_stopped:
             text = self._rest(self._finder)
@@ -262,6 +263,7 @@ class TextStream:
     def close(self) -> None:
         """Let go of the callbacks; what still comes is ignored. Whoever made them is then freed without a collector."""
         self._send = self._done = self._abort = _ignore
+        self._open = None
 
     def _push_until_stop(
         self,
@@ -307,4 +309,5 @@ def _bytes(value: bytes) -> Array:
 def _joined(first: list[Any] | None, later: list[Any] | None) -> list[Any] | None:
     if first is None or later is None:
         return later if first is None else first
-    return [*first, *later]
+    first += later
+    return first

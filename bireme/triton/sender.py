@@ -2,7 +2,7 @@
 
 A stream's first response and its last go before what other streams have in the middle of theirs: a client
 waits for its first token and, to go on, for its last, while tokens in between are merged as long as they wait.
-Both happen once a stream, so the middle never starves.
+After each batch of urgent streams one of the others has its turn, so the middle never starves.
 """
 
 from __future__ import annotations

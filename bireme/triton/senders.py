@@ -2,8 +2,8 @@
 
 A send is a blocking round trip (90-180 us). While one is under way the streams' buffers fill, and the next
 flush sends them merged; an idle sender sends at once. Four threads saturate the stub (measured), and would
-take all the CPU that there is from the engine and from requests that start: hence the rests, after a long turn
-and, while a burst of requests starts, after any.
+take all the CPU that there is from the engine and from requests that start: hence the rests (sender.py), after a
+long turn and, while a burst of requests starts, after any; what is urgent does not wait for their end.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ class Stream:
         self._buffer: list[Response] = []
         self._buffered_bytes = 0
         self._error: BaseException | None = None
-        self._is_dirty = False  # in its sender's queue
-        self.is_urgent = False  # and before those that are in the middle of their way
+        self._is_dirty = False  # its sender knows that there is something to flush
+        self.is_urgent = False  # and that it goes before streams in the middle of their way
         self._has_begun = False  # its first response is taken
         self._is_ended = False  # the stage's side: nothing more is taken
         self._is_closed = False  # Triton's side: the final flag is out

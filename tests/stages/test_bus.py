@@ -59,6 +59,7 @@ async def test_late_steps_go_out_in_one_response(decode):
     call, _, number = await subscribe(test)
     test.engine.emit(number, {1: 97})
     test.engine.emit(number, {1: 98})
+    assert call.sent[0].is_urgent  # many requests' tokens: not behind those of single streams
     merged = call.sent[0].merge(call.sent[1])
     assert [step.tokens for step in unpack_bus(merged.tensors()["steps"].tobytes())] == [[97], [98]]
 

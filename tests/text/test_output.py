@@ -109,6 +109,45 @@ def test_text_is_whole_whatever_was_merged_before_it_was_looked_at():
     assert (first.text, first.tokens, first.finish_reason) == ("ab\ufffd", [0, 1, 26], "length")
 
 
+def test_who_looks_at_a_delta_waits_for_the_tokens_that_it_is_taking():
+    delta = TokenDelta([0], detokenizer=Letters())
+    seen: list[list[int]] = []
+    reader = threading.Thread(target=lambda: seen.append(list(delta.tokens)))
+
+    class Tokens:
+        """Somebody looks at the delta while it takes them."""
+
+        def __iter__(self):
+            reader.start()
+            reader.join(0.1)
+            assert reader.is_alive()
+            return iter([1, 2])
+
+    assert delta.grow(Tokens())
+    reader.join(10)
+    assert seen == [[0, 1, 2]]
+    assert not delta.grow([3])
+
+
+def test_what_comes_after_the_end_grows_nothing():
+    closed, ended = Client(), Client()
+    closed.push("a")
+    closed.stream.close()
+    closed.push("b")
+    ended.push("a")
+    ended.stream.finish(finish())
+    ended.push("b")
+    assert closed.deltas[0].tokens == [0]
+    assert ended.deltas[0].tokens == [0]
+
+
+def test_only_a_delta_that_can_grow_counts_for_more_than_it_is():
+    plain, stopping = Client(), Client(SamplingParams(stop=("zz",)))
+    plain.push("a")
+    stopping.push("a")
+    assert plain.deltas[0].num_bytes - stopping.deltas[0].num_bytes == 8 * (MAX_GROWTH - 1)
+
+
 def test_no_token_is_lost_or_repeated_between_one_who_pushes_and_one_who_sends():
     news: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
     stream = TextStream(Letters(), SamplingParams(), news.put, lambda finish: None, lambda: None)

@@ -180,7 +180,26 @@ def make_and_send(senders: Senders) -> Recorder:
     return outlet
 
 
-def test_a_sender_that_does_not_rest_sends_the_middle_at_once(senders):
+def test_after_a_long_turn_the_middle_waits_and_urgent_responses_do_not(monkeypatch):
+    monkeypatch.setattr(sender_module, "REST", 1e6)
+    monkeypatch.setattr(sender_module, "LONGEST_REST_S", 30.0)
+    senders = Senders(1)
+    streams, outlets = begin(senders, BUSY_TURN)
+    held = hold(senders)
+    for stream in streams:
+        stream.send(Words(["a"]))
+    held.is_open.set()
+    assert wait_for(lambda: all(len(outlet.events) == 2 for outlet in outlets))
+    streams[0].send(Words(["b"]))
+    assert make_and_send(senders).ended.wait(5)
+    assert len(outlets[0].events) == 2
+    assert senders.stop(5)
+    assert outlets[0].events[2:] == [("send", ["b"], False)]
+
+
+def test_a_sender_that_does_not_rest_sends_the_middle_at_once(senders, monkeypatch):
+    monkeypatch.setattr(sender_module, "REST", 1e6)
+    monkeypatch.setattr(sender_module, "LONGEST_REST_S", 30.0)
     (stream,), (outlet,) = begin(senders, 1)
     for count, word in enumerate("abc", 2):
         stream.send(Words([word]))
