@@ -6,6 +6,7 @@ YAML after aliases are resolved; what is no mapping where one belongs has been r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from bireme.engines.trtllm.problems import NOTHING, Problem
 
 Tree = Mapping[str, Any]
 Rule = Callable[["Yaml"], Iterator[Problem]]
+_UNSET_SIZE = -1  # TensorRT-LLM's own
 _DEFAULT_GRAPH_BATCH = 128
 NO_DRAFTS = 0
 _BY_WORLD_SIZE = "is divided by world_size alone"
@@ -47,9 +49,10 @@ class Yaml:
         return default if found is None else found
 
     def number(self, key: str, default: Any = None) -> Any:
-        """As `get`; what is no number counts as missing."""
+        """As `get`; what is no number counts as missing, so do infinity and NaN."""
         found = self.get(key)
-        return found if isinstance(found, int | float) and not isinstance(found, bool) else default
+        is_number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+        return found if is_number else default
 
     def block(self, key: str) -> Tree:
         found = self.get(key)
@@ -106,6 +109,12 @@ class Yaml:
 # parallelism
 
 
+def moe_sizes_are_counts(yaml: Yaml) -> Iterator[Problem]:
+    for key in ("moe_tensor_parallel_size", "moe_expert_parallel_size", "moe_cluster_parallel_size"):
+        if yaml.number(key, 1) < 1 and yaml.get(key) != _UNSET_SIZE:
+            yield yaml.problem(key, "it counts ranks", "set 1 or more, or remove it")
+
+
 def moe_sizes_fill_the_tensor_parallel_group(yaml: Yaml) -> Iterator[Problem]:
     size = yaml.tensor_parallel_size
     tensor, expert = yaml.number("moe_tensor_parallel_size"), yaml.number("moe_expert_parallel_size")
@@ -114,7 +123,7 @@ def moe_sizes_fill_the_tensor_parallel_group(yaml: Yaml) -> Iterator[Problem]:
     if tensor and expert and tensor * expert * cluster != size:
         text = f"{reason}: moe_tensor_parallel_size {tensor} * moe_expert_parallel_size {expert} * cluster {cluster}"
         yield yaml.problem("moe_tensor_parallel_size", f"{text} is {tensor * expert * cluster}", f"make it {size}")
-    elif expert and size % (expert * cluster):
+    elif expert and cluster and size % (expert * cluster):
         remedy = f"set a divisor of {size}, or tensor_parallel_size: {expert}"
         yield yaml.problem("moe_expert_parallel_size", reason, remedy)
 
@@ -156,7 +165,7 @@ def helix_has_the_kv_cache_s_blocks(yaml: Yaml) -> Iterator[Problem]:
 
 def expert_slots_divide_by_the_ranks(yaml: Yaml) -> Iterator[Problem]:
     slots, ranks = yaml.number("moe_config.load_balancer.num_slots"), yaml.number("moe_expert_parallel_size", 1)
-    if slots and slots % ranks:
+    if slots and ranks and slots % ranks:
         reason = f"every one of the {ranks} expert-parallel ranks holds the same number of slots"
         yield yaml.problem("moe_config.load_balancer.num_slots", reason, f"set a multiple of {ranks}")
 
@@ -405,6 +414,7 @@ def only_living_backends(yaml: Yaml) -> Iterator[Problem]:
 
 
 RULES: tuple[Rule, ...] = (
+    moe_sizes_are_counts,
     moe_sizes_fill_the_tensor_parallel_group,
     pipeline_partition_has_a_part_for_each_stage,
     attention_dp_options_need_attention_dp,

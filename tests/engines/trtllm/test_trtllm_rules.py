@@ -22,6 +22,12 @@ CASES: dict[str, list[tuple[dict, str, str, dict]]] = {
          "moe_tensor_parallel_size", "error",
          {"tensor_parallel_size": 8, "moe_expert_parallel_size": 2, "moe_tensor_parallel_size": 4}),
     ],
+    "moe_sizes_are_counts": [
+        ({"tensor_parallel_size": 4, "moe_expert_parallel_size": 0}, "moe_expert_parallel_size", "error",
+         {"tensor_parallel_size": 4, "moe_expert_parallel_size": -1, "moe_cluster_parallel_size": -1}),
+        ({"tensor_parallel_size": 4, "moe_expert_parallel_size": 4, "moe_cluster_parallel_size": 0},
+         "moe_cluster_parallel_size", "error", {"tensor_parallel_size": 4, "moe_expert_parallel_size": 4}),
+    ],
     "pipeline_partition_has_a_part_for_each_stage": [
         ({"pipeline_parallel_size": 2, "pp_partition": [8]}, "pp_partition", "error",
          {"pipeline_parallel_size": 2, "pp_partition": [8, 8]}),
