@@ -509,7 +509,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a mapping is expected at the top, not {type(tree).__name__}")
-    return {key: _unshared(value) for key, value in tree.items()}
+    try:
+        return {key: _unshared(value) for key, value in tree.items()}
+    except RecursionError:
+        raise ConfigError(f"{path}: an alias (*name) stands in the block that it names; write the block out") from None
 
 
 def _unshared(tree: Any) -> Any:

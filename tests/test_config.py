@@ -355,3 +355,9 @@ def test_videos_are_asked_for_by_the_recipe_s_name_or_beside_a_language_model_by
     both = convert({"model": "m", "workers": workers, "name": "clips"}, Recipe, "test")
     assert (alone.video_name, both.video_name) == ("clips", "tiny-video")
     assert both.worker_model_path("video_diffusion").endswith("models/tiny-video")
+
+
+def test_an_alias_within_its_own_block_is_refused(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model: &it\n  inner: *it\n")
+    with pytest.raises(ConfigError, match="write the block out"):
+        load_recipe(tmp_path, "")

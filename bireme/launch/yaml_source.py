@@ -69,12 +69,12 @@ def read_source(file: Path) -> YamlSource:
     return source
 
 
-def _walk(node: yaml.Node, keys: Keys) -> Iterator[tuple[Keys, yaml.Node]]:
-    """Yield each key's path and the key's own node."""
-    if not isinstance(node, yaml.MappingNode):
+def _walk(node: yaml.Node, keys: Keys, within: tuple[yaml.Node, ...] = ()) -> Iterator[tuple[Keys, yaml.Node]]:
+    """Yield each key's path and the key's own node; of a block within itself (an alias can say that) the first."""
+    if not isinstance(node, yaml.MappingNode) or any(node is outer for outer in within):
         return
     for key, value in node.value:
         if isinstance(key, yaml.ScalarNode):
             path = (*keys, key.value)
             yield path, key
-            yield from _walk(value, path)
+            yield from _walk(value, path, (*within, node))

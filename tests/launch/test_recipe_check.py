@@ -39,7 +39,7 @@ def change(tree: Any, path: tuple, value: Any, is_removal: bool) -> None:
     if is_removal:
         del tree[name]
     else:
-        tree[name] = value
+        tree[name] = copy.deepcopy(value)  # a later change may put something into it
 
 
 def write(folder: Path, files: dict[str, Any]) -> Path:
@@ -77,3 +77,9 @@ def test_what_the_loader_refuses_the_check_tells_as_an_error(name, tmp_path_fact
         load_recipe(folder, "")
     except ConfigError:
         assert any(finding.severity == "error" for finding in check_folder(folder))
+
+
+def test_an_alias_within_its_own_block_is_a_finding(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model: &it\n  inner: *it\n")
+    [finding] = check_folder(tmp_path)
+    assert "write the block out" in finding.reason
