@@ -4,10 +4,11 @@
 PYTHON ?=
 VENV ?= .venv
 ARGS ?=
+ROUNDS ?= 10
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo serve test test-services check format clean clean-venv
+.PHONY: help setup models demo serve test test-services fuzz check format clean clean-venv
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +31,10 @@ test: models ## Run all tests, with a real tritonserver; ARGS="tests/stages -k p
 test-services: models ## Run the tests that need programs from Debian (Chromium); ARGS="-k tool"
 	@VENV="$(VENV)" sh tools/services.sh
 	@$(RUN) -m pytest tests/services $(ARGS)
+
+fuzz: models ## Run the property tests on new random examples, again and again; ROUNDS=100 ARGS="tests/text"
+	@for round in $$(seq $(ROUNDS)); do echo "== round $$round of $(ROUNDS)"; \
+		HYPOTHESIS_PROFILE=fuzz $(RUN) -m pytest -q -m hypothesis $(ARGS) || exit 1; done
 
 check: setup ## Formatting, lints, types, recipes and the rules of the house
 	@$(VENV)/bin/ruff format --check .

@@ -20,7 +20,7 @@ def draw(path: str, panels: Sequence[Panel], value: str, share_y: bool = False) 
     try:
         import matplotlib
     except ImportError:
-        print("no plot: matplotlib is not installed", file=sys.stderr)
+        print("no plot: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

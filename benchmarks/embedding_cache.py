@@ -35,12 +35,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it ru
 import numpy as np
 from PIL import Image
 
-from bireme.config import load_recipe
 from bireme.launch import free_ports, start_server
 from bireme.metrics import Registry
 from bireme.openai.served_model import ServedModel, connect
 from bireme.pipelines.chat_answer import Heading, WholeAnswer
 from bireme.pipelines.chat_request import parse_chat
+from bireme.recipe_files import load_recipe
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 TOKENIZER = CHECKOUT / "models" / "tiny-vlm"

@@ -1,7 +1,8 @@
 """Our OpenAI frontend and Triton against ai-dynamo's frontend, side by side on mock engines of the same pace.
 
-Both have the same tokenizer and chat template, the same client (TCP_QUICKACK, closed loop, streamed answers with
-usage) and this machine to themselves in turn: each repetition runs one, then the other; medians are shown.
+Both have the same tokenizer, library to encode with and chat template, the same client (TCP_QUICKACK, closed loop,
+streamed answers with usage) and this machine to themselves in turn: each repetition runs one, then the other; medians
+are shown.
 
 - fast: engines as fast as they go, answers of 32 tokens: requests/s, and what a request costs
 - paced: 5 ms a step, answers of 256 tokens: tokens/s over streams/step (share), ITL over the step
@@ -36,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from benchmarks.chart import Panel, draw
-from benchmarks.contenders.dynamo import dynamo
+from benchmarks.contenders.dynamo import TOKENIZERS, dynamo
 from benchmarks.contenders.endpoint import Endpoint
 from benchmarks.contenders.ours import ours
 from benchmarks.load.load_process import LoadProcess
@@ -124,8 +125,8 @@ def measure(arguments: argparse.Namespace, mode: str) -> Iterator[Cell]:
 def started(name: str, arguments: argparse.Namespace, step_ms: float) -> Any:
     model = model_folder()
     if name == "dynamo":
-        return dynamo(model, step_ms, arguments.port + 4)
-    return ours(model, step_ms, arguments.port, tuple(arguments.frontend_option))
+        return dynamo(model, step_ms, arguments.port + 4, arguments.tokenizer)
+    return ours(model, step_ms, arguments.port, arguments.tokenizer, tuple(arguments.frontend_option))
 
 
 def model_folder() -> Path:
@@ -267,6 +268,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=8.0, help="measured time of a run")
     parser.add_argument("--warmup-s", type=float, default=2.0)
     parser.add_argument("--repeat", type=int, default=3, help="runs a cell, in turns; medians are shown")
+    parser.add_argument("--tokenizer", choices=TOKENIZERS, default="fastokens", help="what encodes prompts in both")
     parser.add_argument("--port", type=int, default=24600, help="first of five ports")
     parser.add_argument(
         "--frontend-option", action="append", default=[], help="for python -m bireme.openai; may repeat"

@@ -1,35 +1,18 @@
-"""Recipes and engine settings: what a deployment is made of, as data.
-
-A recipe is a folder with `recipe.yaml` and engine YAMLs. Precedence: defaults < recipe < BIREME_OVERRIDE
-(JSON, deep merge; each replaced scalar is logged). Unknown keys are errors that suggest the nearest one.
-
-    model: models/tiny-llama            # folder (relative to the checkout) or hub id
-    workers:
-      prefill: {engine: torch, engine_config: prefill.yaml}
-      decode:  {engine: torch, engine_config: decode.yaml, replicas: 2}
-"""
+"""Recipes and engine settings: what a deployment is made of, as data. They are read by recipe_files.py."""
 
 from __future__ import annotations
 
-import difflib
-import json
-import logging
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import msgspec
-import yaml
 
-from bireme import llm_args
 from bireme.errors import ConfigError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 DEFAULT_RECIPE = CHECKOUT / "recipes" / "tiny"
-logger = logging.getLogger("bireme.config")
-_S = TypeVar("_S", bound=msgspec.Struct)
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Duration = Annotated[float, msgspec.Meta(ge=0)]  # its unit is in the field's name
@@ -257,6 +240,7 @@ class SupervisorConfig(Settings, frozen=True, kw_only=True):
 class Recipe(Settings, frozen=True, kw_only=True):
     model: str
     tokenizer: str = ""  # "": the model's
+    tokenizer_backend: Literal["auto", "tokenizers", "fastokens"] = "auto"  # what encodes; auto: see text/encoder.py
     served_model_name: str = ""  # "": the recipe's name
     workers: dict[str, WorkerEntry]
     sampling: dict[str, Any] = {}  # default sampling parameters, weaker than the request's
@@ -273,11 +257,11 @@ class Recipe(Settings, frozen=True, kw_only=True):
     @property
     def model_path(self) -> str:
         """Folder of the model (absolute), or a hub id."""
-        return _model_path(self.model, self.folder)
+        return find_model(self.model, self.folder)
 
     @property
     def tokenizer_path(self) -> str:
-        return _model_path(self.tokenizer or self.model, self.folder)
+        return find_model(self.tokenizer or self.model, self.folder)
 
     @property
     def chat_template(self) -> str:
@@ -290,7 +274,7 @@ class Recipe(Settings, frozen=True, kw_only=True):
     def worker_model_path(self, stage: str) -> str:
         """Folder (absolute) or hub id of a stage's model: its own, else the recipe's."""
         entry = self.workers.get(stage)
-        return _model_path((entry.model if entry else "") or self.model, self.folder)
+        return find_model((entry.model if entry else "") or self.model, self.folder)
 
     @property
     def video_name(self) -> str:
@@ -332,266 +316,7 @@ def stage_of(model_name: str) -> str:
     return re.sub(r"_\d+$", "", model_name)
 
 
-def load_recipe(path: str | Path | None = None, override: str | None = None) -> Recipe:
-    """Read a recipe folder. Defaults: BIREME_RECIPE, else recipes/tiny; BIREME_OVERRIDE. Raises ConfigError."""
-    folder = _recipe_folder(path or os.environ.get("BIREME_RECIPE") or DEFAULT_RECIPE)
-    recipe = make_recipe(recipe_tree(folder, override), folder)
-    check_rules(recipe)
-    return recipe
-
-
-def recipe_tree(folder: Path, override: str | None = None) -> dict[str, Any]:
-    """Return a recipe folder's YAML, engine YAMLs and the override merged in, unchecked. Raises ConfigError."""
-    tree = _read_yaml(folder / "recipe.yaml")
-    _read_engine_configs(tree, folder)
-    _merge_engine_args(tree)
-    text = os.environ.get("BIREME_OVERRIDE", "") if override is None else override
-    if text:
-        deep_merge(tree, _parse_override(text))
-        _read_engine_configs(tree, folder)
-        _merge_engine_args(tree)
-    return tree
-
-
-def make_recipe(tree: dict[str, Any], folder: Path) -> Recipe:
-    """Turn a recipe's tree into a Recipe; changes `tree`. Raises ConfigError for the first key or value wrong."""
-    for reserved in ("name", "folder"):
-        if reserved in tree:
-            raise ConfigError(f"{folder}/recipe.yaml: {reserved} is the folder's name; remove the key")
-    for name, worker in _workers(tree).items():
-        _split_llm_args(worker, folder)
-        convert(worker, WorkerEntry, f"{folder}/recipe.yaml: workers.{name}")  # an error names this worker
-    return convert(tree | {"name": folder.name, "folder": str(folder)}, Recipe, f"{folder}/recipe.yaml")
-
-
-def deep_merge(base: dict[str, Any], override: Mapping[str, Any], path: str = "") -> None:
-    """Merge `override` into `base` in place: blocks key by key, everything else replaced (and logged)."""
-    for key, value in override.items():
-        where = f"{path}.{key}" if path else str(key)
-        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
-            deep_merge(base[key], value, where)
-        else:
-            logger.info("override key=%s old=%s new=%s", where, base.get(key), value)
-            base[key] = value
-
-
-def convert(tree: Any, kind: type[_S], where: str) -> _S:
-    """Turn plain data into settings. Raises ConfigError naming file, key, value and, for a typo, the nearest key."""
-    try:
-        return msgspec.convert(tree, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {_explain(str(error), kind, tree)}") from error
-
-
-def _explain(text: str, kind: type[msgspec.Struct], tree: Any) -> str:
-    """Put msgspec's message the way an operator needs it: key, value, what is allowed."""
-    text, _, path = text.partition(" - at `$")
-    path = path.strip("`").lstrip(".")
-    unknown = re.match(r"Object contains unknown field `(.+?)`", text)
-    if unknown:
-        return _explain_unknown(unknown.group(1), path, kind)
-    if not path:
-        return text
-    choices = _choices_at(kind, path)
-    hint = f"one of {', '.join(choices)}" if choices else _say_range(text)
-    return f"{path}: {hint}" if "[" in path else f"{path}: {_value_at(tree, path)!r}; {hint}"
-
-
-def _say_range(text: str) -> str:
-    """Expected `int` >= 1 -> 1 or more."""
-    match = re.fullmatch(r"Expected `.+` (>=|>|<=|<) (\S+)", text)
-    if not match:
-        return text
-    bound = match.group(2).removesuffix(".0")
-    words = {">=": "{} or more", ">": "more than {}", "<=": "{} or less", "<": "less than {}"}
-    return words[match.group(1)].format(bound)
-
-
-def _explain_unknown(key: str, path: str, kind: type[msgspec.Struct]) -> str:
-    known = sorted(field.encode_name for field in msgspec.structs.fields(_struct_at(kind, path)))
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(known)}"
-    return f"unknown key {path + '.' if path else ''}{key}{hint}"
-
-
-def _choices_at(kind: type[msgspec.Struct], path: str) -> tuple[str, ...]:
-    """Return the values that a Literal field allows; () for other fields."""
-    block, _, name = path.rpartition(".")
-    fields = msgspec.structs.fields(_struct_at(kind, block))
-    annotation = next((field.type for field in fields if field.encode_name == name), None)
-    parts = (annotation, *get_args(annotation))
-    return next((get_args(part) for part in parts if get_origin(part) is Literal), ())
-
-
-def _value_at(tree: Any, path: str) -> Any:
-    for part in path.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else tree
-    return tree
-
-
-def _struct_at(kind: type[msgspec.Struct], where: str) -> type[msgspec.Struct]:
-    """Follow a path like workers[...].engine_config to the settings class there."""
-    for part in filter(None, where.replace("[...]", "").split(".")):
-        name = part.split("[")[0]
-        field = next((field for field in msgspec.structs.fields(kind) if field.encode_name == name), None)
-        inner = _struct_in(field.type) if field else None
-        if inner is None:
-            break
-        kind = inner
-    return kind
-
-
-def _struct_in(annotation: Any) -> type[msgspec.Struct] | None:
-    """Return the settings class in an annotation such as dict[str, WorkerEntry]."""
-    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
-        return annotation
-    return next(filter(None, (_struct_in(part) for part in get_args(annotation))), None)
-
-
-def _recipe_folder(path: str | Path) -> Path:
-    folder = Path(path)
-    if not folder.is_absolute() and not (folder / "recipe.yaml").exists():
-        folder = CHECKOUT / folder
-    if (folder / "recipe.yaml").exists():
-        return folder.resolve()
-    known = sorted(entry.parent.name for entry in (CHECKOUT / "recipes").glob("*/recipe.yaml"))
-    near = difflib.get_close_matches(folder.name, known, n=1)
-    hint = f"did you mean recipes/{near[0]}?" if near else f"known recipes: {', '.join(known)}"
-    raise ConfigError(f"no recipe at {path} (a folder with recipe.yaml); {hint}")
-
-
-def _workers(tree: dict[str, Any]) -> dict[str, Any]:
-    workers = tree.get("workers")
-    return workers if isinstance(workers, dict) else {}
-
-
-def _read_engine_configs(tree: dict[str, Any], folder: Path) -> None:
-    """Put the content of engine YAMLs in the place of their names."""
-    for worker in _workers(tree).values():
-        if isinstance(worker, dict) and isinstance(worker.get("engine_config"), str):
-            worker["engine_config"] = _read_yaml(folder / worker["engine_config"])
-
-
-def _merge_engine_args(tree: dict[str, Any]) -> None:
-    """Merge each worker's engine_args over its engine_config; what is no mapping is left for `convert` to refuse."""
-    for name, worker in _workers(tree).items():
-        if not isinstance(worker, dict) or not isinstance(worker.get("engine_args"), dict):
-            continue
-        config = worker.setdefault("engine_config", {})
-        if isinstance(config, dict):
-            deep_merge(config, worker.pop("engine_args"), f"workers.{name}.engine_config")
-
-
-def _split_llm_args(worker: Any, folder: Path) -> None:
-    if isinstance(worker, dict) and worker.get("engine") == "trtllm":
-        config = worker.get("engine_config", {})
-        if isinstance(config, dict):
-            llm_args.inline(config, folder, _read_yaml, lambda name: _model_path(name, str(folder)))
-            worker["engine_config"] = llm_args.split(config, _keys_of(EngineConfig))
-
-
-def _keys_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return a settings class's keys, a block's with its own keys."""
-    blocks = {field.encode_name: _struct_in(field.type) for field in msgspec.structs.fields(kind)}
-    return {name: _keys_of(block) if block else None for name, block in blocks.items()}
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist") from error
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a mapping is expected at the top, not {type(tree).__name__}")
-    try:
-        return {key: _unshared(value) for key, value in tree.items()}
-    except RecursionError:
-        raise ConfigError(f"{path}: an alias (*name) stands in the block that it names; write the block out") from None
-
-
-def _unshared(tree: Any) -> Any:
-    """Copy what YAML's anchors share: a change of one worker must not reach the others."""
-    if isinstance(tree, dict):
-        return {key: _unshared(value) for key, value in tree.items()}
-    return [_unshared(item) for item in tree] if isinstance(tree, list) else tree
-
-
-def _parse_override(text: str) -> dict[str, Any]:
-    try:
-        tree = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"BIREME_OVERRIDE: not valid JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError("BIREME_OVERRIDE: a JSON object is expected")
-    return tree
-
-
-def check_rules(recipe: Recipe) -> None:
-    """Raise ConfigError for the first rule across fields that the recipe breaks, with its reason."""
-    for stage, entry in recipe.workers.items():
-        if stage not in WORKER_STAGES:
-            near = difflib.get_close_matches(stage, WORKER_STAGES, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"workers.{stage}: not a stage ({', '.join(WORKER_STAGES)}){hint}")
-        if not 1 <= entry.replicas <= 64:
-            raise ConfigError(f"workers.{stage}.replicas: {entry.replicas}; 1 to 64")
-    if "decode" not in recipe.workers and "prefill" in recipe.workers:
-        raise ConfigError("workers: prefill without decode; add decode, or use decode alone for aggregated serving")
-    if recipe.pipeline.enforce_disaggregation and "prefill" not in recipe.workers:
-        raise ConfigError("pipeline.enforce_disaggregation is true but the recipe has no prefill worker")
-    if "multimodal_encoder" in recipe.workers:
-        _check_encoder(recipe.workers)
-    if "prefill" in recipe.workers:
-        _check_disaggregated(recipe.workers["prefill"], recipe.workers["decode"])
-
-
-def _check_encoder(workers: Mapping[str, WorkerEntry]) -> None:
-    encoder = workers["multimodal_encoder"]
-    for name in ("prefill", "decode"):
-        entry = workers.get(name)
-        if entry is None or entry.engine != encoder.engine:
-            continue
-        if entry.engine_config.dtype != encoder.engine_config.dtype:
-            raise ConfigError(
-                f"dtype: multimodal_encoder has {encoder.engine_config.dtype}, {name} {entry.engine_config.dtype};"
-                " embeddings are not converted on their way, use one dtype"
-            )
-
-
-def _check_disaggregated(prefill: WorkerEntry, decode: WorkerEntry) -> None:
-    first, second = prefill.engine_config, decode.engine_config
-    if prefill.engine != decode.engine:
-        raise ConfigError(
-            f"workers: prefill runs on {prefill.engine}, decode on {decode.engine}; KV layouts differ between engines"
-        )
-    if first.kv_cache_config.dtype != second.kv_cache_config.dtype:
-        raise ConfigError(
-            f"workers.decode.engine_config.kv_cache_config.dtype: {second.kv_cache_config.dtype}; prefill has"
-            f" {first.kv_cache_config.dtype}, and transferred blocks are not converted: use one dtype"
-        )
-    for name, config in (("prefill", first), ("decode", second)):
-        transceiver = config.cache_transceiver_config
-        if transceiver.backend is None:
-            raise ConfigError(
-                f"workers.{name}.engine_config.cache_transceiver_config.backend is not set; disaggregation needs it"
-                " (DEFAULT)"
-            )
-        longest = config.max_input_len or config.max_seq_len
-        if transceiver.max_tokens_in_buffer and longest and transceiver.max_tokens_in_buffer < longest:
-            raise ConfigError(
-                f"workers.{name}.engine_config.cache_transceiver_config.max_tokens_in_buffer:"
-                f" {transceiver.max_tokens_in_buffer}; less than the longest input {longest}: its transfer could never"
-                f" start; raise it to {longest} or lower max_seq_len"
-            )
-
-
-def _model_path(model: str, folder: str) -> str:
+def find_model(model: str, folder: str) -> str:
     for base in (Path(), CHECKOUT, Path(folder)):
         candidate = base / model
         if candidate.is_dir():

@@ -151,11 +151,11 @@ class Commands(msgspec.Struct, array_like=True, gc=False):
 
 
 class Step(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
-    """New tokens of one consumer's requests in one engine step, in columns."""
+    """New tokens of one consumer's requests in columns: of one engine step, or of several that travel together."""
 
     life: int
-    number: int
-    requests: list[int] = []
+    number: int  # of the first engine step
+    requests: list[int] = []  # in the order of their tokens; of several steps each as often as it has any
     tokens: list[int] = []  # flat, in the order of requests
     counts: list[int] | None = None  # tokens a request; None: one each
     finished: dict[int, Finish] = {}  # their requests may or may not be among `requests`

@@ -1,4 +1,4 @@
-"""Shared by all tests: the programs in tools/ can be imported, and the sample models are made once."""
+"""Shared by all tests: programs in tools/ can be imported, sample models are made once, property tests repeat."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -14,6 +15,11 @@ sys.path.insert(0, str(CHECKOUT / "tools"))
 os.environ.setdefault("BIREME_OPENAI_PORT", "0")  # launches of tests share the machine; who wants it names a port
 # pytest puts this folder on the path, and tests/triton would then pass for the package `triton`: torch asks for it.
 sys.path[:] = [entry for entry in sys.path if entry != str(CHECKOUT / "tests")]
+
+# The same code gets the same verdict. `make fuzz` looks for what these examples miss.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("fuzz", derandomize=False, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from bireme import config
-from bireme.config import Recipe, convert, load_recipe, missing_worker
+from bireme.config import Recipe, missing_worker
+from bireme.conversion import convert
 from bireme.errors import ConfigError
+from bireme.recipe_files import deep_merge, load_recipe
 
 DECODE = "workers: {decode: {engine: mocker}}\n"
 READY = {"cache_transceiver_config": {"backend": "DEFAULT"}}
@@ -95,14 +97,14 @@ def test_recipe_and_override_come_from_the_environment(write, monkeypatch):
 
 
 def test_each_replaced_scalar_is_logged(caplog):
-    caplog.set_level(logging.INFO, "bireme.config")
-    config.deep_merge({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
+    caplog.set_level(logging.INFO, "bireme.recipe_files")
+    deep_merge({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
     assert "override key=a.b old=1 new=3" in caplog.text and "a.c" not in caplog.text
 
 
 def test_deep_merge_replaces_lists_whole_and_blocks_by_scalars():
     base = {"list": [1, 2], "block": {"a": 1}, "kept": 0}
-    config.deep_merge(base, {"list": [3], "block": None, "new": {"x": 1}})
+    deep_merge(base, {"list": [3], "block": None, "new": {"x": 1}})
     assert base == {"list": [3], "block": None, "kept": 0, "new": {"x": 1}}
 
 

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from bireme.config import Recipe, convert
+from bireme.config import Recipe
+from bireme.conversion import convert
 from bireme.errors import ConfigError, RequestError
 from bireme.messages import SamplingParams
 from bireme.request import check_ids, parse_generate

@@ -27,7 +27,7 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bireme.config import DEFAULT_RECIPE, load_recipe
+from bireme.config import DEFAULT_RECIPE
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch.console import LEVELS, Console
 from bireme.launch.deployment import Deployment, DeploymentSettings
@@ -36,6 +36,7 @@ from bireme.launch.override import add_settings
 from bireme.launch.ports import Ports
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.run_folder import RunFolder
+from bireme.recipe_files import load_recipe
 
 STOPPED, FAILED, WRONG, FORCED = 0, 1, 2, 3
 

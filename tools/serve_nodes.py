@@ -24,12 +24,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bireme.config import CHECKOUT, Recipe, load_recipe
+from bireme.config import CHECKOUT, Recipe
 from bireme.engines.trtllm import pair_rules
 from bireme.engines.trtllm.config import prepared
 from bireme.engines.trtllm.problems import errors
 from bireme.engines.trtllm.rules import Yaml
 from bireme.errors import ConfigError
+from bireme.recipe_files import load_recipe
 
 WRONG = 2
 GPUS_PER_NODE = 8

@@ -33,10 +33,10 @@ from benchmarks.load.memory import Growth, MemoryLog
 from benchmarks.load.metrics_page import left_behind, read_page
 from benchmarks.load.processes import alive, roles
 from benchmarks.options import chosen
-from bireme.config import load_recipe
 from bireme.launch import Ports, Server, free_ports, start_server
 from bireme.launch.console import Console
 from bireme.launch.frontend import FrontendProcess, FrontendSettings
+from bireme.recipe_files import load_recipe
 
 PATHS = ("generate", "decode", "http", "bus", "sse")
 IDLE_WITHIN_S = 15.0  # after the load, blocks, leases and streams must be gone

@@ -31,18 +31,20 @@ _NEEDED = (
 _START_S = 60.0
 # 0 is not infinite: its mocker then keeps its own pace of about 5 ms.
 FASTEST = ("--speedup-ratio", "1000")
+TOKENIZERS = {"fastokens": "fastokens", "tokenizers": "default"}  # our names -> its own
 
 
 @contextlib.contextmanager
-def dynamo(model: Path, step_ms: float, port: int) -> Iterator[Endpoint]:
+def dynamo(model: Path, step_ms: float, port: int, tokenizer: str) -> Iterator[Endpoint]:
     """Both processes on this model; a step and a prefill take `step_ms` whatever they hold, 0: as fast as it can."""
     python = environment()
     with tempfile.TemporaryDirectory(prefix="bireme-dynamo-") as folder, contextlib.ExitStack() as stack:
         env = {"DYN_FILE_KV": f"{folder}/discovery", "HF_HUB_OFFLINE": "1", "DYN_LOG": "warn"}
         pace = ("--planner-profile-data", str(write_pace(Path(folder), step_ms))) if step_ms else FASTEST
         common = ("--discovery-backend", "file")
+        backend = ("--tokenizer", TOKENIZERS[tokenizer], "--no-tokenizer-fallback")
         front = stack.enter_context(
-            running([python, "-m", "dynamo.frontend", "--http-port", str(port), *common], folder, env)
+            running([python, "-m", "dynamo.frontend", "--http-port", str(port), *backend, *common], folder, env)
         )
         worker = stack.enter_context(
             running([python, "-m", "dynamo.mocker", *worker_options(model), *pace, *common], folder, env)

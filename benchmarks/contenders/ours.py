@@ -15,10 +15,12 @@ from bireme.launch.frontend import FrontendProcess, FrontendSettings
 
 
 @contextmanager
-def ours(model: Path, step_ms: float, first_port: int, arguments: tuple[str, ...] = ()) -> Iterator[Endpoint]:
+def ours(
+    model: Path, step_ms: float, first_port: int, tokenizer: str, arguments: tuple[str, ...] = ()
+) -> Iterator[Endpoint]:
     """Four ports from `first_port`; `arguments` go to python -m bireme.openai."""
     settings = {"engine_config": {"mocker": {"step_ms": step_ms}}}
-    override = json.dumps({"model": str(model), "workers": {"decode": settings}})
+    override = json.dumps({"model": str(model), "tokenizer_backend": tokenizer, "workers": {"decode": settings}})
     ports = Ports(*range(first_port, first_port + 3))
     with start_server("recipes/mocker", ports=ports, override=override) as server:
         frontend = FrontendSettings(

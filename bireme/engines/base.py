@@ -13,7 +13,6 @@ An engine speaks tokens only. It is driven from the worker's IO thread (`submit`
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -43,7 +42,18 @@ class Delta:
     encoded: EncodeOutcome | None = None  # encode_only, with its finish; the worker signs its handles
 
 
-Emit = Callable[[int, list[Delta]], None]  # step number, news; thread-safe, never blocks
+@dataclass(slots=True)
+class PlainTokens:
+    """One token each of requests of which there is nothing else to say, in columns: a fraction of a Delta's cost."""
+
+    keys: list[RequestKey]
+    tokens: list[int]
+
+
+class Emit(Protocol):
+    """Takes the news of one engine step; thread-safe, never blocks. A request is in one of both alone."""
+
+    def __call__(self, step: int, deltas: list[Delta], plain: PlainTokens | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import msgspec
 
 from bireme.config import CHECKOUT, Recipe, WorkerEntry, stage_of
 from bireme.errors import ConfigError
+from bireme.recipe_files import load_recipe
 
 RECIPE_VARIABLE = "BIREME_ENGINE_RECIPE"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -51,6 +52,13 @@ def engine_environment(
         result["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices_of(entry, worker)))
     result |= entry.env
     return result | {"BIREME_RUN_DIR": str(run_dir), RECIPE_VARIABLE: msgspec.json.encode(recipe).decode()}
+
+
+def given_recipe() -> Recipe:
+    """Return the recipe that a supervisor handed over, else the one that the environment names."""
+    if text := os.environ.get(RECIPE_VARIABLE):
+        return msgspec.json.decode(text, type=Recipe)
+    return load_recipe()
 
 
 def child_environment(threads: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -10,6 +10,7 @@ import collections
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ from bireme.messages import CONTROL, Hello, Pong, encode, frame
 logger = logging.getLogger("bireme.engine")
 EXIT_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
 _FRAMES_A_TURN = 64  # commands taken before what the engine makes goes out again
+_REST_S = 0.0005  # between sends that follow each other in less than twice this
 _LINGER_MS = 1000  # the last frames of an orderly end get this long to reach the stub
 
 Outgoing = bytes | Callable[[], Iterable[bytes]]  # a frame, or what makes frames on the IO thread; must not raise
@@ -33,6 +35,7 @@ class IoThread:
         self._outbox: collections.deque[Outgoing] = collections.deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._has_rung = self._is_closing = False
+        self._sent_at = 0.0
         self._thread = threading.Thread(target=self._run, name="engine-io", daemon=True)
 
     def start(self) -> None:
@@ -77,7 +80,9 @@ class IoThread:
             if self._bell in ready:
                 os.eventfd_read(self._bell)
                 self._has_rung = False  # before the queue is read: what comes later rings again
-            self._send(steps)
+            if self._outbox:
+                self._send(steps)
+                self._rest()
             if commands in ready:
                 self._receive(commands)
         commands.close(0)
@@ -89,6 +94,14 @@ class IoThread:
             item = self._outbox.popleft()
             for data in (item,) if isinstance(item, bytes) else item():
                 steps.send(data)
+
+    def _rest(self) -> None:
+        """Let news pile up when they come so fast that sending each would cost those behind more than their tokens."""
+        now = time.monotonic()
+        if now - self._sent_at < 2 * _REST_S and not self._is_closing:
+            time.sleep(_REST_S)
+            now = time.monotonic()
+        self._sent_at = now
 
     def _receive(self, commands: Any) -> None:
         for _ in range(_FRAMES_A_TURN):

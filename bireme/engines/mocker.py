@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Delta, Emit, EngineContext, Progress, RequestKey
+from bireme.engines.base import Delta, Emit, EngineContext, PlainTokens, Progress, RequestKey
 from bireme.engines.mocker_accounts import Accounts
 from bireme.engines.mocker_blocks import BlockPool, Holding
 from bireme.engines.mocker_pace import Pace
@@ -66,7 +66,7 @@ class MockEngine:
         self._began_at = 0.0
         self._pace = Pace(self._stopping)
         self._expire_at = 0.0
-        self._emit: Emit = lambda step, deltas: None
+        self._emit: Emit  # from `start` on
         self._step_log = StepLog()
         self._thread = threading.Thread(target=self._run, name="mocker", daemon=True)
 
@@ -151,14 +151,26 @@ class MockEngine:
         self._take_inbox()
         self._expire(time.monotonic())
         self._admit()
-        active = [one for one in self._running.values() if one.state in (State.PREFILL, State.DECODE)]
-        if active:
-            self._do_step(active)
+        decoding, prefilling = self._active()
+        if decoding or prefilling:
+            self._do_step(decoding, prefilling)
             return
         self._began_at = 0.0
         self._pace.rest()
         self._accounts.levels(self._pool)
         self._wait()
+
+    def _active(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Return those that decode, and those whose prompts are worked on."""
+        decode, prefill = State.DECODE, State.PREFILL
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for one in self._running.values():
+            if one.state is decode:
+                decoding.append(one)
+            elif one.state is prefill:
+                prefilling.append(one)
+        return decoding, prefilling
 
     def _take_inbox(self) -> None:
         """Do what came in; a burst in portions, so that it does not stretch the step of those that run."""
@@ -305,35 +317,33 @@ class MockEngine:
         assert one.holding is not None
         self._pool.publish(one.holding, one.block_keys)
 
-    def _do_step(self, active: list[Sequence]) -> None:
+    def _do_step(self, decoding: list[Sequence], prefilling: list[Sequence]) -> None:
         began, is_first = time.monotonic(), self._pace.is_idle
         self._began_at = began
-        decoding = [one for one in active if one.state is State.DECODE]
-        prefill_s, prefilled = self._prefill(active, self._max_num_tokens - len(decoding))
-        tokens = [one.next_token() for one in (*decoding, *prefilled)]  # made within the step, as a GPU would
+        prefill_s, prefilled = self._prefill(prefilling, self._max_num_tokens - len(decoding))
+        plain, others = _advance(decoding)  # tokens are made within the step, as a GPU would
+        others += prefilled
+        tokens = [one.next_token() for one in others]
         model = self._model
         duration_s = (model.step_ms + model.step_ms_per_request * len(decoding)) / 1e3 + prefill_s
         self._pace.step(began, duration_s)
         for one in prefilled:
             self._begin_decode(one)
-        deltas = [
-            Delta(one.key, [token]) if one.goes_on() else self._deliver(one, [token])
-            for one, token in zip((*decoding, *prefilled), tokens, strict=True)
-        ]
+        deltas = [self._deliver(one, [token]) for one, token in zip(others, tokens, strict=True)]
         self._step += 1
         self._began_at = 0.0
         ended = time.monotonic()
-        self._hand_out(deltas)
+        self._hand_out(deltas, plain)
         self._accounts.levels(self._pool)
-        self._accounts.stepped(ended - began, len(deltas))
+        self._accounts.stepped(ended - began, len(deltas) + len(plain.keys))
         self._step_log.add(began, ended, is_first)
 
-    def _prefill(self, active: list[Sequence], budget: int) -> tuple[float, list[Sequence]]:
+    def _prefill(self, prefilling: list[Sequence], budget: int) -> tuple[float, list[Sequence]]:
         """Work on prompts within the token budget; return the time it takes and those that are complete."""
         seconds, complete = 0.0, []
-        for one in active:
-            if one.state is not State.PREFILL or budget <= 0:
-                continue
+        for one in prefilling:
+            if budget <= 0:
+                break
             if one.prefill_left == one.num_prompt - one.num_cached:
                 seconds += self._model.prefill_ms / 1e3
             chunk = min(one.prefill_left, budget)
@@ -367,9 +377,9 @@ class MockEngine:
             self._news.append((one, is_first, delta.finish))
         return delta
 
-    def _hand_out(self, deltas: list[Delta]) -> None:
+    def _hand_out(self, deltas: list[Delta], plain: PlainTokens | None = None) -> None:
         """Emit what was delivered; the accounts come after it, while nobody waits."""
-        self._emit(self._step, deltas)
+        self._emit(self._step, deltas, plain)
         news, self._news = self._news, []
         for one, is_first, finish in news:
             if is_first:
@@ -433,3 +443,18 @@ class MockEngine:
             if one.state is not State.ENDED:
                 self._remove_waiting(one)
                 self._end(one, "error", error)
+
+
+def _advance(decoding: list[Sequence]) -> tuple[PlainTokens, list[Sequence]]:
+    """Return the tokens of which there is nothing to say but the token, and the sequences with more to say."""
+    keys: list[RequestKey] = []
+    tokens: list[int] = []
+    others: list[Sequence] = []
+    for one in decoding:
+        token = one.plain_token()
+        if token is None:
+            others.append(one)
+        else:
+            keys.append(one.key)
+            tokens.append(token)
+    return PlainTokens(keys, tokens), others

@@ -54,7 +54,7 @@ class Sequence:
     max_tokens: int = 0
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
-    is_plain: bool = False  # tokens are all that is wanted of it
+    plain_until: int = 0  # generated tokens after the first one and before this one are all that is wanted of it
     _ahead: list[int] = field(default_factory=list)
     _ahead_at: int = 0
 
@@ -69,7 +69,8 @@ class Sequence:
         if sampling.end_id is not None and not sampling.ignore_eos:
             stops.add(sampling.end_id)
         self.stop_ids = frozenset(stops)
-        self.is_plain = not stops and sampling.logprobs is None and self.request.request_type != "context_only"
+        if not stops and sampling.logprobs is None and self.request.request_type != "context_only":
+            self.plain_until = self.max_tokens - 1
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -100,13 +101,15 @@ class Sequence:
             self._ahead_at, at = self.num_generated, 0
         return self._ahead[at]
 
-    def goes_on(self) -> bool:
-        """Count a token of which there is nothing to say but the token itself: neither the first nor the last."""
+    def plain_token(self) -> int | None:
+        """Return and count the next token when there is nothing to say but the token itself; None otherwise."""
         count = self.num_generated
-        if not self.is_plain or count == self.request.num_resumed or count + 1 >= self.max_tokens:
-            return False
+        if not self.request.num_resumed < count < self.plain_until:
+            return None
+        at = count - self._ahead_at
+        token = self._ahead[at] if 0 <= at < len(self._ahead) else self.next_token()
         self.num_generated = count + 1
-        return True
+        return token
 
     def logprobs(self, tokens: list[int]) -> list[TokenLogprobs] | None:
         """Return made-up log probabilities: the chosen token -0.1, its k - 1 neighbours -3, -4, ..."""

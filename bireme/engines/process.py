@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bireme import config
-from bireme.config import Recipe, WorkerEntry
+from bireme.config import Recipe, WorkerEntry, stage_of
 from bireme.discovery import run
 from bireme.engines import create_engine
 from bireme.engines.base import Engine, EngineContext
 from bireme.engines.config import check_engine_config
-from bireme.engines.environment import RECIPE_VARIABLE, num_threads
+from bireme.engines.environment import given_recipe, num_threads
 from bireme.engines.server import EngineServer
 from bireme.engines.validate import Gate
 from bireme.errors import ConfigError, to_message
@@ -82,7 +81,7 @@ class EngineProcess:
 
     def _load(self) -> Gate:
         folder = run.run_dir()
-        recipe = _recipe()
+        recipe = given_recipe()
         entry = recipe.entry(self._worker)
         if entry is None:
             raise ConfigError(f"{self._worker} is not in recipe {recipe.name}; workers: {', '.join(recipe.workers)}")
@@ -95,7 +94,7 @@ class EngineProcess:
             capacity = msgspec.structs.replace(capacity, load_s=time.monotonic() - self._began_at)
         self._publish(folder, capacity)
         return Gate(
-            config.stage_of(self._worker),
+            stage_of(self._worker),
             capacity,
             recipe.limits,
             run.deployment_key(folder),
@@ -106,7 +105,7 @@ class EngineProcess:
     def _context(self, recipe: Recipe, entry: WorkerEntry) -> EngineContext:
         return EngineContext(
             worker=self._worker,
-            stage=config.stage_of(self._worker),
+            stage=stage_of(self._worker),
             model_path=_model_path(recipe, entry),
             config=entry.engine_config,
             metrics=self._metrics,
@@ -114,7 +113,7 @@ class EngineProcess:
             num_threads=num_threads(recipe, entry),
             life=self._life,
             share=self._share,
-            hosts_encoder=recipe.encoder_stage == config.stage_of(self._worker),
+            hosts_encoder=recipe.encoder_stage == stage_of(self._worker),
             media=recipe.media,
         )
 
@@ -204,13 +203,6 @@ def start_log(worker: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(os.environ.get("BIREME_LOG_LEVEL", "INFO").upper())
     root.propagate = False
-
-
-def _recipe() -> Recipe:
-    """Return the supervisor's recipe, or the one that the environment names."""
-    if text := os.environ.get(RECIPE_VARIABLE):
-        return msgspec.json.decode(text, type=Recipe)
-    return config.load_recipe()
 
 
 def _model_path(recipe: Recipe, entry: WorkerEntry) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from bireme.engines.base import Delta, Engine, Progress, RequestKey
+from bireme.engines.base import Delta, Engine, PlainTokens, Progress, RequestKey
 from bireme.engines.columns import StepEncoder
 from bireme.engines.digests import request_digest
 from bireme.engines.io_thread import IoThread
@@ -60,7 +60,6 @@ class _Service:
 
     engine: Engine
     gate: Gate
-    encoder: StepEncoder
 
 
 class EngineServer:
@@ -71,20 +70,25 @@ class EngineServer:
         self._metrics = metrics
         self._ledger = Ledger()
         self._encoder = StepEncoder(life, self._ledger, b"")
+        self._news: deque[tuple[int, list[Delta], PlainTokens | None]] = deque()
+        self._is_posted = False  # the IO thread will look at the news
         self._service: _Service | None = None
         self._io = IoThread(endpoint, life, self._apply)
 
     def start(self) -> None:
         self._io.start()
 
-    def emit(self, step: int, deltas: list[Delta]) -> None:
+    def emit(self, step: int, deltas: list[Delta], plain: PlainTokens | None = None) -> None:
         """Take one engine step's news; thread-safe, never blocks."""
-        self._io.post(partial(self._frames, step, deltas))
+        self._news.append((step, deltas, plain))
+        if not self._is_posted:
+            self._is_posted = True
+            self._io.post(self._frames)
 
     def open(self, engine: Engine, gate: Gate) -> None:
         """Say hello: from now on submits reach the engine."""
         self._encoder = StepEncoder(self._life, self._ledger, gate.key)
-        self._service = _Service(engine, gate, self._encoder)
+        self._service = _Service(engine, gate)
         self._io.say(Hello(VERSION, self._life, gate.capacity))
 
     def fail(self, error: str) -> None:
@@ -95,11 +99,19 @@ class EngineServer:
         """Send what is queued and end the thread."""
         self._io.close()
 
-    def _frames(self, step: int, deltas: list[Delta]) -> Sequence[bytes]:
+    def _frames(self) -> Sequence[bytes]:
+        """Return the news of all steps that have been made; on the IO thread."""
+        self._is_posted = False  # before they are read: what comes later posts again
+        while self._news:
+            number, deltas, plain = self._news.popleft()
+            try:
+                self._encoder.add(number, deltas, plain)
+            except Exception:
+                logger.exception("step_not_encoded step=%d", number)
         try:
-            return self._encoder.frames(step, deltas)
+            return self._encoder.take()
         except Exception:
-            logger.exception("step_not_encoded step=%d", step)
+            logger.exception("steps_not_encoded")
             return ()
 
     def _apply(self, data: bytes) -> None:

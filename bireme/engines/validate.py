@@ -68,9 +68,9 @@ class Gate:
         if not num_own:
             raise RequestError("prompt: no tokens; send at least one")
         self._check_length(len(ids), num_own)
-        wrong = np.flatnonzero((ids < 0) | (ids >= self.capacity.vocab_size))
-        if len(wrong):
-            at = int(wrong[0])
+        unsigned = ids.view("<u4")  # in which negative ids are the largest
+        if unsigned.max() >= self.capacity.vocab_size:
+            at = int(np.argmax(unsigned >= self.capacity.vocab_size))
             raise RequestError(
                 f"prompt: token id {ids[at]} at position {at};"
                 f" ids of this model are 0 to {self.capacity.vocab_size - 1}"

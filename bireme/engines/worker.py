@@ -1,6 +1,6 @@
 """The engine process: `python -m bireme.engines.worker --worker decode --endpoint ipc:///run/x --life 1 --parent PID`.
 
-Recipe and override come from the environment as config.load_recipe reads them (a supervisor hands its own
+Recipe and override come from the environment as load_recipe reads them (a supervisor hands its own
 recipe over instead, see environment.py), the run directory from BIREME_RUN_DIR. By hand, leave --parent out.
 
 Its one rule: nothing heavy is imported before the process is tied to its parent. A death signal that is set

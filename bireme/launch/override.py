@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from bireme.config import deep_merge
 from bireme.errors import ConfigError
+from bireme.recipe_files import deep_merge
 
 
 def add_settings(override: str, settings: Sequence[str]) -> str:

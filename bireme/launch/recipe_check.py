@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 import yaml
 
-from bireme.config import Recipe, check_rules, make_recipe, recipe_tree
+from bireme.config import Recipe
 from bireme.engines.config import check_values, refusals
 from bireme.engines.trtllm import pair_rules
 from bireme.engines.trtllm.problems import NOTHING, Problem, show
 from bireme.errors import ConfigError
 from bireme.launch.yaml_source import Keys, Place, YamlSource, read_source
+from bireme.recipe_files import check_rules, make_recipe, recipe_tree
 from bireme.sampling import check_defaults
 from bireme.text.parsers import reasoning_format, tool_format
 

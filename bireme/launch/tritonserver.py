@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from bireme.config import Recipe, load_recipe
+from bireme.config import Recipe
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch import processes
 from bireme.launch.admin import ADMIN_HEADER, RESTRICTED_APIS, AdminClient
@@ -39,6 +39,7 @@ from bireme.launch.installation import (
 from bireme.launch.ports import Ports, free_ports
 from bireme.launch.repository import link_models
 from bireme.launch.run_folder import RunFolder
+from bireme.recipe_files import load_recipe
 
 _TAIL_LINES = 400
 _SHOWN_LINES = 30

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import uvicorn
 
-from bireme.config import FrontendConfig, Recipe, load_recipe
+from bireme.config import FrontendConfig, Recipe
 from bireme.errors import ConfigError
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
@@ -32,6 +32,7 @@ from bireme.openai.parent import end_with_parent
 from bireme.openai.process_group import run_group
 from bireme.openai.served_model import Models, connect
 from bireme.openai.served_video import VideoModels, connect_video
+from bireme.recipe_files import load_recipe
 from bireme.workers.channel import server_address
 
 WRONG = 2

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
-from bireme.openai.direct import DirectWrite, Watch, at_once, cycle_of, direct_write, has_whole_body
+from bireme.openai.direct import AtOnce, DirectWrite, Watch, cycle_of, direct_write, has_whole_body
 from bireme.openai.error_replies import HttpError
 from bireme.openai.keys import OPEN, Tenant
 
@@ -40,6 +40,7 @@ class Call:
         self.path: str = scope["path"]  # decoded; the only thing that decisions look at
         self.method: str = scope["method"]
         self.headers: list[Header] = scope["headers"]
+        self._first: dict[bytes, bytes] = dict(reversed(self.headers))  # of several with one name the first
         self.query: bytes = scope.get("query_string", b"")
         self.arrived_at = time.monotonic()
         given = self.header(b"x-request-id")
@@ -50,7 +51,7 @@ class Call:
 
     def header(self, name: bytes) -> bytes:
         """Return a header's value, b"" without; of several the first."""
-        return next((value for key, value in self.headers if key == name), b"")
+        return self._first.get(name, b"")
 
     def header_count(self, name: bytes) -> int:
         return sum(1 for key, _ in self.headers if key == name)
@@ -95,7 +96,7 @@ class Call:
         self.status = status
         lengths = () if status == NOT_MODIFIED else ((b"content-length", str(len(body)).encode()),)
         own = [(b"x-request-id", self.request_id), *lengths]
-        with at_once(self._cycle):
+        with AtOnce(self._cycle):
             await self._send({"type": "http.response.start", "status": status, "headers": [*own, *kinds, *headers]})
             await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
@@ -106,7 +107,7 @@ class Call:
             return await self._send(body)
         self.status = 200
         headers = [*_EVENTS, (b"x-request-id", self.request_id)]
-        with at_once(self._cycle):
+        with AtOnce(self._cycle):
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send(body)
 

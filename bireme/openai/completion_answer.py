@@ -7,10 +7,10 @@ from typing import Any
 
 from bireme.messages import TokenLogprobs, Usage
 from bireme.openai.event_stream import PREFIX, SUFFIX, EventStream
-from bireme.pipelines.chat_answer import Heading, encode_json
+from bireme.pipelines.chat_answer import Heading, encode_json, ignore_news
 from bireme.pipelines.chat_usage import timing_json, usage_json
 from bireme.pipelines.token_logprobs import LOWEST, TokenTexts
-from bireme.text.output import Say, TokenDelta
+from bireme.text.output import News, PlainText, Reader, TokenDelta
 
 
 def batch_usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
@@ -97,9 +97,9 @@ class StreamedCompletion:
         if delta.finish_reason:
             self._finish(index, delta)
 
-    def say(self, index: int) -> Say | None:
-        """Return where text can go at once; None where it has to be looked at."""
-        return None if self._echoes[index] or self._columns is not None else self._stream.writer(index)
+    def reader(self, index: int) -> Reader | None:
+        """Return what takes text as it is; None where it has to be looked at."""
+        return None if self._echoes[index] or self._columns is not None else self._stream.reader(index)
 
     def _finish(self, index: int, delta: TokenDelta) -> None:
         self._stream.chunk(self._template.full(index, "", None, delta.finish_reason))
@@ -124,19 +124,27 @@ class WholeCompletion:
         self._heading, self._columns = heading, columns
         self._texts = [[echo] for echo in echoes]
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in echoes]
+        self._plain: list[PlainText | None] = [None] * len(echoes)  # have text that was not taken yet
         self._reasons = [""] * len(echoes)
         self.usages: list[Usage] = [Usage() for _ in echoes]
 
     def add(self, index: int, delta: TokenDelta) -> None:
+        if (plain := self._plain[index]) is not None:
+            self._texts[index] += plain.take()
         self._texts[index].append(delta.text)
         self._logprobs[index] += delta.logprobs or ()
         if delta.finish_reason:
             self._reasons[index] = delta.finish_reason
             self.usages[index] = delta.usage or Usage()
 
-    def say(self, index: int) -> Say | None:
-        """Return where text can go at once; None where it has to be looked at."""
-        return None if self._columns is not None else self._texts[index].append
+    def reader(self, index: int) -> Reader | None:
+        """Return what takes text as it is; None where it has to be looked at."""
+
+        def read(text: PlainText) -> News:
+            self._plain[index] = text
+            return ignore_news
+
+        return read if self._columns is None else None
 
     def json(self, n: int, has_timing: bool) -> bytes:
         body = {

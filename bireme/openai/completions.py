@@ -109,8 +109,8 @@ class Completions:
         self, call: Call, model: ServedModel, job: _Job, answer: StreamedCompletion | WholeCompletion
     ) -> list[Sequence]:
         outputs: list[Output] = [functools.partial(answer.add, index) for index in range(len(job.works))]
-        says = [answer.say(index) for index in range(len(job.works))]
-        return await run_sequences(model.services, model.tokenizer, job.works, outputs, call.arrived_at, says)
+        readers = [answer.reader(index) for index in range(len(job.works))]
+        return await run_sequences(model.services, model.tokenizer, job.works, outputs, call.arrived_at, readers)
 
 
 def _echo(model: ServedModel, prompt: str | list[int]) -> str:

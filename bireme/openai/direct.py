@@ -7,8 +7,7 @@ server, a uvicorn whose inside has changed, a client that does not keep up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -42,20 +41,24 @@ def direct_write(cycle: RequestResponseCycle | None) -> DirectWrite | None:
     return write
 
 
-@contextmanager
-def at_once(cycle: RequestResponseCycle | None) -> Iterator[None]:
+class AtOnce:
     """What ASGI sends within goes out in one write: a reply's head and its beginning cost one system call, not two."""
-    if cycle is None:
-        yield
-        return
-    transport = cycle.transport
-    held = _Held(transport)
-    cycle.transport = held  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        cycle.transport = transport
-        held.release()
+
+    __slots__ = ("_cycle", "_held", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle | None) -> None:
+        self._cycle = cycle
+
+    def __enter__(self) -> None:
+        if self._cycle is not None:
+            self._transport = self._cycle.transport
+            self._held = _Held(self._transport)
+            self._cycle.transport = self._held  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        if self._cycle is not None:
+            self._cycle.transport = self._transport
+            self._held.release()
 
 
 class _Held:

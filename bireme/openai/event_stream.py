@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from typing import Protocol
 
 from bireme.openai.direct import DirectWrite
 from bireme.openai.pace import Pacer
 from bireme.pipelines.chat_answer import encode_json
-from bireme.text.output import Say
+from bireme.text.output import News, PlainText, Reader
 
 PREFIX, SUFFIX = b"data: ", b"\n\n"
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": still working\n\n"
+_json_of = functools.lru_cache(1 << 16)(encode_json)  # pieces of text are tokens: the same ones again and again
 
 
 class TextTemplate(Protocol):
@@ -25,18 +27,35 @@ class TextTemplate(Protocol):
         """Return what stands before and after the text's JSON."""
 
 
+class _Source:
+    """One choice's text on its way into events."""
+
+    __slots__ = ("_head", "_joint", "_tail", "_text", "has_news")
+
+    def __init__(self, text: PlainText, head: bytes, tail: bytes) -> None:
+        self._text, self._head, self._tail = text, head, tail
+        self._joint = tail + head
+        self.has_news = False
+
+    def events(self) -> bytes:
+        """Return the events of what has come since the last call, one a piece of text."""
+        pieces = self._text.take()
+        return self._head + self._joint.join(map(_json_of, pieces)) + self._tail if pieces else b""
+
+
 class EventStream:
     """A buffer between an answer and its connection (pipelines.chat_stream.ChunkSink)."""
 
     __slots__ = (
-        "_direct", "_is_dirty", "_is_sending", "_max_bytes", "_pacer", "_parts", "_size", "_template", "_waiter",
-        "is_closed", "is_complete", "is_overrun", "written_at",
+        "_direct", "_is_dirty", "_is_sending", "_max_bytes", "_pacer", "_parts", "_size", "_sources", "_template",
+        "_waiter", "is_closed", "is_complete", "is_overrun", "written_at",
     )  # fmt: skip
 
     def __init__(self, template: TextTemplate, pacer: Pacer, max_bytes: int) -> None:
         self._template, self._pacer, self._max_bytes = template, pacer, max_bytes
         self._parts: list[bytes] = []
         self._size = 0
+        self._sources: list[_Source] = []  # have text that is not among the parts yet
         self._is_dirty = False
         self._direct: DirectWrite | None = None
         self._is_sending = False  # the task is at it: nothing may overtake what it has taken
@@ -51,9 +70,19 @@ class EventStream:
     def text(self, index: int, text: str) -> None:
         self._put(self._template.text(index, text))
 
-    def writer(self, index: int) -> Say:
-        (head, tail), put = self._template.frame(index), self._put
-        return lambda text: put(head + encode_json(text) + tail)
+    def reader(self, index: int) -> Reader:
+        def read(text: PlainText) -> News:
+            source = _Source(text, *self._template.frame(index))
+
+            def news() -> None:
+                if not source.has_news:
+                    source.has_news = True
+                    self._sources.append(source)
+                    self._mark()
+
+            return news
+
+        return read
 
     def chunk(self, data: bytes) -> None:
         self._put(data)
@@ -68,12 +97,29 @@ class EventStream:
         self.end()
 
     def _put(self, data: bytes) -> None:
-        self._parts.append(data)
-        self._size += len(data)
-        if self._size > self._max_bytes:
+        self._collect()
+        self._add(data)
+        self._mark()
+
+    def _collect(self) -> None:
+        """Make events of the text that has come."""
+        if not self._sources:
+            return
+        sources, self._sources = self._sources, []
+        for source in sources:
+            source.has_news = False
+            self._add(source.events())
+
+    def _add(self, data: bytes) -> None:
+        if data:
+            self._parts.append(data)
+            self._size += len(data)
+        if self._size > self._max_bytes and not self.is_overrun:
             self.is_overrun = True
             self.close()
-        elif not self._is_dirty:
+
+    def _mark(self) -> None:
+        if not self._is_dirty:
             self._is_dirty = True
             self._pacer.mark(self)
 
@@ -89,15 +135,15 @@ class EventStream:
     def take(self) -> bytes:
         """Return what is to be written now; `go_on` when it was."""
         self._is_sending = True
+        self._collect()
         data = self._joined()
         self._clear()
         return data
 
     def go_on(self, direct: DirectWrite | None) -> None:
         self._direct, self._is_sending = direct, False
-        if self._parts and not self._is_dirty:  # came meanwhile
-            self._is_dirty = True
-            self._pacer.mark(self)
+        if self._parts:  # came meanwhile
+            self._mark()
 
     def _joined(self) -> bytes:
         return b"".join(self._parts)
@@ -109,6 +155,7 @@ class EventStream:
 
     def wake(self) -> None:
         self._is_dirty = False
+        self._collect()
         if not self.is_closed:
             if self._is_sending or not self._parts:
                 return

@@ -23,7 +23,8 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from bireme.config import Positive, Settings, convert
+from bireme.config import Positive, Settings
+from bireme.conversion import convert
 from bireme.errors import ConfigError
 from bireme.openai.error_replies import HttpError, RateLimitError
 from bireme.openai.token_bucket import TokenBucket

@@ -14,7 +14,7 @@ from bireme.openai.error_replies import HttpError
 from bireme.pipelines.chat_service import ChatService
 from bireme.pipelines.services import Services
 from bireme.sampling import check_defaults
-from bireme.text.tokenizer import Tokenizer, load_tokenizer
+from bireme.text.tokenizer import Tokenizer, recipe_tokenizer
 from bireme.workers.base import WorkerClient
 from bireme.workers.remote import RemoteWorkers
 
@@ -45,7 +45,7 @@ class ServedModel:
 
 def connect(recipe: Recipe, address: str, metrics: Registry) -> ServedModel:
     """Return a model at a tritonserver's gRPC address; connections open with the first request."""
-    tokenizer = load_tokenizer(recipe.tokenizer_path, recipe.limits.max_prompt_bytes, recipe.chat_template)
+    tokenizer = recipe_tokenizer(recipe)
     tokenizer.detokenizer()  # tabulates the vocabulary now
     workers = RemoteWorkers(recipe.pipeline.stall_timeout_s, address)
     return ServedModel(recipe, workers, tokenizer, metrics)

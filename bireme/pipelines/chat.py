@@ -7,7 +7,6 @@ object; a reader who falls behind gets neighbouring pieces of text as one chunk.
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from typing import ClassVar
 
@@ -24,7 +23,7 @@ from bireme.pipelines.side_by_side import count_request
 from bireme.pipelines.text import cancel_with
 from bireme.request import read_tensors
 from bireme.specs import CHAT, ModelSpec
-from bireme.text.output import Say
+from bireme.text.output import News, PlainText, Reader
 from bireme.text.tokenizer import Tokenizer
 from bireme.types import Cancelled, Response, Send, StageContext, Tensors
 from bireme.workers.base import WorkerClient
@@ -132,8 +131,15 @@ class _Sink:
     def text(self, index: int, text: str) -> None:
         self._send(_TextChunk(self._template, index, text))
 
-    def writer(self, index: int) -> Say:
-        return functools.partial(self.text, index)
+    def reader(self, index: int) -> Reader:
+        def read(text: PlainText) -> News:
+            def news() -> None:
+                if pieces := text.take():
+                    self.text(index, "".join(pieces))
+
+            return news
+
+        return read
 
     def chunk(self, data: bytes) -> None:
         self._send(JsonResponse(data))

@@ -16,7 +16,7 @@ import msgspec
 from bireme.messages import Usage
 from bireme.pipelines.chat_usage import timing_json, usage_json
 from bireme.pipelines.token_logprobs import TokenTexts
-from bireme.text.output import Say, TokenDelta
+from bireme.text.output import News, PlainText, Reader, TokenDelta
 from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, Parser, Reasoning
 
 Logprobs = list[dict[str, Any]]  # OpenAI's entries, one a token
@@ -41,8 +41,8 @@ class Answer(Protocol):
 
     def text(self, index: int, text: str, logprobs: Logprobs | None) -> None: ...
 
-    def say(self, index: int) -> Say:
-        """Return a quicker way to call `text` for one choice, without log probabilities."""
+    def reader(self, index: int) -> Reader:
+        """Return what takes a choice's text without log probabilities; `text` and `finish` follow what it took."""
 
     def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None: ...
 
@@ -75,9 +75,9 @@ class Choice:
         self._num_calls = 0
 
     @property
-    def say(self) -> Say | None:
-        """Return where text can go at once; None where it has to be looked at."""
-        return self._answer.say(self._index) if self._parser is None and self._texts is None else None
+    def reader(self) -> Reader | None:
+        """Return what takes text as it is; None where it has to be looked at."""
+        return self._answer.reader(self._index) if self._parser is None and self._texts is None else None
 
     def add(self, delta: TokenDelta) -> None:
         if self._texts is not None and delta.logprobs:
@@ -127,6 +127,10 @@ class Choice:
         return taken
 
 
+def ignore_news() -> None:
+    """All text is taken at the end."""
+
+
 def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
@@ -140,6 +144,11 @@ class _Collected:
     reason: str = ""
     usage: Usage = field(default_factory=Usage)
     num_reasoning: int = 0
+    plain: PlainText | None = None  # has text that was not taken yet
+
+    def take(self) -> None:
+        if self.plain is not None:
+            self.texts += self.plain.take()
 
 
 class WholeAnswer:
@@ -150,11 +159,19 @@ class WholeAnswer:
         self._choices = [_Collected() for _ in range(n)]
 
     def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
-        self._choices[index].texts.append(text)
+        choice = self._choices[index]
+        choice.take()
+        choice.texts.append(text)
         self._add(index, logprobs)
 
-    def say(self, index: int) -> Say:
-        return self._choices[index].texts.append
+    def reader(self, index: int) -> Reader:
+        choice = self._choices[index]
+
+        def read(text: PlainText) -> News:
+            choice.plain = text
+            return ignore_news
+
+        return read
 
     def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
         self._choices[index].thoughts.append(text)
@@ -170,6 +187,7 @@ class WholeAnswer:
 
     def finish(self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int) -> None:
         choice = self._choices[index]
+        choice.take()
         choice.reason, choice.usage, choice.num_reasoning = reason, usage, num_reasoning
         self._add(index, logprobs)
 

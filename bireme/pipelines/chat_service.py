@@ -83,8 +83,8 @@ class ChatService:
         works = self._works(request, prompt, self._params(request, parsing), pictures, arrived_at)
         choices = [self._choice(index, request, parsing, answer) for index in range(len(works))]
         outputs = [choice.add for choice in choices]
-        says = [choice.say for choice in choices]
-        return await run_sequences(self.services, self.tokenizer, works, outputs, arrived_at, says)
+        readers = [choice.reader for choice in choices]
+        return await run_sequences(self.services, self.tokenizer, works, outputs, arrived_at, readers)
 
     def close(self) -> None:
         self.prompts.close()
@@ -126,15 +126,18 @@ class ChatService:
         pictures: RequestPictures | None,
         arrived_at: float,
     ) -> list[Work]:
-        work = Work(
-            prompt=prompt.ids,
-            sampling=params,
-            cache_salt=request.cache_salt,
-            priority=request.sampling.priority,
-            deadline=self._deadline(arrived_at),
-            pictures=pictures,
-        )
-        return [replace(work, sampling=single) for single in expand(params)]
+        deadline = self._deadline(arrived_at)
+        return [
+            Work(
+                prompt=prompt.ids,
+                sampling=single,
+                cache_salt=request.cache_salt,
+                priority=request.sampling.priority,
+                deadline=deadline,
+                pictures=pictures,
+            )
+            for single in expand(params)
+        ]
 
     def _choice(self, index: int, request: ChatRequest, parsing: ParserRequest, answer: Answer) -> Choice:
         texts = self.texts if request.logprobs else None

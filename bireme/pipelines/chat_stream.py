@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from bireme.messages import Usage
 from bireme.pipelines.chat_answer import Heading, Logprobs, call_id, encode_json
 from bireme.pipelines.chat_usage import timing_json, usage_json
-from bireme.text.output import Say
+from bireme.text.output import News, PlainText, Reader
 
 
 class ChunkSink(Protocol):
@@ -16,8 +16,8 @@ class ChunkSink(Protocol):
     def text(self, index: int, text: str) -> None:
         """A chunk with content alone, not yet made: `ChunkTemplate.text` makes it."""
 
-    def writer(self, index: int) -> Say:
-        """Return a quicker way to call `text` for one choice."""
+    def reader(self, index: int) -> Reader:
+        """Return what takes a choice's text by itself; `text`, `chunk` and `end` follow what it took."""
 
     def chunk(self, data: bytes) -> None: ...
 
@@ -91,15 +91,18 @@ class StreamedAnswer:
         else:
             self._delta(index, {"content": text}, logprobs)
 
-    def say(self, index: int) -> Say:
-        write, has_begun = self._sink.writer(index), self._has_begun
+    def reader(self, index: int) -> Reader:
+        def read(text: PlainText) -> News:
+            tell, has_begun = self._sink.reader(index)(text), self._has_begun
 
-        def say(text: str) -> None:
-            if not has_begun[index]:
-                self._begin(index)
-            write(text)
+            def news() -> None:
+                if not has_begun[index]:
+                    self._begin(index)
+                tell()
 
-        return say
+            return news
+
+        return read
 
     def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
         self._delta(index, {"reasoning_content": text}, logprobs)

@@ -6,7 +6,7 @@ from bireme.errors import UnavailableError
 from bireme.kv.router import RoundRobin
 from bireme.pipelines.services import Services
 from bireme.sampling import check_defaults
-from bireme.text.tokenizer import Tokenizer, load_tokenizer
+from bireme.text.tokenizer import Tokenizer, recipe_tokenizer
 from bireme.types import StageContext
 from bireme.workers.base import WorkerClient
 from bireme.workers.local import LocalWorkers
@@ -21,7 +21,7 @@ def make_services(
     """
     recipe = context.recipe
     check_defaults(recipe)
-    tokenizer = tokenizer or load_tokenizer(recipe.tokenizer_path, recipe.limits.max_prompt_bytes, recipe.chat_template)
+    tokenizer = tokenizer or recipe_tokenizer(recipe)
     if workers is None:
         if context.call_async is None:
             raise UnavailableError(f"{context.model_name}: no way to call other models")

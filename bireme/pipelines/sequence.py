@@ -44,7 +44,7 @@ from bireme.pipelines.pictures import RequestPictures, Taken
 from bireme.pipelines.services import Services
 from bireme.request import Ids
 from bireme.text.detokenizer import Detokenizer
-from bireme.text.output import Say, TextStream, TokenDelta
+from bireme.text.output import Reader, TextStream, TokenDelta
 from bireme.workers.base import Generation, PrefillResult, UnreachableError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
@@ -88,12 +88,12 @@ class Sequence:
         detokenizer: Detokenizer,
         send: Callable[[TokenDelta], None],
         index: int | None = None,
-        say: Say | None = None,
+        reader: Reader | None = None,
     ) -> None:
-        """`say` takes the text where nothing but text is wanted; `send` then gets the end alone."""
+        """`reader` takes the text where nothing but text is wanted; `send` then gets the end alone."""
         self._services, self._work = services, work
         self._stream = TextStream(detokenizer, work.sampling, send, self._settle, self.abort, index)
-        self._next_push: Push = (self._stream.plain_push(say) if say else None) or self._stream.push
+        self._next_push: Push = (self._stream.plain_push(reader) if reader else None) or self._stream.push
         self.push = self._push_first
         self.first_token_at = 0.0
         self.migrations = 0

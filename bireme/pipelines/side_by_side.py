@@ -10,7 +10,7 @@ from collections.abc import Sequence as Many
 from bireme.metrics import Registry
 from bireme.pipelines.sequence import Sequence, Work
 from bireme.pipelines.services import Services
-from bireme.text.output import Say, TokenDelta
+from bireme.text.output import Reader, TokenDelta
 from bireme.text.tokenizer import Tokenizer
 
 Output = Callable[[TokenDelta], None]
@@ -22,11 +22,11 @@ async def run_sequences(
     works: list[Work],
     outputs: Iterable[Output],
     arrived_at: float,
-    says: Many[Say | None] = (),
+    readers: Many[Reader | None] = (),
 ) -> list[Sequence]:
     """Return the sequences when all have ended well. Raises the first one's error otherwise.
 
-    `says` (one an output, or none at all) take the text of sequences of which nothing else is wanted.
+    `readers` (one an output, or none at all) take the text of sequences of which nothing else is wanted.
     """
     sequences = [
         Sequence(
@@ -35,7 +35,7 @@ async def run_sequences(
             tokenizer.detokenizer(work.sampling.skip_special_tokens),
             output,
             index if len(works) > 1 else None,
-            says[index] if says else None,
+            readers[index] if readers else None,
         )
         for index, (work, output) in enumerate(zip(works, outputs, strict=True))
     ]

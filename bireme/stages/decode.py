@@ -23,7 +23,7 @@ from bireme.stages.bus import TokenBus
 from bireme.stages.engine_stage import EngineStage
 from bireme.stages.requests import EngineRun, StageRequest, failure_of, parse_stage_request, request_id_of
 from bireme.text.output import TextStream
-from bireme.text.tokenizer import Tokenizer, load_tokenizer
+from bireme.text.tokenizer import Tokenizer, recipe_tokenizer
 from bireme.types import Cancelled, Send, StageContext, Tensors
 
 
@@ -39,7 +39,7 @@ class Decode(EngineStage[EngineClient]):
 
     async def start(self, context: StageContext) -> None:
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(context.recipe.tokenizer_path)
+            self._tokenizer = recipe_tokenizer(context.recipe)
         await super().start(context)
         limit = context.recipe.limits.max_bus_buffer_bytes
         self._bus = TokenBus(context.model_name, self._engine, limit, context.metrics)

@@ -23,7 +23,7 @@ from bireme.specs import PREFILL, ModelSpec
 from bireme.stages.encoding import answer_json, run_encode
 from bireme.stages.engine_stage import EngineStage
 from bireme.stages.requests import EngineRun, StageRequest, failure_of, parse_stage_request, request_id_of
-from bireme.text.tokenizer import Tokenizer, load_tokenizer
+from bireme.text.tokenizer import Tokenizer, recipe_tokenizer
 from bireme.types import Array, Cancelled, Send, StageContext, TensorResponse, Tensors
 
 _encode_usage = msgspec.json.Encoder().encode
@@ -41,7 +41,7 @@ class Prefill(EngineStage[EngineClient]):
     async def start(self, context: StageContext) -> None:
         self._leased: deque[tuple[float, str]] = deque()  # answered requests: when to forget, request id
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(context.recipe.tokenizer_path)
+            self._tokenizer = recipe_tokenizer(context.recipe)
         await super().start(context)
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:

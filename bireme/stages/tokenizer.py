@@ -22,7 +22,7 @@ from bireme.errors import RequestCancelledError, RequestError, ResourceExhausted
 from bireme.request import read_tensors
 from bireme.specs import TOKENIZER, ModelSpec
 from bireme.text.tokenizer import Tokenizer as TextTokenizer
-from bireme.text.tokenizer import load_tokenizer
+from bireme.text.tokenizer import recipe_tokenizer
 from bireme.types import Cancelled, Send, StageContext, TensorResponse, Tensors
 
 _MAX_THREADS = 4
@@ -47,9 +47,7 @@ class Tokenizer:
         num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         if self._tokenizer is None:
-            path = context.recipe.tokenizer_path
-            template = context.recipe.chat_template
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, path, self._limits.max_prompt_bytes, template)
+            self._tokenizer = await asyncio.to_thread(recipe_tokenizer, context.recipe)
 
     async def stop(self) -> None:
         if self._pool is not None:

@@ -22,6 +22,9 @@ class Detokenizer(Protocol):
     def push(self, tokens: Sequence[int]) -> str:
         """Take tokens and return the text that is certain now. Ids outside the vocabulary have no text."""
 
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """As `push`, with the text that became certain with each token on its own; none is empty."""
+
     def flush(self) -> str:
         """Return what is held back; nothing may be pushed afterwards."""
 
@@ -44,12 +47,17 @@ class TableDetokenizer:
                 return ""
             if text is not None:
                 return text
-        elif not self._held:  # what piled up until it is sent
+        return "".join(self.pieces(tokens))
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        if not self._held:  # what piled up until it is sent
             try:
-                return "".join([self._texts[token] for token in tokens])  # type: ignore[misc]
-            except (IndexError, TypeError):  # unknown, or a part of a character
-                pass
-        return "".join([self._push(token) for token in tokens])
+                texts = [self._texts[token] for token in tokens]
+            except IndexError:
+                texts = [None]
+            if all(texts):  # none is a part of a character, without text, or unknown
+                return texts  # type: ignore[return-value]
+        return [piece for token in tokens if (piece := self._push(token))]
 
     def _push(self, token: int) -> str:
         text = self._texts[token] if token < len(self._texts) else ""
@@ -84,7 +92,10 @@ class WindowDetokenizer:
         self._num_out = 0  # characters of the window's text that are out
 
     def push(self, tokens: Sequence[int]) -> str:
-        return "".join([self._push(token) for token in tokens])
+        return "".join(self.pieces(tokens))
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return [piece for token in tokens if (piece := self._push(token))]
 
     def _push(self, token: int) -> str:
         if self._tokenizer.id_to_token(token) is None:

@@ -28,8 +28,38 @@ _json = msgspec.json.Encoder().encode
 _NO_REASON: Array = np.array([b""], dtype=object)
 _ENDED_WELL = ("stop", "length")
 MAX_GROWTH = 64  # tokens of a delta that nobody has looked at; what is beyond that shows in the buffer's size
-Say = Callable[[str], None]  # takes text alone; never an empty one
 Push = Callable[..., None]  # as Sink.push
+
+
+class PlainText:
+    """The text of a sequence of which nothing else is wanted: made when it is taken, many tokens at once."""
+
+    __slots__ = ("_detokenizer", "_has_rest", "_ids", "_num_taken")
+
+    def __init__(self, ids: list[int], detokenizer: Detokenizer) -> None:
+        """`ids` grows with the sequence."""
+        self._ids, self._detokenizer = ids, detokenizer
+        self._num_taken = len(ids)
+        self._has_rest = False  # no token follows: what is held back is to be told
+
+    def end(self) -> None:
+        """No token follows."""
+        self._has_rest = True
+
+    def take(self) -> list[str]:
+        """Return the text since the last call in pieces, one a token as a rule; none is empty."""
+        tokens = self._ids[self._num_taken :]
+        self._num_taken += len(tokens)
+        pieces = self._detokenizer.pieces(tokens)
+        if self._has_rest:
+            self._has_rest = False
+            if rest := self._detokenizer.flush():
+                pieces.append(rest)
+        return pieces
+
+
+News = Callable[[], None]  # there is more to take; quick, must not raise
+Reader = Callable[[PlainText], News]  # gets a text before its first token and returns what tells of each step
 
 
 class TokenDelta:
@@ -178,6 +208,7 @@ class TextStream:
         "_finder",
         "_index",
         "_open",
+        "_plain",
         "_send",
         "_takes_prompt_logprobs",
         "finish_reason",
@@ -201,6 +232,7 @@ class TextStream:
         self._index = index
         self._takes_prompt_logprobs = False
         self._open: TokenDelta | None = None  # the last one sent, while it may still grow
+        self._plain: tuple[PlainText, News] | None = None  # its reader takes the text
         self.output_ids: list[int] = []  # all delivered so far, replayed ones too: what a migration sends along
         self.finish_reason = ""
 
@@ -229,18 +261,19 @@ class TextStream:
             self._open = delta = TokenDelta(list(tokens), index=self._index, detokenizer=self._detokenizer)
             self._send(delta)
 
-    def plain_push(self, say: Say) -> Push | None:
+    def plain_push(self, reader: Reader) -> Push | None:
         """Return what does as `push` where text is all that is wanted, at a fraction of the cost; None where
-        there is more to do. The end still goes to `send`.
+        there is more to do. The end still goes to `send`, without text: the reader is told of the rest before it.
         """
         if self._finder is not None:
             return None
-        keep, detokenize = self.output_ids.extend, self._detokenizer.push
+        text = PlainText(self.output_ids, self._detokenizer)
+        keep, tell = self.output_ids.extend, reader(text)
+        self._plain = text, tell
 
         def push(tokens: Sequence[int], logprobs: object = None, prompt_logprobs: object = None) -> None:
             keep(tokens)
-            if text := detokenize(tokens):
-                say(text)
+            tell()
 
         return push
 
@@ -255,6 +288,11 @@ class TextStream:
             text = self._rest(self._finder)
             is_stopped = self._finder.is_stopped
         detokenizer = self._detokenizer if self._finder is None else None
+        if self._plain is not None:
+            plain, tell = self._plain
+            plain.end()
+            tell()
+            detokenizer = None
         self.finish_reason = "stop" if is_stopped else finish.reason
         usage = msgspec.structs.replace(finish.usage, completion_tokens=len(self.output_ids))
         self._send(TokenDelta([], text, None, None, self._index, self.finish_reason, usage, detokenizer))
@@ -263,7 +301,7 @@ class TextStream:
     def close(self) -> None:
         """Let go of the callbacks; what still comes is ignored. Whoever made them is then freed without a collector."""
         self._send = self._done = self._abort = _ignore
-        self._open = None
+        self._open = self._plain = None
 
     def _push_until_stop(
         self,

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from bireme.config import Recipe
 from bireme.errors import ConfigError, RequestError
 from bireme.text import vocabulary
 from bireme.text.chat_template import ChatTemplate, Message, Prompt
 from bireme.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
+from bireme.text.encoder import Backend, Encoder, ReferenceEncoder, create_encoder
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -36,8 +39,10 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         templates: Mapping[str, str] | None = None,
         max_prompt_bytes: int = 8 << 20,
+        encoder: Encoder | None = None,
     ) -> None:
         self._inner = inner
+        self._encoder = encoder or ReferenceEncoder(inner)
         self.special_tokens = dict(special_tokens or {})  # by role: bos_token, eos_token, ...
         self._templates = {
             name: ChatTemplate(source, self.special_tokens, max_prompt_bytes)
@@ -64,11 +69,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises RequestError for text that is not valid Unicode."""
         try:
-            # A batch of one: the fast way, which leaves out the tokens' places in the text, is only there for batches.
-            ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return self._encoder.encode(text, add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:  # tokenizers says TypeError for lone surrogates
             raise RequestError("the prompt holds a lone surrogate; send valid Unicode") from error
-        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -127,16 +130,29 @@ class Tokenizer:
         return self._table and self._table.without(self._special_ids)
 
 
-def load_tokenizer(path: str, max_prompt_bytes: int = 8 << 20, chat_template: str = "") -> Tokenizer:
+def load_tokenizer(
+    path: str, max_prompt_bytes: int = 8 << 20, chat_template: str = "", backend: Backend = "auto"
+) -> Tokenizer:
     """Load from a folder, or a hub id where huggingface_hub is installed. Raises ConfigError with the remedy.
 
-    `chat_template`: a Jinja file in place of the model's own templates.
+    `chat_template`: a Jinja file in place of the model's own templates. `backend`: what encodes (encoder.py).
     """
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # else one text, too, goes to a thread of the library's own
     folder = Path(path) if Path(path).is_dir() else _download(path)
     config = _json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     special = {name: text for name in _NAMED if (text := _token_text(config.get(name)))}
     templates = _own_template(chat_template) if chat_template else _templates(folder, config)
-    return Tokenizer(_inner(folder), special, templates, max_prompt_bytes)
+    inner = _inner(folder)
+    encoder = create_encoder(inner, folder / _FILES[0], backend)
+    return Tokenizer(inner, special, templates, max_prompt_bytes, encoder)
+
+
+def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
+    """Load what a recipe says. Raises ConfigError."""
+    limit = recipe.limits.max_prompt_bytes
+    return load_tokenizer(recipe.tokenizer_path, limit, recipe.chat_template, recipe.tokenizer_backend)
 
 
 def _download(path: str) -> Path:

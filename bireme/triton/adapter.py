@@ -19,9 +19,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from bireme.config import WORKER_STAGES, Recipe, load_recipe, missing_worker, stage_of
+from bireme.config import WORKER_STAGES, Recipe, missing_worker, stage_of
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError
 from bireme.metrics import Registry
+from bireme.recipe_files import load_recipe
 from bireme.specs import ModelSpec
 from bireme.stages.absent import absent_stage
 from bireme.triton import lifeline, logs

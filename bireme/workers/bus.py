@@ -362,16 +362,10 @@ class Session:
 
     def _take(self, step: Step) -> None:
         tickets = self._tickets
-        if step.logprobs is None and step.prompt_logprobs is None:
-            for number, tokens in step.deltas():
-                if (ticket := tickets.get(number)) is not None:
-                    ticket.was_heard = True
-                    try:
-                        ticket.sink.push(tokens)
-                    except Exception as error:
-                        self._break(ticket, error)
+        if step.counts is None and step.logprobs is None and step.prompt_logprobs is None:
+            self._take_plain(step)
         else:
-            self._take_logprobs(step)
+            self._take_rich(step)
         for number, finish in step.finished.items():
             if (ticket := tickets.pop(number, None)) is not None:
                 ticket.session = None
@@ -379,7 +373,19 @@ class Session:
         if step.lost:
             raise EngineLostError(f"{self._bus.worker}: its engine died or was restarted with the request in flight")
 
-    def _take_logprobs(self, step: Step) -> None:
+    def _take_plain(self, step: Step) -> None:
+        """One token a request: the path that has to be quick."""
+        find = self._tickets.get
+        for number, token in zip(step.requests, step.tokens, strict=True):
+            ticket = find(number)
+            if ticket is not None:
+                ticket.was_heard = True
+                try:
+                    ticket.sink.push((token,))
+                except Exception as error:
+                    self._break(ticket, error)
+
+    def _take_rich(self, step: Step) -> None:
         logprobs, prompts = step.logprobs or {}, dict(step.prompt_logprobs or {})
         for number, tokens in step.deltas():
             if (ticket := self._tickets.get(number)) is not None:

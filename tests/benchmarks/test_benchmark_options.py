@@ -20,7 +20,6 @@ def test_an_unknown_name_is_refused_with_those_that_are_known():
 
 
 def test_a_chart_is_a_png(tmp_path):
-    pytest.importorskip("matplotlib")
     panels = [Panel("5 ms a step", {"bus": [(64, 2.0), (1, 1.0)], "nobody": []})]
     draw(str(tmp_path / "chart.png"), panels, "tokens/s")
     assert (tmp_path / "chart.png").read_bytes()[:4] == b"\x89PNG"

@@ -123,4 +123,7 @@ async def test_a_drop_after_the_last_token_does_no_harm(grpc_server, workload):
         await asyncio.sleep(0)
     client.drop(0)
     await asyncio.wait_for(request, 5)
+    assert trace.count == 6
+    await asyncio.wait_for(client.request(0, again := trace_of(workload)), 5)  # the stream can be used again
+    assert again.count == 6
     await client.close()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bireme.config import CHECKOUT, load_recipe
+from bireme.config import CHECKOUT
 from bireme.engines.trtllm.arguments import complete
 from bireme.engines.trtllm.config import llm_arguments
 from bireme.engines.trtllm.unions import choose_classes
+from bireme.recipe_files import load_recipe
 
 WORKERS = [
     (path.parent.name, stage)

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from bireme import config, llm_args
+from bireme import llm_args
 from bireme.config import EngineConfig
+from bireme.conversion import convert, keys_of
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import Delta, EngineContext
 from bireme.engines.trtllm.engine import TrtllmEngine
@@ -22,7 +23,7 @@ UNSET = object()  # instead of a value of the harness' own
 
 def engine_config(yaml: dict[str, Any]) -> EngineConfig:
     """Return what load_recipe makes of an engine YAML of engine trtllm."""
-    return config.convert(llm_args.split(yaml, config._keys_of(EngineConfig)), EngineConfig, "test")
+    return convert(llm_args.split(yaml, keys_of(EngineConfig)), EngineConfig, "test")
 
 
 class Answer:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from engine_fixtures import VOCAB_SIZE
 
-from bireme.config import Recipe, load_recipe
+from bireme.config import Recipe
 from bireme.engines.client import EngineClient
 from bireme.metrics import Registry
+from bireme.recipe_files import load_recipe
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bireme.disagg import DisaggregatedParams, unseal
-from bireme.engines.base import Delta
+from bireme.engines.base import Delta, PlainTokens
 from bireme.engines.columns import StepEncoder
 from bireme.engines.ledger import Ledger
 from bireme.messages import Finish, Step, Usage, decode_step, split
@@ -21,9 +21,10 @@ def ledger() -> Ledger:
     return ledger
 
 
-def steps_of(ledger: Ledger, *deltas: Delta) -> dict[int, Step]:
-    frames = map(split, StepEncoder(7, ledger, KEY).frames(3, list(deltas)))
-    return {consumer: decode_step(payload) for consumer, payload in frames}
+def steps_of(ledger: Ledger, *deltas: Delta, plain: PlainTokens | None = None) -> dict[int, Step]:
+    encoder = StepEncoder(7, ledger, KEY)
+    encoder.add(3, list(deltas), plain)
+    return {consumer: decode_step(payload) for consumer, payload in map(split, encoder.take())}
 
 
 def test_each_consumer_gets_one_frame_with_its_own(ledger):
@@ -39,6 +40,40 @@ def test_counts_appear_when_one_request_has_more_than_one_token(ledger):
     assert list(step.deltas()) == [(1, [10]), (2, [11, 12])]
 
 
+def test_plain_tokens_and_deltas_share_a_frame(ledger):
+    plain = PlainTokens([(5, 1), (0, 1)], [11, 10])
+    assert steps_of(ledger, plain=plain)[0].counts is None
+    steps = steps_of(ledger, Delta((0, 2), [12, 13]), plain=plain)
+    assert list(steps[0].deltas()) == [(1, [10]), (2, [12, 13])]
+    assert list(steps[5].deltas()) == [(1, [11])]
+
+
+def test_steps_that_pile_up_share_a_frame_in_order(ledger):
+    encoder = StepEncoder(7, ledger, KEY)
+    encoder.add(3, [Delta((0, 1), [10])], PlainTokens([(0, 2)], [20]))
+    encoder.add(4, [], PlainTokens([(0, 1), (0, 2)], [11, 21]))
+    encoder.add(5, [Delta((0, 1), [12, 13]), Delta((0, 2), [22], finish=Finish("length", Usage()))])
+    encoder.add(6, [], PlainTokens([(0, 1), (5, 1)], [14, 30]))
+    frames = [split(data) for data in encoder.take()]
+    assert [consumer for consumer, _ in frames] == [0, 5]
+    step = decode_step(frames[0][1])
+    rows = list(step.deltas())
+    assert [token for number, tokens in rows if number == 1 for token in tokens] == [10, 11, 12, 13, 14]
+    assert [token for number, tokens in rows if number == 2 for token in tokens] == [20, 21, 22]
+    assert step.number == 3 and list(step.finished) == [2]
+    assert encoder.take() == []
+
+
+def test_a_step_with_log_probs_travels_alone(ledger):
+    encoder, chosen = StepEncoder(7, ledger, KEY), [[(11, -0.5)]]
+    encoder.add(3, [], PlainTokens([(0, 1)], [10]))
+    encoder.add(4, [Delta((0, 1), [11], chosen)], PlainTokens([(0, 2)], [20]))
+    encoder.add(5, [], PlainTokens([(0, 1)], [12]))
+    steps = [decode_step(payload) for _, payload in map(split, encoder.take())]
+    assert [step.tokens for step in steps] == [[10], [20, 11], [12]]
+    assert [step.logprobs for step in steps] == [None, {1: chosen}, None]
+
+
 def test_prompt_log_probs_without_a_token_arrive(ledger):
     entries = [[(4, -0.5)]]
     step = steps_of(ledger, Delta((0, 1), prompt_logprobs=entries, finish=Finish("stop", Usage())))[0]
@@ -49,6 +84,7 @@ def test_prompt_log_probs_without_a_token_arrive(ledger):
 def test_news_of_muted_and_unknown_requests_go_nowhere(ledger):
     ledger.get((0, 1)).is_muted = True
     assert steps_of(ledger, Delta((0, 1), [10]), Delta((0, 99), [11])) == {}
+    assert steps_of(ledger, plain=PlainTokens([(0, 1), (0, 99)], [10, 11])) == {}
 
 
 def test_a_finish_ends_the_entry_also_of_a_muted_request(ledger):

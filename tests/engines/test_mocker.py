@@ -30,9 +30,12 @@ class Emitted:
         self.batches: list[int] = []
         self.times: list[float] = []
 
-    def __call__(self, step, deltas) -> None:
+    def __call__(self, step, deltas, plain=None) -> None:
         self.times.append(time.monotonic())
-        self.batches.append(len(deltas))
+        self.batches.append(len(deltas) + (len(plain.keys) if plain else 0))
+        for key, token in zip(plain.keys, plain.tokens, strict=True) if plain else ():
+            assert key[1] not in self.finishes
+            self.tokens[key[1]].append(token)
         for delta in deltas:
             number = delta.key[1]
             assert number not in self.finishes
@@ -220,6 +223,9 @@ def test_submits_from_many_threads_all_end(start):
     for thread in threads:
         thread.join()
     wait_for(lambda: len(emitted.finishes) == 200)
+    numbers = [1000 * n + i for n in range(1, 5) for i in range(50)]
+    assert {finish.reason for finish in emitted.finishes.values()} == {"length"}
+    assert dict(emitted.tokens) == {number: expected_tokens([number], 3) for number in numbers}
 
 
 def test_printable_ids_decode_to_plain_text(sample_model):

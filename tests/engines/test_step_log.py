@@ -23,8 +23,10 @@ def test_a_step_that_follows_at_once_counts_from_the_end_of_the_last(tmp_path, m
     assert [1.0, 1.0, 0.25] == read(tmp_path / "steps")
 
 
-def test_without_the_variable_nothing_is_written(monkeypatch):
+def test_without_the_variable_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
     log = StepLog()
     log.add(1.0, 2.0, is_first=True)
     log.close()
+    assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from bireme.config import Recipe, convert
+from bireme.config import Recipe
+from bireme.conversion import convert
 from bireme.engines.video.client import VideoClient
 from bireme.engines.video.link import EngineLink
 from bireme.errors import (
@@ -173,8 +174,10 @@ def test_an_abort_of_an_unknown_number_disturbs_nobody(start):
     client = start()
     running, number = submit(client, 5)
     running.until("step")
+    pid = client.pid
     client.abort(number + 1)
-    running.until("made")
+    steps, end = running.rest()
+    assert (steps, type(end), client.pid) == ([1, 2, 3, 4, 5], wire.Made, pid)
 
 
 def test_an_abort_of_work_that_a_past_life_took_along_disturbs_nobody(start):
@@ -186,7 +189,8 @@ def test_an_abort_of_work_that_a_past_life_took_along_disturbs_nobody(start):
     later = submit(client, 5)[0]
     later.until("step")
     client.abort(number)
-    later.until("made")
+    steps, end = later.rest()
+    assert (steps, type(end)) == ([1, 2, 3, 4, 5], wire.Made)
 
 
 @pytest.fixture

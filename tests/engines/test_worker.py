@@ -120,7 +120,7 @@ def test_the_engine_dies_with_its_stub(make_recipe, tmp_path):
     program = f"""
         import logging, time
         from pathlib import Path
-        from bireme.config import load_recipe
+        from bireme.recipe_files import load_recipe
         from bireme.engines.client import EngineClient
         from bireme.metrics import Registry
         recipe = load_recipe({str(tmp_path)!r}, override="")
@@ -145,7 +145,7 @@ def test_a_stub_whose_server_has_died_ends_itself_and_its_engine(make_recipe, tm
     stub_program = f"""
         import logging, os, time
         from pathlib import Path
-        from bireme.config import load_recipe
+        from bireme.recipe_files import load_recipe
         from bireme.engines.client import EngineClient
         from bireme.metrics import Registry
         recipe = load_recipe({str(tmp_path)!r}, override="")

@@ -73,10 +73,10 @@ def main(folder: Path, port: int) -> int:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
     import serve
 
-    from bireme.config import load_recipe
     from bireme.launch import Ports
     from bireme.launch.console import Console
     from bireme.launch.deployment import Deployment, DeploymentSettings
+    from bireme.recipe_files import load_recipe
 
     settings = DeploymentSettings(
         recipe=load_recipe(folder / "recipe"),

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from bireme.config import Recipe, WorkerEntry, load_recipe
+from bireme.config import Recipe, WorkerEntry
 from bireme.engines.trtllm.config import llm_arguments
 from bireme.errors import ConfigError
 from bireme.launch import free_ports, processes
@@ -20,6 +20,7 @@ from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.series import worker_series
 from bireme.launch.tritonserver import THREAD_POOL_SIZE, address, failed_models
+from bireme.recipe_files import load_recipe
 
 STUB = "/run/backends/python/triton_python_backend_stub"
 

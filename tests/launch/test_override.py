@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from bireme.config import load_recipe
 from bireme.errors import ConfigError
 from bireme.launch.override import add_settings
+from bireme.recipe_files import load_recipe
 
 
 def test_a_setting_reaches_the_recipe():

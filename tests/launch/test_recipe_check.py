@@ -11,9 +11,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bireme.config import CHECKOUT, load_recipe
+from bireme.config import CHECKOUT
 from bireme.errors import ConfigError
 from bireme.launch.recipe_check import check_folder
+from bireme.recipe_files import load_recipe
 
 RECIPES = ("deepseek-r1-wide-ep", "llama4-eagle-disagg", "llava-epd", "tiny-chat-disagg", "mocker-disagg", "wan-video")
 VALUES = st.sampled_from([None, True, 0, -1, 7, 0.5, "", "x", "8", [], [1], {}, {"a": 1}, "decode.yaml"])

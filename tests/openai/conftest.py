@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
-from bireme.config import Recipe, convert
+from bireme.config import Recipe
+from bireme.conversion import convert
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys

@@ -8,7 +8,7 @@ from uvicorn.server import ServerState
 
 from bireme.config import FrontendConfig
 from bireme.openai.connection import Connection
-from bireme.openai.direct import Watch, at_once, cycle_of, direct_write, has_whole_body
+from bireme.openai.direct import AtOnce, Watch, cycle_of, direct_write, has_whole_body
 
 REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
 
@@ -79,7 +79,7 @@ async def test_a_reply_s_head_and_beginning_are_one_write(connection):
     connection.data_received(REQUEST.replace(b"Host: x", b"Host: x\r\nConnection: close") + b"{}")
     await asyncio.sleep(0)
     receive, send = connection.calls[0]
-    with at_once(cycle_of(receive)):
+    with AtOnce(cycle_of(receive)):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
         assert connection.transport.num_writes == 0 and not connection.transport.is_closed

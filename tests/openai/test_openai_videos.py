@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from bireme.config import Recipe, convert
+from bireme.config import Recipe
+from bireme.conversion import convert
 from bireme.errors import EngineLostError, RequestError
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend

@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models
 
-from bireme.config import Recipe, WorkerEntry, convert
+from bireme.config import Recipe, WorkerEntry
+from bireme.conversion import convert
 from bireme.metrics import Registry
 from bireme.pipelines.completion import Completion
 from bireme.pipelines.generate import Generate

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
-from bireme.config import Recipe, convert
+from bireme.config import Recipe
+from bireme.conversion import convert
 from bireme.errors import RequestError
 from bireme.messages import Usage
 from bireme.metrics import Registry

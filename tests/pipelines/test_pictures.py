@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from bireme.config import Recipe, convert
+from bireme.config import Recipe
+from bireme.conversion import convert
 from bireme.errors import DeadlineExceededError, EngineLostError, RequestError, UnavailableError
 from bireme.kv.router import RoundRobin
 from bireme.metrics import Registry

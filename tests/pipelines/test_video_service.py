@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from bireme.config import Recipe, convert
+from bireme.config import Recipe
+from bireme.conversion import convert
 from bireme.errors import EngineLostError, RequestError, ResourceExhaustedError, UnavailableError
 from bireme.metrics import Registry
 from bireme.pipelines.video_service import VideoService

@@ -15,7 +15,8 @@ COUNT = 40  # tasks a kind
 
 @pytest.fixture
 async def client(tiny_chat):
-    return openai.AsyncOpenAI(base_url=f"{tiny_chat.url}/v1", api_key="none", max_retries=0)
+    async with openai.AsyncOpenAI(base_url=f"{tiny_chat.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def fields_of(task):

@@ -36,7 +36,9 @@ def deployment(request, tmp_path_factory):
 
 @pytest.fixture
 async def client(deployment):
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{PORTS['openai']}/v1", api_key="none", max_retries=0)
+    url = f"http://127.0.0.1:{PORTS['openai']}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 async def ask(client, messages, **fields):

@@ -13,11 +13,11 @@ from test_faults import Run
 from triton_client import Client
 from watch import until
 
-from bireme.config import load_recipe
 from bireme.engines.mocker_tokens import expected_tokens, printable_ids
 from bireme.launch import free_ports
 from bireme.launch.console import Console
 from bireme.launch.deployment import Deployment, DeploymentSettings
+from bireme.recipe_files import load_recipe
 
 pytestmark = pytest.mark.server
 

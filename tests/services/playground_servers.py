@@ -16,7 +16,8 @@ from typing import Any
 
 import uvicorn
 
-from bireme.config import Recipe, convert
+from bireme.config import Recipe
+from bireme.conversion import convert
 from bireme.launch.ports import is_free
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend

@@ -246,4 +246,3 @@ def test_the_server_s_words_are_shown_when_it_refuses_a_picture(page: Page, draw
     page.attach(*[drawn] * 17)
     page.ask("What is this?")
     page.until(lambda: "16" in page.text(".answer .error-text"))
-    page.complaints()  # Chromium itself notes the status 400

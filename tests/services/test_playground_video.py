@@ -61,4 +61,3 @@ def test_a_refusal_is_shown_in_the_server_s_words(page: Page) -> None:
     ask(page, prompt="a cat", size="100x100")
     page.until(lambda: "multiples of 16" in page.text("#video-error"))
     assert not page.find("#video-progress").is_displayed()
-    page.complaints()  # Chromium itself notes the status 400

@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models
 
-from bireme.config import Recipe, convert
+from bireme.config import Recipe
+from bireme.conversion import convert
 from bireme.engines.fake_client import FakeEngineClient
 from bireme.metrics import Registry
 from bireme.stages.decode import Decode

@@ -7,8 +7,8 @@ import shlex
 import pytest
 import serve_nodes
 
-from bireme.config import load_recipe
 from bireme.errors import ConfigError
+from bireme.recipe_files import load_recipe
 
 WIDE = "recipes/deepseek-r1-wide-ep"
 

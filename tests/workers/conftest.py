@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import models
 from tritonclient.grpc import service_pb2
 
-from bireme.config import Recipe, convert
+from bireme.config import Recipe
+from bireme.conversion import convert
 from bireme.engines.fake_client import FakeEngineClient
 from bireme.errors import BiremeError, to_message
 from bireme.messages import Finish

@@ -9,15 +9,11 @@ from __future__ import annotations
 import faulthandler
 import gc
 import logging
-import os
 import signal
 import time
 
-import msgspec
-
-from bireme import config
-from bireme.config import Recipe, stage_of
-from bireme.engines.environment import RECIPE_VARIABLE, num_threads
+from bireme.config import stage_of
+from bireme.engines.environment import given_recipe, num_threads
 from bireme.engines.process import EXIT_CONFIG, start_log
 from bireme.engines.video import create_video_engine
 from bireme.engines.video.base import AbortedError, Frames, VideoContext, VideoEngine
@@ -67,7 +63,7 @@ class VideoProcess:
         return 0
 
     def _make_engine(self) -> VideoEngine:
-        recipe = _recipe()
+        recipe = given_recipe()
         entry = recipe.entry(self._worker)
         if entry is None:
             raise ConfigError(f"{self._worker} is not in recipe {recipe.name}; workers: {', '.join(recipe.workers)}")
@@ -158,10 +154,3 @@ def _encode(frames: Frames, work: wire.Generation) -> tuple[list[bytes], tuple[i
         count, height, width, channels = frames.shape
         return [frames.tobytes()], (count, height, width, channels)
     return [encode_video(frames, work.fps, work.output_format)], None
-
-
-def _recipe() -> Recipe:
-    """Return the supervisor's recipe, or the one that the environment names."""
-    if text := os.environ.get(RECIPE_VARIABLE):
-        return msgspec.json.decode(text, type=Recipe)
-    return config.load_recipe()

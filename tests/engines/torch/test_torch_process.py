@@ -14,9 +14,9 @@ import pytest
 from engine_fixtures import Collector, wait_for
 from torch_harness import make_prompts, request
 
-from bireme.config import load_recipe
 from bireme.engines.client import EngineClient
 from bireme.metrics import Registry
+from bireme.recipe_files import load_recipe
 
 PROMPTS = make_prompts(3, 20, 45, 70, 150, 33, seed=3)
 

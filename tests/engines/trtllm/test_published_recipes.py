@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from bireme.config import CHECKOUT, load_recipe
+from bireme.config import CHECKOUT
 from bireme.engines.trtllm.config import prepared
 from bireme.engines.trtllm.contract import contract
+from bireme.recipe_files import load_recipe
 
 QUOTED = contract()["example_engine_configs"]
 RENAMED = {

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme import llm_args
-from bireme.config import EngineConfig, load_recipe
+from bireme.config import EngineConfig
 from bireme.engines.trtllm import config
 from bireme.engines.trtllm.config import check_arguments, llm_arguments, prepared
 from bireme.engines.trtllm.contract import CEILING, FLOOR, validate
 from bireme.errors import ConfigError
+from bireme.recipe_files import load_recipe
 
 
 def arguments(stage: str = "decode", version: str = FLOOR, **yaml) -> dict:

@@ -411,6 +411,7 @@ def test_close_without_start_is_harmless(tmp_path):
         run_dir=tmp_path, worker="prefill", life=1, config=CacheTransceiverConfig(), metrics=Registry()
     )
     transfer.close()
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_a_run_directory_that_is_not_there_is_refused_by_name(tmp_path):

@@ -1,0 +1,93 @@
+"""Plain data to settings classes, and what an operator is told when it does not fit."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+
+from bireme.errors import ConfigError
+
+_S = TypeVar("_S", bound=msgspec.Struct)
+
+
+def convert(tree: Any, kind: type[_S], where: str) -> _S:
+    """Turn plain data into settings. Raises ConfigError naming file, key, value and, for a typo, the nearest key."""
+    try:
+        return msgspec.convert(tree, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {_explain(str(error), kind, tree)}") from error
+
+
+def keys_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return a settings class's keys, a block's with its own keys."""
+    blocks = {field.encode_name: _struct_in(field.type) for field in msgspec.structs.fields(kind)}
+    return {name: keys_of(block) if block else None for name, block in blocks.items()}
+
+
+def _explain(text: str, kind: type[msgspec.Struct], tree: Any) -> str:
+    """Put msgspec's message the way an operator needs it: key, value, what is allowed."""
+    text, _, path = text.partition(" - at `$")
+    path = path.strip("`").lstrip(".")
+    unknown = re.match(r"Object contains unknown field `(.+?)`", text)
+    if unknown:
+        return _explain_unknown(unknown.group(1), path, kind)
+    if not path:
+        return text
+    choices = _choices_at(kind, path)
+    hint = f"one of {', '.join(choices)}" if choices else _say_range(text)
+    return f"{path}: {hint}" if "[" in path else f"{path}: {_value_at(tree, path)!r}; {hint}"
+
+
+def _say_range(text: str) -> str:
+    """Expected `int` >= 1 -> 1 or more."""
+    match = re.fullmatch(r"Expected `.+` (>=|>|<=|<) (\S+)", text)
+    if not match:
+        return text
+    bound = match.group(2).removesuffix(".0")
+    words = {">=": "{} or more", ">": "more than {}", "<=": "{} or less", "<": "less than {}"}
+    return words[match.group(1)].format(bound)
+
+
+def _explain_unknown(key: str, path: str, kind: type[msgspec.Struct]) -> str:
+    known = sorted(field.encode_name for field in msgspec.structs.fields(_struct_at(kind, path)))
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(known)}"
+    return f"unknown key {path + '.' if path else ''}{key}{hint}"
+
+
+def _choices_at(kind: type[msgspec.Struct], path: str) -> tuple[str, ...]:
+    """Return the values that a Literal field allows; () for other fields."""
+    block, _, name = path.rpartition(".")
+    fields = msgspec.structs.fields(_struct_at(kind, block))
+    annotation = next((field.type for field in fields if field.encode_name == name), None)
+    parts = (annotation, *get_args(annotation))
+    return next((get_args(part) for part in parts if get_origin(part) is Literal), ())
+
+
+def _value_at(tree: Any, path: str) -> Any:
+    for part in path.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else tree
+    return tree
+
+
+def _struct_at(kind: type[msgspec.Struct], where: str) -> type[msgspec.Struct]:
+    """Follow a path like workers[...].engine_config to the settings class there."""
+    for part in filter(None, where.replace("[...]", "").split(".")):
+        name = part.split("[")[0]
+        field = next((field for field in msgspec.structs.fields(kind) if field.encode_name == name), None)
+        inner = _struct_in(field.type) if field else None
+        if inner is None:
+            break
+        kind = inner
+    return kind
+
+
+def _struct_in(annotation: Any) -> type[msgspec.Struct] | None:
+    """Return the settings class in an annotation such as dict[str, WorkerEntry]."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return annotation
+    return next(filter(None, (_struct_in(part) for part in get_args(annotation))), None)

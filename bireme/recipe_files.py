@@ -1,0 +1,209 @@
+"""Recipe folders, read: `recipe.yaml`, its engine YAMLs and the override, merged and checked.
+
+Precedence: defaults < recipe < BIREME_OVERRIDE (JSON, deep merge; each replaced scalar is logged). Unknown keys
+are errors that suggest the nearest one.
+
+    model: models/tiny-llama            # folder (relative to the checkout) or hub id
+    workers:
+      prefill: {engine: torch, engine_config: prefill.yaml}
+      decode:  {engine: torch, engine_config: decode.yaml, replicas: 2}
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bireme import llm_args
+from bireme.config import CHECKOUT, DEFAULT_RECIPE, WORKER_STAGES, EngineConfig, Recipe, WorkerEntry, find_model
+from bireme.conversion import convert, keys_of
+from bireme.errors import ConfigError
+
+logger = logging.getLogger("bireme.recipe_files")
+
+
+def load_recipe(path: str | Path | None = None, override: str | None = None) -> Recipe:
+    """Read a recipe folder. Defaults: BIREME_RECIPE, else recipes/tiny; BIREME_OVERRIDE. Raises ConfigError."""
+    folder = _recipe_folder(path or os.environ.get("BIREME_RECIPE") or DEFAULT_RECIPE)
+    recipe = make_recipe(recipe_tree(folder, override), folder)
+    check_rules(recipe)
+    return recipe
+
+
+def recipe_tree(folder: Path, override: str | None = None) -> dict[str, Any]:
+    """Return a recipe folder's YAML, engine YAMLs and the override merged in, unchecked. Raises ConfigError."""
+    tree = _read_yaml(folder / "recipe.yaml")
+    _read_engine_configs(tree, folder)
+    _merge_engine_args(tree)
+    text = os.environ.get("BIREME_OVERRIDE", "") if override is None else override
+    if text:
+        deep_merge(tree, _parse_override(text))
+        _read_engine_configs(tree, folder)
+        _merge_engine_args(tree)
+    return tree
+
+
+def make_recipe(tree: dict[str, Any], folder: Path) -> Recipe:
+    """Turn a recipe's tree into a Recipe; changes `tree`. Raises ConfigError for the first key or value wrong."""
+    for reserved in ("name", "folder"):
+        if reserved in tree:
+            raise ConfigError(f"{folder}/recipe.yaml: {reserved} is the folder's name; remove the key")
+    for name, worker in _workers(tree).items():
+        _split_llm_args(worker, folder)
+        convert(worker, WorkerEntry, f"{folder}/recipe.yaml: workers.{name}")  # an error names this worker
+    return convert(tree | {"name": folder.name, "folder": str(folder)}, Recipe, f"{folder}/recipe.yaml")
+
+
+def deep_merge(base: dict[str, Any], override: Mapping[str, Any], path: str = "") -> None:
+    """Merge `override` into `base` in place: blocks key by key, everything else replaced (and logged)."""
+    for key, value in override.items():
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            deep_merge(base[key], value, where)
+        else:
+            logger.info("override key=%s old=%s new=%s", where, base.get(key), value)
+            base[key] = value
+
+
+def _recipe_folder(path: str | Path) -> Path:
+    folder = Path(path)
+    if not folder.is_absolute() and not (folder / "recipe.yaml").exists():
+        folder = CHECKOUT / folder
+    if (folder / "recipe.yaml").exists():
+        return folder.resolve()
+    known = sorted(entry.parent.name for entry in (CHECKOUT / "recipes").glob("*/recipe.yaml"))
+    near = difflib.get_close_matches(folder.name, known, n=1)
+    hint = f"did you mean recipes/{near[0]}?" if near else f"known recipes: {', '.join(known)}"
+    raise ConfigError(f"no recipe at {path} (a folder with recipe.yaml); {hint}")
+
+
+def _workers(tree: dict[str, Any]) -> dict[str, Any]:
+    workers = tree.get("workers")
+    return workers if isinstance(workers, dict) else {}
+
+
+def _read_engine_configs(tree: dict[str, Any], folder: Path) -> None:
+    """Put the content of engine YAMLs in the place of their names."""
+    for worker in _workers(tree).values():
+        if isinstance(worker, dict) and isinstance(worker.get("engine_config"), str):
+            worker["engine_config"] = _read_yaml(folder / worker["engine_config"])
+
+
+def _merge_engine_args(tree: dict[str, Any]) -> None:
+    """Merge each worker's engine_args over its engine_config; what is no mapping is left for `convert` to refuse."""
+    for name, worker in _workers(tree).items():
+        if not isinstance(worker, dict) or not isinstance(worker.get("engine_args"), dict):
+            continue
+        config = worker.setdefault("engine_config", {})
+        if isinstance(config, dict):
+            deep_merge(config, worker.pop("engine_args"), f"workers.{name}.engine_config")
+
+
+def _split_llm_args(worker: Any, folder: Path) -> None:
+    if isinstance(worker, dict) and worker.get("engine") == "trtllm":
+        config = worker.get("engine_config", {})
+        if isinstance(config, dict):
+            llm_args.inline(config, folder, _read_yaml, lambda name: find_model(name, str(folder)))
+            worker["engine_config"] = llm_args.split(config, keys_of(EngineConfig))
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist") from error
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a mapping is expected at the top, not {type(tree).__name__}")
+    try:
+        return {key: _unshared(value) for key, value in tree.items()}
+    except RecursionError:
+        raise ConfigError(f"{path}: an alias (*name) stands in the block that it names; write the block out") from None
+
+
+def _unshared(tree: Any) -> Any:
+    """Copy what YAML's anchors share: a change of one worker must not reach the others."""
+    if isinstance(tree, dict):
+        return {key: _unshared(value) for key, value in tree.items()}
+    return [_unshared(item) for item in tree] if isinstance(tree, list) else tree
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"BIREME_OVERRIDE: not valid JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError("BIREME_OVERRIDE: a JSON object is expected")
+    return tree
+
+
+def check_rules(recipe: Recipe) -> None:
+    """Raise ConfigError for the first rule across fields that the recipe breaks, with its reason."""
+    for stage, entry in recipe.workers.items():
+        if stage not in WORKER_STAGES:
+            near = difflib.get_close_matches(stage, WORKER_STAGES, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"workers.{stage}: not a stage ({', '.join(WORKER_STAGES)}){hint}")
+        if not 1 <= entry.replicas <= 64:
+            raise ConfigError(f"workers.{stage}.replicas: {entry.replicas}; 1 to 64")
+    if "decode" not in recipe.workers and "prefill" in recipe.workers:
+        raise ConfigError("workers: prefill without decode; add decode, or use decode alone for aggregated serving")
+    if recipe.pipeline.enforce_disaggregation and "prefill" not in recipe.workers:
+        raise ConfigError("pipeline.enforce_disaggregation is true but the recipe has no prefill worker")
+    if "multimodal_encoder" in recipe.workers:
+        _check_encoder(recipe.workers)
+    if "prefill" in recipe.workers:
+        _check_disaggregated(recipe.workers["prefill"], recipe.workers["decode"])
+
+
+def _check_encoder(workers: Mapping[str, WorkerEntry]) -> None:
+    encoder = workers["multimodal_encoder"]
+    for name in ("prefill", "decode"):
+        entry = workers.get(name)
+        if entry is None or entry.engine != encoder.engine:
+            continue
+        if entry.engine_config.dtype != encoder.engine_config.dtype:
+            raise ConfigError(
+                f"dtype: multimodal_encoder has {encoder.engine_config.dtype}, {name} {entry.engine_config.dtype};"
+                " embeddings are not converted on their way, use one dtype"
+            )
+
+
+def _check_disaggregated(prefill: WorkerEntry, decode: WorkerEntry) -> None:
+    first, second = prefill.engine_config, decode.engine_config
+    if prefill.engine != decode.engine:
+        raise ConfigError(
+            f"workers: prefill runs on {prefill.engine}, decode on {decode.engine}; KV layouts differ between engines"
+        )
+    if first.kv_cache_config.dtype != second.kv_cache_config.dtype:
+        raise ConfigError(
+            f"workers.decode.engine_config.kv_cache_config.dtype: {second.kv_cache_config.dtype}; prefill has"
+            f" {first.kv_cache_config.dtype}, and transferred blocks are not converted: use one dtype"
+        )
+    for name, config in (("prefill", first), ("decode", second)):
+        transceiver = config.cache_transceiver_config
+        if transceiver.backend is None:
+            raise ConfigError(
+                f"workers.{name}.engine_config.cache_transceiver_config.backend is not set; disaggregation needs it"
+                " (DEFAULT)"
+            )
+        longest = config.max_input_len or config.max_seq_len
+        if transceiver.max_tokens_in_buffer and longest and transceiver.max_tokens_in_buffer < longest:
+            raise ConfigError(
+                f"workers.{name}.engine_config.cache_transceiver_config.max_tokens_in_buffer:"
+                f" {transceiver.max_tokens_in_buffer}; less than the longest input {longest}: its transfer could never"
+                f" start; raise it to {longest} or lower max_seq_len"
+            )
