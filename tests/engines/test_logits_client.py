@@ -4,6 +4,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -179,6 +181,24 @@ def test_jobs_beyond_the_limits_are_refused(make):
     client.stop()
     with pytest.raises(UnavailableError):
         running.result(10)
+
+
+def test_a_stop_that_comes_while_the_child_starts_ends_its_job(make, monkeypatch):
+    client = make()
+    start = subprocess.Popen
+
+    def start_late(*args, **kwargs):
+        threading.Thread(target=client.stop).start()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            while True:
+                client.submit(job()).cancel()
+                time.sleep(0.01)
+        time.sleep(0.05)  # stop() has looked for a child by now
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", start_late)
+    with pytest.raises(UnavailableError):
+        client.submit(job(("bad", {"how": "hang"}))).result(30)
 
 
 def test_a_cancelled_job_never_runs(make):

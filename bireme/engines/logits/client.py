@@ -167,6 +167,8 @@ class LogitsClient:
         began = time.monotonic()
         try:
             self._child = child = _Child()
+            if self._stop.is_set():  # stop() may have looked for a child before there was one
+                child.kill()
             answer = child.hello(self._config.start_timeout_s)
         except (EOFError, OSError):
             how = self._end_child("start")
