@@ -22,7 +22,8 @@ from bireme.text.parsers.scan import may_become, skip_blanks
 from bireme.text.parsers.stateful import StatefulParser
 
 MAX_HEAD = 512  # characters in which the name must have come for its arguments to stream
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.:/-]{1,128})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_BLANKS = r"[ \t\r\n]*"  # JSON's own, as JsonStream takes them: a head that came at once must not be read otherwise
+_HEAD = re.compile(r'~\{~"name"~:~"([\w.:/-]{1,128})"~,~"(?:arguments|parameters)"~:~(?=\{)'.replace("~", _BLANKS))
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -72,7 +73,9 @@ class EnvelopeParser(StatefulParser):
             self._held = text
             return ""
         if start and start.startswith("{"):
-            return self._enter(text)
+            self._raw, self._has_marker = [text[: len(text) - len(start)]], False
+            self._enter_head()
+            return start
         self._state = self._content
         return text
 
@@ -83,11 +86,6 @@ class EnvelopeParser(StatefulParser):
             self._state = self._open_list
         else:
             self._enter_head()
-        return rest
-
-    def _enter(self, rest: str) -> str:
-        self._raw, self._has_marker = [], False
-        self._enter_head()
         return rest
 
     def _open_list(self, text: str) -> str:
@@ -131,17 +129,20 @@ class EnvelopeParser(StatefulParser):
 
     def _whole(self, text: str) -> str:
         _, rest = self._outline.feed(text)
-        self._raw.append(text[: len(text) - len(rest)])
-        if self._outline.is_broken:
+        self._raw.append(text)
+        if not self._outline.is_done and not self._outline.is_broken:
+            return ""
+        before = 1 if self._has_marker or self._is_listed else 0
+        taken = "".join(self._raw[before:])
+        taken = taken[: len(taken) - len(rest)]  # the rest may begin in an earlier piece
+        call = self._read(taken) if self._outline.is_done else None
+        if call is None:
+            self._raw[before:] = [taken]
             self._give_up("")
-        elif self._outline.is_done:
-            call = self._read("".join(self._raw[1:] if self._has_marker or self._is_listed else self._raw))
-            if call is None:
-                self._give_up("")
-            else:
-                self._start_call(call[0])
-                self._add(call[1])
-                self._state = self._after_call
+        else:
+            self._start_call(call[0])
+            self._add(call[1])
+            self._state = self._after_call
         return rest
 
     def _read(self, text: str) -> tuple[str, str] | None:

@@ -21,7 +21,7 @@ from bireme.text.parsers.stateful import StatefulParser
 
 MAX_CHARACTERS = 1 << 16  # of one list; Python's parser is not made for more
 MAX_DEPTH = 32
-_START = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
+_START = re.compile(r"\[\s{0,64}[A-Za-z_][\w.]{0,127}\(")
 _START_SO_FAR = re.compile(r"\[\s{0,64}(?:[A-Za-z_][\w.]{0,127})?")
 _TAG = "<|python_start|>"
 _TAG_END = "<|python_end|>"
@@ -63,7 +63,7 @@ class PythonicParser(StatefulParser):
             self._held = text
             return ""
         so_far = _START_SO_FAR.match(start) if start else None
-        if start and _START.match(start, 0, 256):
+        if start and _START.match(start):
             self._raw.append(text[: len(text) - len(start)])
             self._closers, self._quote, self._num_characters = [], "", 0
             self._state = self._list

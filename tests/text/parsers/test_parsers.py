@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bireme.errors import ConfigError, RequestError
@@ -61,12 +61,17 @@ def joined(events: list[Event]) -> list[Event]:
 
 
 def calls_of(events: list[Event]) -> list[tuple[str, Any]]:
+    return [(name, json.loads(arguments)) for name, arguments in arguments_of(events)]
+
+
+def arguments_of(events: list[Event]) -> list[tuple[str, str]]:
+    """Return each call's name and the text of its arguments."""
     texts = {event.index: "" for event in events if isinstance(event, CallStart)}
     for event in events:
         if isinstance(event, CallArguments):
             texts[event.index] += event.text
     names = [event.name for event in events if isinstance(event, CallStart)]
-    return [(name, json.loads(texts[index])) for index, name in enumerate(names)]
+    return [(name, texts[index]) for index, name in enumerate(names)]
 
 
 def content_of(events: list[Event]) -> str:
@@ -205,8 +210,13 @@ def test_the_cut_into_pieces_changes_nothing(case: tuple[str, str, str | None, A
 def test_a_call_that_breaks_off_is_valid_json_unless_the_answer_was_cut(case: tuple[str, str, str | None, Any]):
     tools, text = case[0], case[1]
     for end in range(len(text)):
-        calls_of(parse(text[:end], tools=tools))
-        parse(text[:end], is_cut=True, tools=tools)
+        finished, cut = parse(text[:end], tools=tools), parse(text[:end], is_cut=True, tools=tools)
+        calls = calls_of(finished)
+        assert all(isinstance(arguments, dict) for _, arguments in calls), end
+        # The cut answer has the same calls, and all that came of them.
+        assert [name for name, _ in arguments_of(cut)] == [name for name, _ in calls], end
+        for (_, whole), (_, part) in zip(arguments_of(finished), arguments_of(cut), strict=True):
+            assert part.startswith(whole.rstrip('{"]}')), end
 
 
 def test_arguments_stream_as_they_come():
@@ -347,15 +357,35 @@ FORMATS = st.sampled_from(
 )
 
 
+BLANKS = (" ", "\n", "\t", "\r\n", "\x0b", "\x1c", "\x85", "\xa0", "\u2028", "\n" * 63, " " * 64, "\t" * 65)
+LONG = ("x" * 100, "a" * 500, "9" * 520, '"' + "k" * 520)
+INSERTS = st.sampled_from([*PIECES, *BLANKS, *LONG]) | st.text(max_size=3)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> tuple[str, tuple[str, str]]:
+    """A format's own text, with parts put in, taken out and repeated; and the format."""
+    tools, text, _, _ = draw(st.sampled_from(CASES))
+    for _ in range(draw(st.integers(0, 4))):
+        first, last = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+        middle = draw(st.sampled_from(("", text[first:last] * 2)) | INSERTS)
+        text = text[:first] + middle + text[draw(st.sampled_from((first, last))) :]
+    return text, (tools, draw(st.sampled_from(("", "think"))) if tools != "harmony" else "harmony")
+
+
 @settings(max_examples=1500, deadline=None)
-@given(TEXTS, FORMATS, st.data(), st.booleans())
-def test_any_text_gives_the_same_events_in_any_pieces(text: str, formats: tuple[str, str], data: Any, is_cut: bool):
-    tools, reasoning = formats
+@given(st.tuples(TEXTS, FORMATS) | damaged(), st.data(), st.booleans())
+@example(('\u2028{"name": "now", "arguments": {', ("llama3_json", "")), None, False)
+@example(('<tool_call>{"name": "now",\xa0"arguments": {}}', ("hermes", "")), None, False)
+@example(("[" + " " * 65 + "now()]", ("pythonic", "")), None, False)
+@example(('[TOOL_CALLS]{"name": ' + "a" * 600, ("mistral", "")), None, False)
+def test_any_text_gives_the_same_events_in_any_pieces(case: tuple[str, tuple[str, str]], data: Any, is_cut: bool):
+    text, (tools, reasoning) = case
     whole = parse(text, is_cut=is_cut, tools=tools, reasoning=reasoning)
     assert parse(text, 1, is_cut, tools=tools, reasoning=reasoning) == whole
     parser, at, events = make(tools, reasoning), 0, []
     while at < len(text):
-        size = data.draw(st.integers(1, 20))
+        size = data.draw(st.integers(1, 20)) if data else 2
         events += parser.feed(text[at : at + size])
         at += size
     assert joined(events + parser.close(is_cut)) == whole
