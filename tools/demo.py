@@ -24,11 +24,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bireme.config import load_recipe
 from bireme.errors import BiremeError, from_message
 from bireme.launch import free_ports
 from bireme.launch.console import Console
 from bireme.launch.deployment import Deployment, DeploymentSettings
+from bireme.recipe_files import load_recipe
 
 _TIMEOUT_S = 120.0  # without any response
 
@@ -117,10 +117,17 @@ def stream(grpc: str, prompt: str, max_tokens: int) -> Iterator[Piece]:
         ids = client.infer("tokenizer", [message(prompt)]).as_numpy("input_ids")
         client.start_stream(callback=lambda result, error: answers.put((result, error)))
         client.async_stream_infer("generate", request_inputs(ids, max_tokens), enable_empty_final_response=True)
+        is_over = False
         try:
-            yield from _pieces(answers)
-        finally:
-            client.stop_stream(cancel_requests=True)
+            while not is_over:
+                result, error = _next(answers)
+                is_over = error is not None or result.get_response().parameters["triton_final_response"].bool_param
+                if error is not None:
+                    raise from_message(error.message())
+                if piece := _piece(result):
+                    yield piece
+        finally:  # a cancel of what has ended can keep Triton from ending: docs/troubleshooting.md
+            client.stop_stream(cancel_requests=not is_over)
 
 
 def message(prompt: str) -> Any:
@@ -144,19 +151,18 @@ def _input(name: str, kind: str, array: Any) -> Any:
     return tensor
 
 
-def _pieces(answers: queue.SimpleQueue[tuple[Any, Any]]) -> Iterator[Piece]:
-    while True:
-        try:
-            result, error = answers.get(timeout=_TIMEOUT_S)
-        except queue.Empty:
-            raise BiremeError(f"no response within {_TIMEOUT_S:.0f} s") from None
-        if error is not None:
-            raise from_message(error.message())
-        text, ids = result.as_numpy("text_output"), result.as_numpy("output_ids")
-        if text is not None:
-            yield Piece(text[0].decode(errors="replace"), 0 if ids is None else ids.size, time.monotonic())
-        if result.get_response().parameters["triton_final_response"].bool_param:
-            return
+def _next(answers: queue.SimpleQueue[tuple[Any, Any]]) -> tuple[Any, Any]:
+    try:
+        return answers.get(timeout=_TIMEOUT_S)
+    except queue.Empty:
+        raise BiremeError(f"no response within {_TIMEOUT_S:.0f} s") from None
+
+
+def _piece(result: Any) -> Piece | None:
+    text, ids = result.as_numpy("text_output"), result.as_numpy("output_ids")
+    if text is None:
+        return None
+    return Piece(text[0].decode(errors="replace"), 0 if ids is None else ids.size, time.monotonic())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ The same inside Triton (loopback) and outside: BLS must not stream.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -38,8 +39,12 @@ class VideoWorkers:
         try:
             await self._guarded(call.write(infer_request(worker, tensors)), worker)
             await self._guarded(call.done_writing(), worker)
-            while (outputs := await self._read(call, worker)) is not None:
-                if outputs:
+            while (response := await self._read(call, worker)) is not None:
+                if response.error_message:
+                    with contextlib.suppress(BiremeError):
+                        is_over = await self._read(call, worker) is None  # nothing follows but the stream's end
+                    raise parse_error(response.error_message)
+                if outputs := outputs_of(response.infer_response):
                     yield outputs
             is_over = True
         finally:
@@ -59,16 +64,12 @@ class VideoWorkers:
         if channel is not None:
             await channel.close()
 
-    async def _read(self, call: Any, worker: str) -> Tensors | None:
-        """Return one response's tensors; None at the end of the stream."""
+    async def _read(self, call: Any, worker: str) -> Any:
+        """Return one response; None at the end of the stream."""
         import grpc
 
         response = await self._guarded(call.read(), worker)
-        if response is grpc.aio.EOF:
-            return None
-        if response.error_message:
-            raise parse_error(response.error_message)
-        return outputs_of(response.infer_response)
+        return None if response is grpc.aio.EOF else response
 
     async def _guarded(self, work: Any, worker: str) -> Any:
         import grpc

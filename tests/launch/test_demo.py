@@ -1,6 +1,10 @@
-"""The demo's arithmetic."""
+"""The demo: its arithmetic, and how it leaves a server."""
 
 import demo
+import pytest
+
+from bireme.errors import RequestError
+from bireme.launch.tritonserver import start_server
 
 
 def test_the_speed_counts_the_tokens_after_the_first_piece():
@@ -10,3 +14,14 @@ def test_the_speed_counts_the_tokens_after_the_first_piece():
 
 def test_an_empty_completion_has_no_speed():
     assert demo.figures_of([], 1.0).num_tokens == 0
+
+
+@pytest.mark.server
+def test_a_server_whose_streams_have_ended_ends_at_once():
+    """Triton 2.51 goes on counting a stream that was cancelled after its end, and waits for it in vain."""
+    with start_server("recipes/mocker") as server:
+        for _ in range(40):
+            assert sum(piece.num_tokens for piece in demo.stream(server.grpc, "Hello", 4)) == 4
+            with pytest.raises(RequestError, match="max_tokens"):
+                list(demo.stream(server.grpc, "Hello", -4))
+        assert server.stop() == 0

@@ -38,24 +38,28 @@ class Call:
         self._client.start_stream(callback=lambda result, error: self._results.put((result, error)))
         self._client.async_stream_infer(model, inputs_of(model, values), enable_empty_final_response=True)
         self.num_responses = 0
+        self._is_over = False
 
     def __iter__(self) -> Iterator[grpcclient.InferResult]:
         while True:
             result, error = self._results.get(timeout=self._timeout_s)
             if error is not None:
+                self._is_over = True
                 raise error
             response = result.get_response()
             if response.outputs:
                 self.num_responses += 1
                 yield result
             if response.parameters["triton_final_response"].bool_param:
+                self._is_over = True
                 return
 
     def tokens(self) -> list[int]:
         return [token for result in self for token in result.as_numpy("tokens").tolist()]
 
     def drop(self) -> None:
-        self._client.stop_stream(cancel_requests=True)
+        """Leave; what has ended is not cancelled: that can keep the server from ending."""
+        self._client.stop_stream(cancel_requests=not self._is_over)
         self._client.close()
 
     def __enter__(self) -> Call:
