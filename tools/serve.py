@@ -18,12 +18,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,6 +34,7 @@ from bireme.launch.ports import Ports
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.run_folder import RunFolder
 from bireme.recipe_files import load_recipe
+from bireme.stop_signals import on_stop_signal
 
 STOPPED, FAILED, WRONG, FORCED = 0, 1, 2, 3
 
@@ -158,28 +156,19 @@ def settings_of(options: argparse.Namespace, run: Path) -> DeploymentSettings:
     )
 
 
-@contextlib.contextmanager
-def stopped_by_signals(deployment: Deployment) -> Iterator[None]:
+def stopped_by_signals(deployment: Deployment) -> contextlib.AbstractContextManager[object]:
     """The first SIGTERM or SIGINT asks for an orderly stop, the second ends everything at once."""
     seen: list[int] = []
 
-    def force() -> None:
-        deployment.kill()
-        deployment.run.remove()
-        os._exit(FORCED)
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    def tell(number: int) -> None:
         seen.append(number)
         deployment.request_stop()
-        if len(seen) == 2:  # in a thread: the interrupted code may hold a lock
-            threading.Thread(target=force, daemon=True).start()
+        if len(seen) == 2:
+            deployment.kill()
+            deployment.run.remove()
+            os._exit(FORCED)
 
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    return on_stop_signal(tell)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from bireme.errors import ConfigError, to_message
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import Capacity
 from bireme.metrics import Registry
+from bireme.stop_signals import on_stop_signal
 
 if TYPE_CHECKING:
     from bireme.multimodal.embedding_share import EmbeddingShare
@@ -66,8 +67,7 @@ class EngineProcess:
             gate = self._load()
         except Exception as error:
             return self._give_up(error)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._has_ended.set())
+        on_stop_signal(lambda number: self._has_ended.set())
         gc.collect()
         gc.freeze()  # what the load has made stays: no collection in a step needs to look at it
         assert self._engine is not None

@@ -133,7 +133,7 @@ class Deployment:
         return True
 
     def request_stop(self) -> None:
-        """End `start` or `supervise` soon; from any thread or signal handler."""
+        """End `start` or `supervise` soon; from any thread, but not from within a signal handler."""
         self._stopping.set()
 
     def stop(self) -> None:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from bireme.openai.members import Member
+from bireme.stop_signals import on_stop_signal
 
 _LOOK_S = 0.1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
@@ -29,38 +29,45 @@ def run_group(arguments: Sequence[str], count: int) -> int:
     """Run `count` processes with these arguments until a signal; return the exit code."""
     with tempfile.TemporaryDirectory(prefix="bireme-frontend-") as folder:
         group = _Group(arguments, [Member(number, count, Path(folder)) for number in range(count)])
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, group.on_signal)
-        return group.run()
+        with on_stop_signal(group.signals.put):
+            return group.run()
 
 
 class _Group:
     def __init__(self, arguments: Sequence[str], members: list[Member]) -> None:
+        self.signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # to pass on, in the order in which they came
         self._arguments = arguments
         self._lives = [_Life(member) for member in members]
-        self._stopping = threading.Event()
-
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._stopping.set()
-        for life in self._lives:
-            life.tell(number)
 
     def run(self) -> int:
         for life in self._lives:
             life.start(self._arguments)
-        while not self._stopping.wait(_LOOK_S):
+        while not self._pass_on():
             for life in self._lives:
                 if (code := life.ended()) is None:
                     continue
                 if not life.has_served:  # a wrong option or a missing file: the next one would fail as well
-                    self.on_signal(signal.SIGTERM, None)
+                    self.signals.put(signal.SIGTERM)
                     self._wait()
                     return abs(code) or 1
                 life.revive(self._arguments)
         return self._wait()
 
+    def _pass_on(self) -> bool:
+        """Wait a moment for a signal. Return whether there was one; every process has it then."""
+        try:
+            number = self.signals.get(timeout=_LOOK_S)
+        except queue.Empty:
+            return False
+        for life in self._lives:
+            life.tell(number)
+        return True
+
     def _wait(self) -> int:
-        return max(abs(life.wait()) for life in self._lives)
+        """Pass on what still comes until all have ended; return the worst exit code."""
+        while any(life.ended() is None for life in self._lives):
+            self._pass_on()
+        return max(abs(life.ended() or 0) for life in self._lives)
 
 
 class _Life:
@@ -75,7 +82,10 @@ class _Life:
 
     def start(self, arguments: Sequence[str]) -> None:
         own = ("--member", str(self._member), "--parent", str(os.getpid()))
-        self._process = subprocess.Popen([sys.executable, "-m", "bireme.openai", *arguments, *own])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bireme.openai", *arguments, *own],
+            start_new_session=True,  # a terminal sends Ctrl-C to a whole group: they would get it twice, and not drain
+        )
         self._began_at = time.monotonic()
 
     def ended(self) -> int | None:
@@ -99,6 +109,3 @@ class _Life:
     def tell(self, number: int) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
-
-    def wait(self) -> int:
-        return self._process.wait() if self._process is not None else 0

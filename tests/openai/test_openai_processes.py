@@ -77,6 +77,14 @@ def test_one_that_dies_is_started_again(group):
     assert get(port, "/health/live") == '{"status":"live"}'
 
 
+def test_ctrl_c_in_a_terminal_reaches_the_parent_alone(group):
+    """A terminal signals a process group. Members would get it twice, from the parent too, and end without draining."""
+    process, _ = group
+    members = children(process.pid)
+    assert len(members) == 2
+    assert os.getpgid(process.pid) not in {os.getpgid(member) for member in members}
+
+
 def test_a_wrong_option_ends_all_at_once(tmp_path):
     command = [sys.executable, "-m", "bireme.openai", "--recipe", str(tmp_path), "--processes", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)

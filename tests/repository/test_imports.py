@@ -13,7 +13,8 @@ from house import CHECKOUT, MODULES, PACKAGE, Import, imports_of, name_of
 # Lower may not import higher. Modules of one row may import each other.
 ROWS = (
     ("errors",),
-    ("specs", "messages", "sampling", "guides", "request", "disagg", "config", "conversion", "metrics", "types"),
+    ("specs", "messages", "sampling", "guides", "request", "disagg", "config", "conversion", "metrics", "types")
+    + ("stop_signals",),
     ("recipe_files", "llm_args"),
     ("kv", "text", "logits", "multimodal", "video", "discovery"),
     ("engines",),

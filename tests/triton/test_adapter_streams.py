@@ -48,9 +48,10 @@ def test_a_token_is_not_held_while_the_pipe_is_idle(client):
 
 
 def test_what_piles_up_is_merged_and_nothing_is_lost(client):
-    with client.call("bursts", count=20_000) as call:
-        assert call.tokens() == list(range(20_000))
-    assert call.num_responses < 10_000
+    """10,000 responses of 256 bytes stay under the stream's limit of 4 MiB even if none is sent before the last."""
+    with client.call("bursts", count=10_000) as call:
+        assert call.tokens() == list(range(10_000))
+    assert call.num_responses < 5_000
 
 
 def test_64_streams_side_by_side_lose_nothing(client):

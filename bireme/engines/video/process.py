@@ -1,6 +1,6 @@
 """The life of a video engine process: IO thread first, then load and warm-up, hello, one piece of work at a time.
 
-Everything that the engine does happens on the main thread (CUDA contexts and signal handlers like it there).
+Everything that the engine does happens on the main thread (CUDA contexts like it there).
 SIGTERM ends the work under way at its next step, and the process with it.
 """
 
@@ -20,6 +20,7 @@ from bireme.engines.video.base import AbortedError, Frames, VideoContext, VideoE
 from bireme.engines.video.link import EngineLink
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, to_message
 from bireme.metrics import Registry
+from bireme.stop_signals import on_stop_signal
 from bireme.video import wire
 from bireme.video.encoding import encode_image, encode_video
 
@@ -48,8 +49,7 @@ class VideoProcess:
             facts = self._engine.start()
         except Exception as error:
             return self._give_up(error)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._request_stop())
+        on_stop_signal(lambda number: self._request_stop())
         gc.collect()
         gc.freeze()
         self._link.ready(facts)

@@ -1,0 +1,54 @@
+"""SIGTERM and SIGINT, told on a thread of their own.
+
+A Python handler is no place to act on them. It interrupts the main thread anywhere, so also within the lock that it
+wants itself: `threading.Event.set` in a handler can deadlock with the `wait` that it interrupts. And it does not run at
+all while the main thread blocks in a call that began just as the signal came. What always happens is that the C
+level writes the signal's number to the wakeup descriptor (`signal.set_wakeup_fd`); a thread waits there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+logger = logging.getLogger("bireme.signals")
+
+
+def on_stop_signal(tell: Callable[[int], None]) -> contextlib.ExitStack:
+    """Call `tell` with the number of each SIGTERM and SIGINT from now on; on a thread, so it may take locks.
+
+    Only the main thread may call this. Closing what it returns puts back what was there; without that it lasts as
+    long as the process.
+    """
+    undo = contextlib.ExitStack()
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)  # as set_wakeup_fd wants it
+    threading.Thread(target=_listen, args=(reads, tell), name="stop-signals", daemon=True).start()
+    undo.callback(os.close, writes)  # ends the thread
+    undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writes, warn_on_full_buffer=False))
+    for number in STOP_SIGNALS:
+        undo.callback(signal.signal, number, signal.signal(number, lambda *_: None))
+    return undo
+
+
+def _listen(reads: int, tell: Callable[[int], None]) -> None:
+    for number in _numbers(reads):
+        if number not in STOP_SIGNALS:  # somebody else's handler
+            continue
+        try:
+            tell(number)
+        except Exception:  # the next signal must still be heard
+            logger.exception("stop_signal_failed number=%d", number)
+
+
+def _numbers(reads: int) -> Iterator[int]:
+    try:
+        while numbers := os.read(reads, 64):
+            yield from numbers
+    finally:
+        os.close(reads)
