@@ -50,12 +50,13 @@ from bireme.messages import (
     encode,
     unpack_bus,
 )
-from bireme.workers.channel import infer_request, parse_error, rpc_error, stream_method, unreachable
+from bireme.workers.channel import infer_request, leave, parse_error, rpc_error, stream_method, unreachable
 
 logger = logging.getLogger("bireme.bus")
 IDLE_S = 1.0  # without requests for so long, a session closes
 KEEPALIVE_S = 3.0  # the stub hears from us at least so often
 OPEN_TIMEOUT_S = 10.0  # from the first byte to Welcome
+LEAVE_S = 1.0  # for each step of an orderly end
 RENEW_AFTER = 1000  # responses of one subscription: a megabyte in the server, 5 s at 5 ms a step
 _MAX_BATCH_BYTES = 4 << 20  # prompts in one message, one prompt at least
 
@@ -190,7 +191,7 @@ class Session:
         finally:
             self._end(error)
             if self._call is not None:
-                self._call.cancel()
+                self._call.cancel()  # does nothing to a stream that has been left in good order
             self._bus.ended(self)
 
     async def _serve(self) -> BiremeError:
@@ -205,15 +206,18 @@ class Session:
         except grpc.aio.AioRpcError as error:
             return rpc_error(error, self._bus.address)
         except BiremeError as error:
+            self._end(error)
+            await leave(self._call, LEAVE_S)
             return error
         reader = asyncio.ensure_future(self._read())
         writer = asyncio.ensure_future(self._write())
         try:
             done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-            if writer in done and not writer.exception() and not self._tickets:
-                await self._leave(reader)
-            return self._outcome(done)
-        finally:
+            reason = self._outcome(done)
+            self._end(reason)
+            await self._unsubscribe(reader, writer)
+            return reason
+        finally:  # a read or write that is still under way takes the stream along
             reader.cancel()
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
@@ -318,14 +322,18 @@ class Session:
         consumer = self._welcome.consumer.encode()
         await self._call.write(infer_request(self._bus.worker, {"subscribe": verb, "consumer": consumer}))
 
-    async def _leave(self, reader: asyncio.Future[BiremeError]) -> None:
-        """Close the subscription in good order: the server then ends the stream."""
+    async def _unsubscribe(self, reader: asyncio.Future[BiremeError], writer: asyncio.Future[None]) -> None:
+        """Close the subscription in good order, if the stub still answers: the server then ends the stream."""
         import grpc
 
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._say(b"close")
+        self._wake.set()  # the writer sees that it is over
+        await asyncio.wait({writer}, timeout=LEAVE_S)
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._say(b"close"), LEAVE_S)
             await self._call.done_writing()
-            await asyncio.wait({reader}, timeout=1.0)
+            await asyncio.wait({reader}, timeout=LEAVE_S)
+            if reader.done():
+                await leave(self._call, LEAVE_S)
 
     def _outcome(self, done: Iterable[asyncio.Future[Any]]) -> BiremeError:
         """Return the reason for the end as the remaining requests are to see it."""

@@ -5,6 +5,7 @@ grpc and the generated messages are imported at the first use (0.2 s): a stub th
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -59,6 +60,25 @@ def unary_method(channel: Any) -> Any:
         request_serializer=service_pb2.ModelInferRequest.SerializeToString,
         response_deserializer=service_pb2.ModelInferResponse.FromString,
     )
+
+
+async def leave(call: Any, limit_s: float) -> None:
+    """Read a stream whose requests are over to its end; cancel it when that does not come.
+
+    Triton 2.51 goes on counting a stream that is cancelled after its last request has ended, and its exit then
+    takes the whole --exit-timeout-secs.
+    """
+    import grpc
+
+    async def read_on() -> None:
+        await call.done_writing()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+    try:
+        await asyncio.wait_for(read_on(), limit_s)
+    except (asyncio.TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        call.cancel()
 
 
 async def model_ready(channel: Any, model: str) -> bool:

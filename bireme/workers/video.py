@@ -6,7 +6,6 @@ The same inside Triton (loopback) and outside: BLS must not stream.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from bireme.errors import BiremeError, EngineLostError, UnavailableError
 from bireme.types import Array, Tensors
 from bireme.workers.channel import (
     infer_request,
+    leave,
     model_ready,
     open_channel,
     outputs_of,
@@ -22,6 +22,8 @@ from bireme.workers.channel import (
     server_address,
     stream_method,
 )
+
+_LEAVE_S = 1.0  # from a request's end to its stream's
 
 
 class VideoWorkers:
@@ -41,14 +43,14 @@ class VideoWorkers:
             await self._guarded(call.done_writing(), worker)
             while (response := await self._read(call, worker)) is not None:
                 if response.error_message:
-                    with contextlib.suppress(BiremeError):
-                        is_over = await self._read(call, worker) is None  # nothing follows but the stream's end
+                    is_over = True
+                    await leave(call, _LEAVE_S)
                     raise parse_error(response.error_message)
                 if outputs := outputs_of(response.infer_response):
                     yield outputs
             is_over = True
         finally:
-            if not is_over:  # a stream that has ended is left alone: cancelling it holds up the server's exit
+            if not is_over:
                 call.cancel()
 
     async def is_ready(self, worker: str) -> bool:

@@ -31,6 +31,7 @@ class StubServer:
     def __init__(self, stage: Decode) -> None:
         self.stage = stage
         self.num_streams = 0
+        self.num_cut = 0  # streams that their client cancelled
         self.is_deaf = False  # takes requests and never answers, like a stub that was stopped
 
     async def start(self) -> int:
@@ -48,14 +49,17 @@ class StubServer:
 
     async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         self.num_streams += 1
+        is_over = False
         out: asyncio.Queue[Any] = asyncio.Queue()
         cancelled = Cancelled()
         pump = asyncio.ensure_future(self._pump(requests, out, cancelled))
         try:
             while (message := await out.get()) is not None:
                 yield message
+            is_over = True
         finally:
             self.num_streams -= 1
+            self.num_cut += not is_over
             cancelled.set()
             pump.cancel()
 

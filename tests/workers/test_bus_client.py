@@ -93,6 +93,40 @@ async def test_a_refused_subscription_costs_nothing(bus, recorder):
     assert type(ticket.failure) is UnavailableError
 
 
+async def test_a_refused_subscription_is_left_and_not_cancelled(bus, recorder):
+    """Triton 2.51 would count the stream for ever, and wait for it at its exit."""
+    bus.engine.die()
+    for _ in range(3):
+        sink = recorder()
+        bus.buses.decode("decode", REQUEST, sink)
+        await sink.end()
+    await bus.until(lambda: bus.server.num_streams == 0)
+    assert bus.server.num_cut == 0
+
+
+async def test_after_an_engine_s_death_the_stream_is_left_and_not_cancelled(bus, recorder):
+    sink = recorder()
+    bus.buses.decode("decode", REQUEST, sink)
+    await bus.request_at_engine()
+    bus.engine.die()
+    await sink.end()
+    await bus.until(lambda: bus.server.num_streams == 0)
+    assert bus.server.num_cut == 0 and not bus.engine.buses
+
+
+async def test_a_silent_stub_s_stream_is_cancelled(bus, recorder, monkeypatch):
+    monkeypatch.setattr(bus_module, "LEAVE_S", 0.1)
+    buses = Buses(0.2, bus.address)
+    sink = recorder()
+    buses.decode("decode", REQUEST, sink)
+    await bus.request_at_engine()
+    bus.server.is_deaf = True
+    await sink.end()
+    await bus.until(lambda: bus.server.num_streams == 0)
+    assert bus.server.num_cut == 1
+    await buses.close()
+
+
 async def test_no_server_is_said_with_the_variable_to_set(recorder):
     sink = recorder()
     ticket = Buses(2.0, "127.0.0.1:1").decode("decode", REQUEST, sink)
