@@ -1,7 +1,7 @@
 """The tensors of every Triton model: the only place that spells them.
 
-Each `ModelSpec` is used three times: `auto_complete_config` hands it to Triton, the stage reads its
-inputs by it, and tests compare ensembles and responses with it. Sampling names are those of
+Each `ModelSpec` is used three times: Triton gets it from the launch, else by `auto_complete_config`; the
+stage reads its inputs by it; and tests compare ensembles and responses with it. Sampling names are those of
 tensorrtllm_backend's ensemble; `sampling_parameters`, `exclude_input_in_output` and the `return_*`
 flags are vllm_backend's, so that clients of both work unchanged.
 """
@@ -17,6 +17,11 @@ class TensorSpec:
     data_type: str  # without Triton's TYPE_ prefix: INT32, FP32, BYTES, BOOL, UINT8, UINT64
     dims: tuple[int, ...]  # -1 varies
     optional: bool = False
+
+    @property
+    def triton_type(self) -> str:
+        """The data type as Triton's configuration spells it."""
+        return "TYPE_STRING" if self.data_type == "BYTES" else f"TYPE_{self.data_type}"
 
 
 @dataclass(frozen=True, slots=True)

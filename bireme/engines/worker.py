@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -48,4 +49,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    gc.unfreeze()  # what a process has frozen for good, libraries would report as leaked
+    sys.exit(status)

@@ -1,7 +1,7 @@
-"""The model repository of one launch: a folder of links to model folders, one a worker.
+"""The model repository of one launch: a folder a worker, with its whole configuration and a link to its code.
 
 Triton addresses models by name and can't choose an instance by cost, so each replica is a model of its
-own: `decode`, `decode_1`, ... all lead to model_repository/decode.
+own: the code of `decode`, `decode_1`, ... is that of model_repository/decode.
 """
 
 from __future__ import annotations
@@ -12,21 +12,32 @@ from pathlib import Path
 
 from bireme.config import CHECKOUT, WORKER_STAGES, Recipe, missing_worker
 from bireme.errors import ConfigError
+from bireme.launch.model_configs import whole_config
+from bireme.specs import MODELS, ModelSpec
 
 REPOSITORIES = ("model_repository", "ensembles")
 
 
 def link_models(folder: Path, recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[str, ...]:
-    """Fill `folder` with links to all models and replicas; return the names. Raises ConfigError."""
+    """Fill `folder` with all models and replicas; return the names. Raises ConfigError."""
     sources = _model_folders(checkout)
     folder.mkdir(parents=True, exist_ok=True)
     names: list[str] = []
     for stage, source in sources.items():
         _compile(source)
         for name in recipe.replicas(stage) or (stage,):
-            (folder / name).symlink_to(source)
+            _link(folder / name, source, MODELS.get(stage))
             names.append(name)
     return tuple(names)
+
+
+def _link(model: Path, source: Path, spec: ModelSpec | None) -> None:
+    if spec is None:  # a declarative ensemble says all by itself
+        model.symlink_to(source)
+        return
+    model.mkdir()
+    (model / "1").symlink_to(source / "1")
+    (model / "config.pbtxt").write_text(whole_config((source / "config.pbtxt").read_text(), spec))
 
 
 def _compile(model: Path) -> None:

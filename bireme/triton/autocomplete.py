@@ -20,5 +20,4 @@ def complete_config(config: Any, spec: ModelSpec) -> Any:
 
 def tensor_config(tensor: TensorSpec) -> dict[str, Any]:
     """Return name, type and dims as Triton's configuration spells them."""
-    kind = "STRING" if tensor.data_type == "BYTES" else tensor.data_type
-    return {"name": tensor.name, "data_type": f"TYPE_{kind}", "dims": list(tensor.dims)}
+    return {"name": tensor.name, "data_type": tensor.triton_type, "dims": list(tensor.dims)}

@@ -82,3 +82,9 @@ def test_a_killed_engine_serves_again_with_the_same_tokens(pair, tiny):
         assert sink.wait(60).error == ""
         assert lost.tokens + sink.tokens == expected
     assert decode.capacity.tokens_per_block == 16
+
+
+def test_the_end_of_a_process_reports_no_leaks(tiny, tmp_path, capfd):
+    start(tmp_path, tiny("llama").path, "decode", {"guided_decoding_backend": "xgrammar"}).stop()
+    said = capfd.readouterr().err
+    assert "engine_stopped" in said and "leaked" not in said

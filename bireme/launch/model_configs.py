@@ -1,0 +1,42 @@
+"""Triton's configuration of a Python model, written out whole.
+
+What a config.pbtxt leaves out, Triton asks the model for (auto_complete_config), in a stub of its own that it starts
+before the real one: about a second a model, on 2.51 one model after the other. A launch knows the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bireme.specs import ModelSpec, TensorSpec
+
+_ASKED = ("input", "output", "max_batch_size", "model_transaction_policy")
+_KEY = re.compile(rf"^\s*({'|'.join(_ASKED)})\b", re.MULTILINE)
+_ENSEMBLE = re.compile(r'^\s*platform\s*:\s*"ensemble"', re.MULTILINE)
+
+
+def whole_config(text: str, spec: ModelSpec) -> str:
+    """Return a config.pbtxt with what `spec` says; `text` itself where it says some of it by itself."""
+    if _KEY.search(text):
+        return text
+    inputs = [f"input {_tensor(tensor)}" for tensor in spec.inputs]
+    outputs = [f"output {_tensor(tensor)}" for tensor in spec.outputs]
+    decoupled = str(spec.decoupled).lower()
+    policy = ["max_batch_size: 0", f"model_transaction_policy {{ decoupled: {decoupled} }}"]
+    return "\n".join([text.rstrip("\n"), *policy, *inputs, *outputs, ""])
+
+
+def are_whole(repository: Path) -> bool:
+    """Is there nothing that Triton would have to ask one of the models?"""
+    return all(_is_whole(path.read_text()) for path in repository.glob("*/config.pbtxt"))
+
+
+def _is_whole(text: str) -> bool:
+    return bool(_ENSEMBLE.search(text)) or set(_KEY.findall(text)) == set(_ASKED)
+
+
+def _tensor(tensor: TensorSpec) -> str:
+    dims = ", ".join(map(str, tensor.dims))
+    optional = " optional: true" if tensor.optional else ""
+    return f'{{ name: "{tensor.name}" data_type: {tensor.triton_type} dims: [ {dims} ]{optional} }}'
