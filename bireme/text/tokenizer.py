@@ -137,9 +137,7 @@ def load_tokenizer(
 
     `chat_template`: a Jinja file in place of the model's own templates. `backend`: what encodes (encoder.py).
     """
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # else one text, too, goes to a thread of the library's own
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else one text, too, goes to a thread of the library's
     folder = Path(path) if Path(path).is_dir() else _download(path)
     config = _json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     special = {name: text for name in _NAMED if (text := _token_text(config.get(name)))}

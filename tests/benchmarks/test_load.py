@@ -22,6 +22,7 @@ def test_a_right_answer_passes(workload):
     for token in trace.prompt.expected:
         trace.push(array("i", [token]), b"<%d>" % token)
     trace.finish("length")
+    assert trace.count == len(trace.prompt.expected) and not trace.meter.errors
 
 
 @pytest.mark.parametrize(

@@ -245,4 +245,5 @@ def test_code_shows_pictures_short_and_copies_them_whole(page: Page, drawn: Path
 def test_the_server_s_words_are_shown_when_it_refuses_a_picture(page: Page, drawn: Path) -> None:
     page.attach(*[drawn] * 17)
     page.ask("What is this?")
-    page.until(lambda: "16" in page.text(".answer .error-text"))
+    page.until(lambda: page.text(".answer .error-text"))
+    assert "more than 16 images (media.max_images); send fewer" in page.text(".answer .error-text")

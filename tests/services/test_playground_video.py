@@ -53,8 +53,10 @@ def test_a_video_can_be_stopped_and_another_made(page: Page) -> None:
     page.until(lambda: page.text("#video-status").startswith("Step"))
     page.find("#video-make").click()
     page.until(lambda: page.text("#video-status") == "Stopped.")
+    assert not page.find("#video-result").is_displayed()
     ask(page, prompt="a blue square", seconds="1")
     page.until(lambda: page.find("#video-result").is_displayed())
+    assert page.text("#video-status").startswith("8 frames")
 
 
 def test_a_refusal_is_shown_in_the_server_s_words(page: Page) -> None:

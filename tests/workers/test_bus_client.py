@@ -60,21 +60,22 @@ async def test_abort_before_the_subscription_stands_never_reaches_it(bus, record
     assert len(bus.engine.requests) == 1 and not bus.engine.aborted
 
 
-async def test_engine_death_is_told_as_engine_lost(bus, recorder):
-    sink = recorder()
+async def lose_engine(bus, sink):
+    """A request runs when its engine dies; return its ticket and its end."""
     ticket = bus.buses.decode("decode", REQUEST, sink)
     await bus.request_at_engine()
     bus.engine.die()
-    assert (await sink.end()).error.startswith("UNAVAILABLE: engine lost: decode")
+    return ticket, await sink.end()
+
+
+async def test_engine_death_is_told_as_engine_lost(bus, recorder):
+    ticket, end = await lose_engine(bus, recorder())
+    assert end.error.startswith("UNAVAILABLE: engine lost: decode")
     assert isinstance(ticket.failure, EngineLostError)
 
 
 async def test_the_next_request_subscribes_to_the_next_life(bus, recorder):
-    sink = recorder()
-    bus.buses.decode("decode", REQUEST, sink)
-    await bus.request_at_engine()
-    bus.engine.die()
-    await sink.end()
+    await lose_engine(bus, recorder())
     bus.engine.requests.clear()  # those of the life that has ended
     bus.engine.come_back()
     later = recorder()
@@ -105,11 +106,7 @@ async def test_a_refused_subscription_is_left_and_not_cancelled(bus, recorder):
 
 
 async def test_after_an_engine_s_death_the_stream_is_left_and_not_cancelled(bus, recorder):
-    sink = recorder()
-    bus.buses.decode("decode", REQUEST, sink)
-    await bus.request_at_engine()
-    bus.engine.die()
-    await sink.end()
+    await lose_engine(bus, recorder())
     await bus.until(lambda: bus.server.num_streams == 0)
     assert bus.server.num_cut == 0 and not bus.engine.buses
 
