@@ -1,0 +1,120 @@
+"""Threads of a launch that must not end: an error ends one turn, not the thread, and a thread that is gone is seen.
+
+    threads = GuardedThreads(console)
+    poll = threads.start("health", self._poll, interval_s=1.0)
+    ...
+    poll.stop()
+
+What goes wrong is logged once a kind, then at each tenfold count of it, and when it is over. Whoever supervises the
+launch calls `revive` now and then, and `problems` where readiness is told.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable
+
+from bireme.launch.console import Console
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0  # after a turn that failed; doubles with each in a row
+
+Turn = Callable[[], float | None]
+
+
+class GuardedThread:
+    """Calls `turn` until `stop`, `interval_s` after the last one's end, or after the seconds that it returned.
+
+    A turn that waits for anything does so on `stopping`, or for no longer than `stop` may take.
+    """
+
+    def __init__(self, name: str, turn: Turn, console: Console, interval_s: float = 0.0) -> None:
+        self.name = name
+        self.stopping = threading.Event()
+        self._turn = turn
+        self._console = console
+        self._interval_s = interval_s
+        self._failures: Counter[str] = Counter()  # kind -> count, since a turn went well
+        self._thread = self._new_thread()
+
+    def start(self) -> None:
+        """Raises RuntimeError when the system has no thread left."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Wait for the turn under way, at most `timeout_s`. Harmless when called again, or before `start`."""
+        self.stopping.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    @property
+    def problem(self) -> str:
+        """Why this thread does nothing; empty while it runs, and once it was stopped."""
+        return "" if self.stopping.is_set() or self._thread.is_alive() else f"thread {self.name} has ended"
+
+    def revive(self) -> None:
+        """Start it again if it has ended unasked; called on one thread."""
+        if not self.problem:
+            return
+        thread = self._new_thread()
+        thread.start()
+        self._thread = thread
+        self._console.event("thread_revived", "error", thread=self.name)
+
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name=self.name, daemon=True)
+
+    def _run(self) -> None:
+        pause_s, failed_s = 0.0, _FIRST_PAUSE_S
+        while not self.stopping.wait(pause_s):
+            try:
+                wanted_s = self._turn()
+                pause_s, failed_s = self._interval_s if wanted_s is None else wanted_s, _FIRST_PAUSE_S
+                self._note_success()
+            except Exception as error:
+                pause_s, failed_s = max(failed_s, self._interval_s), min(2 * failed_s, _LONGEST_PAUSE_S)
+                self._note_failure(error)
+
+    def _note_failure(self, error: Exception) -> None:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        kind = f"{type(error).__name__} {getattr(error, 'errno', '')} {where.filename}:{where.lineno}"
+        self._failures[kind] += 1
+        count = self._failures[kind]
+        if count == 10 ** (len(str(count)) - 1):
+            self._console.event(
+                "turn_failed", "error", thread=self.name, count=count, error=f"{type(error).__name__}: {error}",
+                at=f"{where.filename}:{where.lineno}",
+            )  # fmt: skip
+
+    def _note_success(self) -> None:
+        if self._failures:
+            self._console.event("turns_succeed_again", thread=self.name, failed=self._failures.total())
+            self._failures.clear()
+
+
+class GuardedThreads:
+    """All of a launch's, so that one place sees whether they live."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._threads: list[GuardedThread] = []
+
+    def start(self, name: str, turn: Turn, interval_s: float = 0.0) -> GuardedThread:
+        """Start another one. Where the system has no thread left just now, `revive` starts it later."""
+        thread = GuardedThread(name, turn, self._console, interval_s)
+        self._threads = [*(other for other in self._threads if not other.stopping.is_set()), thread]
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._console.event("thread_not_started", "error", thread=name, error=error)
+        return thread
+
+    def problems(self) -> dict[str, str]:
+        """Return name -> what is wrong, of those that should run and do not."""
+        return {thread.name: thread.problem for thread in self._threads if thread.problem}
+
+    def revive(self) -> None:
+        """Start again what has ended unasked. Raises RuntimeError when the system has no thread left."""
+        for thread in self._threads:
+            thread.revive()
