@@ -9,6 +9,7 @@ deployment gives up and says so.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
@@ -23,6 +24,7 @@ from typing import Any
 from bireme.config import CHECKOUT, Recipe
 from bireme.errors import BiremeError, UnavailableError
 from bireme.launch.console import Console
+from bireme.launch.guarded_thread import GuardedThreads
 from bireme.launch.health import HealthMonitor
 from bireme.launch.health_server import HealthServer
 from bireme.launch.installation import Installation
@@ -71,6 +73,7 @@ class Deployment:
     def __init__(self, settings: DeploymentSettings, console: Console, run: RunFolder | None = None) -> None:
         self.settings = settings
         self._console = console
+        self.threads = GuardedThreads(console)
         self.run = run or RunFolder()
         self._key = os.environ.get("BIREME_KEY") or secrets.token_hex(32)
         models, pipelines = used_models(settings.recipe, settings.checkout)
@@ -127,6 +130,8 @@ class Deployment:
         """Keep the server alive until `request_stop`; return False when it kept dying."""
         while not self._stopping.is_set():
             if not self.server.wait(0.2):
+                with contextlib.suppress(RuntimeError):  # no thread left: `problems` says so, the next turn tries again
+                    self.threads.revive()
                 continue
             if not self._stopping.is_set() and not self._restart():
                 return False
@@ -269,7 +274,7 @@ class Deployment:
     def _watch(self, server: Server) -> None:
         server.note_members()
         with_stubs = python_models(self.run.path / "models", self.models)
-        self._watchdog = StubWatchdog(server, with_stubs, self._console)
+        self._watchdog = StubWatchdog(server, with_stubs, self._console, self.threads)
         self._watchdog.start()
         self._monitor = HealthMonitor(
             server, self._watchdog, self.settings.recipe, self.models, self._console,
@@ -296,19 +301,19 @@ class Deployment:
         """Start another life; return False when it is time to give up."""
         self._console.event("server_died", "error", code=self.server.returncode, last_lines=self.server.tail(5))
         while not self._stopping.is_set():
-            self._stop_watching()
-            self.server.kill()
-            self.run.clear()
             delay = self._backoff_s()
             if delay is None:
                 return self._give_up()
             self._console.event("server_restart", "warning", in_s=delay)
-            if self._stopping.wait(delay):
-                break
             try:
+                self._stop_watching()
+                self.server.kill()
+                self.run.clear()
+                if self._stopping.wait(delay):
+                    break
                 self._start_server()
                 return True
-            except BiremeError as error:
+            except (BiremeError, OSError, RuntimeError) as error:  # also: no descriptor, memory or thread left
                 self._console.event("server_start_failed", "error", error=error)
         return True
 
@@ -340,6 +345,8 @@ class Deployment:
         if monitor is None:
             return False, {"status": "starting"}
         report = monitor.report()
+        if problems := self.threads.problems():
+            report |= {"status": "not_ready", "threads": problems}
         return report["status"] != "not_ready", report
 
 

@@ -1,4 +1,8 @@
-"""Process trees on Linux, read from /proc: who runs below a server, and how to end all of it."""
+"""Process trees on Linux, read from /proc: who runs below a server, and how to end all of it.
+
+Only "no such file" and "no such process" mean that a process is gone. Whatever else goes wrong with looking (no
+descriptor left, no memory) is raised as the OSError that it is: an error of looking is no death.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,18 @@ from pathlib import Path
 _PROC = Path("/proc")
 _STUB = "triton_python_backend_stub"
 _ENGINE = "bireme.engines.worker"
+_GONE = (FileNotFoundError, ProcessLookupError)
 
 
 def all_pids() -> list[int]:
-    return [int(entry.name) for entry in _PROC.glob("[0-9]*")]
+    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
 
 
 def command_line(pid: int) -> list[str]:
     """Return the arguments of a process; empty when it is gone, or a zombie."""
     try:
         return (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-    except OSError:
+    except _GONE:
         return []
 
 
@@ -46,7 +51,7 @@ def started_at(pid: int) -> int | None:
 def _stat(pid: int) -> list[str]:
     try:
         return (_PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
+    except _GONE:
         return []
 
 
@@ -55,7 +60,7 @@ def children(pid: int) -> list[int]:
     for task in _listing(_PROC / str(pid) / "task"):
         try:
             found += [int(child) for child in (task / "children").read_text().split()]
-        except OSError:  # the thread has ended meanwhile
+        except _GONE:  # the thread has ended meanwhile
             continue
     return found
 
@@ -63,7 +68,7 @@ def children(pid: int) -> list[int]:
 def _listing(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
-    except OSError:
+    except _GONE:
         return []
 
 

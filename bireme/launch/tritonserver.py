@@ -160,8 +160,12 @@ class Server:
         return self._process.returncode
 
     def kill(self) -> None:
-        """SIGKILL the server and all that ran below it, wait until they are gone, sweep shared memory."""
-        assert self._process is not None
+        """SIGKILL the server and all that ran below it, wait until they are gone, sweep shared memory.
+
+        Harmless when called again, or before it was started. Raises OSError when /proc can't be read just now.
+        """
+        if self._process is None:
+            return
         self.note_members()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -171,9 +175,13 @@ class Server:
         self.run.sweep_shared_memory()
 
     def note_members(self) -> None:
-        """Remember what runs below the server now, so that it can be ended should the server be gone first."""
+        """Remember what runs below the server now, so that it can be ended should the server be gone first.
+
+        Where /proc can't be read just now, what was noted before has to do.
+        """
         if self.is_running:
-            self._members.update({pid: processes.started_at(pid) for pid in processes.descendants(self.pid)})
+            with contextlib.suppress(OSError):
+                self._members.update({pid: processes.started_at(pid) for pid in processes.descendants(self.pid)})
 
     def stub_pids(self, model: str) -> list[int]:
         """Return the stub processes of a model: one, or none when it has died."""

@@ -6,19 +6,20 @@ stub, also while the old one hangs in UNLOADING; load alone does nothing. Models
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bireme.errors import BiremeError
 from bireme.launch import processes
 from bireme.launch.console import Console
+from bireme.launch.guarded_thread import GuardedThread, GuardedThreads
 from bireme.launch.tritonserver import Server
 
 _INTERVAL_S = 0.25
-_INDEX_INTERVAL_S = 5.0
+_INDEX_INTERVAL_S, _INDEX_TIMEOUT_S = 5.0, 2.0  # not longer: the stubs are to be looked at, too
 _MAX_BACKOFF_S = 30.0
 
 
@@ -33,33 +34,41 @@ class StubState:
     retry_at: float = 0.0
     is_healing: bool = False
     last_error: str = ""
+    was_alive: bool = False  # when it could be looked at last
 
     @property
     def is_alive(self) -> bool:
-        return self.pid is not None and processes.started_at(self.pid) == self.start and processes.is_alive(self.pid)
+        """Whether the stub runs; where /proc can't be read just now, what was seen last."""
+        try:
+            self.was_alive = bool(self.pid is not None and processes.survivors([(self.pid, self.start)]))
+        except OSError:  # no descriptor or no memory left here: that is no death over there
+            pass
+        return self.was_alive
 
 
 class StubWatchdog:
     """Watches the stubs of one life of a server. `start` once all models are loaded, `stop` before the server's."""
 
-    def __init__(self, server: Server, models: Iterable[str], console: Console) -> None:
+    def __init__(self, server: Server, models: Iterable[str], console: Console, threads: GuardedThreads) -> None:
         self._server = server
         self._console = console
+        self._threads = threads
         self._states = {model: StubState() for model in models}
-        self._stopping = threading.Event()
-        self._pool = ThreadPoolExecutor(4, thread_name_prefix="heal")
-        self._thread = threading.Thread(target=self._run, name="stub-watchdog", daemon=True)
+        self._is_stopping = False
+        self._thread: GuardedThread | None = None
+        self._has_found = False
         self._next_index = 0.0
 
     def start(self) -> None:
-        self._find_all()
-        self._thread.start()
+        with contextlib.suppress(OSError):  # /proc can't be read just now: the first turn looks again
+            self._find_all()
+        self._thread = self._threads.start("stub-watchdog", self._look, _INTERVAL_S)
 
     def stop(self) -> None:
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """A load under way is not waited for: its server is about to end."""
+        self._is_stopping = True
+        if self._thread is not None:
+            self._thread.stop()
 
     def is_alive(self, model: str) -> bool:
         """Return whether the model's stub runs; true for a model without one."""
@@ -82,18 +91,14 @@ class StubWatchdog:
             self._console.event("stub_killed", "warning", model=model, pid=state.pid, cause=cause)
             processes.kill_all([(state.pid, state.start)])
 
-    def _run(self) -> None:
-        while not self._stopping.wait(_INTERVAL_S):
-            self._look()
-            if not self._is_server_alive():
-                return  # a new server gets a watchdog of its own
-
     def _is_server_alive(self) -> bool:
         # Asked of the kernel: the server's own word comes a moment later, its stubs' end before that.
         return self._server.is_running and processes.is_alive(self._server.pid)
 
     def _look(self) -> None:
         now = time.monotonic()
+        if not self._has_found:
+            self._find_all()
         dead = [model for model, state in self._states.items() if not (state.is_healing or state.is_alive)]
         if not self._is_server_alive():
             return
@@ -107,7 +112,7 @@ class StubWatchdog:
     def _look_at_index(self, now: float) -> None:
         """A model may also have been unloaded by hand, or its load have failed halfway."""
         try:
-            index = self._server.admin.index()
+            index = self._server.admin.index(_INDEX_TIMEOUT_S)
         except BiremeError:
             return  # the server ends or is too busy: the stubs are still watched
         for model, state in self._states.items():
@@ -118,7 +123,11 @@ class StubWatchdog:
     def _heal_later(self, model: str, state: StubState, cause: str) -> None:
         state.is_healing = True
         self._console.event("healing", "warning", model=model, cause=cause, pid=state.pid)
-        self._pool.submit(self._heal, model, state)
+        try:
+            threading.Thread(target=self._heal, args=(model, state), name=f"heal-{model}", daemon=True).start()
+        except RuntimeError:  # the system has no thread left: the next look tries again
+            state.is_healing = False
+            raise
 
     def _heal(self, model: str, state: StubState) -> None:
         began = time.monotonic()
@@ -128,12 +137,12 @@ class StubWatchdog:
             state.restarts += 1
             state.failures, state.last_error = 0, ""
             self._console.event("healed", model=model, seconds=time.monotonic() - began, pid=state.pid)
-        except BiremeError as error:
+        except (BiremeError, OSError) as error:
             state.failures += 1
             state.last_error = str(error)
             delay = min(2.0 ** (state.failures - 1), _MAX_BACKOFF_S)
             state.retry_at = time.monotonic() + delay
-            if not self._stopping.is_set() and self._server.is_running:
+            if not self._is_stopping and self._server.is_running:
                 self._console.event("heal_failed", "error", model=model, error=error, retry_in_s=delay)
         finally:
             state.is_healing = False
@@ -149,6 +158,7 @@ class StubWatchdog:
         found = processes.stubs(self._server.pid)
         for model, state in self._states.items():
             _take(state, found.get(model, []))
+        self._has_found = True
 
     def _find(self, model: str, state: StubState) -> None:
         _take(state, [pid for pid in self._server.stub_pids(model) if pid != state.pid])
@@ -160,3 +170,4 @@ class StubWatchdog:
 def _take(state: StubState, pids: list[int]) -> None:
     state.pid = max(pids, default=None, key=lambda pid: processes.started_at(pid) or 0)
     state.start = processes.started_at(state.pid) if state.pid is not None else None
+    state.was_alive = state.start is not None

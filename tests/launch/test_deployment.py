@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -111,6 +112,20 @@ def test_a_killed_stub_is_replaced_and_the_others_stay(served):
     served.wait_for(lambda: served.status() == "ready")
     assert served.stub_pid("decode") != killed and served.stub_pid("decode_1") == other
     assert served.health()[1]["workers"]["decode"]["stub_restarts"] == 1
+
+
+def test_a_launch_that_ran_out_of_descriptors_still_heals_when_it_has_some_again(served):
+    pid, killed = served.process.pid, served.stub_pid("decode")
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        served.wait_for(lambda: "thread=stub-watchdog" in served.log.read_text())
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    served.wait_for(lambda: served.status() == "ready")
+    assert served.stub_pid("decode") == killed  # not to be seen is not to be dead
+    os.kill(killed, signal.SIGKILL)
+    served.wait_for(lambda: served.status() == "ready" and killed not in processes.stubs(served.server_pid())["decode"])
 
 
 def test_a_failing_canary_makes_a_worker_not_ready_until_it_works_again(served):
