@@ -43,7 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     max_tokens: int | None = None  # None: what is left of the context
     min_tokens: int | None = None
-    temperature: float | None = None  # None or 0: greedy, unless top_k/top_p ask for sampling at 1.0
+    temperature: float | None = None  # see temperature_of
     top_k: int | None = None  # 0: off
     top_p: float | None = None
     min_p: float | None = None
@@ -64,6 +64,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     guided_decoding: dict[str, Any] | None = None  # exactly one of json, regex, grammar, json_object, ...
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+
+
+def temperature_of(params: SamplingParams) -> float:
+    """Return the temperature to sample at; 0.0 is greedy. The one rule, for entries and for every engine.
+
+    Unset is greedy, unless top_k, top_p or min_p ask for sampling: then 1.0. Those that are off (top_k 0, min_p 0)
+    ask for nothing, and neither does a seed. 0 is greedy whatever the others say, and so are top_k 1 and top_p 0,
+    which leave one token.
+    """
+    if params.temperature == 0 or params.top_k == 1 or params.top_p == 0:
+        return 0.0
+    if params.temperature is not None:
+        return params.temperature
+    return 1.0 if params.top_k or params.top_p is not None or params.min_p else 0.0
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

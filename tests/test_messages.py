@@ -28,6 +28,7 @@ from bireme.messages import (
     pack_steps,
     pack_welcome,
     split,
+    temperature_of,
     unpack_bus,
     unpack_steps,
 )
@@ -118,3 +119,23 @@ def test_a_truncated_step_is_an_error_and_not_half_a_step():
 def test_malformed_commands_are_decode_errors(payload):
     with pytest.raises(msgspec.DecodeError):
         messages.decode_commands(payload)
+
+
+@pytest.mark.parametrize(
+    ("params", "temperature"),
+    [
+        ({}, 0.0),
+        ({"temperature": 0.0, "top_p": 0.9}, 0.0),
+        ({"temperature": 0.7}, 0.7),
+        ({"top_k": 5}, 1.0),
+        ({"top_p": 1.0}, 1.0),
+        ({"min_p": 0.1}, 1.0),
+        ({"top_k": 0}, 0.0),
+        ({"min_p": 0.0}, 0.0),
+        ({"seed": 5}, 0.0),
+        ({"top_k": 1, "temperature": 0.7}, 0.0),
+        ({"top_p": 0.0, "temperature": 0.7}, 0.0),
+    ],
+)
+def test_the_temperature_follows_from_what_is_asked_for(params, temperature):
+    assert temperature_of(SamplingParams(**params)) == temperature

@@ -14,23 +14,10 @@ import numpy.typing as npt
 from bireme.errors import RequestError
 from bireme.logits.base import LogitsProcessor
 from bireme.logits.guided.guidance import Guidance
-from bireme.messages import SamplingParams
+from bireme.messages import SamplingParams, temperature_of
 
 Ids = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float32]
-
-
-def temperature_of(params: SamplingParams) -> float:
-    """Return the temperature to sample at; 0.0 is greedy.
-
-    Unset is greedy, unless top_k, top_p or min_p ask for sampling: then 1.0. 0 is greedy whatever the others
-    say, and so are top_k 1 and top_p 0, which leave one token.
-    """
-    if params.temperature == 0 or params.top_k == 1 or params.top_p == 0:
-        return 0.0
-    if params.temperature is not None:
-        return params.temperature
-    return 1.0 if params.top_k or params.top_p is not None or params.min_p else 0.0
 
 
 class TokenCounts:

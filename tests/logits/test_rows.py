@@ -1,10 +1,9 @@
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.logits.rows import Row, TokenCounts, temperature_of
+from bireme.logits.rows import Row, TokenCounts
 from bireme.messages import SamplingParams
 
 VOCAB = 1000
@@ -19,24 +18,6 @@ def test_counts_are_of_all_tokens_seen_however_many(prompt, output):
     generated = Counter(output)
     expected = {token: generated[token] for token in {*prompt, *output} if 0 <= token < VOCAB}
     assert dict(zip(counts.ids.tolist(), counts.outputs.tolist(), strict=True)) == expected
-
-
-@pytest.mark.parametrize(
-    ("params", "temperature"),
-    [
-        ({}, 0.0),
-        ({"temperature": 0.0, "top_p": 0.9}, 0.0),
-        ({"temperature": 0.7}, 0.7),
-        ({"top_k": 5}, 1.0),
-        ({"top_p": 1.0}, 1.0),
-        ({"min_p": 0.1}, 1.0),
-        ({"top_k": 0}, 0.0),
-        ({"top_k": 1, "temperature": 0.7}, 0.0),
-        ({"top_p": 0.0, "temperature": 0.7}, 0.0),
-    ],
-)
-def test_the_temperature_follows_from_what_is_asked_for(params, temperature):
-    assert temperature_of(SamplingParams(**params)) == temperature
 
 
 def test_a_row_without_any_processing_is_plain():

@@ -4,7 +4,8 @@ What a request does not set stays unset, with these exceptions, each because Ten
 
     end_id, stop_token_ids   always given: without a tokenizer it has no end-of-sequence ids
     top_p 1.0                 with a temperature alone it would still be greedy
-    temperature 0             greedy: temperature, top_k, top_p, min_p and seed are left out
+    greedy                    (temperature_of) temperature, top_k, top_p, min_p and seed are left out
+    top_k 0, min_p 0          off: left out
     logprobs, prompt_logprobs 0   is none to it: becomes 1, and the answer is cut down again
     max_tokens, min_tokens    less the tokens that were generated before a migration
 """
@@ -14,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bireme.messages import EngineRequest, SamplingParams
-from bireme.sampling import is_random
+from bireme.messages import EngineRequest, SamplingParams, temperature_of
 
 NO_END_ID = -1
 _PLAIN = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -53,9 +53,12 @@ def sampling_fields(request: EngineRequest, eos_ids: Sequence[int]) -> dict[str,
 
 
 def _distribution(params: SamplingParams) -> dict[str, Any]:
-    if not is_random(params):
+    if not temperature_of(params):
         return {}
     fields = {name: value for name in _RANDOM if (value := getattr(params, name)) is not None}
+    for name in ("top_k", "min_p"):
+        if fields.get(name) == 0:
+            del fields[name]
     if "top_k" not in fields and "top_p" not in fields:
         fields["top_p"] = 1.0
     return fields

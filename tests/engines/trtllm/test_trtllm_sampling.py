@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bireme.engines.trtllm.sampling import sampling_fields, stop_ids
-from bireme.messages import EngineRequest, SamplingParams
+from bireme.logits.rows import Row
+from bireme.messages import EngineRequest, SamplingParams, temperature_of
+from bireme.sampling import with_seed
 
 EOS = (2, 7)
 
@@ -23,14 +27,44 @@ def test_what_is_unset_stays_unset():
 
 
 def test_zero_is_a_value():
-    found = fields(presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0, top_k=0)
-    assert (found["presence_penalty"], found["frequency_penalty"], found["min_tokens"], found["top_k"]) == (0, 0, 0, 0)
+    found = fields(presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0)
+    assert (found["presence_penalty"], found["frequency_penalty"], found["min_tokens"]) == (0, 0, 0)
 
 
 def test_temperature_alone_gets_a_top_p_because_it_would_be_greedy_otherwise():
     assert fields(temperature=0.7)["top_p"] == 1.0
     assert fields(min_p=0.1)["top_p"] == 1.0
     assert "top_p" not in fields(temperature=0.7, top_k=5)
+
+
+def is_greedy(given):
+    """TensorRT-LLM's own rule, of the releases before 1.2 and since: they must agree."""
+    temperature, top_k, top_p = (given.get(name) for name in ("temperature", "top_k", "top_p"))
+    before = top_k in (None, 1) and top_p in (None, 0.0)
+    since = (temperature is None and before) or top_k == 1 or top_p == 0 or temperature == 0
+    assert before == since, given
+    return since
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.sampled_from([0.0, 0.7, 1.0]),
+            "top_k": st.sampled_from([0, 1, 5]),
+            "top_p": st.sampled_from([0.0, 0.9, 1.0]),
+            "min_p": st.sampled_from([0.0, 0.1]),
+            "seed": st.just(5),
+        },
+    )
+)
+def test_what_is_greedy_on_torch_is_greedy_here_and_needs_no_seed(sampling):
+    drawn = with_seed(SamplingParams(**sampling))
+    is_greedy_on_torch = Row(drawn, [1], [], [2], 100).temperature == 0
+    found = fields(**sampling)
+    assert is_greedy(found) == is_greedy_on_torch
+    assert found.get("temperature", 1.0) == (temperature_of(drawn) or 1.0)
+    assert (drawn.seed is None) == (is_greedy_on_torch and "seed" not in sampling)
 
 
 def test_temperature_zero_leaves_out_what_would_make_it_random():
