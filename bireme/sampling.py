@@ -5,8 +5,9 @@ Precedence: tensor > `sampling_parameters` > request parameter > the recipe's `s
 parameters with other names are somebody else's (tracing, proxies) and left alone; unknown keys of
 `sampling_parameters` are refused with the nearest name.
 
-Clamped, not refused: max_tokens beyond the context (the engine ends with `length`), top_k -1 (off), and
-top_p 0 beside top_k (TensorRT-LLM's way to say off).
+Clamped, not refused: max_tokens beyond the context (the engine ends with `length`; OpenAI and vLLM refuse that, and
+so is here what no context holds: 2**31 and more), top_k -1 (off), and top_p 0 beside top_k (TensorRT-LLM's way to
+say off).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ import msgspec
 from bireme.config import Limits, Recipe
 from bireme.errors import ConfigError, RequestError
 from bireme.guides import parse_guide
-from bireme.messages import ProcessorCall, SamplingParams, encode
+from bireme.messages import ProcessorCall, SamplingParams, encode, temperature_of
 from bireme.specs import SAMPLING
 
 Encode = Callable[[str], list[int]]  # text -> token ids, without special tokens
@@ -33,6 +35,7 @@ Encode = Callable[[str], list[int]]  # text -> token ids, without special tokens
 MAX_INT32 = 2**31 - 1
 _SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING)
 _ALIASES = {"random_seed": "seed", "num_return_sequences": "n", "stop_words": "stop"}
+_ID = re.compile("0|[1-9][0-9]*")
 _JSON_NAMES = frozenset(
     {*_SAMPLING_NAMES, *_ALIASES.values(), "best_of", "logit_bias", "guided_decoding", "lora_name", "use_beam_search"}
     | {"detokenize", "spaces_between_special_tokens", "early_stopping"}
@@ -86,16 +89,9 @@ def check_defaults(recipe: Recipe) -> None:
         raise ConfigError(f"recipe {recipe.name}: {error}") from error
 
 
-def is_random(params: SamplingParams) -> bool:
-    """Can two runs with different seeds differ?"""
-    if params.temperature is not None:
-        return params.temperature > 0
-    return params.top_k is not None or params.top_p is not None or params.min_p is not None
-
-
 def with_seed(params: SamplingParams) -> SamplingParams:
     """Draw a missing seed, so that a migrated stream goes on exactly."""
-    if params.seed is not None or not is_random(params):
+    if params.seed is not None or not temperature_of(params):
         return params
     return msgspec.structs.replace(params, seed=secrets.randbits(64))
 
@@ -309,10 +305,7 @@ def _counts(values: dict[str, _Value], limits: Limits) -> dict[str, Any]:
 def _max_tokens(value: _Value, limits: Limits) -> int:
     if limits.max_tokens is not None:
         return _integer(value, 1, limits.max_tokens, "limits.max_tokens sets the upper end")
-    number = _integer(value, -(2**63), 2**63, "")
-    if number < 1:
-        raise _wrong(value, "send 1 or more, or leave it out for what is left of the context")
-    return min(number, MAX_INT32)  # the context ends it earlier
+    return _integer(value, 1, MAX_INT32, "leave it out for what is left of the context")
 
 
 def _distribution(values: dict[str, _Value], limits: Limits) -> dict[str, Any]:
@@ -373,11 +366,16 @@ def _logit_bias(value: _Value, limits: Limits) -> dict[int, float]:
             f"{value.where}: {len(value.raw)} entries; limits.max_logit_bias is {limits.max_logit_bias}, send fewer"
         )
     return {
-        _integer(_Value(f"{value.where} key", key), 0, MAX_INT32, "send token ids"): _number(
-            _Value(f"{value.where}.{str(key)[:20]}", bias), -100, 100, "0 is off"
-        )
+        _bias_id(key, value.where): _number(_Value(f"{value.where}.{str(key)[:20]}", bias), -100, 100, "0 is off")
         for key, bias in value.raw.items()
     }
+
+
+def _bias_id(key: Any, where: str) -> int:
+    """JSON's keys are texts: only an id's own digits, because int() would also read " 5", "+5", "1_0" and "٥"."""
+    if isinstance(key, str) and not _ID.fullmatch(key):
+        raise RequestError(f"{where} key: {key[:80]!r}; send token ids in decimal digits")
+    return _integer(_Value(f"{where} key", key), 0, MAX_INT32, "send token ids")
 
 
 def _processors(value: _Value) -> tuple[ProcessorCall, ...]:

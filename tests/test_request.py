@@ -10,7 +10,7 @@ from bireme.conversion import convert
 from bireme.errors import ConfigError, RequestError
 from bireme.messages import SamplingParams
 from bireme.request import check_ids, parse_generate
-from bireme.sampling import Sampling, check_defaults, expand, is_random, with_seed
+from bireme.sampling import Sampling, check_defaults, expand, with_seed
 from bireme.specs import GENERATE
 from bireme.types import Inputs, RequestInfo
 
@@ -130,7 +130,7 @@ def test_words_become_ids_at_the_entry():
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"max_tokens": 0}, "max_tokens: 0; send 1 or more"),
+        ({"max_tokens": 0}, "max_tokens: 0; the range is 1 to 2147483647, leave it out"),
         ({"max_tokens": -5}, "max_tokens: -5"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens: 9; at most max_tokens, 3"),
         ({"temperature": float("nan")}, "temperature: nan; send a finite number"),
@@ -158,7 +158,7 @@ def test_words_become_ids_at_the_entry():
         ({"sampling_parameters": b'{"temperature": NaN}'}, "temperature: nan"),
         ({"sampling_parameters": b'{"seed": 1e300}'}, "sampling_parameters.seed"),
         ({"sampling_parameters": b'{"logit_bias": {"1": NaN}}'}, "logit_bias.1: nan"),
-        ({"sampling_parameters": b'{"logit_bias": {"x": 1}}'}, "logit_bias key: x"),
+        ({"sampling_parameters": b'{"logit_bias": {"x": 1}}'}, "logit_bias key: 'x'"),
         ({"sampling_parameters": b'{"best_of": 3}'}, "best_of: 3"),
         ({"sampling_parameters": b'{"stop": ["\\ud800"]}'}, "lone surrogate"),
         ({"sampling_parameters": b'{"guided_decoding": {"json": 1, "regex": 2}}'}, "exactly one of"),
@@ -190,8 +190,10 @@ def test_a_prompt_is_needed():
         parse_generate(Inputs({}), GENERATE, recipe())
 
 
-def test_huge_max_tokens_is_left_to_the_context():
-    assert vllm(max_tokens=2**62).max_tokens == 2**31 - 1
+def test_max_tokens_beyond_the_context_is_left_to_it_but_not_what_no_context_holds():
+    assert vllm(max_tokens=2**31 - 1).max_tokens == 2**31 - 1
+    with pytest.raises(RequestError, match="max_tokens: 2147483648; the range is 1 to 2147483647"):
+        vllm(max_tokens=2**31)
 
 
 def test_max_tokens_above_the_recipes_limit_is_refused():
@@ -252,8 +254,10 @@ def test_the_clients_timeout_beats_the_recipes():
 def test_greedy_requests_need_no_seed_and_random_ones_get_one():
     assert with_seed(SamplingParams()).seed is None
     assert with_seed(SamplingParams(temperature=0.0, top_k=5)).seed is None
+    assert with_seed(SamplingParams(temperature=0.7, top_k=1)).seed is None
+    assert with_seed(SamplingParams(top_k=0, min_p=0.0)).seed is None
     assert with_seed(SamplingParams(temperature=1.0)).seed is not None
-    assert is_random(SamplingParams(top_p=0.9))
+    assert with_seed(SamplingParams(top_p=0.9)).seed is not None
 
 
 def test_sequences_have_seeds_of_their_own_that_the_first_seed_decides():

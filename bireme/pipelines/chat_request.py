@@ -34,10 +34,8 @@ REFUSED = {
     "audio": "this server makes no audio; remove it",
     "prediction": "predicted outputs are not served; remove it",
     "web_search_options": "there is no web search here; remove it",
-    "verbosity": "not served; say it in a message",
     "prompt_cache_retention": "not served; prompts are cached as long as there is room",
     "moderation": "not served; remove it",
-    "best_of": "not served for chats; send n",
     **MISPLACED,
 }
 
@@ -127,6 +125,7 @@ class ChatBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
+    best_of: int | None = None  # not OpenAI's for chats; old clients send it, equal to n
     stop: str | list[str] | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
@@ -139,6 +138,7 @@ class ChatBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     user: str | None = None
@@ -188,6 +188,8 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         raise RequestError("response_format: not together with tools; send tool_choice none, or no tools")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only with stream true; remove it")
+    if body.verbosity not in (None, "medium"):
+        raise RequestError(f"verbosity: {body.verbosity}; only medium changes nothing, say it in a message")
     _check_metadata(body.metadata)
     check_plain(extensions.chat_template_kwargs, "bireme.chat_template_kwargs")
     messages, pictures = _messages(body.messages, recipe)
@@ -209,38 +211,38 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
     )
 
 
-_SAME = ("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
-_DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
+_SAME = (
+    "temperature", "top_p", "n", "best_of", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias",
+)  # fmt: skip
 
 
 def chat_sampling(body: ChatBody, extensions: Extensions, recipe: Recipe) -> Sampling:
     fields = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     fields |= extensions.sampling()
     fields.pop("guided_decoding", None)
-    if (max_tokens := _max_tokens(body)) is not None:
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if max_tokens is not None:
         fields["max_tokens"] = max_tokens
-    if body.top_logprobs is not None and not body.logprobs:
-        raise RequestError("top_logprobs: only with logprobs true; send logprobs true as well")
+    if (top := body.top_logprobs) is not None:
+        if not body.logprobs:
+            raise RequestError("top_logprobs: only with logprobs true; send logprobs true as well")
+        if not 0 <= top <= (limit := recipe.limits.max_logprobs):
+            raise RequestError(
+                f"top_logprobs: {top}; the range is 0 to {limit}, limits.max_logprobs sets the upper end"
+            )
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     return openai_sampling(fields, recipe)
 
 
 def openai_sampling(fields: dict[str, Any], recipe: Recipe) -> Sampling:
-    """Check sampling fields in OpenAI's ranges; without any word on the distribution, temperature is 1."""
+    """Check sampling fields in OpenAI's ranges; temperature is 1 unless request or recipe give another."""
     temperature = fields.get("temperature")
     if temperature is not None and not 0 <= temperature <= 2:
         raise RequestError(f"temperature: {temperature}; the range is 0 to 2, 0 is greedy")
-    if not any(name in fields or name in recipe.sampling for name in _DISTRIBUTION):
+    if temperature is None and "temperature" not in recipe.sampling:
         fields["temperature"] = 1.0
     return json_sampling(fields, recipe)
-
-
-def _max_tokens(body: ChatBody) -> int | None:
-    new, old = body.max_completion_tokens, body.max_tokens
-    if new is not None and old is not None and new != old:
-        raise RequestError(f"max_tokens: {old} contradicts max_completion_tokens: {new}; send one of them")
-    return old if new is None else new
 
 
 def _variables(body: ChatBody, recipe: Recipe) -> dict[str, Any]:

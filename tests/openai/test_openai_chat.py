@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from bireme.errors import EngineLostError, ResourceExhaustedError, UnavailableError
+from bireme.messages import temperature_of
 from bireme.workers.fake import token_at
 
 
@@ -74,14 +75,36 @@ async def test_sampling_reaches_the_engine(frontend):
     await reply.end()
 
 
-async def test_temperature_is_one_unless_request_or_recipe_say_otherwise(frontend):
-    for tree, wanted in (({}, 1.0), ({"sampling": {"temperature": 0}}, 0)):
-        bench = await frontend(**tree)
-        reply = bench.chat()
-        await bench.workers.reached("decode")
-        assert bench.workers.running[0].request.sampling.temperature == wanted
-        reply.leave()
-        await reply.end()
+async def test_the_newer_name_of_max_tokens_wins(frontend):
+    bench = await frontend()
+    reply = bench.chat(max_tokens=10, max_completion_tokens=2)
+    await bench.workers.emit(2)
+    assert (await reply.end()).json()["usage"]["completion_tokens"] == 2
+
+
+async def test_what_clients_send_without_meaning_it_is_taken(frontend):
+    bench = await frontend()
+    reply = bench.chat(verbosity="medium", best_of=1, n=1, user="me", service_tier="auto")
+    await bench.workers.emit(4)
+    assert (await reply.end()).status == 200
+
+
+@pytest.mark.parametrize(
+    ("tree", "fields", "wanted"),
+    [
+        ({}, {}, 1.0),
+        ({}, {"bireme": {"top_k": 0, "min_p": 0}, "seed": 5}, 1.0),
+        ({"sampling": {"temperature": 0}}, {}, 0.0),
+        ({"sampling": {"top_k": 0}}, {}, 1.0),
+    ],
+)
+async def test_temperature_is_one_unless_request_or_recipe_say_otherwise(frontend, tree, fields, wanted):
+    bench = await frontend(**tree)
+    reply = bench.chat(**fields)
+    await bench.workers.reached("decode")
+    assert temperature_of(bench.workers.running[0].request.sampling) == wanted
+    reply.leave()
+    await reply.end()
 
 
 async def test_a_response_format_becomes_a_guide(frontend):
