@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
 from bireme.pipelines.chat_request import StreamOptions, openai_sampling
-from bireme.pipelines.extensions import MISPLACED, Extensions
+from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelNames, request_options
 from bireme.sampling import Sampling
 
 REFUSED = {
     "suffix": "not served: no fill in the middle; remove it",
     "messages": "belongs to /v1/chat/completions; send prompt",
     "max_completion_tokens": "belongs to /v1/chat/completions; send max_tokens",
-    **MISPLACED,
+    **REFUSED_NAMES,
 }
 _SAME = (
     "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "best_of",
@@ -26,7 +24,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _MAX_LOGPROBS = 5
 
 
-class CompletionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CompletionBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):
     """The request's JSON."""
 
     model: str = ""
@@ -47,7 +45,6 @@ class CompletionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     echo: bool | None = None
     suffix: None = None
     user: str | None = None
-    bireme: Extensions = Extensions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +63,27 @@ def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
     """Check what the types don't say. Raises RequestError."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only with stream true; remove it")
-    if body.bireme.chat_template_kwargs:
-        raise RequestError("bireme.chat_template_kwargs: belongs to /v1/chat/completions; remove it")
+    options = request_options(body)
+    if options.chat_template_kwargs:
+        raise RequestError("chat_template_kwargs: belongs to /v1/chat/completions; remove it")
     if body.echo and body.logprobs is not None:
         raise RequestError("echo: not together with logprobs; send one of them")
     return CompletionRequest(
         prompts=_prompts(body.prompt, recipe.limits),
-        sampling=_sampling(body, recipe),
+        sampling=_sampling(body, options, recipe),
         logprobs=body.logprobs,
         echo=bool(body.echo),
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        cache_salt=body.bireme.cache_salt,
-        return_timing=body.bireme.return_timing,
+        cache_salt=options.cache_salt,
+        return_timing=options.return_timing,
     )
 
 
-def _sampling(body: CompletionBody, recipe: Recipe) -> Sampling:
+def _sampling(body: CompletionBody, options: RequestOptions, recipe: Recipe) -> Sampling:
     fields: dict[str, Any] = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    fields |= body.bireme.sampling()
+    if options.guide is not None:
+        fields["guided_decoding"] = options.guide
     if body.logprobs is not None:
         if not 0 <= body.logprobs <= _MAX_LOGPROBS:
             raise RequestError(f"logprobs: {body.logprobs}; the range is 0 to {_MAX_LOGPROBS}")
@@ -93,7 +92,7 @@ def _sampling(body: CompletionBody, recipe: Recipe) -> Sampling:
     fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, limit or _DEFAULT_MAX_TOKENS)
     if body.max_tokens is not None:
         fields["max_tokens"] = body.max_tokens
-    return openai_sampling(fields, recipe)
+    return openai_sampling(fields, options, recipe)
 
 
 def _prompts(prompt: str | list[str | int | list[int]], limits: Limits) -> list[str | list[int]]:

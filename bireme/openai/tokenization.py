@@ -12,7 +12,6 @@ from bireme.openai.call import Call
 from bireme.openai.served_model import Models
 from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.chat_request import ChatBody, ChatMessage, Tool, check_chat
-from bireme.pipelines.extensions import Extensions
 from bireme.pipelines.json_body import decode_body
 from bireme.request import check_ids
 
@@ -48,8 +47,9 @@ class Tokenization:
         if body.prompt is not None:
             prompt = await model.chat.prompts.text(body.prompt, body.add_special_tokens)
         else:
-            extensions = Extensions(chat_template_kwargs=body.chat_template_kwargs)
-            chat = ChatBody(messages=body.messages or [], tools=body.tools, bireme=extensions)
+            chat = ChatBody(
+                messages=body.messages or [], tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
+            )
             request = check_chat(chat, model.recipe)
             if request.pictures:
                 where = request.pictures[0].where

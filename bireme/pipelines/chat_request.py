@@ -15,7 +15,7 @@ import msgspec
 
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
-from bireme.pipelines.extensions import MISPLACED, Extensions
+from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelNames, request_options
 from bireme.pipelines.json_body import check_plain, decode_body
 from bireme.pipelines.picture_parts import PICTURE_PARTS, Pictures
 from bireme.pipelines.pictures import PictureSource
@@ -36,7 +36,7 @@ REFUSED = {
     "web_search_options": "there is no web search here; remove it",
     "prompt_cache_retention": "not served; prompts are cached as long as there is room",
     "moderation": "not served; remove it",
-    **MISPLACED,
+    **REFUSED_NAMES,
 }
 
 
@@ -113,7 +113,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class ChatBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):
     """The request's JSON."""
 
     messages: list[ChatMessage]
@@ -146,7 +146,6 @@ class ChatBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
-    bireme: Extensions = Extensions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ class ChatRequest:
     variables: Mapping[str, Any]  # of the chat template
     sampling: Sampling
     logprobs: bool
-    guide: dict[str, Any] | None  # of the content: response_format or bireme.guided_decoding
+    guide: dict[str, Any] | None  # of the content: response_format, or a guide beyond OpenAI's fields
     stream: bool
     include_usage: bool
     cache_salt: str
@@ -181,8 +180,10 @@ def parse_chat(body: bytes | str, recipe: Recipe) -> ChatRequest:
 
 def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
     """Check what the types don't say. Raises RequestError."""
-    extensions = body.bireme
-    guide = _guide(body)
+    options = request_options(body)
+    if body.nvext is not None and body.nvext.use_raw_prompt:
+        raise RequestError("nvext.use_raw_prompt: a chat is told by its template; send the prompt to /v1/completions")
+    guide = _guide(body, options)
     functions, mode = _tools(body, recipe.limits)
     if functions and guide is not None:
         raise RequestError("response_format: not together with tools; send tool_choice none, or no tools")
@@ -191,7 +192,6 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
     if body.verbosity not in (None, "medium"):
         raise RequestError(f"verbosity: {body.verbosity}; only medium changes nothing, say it in a message")
     _check_metadata(body.metadata)
-    check_plain(extensions.chat_template_kwargs, "bireme.chat_template_kwargs")
     messages, pictures = _messages(body.messages, recipe)
     return ChatRequest(
         model=body.model,
@@ -200,14 +200,14 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         functions=functions,
         tool_mode=mode,
         is_parallel=body.parallel_tool_calls is not False,
-        variables=_variables(body, recipe),
-        sampling=chat_sampling(body, extensions, recipe),
+        variables=_variables(body, options, recipe),
+        sampling=_sampling(body, options, recipe),
         logprobs=bool(body.logprobs),
         guide=guide,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        cache_salt=extensions.cache_salt,
-        return_timing=extensions.return_timing,
+        cache_salt=options.cache_salt,
+        return_timing=options.return_timing,
     )
 
 
@@ -216,10 +216,8 @@ _SAME = (
 )  # fmt: skip
 
 
-def chat_sampling(body: ChatBody, extensions: Extensions, recipe: Recipe) -> Sampling:
+def _sampling(body: ChatBody, options: RequestOptions, recipe: Recipe) -> Sampling:
     fields = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    fields |= extensions.sampling()
-    fields.pop("guided_decoding", None)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is not None:
         fields["max_tokens"] = max_tokens
@@ -232,32 +230,35 @@ def chat_sampling(body: ChatBody, extensions: Extensions, recipe: Recipe) -> Sam
             )
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
-    return openai_sampling(fields, recipe)
+    return openai_sampling(fields, options, recipe)
 
 
-def openai_sampling(fields: dict[str, Any], recipe: Recipe) -> Sampling:
+def openai_sampling(fields: dict[str, Any], options: RequestOptions, recipe: Recipe) -> Sampling:
     """Check sampling fields in OpenAI's ranges; temperature is 1 unless request or recipe give another."""
     temperature = fields.get("temperature")
     if temperature is not None and not 0 <= temperature <= 2:
         raise RequestError(f"temperature: {temperature}; the range is 0 to 2, 0 is greedy")
     if temperature is None and "temperature" not in recipe.sampling:
         fields["temperature"] = 1.0
+    if options.is_greedy:
+        fields["temperature"] = 0.0
+    fields |= options.sampling
     return json_sampling(fields, recipe)
 
 
-def _variables(body: ChatBody, recipe: Recipe) -> dict[str, Any]:
+def _variables(body: ChatBody, options: RequestOptions, recipe: Recipe) -> dict[str, Any]:
     variables = dict(recipe.chat.template_kwargs)
     if (effort := body.reasoning_effort) is not None:
         variables |= {"reasoning_effort": effort, "enable_thinking": effort not in ("none", "minimal")}
-    return variables | body.bireme.chat_template_kwargs
+    return variables | options.chat_template_kwargs
 
 
-def _guide(body: ChatBody) -> dict[str, Any] | None:
-    guide, form = body.bireme.guided_decoding, body.response_format
+def _guide(body: ChatBody, options: RequestOptions) -> dict[str, Any] | None:
+    form = body.response_format
     if form is None or form.type == "text":
-        return guide
-    if guide is not None:
-        raise RequestError("bireme.guided_decoding: not together with response_format; send one of them")
+        return options.guide
+    if options.guide is not None:
+        raise RequestError(f"{options.guide_name}: not together with response_format; send one of them")
     if form.type == "json_object":
         return {"json_object": True}
     if form.json_schema is None:

@@ -1,21 +1,23 @@
-"""The `bireme` object of OpenAI requests: what this server can do beyond OpenAI's fields."""
+"""What requests may say beyond OpenAI's fields: in the `bireme` object, or where other servers take it.
+
+vLLM's and its clients' names are taken at the top level, Dynamo's in `nvext`. All mean what the `bireme` object's
+fields mean; a value that is given twice has to be the same.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from bireme.errors import RequestError
 from bireme.pipelines.json_body import check_plain
 
-_SAMPLING = (
-    "ignore_eos", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "priority",
-    "logits_processors", "guided_decoding", "include_stop_str_in_output", "skip_special_tokens",
-)  # fmt: skip
 
-
-class Extensions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Unset stays unset: the recipe's default, else the engine's."""
+class SharedNames(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Taken at the top level and in `bireme`, and mean the same. Unset: the recipe's default, else the engine's."""
 
     ignore_eos: bool | None = None
     top_k: int | None = None
@@ -25,21 +27,188 @@ class Extensions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: str | None = None  # prompts with different salts share no KV blocks
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Extensions(SharedNames, kw_only=True, forbid_unknown_fields=True):
+    """The `bireme` object."""
+
     priority: float | None = None  # 0 to 1, higher is served first
     logits_processors: list[dict[str, Any]] | None = None  # [{"name": ..., "args": {...}}]
     guided_decoding: dict[str, Any] | None = None  # exactly one of json, regex, grammar, choice, structural_tag, ...
-    cache_salt: str = ""  # prompts with different salts share no KV blocks
-    chat_template_kwargs: dict[str, Any] = {}
     return_timing: bool = False  # times and workers in the answer's own `bireme` object
 
-    def sampling(self) -> dict[str, Any]:
-        """Return the sampling fields that are set. Raises RequestError for values that could not travel on."""
-        fields = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        for name in ("logits_processors", "guided_decoding"):
-            if name in fields:
-                check_plain(fields[name], f"bireme.{name}")
-        return fields
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's object: one guide; its other options are not served."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
 
-EXTENSION_NAMES = tuple(field.encode_name for field in msgspec.structs.fields(Extensions))
-MISPLACED = {name: f"not a field of OpenAI's; send it as bireme.{name}" for name in EXTENSION_NAMES}
+class NvExt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Dynamo's object, as far as it has a meaning here; REFUSED_NAMES has the rest."""
+
+    ignore_eos: bool | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    cache_salt: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    greed_sampling: bool | None = None
+    use_raw_prompt: bool | None = None
+    annotations: list[str] | None = None
+
+
+class TopLevelNames(SharedNames, kw_only=True, forbid_unknown_fields=True):
+    """What a request's own fields are beside OpenAI's."""
+
+    priority: int | None = None  # vLLM's: lower is served earlier, 0 is everybody's
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    nvext: NvExt | None = None
+    bireme: Extensions = msgspec.field(default_factory=Extensions)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a request says beyond OpenAI's fields, whichever names it used."""
+
+    sampling: Mapping[str, Any]  # fields of bireme/sampling.py that are set, but for the guide
+    guide: dict[str, Any] | None
+    guide_name: str  # how the request calls it
+    is_greedy: bool  # whatever the other fields say
+    chat_template_kwargs: dict[str, Any]
+    cache_salt: str
+    return_timing: bool
+
+
+_SHARED = tuple(field.encode_name for field in msgspec.structs.fields(SharedNames))
+_GUIDES = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+}  # fmt: skip
+_STRUCTURED = ("json", "regex", "choice", "grammar", "structural_tag")
+_NOT_STRUCTURED = (
+    "disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern",
+)  # fmt: skip
+_PLACED_HERE = "this server places requests itself; remove it"
+REFUSED_NAMES = {
+    **{
+        f"nvext.{name}": _PLACED_HERE
+        for name in ("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank")
+    },
+    "nvext.token_data": "send token ids as the prompt of /v1/completions",
+    "nvext.max_thinking_tokens": "not served; remove it, or send max_tokens",
+    "nvext.extra_fields": "not served; bireme.return_timing has times and workers",
+    "nvext.agent_hints": "not served; priority is a field of its own",
+    "nvext.session_control": "there are no sessions here; remove it",
+    "nvext.guided_decoding_backend": "guides have one backend; remove it",
+    "nvext.guided_whitespace_pattern": "not served; remove it",
+    **{
+        name: f"not a field of OpenAI's; send it as bireme.{name}"
+        for name in (field.encode_name for field in msgspec.structs.fields(Extensions))
+        if name not in {field.encode_name for field in msgspec.structs.fields(TopLevelNames)}
+    },
+}
+
+
+def request_options(body: TopLevelNames) -> RequestOptions:
+    """Return one value a name, wherever it came from. Raises RequestError, also for values that could not travel on."""
+    own, nvext = body.bireme, body.nvext
+    places: list[tuple[str, msgspec.Struct]] = [("", body), ("bireme.", own)]
+    if nvext is not None:
+        _check_nvext(nvext)
+        places.append(("nvext.", nvext))
+    values: dict[str, Any] = {}
+    for name in _SHARED:
+        given = [(at + name, value) for at, place in places if (value := getattr(place, name, None)) is not None]
+        if given:
+            values[name] = _only(given)[1]
+    if body.priority is not None and own.priority is not None:
+        raise RequestError(f"priority: {body.priority} beside bireme.priority: {own.priority:g}; send one of them")
+    if body.priority is not None:
+        values["priority"] = _from_rank(body.priority)
+    if own.priority is not None:
+        values["priority"] = own.priority
+    if own.logits_processors is not None:
+        check_plain(own.logits_processors, "bireme.logits_processors")
+        values["logits_processors"] = own.logits_processors
+    guides = _guides(body)
+    guide_name, guide = _only(guides) if guides else ("", None)
+    check_plain(guide, guide_name)
+    chat_template_kwargs = values.pop("chat_template_kwargs", {})
+    check_plain(chat_template_kwargs, "chat_template_kwargs")
+    return RequestOptions(
+        guide=guide,
+        guide_name=guide_name,
+        is_greedy=nvext is not None and bool(nvext.greed_sampling),
+        chat_template_kwargs=chat_template_kwargs,
+        cache_salt=values.pop("cache_salt", ""),
+        return_timing=own.return_timing,
+        sampling=values,
+    )
+
+
+def _only(given: list[tuple[str, Any]]) -> tuple[str, Any]:
+    """Return the first of the values, all of which must be equal."""
+    name, value = given[0]
+    for other_name, other in given[1:]:
+        if other != value:
+            raise RequestError(
+                f"{name}: {str(value)[:80]} contradicts {other_name}: {str(other)[:80]}; send one of them"
+            )
+    return name, value
+
+
+def _guides(body: TopLevelNames) -> list[tuple[str, dict[str, Any]]]:
+    """Return the guides of all places in the form of bireme/guides.py."""
+    places: list[tuple[str, TopLevelNames | NvExt]] = [("", body)]
+    if body.nvext is not None:
+        places.append(("nvext.", body.nvext))
+    guides = [
+        (at + name, {kind: guide})
+        for at, place in places
+        for name, kind in _GUIDES.items()
+        if (guide := getattr(place, name)) is not None
+    ]
+    if (outputs := body.structured_outputs) is not None:
+        for name in _NOT_STRUCTURED:
+            if getattr(outputs, name):
+                raise RequestError(f"structured_outputs.{name}: {getattr(outputs, name)}; not served, remove it")
+        guides += [
+            (f"structured_outputs.{kind}", {kind: guide})
+            for kind in _STRUCTURED
+            if (guide := getattr(outputs, kind)) is not None
+        ]
+        if outputs.json_object:
+            guides.append(("structured_outputs.json_object", {"json_object": True}))
+    if body.bireme.guided_decoding is not None:
+        guides.append(("bireme.guided_decoding", body.bireme.guided_decoding))
+    return guides
+
+
+def _check_nvext(nvext: NvExt) -> None:
+    if nvext.annotations:
+        raise RequestError(
+            f"nvext.annotations: {str(nvext.annotations[0])[:40]}; no such events are sent here, remove it"
+        )
+
+
+def _from_rank(rank: int) -> float:
+    """Return a priority from 0 to 1 for vLLM's: 0 is the usual 0.5, a lower number comes earlier, so is higher."""
+    return 0.5 - 0.5 * rank / (1 + abs(rank))

@@ -48,7 +48,18 @@ BAD_BODIES = {
     "functions": (raw(functions=[]), "functions"),
     "verbosity": (raw(verbosity="low"), "verbosity"),
     "best_of that is not n": (raw(best_of=2), "best_of"),
-    "vLLM's place": (raw(top_k=1), "top_k"),
+    "a place of nobody's": (raw(logits_processors=[]), "logits_processors"),
+    "two values": (raw(top_k=1, bireme={"top_k": 2}), "top_k"),
+    "two guides": (raw(guided_regex="a", structured_outputs={"choice": ["a"]}), "guided_regex"),
+    "a guide beside a format": (raw(guided_choice=["a"], response_format={"type": "json_object"}), "guided_choice"),
+    "a guide's option": (raw(structured_outputs={"whitespace_pattern": " "}), "structured_outputs.whitespace_pattern"),
+    "a guide that is none": (raw(structured_outputs={"jsn": {}}), "structured_outputs.jsn"),
+    "a priority of both kinds": (raw(priority=1, bireme={"priority": 0.5}), "priority"),
+    "a priority that is no rank": (raw(priority=0.5), "priority"),
+    "Dynamo's annotations": (raw(nvext={"annotations": ["request_id"]}), "nvext.annotations"),
+    "Dynamo's placing": (raw(nvext={"backend_instance_id": 5}), "nvext.backend_instance_id"),
+    "Dynamo's raw prompt": (raw(nvext={"use_raw_prompt": True}), "nvext.use_raw_prompt"),
+    "unknown to Dynamo": (raw(nvext={"topk": 5}), "nvext.topk"),
     "unknown extension": (raw(bireme={"topk": 1}), "bireme.topk"),
     "a template": (raw(bireme={"chat_template_kwargs": {"chat_template": "x"}}), None),
     "processor arguments": (
@@ -90,6 +101,7 @@ BAD_COMPLETIONS = {
     "best_of": {"prompt": "x", "best_of": 100_000},
     "logprobs": {"prompt": "x", "logprobs": 50},
     "floats": {"prompt": [1.5]},
+    "a template": {"prompt": "x", "chat_template_kwargs": {"a": 1}},
 }
 
 

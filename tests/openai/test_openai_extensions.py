@@ -1,0 +1,100 @@
+"""Fields beyond OpenAI's: at the top level as vLLM takes them, in nvext as Dynamo does, and in `bireme`."""
+
+import pytest
+
+from bireme.messages import temperature_of
+
+SAMPLING = {
+    "ignore_eos": (True, True),
+    "min_tokens": (2, 2),
+    "top_k": (7, 7),
+    "min_p": (0.25, 0.25),
+    "repetition_penalty": (1.5, 1.5),
+    "stop_token_ids": ([5, 6], (5, 6)),
+    "skip_special_tokens": (False, False),
+    "include_stop_str_in_output": (True, True),
+}
+SCHEMA = {"type": "object"}
+GUIDES = {
+    "guided_json": ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+    "guided_json as text": ({"guided_json": '{"type": "object"}'}, {"json": '{"type": "object"}'}),
+    "guided_regex": ({"guided_regex": "a+"}, {"regex": "a+"}),
+    "guided_choice": ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+    "guided_grammar": ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+    "structured_outputs": ({"structured_outputs": {"regex": "a+", "json": None}}, {"regex": "a+"}),
+    "an object": ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+    "nvext": ({"nvext": {"guided_choice": ["a"]}}, {"choice": ["a"]}),
+    "the same twice": ({"guided_regex": "a+", "bireme": {"guided_decoding": {"regex": "a+"}}}, {"regex": "a+"}),
+}
+POSTS = pytest.mark.parametrize("post", ["chat", "complete"])
+
+
+async def engine_request(bench, post, **fields):
+    """Return what the engine is asked for."""
+    reply = getattr(bench, post)(**fields)
+    await bench.workers.reached("decode")
+    request = bench.workers.running[-1].request
+    reply.leave()
+    await reply.end()
+    return request
+
+
+@POSTS
+@pytest.mark.parametrize("name", SAMPLING)
+async def test_sampling_fields_mean_the_same_in_every_place(frontend, post, name):
+    value, wanted = SAMPLING[name]
+    for fields in ({name: value}, {"bireme": {name: value}}, {name: value, "bireme": {name: value}}):
+        request = await engine_request(await frontend(), post, **fields)
+        assert getattr(request.sampling, name) == wanted
+
+
+@POSTS
+@pytest.mark.parametrize("form", GUIDES)
+async def test_guides_of_other_servers_become_ours(frontend, post, form):
+    fields, wanted = GUIDES[form]
+    request = await engine_request(await frontend(), post, **fields)
+    assert request.sampling.guided_decoding == wanted
+
+
+@POSTS
+async def test_what_dynamo_takes_in_nvext_is_served(frontend, post):
+    nvext = {"ignore_eos": True, "top_k": 3, "repetition_penalty": 1.5, "cache_salt": "x", "annotations": []}
+    request = await engine_request(await frontend(), post, nvext=nvext)
+    params = request.sampling
+    assert (params.ignore_eos, params.top_k, params.repetition_penalty, request.cache_salt) == (True, 3, 1.5, "x")
+
+
+@POSTS
+async def test_greed_sampling_beats_the_temperature(frontend, post):
+    request = await engine_request(await frontend(), post, nvext={"greed_sampling": True}, temperature=1.5, top_p=0.5)
+    assert temperature_of(request.sampling) == 0
+
+
+async def test_salts_of_every_place_reach_the_engine(frontend):
+    for fields in ({"cache_salt": "x"}, {"bireme": {"cache_salt": "x"}}):
+        assert (await engine_request(await frontend(), "chat", **fields)).cache_salt == "x"
+
+
+async def test_a_lower_priority_at_the_top_level_comes_earlier(frontend):
+    bench = await frontend()
+    found = [(await engine_request(bench, "chat", priority=rank)).priority for rank in (-1000, -1, 0, 1, 1000)]
+    assert found == sorted(found, reverse=True) and len(set(found)) == 5
+    assert found[2] == 0.5 and all(0 <= priority <= 1 for priority in found)
+
+
+async def test_template_variables_are_taken_at_the_top_level(frontend):
+    request = await engine_request(await frontend(), "chat", chat_template_kwargs={"unused": 1})
+    assert request.prompt == (await engine_request(await frontend(), "chat")).prompt
+
+
+async def test_a_contradiction_names_both_places(frontend):
+    reply = await (await frontend()).chat(top_k=1, bireme={"top_k": 2}).end()
+    assert reply.json()["error"]["message"] == "top_k: 1 contradicts bireme.top_k: 2; send one of them"
+
+
+async def test_the_schema_knows_the_names(frontend):
+    schemas = (await (await frontend()).call("GET", "/openapi.json").end()).json()["components"]["schemas"]
+    for kind in ("ChatBody", "CompletionBody"):
+        assert {*SAMPLING, "priority", "guided_json", "structured_outputs", "nvext"} <= schemas[kind][
+            "properties"
+        ].keys()
