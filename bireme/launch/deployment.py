@@ -24,6 +24,7 @@ from typing import Any
 from bireme.config import CHECKOUT, Recipe
 from bireme.errors import BiremeError, UnavailableError
 from bireme.launch.console import Console
+from bireme.launch.drain import drain
 from bireme.launch.guarded_thread import GuardedThreads
 from bireme.launch.health import HealthMonitor
 from bireme.launch.health_server import HealthServer
@@ -46,6 +47,7 @@ _PARALLEL_LOADS = 8  # each holds one of the server's HTTP threads
 _PROGRESS_S = 5.0
 _MAX_BACKOFF_S = 30.0
 _SHORT_STOP_S = 3.0
+_EXIT_S = 10.0  # of a server without models: Triton looks once a second
 _DEATH_S = 5.0  # from the end of its connections to that of a process that dies, with its core
 
 
@@ -147,8 +149,6 @@ class Deployment:
         limit_s = self._drain()
         self._stop_watching()
         if self._server is not None:
-            if self._server.is_running:
-                self._console.event("stopping", drain_timeout_s=self.settings.drain_timeout_s)
             began = time.monotonic()
             code = self._server.stop(limit_s)
             self._console.event(
@@ -160,21 +160,21 @@ class Deployment:
             self._health = None
         self.run.remove()
 
-    def _drain(self) -> float | None:
-        """Return how long the server's own end may take; None: as long as its requests under way.
+    def _drain(self) -> float:
+        """Let requests under way end; return how long the server's own end may take.
 
-        Triton never ends by itself once a stub has died with a request under way: the lost instance counts as
-        live for ever. Then the requests of the living are waited for here. While models still load there is
-        nothing to drain, and Triton would wait for the loads.
+        While models still load there is nothing to drain, and Triton would wait for the loads.
         """
-        if self._monitor is None or self._watchdog is None:
+        monitor = self._monitor
+        if monitor is None or not self.server.is_running:
             return _SHORT_STOP_S
-        if not self._watchdog.has_lost_stubs:
-            return None
-        deadline = time.monotonic() + self.settings.drain_timeout_s
-        while self.server.is_running and self._monitor.has_requests() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return _SHORT_STOP_S
+        self._console.event("stopping", drain_timeout_s=self.settings.drain_timeout_s)
+        self._stop_watching()  # a model that is unloaded must not be healed
+        workers, pipelines = self._phases
+        is_empty = drain(
+            self.server.admin, pipelines, workers, monitor.busy_models, self._console, self.settings.drain_timeout_s
+        )
+        return _EXIT_S if is_empty else _SHORT_STOP_S
 
     def kill(self) -> None:
         """End at once what `stop` would wait for."""

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from bireme.config import Recipe
+from bireme.config import Recipe, stage_of
 from bireme.errors import BiremeError
 from bireme.launch.canary import CanaryResult, probe_decode, probe_pipeline
 from bireme.launch.console import Console
@@ -82,13 +82,21 @@ class HealthMonitor:
         """A canary under way is not waited for: its server is about to end."""
         self._stopping.set()
 
-    def has_requests(self) -> bool:
-        """Return whether a worker runs or queues any request now."""
+    def busy_models(self) -> list[str]:
+        """Return the models that have requests under way, by what their own stubs and engines say.
+
+        Most streams of decode are subscriptions of the token bus, however idle: there the engine's count holds.
+        """
         try:
             series = worker_series(self._server.metrics_text())
         except BiremeError:
-            return False
-        return any(series[name].queued for name in self._workers if name in series)
+            return []
+        return [
+            name
+            for name in self._models
+            if name in series and self._watchdog.is_alive(name)
+            if series[name].queued or (series[name].streams and stage_of(name) != "decode")
+        ]
 
     def report(self) -> dict[str, Any]:
         """Return status (ready, degraded, not_ready) and each model's state, ready for JSON."""

@@ -16,6 +16,7 @@ class WorkerSeries:
     engine_up: bool | None = None
     steps: float | None = None  # engine steps so far
     queued: float = 0.0  # requests running or waiting
+    streams: float = 0.0  # requests that the stub has not answered to the end
 
 
 def worker_series(text: str) -> dict[str, WorkerSeries]:
@@ -40,3 +41,5 @@ def _take(workers: dict[str, WorkerSeries], name: str, labels: dict[str, str], v
         series.steps = value
     elif name in ("bireme_requests_running", "bireme_requests_waiting"):
         series.queued += value
+    elif name == "bireme_streams":
+        series.streams = value

@@ -75,11 +75,6 @@ class StubWatchdog:
         state = self._states.get(model)
         return state is None or (state.is_alive and not state.is_healing)
 
-    @property
-    def has_lost_stubs(self) -> bool:
-        """Whether a stub has died in this life: Triton may count its instance as live for ever."""
-        return any(state.restarts or not state.is_alive for state in self._states.values())
-
     def restarts(self, model: str) -> int:
         state = self._states.get(model)
         return state.restarts if state else 0
