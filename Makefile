@@ -8,7 +8,7 @@ ROUNDS ?= 10
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo serve test test-services fuzz check format clean clean-venv
+.PHONY: help setup models demo serve test test-services fuzz chaos check format clean clean-venv
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ test-services: models ## Run the tests that need programs from Debian (Chromium)
 fuzz: models ## Run the property tests on new random examples, again and again; ROUNDS=100 ARGS="tests/text"
 	@for round in $$(seq $(ROUNDS)); do echo "== round $$round of $(ROUNDS)"; \
 		HYPOTHESIS_PROFILE=fuzz $(RUN) -m pytest -q -m hypothesis $(ARGS) || exit 1; done
+
+chaos: models ## Hit launches with random faults under checked load, 20 minutes; ARGS="--seconds 120 --seed 7"
+	@$(RUN) tools/chaos.py $(ARGS)
 
 check: setup ## Formatting, lints, types, recipes and the rules of the house
 	@$(VENV)/bin/ruff format --check .

@@ -7,13 +7,14 @@ A slot's stream stays open from request to request, the cheapest way for both si
 from __future__ import annotations
 
 import asyncio
+import struct
 from array import array
 
 from tritonclient.grpc import service_pb2 as pb
 
 from benchmarks.load.http2 import Connection, Stream, StreamError
-from benchmarks.load.meter import LoadError, Trace
-from benchmarks.load.workload import Prompt
+from benchmarks.load.meter import LoadError, Trace, WrongAnswerError
+from benchmarks.load.workload import TEMPERATURE, Prompt
 
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 MAX_CONNECTIONS = 4
@@ -116,7 +117,7 @@ class Call:
 
     def _take(self, data: bytes) -> None:
         if self._done is None or self._done.done() or self._trace is None:
-            self._wrong = LoadError("a response came after the last")
+            self._wrong = WrongAnswerError("a response came after the last")
             return
         try:
             if take(pb.ModelStreamInferResponse.FromString(data), self._request_id, self._trace):
@@ -143,6 +144,10 @@ def make_request(model: str, request_id: str, prompt: Prompt) -> pb.ModelInferRe
         tensor(name="ignore_eos", datatype="BOOL", shape=[1]),
     ]
     contents = [prompt.ids_bytes, len(prompt.expected).to_bytes(4, "little"), b"\1"]
+    if prompt.seed is not None:
+        inputs.append(tensor(name="temperature", datatype="FP32", shape=[1]))
+        inputs.append(tensor(name="seed", datatype="UINT64", shape=[1]))
+        contents += [struct.pack("<f", TEMPERATURE), struct.pack("<Q", prompt.seed)]
     if model.startswith("generate"):
         inputs.append(tensor(name="stream", datatype="BOOL", shape=[1]))
         contents.append(b"\1")
@@ -153,9 +158,13 @@ def take(response: pb.ModelStreamInferResponse, request_id: str, trace: Trace) -
     """Check one response; return whether it was the request's last. Raises LoadError."""
     if response.error_message:
         raise LoadError(response.error_message)
-    inner = response.infer_response
+    return take_tensors(response.infer_response, request_id, trace)
+
+
+def take_tensors(inner: pb.ModelInferResponse, request_id: str, trace: Trace) -> bool:
+    """Check the tensors of one response; return whether it was the request's last. Raises LoadError."""
     if inner.id != request_id:
-        raise LoadError(f"a response of request {inner.id!r} came to request {request_id!r}")
+        raise WrongAnswerError(f"a response of request {inner.id!r} came to request {request_id!r}")
     tokens, text, reason = array("i"), b"", b""
     for output, content in zip(inner.outputs, inner.raw_output_contents, strict=True):
         name = output.name

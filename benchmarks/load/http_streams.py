@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.load.meter import LoadError, Trace
-from benchmarks.load.workload import Prompt
+from benchmarks.load.meter import LoadError, Trace, WrongAnswerError
+from benchmarks.load.workload import TEMPERATURE, Prompt
 
 _HEAD_END = b"\r\n\r\n"
 
@@ -73,14 +73,19 @@ class HttpStreams:
 
 
 def make_request(model: str, host: str, prompt: Prompt) -> bytes:
-    body = msgspec.json.encode(
-        {"input_ids": prompt.ids, "max_tokens": len(prompt.expected), "ignore_eos": True, "stream": True}
-    )
-    head = (
-        f"POST /v2/models/{model}/generate_stream HTTP/1.1\r\nHost: {host}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+    return post(f"/v2/models/{model}/generate_stream", host, tensors_of(prompt) | {"stream": True})
+
+
+def tensors_of(prompt: Prompt) -> dict[str, Any]:
+    """Return the inputs that a prompt has on every text model."""
+    tensors = {"input_ids": prompt.ids, "max_tokens": len(prompt.expected), "ignore_eos": True}
+    return tensors if prompt.seed is None else tensors | {"temperature": TEMPERATURE, "seed": prompt.seed}
+
+
+def post(path: str, host: str, body: Any) -> bytes:
+    data = msgspec.json.encode(body)
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    return head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 class Connection(asyncio.Protocol):
@@ -152,6 +157,8 @@ class Connection(asyncio.Protocol):
             payload = self._events + payload
         *lines, self._events = payload.split(b"\n\n")
         for line in lines:
+            if line.startswith(b":"):  # a comment keeps a silent stream open
+                continue
             if not line.startswith(b"data: "):
                 raise LoadError(f"not an event: {line[:40]!r}")
             self._take_event(line[6:])
@@ -163,7 +170,7 @@ class Connection(asyncio.Protocol):
         if event.error:
             raise LoadError(event.error)
         if self._has_finished:
-            raise LoadError("an event came after the last")
+            raise WrongAnswerError("an event came after the last")
         ids = event.output_ids if isinstance(event.output_ids, list) else [event.output_ids]
         self._trace.push(array("i", ids), first(event.text_output).encode())
         if reason := first(event.finish_reason):

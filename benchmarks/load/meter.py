@@ -23,6 +23,10 @@ class LoadError(Exception):
     """The server, or the way to it, did not do what it should for this request."""
 
 
+class WrongAnswerError(LoadError):
+    """It answered, and the answer is not the expected one."""
+
+
 class Meter:
     """Totals of one load. Used from one thread."""
 
@@ -110,13 +114,13 @@ class Trace:
         self.is_dropped = self.is_stalled = False
 
     def push(self, tokens: array[int], text: bytes = b"") -> None:
-        """Take what one response brought. Raises LoadError at the first token that is not the expected one."""
+        """Take what one response brought. Raises WrongAnswerError at the first token that is not the expected one."""
         now, meter, num_new = clock(), self.meter, len(tokens)
         if text:
             self.texts.append(text)
         if num_new:
             if tokens != self.prompt.expected[self.count : self.count + num_new]:
-                raise LoadError(self._explain(tokens))
+                raise WrongAnswerError(self._explain(tokens))
             if meter.is_on:
                 meter.tokens += num_new
                 (meter.gap_s if self.count else meter.ttft_s).append(now - self.last_at)
@@ -126,10 +130,10 @@ class Trace:
         meter.responses += meter.is_on
 
     def finish(self, reason: str) -> None:
-        """Take the end. Raises LoadError when it came too early, or the text is not that of the tokens."""
+        """Take the end. Raises WrongAnswerError when it came too early, or the text is not that of the tokens."""
         expected = self.prompt
         if reason != "length" or self.count != len(expected.expected):
-            raise LoadError(f"ended with {reason!r} after {self.count} of {len(expected.expected)} tokens")
+            raise WrongAnswerError(f"ended with {reason!r} after {self.count} of {len(expected.expected)} tokens")
         if expected.text is not None and self.texts:
             self._check_text(b"".join(self.texts), expected.text)
         if self.meter.is_on:
@@ -154,4 +158,4 @@ class Trace:
     def _check_text(data: bytes, expected: str) -> None:
         if data != expected.encode():
             common = next((i for i, (a, b) in enumerate(zip(data, expected.encode(), strict=False)) if a != b), None)
-            raise LoadError(f"the text is not that of the tokens (differs at byte {common})")
+            raise WrongAnswerError(f"the text is not that of the tokens (differs at byte {common})")

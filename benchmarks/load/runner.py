@@ -7,6 +7,7 @@ still hangs is cancelled. (tritonserver 2.51 was seen to crash when a client van
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -44,16 +45,32 @@ class LoadPlan:
     seed: int = 1
 
 
-class Runner:
-    """Owns the slots of one load."""
+OnEnd = Callable[[Trace, LoadError | None], None]
 
-    def __init__(self, client: Client, workload: Workload, plan: LoadPlan, meter: Meter | None = None) -> None:
+
+class Runner:
+    """Owns the slots of one load. `on_end` hears of every request and, where it did not end well, why."""
+
+    def __init__(
+        self,
+        client: Client,
+        workload: Workload,
+        plan: LoadPlan,
+        meter: Meter | None = None,
+        on_end: OnEnd = lambda trace, error: None,
+    ) -> None:
         self.client, self.workload, self.plan = client, workload, plan
-        self.meter = meter or Meter()
+        self.meter, self._on_end = meter or Meter(), on_end
         self._rng = random.Random(plan.seed)
         self._active: dict[int, Trace] = {}
         self._is_stopping = False
+        self._stopped = asyncio.Event()
         self._request_s = 0.5  # running mean, for the moments at which clients drop
+
+    def stop(self) -> None:
+        """Start no new requests; `run` takes those under way to their end and returns."""
+        self._is_stopping = True
+        self._stopped.set()
 
     async def run(
         self, on_measuring: Callable[[], None] = lambda: None, on_measured: Callable[[], None] = lambda: None
@@ -66,7 +83,8 @@ class Runner:
             await asyncio.sleep(self.plan.warmup_s)
             self.meter.start()
             on_measuring()
-            await asyncio.sleep(self.plan.seconds)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), self.plan.seconds)
             self.meter.stop()
             on_measured()
             self._is_stopping = True
@@ -102,7 +120,9 @@ class Runner:
         try:
             await self.client.request(index, trace)
             self._request_s += 0.1 * (clock() - trace.sent_at - self._request_s)
+            self._on_end(trace, None)
         except LoadError as error:
+            self._on_end(trace, error)
             if trace.is_dropped:
                 self.meter.dropped += 1
             else:

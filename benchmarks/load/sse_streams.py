@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.load.http_streams import Connection, HttpStreams
-from benchmarks.load.meter import LoadError
+from benchmarks.load.meter import LoadError, WrongAnswerError
 from benchmarks.load.workload import Prompt
 
 
@@ -84,7 +84,7 @@ class ChatConnection(Connection):
         while rest and end < len(trace.prompt.expected) and rest.startswith(pieces[end]):
             rest, end = rest[len(pieces[end]) :], end + 1
         if rest:
-            raise LoadError("a text that belongs to no place of this answer")
+            raise WrongAnswerError("a text that belongs to no place of this answer")
         trace.push(trace.prompt.expected[begin:end], text.encode())
 
     def _finish(self) -> None:
@@ -92,5 +92,5 @@ class ChatConnection(Connection):
         reason, num_told = self._reason, self._num_told
         self._reason, self._num_told, self._has_finished = "", 0, True
         if num_told != self._trace.count:
-            raise LoadError(f"usage says {num_told} tokens, {self._trace.count} came")
+            raise WrongAnswerError(f"usage says {num_told} tokens, {self._trace.count} came")
         self._trace.finish(reason)

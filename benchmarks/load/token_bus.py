@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.load.meter import LoadError, Trace
+from benchmarks.load.workload import TEMPERATURE
 from bireme.messages import EngineRequest, Finish, SamplingParams
 from bireme.workers.bus import Bus, Ticket
 from bireme.workers.channel import open_channel
@@ -44,8 +45,12 @@ class TokenBus:
 
 
 def make_request(trace: Trace) -> EngineRequest:
-    sampling = SamplingParams(max_tokens=len(trace.prompt.expected), ignore_eos=True)
-    return EngineRequest(prompt=trace.prompt.ids_bytes, sampling=sampling)
+    prompt = trace.prompt
+    temperature = None if prompt.seed is None else TEMPERATURE
+    sampling = SamplingParams(
+        max_tokens=len(prompt.expected), ignore_eos=True, temperature=temperature, seed=prompt.seed
+    )
+    return EngineRequest(prompt=prompt.ids_bytes, sampling=sampling)
 
 
 class TraceSink:
@@ -66,6 +71,8 @@ class TraceSink:
         try:
             if self._wrong or finish.error:
                 raise self._wrong or LoadError(finish.error)
+            if finish.reason == "cancelled" and (self._trace.is_dropped or self._trace.is_stalled):
+                raise LoadError("cancelled by this client")
             self._trace.finish(finish.reason)
         except LoadError as error:
             self._end(error)

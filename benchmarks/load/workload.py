@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Expect = Callable[[Sequence[int], int], Sequence[int]]  # prompt ids, how many tokens -> the tokens
+TEMPERATURE = 0.8
 TokensToText = Callable[[Sequence[int]], str]
 
 
@@ -24,6 +25,7 @@ class Prompt:
     text: str | None  # of `expected`; None: not known, not checked
     message: str = ""  # of a chat: `ids` is its prompt
     pieces: tuple[str, ...] = ()  # of a chat: the text of each expected token
+    seed: int | None = None  # sampled with this seed at TEMPERATURE; None: greedy
 
     @property
     def ids_bytes(self) -> bytes:
