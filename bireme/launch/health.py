@@ -89,8 +89,8 @@ class HealthMonitor:
         """
         try:
             series = worker_series(self._server.metrics_text())
-        except BiremeError:
-            return []
+        except BiremeError:  # too busy to say, or gone
+            return list(self._models) if self._server.is_running else []
         return [
             name
             for name in self._models
