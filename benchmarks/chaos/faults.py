@@ -85,9 +85,7 @@ def excuses(fault: Fault, way: Way, is_late: bool) -> bool:
     `is_late`: the engine was not back within the pipeline's stall_timeout_s.
     """
     group = fault.kind.partition("_")[0]
-    if fault.kind == "descriptors_out":
-        return bool(fault.victim) and _hits(fault, way, is_late)
-    if group in ("engine", "stub"):
+    if group in ("engine", "stub", "descriptors", "log"):
         return _hits(fault, way, is_late)
     if group in ("frontend", "member"):
         return way.door == "openai"
