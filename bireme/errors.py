@@ -5,7 +5,8 @@ BiremeError                       INTERNAL
 ├── NotFoundError                 NOT_FOUND            a model, request, lease or file that is not there
 ├── ResourceExhaustedError        RESOURCE_EXHAUSTED   a full queue or buffer; try again later
 ├── UnavailableError              UNAVAILABLE          a worker is down or not in the recipe; try again
-│   └── EngineLostError                                the engine died with the request in flight
+│   ├── EngineLostError                                the engine died with the request in flight
+│   └── KvTransferError                                the KV of its prefill did not arrive: decode is well
 ├── DeadlineExceededError         DEADLINE_EXCEEDED    the request's own time limit, or the queue's
 ├── RequestCancelledError         CANCELLED            the client went away or asked to abort
 └── ConfigError                   FAILED_PRECONDITION  a recipe or engine YAML that can't be served
@@ -56,6 +57,10 @@ class EngineLostError(UnavailableError):
     """The engine process died, or was restarted, while the request was in flight."""
 
 
+class KvTransferError(UnavailableError):
+    """The KV of a prefill did not reach decode: prefill, or what lies between the two, is at fault."""
+
+
 class DeadlineExceededError(BiremeError):
     """The request's own deadline, or the queue-time limit, has passed."""
 
@@ -89,15 +94,14 @@ _BY_CODE: dict[str, type[BiremeError]] = {
 }
 
 
-_LOST = "engine lost: "  # so that the difference to a worker that was not there survives the wire
+# So that the difference to a worker that was not there, or refused, survives the wire.
+_MARKS: dict[type[BiremeError], str] = {EngineLostError: "engine lost: ", KvTransferError: "KV transfer failed: "}
 
 
 def to_message(error: BaseException) -> str:
     """Return the wire form `CODE: text`; foreign exceptions are INTERNAL with their type's name."""
-    if isinstance(error, EngineLostError):
-        return f"{error.code}: {_LOST}{error}"
     if isinstance(error, BiremeError):
-        return f"{error.code}: {error}"
+        return f"{error.code}: {_MARKS.get(type(error), '')}{error}"
     return f"INTERNAL: {type(error).__name__}: {error}"
 
 
@@ -105,8 +109,10 @@ def from_message(message: str) -> BiremeError:
     """Parse `CODE: text` back into the tree; text without a known code becomes BiremeError."""
     code, separator, text = message.partition(": ")
     kind = _BY_CODE.get(code)
-    if kind is UnavailableError and text.startswith(_LOST):
-        return EngineLostError(text[len(_LOST) :])
+    if kind is UnavailableError:
+        for marked, mark in _MARKS.items():
+            if text.startswith(mark):
+                return marked(text[len(mark) :])
     if separator and kind is not None:
         return kind(text)
     return BiremeError(message)

@@ -36,6 +36,7 @@ class FakeEngineClient:
     def __init__(self) -> None:
         self.number_of_life = 1
         self.is_ready = True
+        self.is_connected = True  # commands reach the process
         self.state = "ready"
         self.is_started = self.is_stopped = False
         self.requests: dict[tuple[int, int], EngineRequest] = {}
@@ -82,6 +83,8 @@ class FakeEngineClient:
     def send_commands(self, consumer: int, payload: bytes) -> None:
         if consumer not in self.buses:
             raise UnavailableError("this subscription has ended with its engine life")
+        if not self.is_connected:
+            raise UnavailableError("the engine process of decode is not connected")
         self.payloads.append(payload)
         for command in decode_commands(payload).commands:
             if isinstance(command, Submit):

@@ -7,10 +7,12 @@ The sequence is the sink of whichever decode worker has it: tokens go on to its 
 keeps them, so that after a loss another worker can be given prompt + tokens. The client notices nothing.
 
 What ends an attempt, and what follows:
-    engine lost, lease gone, transfer failed   another attempt; pipeline.migration_limit of these
-    worker not ready, not there, queue full    another attempt after a pause, until pipeline.stall_timeout_s
-                                               (a full queue only if tokens have been delivered already)
+    engine lost, lease gone                    another attempt; pipeline.migration_limit of these
+    refused (not ready, not there, draining),  another attempt after a pause, until pipeline.stall_timeout_s: no engine
+    queue full                                 had it (a full queue only if tokens have been delivered already)
+    KV transfer failed                         aggregated, at once; where the recipe forbids that, as if refused
     anything else                              the request's end
+Each time the worker at fault is passed by for a while: who was lost or refused; prefill where its KV did not arrive.
 After a loss with tokens delivered, decode computes the context itself: aggregated, whatever the recipe.
 """
 
@@ -32,6 +34,7 @@ from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
     EngineLostError,
+    KvTransferError,
     NotFoundError,
     RequestCancelledError,
     ResourceExhaustedError,
@@ -102,7 +105,8 @@ class Sequence:
         self._placement: Placement | None = None
         self._taken: Taken | None = None  # handles of this attempt's pictures
         self._lease: _Lease | None = None  # filled and not claimed yet: the next attempt's
-        self._prefill: tuple[str, Usage] | None = None  # worker and cost of the prefill that counted
+        self._prefill: tuple[str, Usage] | None = None  # worker and cost of the prefill that made the first token
+        self._has_kv = True  # a prefill's KV has arrived so far whenever it was to
         self._failing_since = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._lost_ms = 0.0  # decode time of attempts that were lost
@@ -183,7 +187,7 @@ class Sequence:
         work, recipe = self._work, self._services.recipe
         request = RoutingRequest(work.prompt, work.cache_salt, work.lora_name, work.priority)
         placement = self._services.router.place(request)
-        if self.tokens:
+        if self.tokens or not (self._has_kv or recipe.pipeline.enforce_disaggregation):
             placement = Placement(None, placement.decode)
         elif placement.prefill is None and recipe.pipeline.enforce_disaggregation:
             # All are down; the pauses between attempts are for their return.
@@ -215,7 +219,7 @@ class Sequence:
             )
             await self._decode_leased(placement.decode, request)
         except UnavailableError as error:  # decode refused: what prefill has done still holds
-            is_kept = lease.is_filled and not isinstance(error, EngineLostError)
+            is_kept = lease.is_filled and not isinstance(error, (EngineLostError, KvTransferError))
             raise
         finally:
             if is_kept:
@@ -281,16 +285,20 @@ class Sequence:
         if finish.reason == "cancelled":
             return RequestCancelledError("the request was aborted")
         error = generation.failure or from_message(finish.error)
-        if isinstance(error, UnavailableError):
+        if isinstance(error, KvTransferError):
+            self._has_kv = False
+            if self._placement is not None and self._placement.prefill is not None:
+                self._services.router.note_down(self._placement.prefill)
+        elif isinstance(error, UnavailableError):
             self._services.router.note_down(worker)
-            if generation.failure is None:  # the engine had it: its own failures count
-                return EngineLostError(str(error))
         return error
 
     def _plan_retry(self, error: BiremeError) -> float:
         """Return how long to wait before the next attempt, or raise `error` when there is to be none."""
         now = time.monotonic()
         config = self._services.recipe.pipeline
+        if isinstance(error, KvTransferError) and not config.enforce_disaggregation:
+            return 0.0
         self._failing_since = self._failing_since or now
         if isinstance(error, UnreachableError) and not self.tokens and not self.migrations:
             raise error
@@ -316,19 +324,23 @@ class Sequence:
             raise DeadlineExceededError(f"the request's time limit has passed, {len(self.tokens)} tokens were made")
 
     def _whole(self, finish: Finish) -> Finish:
-        """Return the finish with the cost of all attempts."""
-        own = finish.usage
-        prefill_worker, prefill = self._prefill or ("", Usage())
+        """Return the finish with the cost of all attempts.
+
+        A decode engine that took over a prefill tells that one's figures as its own: they came with the params.
+        """
+        assert self._placement is not None
         usage = msgspec.structs.replace(
-            own,
+            finish.usage,
             prompt_tokens=len(self._work.prompt),
-            cached_tokens=prefill.cached_tokens if self._prefill else own.cached_tokens,
-            queue_ms=own.queue_ms + prefill.queue_ms,
-            prefill_ms=own.prefill_ms + prefill.prefill_ms,
-            decode_ms=own.decode_ms + self._lost_ms,
-            prefill_worker=prefill_worker or own.prefill_worker,
-            decode_worker=self._placement.decode if self._placement else "",
+            decode_ms=finish.usage.decode_ms + self._lost_ms,
+            decode_worker=self._placement.decode,
         )
+        if self._prefill is not None:
+            usage.prefill_worker, prefill = self._prefill
+            usage.cached_tokens = prefill.cached_tokens
+            if self._placement.prefill is None:  # an attempt before this one had it; this one computed its context
+                usage.queue_ms += prefill.queue_ms
+                usage.prefill_ms += prefill.prefill_ms
         return Finish(finish.reason, usage, finish.error, finish.stop_token_id)
 
 
@@ -351,6 +363,7 @@ class _Lease:
             return self._call.result()
         request = msgspec.structs.replace(request, request_type="context_only")
         self._call = asyncio.ensure_future(self._services.workers.prefill(self.worker, request, self._request_id))
+        self._call.add_done_callback(_notice)
         try:
             result = await _within(asyncio.shield(self._call), remaining_s)
         except UnavailableError:
@@ -378,6 +391,12 @@ class _Lease:
             return
         with contextlib.suppress(NotFoundError):  # it was faster than the abort
             await self._services.workers.abort_prefill(self.worker, self._request_id)
+
+
+def _notice(call: asyncio.Future[PrefillResult]) -> None:
+    """Whoever gave it up will not look at its error: asyncio would report it as never retrieved."""
+    if not call.cancelled():
+        call.exception()
 
 
 async def _within(future: asyncio.Future[_T], remaining_s: float | None) -> _T:

@@ -17,10 +17,29 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
-from bireme.errors import BiremeError, NotFoundError, RequestError, ResourceExhaustedError, UnavailableError
-from bireme.messages import U32, VERSION, Step, Welcome, encode, pack_welcome
+from bireme.errors import (
+    BiremeError,
+    NotFoundError,
+    RequestError,
+    ResourceExhaustedError,
+    UnavailableError,
+    to_message,
+)
+from bireme.messages import (
+    U32,
+    VERSION,
+    Finish,
+    Step,
+    Submit,
+    Usage,
+    Welcome,
+    decode_commands,
+    encode,
+    pack_welcome,
+)
 from bireme.types import Array, Cancelled, Response, Send, Tensors
 
 if TYPE_CHECKING:
@@ -149,7 +168,11 @@ class TokenBus:
             self._count()
 
     def command(self, consumer: bytes, payload: Array) -> None:
-        """Pass a command batch on, unread. Raises NotFoundError, RequestError."""
+        """Pass a command batch on, unread. Raises NotFoundError, RequestError, UnavailableError.
+
+        Requests that can't be handed to the engine (it is about to end) are refused one by one: they cost nothing,
+        while those that it has share its fate.
+        """
         subscription = self._find(consumer)
         if payload.size == 0:
             raise RequestError("commands: empty; send a msgpack command batch")
@@ -157,7 +180,14 @@ class TokenBus:
             raise RequestError(
                 f"commands: {payload.size} bytes; the limit is {MAX_COMMAND_BYTES}, send smaller batches"
             )
-        self._engine.send_commands(subscription.number, payload.tobytes())
+        try:
+            self._engine.send_commands(subscription.number, payload.tobytes())
+        except UnavailableError as error:
+            finish = Finish("error", Usage(), to_message(UnavailableError(str(error))))
+            refused = dict.fromkeys(_submitted(payload), finish)
+            if not refused:
+                raise
+            subscription.push(encode(Step(subscription.life, 0, finished=refused)))
 
     def keep(self, consumer: bytes) -> None:
         """Answer a keepalive with an empty step, so that the consumer knows that this stub lives."""
@@ -199,3 +229,12 @@ class TokenBus:
 
     def _count(self) -> None:
         self._metrics.set("bireme_bus_subscriptions", len(self._open))
+
+
+def _submitted(payload: Array) -> list[int]:
+    """Return the numbers of a batch's requests; none of a malformed one, which the engine would have skipped, too."""
+    try:
+        batch = decode_commands(payload.tobytes())
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    return [command.number for command in batch.commands if isinstance(command, Submit)]

@@ -9,7 +9,8 @@ subscription is such a request: after RENEW_AFTER responses new requests go to a
 one closes with its last.
 
 What can end a session, and what its requests get:
-    refused, never opened      UNAVAILABLE, as never sent: the caller may try again at no cost
+    refused, never opened      UNAVAILABLE, as never sent: the caller may try again at no cost (so do those that the
+                               stub can't hand to its engine: their finish says so)
     server not reachable       UnreachableError, naming BIREME_GRPC
     Step(lost), stream broken  EngineLostError for all that were sent
     subscription unknown       (the stub closed it) silent requests go to a new session once, others are lost
@@ -50,7 +51,7 @@ from bireme.messages import (
     encode,
     unpack_bus,
 )
-from bireme.workers.channel import infer_request, leave, parse_error, rpc_error, stream_method, unreachable
+from bireme.workers.channel import infer_request, leave, parse_error, rpc_error, stream_method
 
 logger = logging.getLogger("bireme.bus")
 IDLE_S = 1.0  # without requests for so long, a session closes
@@ -202,7 +203,7 @@ class Session:
             self._call = stream_method(self._bus.channel())()
             await asyncio.wait_for(self._subscribe(), OPEN_TIMEOUT_S)
         except asyncio.TimeoutError:
-            return unreachable(self._bus.address, f"no answer from {self._bus.worker} in {OPEN_TIMEOUT_S:g} s")
+            return UnavailableError(f"{self._bus.worker}: no answer in {OPEN_TIMEOUT_S:g} s; its stub stands still")
         except grpc.aio.AioRpcError as error:
             return rpc_error(error, self._bus.address)
         except BiremeError as error:

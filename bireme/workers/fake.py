@@ -17,6 +17,9 @@ from bireme.messages import EngineRequest, Finish, FinishReason, Sink, Usage
 from bireme.multimodal.wire import EncodeAnswer, Encoded, EncodeJob, EncodeSource, Multimodal
 from bireme.workers.base import PrefillResult
 
+PREFILL_USAGE = Usage(queue_ms=2.0, prefill_ms=5.0, cached_tokens=1)
+OWN_PREFILL_MS = 3.0  # of a decode worker that computes the prompt itself
+
 
 def token_at(prompt: list[int], position: int) -> int:
     """Return the token that every fake worker makes there."""
@@ -55,7 +58,10 @@ class FakeGeneration:
         if not self.is_over:
             self.is_over = True
             self._workers.running.remove(self)
-            self.sink.finish(Finish(reason, Usage(completion_tokens=self.num_tokens), error=error))
+            usage = Usage(completion_tokens=self.num_tokens, prefill_ms=OWN_PREFILL_MS)
+            if self.request.disaggregated_params:  # the figures of its prefill came with them
+                usage = msgspec.structs.replace(PREFILL_USAGE, completion_tokens=self.num_tokens)
+            self.sink.finish(Finish(reason, usage, error=error))
 
     def fail(self, error: BiremeError) -> None:
         """End it as the bus does when this side knows better than the engine."""
@@ -89,7 +95,7 @@ class FakeWorkers:
         self.leases[request_id] = worker
         self._fetch(request)
         ids: list[int] = np.frombuffer(request.prompt, np.int32).tolist()
-        return PrefillResult(request_id.encode(), (token_at(ids, 0),), Usage(prefill_ms=5.0, cached_tokens=1))
+        return PrefillResult(request_id.encode(), (token_at(ids, 0),), PREFILL_USAGE)
 
     async def abort_prefill(self, worker: str, request_id: str) -> None:
         self.log.append(f"{worker} abort")

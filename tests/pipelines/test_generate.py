@@ -1,21 +1,26 @@
 """One request through generate: what goes out, and what happens when workers or clients go away."""
 
 import asyncio
+import gc
+import json
 
+import numpy as np
 import pytest
 
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
     EngineLostError,
+    KvTransferError,
     NotFoundError,
     RequestError,
     ResourceExhaustedError,
     UnavailableError,
 )
+from bireme.kv.router import RoutingRequest
 from bireme.types import RequestInfo
 from bireme.workers.base import UnreachableError
-from bireme.workers.fake import token_at
+from bireme.workers.fake import OWN_PREFILL_MS, PREFILL_USAGE, token_at
 
 PROMPT = [ord("h"), ord("i")]
 EXPECTED = [token_at(PROMPT, position) for position in range(4)]
@@ -204,6 +209,74 @@ async def test_stream_waits_for_the_only_worker_to_come_back(bench):
     assert call.tokens == EXPECTED
 
 
+async def test_refusals_of_an_engine_that_drains_cost_no_migration(bench):
+    test = await bench(pipeline={"migration_limit": 0})
+    for text in ("it is draining", "its engine process is not connected", "its engine has ended", "it is starting"):
+        test.workers.errors.append(UnavailableError(text))
+    call = test.ask(stream=True)
+    while test.workers.log.count("decode context_and_generation 0") < 5:
+        await asyncio.sleep(0.01)
+    await test.workers.emit(4)
+    await call.end()
+    assert call.tokens == EXPECTED
+    assert ("bireme_migrations_total",) not in test.counters()
+
+
+async def test_an_engine_that_refuses_for_too_long_ends_the_request(bench):
+    test = await bench(**QUICK)
+    test.workers.errors.extend(UnavailableError("it is draining") for _ in range(1000))
+    with pytest.raises(UnavailableError, match="draining"):
+        await test.ask().end()
+
+
+async def test_kv_that_does_not_arrive_is_prefill_s_fault_and_decode_does_it_alone(bench):
+    test = await bench(prefill=1)
+    test.workers.errors.append(KvTransferError("no room in /dev/shm"))
+    call = test.ask(stream=True)
+    while "decode context_and_generation 0" not in test.workers.log:
+        await asyncio.sleep(0.01)
+    assert test.pipeline._services.router.place(RoutingRequest(np.array(PROMPT, np.int32))).prefill is None
+    await test.workers.emit(4)
+    await call.end()
+    assert call.tokens == EXPECTED and test.workers.leases == {}
+    assert [entry for entry in test.workers.log if "abort" not in entry] == [
+        "prefill context_only",
+        "decode generation_only 0",
+        "decode context_and_generation 0",
+    ]
+    assert ("bireme_migrations_total",) not in test.counters()
+
+
+async def test_enforced_disaggregation_waits_when_kv_does_not_arrive(bench):
+    test = await bench(prefill=1, pipeline={"enforce_disaggregation": True, "migration_limit": 0})
+    test.workers.errors.extend(KvTransferError("no room in /dev/shm") for _ in range(2))
+    call = test.ask(stream=True)
+    while test.workers.log.count("decode generation_only 0") < 3:
+        await asyncio.sleep(0.01)
+    await test.workers.emit(4)
+    await call.end()
+    assert call.tokens == EXPECTED and test.workers.log.count("decode generation_only 0") == 3
+
+
+async def test_a_prefill_that_fails_after_its_client_has_gone_is_not_reported(bench, caplog):
+    async def refuse(worker, request_id):
+        raise UnavailableError(f"{worker} is down")
+
+    test = await bench(prefill=1)
+    test.workers.hold.add("prefill")
+    test.workers.abort_prefill = refuse
+    call = test.ask()
+    while not test.workers.waiting:
+        await asyncio.sleep(0)
+    call.cancelled.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call.end()
+    test.workers.waiting.popitem()[1].set_exception(EngineLostError("died"))
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
 async def test_stream_ends_when_its_worker_stays_away(bench):
     test = await bench(**QUICK)
     call = test.ask(stream=True)
@@ -339,6 +412,27 @@ async def test_usage_says_who_served_it(bench):
     await call.end()
     usage = call.last("usage")[0]
     assert b'"prefill_worker":"prefill"' in usage and b'"decode_worker":"decode"' in usage
+
+
+async def test_a_prefill_s_cost_is_counted_once(bench):
+    test = await bench(prefill=1)
+    call = test.ask()
+    await test.workers.emit(4)
+    await call.end()
+    usage = json.loads(call.last("usage")[0])
+    assert (usage["prefill_ms"], usage["queue_ms"], usage["cached_tokens"]) == (5.0, 2.0, 1)
+
+
+async def test_after_a_move_the_context_that_was_computed_again_counts_too(bench):
+    test = await bench(prefill=1)
+    call = test.ask()
+    await test.workers.emit(2)
+    await test.workers.lose("decode")
+    await test.workers.emit(2)
+    await call.end()
+    usage = json.loads(call.last("usage")[0])
+    assert usage["prefill_ms"] == PREFILL_USAGE.prefill_ms + OWN_PREFILL_MS
+    assert usage["cached_tokens"] == 1 and usage["prefill_worker"] == "prefill"
 
 
 async def test_a_foreign_error_of_the_engine_is_passed_on(bench):

@@ -123,7 +123,8 @@ def _is_up_again(server: Any, worker: str, pid: int) -> bool:
     return _engine_pid(server, worker) not in (None, pid) and total(server, "bireme_engine_up", worker=worker) == 1
 
 
-signals = pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+HITS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "ended": signal.SIGTERM}
+signals = pytest.mark.parametrize("sig", HITS.values(), ids=HITS)
 
 
 @signals
@@ -154,6 +155,19 @@ def test_new_requests_right_after_a_kill_are_served(kind: str, server: Any, expe
     _hit(server, "decode" if kind in SHARED else "prefill", signal.SIGKILL)
     run = Run(server, "generate", max_tokens=20, stream=True)
     assert run.join() == expected(20)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
+def test_requests_that_come_while_the_only_decode_engine_goes_wait_for_its_return(
+    server: Any, expected: Any, sig: signal.Signals
+) -> None:
+    runs = [Run(server, "generate", max_tokens=5, stream=True) for _ in range(3)]
+    pid = _hit(server, "decode", sig)
+    for _ in range(12):
+        runs.append(Run(server, "generate", max_tokens=5, stream=True))
+        time.sleep(0.1)  # they come one after the other, through drain, exit and start
+    assert [run.join() for run in runs] == [expected(5)] * len(runs)
+    until(lambda: _is_up_again(server, "decode", pid), 90, "decode up again")
 
 
 def test_direct_decode_streams_end_with_unavailable(server: Any) -> None:

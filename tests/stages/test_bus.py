@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bireme.errors import NotFoundError, RequestError, ResourceExhaustedError, UnavailableError
-from bireme.messages import Commands, EngineRequest, SamplingParams, Step, Submit, Welcome, encode, unpack_bus
+from bireme.messages import Abort, Commands, EngineRequest, SamplingParams, Step, Submit, Welcome, encode, unpack_bus
 from bireme.stages import bus
 
 REQUEST = EngineRequest(prompt=b"\1\0\0\0", sampling=SamplingParams())
@@ -142,3 +142,15 @@ async def test_empty_command_batches_are_refused(decode):
     with pytest.raises(RequestError, match="commands: empty"):
         await test.ask(consumer=welcome.consumer, commands=np.zeros(0, np.uint8)).end()
     await asyncio.sleep(0)
+
+
+async def test_requests_that_can_not_reach_the_engine_are_refused_one_by_one(decode):
+    test = await decode()
+    call, welcome, number = await subscribe(test)
+    await test.ask(consumer=welcome.consumer, commands=commands(Submit(1, REQUEST))).end()
+    test.engine.is_connected = False
+    await test.ask(consumer=welcome.consumer, commands=commands(Abort(1), Submit(2, REQUEST))).end()
+    (step,) = items_of(call)
+    assert list(step.finished) == [2] and step.finished[2].error.startswith("UNAVAILABLE: the engine process")
+    test.engine.emit(number, {1: 97})  # who has the engine goes on with it
+    assert items_of(call)[-1].tokens == [97]

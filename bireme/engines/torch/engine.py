@@ -20,7 +20,7 @@ from bireme.engines.base import Emit, EngineContext, Progress, RequestKey
 from bireme.engines.torch.core import BrokenEngineError, EngineCore
 from bireme.engines.torch.loading import LoadedEngine
 from bireme.engines.torch.sequence import Sequence
-from bireme.errors import ResourceExhaustedError, UnavailableError
+from bireme.errors import EngineLostError, ResourceExhaustedError, UnavailableError
 from bireme.kv.events import KvEvent
 from bireme.messages import Capacity, EngineRequest
 
@@ -195,7 +195,7 @@ class TorchEngine:
 
     def _wind_up(self, core: EngineCore) -> None:
         """End all requests; those whose KV is being copied end when the copies have."""
-        core.fail_all(UnavailableError(f"{self._context.worker} has stopped"))
+        core.fail_all(EngineLostError(f"{self._context.worker} has stopped"))
         last = time.monotonic() + _COPY_S
         while not core.is_empty and time.monotonic() < last:
             with self._wake:
@@ -213,7 +213,7 @@ class TorchEngine:
         """End all requests and the process: the supervisor starts a fresh one."""
         logger.critical("engine_broken error=%r", error, exc_info=error)
         self._is_draining = True
-        core.fail_all(UnavailableError(f"{self._context.worker} broke down and is being restarted"))
+        core.fail_all(EngineLostError(f"{self._context.worker} broke down and is being restarted"))
         self._publish(core)
         time.sleep(0.1)  # the IO thread sends the ends before the process goes
         self._die(EXIT_BROKEN)

@@ -23,8 +23,9 @@ from bireme.engines.trtllm.run import Call, Run
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
+    EngineLostError,
+    KvTransferError,
     RequestError,
-    UnavailableError,
     to_message,
 )
 from bireme.guides import KINDS
@@ -239,7 +240,7 @@ class Requests:
     async def end_all(self, limit_s: float) -> None:
         """Abort everything and wait a little for the ends; what is left is told that the worker stopped."""
         for run in list(self._runs.values()):
-            self._stop(run, "error", to_message(UnavailableError(f"{self._context.worker} has stopped")))
+            self._stop(run, "error", to_message(EngineLostError(f"{self._context.worker} has stopped")))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=limit_s)
         for run in list(self._runs.values()):
@@ -271,7 +272,7 @@ class Requests:
         if run.ending is not None:
             return run.ending
         if run.kind == "generation_only" and not run.has_answered:
-            return "error", UnavailableError(f"KV of the prefill did not arrive: {error}")
+            return "error", KvTransferError(f"KV of the prefill did not arrive: {error}")
         guide = run.request.sampling.guided_decoding
         if guide is not None and not run.has_answered:  # it is compiled with its first step
             kind = next(name for name in guide if name in KINDS)

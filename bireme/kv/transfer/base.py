@@ -15,7 +15,14 @@ from typing import Protocol
 import msgspec
 
 from bireme.disagg import DisaggregatedParams
-from bireme.errors import BiremeError
+from bireme.errors import (
+    BiremeError,
+    DeadlineExceededError,
+    EngineLostError,
+    KvTransferError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 
 
 class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -63,6 +70,12 @@ class Fetch(Protocol):
         """Give up; `done` still comes (RequestCancelledError), after the last write."""
 
 
+def fetch_failure(error: BiremeError) -> BiremeError:
+    """Return what `done` is told: that time, room or the exporter was missing says nothing about this engine."""
+    is_foreign = isinstance(error, (UnavailableError, DeadlineExceededError, ResourceExhaustedError))
+    return KvTransferError(str(error)) if is_foreign and not isinstance(error, EngineLostError) else error
+
+
 class KvTransfer(Protocol):
     """One per engine process; both roles. Owns its threads and sockets."""
 
@@ -79,8 +92,8 @@ class KvTransfer(Protocol):
         """Claim params' lease and copy, group by group, rows [firsts[group], params.num_tokens) through `write`.
 
         Returns at once; `write` and `done` run on the transfer's thread. Errors given to `done`:
-        NotFoundError (lease gone, claimed before, other life), UnavailableError (exporter gone),
-        DeadlineExceededError, RequestError (layouts differ), RequestCancelledError.
+        NotFoundError (lease gone, claimed before, other life), KvTransferError (exporter gone or silent, no room for
+        its rows), RequestError (layouts differ), RequestCancelledError, EngineLostError (this side is stopping).
         """
 
     def close(self) -> None:

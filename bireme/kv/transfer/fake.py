@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from bireme.disagg import DisaggregatedParams
-from bireme.errors import BiremeError, NotFoundError, RequestCancelledError, UnavailableError
-from bireme.kv.transfer.base import Done, Fetch, KvLayout, Lease, Write
+from bireme.errors import BiremeError, EngineLostError, NotFoundError, RequestCancelledError, UnavailableError
+from bireme.kv.transfer.base import Done, Fetch, KvLayout, Lease, Write, fetch_failure
 from bireme.kv.transfer.chunks import plan_chunks
 from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.exporter import check_layouts
@@ -48,7 +48,7 @@ class FakeFetch:
     def finish(self, error: BiremeError | None) -> None:
         done, self._done = self._done, None
         if done is not None:
-            done(error)
+            done(error and fetch_failure(error))
 
 
 class FakeTransfer:
@@ -79,7 +79,7 @@ class FakeTransfer:
     def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], write: Write, done: Done) -> Fetch:
         fetch = FakeFetch(params, firsts, write, done)
         if self._is_closed:
-            self._copier.call(partial(fetch.finish, UnavailableError("the decode engine is stopping")))
+            self._copier.call(partial(fetch.finish, EngineLostError("the decode engine is stopping")))
         else:
             self._copier.submit(self._run(fetch))
         return fetch
@@ -155,4 +155,4 @@ class FakeTransfer:
         if fetch.is_cancelled:
             raise RequestCancelledError("the KV transfer was cancelled")
         if self._is_closed:
-            raise UnavailableError("the decode engine is stopping")
+            raise EngineLostError("the decode engine is stopping")

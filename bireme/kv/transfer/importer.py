@@ -24,13 +24,14 @@ from bireme.discovery import run
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
+    EngineLostError,
     NotFoundError,
     RequestCancelledError,
     UnavailableError,
     from_message,
 )
 from bireme.kv.transfer import wire
-from bireme.kv.transfer.base import Done, KvLayout, Write
+from bireme.kv.transfer.base import Done, KvLayout, Write, fetch_failure
 from bireme.kv.transfer.chunks import Chunk, plan_chunks
 from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.process import Process
@@ -90,7 +91,7 @@ class ShmFetch:
         """Call `done`, once. Runs on the copier."""
         done, self._done = self._done, None
         if done is not None:
-            done(error)
+            done(error and fetch_failure(error))
 
 
 class Importer:
@@ -172,7 +173,7 @@ class Importer:
 
     def close(self) -> None:
         """Fail what is claimed; what is being written ends at its next chunk."""
-        error = UnavailableError("the decode engine is stopping")
+        error = EngineLostError("the decode engine is stopping")
         for fetch in list(self._fetches.values()):
             if fetch.is_writing:
                 fetch.stopped = fetch.stopped or error

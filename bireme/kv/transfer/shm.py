@@ -22,7 +22,7 @@ import zmq
 
 from bireme.config import CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
-from bireme.errors import ConfigError, UnavailableError
+from bireme.errors import ConfigError, EngineLostError
 from bireme.kv.transfer.base import Done, Fetch, KvLayout, Lease, Write
 from bireme.kv.transfer.buffer import TransferBuffer
 from bireme.kv.transfer.chunks import CHUNK_BYTES
@@ -96,7 +96,7 @@ class ShmTransfer:
     def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], write: Write, done: Done) -> Fetch:
         fetch = ShmFetch(params, firsts, write, done, self._wake_cancelled)
         if not self._mailbox.post(lambda: self._importer.begin(fetch)):
-            self._copier.call(partial(fetch.finish, UnavailableError("the decode engine is stopping")))
+            self._copier.call(partial(fetch.finish, EngineLostError("the decode engine is stopping")))
         return fetch
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bireme.disagg import DisaggregatedParams
-from bireme.errors import NotFoundError, RequestCancelledError, RequestError, UnavailableError
+from bireme.errors import KvTransferError, NotFoundError, RequestCancelledError, RequestError, UnavailableError
 from bireme.kv.transfer.base import GroupLayout, KvLayout
 from bireme.kv.transfer.fake import FakeNetwork
 
@@ -103,7 +103,8 @@ def test_a_held_fetch_goes_on_after_resume(story):
 
 def test_a_failure_can_be_ordered(story):
     story.decode.fail_with = UnavailableError("lost")
-    assert story.fetch(story.export())[1]() is story.decode.fail_with
+    error = story.fetch(story.export())[1]()
+    assert isinstance(error, KvTransferError) and str(error) == "lost"
 
 
 def test_layouts_are_compared(story):

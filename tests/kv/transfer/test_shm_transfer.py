@@ -16,11 +16,10 @@ from kv_side import LAYOUT, Side, files_of, wait_until
 from bireme.discovery import run
 from bireme.errors import (
     ConfigError,
-    DeadlineExceededError,
+    KvTransferError,
     NotFoundError,
     RequestCancelledError,
     RequestError,
-    ResourceExhaustedError,
     UnavailableError,
 )
 from bireme.kv.transfer import create_transfer
@@ -293,7 +292,7 @@ def test_a_slow_importer_makes_others_wait_no_longer_than_the_limit(make_side):
     second = make_side("decode_1").fetch(prefill.export(50))
     # the slow one's file goes when its time is over, and then there is room, or the second one's time is over too
     error = second.result()
-    assert error is None or isinstance(error, DeadlineExceededError)
+    assert error is None or isinstance(error, KvTransferError)
     slow.handle.cancel()
     slow.result()
     wait_until(lambda: prefill.num_released == 2 and not prefill.lease_counts())
@@ -303,7 +302,7 @@ def test_a_full_dev_shm_is_a_clean_error_with_the_remedy(make_side):
     layout = KvLayout("vast", "float32", (GroupLayout(0, (1 << 50,)),))
     prefill, decode = make_side("prefill", layout=layout), make_side("decode", layout=layout)
     error = decode.fetch(prefill.export(1), firsts=(0,)).result()
-    assert isinstance(error, ResourceExhaustedError)
+    assert isinstance(error, KvTransferError)
     assert "/dev/shm" in str(error) and "--shm-size" in str(error)
     wait_until(lambda: prefill.num_released == 1)
 
