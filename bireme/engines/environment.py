@@ -16,6 +16,9 @@ from bireme.errors import ConfigError
 from bireme.recipe_files import load_recipe
 
 RECIPE_VARIABLE = "BIREME_ENGINE_RECIPE"
+PYTHON_VARIABLE = "BIREME_ENGINE_PYTHON"
+# What LD_LIBRARY_PATH was before a launch put the libraries of its tritonserver there: an engine gets that one back.
+LIBRARY_PATH_VARIABLE = "BIREME_LIBRARY_PATH"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -24,17 +27,17 @@ def find_python(environment: Mapping[str, str] = os.environ) -> str:
 
     `sys.executable` is of no use inside a Triton stub, which embeds its interpreter.
     """
-    if named := environment.get("BIREME_ENGINE_PYTHON"):
+    if named := environment.get(PYTHON_VARIABLE):
         if found := shutil.which(named, path=environment.get("PATH")):
             return found
-        raise ConfigError(f"BIREME_ENGINE_PYTHON: {named} is not an executable; name the engine environment's python")
+        raise ConfigError(f"{PYTHON_VARIABLE}: {named} is not an executable; name the engine environment's python")
     for name in ("python3", "python"):
         candidate = Path(sys.prefix) / "bin" / name
         if os.access(candidate, os.X_OK):
             return str(candidate)
     if found := shutil.which("python3", path=environment.get("PATH")):
         return found
-    raise ConfigError(f"no python3 in {sys.prefix}/bin or on PATH; set BIREME_ENGINE_PYTHON")
+    raise ConfigError(f"no python3 in {sys.prefix}/bin or on PATH; set {PYTHON_VARIABLE}")
 
 
 def engine_environment(
@@ -43,7 +46,8 @@ def engine_environment(
     """Return the child's environment. The recipe's `env` wins over everything but the run directory and recipe.
 
     The recipe travels whole: an engine that is started again serves what its stub loaded, whatever has
-    become of the files since.
+    become of the files since. BIREME_ENGINE_PYTHON, which may stand in the recipe's `env`, gives a worker an
+    environment of its own: programs that its libraries call are that environment's. Raises ConfigError.
     """
     entry = recipe.entry(worker)
     assert entry is not None, f"{worker} is not in recipe {recipe.name}"
@@ -51,6 +55,9 @@ def engine_environment(
     if entry.devices:
         result["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices_of(entry, worker)))
     result |= entry.env
+    if PYTHON_VARIABLE in result:
+        programs = Path(find_python(result)).parent
+        result["PATH"] = os.pathsep.join(filter(None, (str(programs), result.get("PATH"))))
     return result | {"BIREME_RUN_DIR": str(run_dir), RECIPE_VARIABLE: msgspec.json.encode(recipe).decode()}
 
 
@@ -64,6 +71,9 @@ def given_recipe() -> Recipe:
 def child_environment(threads: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what every child needs: so many CPU threads that sleep when idle, and this package."""
     result = {name: value for name, value in base.items() if name != "PYTHONHOME"}
+    if (libraries := result.pop(LIBRARY_PATH_VARIABLE, None)) is not None:
+        result.pop("LD_LIBRARY_PATH", None)
+        result |= {"LD_LIBRARY_PATH": libraries} if libraries else {}
     result |= dict.fromkeys(_THREAD_VARIABLES, str(threads))
     result |= {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if path := _package_path(base.get("PYTHONPATH", "")):

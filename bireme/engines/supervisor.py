@@ -142,7 +142,8 @@ class Supervisor:
     def _live(self, life: Life) -> tuple[BiremeError | None, str]:
         """Run one life to its end; return why it ended (None: the process exited by itself) and the cause."""
         try:
-            life.spawn(find_python(), engine_environment(self._recipe, self._worker, self._run_dir))
+            environment = engine_environment(self._recipe, self._worker, self._run_dir)
+            life.spawn(find_python(environment), environment)
         except ConfigError as refusal:
             return refusal, "exit"
         self._logger.info("engine_started worker=%s life=%d pid=%d", self._worker, life.number, life.pid)

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bireme.engines.environment import LIBRARY_PATH_VARIABLE
 from bireme.errors import ConfigError
 
 _OPT = Path("/opt/tritonserver/bin/tritonserver")
@@ -119,6 +120,7 @@ def _prepare_wheel(installation: Installation, root: Path, folder: Path, environ
     _link(backend / "triton_python_backend_utils.py", python / "triton_python_backend_utils.py")
     _link(library / f"libpython{version}.so.1.0", find_libpython(version))
     result = _venv_first(environment)
+    result[LIBRARY_PATH_VARIABLE] = environment.get("LD_LIBRARY_PATH", "")
     result["LD_LIBRARY_PATH"] = f"{library}:{installation.libraries}"
     arguments = (f"--backend-directory={folder / 'backends'}", f"--cache-directory={root / 'caches'}")
     return Prepared(installation.binary, arguments, result, stub)

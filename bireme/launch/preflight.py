@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from bireme.config import Recipe
-from bireme.engines.environment import find_python
+from bireme.engines.environment import PYTHON_VARIABLE, find_python
 from bireme.engines.trtllm import pair_rules
 from bireme.engines.trtllm.problems import errors
 from bireme.errors import ConfigError
@@ -35,6 +35,8 @@ _SHM_MIB_TRANSFER = 64  # KV on its way from a prefill to a decode worker, for e
 _RUN_FOLDER_MIB = 32
 _MAX_SOCKET_PATH = 107  # bytes of a Unix socket's address
 _LONGEST_SOCKET_NAME = 40
+# What the engine process imports of bireme's own requirements; this environment has them.
+_OF_EVERY_ENGINE = ("msgspec", "numpy", "tokenizers", "xxhash", "yaml", "zmq")
 # distribution that holds the module -> how to get it
 _ENGINE_MODULES = {
     "torch": (("torch", "transformers", "safetensors"), "pip install -e .[torch]"),
@@ -127,6 +129,7 @@ def check_engines(recipe: Recipe, environment: Mapping[str, str] = os.environ) -
     problems: dict[str, None] = {}  # two workers of one engine miss the same
     for stage, entry in sorted(recipe.workers.items()):
         needs = [(f"engine {entry.engine}", *_ENGINE_MODULES[entry.engine])]
+        needs.append(("an engine process", _OF_EVERY_ENGINE, "`PYTHON -m pip install -e .` with its python"))
         if stage == "video_diffusion":
             modules = ("av", "PIL", *(("diffusers", "accelerate") if entry.engine == "torch" else ()))
             needs.append(("workers.video_diffusion", modules, "pip install -e .[video]"))
@@ -141,11 +144,12 @@ def check_engines(recipe: Recipe, environment: Mapping[str, str] = os.environ) -
 
 def _missing(modules: tuple[str, ...], environment: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
     """Return those that the engine's python has not: this one, unless a variable changes that. Raises ConfigError."""
-    if "BIREME_ENGINE_PYTHON" not in environment and "PYTHONPATH" not in own:
+    whole = {**environment, **own}
+    if PYTHON_VARIABLE not in whole and "PYTHONPATH" not in own:
         return [module for module in modules if importlib.util.find_spec(module) is None]
-    command = [find_python(environment), "-c", _FIND_MODULES, *modules]
+    command = [find_python(whole), "-c", _FIND_MODULES, *modules]
     try:
-        found = subprocess.run(command, env={**environment, **own}, capture_output=True, text=True, timeout=60)
+        found = subprocess.run(command, env=whole, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"engine process: {command[0]} can't be run: {error}; set BIREME_ENGINE_PYTHON") from error
     if found.returncode:

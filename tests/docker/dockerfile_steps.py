@@ -2,7 +2,7 @@
 
 COPY copies what git does not ignore, ENV and WORKDIR count for what follows, RUN is run by a shell. Absolute
 paths of the image lie below the root. What only root in a container can do (apt-get, useradd, chown) is a program
-that does nothing. ARGs have their defaults.
+that does nothing. ARGs have their defaults unless they are given.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ _OF_THE_IMAGE = re.compile(r"(?<![\w./$}-])/(?=(?:opt|models|etc|usr/local|var/l
 _ONLY_IN_A_CONTAINER = ("apt-get", "useradd", "chown")
 
 
+class StepError(Exception):
+    """A step has failed; docker build would end here."""
+
+
 class Build:
     """An image under construction: `root` is its file system, `environment` what its next step would see."""
 
-    def __init__(self, dockerfile: Path, root: Path, environment: dict[str, str]) -> None:
+    def __init__(self, dockerfile: Path, root: Path, environment: dict[str, str], **arguments: str) -> None:
         self.root = root
-        self.environment = dict(environment)
+        self.environment = environment | arguments
         self.folder = root
         self.commands: dict[str, list[str]] = {"SHELL": ["/bin/sh", "-c"]}  # and ENTRYPOINT, CMD
         self._steps = steps_of(dockerfile)
@@ -38,7 +42,7 @@ class Build:
         self.environment["PATH"] = f"{programs}:{self.environment['PATH']}"
 
     def run(self) -> None:
-        """Execute every step. Raises AssertionError with the output of the step that fails."""
+        """Execute every step. Raises StepError with the output of the one that fails."""
         ways = {"RUN": self._run, "ENV": self._env, "ARG": self._arg, "WORKDIR": self._workdir, "COPY": self._copy}
         for instruction, text in self._steps:
             if instruction in ("SHELL", "ENTRYPOINT", "CMD"):
@@ -48,7 +52,7 @@ class Build:
 
     def call(self, command: list[str], timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
         """Run a command as a container of the image would."""
-        placed = [self._place(word) for word in command]
+        placed = [self.place(word) for word in command]
         return subprocess.run(
             placed,
             cwd=self.folder,
@@ -59,12 +63,14 @@ class Build:
             check=False,
         )
 
-    def _place(self, text: str) -> str:
+    def place(self, text: str) -> str:
+        """Return a text of the image with its absolute paths below the root."""
         return _OF_THE_IMAGE.sub(f"{self.root}/", text)
 
     def _run(self, text: str) -> None:
         done = self.call([*self.commands["SHELL"], text])
-        assert done.returncode == 0, f"RUN {text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        if done.returncode:
+            raise StepError(f"RUN {text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
 
     def _arg(self, text: str) -> None:
         name, _, default = text.partition("=")
@@ -73,22 +79,23 @@ class Build:
     def _env(self, text: str) -> None:
         for word in shlex.split(text):
             name, _, value = word.partition("=")
-            self.environment[name] = self._place(self._expanded(value))
+            self.environment[name] = self.place(self._expanded(value))
 
     def _expanded(self, value: str) -> str:
         return re.sub(r"\$\{?(\w+)\}?", lambda match: self.environment.get(match.group(1), ""), value)
 
     def _workdir(self, text: str) -> None:
-        self.folder = Path(self._place(text))
+        self.folder = Path(self.place(text))
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def _copy(self, text: str) -> None:
         *sources, target = shlex.split(text)
         for source in sources:
             files = [Path(name) for name in _context_files() if source == "." or _is_below(name, source)]
-            assert files, f"COPY {text}: {source} is not in the checkout"
+            if not files:
+                raise StepError(f"COPY {text}: {source} is not in the checkout")
             for file in files:
-                place = self.folder / self._place(target)
+                place = self.folder / self.place(target)
                 if source == ".":
                     place = place / file
                 elif target.endswith("/"):
@@ -119,30 +126,7 @@ def _is_below(name: str, folder: str) -> bool:
     return name == folder or name.startswith(folder.rstrip("/") + "/")
 
 
-def make_environment(folder: Path, python: str, site: Path, without: tuple[str, ...]) -> Path:
-    """Make a virtual environment that has the packages of `site` but those named, by links; return its site-packages.
-
-    It is one as tools make them, its Python sees nothing else, and nothing is fetched.
-    """
-    subprocess.run([python, "-m", "venv", "--without-pip", str(folder)], check=True)
-    (target,) = folder.glob("lib/python3*/site-packages")
-    for entry in site.iterdir():
-        name = re.split(r"[-.]", entry.name.lower().lstrip("_"))[0]
-        if name not in without and not entry.name.startswith("__"):
-            (target / entry.name).symlink_to(entry)
-    return target
-
-
-def add_distribution(site: Path, name: str, version: str) -> None:
-    """Make pip and importlib.metadata say that `name` is installed."""
-    folder = site / f"{name}-{version}.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (folder / "INSTALLER").write_text("pip\n")
-    (folder / "RECORD").write_text("")
-
-
 def base_environment(python_folder: Path) -> dict[str, str]:
-    """Return the variables of a container whose Python environment is first on PATH; pip asks nobody."""
-    kept = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ}
+    """Return the variables of a container whose Python environment is first on PATH."""
+    kept = {name: value for name, value in os.environ.items() if name in ("HOME", "LANG") or name.startswith("PIP_")}
     return kept | {"PATH": f"{python_folder / 'bin'}:/usr/local/bin:/usr/bin:/bin"}

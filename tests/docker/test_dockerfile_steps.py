@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import shutil
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
-from dockerfile_steps import Build, add_distribution, base_environment, make_environment, steps_of
+from dockerfile_steps import Build, StepError, base_environment, steps_of
+from made_environments import add_distribution, make_environment
 
 from bireme.config import CHECKOUT
 
 DOCKERFILE = CHECKOUT / "docker" / "Dockerfile.trtllm"
 STAND_IN = CHECKOUT / "tests" / "contract" / "stand_in" / "tensorrt_llm"
-SITE = Path(sysconfig.get_path("purelib"))
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_CONFIG_FILE": "/dev/null"}  # 0: no isolation
 
 
 def make_image(folder: Path, version: str = "1.2.1") -> Build:
     """Return a build on an image whose Python is a virtual environment that has tensorrt_llm."""
     environment = folder / "opt" / "venv-tritonserver"
-    site = make_environment(environment, sys._base_executable, SITE, without=("bireme", "editable", "tensorrt_llm"))
+    site = make_environment(environment, sys._base_executable, without=("bireme", "editable", "tensorrt_llm"))
     if version:
         (site / "tensorrt_llm").symlink_to(STAND_IN)
         add_distribution(site, "tensorrt_llm", version)
@@ -55,12 +54,12 @@ def test_a_container_s_command_is_found_and_starts(built):
 
 
 def test_an_image_without_tensorrt_llm_ends_the_build(tmp_path):
-    with pytest.raises(AssertionError, match="has no tensorrt_llm; name the python that has it"):
+    with pytest.raises(StepError, match="has no tensorrt_llm; name the python that has it"):
         make_image(tmp_path, version="").run()
 
 
 def test_a_release_that_is_not_driven_ends_the_build(tmp_path):
-    with pytest.raises(AssertionError, match=r"tensorrt_llm 1\.1\.0 is not driven; 1\.2 is the oldest"):
+    with pytest.raises(StepError, match=r"tensorrt_llm 1\.1\.0 is not driven; 1\.2 is the oldest"):
         make_image(tmp_path, version="1.1.0").run()
 
 
@@ -70,7 +69,7 @@ def test_a_package_that_would_have_to_be_replaced_ends_the_build(tmp_path):
     for entry in site.glob("msgspec*"):
         entry.unlink()
     add_distribution(site, "msgspec", "0.10.0")
-    with pytest.raises(AssertionError, match=r"(?s)msgspec.*(conflict|No matching|ResolutionImpossible)"):
+    with pytest.raises(StepError, match=r"(?s)msgspec.*(conflict|No matching|ResolutionImpossible)"):
         build.run()
 
 

@@ -30,6 +30,23 @@ def test_a_named_python_that_is_not_there_is_refused():
         find_python({"BIREME_ENGINE_PYTHON": "/no/python"})
 
 
+def test_a_worker_s_own_python_wins_and_its_programs_come_first(tmp_path):
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.symlink_to("/bin/sh")
+    recipe = recipe_of(env={"BIREME_ENGINE_PYTHON": str(python)})
+    result = engine_environment(recipe, "decode", tmp_path, {"BIREME_ENGINE_PYTHON": "/bin/sh", "PATH": "/usr/bin"})
+    assert find_python(result) == str(python)
+    assert result["PATH"] == f"{python.parent}:/usr/bin"
+
+
+@pytest.mark.parametrize(("before", "expected"), [("/opt/mpi/lib", "/opt/mpi/lib"), ("", None)])
+def test_tritonserver_s_libraries_are_not_the_engine_s(before, expected, tmp_path):
+    base = {"BIREME_LIBRARY_PATH": before, "LD_LIBRARY_PATH": "/run/lib:/site/nvidia_pytriton.libs"}
+    result = engine_environment(recipe_of(), "decode", tmp_path, base)
+    assert result.get("LD_LIBRARY_PATH") == expected and "BIREME_LIBRARY_PATH" not in result
+
+
 def test_threads_are_shared_among_the_recipes_engines():
     recipe = recipe_of(replicas=2)
     assert num_threads(recipe, recipe.workers["decode"]) == max(1, usable_cores() // 2)

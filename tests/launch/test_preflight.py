@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
@@ -117,6 +118,13 @@ def test_an_engine_is_looked_for_where_its_process_will_look(tmp_path):
     recipe = Recipe(model="m", workers={"decode": worker, "prefill": worker})
     assert preflight.check_engines(recipe, {"BIREME_ENGINE_PYTHON": str(python)}) == []
     assert "tensorrt_llm" in only(preflight.check_engines(recipe, {"BIREME_ENGINE_PYTHON": sys.executable}))
+
+
+def test_an_engine_s_python_without_bireme_s_own_requirements_is_refused(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
+    python = str(tmp_path / "bin" / "python")
+    recipe = Recipe(model="m", workers={"decode": WorkerEntry(engine="mocker", env={"BIREME_ENGINE_PYTHON": python})})
+    assert "an engine process needs msgspec" in only(preflight.check_engines(recipe))
 
 
 @pytest.mark.parametrize(("python", "text"), [("/no/python", "not an executable"), ("/bin/false", "is no python")])

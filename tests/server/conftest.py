@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-for folder in (CHECKOUT / "tools", CHECKOUT / "tests" / "contract", Path(__file__).parent):
+for folder in (CHECKOUT / "tools", *(CHECKOUT / "tests" / name for name in ("contract", "docker", "server"))):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

@@ -1,0 +1,202 @@
+"""Triton's stubs and the engine processes on Python environments of their own, as where no image has both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_in_workers
+from dockerfile_steps import Build, StepError, base_environment
+from made_environments import add_distribution, make_environment
+
+from bireme.launch import processes
+from bireme.launch.ports import free_ports
+
+pytestmark = pytest.mark.server
+CHECKOUT = Path(__file__).resolve().parents[2]
+ENGINES_ONLY = ("torch", "torchgen", "functorch", "transformers", "safetensors", "xgrammar", "tensorrt_llm", "bireme")
+NEWER = "3.12"  # another version than most machines' python3
+LIMIT_S = 120
+PROMPT = list(range(400, 440))
+
+
+@pytest.fixture(scope="module")
+def triton_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The python of an environment that has tritonserver and no engine's library."""
+    folder = tmp_path_factory.mktemp("triton")
+    make_environment(folder, sys._base_executable, without=ENGINES_ONLY)  # type: ignore[attr-defined]
+    return str(folder / "bin" / "python")
+
+
+@pytest.fixture(scope="module")
+def engine_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The python of an environment that has tensorrt_llm (the stand-in) and no tritonserver."""
+    folder = tmp_path_factory.mktemp("engine")
+    site = make_environment(folder, sys._base_executable, without=("pytriton", "nvidia_pytriton", "bireme"))  # type: ignore[attr-defined]
+    (site / "tensorrt_llm").symlink_to(stand_in_workers.STAND_IN / "tensorrt_llm")
+    add_distribution(site, "tensorrt_llm", "1.2.1")
+    return str(folder / "bin" / "python")
+
+
+def packages_of(python: str, *modules: str) -> list[bool]:
+    code = "import sys, importlib.util as u; print(*(int(u.find_spec(m) is not None) for m in sys.argv[1:]))"
+    found = subprocess.run([python, "-c", code, *modules], cwd="/", capture_output=True, text=True, check=True)
+    return [word == "1" for word in found.stdout.split()]
+
+
+def worker() -> dict[str, Any]:
+    config = {"dtype": "float32", "max_seq_len": 256, "enable_chunked_prefill": True}
+    config |= {"disable_overlap_scheduler": True, "cache_transceiver_config": {"backend": "DEFAULT"}}
+    return {"engine": "trtllm", "num_threads": 1, "engine_config": config}
+
+
+@contextlib.contextmanager
+def running(command: list[str], environment: dict[str, str], log: Path, folder: Path = CHECKOUT) -> Iterator[Launch]:
+    """Run serve.py by `command` until the block ends; it is ready when the block begins."""
+    ports, more = free_ports(range(23100, 23180)), free_ports(range(23180, 23240))
+    options = [f"--{name}-port={getattr(ports, name)}" for name in ("http", "grpc", "metrics")]
+    options += [f"--health-port={more.http}", f"--openai-port={more.grpc}", "--canary-interval=0"]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "BIREME"))}
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [*command, *options], cwd=folder, env=inherited | environment, stdout=stream, stderr=stream
+        )
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not is_ready(more.http):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
+            time.sleep(0.1)
+        yield Launch(process.pid, ports.http)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0, log.read_text()[-5000:]
+
+
+def is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=10) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    pid: int
+    http_port: int
+
+    def complete(self, prompt: list[int], max_tokens: int) -> list[int]:
+        body = {"input_ids": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        url = f"http://127.0.0.1:{self.http_port}/v2/models/completion/generate"
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            found: list[int] = json.loads(reply.read())["output_ids"]
+            return found
+
+    def engine_of(self, model: str) -> int:
+        """Return the engine process below the stub of `model`."""
+        server = next(pid for pid in processes.descendants(self.pid) if "tritonserver" in command_name(pid))
+        return processes.engines(processes.stubs(server)[model][0])[0]
+
+    def environment_of(self, pid: int) -> dict[str, str]:
+        words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def command_name(pid: int) -> str:
+    return Path((processes.command_line(pid) or [""])[0]).name
+
+
+def test_stubs_without_the_engine_s_libraries_are_served_by_tensorrt_llm_in_its_own_environment(
+    triton_python, engine_python, sample_model, write_recipe, reference, tmp_path
+):
+    modules = ("tensorrt_llm", "torch", "transformers", "pytriton")
+    assert packages_of(triton_python, *modules) == [False, False, False, True]
+    assert packages_of(engine_python, *modules) == [True, True, True, False]
+    recipe = write_recipe(sample_model("llama"), {"prefill": worker(), "decode": worker()})
+    environment = {"BIREME_ENGINE_PYTHON": engine_python, "LD_LIBRARY_PATH": "/opt/of/the/image"}
+    with running([triton_python, "tools/serve.py", str(recipe)], environment, tmp_path / "log") as launch:
+        assert launch.complete(PROMPT, 12) == reference("llama").greedy(PROMPT, 12)
+        engine = launch.engine_of("decode")
+        found = launch.environment_of(engine)
+        assert processes.command_line(engine)[0] == engine_python
+        assert found["LD_LIBRARY_PATH"] == "/opt/of/the/image"
+        assert found["PATH"].startswith(str(Path(engine_python).parent))
+
+
+def test_workers_of_one_recipe_run_on_pythons_of_their_own(
+    triton_python, engine_python, sample_model, write_recipe, reference, tmp_path
+):
+    workers = {"decode": worker() | {"env": {"BIREME_ENGINE_PYTHON": engine_python}}}
+    recipe = write_recipe(sample_model("llama"), workers)
+    with running([triton_python, "tools/serve.py", str(recipe)], {}, tmp_path / "log") as launch:
+        assert launch.complete(PROMPT, 8) == reference("llama").greedy(PROMPT, 8)
+
+
+@pytest.mark.slow
+def test_stubs_and_engines_may_be_of_different_python_versions(triton_python, write_recipe, sample_model, tmp_path):
+    python = newer_python(tmp_path / "newer")
+    config = {"mocker": {"vocab_size": 1000}, "cache_transceiver_config": {"backend": "DEFAULT"}}
+    workers = dict.fromkeys(("prefill", "decode"), {"engine": "mocker", "engine_config": config})
+    recipe = write_recipe(sample_model("llama"), workers)
+    with running(
+        [triton_python, "tools/serve.py", str(recipe)], {"BIREME_ENGINE_PYTHON": python}, tmp_path / "log"
+    ) as launch:
+        assert len(launch.complete(PROMPT, 20)) == 20
+        engine = launch.engine_of("decode")
+        assert Path(f"/proc/{engine}/exe").resolve().name == "python3.12"
+
+
+@pytest.mark.slow
+def test_what_the_release_image_s_steps_make_serves_tensorrt_llm(
+    engine_python, sample_model, write_recipe, reference, tmp_path
+):
+    dockerfile = CHECKOUT / "docker" / "Dockerfile.trtllm-release"
+    image = base_environment(Path(engine_python).parents[1])
+    build = Build(dockerfile, tmp_path / "image", image, ENGINE_PYTHON=engine_python)
+    try:
+        build.run()
+    except StepError as error:
+        if "No matching distribution" in str(error):
+            pytest.skip("packages can't be fetched")
+        raise
+    recipe = write_recipe(sample_model("llama"), {"prefill": worker(), "decode": worker()})
+    python, program, *options = build.commands["ENTRYPOINT"]
+    command = [build.place(python), program, str(recipe), *options, "--host=127.0.0.1"]
+    with running(command, build.environment, tmp_path / "log", build.folder) as launch:
+        assert launch.complete(PROMPT, 12) == reference("llama").greedy(PROMPT, 12)
+        assert processes.command_line(launch.engine_of("decode"))[0] == engine_python
+
+
+def newer_python(folder: Path) -> str:
+    """Return the python of an environment of version 3.12 that has bireme's requirements; skips where there is none."""
+    beside = [str(path) for path in Path(sys.base_prefix).parent.glob(f"{NEWER}*/bin/python{NEWER}")]  # pyenv's
+    found = next((path for path in (f"python{NEWER}", *beside) if can_run(path)), None)
+    if found is None or sys.version_info[:2] == (3, 12):
+        pytest.skip("no other Python than this one; install python3.12")
+    subprocess.run([found, "-m", "venv", str(folder)], check=True)
+    python = str(folder / "bin" / "python")
+    requirements = [name for name in requires("bireme") or () if "extra ==" not in name]
+    done = subprocess.run([python, "-m", "pip", "install", "-q", *requirements], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"bireme's requirements can't be fetched: {done.stderr.strip()[-200:]}")
+    return python
+
+
+def can_run(python: str) -> bool:
+    try:
+        return subprocess.run([python, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0
+    except OSError:
+        return False
