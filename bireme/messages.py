@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -27,7 +27,14 @@ CONTROL = 0xFFFFFFFF
 
 RequestType = Literal["context_and_generation", "context_only", "generation_only", "encode_only"]
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error", "not_finished"]
-TokenLogprob = tuple[int, float]  # token id, natural logarithm of its probability
+
+
+class TokenLogprob(NamedTuple):
+    token: int
+    logprob: float  # natural logarithm of its probability
+    rank: int = 0  # 1: no token is likelier; 0: the engine has not said
+
+
 TokenLogprobs = list[TokenLogprob]  # one position: the chosen token first, then the likeliest, best first
 
 

@@ -4,9 +4,11 @@ One rule: after this module nothing is in doubt. Every value has been checked ag
 recipe's limits (sampling values in sampling.py), and an error names field, value, limit and remedy.
 
 vllm_backend's contract holds if and only if an input that only vllm_backend has is there (VLLM_ONLY):
-the prompt is echoed when not streaming, finish_reason is "None" until the end. Otherwise
-tensorrtllm_backend's: no echo. `stream` absent means false in both, as with the peers; the HTTP endpoint
-`generate_stream` can't be told from `generate` by a model, so its clients send `"stream": true`.
+the prompt is echoed when not streaming, and a response holds text_output and what a `return_*` input or the
+request's list of outputs asks for; finish_reason is "None" until the end. Otherwise tensorrtllm_backend's names
+and this project's own answer: no echo, and finish_reason, usage and the rest unasked. `stream` absent means
+false in both, as with the peers; the HTTP endpoint `generate_stream` can't be told from `generate` by a model,
+so its clients send `"stream": true`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ Ids = npt.NDArray[np.int32]
 Contract = Literal["vllm", "trtllm"]
 
 VLLM_ONLY = frozenset({"sampling_parameters", "return_finish_reason", "return_cumulative_logprob", "return_logprobs"})
+_SUMS_AND_LOGPROBS = frozenset({"cumulative_logprob", "logprobs"})
+_RETURNED = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class GenerateRequest:
     contract: Contract = "trtllm"
     echo: bool = False  # the prompt's text comes before the answer's
     extras: frozenset[str] = frozenset()  # the peers' output names that were asked for
+    outputs: frozenset[str] | None = None  # what a response may hold; None: everything that there is
     cache_salt: str = ""
     lora_name: str = ""
     timeout_ms: int = 0  # from arrival; 0: none
@@ -63,11 +68,12 @@ def parse_generate(inputs: Tensors, spec: ModelSpec, recipe: Recipe) -> Generate
         contract=contract,
         echo=_echo(values.get("exclude_input_in_output"), contract, stream),
         extras=_extras(values, contract, sampling.params),
+        outputs=_vllm_outputs(values) if contract == "vllm" and not info_of(inputs).outputs else None,
         cache_salt=values.get("cache_salt", ""),
         lora_name=values.get("lora_name", sampling.lora_name),
         timeout_ms=timeout_ms(inputs, recipe),
     )
-    if contract == "vllm" and values.get("return_logprobs") and sampling.params.logprobs is None:
+    if _SUMS_AND_LOGPROBS & request.extras and sampling.params.logprobs is None:
         return replace(request, sampling=_with_logprobs(sampling))
     return request
 
@@ -192,6 +198,10 @@ def _extras(values: Mapping[str, Any], contract: Contract, params: SamplingParam
         "sequence_index": contract == "trtllm" and params.n > 1,
     }
     return frozenset(name for name, is_wanted in wanted.items() if is_wanted)
+
+
+def _vllm_outputs(values: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset({"text_output", *(name for name in _RETURNED if values.get(f"return_{name}"))})
 
 
 def _with_logprobs(sampling: Sampling) -> Sampling:

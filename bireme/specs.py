@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     name: str
-    data_type: str  # without Triton's TYPE_ prefix: INT32, FP32, BYTES, BOOL, UINT8, UINT64
+    data_type: str  # without Triton's TYPE_ prefix: BOOL, UINT8, INT32, INT64, UINT32, UINT64, FP16, FP32, BYTES
     dims: tuple[int, ...]  # -1 varies
     optional: bool = False
 
@@ -241,8 +241,8 @@ _TEXT_OUT = (
     _out("cumulative_logprob", "FP32", (-1,)),
     _out("logprobs", "BYTES", (-1,)),
     _out("sequence_index", "INT32", (-1,)),
-    _out("num_input_tokens", "INT32"),
-    _out("num_output_tokens", "INT32", (-1,)),
+    _out("num_input_tokens", "UINT32"),
+    _out("num_output_tokens", "UINT32", (-1,)),
 )
 
 GENERATE = ModelSpec("generate", inputs=(*_TEXT_IN, _in("stream", "BOOL")), outputs=_TEXT_OUT, decoupled=True)

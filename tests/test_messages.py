@@ -22,6 +22,7 @@ from bireme.messages import (
     SamplingParams,
     Step,
     Submit,
+    TokenLogprob,
     Usage,
     Welcome,
     frame,
@@ -67,7 +68,14 @@ def test_unset_and_zero_stay_different():
         Step(1, 2, [5, 6], [50, 60]),
         Step(1, 2, [5, 6], [50, 51, 60], [2, 1]),
         Step(1, 3, finished={5: Finish("stop", Usage(prompt_tokens=3), stop_token_id=2)}),
-        Step(1, 4, [5], [50], logprobs={5: [[(50, -0.5), (3, -1.0)]]}, prompt_logprobs={5: []}),
+        Step(
+            1,
+            4,
+            [5],
+            [50],
+            logprobs={5: [[TokenLogprob(50, -0.5, 7), TokenLogprob(3, -1.0, 1)]]},
+            prompt_logprobs={5: []},
+        ),
         Step(1, 5, lost=True),
     ],
 )

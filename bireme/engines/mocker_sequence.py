@@ -15,7 +15,7 @@ from bireme.engines.mocker_blocks import Holding
 from bireme.engines.mocker_rows import Rows
 from bireme.engines.mocker_tokens import Ids, prompt_digest, tokens_at
 from bireme.kv.transfer.base import Fetch, Lease
-from bireme.messages import EngineRequest, TokenLogprobs, Usage
+from bireme.messages import EngineRequest, TokenLogprob, TokenLogprobs, Usage
 
 _AHEAD = 128  # tokens computed at once
 
@@ -121,8 +121,9 @@ class Sequence:
         return None if k is None else [self._entry(token, k) for token in self.prompt_ids[1:].tolist()]
 
     def _entry(self, token: int, k: int) -> TokenLogprobs:
-        others = [(int(self.ids[(token + i) % len(self.ids)]), -2.0 - i) for i in range(1, k)]
-        return [(token, -0.1), *([(token, -0.1)] if k else []), *others]
+        chosen = TokenLogprob(token, -0.1, 1)
+        others = [TokenLogprob(int(self.ids[(token + i) % len(self.ids)]), -2.0 - i, 1 + i) for i in range(1, k)]
+        return [chosen, *([chosen] if k else []), *others]
 
     def usage(self, worker: str) -> Usage:
         now, params = time.monotonic(), self.params

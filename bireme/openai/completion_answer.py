@@ -41,7 +41,7 @@ class LogprobColumns:
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """Return the likeliest, and the chosen token if it is not among them, as OpenAI does."""
-        shown = {self._texts.text(token): max(value, LOWEST) for token, value in entry[1 : 1 + self._num_top]}
+        shown = {self._texts.text(token): max(value, LOWEST) for token, value, _ in entry[1 : 1 + self._num_top]}
         return shown | {self._texts.text(entry[0][0]): max(entry[0][1], LOWEST)}
 
 

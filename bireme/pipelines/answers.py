@@ -1,8 +1,8 @@
 """Responses of the text pipelines, in the two contracts that clients know.
 
-tensorrtllm_backend's: what a TokenDelta says, and the extras that were asked for. vllm_backend's: the same
-with finish_reason "None" until the end. Streaming sends parts of one sequence each; otherwise one response
-has everything, with one element a sequence where n > 1.
+tensorrtllm_backend's: what a TokenDelta says, and the extras that were asked for. vllm_backend's: text_output and
+what was asked for, finish_reason "None" until the end. Streaming sends parts of one sequence each; otherwise one
+response has everything, with one element a sequence where n > 1.
 """
 
 from __future__ import annotations
@@ -31,11 +31,18 @@ class Form:
     num_input_tokens: int
     token_text: Callable[[int], str]  # for vllm's logprobs
     prompt: str = ""  # echoed before a whole answer
+    outputs: frozenset[str] | None = None  # all that a response may hold; None: everything
 
     @property
     def is_plain(self) -> bool:
         """Do a TokenDelta's own tensors say all?"""
         return self.contract == "trtllm" and not self.extras
+
+    def chosen(self, outputs: Tensors) -> Tensors:
+        """Leave out what was not asked for."""
+        if self.outputs is None:
+            return outputs
+        return {name: array for name, array in outputs.items() if name in self.outputs}
 
 
 class Tally:
@@ -74,7 +81,7 @@ class Part:
         if form.contract == "vllm" and not delta.finish_reason:
             outputs["finish_reason"] = _strings(["None"])
         num_tokens = len(delta.tokens) if form.contract == "vllm" else self._num_tokens
-        return outputs | _extras(form, [delta], [num_tokens], [self._logprob])
+        return form.chosen(outputs | _extras(form, [delta], [num_tokens], [self._logprob]))
 
 
 class Stream:
@@ -135,7 +142,7 @@ class Whole:
         if form.is_plain:
             return outputs
         sums = [sum(entry[0][1] for entry in delta.logprobs or ()) for delta in deltas]
-        return outputs | _extras(form, deltas, [len(delta.tokens) for delta in deltas], sums)
+        return form.chosen(outputs | _extras(form, deltas, [len(delta.tokens) for delta in deltas], sums))
 
 
 def _joined(parts: list[Tensors]) -> dict[str, Array]:
@@ -155,9 +162,9 @@ def _extras(form: Form, deltas: list[TokenDelta], counts: list[int], sums: list[
         "output_log_probs": lambda: _log_probs(deltas),
         "cum_log_probs": lambda: np.array(sums, np.float32),
         "cumulative_logprob": lambda: np.array(sums, np.float32),
-        "logprobs": lambda: _strings([_vllm_logprobs(delta, form.token_text) for delta in deltas]),
-        "num_input_tokens": lambda: np.array([form.num_input_tokens], np.int32),
-        "num_output_tokens": lambda: np.array(counts, np.int32),
+        "logprobs": lambda: _strings([vllm_logprobs(delta, form.token_text) for delta in deltas]),
+        "num_input_tokens": lambda: np.array([form.num_input_tokens], np.uint32),
+        "num_output_tokens": lambda: np.array(counts, np.uint32),
         "sequence_index": lambda: np.array([delta.index or 0 for delta in deltas], np.int32),
     }
     return {name: makers[name]() for name in form.extras}
@@ -167,7 +174,7 @@ def _log_probs(deltas: list[TokenDelta]) -> Array:
     return np.array([entry[0][1] for delta in deltas for entry in delta.logprobs or ()], np.float32)
 
 
-def _vllm_logprobs(delta: TokenDelta, token_text: Callable[[int], str]) -> str:
+def vllm_logprobs(delta: TokenDelta, token_text: Callable[[int], str]) -> str:
     """vllm_backend's form: a JSON list, one object a token: id -> logprob, rank, decoded_token."""
     if delta.logprobs is None:
         return "null"
@@ -175,13 +182,14 @@ def _vllm_logprobs(delta: TokenDelta, token_text: Callable[[int], str]) -> str:
 
 
 def _ranked(entry: TokenLogprobs, token_text: Callable[[int], str]) -> dict[str, Any]:
-    """The chosen token comes first; its rank is known only if it is among the likeliest."""
-    likeliest = {token: rank for rank, (token, _) in enumerate(entry[1:], 1)}
+    """The chosen token comes first; where an engine says no ranks, those of the likeliest are their places."""
+    likeliest = {item[0]: place for place, item in enumerate(entry[1:], 1)}
 
     def describe(item: TokenLogprob) -> dict[str, Any]:
-        return {"logprob": item[1], "rank": likeliest.get(item[0]), "decoded_token": token_text(item[0])}
+        rank = item.rank or likeliest.get(item.token)
+        return {"logprob": item.logprob, "rank": rank, "decoded_token": token_text(item.token)}
 
-    return {str(item[0]): describe(item) for item in entry}
+    return {str(item.token): describe(item) for item in entry}
 
 
 def _strings(values: list[str]) -> Array:

@@ -101,7 +101,7 @@ class TextPipeline:
         prompt = ""
         if request.echo:
             prompt = request.text or self._tokenizer.decode(_ids(request.input_ids))
-        return Form(request.contract, request.extras, num_input_tokens, self._token_text, prompt)
+        return Form(request.contract, request.extras, num_input_tokens, self._token_text, prompt, request.outputs)
 
     def _encode(self, text: str) -> list[int]:
         assert self._tokenizer is not None

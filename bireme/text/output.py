@@ -179,9 +179,10 @@ class TokenDelta:
         if self.logprobs is not None:
             outputs["log_probs"] = np.array([entry[0][1] for entry in self.logprobs], dtype=np.float32)
             if any(len(entry) > 1 for entry in self.logprobs):
-                outputs["top_log_probs"] = _bytes(_json([entry[1:] for entry in self.logprobs]))
+                outputs["top_log_probs"] = _bytes(_json([_pairs(entry[1:]) for entry in self.logprobs]))
         if self.prompt_logprobs is not None:
-            outputs["prompt_log_probs"] = _bytes(_json(self.prompt_logprobs))
+            shown = [entry and _pairs(entry) for entry in self.prompt_logprobs]
+            outputs["prompt_log_probs"] = _bytes(_json(shown))
         if self.usage is not None:
             outputs["usage"] = _bytes(_json(msgspec.structs.asdict(self.usage)))  # with its zeros
         if self.index is not None:
@@ -338,6 +339,11 @@ class TextStream:
         """Put None before the first entry: nothing predicts the first token of a prompt."""
         is_first, self._takes_prompt_logprobs = not self._takes_prompt_logprobs, True
         return [None, *entries] if is_first else list(entries)
+
+
+def _pairs(entry: TokenLogprobs) -> list[tuple[int, float]]:
+    """Return (token, logprob) each: the tensors' form, in which the order says the rank."""
+    return [(item[0], item[1]) for item in entry]
 
 
 def _bytes(value: bytes) -> Array:

@@ -32,6 +32,7 @@ _NUMPY_TYPES = {
     "INT32": np.int32,
     "INT64": np.int64,
     "UINT8": np.uint8,
+    "UINT32": np.uint32,
     "UINT64": np.uint64,
 }
 

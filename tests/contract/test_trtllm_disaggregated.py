@@ -69,8 +69,8 @@ def test_log_probabilities_of_the_first_token_reach_the_client(pair, profile):
     answer = decode(pair[1], params, logprobs=2)
     whole = pair[1].ask(logprobs=2)
     whole.wait()
-    tokens = [[token for token, _ in entry] for entry in answer.logprobs]
-    assert tokens == [[token for token, _ in entry] for entry in whole.logprobs]
+    tokens = [[item.token for item in entry] for entry in answer.logprobs]
+    assert tokens == [[item.token for item in entry] for entry in whole.logprobs]
     assert answer.logprobs[0][0][1] == pytest.approx(whole.logprobs[0][0][1], abs=1e-5)
 
 

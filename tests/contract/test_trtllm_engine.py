@@ -88,7 +88,7 @@ def test_log_probabilities_have_the_chosen_token_first(make_engine):
     answer.wait()
     for token, entry in zip(answer.tokens, answer.logprobs, strict=True):
         assert entry[0][0] == token == entry[1][0]
-        assert [value for _, value in entry[1:]] == sorted((value for _, value in entry[1:]), reverse=True)
+        assert [item.logprob for item in entry[1:]] == sorted((item.logprob for item in entry[1:]), reverse=True)
         assert len(entry) == 4
 
 

@@ -8,7 +8,7 @@ from bireme.disagg import DisaggregatedParams, unseal
 from bireme.engines.base import Delta, PlainTokens
 from bireme.engines.columns import StepEncoder
 from bireme.engines.ledger import Ledger
-from bireme.messages import Finish, Step, Usage, decode_step, split
+from bireme.messages import Finish, Step, TokenLogprob, Usage, decode_step, split
 
 KEY = b"k" * 32
 
@@ -65,7 +65,7 @@ def test_steps_that_pile_up_share_a_frame_in_order(ledger):
 
 
 def test_a_step_with_log_probs_travels_alone(ledger):
-    encoder, chosen = StepEncoder(7, ledger, KEY), [[(11, -0.5)]]
+    encoder, chosen = StepEncoder(7, ledger, KEY), [[TokenLogprob(11, -0.5, 3)]]
     encoder.add(3, [], PlainTokens([(0, 1)], [10]))
     encoder.add(4, [Delta((0, 1), [11], chosen)], PlainTokens([(0, 2)], [20]))
     encoder.add(5, [], PlainTokens([(0, 1)], [12]))
@@ -75,7 +75,7 @@ def test_a_step_with_log_probs_travels_alone(ledger):
 
 
 def test_prompt_log_probs_without_a_token_arrive(ledger):
-    entries = [[(4, -0.5)]]
+    entries = [[TokenLogprob(4, -0.5)]]
     step = steps_of(ledger, Delta((0, 1), prompt_logprobs=entries, finish=Finish("stop", Usage())))[0]
     assert list(step.deltas()) == [(1, [])]
     assert step.prompt_logprobs == {1: entries}

@@ -212,8 +212,15 @@ def test_log_probabilities_are_the_models_own():
     params = SamplingParams(temperature=0.2, seed=1, repetition_penalty=1.5, logit_bias={5: 50.0}, logprobs=3)
     sampled, expected = one(params), rows(1)[0].log_softmax(0)
     entry = sampled.logprobs[0]
-    assert sampled.tokens == [5] and [token for token, _ in entry] == [5, *expected.topk(3).indices.tolist()]
-    assert [value for _, value in entry] == pytest.approx([expected[token].item() for token, _ in entry], abs=1e-5)
+    assert sampled.tokens == [5] and [item.token for item in entry] == [5, *expected.topk(3).indices.tolist()]
+    assert [item.logprob for item in entry] == pytest.approx([expected[item.token].item() for item in entry], abs=1e-5)
+
+
+def test_a_chosen_token_has_its_rank_among_all_however_unlikely_it_is():
+    expected = rows(1)[0].argsort(descending=True).tolist()
+    for rank, token in enumerate(expected, 1):
+        (entry,) = Sampler(VOCAB).prompt_logprobs(rows(1), [token], 2)
+        assert [item.rank for item in entry] == [rank, 1, 2]
 
 
 @pytest.mark.parametrize(("logprobs", "length"), [(None, None), (0, 1), (2, 3)])
@@ -234,7 +241,7 @@ def test_prompt_log_probabilities_are_of_the_tokens_that_followed():
 def test_impossible_tokens_have_a_finite_log_probability():
     logits = rows(1)
     logits[0, 4] = float("-inf")
-    assert Sampler(VOCAB).prompt_logprobs(logits, [4], 0) == [[(4, -9999.0)]]
+    assert Sampler(VOCAB).prompt_logprobs(logits, [4], 0) == [[(4, -9999.0, VOCAB)]]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,10 @@ import json
 import pytest
 
 from bireme.errors import RequestError
+from bireme.messages import TokenLogprob
+from bireme.pipelines.answers import vllm_logprobs
+from bireme.text.output import TokenDelta
+from bireme.types import RequestInfo
 from bireme.workers.fake import token_at
 
 EXPECTED = "".join(chr(token_at([ord("h"), ord("i")], position)) for position in range(4))
@@ -56,8 +60,52 @@ async def test_vllm_logprobs_are_json(completion):
 
 async def test_vllm_finish_reason_is_none_until_the_end(bench):
     test = await bench()
-    call = test.ask(stream=True, sampling_parameters='{"max_tokens": 4}')
+    call = test.ask(stream=True, sampling_parameters='{"max_tokens": 4}', return_finish_reason=True)
     await test.workers.emit(4)
     await call.end()
     assert [response["finish_reason"].tolist() for response in call.responses[:2]] == [[b"None"], [b"None"]]
     assert call.last("finish_reason") == [b"length"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"sampling_parameters": "{}"},
+        {"return_finish_reason": False},
+        {"return_finish_reason": True},
+        {"return_logprobs": True, "return_cumulative_logprob": True, "return_num_input_tokens": True},
+        {"sampling_parameters": "{}", "return_num_output_tokens": True},
+    ],
+    ids=str,
+)
+async def test_vllm_contract_sends_the_outputs_that_were_asked_for_and_no_others(completion, asked):
+    call = await answer(await completion(), **asked)
+    wanted = {name.removeprefix("return_") for name, value in asked.items() if value is True}
+    assert call.responses[0].keys() == {"text_output"} | wanted
+
+
+async def test_vllm_contract_sends_our_own_outputs_to_who_names_them(completion):
+    info = RequestInfo(outputs=frozenset({"text_output", "usage", "output_ids"}))
+    call = await answer(await completion(), info=info, sampling_parameters="{}")
+    assert {"text_output", "usage", "output_ids"} <= call.responses[0].keys()
+
+
+async def test_the_sum_of_log_probabilities_asks_the_engine_for_them(completion):
+    test = await completion()
+    call = test.ask(return_cumulative_logprob=True)
+    await test.workers.emit(0)
+    assert test.workers.running[0].request.sampling.logprobs == 0
+    await test.workers.emit(4)
+    await call.end()
+
+
+async def test_a_chosen_token_that_is_not_among_the_likeliest_has_its_rank():
+    entry = [TokenLogprob(65, -4.0, 17), TokenLogprob(66, -0.5, 1), TokenLogprob(67, -1.5, 2)]
+    shown = json.loads(vllm_logprobs(TokenDelta([65], logprobs=[entry]), chr))
+    assert [item["rank"] for item in shown[0].values()] == [17, 1, 2]
+
+
+async def test_without_ranks_from_the_engine_places_are_the_likeliest_tokens_own():
+    entry = [TokenLogprob(65, -4.0), TokenLogprob(66, -0.5), TokenLogprob(67, -1.5)]
+    shown = json.loads(vllm_logprobs(TokenDelta([65], logprobs=[entry]), chr))
+    assert [item["rank"] for item in shown[0].values()] == [None, 1, 2]

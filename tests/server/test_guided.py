@@ -48,7 +48,11 @@ def sampling(guide: dict[str, Any], **more: Any) -> str:
 
 
 def ask(client: Client, guide: dict[str, Any], is_streaming: bool, **more: Any) -> dict[str, Any]:
-    values = {"text_input": "Once upon a time", "sampling_parameters": sampling(guide, **more)}
+    values = {
+        "text_input": "Once upon a time",
+        "sampling_parameters": sampling(guide, **more),
+        "return_finish_reason": True,
+    }
     if is_streaming:
         return client.generate(stream=True, **values)
     return client.infer("completion", exclude_input_in_output=True, **values)

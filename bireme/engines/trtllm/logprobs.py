@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bireme.messages import TokenLogprobs
+from bireme.messages import TokenLogprob, TokenLogprobs
 
 MISSING = -9999.0
 
@@ -17,12 +17,14 @@ MISSING = -9999.0
 def token_logprobs(entry: Any, token: int, count: int | None = None) -> TokenLogprobs:
     """Return one position; `count`: of the likeliest, at most so many."""
     if isinstance(entry, (int, float)):
-        return [(token, float(entry))]
-    values = {int(key): float(getattr(value, "logprob", value)) for key, value in entry.items()}
-    best = sorted(values.items(), key=lambda item: -item[1])
-    if count is not None:
-        best = best[:count]
-    return [(token, values.get(token, MISSING)), *best]
+        return [TokenLogprob(token, float(entry))]
+    given = [
+        TokenLogprob(int(key), float(getattr(value, "logprob", value)), getattr(value, "rank", 0) or 0)
+        for key, value in entry.items()
+    ]
+    best = sorted(given, key=lambda item: -item.logprob)
+    chosen = next((item for item in given if item.token == token), TokenLogprob(token, MISSING))
+    return [chosen, *(best if count is None else best[:count])]
 
 
 def prompt_logprobs(entries: Sequence[Any], prompt: Sequence[int], count: int) -> list[TokenLogprobs]:

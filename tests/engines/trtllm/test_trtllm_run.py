@@ -81,13 +81,18 @@ def test_an_end_id_that_did_not_end_it_is_delivered():
 
 def test_missing_log_probabilities_get_the_sentinel_not_the_best_value():
     delta = run(logprobs=1).read(output([5], [{8: SimpleNamespace(logprob=-0.1, rank=0)}]), 1.0)
-    assert delta.logprobs == [[(5, -9999.0), (8, -0.1)]]
+    assert delta.logprobs == [[(5, -9999.0, 0), (8, -0.1, 0)]]
 
 
 def test_ranks_that_are_zero_do_not_order_anything():
     entry = {8: SimpleNamespace(logprob=-2.0, rank=0), 5: SimpleNamespace(logprob=-0.5, rank=0)}
-    assert run(logprobs=2).read(output([5], [entry]), 1.0).logprobs == [[(5, -0.5), (5, -0.5), (8, -2.0)]]
+    assert run(logprobs=2).read(output([5], [entry]), 1.0).logprobs == [[(5, -0.5, 0), (5, -0.5, 0), (8, -2.0, 0)]]
+
+
+def test_the_rank_of_a_chosen_token_beyond_the_likeliest_is_kept():
+    entry = {8: SimpleNamespace(logprob=-0.1, rank=1), 5: SimpleNamespace(logprob=-7.0, rank=40)}
+    assert run(logprobs=1).read(output([5], [entry]), 1.0).logprobs == [[(5, -7.0, 40), (8, -0.1, 1)]]
 
 
 def test_bare_numbers_are_log_probabilities_too():
-    assert run(logprobs=1).read(output([5], [-0.5]), 1.0).logprobs == [[(5, -0.5)]]
+    assert run(logprobs=1).read(output([5], [-0.5]), 1.0).logprobs == [[(5, -0.5, 0)]]
