@@ -2,7 +2,8 @@
 
 Steps that are added before the next `take` share a frame, so an engine that is quicker than the way out costs that way
 no more than a slower one. A request is then in its columns several times, in order. Log probabilities belong to
-requests, not to rows, so a step that has any travels alone.
+requests, not to rows, so a step that has any travels alone, and one in which a request has two tokens (the one that
+prefill made and the next) in two frames.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ class StepEncoder:
         if record is None:
             return
         if not record.is_muted:
+            step = self._open.get(delta.key[0])
+            if delta.logprobs is not None and step is not None and delta.key[1] in (step.logprobs or ()):
+                self._seal()
             self._add_delta(self._step(delta.key[0], number), delta, record)
         if delta.finish is not None:
             self._ledger.leave(delta.key)

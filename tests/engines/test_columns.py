@@ -74,6 +74,14 @@ def test_a_step_with_log_probs_travels_alone(ledger):
     assert [step.logprobs for step in steps] == [None, {1: chosen}, None]
 
 
+def test_two_tokens_of_one_request_in_a_step_keep_their_own_log_probs(ledger):
+    first, second = [[(10, -0.5)]], [[(11, -1.5)]]
+    encoder = StepEncoder(7, ledger, KEY)
+    encoder.add(3, [Delta((0, 1), [10], first), Delta((0, 1), [11], second)])
+    steps = [decode_step(payload) for _, payload in map(split, encoder.take())]
+    assert [(token, step.logprobs[1]) for step in steps for token in step.tokens] == [(10, first), (11, second)]
+
+
 def test_prompt_log_probs_without_a_token_arrive(ledger):
     entries = [[TokenLogprob(4, -0.5)]]
     step = steps_of(ledger, Delta((0, 1), prompt_logprobs=entries, finish=Finish("stop", Usage())))[0]
