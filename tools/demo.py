@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bireme.errors import BiremeError, from_message
 from bireme.launch import free_ports
+from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
 from bireme.launch.deployment import Deployment, DeploymentSettings
 from bireme.recipe_files import load_recipe
@@ -52,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(models_level="info" if options.verbose else "warning")
     try:
         settings = DeploymentSettings(
-            recipe=load_recipe(options.recipe, ""), ports=free_ports(), health_port=0, canary_interval_s=0
+            recipe=load_recipe(options.recipe, ""),
+            ports=free_ports(),
+            health_port=0,
+            canaries=CanarySettings(interval_s=0),
         )
         with Deployment(settings, console) as deployment:
             figures = show(deployment.server.grpc, options.prompt, options.max_tokens)

@@ -26,13 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bireme.config import DEFAULT_RECIPE
 from bireme.errors import BiremeError, ConfigError
+from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import LEVELS, Console
 from bireme.launch.deployment import Deployment, DeploymentSettings
-from bireme.launch.frontend import FrontendProcess, FrontendSettings, check_frontend
+from bireme.launch.frontend import FrontendSettings, check_frontend
 from bireme.launch.override import add_settings
 from bireme.launch.ports import Ports
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.run_folder import RunFolder
+from bireme.launch.tritonserver import address
 from bireme.recipe_files import load_recipe
 from bireme.stop_signals import on_stop_signal
 
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = RunFolder()
         if options.openai_port:
             check_frontend(options.openai_port, options.host)
-        deployment = Deployment(settings_of(options, run.path), console, run)
+        deployment = Deployment(settings_of(options, run), console, run)
     except ConfigError as error:
         if run is not None:
             run.remove()
@@ -59,7 +61,7 @@ def serve(deployment: Deployment, console: Console, options: argparse.Namespace)
     """Run a deployment until a signal ends it; return the exit code."""
     with stopped_by_signals(deployment):
         try:
-            with deployment, frontend_of(options, deployment, console):
+            with deployment:
                 return STOPPED if deployment.supervise() else FAILED
         except ConfigError as error:
             return report(console, error, WRONG)
@@ -67,27 +69,21 @@ def serve(deployment: Deployment, console: Console, options: argparse.Namespace)
             return report(console, error, FAILED)
 
 
-def frontend_of(
-    options: argparse.Namespace, deployment: Deployment, console: Console
-) -> contextlib.AbstractContextManager[object]:
-    """Return the frontend of a deployment that has started; nothing where it is off or is to stop already."""
-    if not options.openai_port or deployment.is_stopping:
-        return contextlib.nullcontext()
-    settings = deployment.settings
+def frontend_of(options: argparse.Namespace, recipe: str, override: str, run: RunFolder) -> FrontendSettings | None:
+    if not options.openai_port:
+        return None
     arguments = ["--log-level", options.log_level, "--processes", str(options.frontend_processes)]
     if options.api_keys:
         arguments += ["--api-keys", options.api_keys]
-    return FrontendProcess(
-        FrontendSettings(
-            recipe=settings.recipe.folder,
-            grpc=deployment.server.grpc,
-            host=options.host,
-            port=options.openai_port,
-            drain_timeout_s=options.drain_timeout,
-            arguments=tuple(arguments),
-            environment={"BIREME_OVERRIDE": settings.override},
-        ),
-        console,
+    return FrontendSettings(
+        recipe=recipe,
+        grpc=address(options.host, options.grpc_port),
+        host=options.host,
+        port=options.openai_port,
+        drain_timeout_s=options.drain_timeout,
+        arguments=tuple(arguments),
+        environment={"BIREME_OVERRIDE": override},
+        shm_prefix=run.shm_prefix,
     )
 
 
@@ -103,7 +99,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_recipe_options(parser)
     add_network_options(parser)
     parser.add_argument("--drain-timeout", type=int, default=30, metavar="S", help="seconds for requests at the end")
-    parser.add_argument("--canary-interval", type=float, default=30.0, metavar="S", help="0: no canary generations")
+    parser.add_argument(
+        "--canary-interval",
+        type=float,
+        default=CanarySettings().interval_s,
+        metavar="S",
+        help="0: no canary generations",
+    )
     parser.add_argument("--log-level", choices=LEVELS, default="info")
     parser.add_argument("--json-logs", action="store_true", help="one JSON object a line")
     parser.add_argument("--triton-arg", action="append", default=[], metavar="FLAG", help="one more flag; may repeat")
@@ -138,19 +140,23 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frontend-processes", type=int, default=1, metavar="N", help="that share the OpenAI port")
 
 
-def settings_of(options: argparse.Namespace, run: Path) -> DeploymentSettings:
+def settings_of(options: argparse.Namespace, run: RunFolder) -> DeploymentSettings:
     folder = options.recipe or os.environ.get("BIREME_RECIPE") or DEFAULT_RECIPE
     if options.model:
-        folder = write_recipe(run / "recipe", options.model, disaggregated=options.disaggregated, engine=options.engine)
+        folder = write_recipe(
+            run.path / "recipe", options.model, disaggregated=options.disaggregated, engine=options.engine
+        )
     override = add_settings(options.override, options.set)
+    recipe = load_recipe(folder, override)
     return DeploymentSettings(
-        recipe=load_recipe(folder, override),
+        recipe=recipe,
         override=override,
         host=options.host,
         ports=Ports(options.http_port, options.grpc_port, options.metrics_port),
         health_port=options.health_port,
         drain_timeout_s=options.drain_timeout,
-        canary_interval_s=options.canary_interval,
+        canaries=CanarySettings(interval_s=options.canary_interval),
+        frontend=frontend_of(options, recipe.folder, override, run),
         triton_arguments=tuple(options.triton_arg),
         environment={"BIREME_LOG_LEVEL": options.log_level},
     )

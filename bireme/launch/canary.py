@@ -1,16 +1,28 @@
-"""A tiny generation that proves a path works, with a cache_salt of its own: it finds and leaves no reusable KV."""
+"""Tiny generations that prove a way through the deployment, each with a cache_salt of its own: it finds and leaves no
+reusable KV.
+
+One that is refused as a wrong request proves nothing about the deployment: the canary is at fault, and nobody is down.
+"""
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import re
 import secrets
+import struct
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
-_PROMPT_IDS = [1, 2, 3]  # ids that every vocabulary has
-_PROMPT_TEXT = "a"
+from bireme.errors import BiremeError, RequestError, ResourceExhaustedError, UnavailableError, from_message
+
+_TEXT = "The oars of the upper bank and those of the lower move as one. "
+_MAX_REPEATS = 64
+_NUM_TOKENS = 2  # prefill makes the first; the second needs the KV where decode is
+_PICTURE_SIDE = 56  # pixels: two patches or more for every vision tower
+_REFUSALS = (http.client.BAD_REQUEST, http.client.TOO_MANY_REQUESTS)
 # Triton's own words for a stub that does not react within a second.
 _UNHEALTHY = re.compile(r"Stub process .* is not healthy")
 
@@ -19,45 +31,175 @@ _UNHEALTHY = re.compile(r"Stub process .* is not healthy")
 class CanaryResult:
     error: str = ""  # empty: it worked
     is_silent: bool = False  # the stub said nothing itself; an error of its own is an answer
+    is_unreachable: bool = False  # the port does not take connections: its door says so
+    is_refused: bool = False  # as a wrong request, or because the queue is full
 
     @property
     def is_ok(self) -> bool:
         return not self.error
 
 
-def probe_decode(http: str, model: str, timeout_s: float) -> CanaryResult:
-    """Generate one token with a decode worker itself."""
-    return _probe(http, f"/v2/models/{model}/generate_stream", {"input_ids": _PROMPT_IDS}, timeout_s)
+@dataclass(frozen=True, slots=True)
+class PairResult:
+    """Of a prompt's way through prefill, transfer and decode; at most one of the two is at fault."""
+
+    prefill: CanaryResult
+    decode: CanaryResult | None  # None: it was not asked
 
 
-def probe_pipeline(http: str, model: str, timeout_s: float) -> CanaryResult:
-    """Generate one token by way of tokenizer, prefill and decode."""
-    return _probe(http, f"/v2/models/{model}/generate", {"text_input": _PROMPT_TEXT}, timeout_s)
+@dataclass(frozen=True, slots=True)
+class CanaryPrompt:
+    """Plain text, so that no id means anything special to the model (a picture's place, an end)."""
+
+    text: str
+    input_ids: tuple[int, ...]
 
 
-def _probe(address: str, path: str, prompt: dict[str, Any], timeout_s: float) -> CanaryResult:
-    body = prompt | {"max_tokens": 1, "cache_salt": f"canary-{secrets.token_hex(8)}"}
+def make_prompt(http_address: str, tokenizer: str, num_tokens: int, timeout_s: float) -> CanaryPrompt:
+    """Return a prompt of `num_tokens`, as the deployment's tokenizer sees it; its text may have more.
+
+    Raises BiremeError.
+    """
+    text = _TEXT
+    while True:
+        answer = _ask(http_address, f"/v2/models/{tokenizer}/generate", {"text_input": text}, timeout_s)
+        if not answer.result.is_ok:
+            raise UnavailableError(f"{tokenizer}: {answer.result.error}")
+        found = answer.values.get("input_ids")
+        ids: list[Any] = found if isinstance(found, list) else [found]
+        if not all(isinstance(token, int) for token in ids):
+            raise BiremeError(f"{tokenizer}: it answered {str(found)[:80]} instead of token ids")
+        if len(ids) >= num_tokens or len(text) >= _MAX_REPEATS * len(_TEXT):
+            return CanaryPrompt(text, tuple(ids[:num_tokens]))
+        text *= 2
+
+
+def probe_decode(http_address: str, model: str, prompt: CanaryPrompt, timeout_s: float) -> CanaryResult:
+    """Generate with a decode worker alone."""
+    values = {"input_ids": prompt.input_ids, **_sampling()}
+    return _ask(http_address, f"/v2/models/{model}/generate_stream", values, timeout_s).result
+
+
+def probe_pair(http_address: str, prefill: str, decode: str, prompt: CanaryPrompt, timeout_s: float) -> PairResult:
+    """Prefill with one worker, fetch its KV and go on with the other."""
+    request_id = f"canary-{secrets.token_hex(8)}"
+    values = {"input_ids": prompt.input_ids, **_sampling()}
+    first = _ask(http_address, f"/v2/models/{prefill}/generate", values | {"request_id": request_id}, timeout_s)
+    if not first.result.is_ok or "disaggregated_params" not in first.values:
+        return PairResult(first.result, None)
+    values["disaggregated_params"] = first.values["disaggregated_params"]
+    second = _ask(http_address, f"/v2/models/{decode}/generate_stream", values, timeout_s).result
+    if second.is_ok:
+        return PairResult(CanaryResult(), second)
+    _ask(http_address, f"/v2/models/{prefill}/generate", {"request_id": request_id, "abort": True}, timeout_s)
+    alone = probe_decode(http_address, decode, prompt, timeout_s)
+    if not alone.is_ok:
+        return PairResult(CanaryResult(), alone)
+    return PairResult(CanaryResult(f"{decode} can't take over its prompts: {second.error}"), CanaryResult())
+
+
+def probe_text(http_address: str, model: str, prompt: CanaryPrompt, timeout_s: float) -> CanaryResult:
+    """Generate with a text pipeline: tokenizer, prefill, transfer and decode, as its router chooses."""
+    values = {"text_input": prompt.text, **_sampling()}
+    return _ask(http_address, f"/v2/models/{model}/generate", values, timeout_s).result
+
+
+def probe_chat(
+    http_address: str, model: str, prompt: CanaryPrompt, has_picture: bool, timeout_s: float
+) -> CanaryResult:
+    """Chat; with a picture where the model takes one, so that the encoder has its part."""
+    content: Any = prompt.text
+    if has_picture:
+        picture = {"type": "image_url", "image_url": {"url": _picture_url()}}
+        content = [picture, {"type": "text", "text": prompt.text}]
+    request = {"messages": [{"role": "user", "content": content}], **_openai_sampling()}
+    return _ask(http_address, f"/v2/models/{model}/generate_stream", {"request": json.dumps(request)}, timeout_s).result
+
+
+def probe_video(http_address: str, model: str, timeout_s: float) -> CanaryResult:
+    """Make one frame in one step."""
+    request = {"prompt": "a ship", "num_frames": 1, "num_inference_steps": 1}
+    return _ask(http_address, f"/v2/models/{model}/generate_stream", {"request": json.dumps(request)}, timeout_s).result
+
+
+def probe_openai(address: str, model: str, key: str, prompt: CanaryPrompt, timeout_s: float) -> CanaryResult:
+    """Complete by way of the OpenAI frontend. `key`: one that it takes from its launcher, where it asks for keys."""
+    request = {"model": model, "prompt": prompt.text, **_openai_sampling()}
+    return _ask(address, "/v1/completions", request, timeout_s, {"Authorization": f"Bearer {key}"}).result
+
+
+def probe_ready(address: str, timeout_s: float) -> CanaryResult:
+    """Ask the OpenAI frontend whether it can serve."""
+    return _ask(address, "/health/ready", None, timeout_s).result
+
+
+def _sampling() -> dict[str, Any]:
+    return {"max_tokens": _NUM_TOKENS, "ignore_eos": True, "cache_salt": f"canary-{secrets.token_hex(8)}"}
+
+
+def _openai_sampling() -> dict[str, Any]:
+    values = _sampling()
+    return {"max_tokens": values.pop("max_tokens"), "bireme": values}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    result: CanaryResult
+    values: dict[str, Any]  # of the last event
+
+
+def _ask(
+    address: str, path: str, values: dict[str, Any] | None, timeout_s: float, headers: dict[str, str] | None = None
+) -> _Answer:
     connection = http.client.HTTPConnection(address, timeout=timeout_s)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        body = None if values is None else json.dumps(values)
+        method = "GET" if body is None else "POST"
+        connection.request(method, path, body, {"Content-Type": "application/json", **(headers or {})})
         response = connection.getresponse()
-        error = _error_in(response.status, response.read().decode(errors="replace"))
-        return CanaryResult(error, is_silent=bool(_UNHEALTHY.search(error)))
+        return _read(response.status, response.read().decode(errors="replace"))
     except TimeoutError:
-        return CanaryResult(f"no answer within {timeout_s:g} s", is_silent=True)
+        return _Answer(CanaryResult(f"no answer within {timeout_s:g} s", is_silent=True), {})
+    except ConnectionError as error:
+        return _Answer(CanaryResult(f"{type(error).__name__}: {error}", is_unreachable=True), {})
     except (OSError, http.client.HTTPException) as error:
-        return CanaryResult(f"{type(error).__name__}: {error}")
+        return _Answer(CanaryResult(f"{type(error).__name__}: {error}"), {})
     finally:
         connection.close()
 
 
-def _error_in(status: int, text: str) -> str:
+def _read(status: int, text: str) -> _Answer:
     """Errors in mid-stream come with status 200, as an event of their own."""
+    values: dict[str, Any] = {}
     for line in text.splitlines():
         try:
             event = json.loads(line.removeprefix("data:").strip() or "{}")
         except ValueError:
             continue
         if isinstance(event, dict) and "error" in event:
-            return str(event["error"])
-    return "" if status == 200 else f"HTTP {status}"
+            return _Answer(_failure(status, event["error"]), {})
+        values = event if isinstance(event, dict) and event else values
+    return _Answer(CanaryResult("" if status == http.client.OK else f"HTTP {status}: {text[:200]}"), values)
+
+
+def _failure(status: int, error: Any) -> CanaryResult:
+    """`error` is Triton's text, or OpenAI's object."""
+    if isinstance(error, dict):
+        text, is_refused = str(error.get("message", error)), status in _REFUSALS
+    else:
+        text = str(error)
+        is_refused = isinstance(from_message(text), (RequestError, ResourceExhaustedError))
+    return CanaryResult(
+        text or "an error without a text", is_silent=bool(_UNHEALTHY.search(text)), is_refused=is_refused
+    )
+
+
+def _picture_url() -> str:
+    """Return a gray PNG as a data URL; its shade is drawn, so that no cache of embeddings knows it."""
+    row = b"\0" + bytes([secrets.randbelow(256)]) * 3 * _PICTURE_SIDE
+    header = struct.pack(">IIBBBBB", _PICTURE_SIDE, _PICTURE_SIDE, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(row * _PICTURE_SIDE)), (b"IEND", b""))
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+    )
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"

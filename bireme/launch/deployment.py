@@ -3,8 +3,8 @@
     with Deployment(settings, console) as deployment:
         deployment.supervise()
 
-A server that dies is started again with back-off, in an emptied run folder; when it keeps dying, the
-deployment gives up and says so.
+Ready means that every port answers, the OpenAI frontend's too. A server that dies is started again with back-off, in
+an emptied run folder; when it keeps dying, the deployment gives up and says so.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from typing import Any
 
 from bireme.config import CHECKOUT, Recipe
 from bireme.errors import BiremeError, UnavailableError
+from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
 from bireme.launch.drain import drain
+from bireme.launch.frontend import FrontendProcess, FrontendSettings
 from bireme.launch.guarded_thread import GuardedThreads
 from bireme.launch.health import HealthMonitor
 from bireme.launch.health_server import HealthServer
@@ -46,6 +48,7 @@ from bireme.launch.watchdog import StubWatchdog
 _PARALLEL_LOADS = 8  # each holds one of the server's HTTP threads
 _PROGRESS_S = 5.0
 _MAX_BACKOFF_S = 30.0
+_READY_LOOK_S = 0.05
 _SHORT_STOP_S = 3.0
 _EXIT_S = 10.0  # of a server without models: Triton looks once a second
 _DEATH_S = 5.0  # from the end of its connections to that of a process that dies, with its core
@@ -59,8 +62,8 @@ class DeploymentSettings:
     ports: Ports = Ports()
     health_port: int = 8003  # 0: any free one
     drain_timeout_s: int = 30  # for requests under way at the end
-    canary_interval_s: float = 30.0  # 0: no canaries
-    canary_timeout_s: float = 20.0
+    canaries: CanarySettings = CanarySettings()
+    frontend: FrontendSettings | None = None  # None: without OpenAI's API
     max_restarts: int = 10  # of the server, in restart_window_s; then give up
     restart_window_s: float = 600.0
     thread_pool_size: int = 0  # 0: as many as the process limit allows, THREAD_POOL_SIZE at most
@@ -83,10 +86,12 @@ class Deployment:
         self._installation: Installation | None = None
         self._stopping = threading.Event()
         self._has_given_up = False
+        self._began_at = time.monotonic()  # of this life
         self._restarted_at: list[float] = []
         self._server: Server | None = None
         self._watchdog: StubWatchdog | None = None
         self._monitor: HealthMonitor | None = None
+        self._frontend: FrontendProcess | None = None
         self._health: HealthServer | None = None
 
     @property
@@ -122,11 +127,17 @@ class Deployment:
         self._console.event("starting", recipe=settings.recipe.name, tritonserver=self._installation.binary)
         self._health = HealthServer(settings.host, settings.health_port, self._live, self._ready)
         self._health.start()
+        if settings.frontend is not None:
+            self._frontend = FrontendProcess(settings.frontend, self._console, self.threads)
+            self._frontend.spawn()  # it takes as long as the models' load: side by side
         try:
             self._start_server()
         except ServerDiedError:
             if not self._restart():
                 raise
+        if self._frontend is not None and not self._stopping.is_set():
+            self._frontend.wait_ready()
+        self._say_ready()
 
     def supervise(self) -> bool:
         """Keep the server alive until `request_stop`; return False when it kept dying."""
@@ -146,6 +157,9 @@ class Deployment:
     def stop(self) -> None:
         """Drain and end everything; remove the run folder. Harmless when called again."""
         self._stopping.set()
+        if self._frontend is not None:
+            self._frontend.stop()
+            self._frontend = None
         limit_s = self._drain()
         self._stop_watching()
         if self._server is not None:
@@ -178,6 +192,8 @@ class Deployment:
 
     def kill(self) -> None:
         """End at once what `stop` would wait for."""
+        if (frontend := self._frontend) is not None:
+            frontend.kill()
         if self._server is not None:
             self._server.kill()
 
@@ -200,7 +216,7 @@ class Deployment:
 
     def _start_server(self) -> None:
         """One life: start, load, watch. On failure nothing of it is left. Raises ServerStartError."""
-        began = time.monotonic()
+        began = self._began_at = time.monotonic()
         link_models(self.run.path / "models", self.settings.recipe, self.settings.checkout)
         server = Server(self._options(), self.run, installation=self._installation, on_line=self._console.triton_line)
         self._server = server
@@ -214,7 +230,6 @@ class Deployment:
             raise
         if not self._stopping.is_set():
             self._watch(server)
-            self._say_ready(server, time.monotonic() - began)
 
     def _options(self) -> ServerOptions:
         settings = self.settings
@@ -277,8 +292,8 @@ class Deployment:
         self._watchdog = StubWatchdog(server, with_stubs, self._console, self.threads)
         self._watchdog.start()
         self._monitor = HealthMonitor(
-            server, self._watchdog, self.settings.recipe, self.models, self._console,
-            self.settings.canary_interval_s, self.settings.canary_timeout_s,
+            server, self._watchdog, self.settings.recipe, self.models, self._console, self.threads,
+            self.settings.canaries, self._frontend,
         )  # fmt: skip
         self._monitor.start()
 
@@ -290,12 +305,18 @@ class Deployment:
         if watchdog is not None:
             watchdog.stop()
 
-    def _say_ready(self, server: Server, seconds: float) -> None:
+    def _say_ready(self) -> None:
+        """Wait until it is so."""
+        while not self._stopping.is_set() and self.server.is_running and not self._ready()[0]:
+            self._stopping.wait(_READY_LOOK_S)
+        if self._stopping.is_set() or not self.server.is_running:
+            return
+        server, seconds = self.server, time.monotonic() - self._began_at
+        ways: dict[str, Any] = {"http": server.http, "grpc": server.grpc, "metrics": f"http://{server.metrics}/metrics"}
+        if self._frontend is not None:
+            ways["openai"] = f"http://{self._frontend.address}/v1"
         health = f"http://{address(self.settings.host, self.health_port)}/health/ready"
-        metrics = f"http://{server.metrics}/metrics"
-        self._console.event(
-            "ready", seconds=seconds, http=server.http, grpc=server.grpc, metrics=metrics, health=health
-        )
+        self._console.event("ready", seconds=seconds, **ways, health=health)
 
     def _restart(self) -> bool:
         """Start another life; return False when it is time to give up."""
@@ -312,6 +333,7 @@ class Deployment:
                 if self._stopping.wait(delay):
                     break
                 self._start_server()
+                self._say_ready()
                 return True
             except (BiremeError, OSError, RuntimeError) as error:  # also: no descriptor, memory or thread left
                 self._console.event("server_start_failed", "error", error=error)

@@ -7,9 +7,10 @@ with deployment, FrontendProcess(settings, console):
 from __future__ import annotations
 
 import contextlib
-import http.client
 import importlib.util
 import os
+import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -22,12 +23,17 @@ from bireme.config import CHECKOUT
 from bireme.errors import ConfigError
 from bireme.launch import processes
 from bireme.launch.console import Console
+from bireme.launch.doors import INTERVAL_S, Door, ask_http
+from bireme.launch.guarded_thread import GuardedThread, GuardedThreads
 from bireme.launch.ports import is_free
+from bireme.launch.process_watch import LOOK_S, ProcessWatch
 from bireme.launch.tritonserver import address
 
 _MODULES = ("uvicorn", "uvloop", "httptools")
 _START_TIMEOUT_S = 60.0
-_LONGEST_PAUSE_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
+_STEADY_S = 60.0  # after so long a life the pause is short again
+_STALL_S = 60.0  # without a sign of life, whatever it does
 _GRACE_S = 5.0  # beyond the drain, before the process is killed
 
 
@@ -40,38 +46,82 @@ class FrontendSettings:
     drain_timeout_s: int = 30
     arguments: tuple[str, ...] = ()  # further options of python -m bireme.openai
     environment: Mapping[str, str] = field(default_factory=dict)
+    shm_prefix: str = ""  # of the launch, for the pulses of its processes; empty: they show none
 
 
 class FrontendProcess:
     """Runs until `stop`; a context manager."""
 
-    def __init__(self, settings: FrontendSettings, console: Console) -> None:
+    def __init__(self, settings: FrontendSettings, console: Console, threads: GuardedThreads | None = None) -> None:
+        """`threads`: those of the launch, which watches them."""
         self._settings, self._console = settings, console
+        self._threads = threads or GuardedThreads(console)
+        self._keeper: GuardedThread | None = None
+        self._caller: GuardedThread | None = None
         self._stopping = threading.Event()
         self._process: subprocess.Popen[str] | None = None
-        self._thread = threading.Thread(target=self._keep, name="frontend", daemon=True)
+        self._began_at = self._start_at = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+        self._answers_before = 0  # of this life
+        self.key = secrets.token_hex(32)  # that the frontend takes from us where it asks for keys
+        self.door = Door("openai", ask_http(self.address, "/health/live"))
+        self._watch = ProcessWatch(self.roles, self._end, settings.shm_prefix, _STALL_S)
 
     @property
     def pid(self) -> int:
         assert self._process is not None, "the frontend was not started"
         return self._process.pid
 
+    @property
+    def address(self) -> str:
+        """host:port for a client on this machine."""
+        return address(self._settings.host, self._settings.port)
+
     def roles(self) -> dict[str, int]:
         """Return role -> pid: frontend, and frontend1, ... where it has processes of its own."""
         pids = [self.pid, *processes.descendants(self.pid)]
         return {f"frontend{number or ''}": pid for number, pid in enumerate(pids)}
 
+    def problems(self) -> dict[str, str]:
+        """Return role -> what is wrong with its process."""
+        return self._watch.problems()
+
     def start(self) -> None:
         """Start it and wait until it answers. Raises ConfigError when it ends instead."""
-        self._process = self._spawn()
-        if not self._await_answer():
-            self.stop()
-            raise ConfigError("the OpenAI frontend did not start; its own message is above")
-        self._thread.start()
+        self.spawn()
+        self.wait_ready()
+
+    def spawn(self) -> None:
+        """Start it; `wait_ready` follows. Raises ConfigError."""
+        try:
+            self._process = self._spawn()
+        except OSError as error:
+            raise ConfigError(f"the OpenAI frontend can't be started: {error}") from error
+        self._began_at = time.monotonic()
+
+    def wait_ready(self) -> None:
+        """Wait until it answers; from then on it is kept alive. Raises ConfigError when it ends instead."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            self.door.turn()
+            if self.door.answers:
+                break
+            assert self._process is not None
+            has_ended = self._process.poll() is not None or time.monotonic() > deadline
+            if self._stopping.is_set() or has_ended:
+                self.stop()
+                raise ConfigError("the OpenAI frontend did not start; its own message is above")
+            time.sleep(0.05)
+        self._console.event("frontend_ready", url=f"http://{self.address}/v1", pid=self.pid)
+        self._keeper = self._threads.start("frontend", self._keep, LOOK_S)
+        self._caller = self._threads.start("frontend-door", self.door.turn, INTERVAL_S)
 
     def stop(self) -> None:
         """Let requests under way end, then end it. Harmless when called again."""
         self._stopping.set()
+        for thread in filter(None, (self._keeper, self._caller)):
+            thread.stop()
+        self._watch.close()
         process = self._process
         if process is None:
             return
@@ -83,8 +133,11 @@ class FrontendProcess:
             self._console.event("frontend_killed", "warning", drain_timeout_s=self._settings.drain_timeout_s)
             process.kill()
             process.wait()
-        if self._thread.is_alive():
-            self._thread.join()
+
+    def kill(self) -> None:
+        """End at once what `stop` would wait for."""
+        if self._process is not None:
+            self._process.kill()
 
     def __enter__(self) -> FrontendProcess:
         self.start()
@@ -95,40 +148,31 @@ class FrontendProcess:
     ) -> None:
         self.stop()
 
-    @property
-    def _address(self) -> str:
-        return address(self._settings.host, self._settings.port)
-
-    def _await_answer(self) -> bool:
-        """Say when it answers; return False when it has ended, does not in time, or is not wanted any more."""
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while not self._answers():
-            assert self._process is not None
-            if self._process.poll() is not None or time.monotonic() > deadline or self._stopping.wait(0.05):
-                return False
-        self._console.event("frontend_ready", url=f"http://{self._address}/v1", pid=self.pid)
-        return True
-
     def _keep(self) -> None:
-        """Start it again, after a pause that doubles, whenever it ends by itself."""
-        pause_s = 0.25
-        while True:
-            assert self._process is not None
-            began = time.monotonic()
-            code = self._process.wait()
-            if time.monotonic() - began > 60:
-                pause_s = 0.25
-            if self._stopping.is_set():
-                return
-            self._console.event("frontend_died", "error", code=code, restart_in_s=pause_s)
-            if self._stopping.wait(pause_s):
-                return
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            self._process = self._spawn()
-            if self._stopping.is_set():  # `stop` saw the process before this one
-                self._process.terminate()
-            else:
-                self._await_answer()
+        """One turn: start it again if it has ended, after a pause that doubles; look whether it lives."""
+        assert self._process is not None
+        now = time.monotonic()
+        if (code := self._process.poll()) is None:
+            self._watch.turn()
+            if self.door.answers == self._answers_before and now - self._began_at > _START_TIMEOUT_S:
+                self._end("frontend", self.pid, f"it has not answered within {_START_TIMEOUT_S:g} s of its start")
+            return
+        if not self._start_at:
+            if now - self._began_at > _STEADY_S:
+                self._pause_s = _FIRST_PAUSE_S
+            self._start_at = now + self._pause_s
+            self._console.event("frontend_died", "error", code=code, restart_in_s=self._pause_s)
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        if now >= self._start_at:
+            self._answers_before = self.door.answers
+            self._process = self._spawn()  # no descriptor, process or memory left: the next turn tries again
+            self._began_at, self._start_at = now, 0.0
+            self._console.event("frontend_restarted", "warning", pid=self.pid)
+
+    def _end(self, role: str, pid: int, cause: str) -> None:
+        self._console.event("frontend_process_killed", "error", role=role, pid=pid, cause=cause)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
     def _spawn(self) -> subprocess.Popen[str]:
         settings = self._settings
@@ -137,10 +181,9 @@ class FrontendProcess:
             "--host", settings.host, "--port", str(settings.port),
             "--drain-timeout", str(settings.drain_timeout_s), "--parent", str(os.getpid()), *settings.arguments,
         ]  # fmt: skip
-        path = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH", ""))))
         process = subprocess.Popen(
             command,
-            env={**os.environ, "PYTHONPATH": path, **settings.environment},
+            env=os.environ | self._own_environment() | dict(settings.environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -151,21 +194,15 @@ class FrontendProcess:
         threading.Thread(target=self._relay, args=(process,), name="frontend-lines", daemon=True).start()
         return process
 
+    def _own_environment(self) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH", ""))))
+        return {"PYTHONPATH": path, "BIREME_SHM_PREFIX": self._settings.shm_prefix, "BIREME_CANARY_KEY": self.key}
+
     def _relay(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self._console.triton_line(line.rstrip("\n"))
-
-    def _answers(self) -> bool:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)
-        connection = http.client.HTTPConnection(host, self._settings.port, timeout=1)
-        try:
-            connection.request("GET", "/health/live")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        with process.stdout as lines:
+            for line in lines:
+                self._console.triton_line(line.rstrip("\n"))
 
 
 def check_frontend(port: int, host: str) -> None:

@@ -1,49 +1,62 @@
-"""The truth about readiness: per worker, is its stub alive, its engine up, does it make steps, does it generate.
+"""The truth about readiness: does every door answer, every process live, every way through the deployment serve?
 
-Triton itself calls a model READY whose stub has died, so load balancers should ask here instead.
+Triton itself calls a model READY whose stub has died, so load balancers should ask here instead. What is looked at:
+the ports that the launch opened (doors.py), signs of life of each process (process_watch.py), each worker's own series
+(engine up, steps made), and canaries through each worker, pipeline and the frontend (canaries.py). A process that
+hangs is ended here; whoever starts it again when it dies does so then.
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import os
+import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bireme.config import Recipe, stage_of
+from bireme.config import WORKER_STAGES, Recipe, stage_of
 from bireme.errors import BiremeError
-from bireme.launch.canary import CanaryResult, probe_decode, probe_pipeline
+from bireme.launch import processes
+from bireme.launch.canaries import OPENAI, Canaries, CanarySettings, OpenAIWay
 from bireme.launch.console import Console
+from bireme.launch.doors import INTERVAL_S, Door, ask_grpc, ask_http, get
+from bireme.launch.frontend import FrontendProcess
+from bireme.launch.guarded_thread import GuardedThread, GuardedThreads
+from bireme.launch.process_watch import LOOK_S, ProcessWatch
 from bireme.launch.series import WorkerSeries, worker_series
 from bireme.launch.tritonserver import Server
 from bireme.launch.watchdog import StubWatchdog
+from bireme.multimodal.model_config import picture_model_of
 
-_INTERVAL_S = 1.0
-_MAX_SILENCES = 3  # canaries in a row without an answer, with no step made: the stub hangs
-PIPELINE = "completion"
+_SERVER = "tritonserver"
+_ENGINE = "/engine"
+_PUBLISHED_S = 0.6  # until the metrics page tells of an engine's end
 
 
 @dataclass(slots=True)
 class WorkerHealth:
-    """What is known of one worker."""
+    """What a worker says of itself on the metrics page."""
 
     engine_up: bool | None = None
     steps: float | None = None
     queued: float = 0.0
     moved_at: float = field(default_factory=time.monotonic)  # when a step was last seen, or nothing was queued
-    canary: CanaryResult | None = None  # None: none yet
-    canary_at: float = 0.0
-    steps_at_canary: float | None = None
-    silences: int = 0  # canaries in a row without an answer
+    engine_pid: int | None = None
+    doubted_until: float = 0.0  # its engine has just ended, which the page may not say yet
 
     def take(self, series: WorkerSeries) -> None:
+        now = time.monotonic()
         if series.steps != self.steps or not series.queued:
-            self.moved_at = time.monotonic()
-        self.engine_up, self.steps, self.queued = series.engine_up, series.steps, series.queued
+            self.moved_at = now
+        self.engine_up = False if now < self.doubted_until else series.engine_up
+        self.steps, self.queued = series.steps, series.queued
 
-    def take_canary(self, result: CanaryResult) -> None:
-        self.canary, self.canary_at, self.steps_at_canary = result, time.monotonic(), self.steps
-        self.silences = self.silences + 1 if result.is_silent else 0
+    def take_engine(self, pid: int | None) -> None:
+        if self.engine_pid not in (None, pid):
+            self.engine_up, self.doubted_until = False, time.monotonic() + _PUBLISHED_S
+        self.engine_pid = pid if pid is not None else self.engine_pid
 
 
 class HealthMonitor:
@@ -56,31 +69,42 @@ class HealthMonitor:
         recipe: Recipe,
         models: tuple[str, ...],
         console: Console,
-        canary_interval_s: float = 30.0,
-        canary_timeout_s: float = 20.0,
+        threads: GuardedThreads,
+        canaries: CanarySettings,
+        frontend: FrontendProcess | None = None,
     ) -> None:
-        self._server = server
-        self._watchdog = watchdog
-        self._recipe = recipe
+        self._server, self._watchdog, self._recipe = server, watchdog, recipe
         self._models = models
-        self._console = console
-        self._canary_interval_s = canary_interval_s
-        self._canary_timeout_s = canary_timeout_s
+        self._console, self._threads = console, threads
+        self._frontend = frontend
         self._stall_s = recipe.supervisor.stall_timeout_s
+        self._has_pictures = picture_model_of(recipe) is not None
         self._workers = {name: WorkerHealth() for stage in recipe.workers for name in recipe.replicas(stage)}
-        self._pipeline = WorkerHealth()
-        self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._poll, name="health", daemon=True)]
-        if canary_interval_s > 0:
-            self._threads.append(threading.Thread(target=self._probe, name="canary", daemon=True))
+        self._series: Mapping[str, WorkerSeries] = {}
+        self._doors = self._make_doors()
+        self._watch = ProcessWatch(self._find, self._end, server.run.shm_prefix, self._stall_s)
+        self._watch.take_sign(_SERVER, lambda: sum(door.answers for door in self._doors))
+        way = OpenAIWay(frontend.address, frontend.key) if frontend else None
+        self._canary_interval_s = canaries.interval_s
+        self._canaries = Canaries(
+            server.http, recipe, models, way, canaries, console,
+            series=lambda: self._series, is_down=self._is_down, on_hung=self._watchdog.kill,
+        )  # fmt: skip
+        self._running: list[GuardedThread] = []
+        self._is_stopping = False
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        turns = [("health", self._watch.turn, LOOK_S)]
+        turns += [(f"door-{door.name}", door.turn, INTERVAL_S) for door in self._doors]
+        self._running = [self._threads.start(*turn) for turn in turns]
+        if self._canary_interval_s > 0:
+            self._running.append(self._threads.start("canary", self._canaries.turn))
 
     def stop(self) -> None:
         """A canary under way is not waited for: its server is about to end."""
-        self._stopping.set()
+        self._is_stopping = self._canaries.is_stopping = True
+        for thread in self._running:
+            thread.stop(timeout_s=0)
 
     def busy_models(self) -> list[str]:
         """Return the models that have requests under way, by what their own stubs and engines say.
@@ -99,15 +123,22 @@ class HealthMonitor:
         ]
 
     def report(self) -> dict[str, Any]:
-        """Return status (ready, degraded, not_ready) and each model's state, ready for JSON."""
-        problems = {name: self._problem(name) for name in self._workers}
-        models = {name: "" if self._watchdog.is_alive(name) else "stub is down" for name in self._models}
-        pipeline = self._canary_problem(self._pipeline)
+        """Return status (ready, degraded, not_ready), and door by door, worker by worker what is wrong, for JSON."""
+        wrong = self._watch.problems()
+        problems = {name: self._worker_problem(name, wrong) for name in self._workers}
+        models = {name: self._model_problem(name, wrong) for name in self._models}
+        doors = {door.name: door.problem for door in self._doors}
+        paths = {name: self._canaries.problem(name) for name in self._canaries.paths}
+        members = self._frontend.problems() if self._frontend else {}
+        if self._frontend:
+            doors[OPENAI] = self._frontend.door.problem or _of_whole(members)
         return {
-            "status": self._status(problems, models, pipeline),
+            "status": self._status(problems, models, doors, paths, wrong.get(_SERVER, ""), bool(members)),
+            "doors": _states(doors),
             "workers": {name: self._worker_report(name, problem) for name, problem in problems.items()},
-            "models": {name: {"ready": not problem, "reason": problem} for name, problem in models.items()},
-            "pipeline": {"ready": not pipeline, "reason": pipeline},
+            "models": _states(models),
+            "paths": _states(paths),
+            "processes": wrong | members,
         }
 
     def _worker_report(self, name: str, problem: str) -> dict[str, Any]:
@@ -121,74 +152,104 @@ class HealthMonitor:
             "stub_restarts": self._watchdog.restarts(name),
         }
 
-    def _problem(self, name: str) -> str:
-        """Return why a worker can't serve now; empty when it can."""
-        worker = self._workers[name]
+    def _model_problem(self, name: str, wrong: Mapping[str, str]) -> str:
+        """Return why a model's stub can't serve now; empty when it can."""
         if not self._watchdog.is_alive(name):
             return "stub is down"
+        return f"stub: {wrong[name]}" if name in wrong else ""
+
+    def _worker_problem(self, name: str, wrong: Mapping[str, str]) -> str:
+        """Return why a worker can't serve now; empty when it can."""
+        worker = self._workers[name]
+        if problem := self._model_problem(name, wrong):
+            return problem
+        if problem := wrong.get(name + _ENGINE, ""):
+            return f"engine: {problem}"
         if worker.engine_up is False:
             return "engine is down"
         stalled_s = time.monotonic() - worker.moved_at
         if worker.queued and stalled_s > self._stall_s:
             return f"no step for {stalled_s:.0f} s with {worker.queued:.0f} requests queued"
-        return self._canary_problem(worker)
+        return self._canaries.problem(name)
 
-    def _canary_problem(self, worker: WorkerHealth) -> str:
-        return f"canary failed: {worker.canary.error}" if worker.canary and not worker.canary.is_ok else ""
+    def _is_down(self, name: str) -> bool:
+        """Is a model known not to serve, whatever a canary may find?"""
+        if name == OPENAI:
+            return self._frontend is None or bool(self._frontend.door.problem)
+        if not self._server.is_running or not self._watchdog.is_alive(name):
+            return True
+        return name in self._workers and self._workers[name].engine_up is False
 
-    def _status(self, problems: dict[str, str], models: dict[str, str], pipeline: str) -> str:
-        if not self._server.is_running or pipeline or any(models[name] for name in models if name not in problems):
+    def _status(
+        self,
+        problems: Mapping[str, str],
+        models: Mapping[str, str],
+        doors: Mapping[str, str],
+        paths: Mapping[str, str],
+        server: str,
+        has_lost_members: bool,
+    ) -> str:
+        others = [problem for name, problem in models.items() if name not in problems]
+        if server or not self._server.is_running or any((*doors.values(), *paths.values(), *others)):
             return "not_ready"
         for stage in self._recipe.workers:
-            if all(problems[name] for name in self._recipe.replicas(stage)) and self._is_essential(stage):
+            if self._is_essential(stage) and all(problems[name] for name in self._recipe.replicas(stage)):
                 return "not_ready"
-        return "degraded" if any(problems.values()) else "ready"
+        return "degraded" if has_lost_members or any(problems.values()) else "ready"
 
     def _is_essential(self, stage: str) -> bool:
-        """Without prefill workers, decode does their work, unless the recipe forbids it."""
-        if stage == "video_diffusion":
-            return "decode" not in self._recipe.workers
-        return stage == "decode" or (stage == "prefill" and self._recipe.pipeline.enforce_disaggregation)
+        """Without prefill workers, decode does their work, unless the recipe forbids it or they look at pictures."""
+        if stage != "prefill":
+            return True
+        looks_at_pictures = self._has_pictures and self._recipe.encoder_stage == stage
+        return self._recipe.pipeline.enforce_disaggregation or looks_at_pictures
 
-    def _poll(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                found = worker_series(self._server.metrics_text())
-            except BiremeError:
-                found = {}
-            for name, worker in self._workers.items():
-                if name in found:
-                    worker.take(found[name])
-            self._stopping.wait(_INTERVAL_S)
+    def _make_doors(self) -> list[Door]:
+        server = self._server
+        doors = [
+            Door("http", ask_http(server.http, "/v2/health/live")),
+            Door("grpc", ask_grpc(server.grpc)),
+            Door("metrics", self._read_metrics),
+        ]
+        return [door for door in doors if f"--allow-{door.name}=false" not in server.options.arguments]
 
-    def _probe(self) -> None:
-        while not self._stopping.is_set():
-            for name in self._recipe.replicas("decode"):
-                self._probe_worker(name)
-            if PIPELINE in self._models and not self._stopping.is_set():
-                self._pipeline.take_canary(probe_pipeline(self._server.http, PIPELINE, self._canary_timeout_s))
-                self._say("pipeline", self._pipeline)
-            self._stopping.wait(self._next_probe_s())
+    def _read_metrics(self, timeout_s: float) -> None:
+        self._series = worker_series(get(self._server.metrics, "/metrics", timeout_s).decode())
+        for name, worker in self._workers.items():
+            if name in self._series:
+                worker.take(self._series[name])
 
-    def _next_probe_s(self) -> float:
-        """A failure is looked at again soon, so that readiness returns with the worker."""
-        failed = any(self._canary_problem(worker) for worker in (*self._workers.values(), self._pipeline))
-        return min(self._canary_interval_s, 1.0) if failed else self._canary_interval_s
+    def _find(self) -> dict[str, int]:
+        """Return name -> pid: the server, each stub by its model's name, and what stubs have started."""
+        if not self._server.is_running:
+            return {}
+        found = {_SERVER: self._server.pid, **self._watchdog.stubs()}
+        for name in self._watchdog.stubs():
+            engine = None
+            for pid in processes.children(found[name]):
+                is_engine = stage_of(name) in WORKER_STAGES and processes.is_engine(pid)
+                engine = pid if is_engine else engine
+                found[name + _ENGINE if is_engine else f"{name}/{pid}"] = pid
+            if name in self._workers:
+                self._workers[name].take_engine(engine)
+        return found
 
-    def _probe_worker(self, name: str) -> None:
-        worker = self._workers[name]
-        is_stepping = worker.steps is not None and worker.steps != worker.steps_at_canary and worker.queued
-        if self._stopping.is_set() or not self._watchdog.is_alive(name):
+    def _end(self, name: str, pid: int, cause: str) -> None:
+        if self._is_stopping:
             return
-        if is_stepping and worker.canary is not None:
-            worker.take_canary(CanaryResult())  # the work that it does proves more, and a canary would queue behind it
+        if name in self._watchdog.stubs():
+            self._watchdog.kill(name, cause)
             return
-        worker.take_canary(probe_decode(self._server.http, name, self._canary_timeout_s))
-        self._say(name, worker)
-        if worker.silences >= _MAX_SILENCES and not self._stopping.is_set():
-            worker.silences = 0
-            self._watchdog.kill(name, f"{_MAX_SILENCES} canaries without an answer")
+        self._console.event("process_killed", "error", process=name, pid=pid, cause=cause)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
-    def _say(self, name: str, worker: WorkerHealth) -> None:
-        if worker.canary and not worker.canary.is_ok and not self._stopping.is_set():
-            self._console.event("canary_failed", "warning", worker=name, error=worker.canary.error)
+
+def _of_whole(members: Mapping[str, str]) -> str:
+    """Return what is wrong with the frontend as a whole: one that stands still keeps its part of the connections."""
+    hanging = [problem for problem in members.values() if "has ended" not in problem]
+    return hanging[0] if hanging else ""
+
+
+def _states(problems: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    return {name: {"ready": not problem, "reason": problem} for name, problem in problems.items()}

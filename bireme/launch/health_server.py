@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ class HealthServer:
 
     def __init__(self, host: str, port: int, live: Report, ready: Report) -> None:
         routes = {"/health/live": live, "/health/ready": ready, "/health": ready}
-        self._server = http.server.ThreadingHTTPServer((host, port), _handler(routes))
+        self._server = _Listener((host, port), _handler(routes))
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(
@@ -35,6 +36,13 @@ class HealthServer:
             self._server.shutdown()
             self._thread.join()
         self._server.server_close()
+
+
+class _Listener(http.server.ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that leaves before its answer is no error of ours."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
 
 
 def _handler(routes: dict[str, Report]) -> type[http.server.BaseHTTPRequestHandler]:

@@ -48,6 +48,23 @@ def started_at(pid: int) -> int | None:
     return int(fields[19]) if fields else None
 
 
+def cpu_ticks(pid: int) -> int:
+    """Return the CPU time of all its threads so far, in clock ticks."""
+    fields = _stat(pid)
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
+def has_waiting_thread(pid: int) -> bool:
+    """Return whether a thread waits for a CPU or for a disk: it would go on if the machine let it."""
+    for task in _listing(_PROC / str(pid) / "task"):
+        try:
+            if (task / "stat").read_text().rsplit(")", 1)[1].split()[0] in ("R", "D"):
+                return True
+        except _GONE:
+            continue
+    return False
+
+
 def _stat(pid: int) -> list[str]:
     try:
         return (_PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()
@@ -105,7 +122,11 @@ def stub_model(arguments: list[str]) -> str | None:
 
 def engines(stub_pid: int) -> list[int]:
     """Return the engine processes of a stub: one, none while it is down."""
-    return [pid for pid in children(stub_pid) if any(_ENGINE in part for part in command_line(pid)) and is_alive(pid)]
+    return [pid for pid in children(stub_pid) if is_engine(pid) and is_alive(pid)]
+
+
+def is_engine(pid: int) -> bool:
+    return any(_ENGINE in part for part in command_line(pid))
 
 
 def survivors(members: Iterable[tuple[int, int | None]]) -> list[int]:

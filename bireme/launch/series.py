@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 _SAMPLE = re.compile(r"^(bireme_\w+)(?:\{([^}]*)\})? (\S+)")
+_GOOD_OUTCOMES = ("stop", "length", "tool_calls")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -17,6 +18,8 @@ class WorkerSeries:
     steps: float | None = None  # engine steps so far
     queued: float = 0.0  # requests running or waiting
     streams: float = 0.0  # requests that the stub has not answered to the end
+    served: float = 0.0  # requests that ended well
+    imported: float = 0.0  # bytes of KV taken over from others
 
 
 def worker_series(text: str) -> dict[str, WorkerSeries]:
@@ -43,3 +46,7 @@ def _take(workers: dict[str, WorkerSeries], name: str, labels: dict[str, str], v
         series.queued += value
     elif name == "bireme_streams":
         series.streams = value
+    elif name == "bireme_requests_total" and labels.get("outcome") in _GOOD_OUTCOMES:
+        series.served += value
+    elif name == "bireme_kv_transfer_bytes_total" and labels.get("direction") == "import":
+        series.imported += value

@@ -75,14 +75,18 @@ class StubWatchdog:
         state = self._states.get(model)
         return state is None or (state.is_alive and not state.is_healing)
 
+    def stubs(self) -> dict[str, int]:
+        """Return model -> pid of the stubs that are meant to run now."""
+        return {name: state.pid for name, state in self._states.items() if state.pid and not state.is_healing}
+
     def restarts(self, model: str) -> int:
         state = self._states.get(model)
         return state.restarts if state else 0
 
     def kill(self, model: str, cause: str) -> None:
         """End a stub that hangs, so that it is replaced."""
-        state = self._states[model]
-        if not state.is_healing and state.is_alive and state.pid is not None:
+        state = self._states.get(model)
+        if state is not None and not state.is_healing and state.is_alive and state.pid is not None:
             self._console.event("stub_killed", "warning", model=model, pid=state.pid, cause=cause)
             processes.kill_all([(state.pid, state.start)])
 

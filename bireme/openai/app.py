@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from bireme.config import FrontendConfig
+from bireme.discovery.pulse import own_pulse
 from bireme.errors import BiremeError
 from bireme.metrics import Registry
 from bireme.openai.answering import Streams
@@ -67,6 +68,7 @@ class Frontend:
         self._streams: Streams = set()
         self._routes: dict[str, dict[str, Handler]] = {}
         self._ticker: asyncio.Task[None] | None = None
+        self._pulse: asyncio.Task[None] | None = None
         self._num_active = 0
         self.readiness: Readiness | None = None
 
@@ -90,6 +92,8 @@ class Frontend:
         }
         await self._video_routes.start()
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        if (pulse := own_pulse()) is not None:
+            self._pulse = asyncio.get_running_loop().create_task(pulse.run())
         if self._member is not None:
             self._teller = await self._member.tell(self._page.totals)
 
@@ -217,7 +221,7 @@ class Frontend:
     def _count(self, call: Call) -> None:
         path = call.path if call.path in self._routes else "/" if call.path in self._playground_paths else "other"
         self._metrics.add("bireme_http_requests_total", 1, path, str(call.status))
-        if access.isEnabledFor(logging.INFO):
+        if call.path not in OPEN_PATHS and access.isEnabledFor(logging.INFO):  # probes come each second
             access.info(_log_line(call))
 
     async def _tick(self) -> None:

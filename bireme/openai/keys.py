@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -106,9 +107,13 @@ OPEN = Tenant(None)  # everybody, where no keys are set
 class ApiKeys:
     """All keys of a frontend."""
 
-    def __init__(self, entries: tuple[KeyEntry, ...], share: Share = _whole) -> None:
-        """`share` gives this process's part of a limit, where several serve the same port."""
+    def __init__(self, entries: tuple[KeyEntry, ...], share: Share = _whole, canary_key: str = "") -> None:
+        """`share` gives this process's part of a limit, where several serve the same port. `canary_key`: one more,
+        for whoever launched this process to see whether it serves; empty: none.
+        """
         self._tenants = [(bytes.fromhex(entry.sha256), Tenant(entry, share)) for entry in entries]
+        if canary_key:
+            self._tenants.append((hashlib.sha256(canary_key.encode()).digest(), OPEN))
 
     def tenant(self, authorization: list[bytes]) -> Tenant:
         """Return who sends these Authorization headers. Raises HttpError 401.
@@ -139,7 +144,7 @@ def load_keys(path: Path, share: Share = _whole) -> ApiKeys:
     for values in ([entry.name for entry in entries], [entry.sha256.lower() for entry in entries]):
         if len(set(values)) < len(values):
             raise ConfigError(f"{path}: a name or a hash is there twice; make them unique")
-    return ApiKeys(entries, share)
+    return ApiKeys(entries, share, os.environ.get("BIREME_CANARY_KEY", ""))
 
 
 def _unauthorized(message: str) -> HttpError:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bireme.discovery.pulse import own_pulse
 from bireme.openai.members import Member
 from bireme.stop_signals import on_stop_signal
 
@@ -37,6 +38,7 @@ class _Group:
     def __init__(self, arguments: Sequence[str], members: list[Member]) -> None:
         self.signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # to pass on, in the order in which they came
         self._arguments = arguments
+        self._pulse = own_pulse()
         self._lives = [_Life(member) for member in members]
 
     def run(self) -> int:
@@ -55,6 +57,8 @@ class _Group:
 
     def _pass_on(self) -> bool:
         """Wait a moment for a signal. Return whether there was one; every process has it then."""
+        if self._pulse is not None:
+            self._pulse.beat()
         try:
             number = self.signals.get(timeout=_LOOK_S)
         except queue.Empty:

@@ -20,6 +20,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from bireme.config import WORKER_STAGES, Recipe, missing_worker, stage_of
+from bireme.discovery.pulse import BEAT_S, Pulse, own_pulse
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError
 from bireme.metrics import Registry
 from bireme.recipe_files import load_recipe
@@ -50,6 +51,7 @@ class Adapter:
     stage_class: Callable[[], Stage]
     spec: ModelSpec
     _is_stopping = False
+    _pulse: Pulse | None = None
 
     @classmethod
     def auto_complete_config(cls, config: Any) -> Any:
@@ -64,6 +66,9 @@ class Adapter:
             recipe = load_recipe()
             self._build(recipe)
             self._loop.run(self._start(recipe))
+            self._pulse = own_pulse()
+            if self._pulse is not None:
+                self._loop.every(BEAT_S, self._pulse.beat)
         except Exception as error:
             logger.error("load_failed model=%s error=%r", self._model_name, error)
             self.finalize()
@@ -93,6 +98,8 @@ class Adapter:
         self._loop.stop(JOIN_LIMIT_S)
         self._bls.close()
         self._publisher.stop(JOIN_LIMIT_S)
+        if self._pulse is not None:
+            self._pulse.remove()
         logger.info("stopped model=%s", self._model_name)
 
     def _build(self, recipe: Recipe) -> None:

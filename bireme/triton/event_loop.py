@@ -33,6 +33,15 @@ class EventLoop:
         """Run `callback` on the loop. Raises RuntimeError when the loop is closed."""
         self._loop.call_soon_threadsafe(callback)
 
+    def every(self, period_s: float, callback: Callable[[], None]) -> None:
+        """Run `callback` on the loop now and again and again, as long as the loop turns."""
+
+        def again() -> None:
+            self._loop.call_later(period_s, again)
+            callback()
+
+        self.post(again)
+
     def run(self, coroutine: Coroutine[Any, Any, _T], limit_s: float | None = None) -> _T:
         """Run `coroutine` on the loop and wait for it here. Raises DeadlineExceededError past the limit."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -12,6 +12,7 @@ INPUTS = (
     ("text_input", "TYPE_STRING"),
     ("input_ids", "TYPE_INT32"),
     ("max_tokens", "TYPE_INT32"),
+    ("ignore_eos", "TYPE_BOOL"),
     ("cache_salt", "TYPE_STRING"),
 )
 MODEL = """
@@ -24,7 +25,8 @@ class TritonPythonModel:
     def auto_complete_config(config):
         for name, kind in {inputs}:
             config.add_input({{"name": name, "data_type": kind, "dims": [-1], "optional": True}})
-        config.add_output({{"name": "output_ids", "data_type": "TYPE_INT32", "dims": [-1]}})
+        for name in ("output_ids", "input_ids"):
+            config.add_output({{"name": name, "data_type": "TYPE_INT32", "dims": [-1]}})
         config.set_model_transaction_policy({{"decoupled": {decoupled}}})
         return config
 
@@ -45,7 +47,8 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             time.sleep(30 if fault == "hang" else 0)
             error = pb_utils.TritonError("UNAVAILABLE: told to fail") if fault == "fail" else None
-            tensors = [pb_utils.Tensor("output_ids", np.zeros(1, np.int32))]
+            name = "input_ids" if self.name == "tokenizer" else "output_ids"
+            tensors = [pb_utils.Tensor(name, np.zeros(40, np.int32))]
             sender.send(pb_utils.InferenceResponse(tensors, error), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 
@@ -74,6 +77,7 @@ def main(folder: Path, port: int) -> int:
     import serve
 
     from bireme.launch import Ports
+    from bireme.launch.canaries import CanarySettings
     from bireme.launch.console import Console
     from bireme.launch.deployment import Deployment, DeploymentSettings
     from bireme.recipe_files import load_recipe
@@ -84,8 +88,7 @@ def main(folder: Path, port: int) -> int:
         health_port=port + 3,
         checkout=folder,
         drain_timeout_s=5,
-        canary_interval_s=1.0,
-        canary_timeout_s=1.0,
+        canaries=CanarySettings(interval_s=1.0, timeout_s=1.0),
     )
     console = Console()
     return serve.serve(Deployment(settings, console), console, serve.parse(["--openai-port", "0"]))

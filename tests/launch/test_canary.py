@@ -1,4 +1,4 @@
-"""What a canary asks a server for."""
+"""What a canary asks a server for, and who is at fault when it fails."""
 
 from __future__ import annotations
 
@@ -8,34 +8,178 @@ import threading
 
 import pytest
 
-from bireme.launch.canary import probe_decode, probe_pipeline
+from bireme.config import Recipe, WorkerEntry
+from bireme.errors import BiremeError
+from bireme.launch import canary
+from bireme.launch.canaries import Canaries, CanarySettings
+from bireme.launch.canary import CanaryPrompt
+from bireme.launch.console import Console
+from bireme.launch.series import WorkerSeries
+
+PROMPT = CanaryPrompt("a ship", tuple(range(33)))
+MODELS = ("tokenizer", "prefill", "prefill_1", "decode", "completion")
+
+
+class Deployment:
+    """Answers as a deployment does; `answers` puts others in their place, by the end of the path or the model."""
+
+    def __init__(self):
+        self.calls: list[tuple[str, dict]] = []
+        self.answers: dict[str, dict] = {}
+
+    def answer(self, path, body):
+        self.calls.append((path, body))
+        model = path.split("/")[3] if path.startswith("/v2/models/") else path
+        if model in self.answers:
+            return self.answers[model]
+        return {"tokenizer": {"input_ids": list(range(20))}, "prefill": {"disaggregated_params": "sealed"}}.get(
+            model.removesuffix("_1"), {"text_output": "a"}
+        )
+
+    def called(self, model):
+        return [body for path, body in self.calls if f"/{model}/" in path]
 
 
 @pytest.fixture
 def server():
-    """Return (address, the bodies that arrived); every request is answered."""
-    bodies = []
+    """Return (address, Deployment)."""
+    deployment = Deployment()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
-            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.send_header("Content-Length", "2")
+            answer = deployment.answer(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            body = json.dumps(answer).encode()
+            self.send_response(400 if "error" in answer else 200)
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(b"{}")
+            self.wfile.write(body)
 
         def log_message(self, *args):
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listener:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
         threading.Thread(target=listener.serve_forever, daemon=True).start()
-        yield f"127.0.0.1:{listener.server_port}", bodies
+        yield f"127.0.0.1:{listener.server_port}", deployment
         listener.shutdown()
 
 
+def make_canaries(address, series=None, down=(), **replicas):
+    workers = {stage: WorkerEntry(engine="mocker", replicas=count) for stage, count in replicas.items()}
+    return Canaries(
+        address, Recipe(model="m", workers=workers, name="m"), MODELS, None, CanarySettings(timeout_s=5.0),
+        Console("error"), series=lambda: series or {}, is_down=lambda name: name in down, on_hung=lambda *_: None,
+    )  # fmt: skip
+
+
+def test_the_prompt_is_plain_text_as_the_model_s_tokenizer_sees_it(server):
+    address, deployment = server
+    deployment.answers["tokenizer"] = {"input_ids": list(range(700, 740))}
+    assert canary.make_prompt(address, "tokenizer", 33, 5.0).input_ids == tuple(range(700, 733))
+
+
+def test_a_short_prompt_is_said_again_until_it_fills_a_block(server):
+    address, deployment = server
+    canary.make_prompt(address, "tokenizer", 33, 5.0)
+    lengths = [len(body["text_input"]) for body in deployment.called("tokenizer")]
+    assert len(lengths) > 1 and lengths[1] == 2 * lengths[0]
+
+
+def test_a_tokenizer_that_fails_is_told(server):
+    address, deployment = server
+    deployment.answers["tokenizer"] = {"error": "UNAVAILABLE: no vocabulary"}
+    with pytest.raises(BiremeError, match="tokenizer: UNAVAILABLE: no vocabulary"):
+        canary.make_prompt(address, "tokenizer", 33, 5.0)
+
+
 def test_no_canary_finds_the_kv_of_another(server):
-    address, bodies = server
-    results = [probe_decode(address, "decode", 5), probe_decode(address, "decode", 5), probe_pipeline(address, "m", 5)]
-    assert [result.error for result in results] == ["", "", ""]
-    assert [body["max_tokens"] for body in bodies] == [1, 1, 1]
+    address, deployment = server
+    canary.probe_decode(address, "decode", PROMPT, 5)
+    canary.probe_pair(address, "prefill", "decode", PROMPT, 5)
+    canary.probe_text(address, "completion", PROMPT, 5)
+    bodies = [body for _, body in deployment.calls]
+    assert [body["max_tokens"] for body in bodies] == [2, 2, 2, 2]  # the second token needs the KV where decode is
+    assert bodies[1]["cache_salt"] == bodies[2]["cache_salt"] and bodies[2]["disaggregated_params"] == "sealed"
     assert len({body["cache_salt"] for body in bodies} - {""}) == 3
+
+
+def test_a_prefill_worker_that_refuses_is_at_fault(server):
+    address, deployment = server
+    deployment.answers["prefill"] = {"error": "UNAVAILABLE: prefill is starting"}
+    found = canary.probe_pair(address, "prefill", "decode", PROMPT, 5)
+    assert "is starting" in found.prefill.error and found.decode is None
+
+
+def test_who_can_decode_alone_is_not_at_fault_for_a_transfer_that_fails(server):
+    address, deployment = server
+    answer = deployment.answer
+
+    def no_transfer(path, body):
+        told = answer(path, body)
+        return {"error": "UNAVAILABLE: no such socket"} if "disaggregated_params" in body else told
+
+    deployment.answer = no_transfer
+    found = canary.probe_pair(address, "prefill", "decode", PROMPT, 5)
+    assert found.prefill.error == "decode can't take over its prompts: UNAVAILABLE: no such socket"
+    assert found.decode.is_ok and deployment.called("prefill")[-1]["abort"]  # nothing stays leased
+
+
+def test_all_pairings_are_tried_over_time_and_each_worker_in_every_round(server):
+    address, deployment = server
+    canaries = make_canaries(address, prefill=2, decode=1)
+    canaries.turn()
+    assert len(deployment.called("prefill")) == len(deployment.called("prefill_1")) == 1
+    assert len(deployment.called("decode")) == 2 and len(deployment.called("completion")) == 1
+
+
+def test_a_canary_that_is_itself_wrong_takes_nobody_down(server):
+    address, deployment = server
+    deployment.answers["completion"] = {"error": "INVALID_ARGUMENT: text_input: this model takes pictures only"}
+    canaries = make_canaries(address, decode=1)
+    canaries.turn()
+    assert canaries.problem("completion") == ""
+
+
+def test_a_way_that_fails_is_a_problem_until_it_works_again(server):
+    address, deployment = server
+    deployment.answers["completion"] = {"error": "UNAVAILABLE: no decode worker"}
+    canaries = make_canaries(address, decode=1)
+    assert canaries.turn() <= 1.0 and "no decode worker" in canaries.problem("completion")
+    del deployment.answers["completion"]
+    assert canaries.turn() > 1.0 and canaries.problem("completion") == ""
+
+
+def test_a_way_that_requests_have_just_gone_needs_no_canary(server):
+    address, deployment = server
+    series = {"completion": WorkerSeries(served=3)}
+    canaries = make_canaries(address, series, decode=1)
+    canaries.turn()
+    series["completion"] = WorkerSeries(served=9)
+    canaries.turn()
+    assert len(deployment.called("completion")) == 1
+    canaries.turn()
+    assert len(deployment.called("completion")) == 2
+
+
+def test_a_worker_with_work_gets_no_canary_and_one_without_does(server):
+    address, deployment = server
+    series = {"decode": WorkerSeries(steps=3)}
+    canaries = make_canaries(address, series, decode=1)
+    canaries.turn()
+    series["decode"] = WorkerSeries(steps=9, queued=4)
+    canaries.turn()
+    assert len(deployment.called("decode")) == 1
+    series["decode"] = WorkerSeries(steps=9, queued=4)  # no step since: it may hang
+    canaries.turn()
+    assert len(deployment.called("decode")) == 2
+
+
+def test_without_prefill_workers_decode_is_asked_alone(server):
+    address, deployment = server
+    make_canaries(address, down=("prefill", "prefill_1"), prefill=2, decode=1).turn()
+    assert deployment.called("prefill") == [] and "disaggregated_params" not in deployment.called("decode")[0]
+
+
+def test_a_port_that_refuses_is_the_door_s_matter():
+    canaries = make_canaries("127.0.0.1:1", decode=1)
+    canaries.turn()
+    assert canaries.problem("completion") == canaries.problem("decode") == ""

@@ -100,7 +100,7 @@ def served(tmp_path_factory):
 
 def test_health_says_each_worker_and_that_it_is_live(served):
     status, report = served.health()
-    assert status == 200 and set(report["workers"]) == {"decode", "decode_1"} and report["pipeline"]["ready"]
+    assert status == 200 and set(report["workers"]) == {"decode", "decode_1"} and report["paths"]["completion"]["ready"]
     assert served.health("/health/live") == (200, {"live": True})
     assert served.health("/elsewhere")[0] == 404
 

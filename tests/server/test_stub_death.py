@@ -15,6 +15,7 @@ from watch import until
 
 from bireme.engines.mocker_tokens import expected_tokens, printable_ids
 from bireme.launch import free_ports
+from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
 from bireme.launch.deployment import Deployment, DeploymentSettings
 from bireme.recipe_files import load_recipe
@@ -32,7 +33,9 @@ def deployment(sample_model, write_recipe) -> Any:
     recipe = write_recipe(
         sample_model("llama"), {"decode": engine | {"replicas": 2}}, pipeline={"stall_timeout_s": STALL_S}
     )
-    settings = DeploymentSettings(recipe=load_recipe(recipe), ports=free_ports(), health_port=0, canary_interval_s=0)
+    settings = DeploymentSettings(
+        recipe=load_recipe(recipe), ports=free_ports(), health_port=0, canaries=CanarySettings(interval_s=0)
+    )
     with Deployment(settings, Console("warning")) as running:
         supervisor = threading.Thread(target=running.supervise)
         supervisor.start()

@@ -1,0 +1,81 @@
+"""A sign of life: a process that serves counts on, in a file of eight bytes, as long as the loop turns that serves.
+
+    pulse = own_pulse()   # None outside of a launch
+    pulse.beat()          # every BEAT_S, on that loop; `run` does
+
+The file lies in /dev/shm under the launch's prefix (BIREME_SHM_PREFIX) rather than in its run folder: writing it again
+needs no space, and whoever has it open does not notice its removal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+BEAT_S = 0.5
+SHM = Path("/dev/shm")
+_NUM_BYTES = 8
+
+
+class Pulse:
+    """The writer. One thread calls `beat`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._count = 0
+        self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self.beat()
+
+    def beat(self) -> None:
+        self._count += 1
+        os.pwrite(self._descriptor, self._count.to_bytes(_NUM_BYTES, "little"), 0)
+
+    async def run(self) -> None:
+        """Beat until cancelled."""
+        while True:
+            self.beat()
+            await asyncio.sleep(BEAT_S)
+
+    def remove(self) -> None:
+        """Say that there will be no further beats, in good order. The descriptor stays open: a late beat finds it."""
+        self._path.unlink(missing_ok=True)
+
+
+class PulseReader:
+    """Reads another process's pulse."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    def open(cls, prefix: str, pid: int) -> PulseReader | None:
+        """Return None for a process that has no pulse, or not yet."""
+        try:
+            return cls(os.open(pulse_path(prefix, pid), os.O_RDONLY | os.O_CLOEXEC))
+        except FileNotFoundError:
+            return None
+
+    def count(self) -> int | None:
+        """Return the beats so far; None once the pulse was removed: silence then means nothing."""
+        if not os.fstat(self._descriptor).st_nlink:
+            return None
+        return int.from_bytes(os.pread(self._descriptor, _NUM_BYTES, 0), "little")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def pulse_path(prefix: str, pid: int) -> Path:
+    return SHM / f"{prefix}pulse_{pid}"
+
+
+def own_pulse() -> Pulse | None:
+    """Return this process's; None where no launch watches it, and where /dev/shm takes no file."""
+    prefix = os.environ.get("BIREME_SHM_PREFIX")
+    if not prefix:
+        return None
+    try:
+        return Pulse(pulse_path(prefix, os.getpid()))
+    except OSError:
+        return None

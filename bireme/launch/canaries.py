@@ -1,0 +1,224 @@
+"""Rounds of canaries through every way that a request can take, and what became of each way's last one.
+
+Ways: each pairing of a prefill with a decode worker (in turns: every worker in every round), each decode worker where
+there is no prefill, each pipeline, and the OpenAI frontend. A way that real requests have just gone needs no canary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from bireme.config import Recipe
+from bireme.errors import BiremeError
+from bireme.launch import canary
+from bireme.launch.canary import CanaryPrompt, CanaryResult
+from bireme.launch.console import Console
+from bireme.launch.series import WorkerSeries
+from bireme.multimodal.model_config import picture_model_of
+
+OPENAI = "openai"
+_AGAIN_S = 1.0  # after a failure: readiness returns with whoever failed
+_VIDEO_INTERVAL_S = 60.0  # a frame costs a GPU more than two tokens
+_MAX_SILENCES = 3  # canaries in a row without an answer, nothing moved: the stub hangs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanarySettings:
+    interval_s: float = 4.0  # 0: no canaries
+    timeout_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIWay:
+    """How canaries reach the frontend."""
+
+    address: str
+    key: str  # that it takes from its launcher
+
+
+@dataclass(slots=True)
+class WayHealth:
+    """Of a worker, a pipeline or the frontend."""
+
+    result: CanaryResult | None = None  # None: none yet
+    series: WorkerSeries | None = None  # at the last canary
+    due_at: float = 0.0
+    silences: int = 0  # in a row
+    told: str = ""  # error that the log has
+
+    @property
+    def problem(self) -> str:
+        return f"canary failed: {self.result.error}" if self.result and not self.result.is_ok else ""
+
+
+class Canaries:
+    """`turn` on one thread, which returns when the next one is due; `problem` from any."""
+
+    def __init__(
+        self,
+        http: str,
+        recipe: Recipe,
+        models: tuple[str, ...],
+        openai: OpenAIWay | None,
+        settings: CanarySettings,
+        console: Console,
+        *,
+        series: Callable[[], Mapping[str, WorkerSeries]],
+        is_down: Callable[[str], bool],
+        on_hung: Callable[[str, str], None],
+    ) -> None:
+        """`is_down` says which models need no canary to be known as down; `on_hung` gets a model and the reason."""
+        self._http, self._recipe, self._openai, self._settings = http, recipe, openai, settings
+        self._console = console
+        self._series, self._is_down, self._on_hung = series, is_down, on_hung
+        self._has_pictures = picture_model_of(recipe) is not None
+        self._is_text = "decode" in recipe.workers
+        probes: dict[str, Callable[[CanaryPrompt], CanaryResult]] = {
+            name: probe for name, probe in self._probes().items() if name in (*models, OPENAI)
+        }
+        self._paths = probes
+        workers = (*recipe.replicas("prefill"), *recipe.replicas("decode"))
+        self._ways = {name: WayHealth() for name in (*workers, *probes)}
+        self._prompt: CanaryPrompt | None = None
+        self._num_rounds = 0
+        self.is_stopping = False
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(self._paths)
+
+    def problem(self, name: str) -> str:
+        """Why nothing comes through there; empty where it does, and before the first canary."""
+        way = self._ways.get(name)
+        return way.problem if way else ""
+
+    def turn(self) -> float:
+        if self._is_text and self._prompt is None and not self._make_prompt():
+            return _AGAIN_S
+        prompt = self._prompt or CanaryPrompt("", ())
+        for prefill, decode in self._pairs():
+            self._probe_workers(prefill, decode, prompt)
+        for name, probe in self._paths.items():
+            if not self._is_down(name):
+                self._probe_path(name, probe, prompt)
+        self._num_rounds += 1
+        interval_s = self._settings.interval_s
+        return min(interval_s, _AGAIN_S) if any(way.problem for way in self._ways.values()) else interval_s
+
+    def _probes(self) -> dict[str, Callable[[CanaryPrompt], CanaryResult]]:
+        """Return how to go each way that a deployment may have."""
+        http, timeout_s = self._http, self._settings.timeout_s
+        found: dict[str, Callable[[CanaryPrompt], CanaryResult]] = {
+            "completion": lambda prompt: canary.probe_text(http, "completion", prompt, timeout_s),
+            "generate": lambda prompt: canary.probe_text(http, "generate", prompt, timeout_s),
+            "chat": lambda prompt: canary.probe_chat(http, "chat", prompt, self._has_pictures, timeout_s),
+            "video": lambda prompt: canary.probe_video(http, "video", timeout_s),
+        }
+        if (way := self._openai) is not None:
+            model = self._recipe.served_model_name or self._recipe.name
+            found[OPENAI] = lambda prompt: (
+                canary.probe_openai(way.address, model, way.key, prompt, timeout_s)
+                if self._is_text
+                else canary.probe_ready(way.address, timeout_s)
+            )
+        return found
+
+    def _make_prompt(self) -> bool:
+        """Have the tokenizer make the prompt: a block of KV and a token more. Return whether it could."""
+        config = self._recipe.workers["decode"].engine_config.kv_cache_config
+        try:
+            self._prompt = canary.make_prompt(
+                self._http, "tokenizer", config.tokens_per_block + 1, self._settings.timeout_s
+            )
+        except BiremeError as error:
+            self._console.event("canary_prompt_failed", "warning", error=error)
+        return self._prompt is not None
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Return this round's (prefill, decode): each worker at least once, other pairings in the next round."""
+        prefills = [name for name in self._recipe.replicas("prefill") if not self._is_down(name)] or [""]
+        decodes = [name for name in self._recipe.replicas("decode") if not self._is_down(name)]
+        if not decodes:
+            return []
+        shift = self._num_rounds
+        if len(prefills) > len(decodes):
+            return [(prefill, decodes[(at + shift) % len(decodes)]) for at, prefill in enumerate(prefills)]
+        return [(prefills[(at + shift) % len(prefills)], decode) for at, decode in enumerate(decodes)]
+
+    def _probe_workers(self, prefill: str, decode: str, prompt: CanaryPrompt) -> None:
+        way = self._ways[decode]
+        series = self._series().get(decode)
+        if self.is_stopping:
+            return
+        if way.result is not None and way.result.is_ok and _does_work(series, way.series, bool(prefill)):
+            way.series = series
+            return
+        way.series = series
+        timeout_s = self._settings.timeout_s
+        if not prefill:
+            self._take(decode, canary.probe_decode(self._http, decode, prompt, timeout_s))
+            return
+        found = canary.probe_pair(self._http, prefill, decode, prompt, timeout_s)
+        self._take(prefill, found.prefill)
+        if found.decode is not None:
+            self._take(decode, found.decode)
+
+    def _probe_path(self, name: str, probe: Callable[[CanaryPrompt], CanaryResult], prompt: CanaryPrompt) -> None:
+        way, now = self._ways[name], time.monotonic()
+        series = self._series().get("video_diffusion" if name == "video" else name)
+        if self.is_stopping or now < way.due_at:
+            return
+        if name == "video" and series is not None and series.queued:
+            return  # one video at a time: it would wait for minutes
+        if way.result is not None and way.result.is_ok and _has_served(series, way.series):
+            way.series = series
+            return
+        way.series = series
+        self._take(name, probe(prompt))
+        if name == "video" and not way.problem:
+            way.due_at = time.monotonic() + max(_VIDEO_INTERVAL_S, self._settings.interval_s)
+
+    def _take(self, name: str, result: CanaryResult) -> None:
+        way = self._ways[name]
+        if self.is_stopping or result.is_unreachable or self._is_down(name):
+            return  # the end of a process is no news of the way
+        if result.is_silent and self._is_anybody_busy():
+            return  # it queues behind others' work
+        if result.is_refused:
+            if way.told != result.error:
+                self._console.event("canary_refused", "warning", way=name, error=result.error)
+            way.result, way.told, way.silences = CanaryResult(), result.error, 0
+            return
+        way.result = result
+        way.silences = way.silences + 1 if result.is_silent else 0
+        if result.error and result.error != way.told:
+            self._console.event("canary_failed", "warning", way=name, error=result.error)
+        elif way.told and result.is_ok:
+            self._console.event("canary_succeeds_again", way=name)
+        way.told = result.error
+        if way.silences >= _MAX_SILENCES:
+            way.silences = 0
+            self._on_hung(name, f"{_MAX_SILENCES} canaries without an answer")
+
+    def _is_anybody_busy(self) -> bool:
+        """Does a worker make steps for requests that it has?"""
+        now = self._series()
+        return any(
+            series.queued and (old := self._ways[name].series) is not None and series.steps != old.steps
+            for name, series in now.items()
+            if name in self._ways
+        )
+
+
+def _does_work(series: WorkerSeries | None, last: WorkerSeries | None, has_prefill: bool) -> bool:
+    """Has a decode worker made steps since, for requests that still run, and taken over KV where it is to?"""
+    if series is None or last is None or not series.queued or series.steps == last.steps:
+        return False
+    return not has_prefill or series.imported > last.imported
+
+
+def _has_served(series: WorkerSeries | None, last: WorkerSeries | None) -> bool:
+    """Has a request ended well since, besides the last canary?"""
+    return series is not None and last is not None and series.served - last.served > 1

@@ -1,0 +1,73 @@
+"""Does a process stand still? Told by what the kernel says of it: one that is only slow is never taken for hung.
+
+A process is hung when
+    it is stopped (SIGSTOP), for STOPPED_S; one that a debugger holds is not
+    it has given no sign of life for SILENT_S, and in all that time hardly used a CPU, nor ever waited for one
+    it has given no sign of life for the stall limit, whatever it does: it runs in circles
+Time in which the watcher itself did not run counts for nobody: a machine that slept has no hung processes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from bireme.launch import processes
+
+STOPPED_S = SILENT_S = 5.0
+NOTICED_S = 4.0  # of silence: not ready
+_LONGEST_LOOK_S = 1.0  # what lies between two looks counts as this much at most
+_IDLE_SHARE = 0.02  # of one CPU: threads that wake up to look around use less
+_TICKS_S = os.sysconf("SC_CLK_TCK")
+
+
+class VitalSigns:
+    """Those of one process. `look` regularly; the rest tells what was seen."""
+
+    def __init__(self, pid: int, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.pid = pid
+        self._stall_s = stall_s
+        self._clock = clock
+        self._looked_at = clock()
+        self._sign: int | None = None
+        self._stopped_s = 0.0
+        self.silent_s = 0.0
+        self._ticks = processes.cpu_ticks(pid)  # at the last sign of life
+        self._has_waited = False  # for a CPU or a disk, since then
+
+    def look(self, sign: int | None) -> None:
+        """`sign`: a number that moves as long as the process lives; None: it shows none, and silence means nothing."""
+        now = self._clock()
+        passed_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
+        self._stopped_s = self._stopped_s + passed_s if processes.state(self.pid) == "T" else 0.0
+        if sign is None or sign != self._sign:
+            self._sign, self.silent_s, self._has_waited = sign, 0.0, False
+            self._ticks = processes.cpu_ticks(self.pid)
+            return
+        self.silent_s += passed_s
+        if self.silent_s > 2 * _LONGEST_LOOK_S and not self._has_waited:
+            self._has_waited = processes.has_waiting_thread(self.pid)
+
+    @property
+    def problem(self) -> str:
+        """Why the process can't be serving; empty when it may."""
+        if processes.state(self.pid) == "T":
+            return f"process {self.pid} is stopped"
+        if self.silent_s >= NOTICED_S:
+            return f"process {self.pid} has given no sign of life for {self.silent_s:.0f} s"
+        return ""
+
+    @property
+    def hung(self) -> str:
+        """Why the process will not go on by itself; empty when it may."""
+        if self._stopped_s >= STOPPED_S:
+            return f"stopped for {self._stopped_s:.0f} s"
+        if self.silent_s >= self._stall_s:
+            return f"no sign of life for {self.silent_s:.0f} s"
+        if self.silent_s >= SILENT_S and not self._has_waited and self._used_s() < _IDLE_SHARE * self.silent_s:
+            return f"no sign of life for {self.silent_s:.0f} s, and no work either"
+        return ""
+
+    def _used_s(self) -> float:
+        return (processes.cpu_ticks(self.pid) - self._ticks) / _TICKS_S
