@@ -113,6 +113,7 @@ PREFILL = ModelSpec(
     outputs=(
         _out("disaggregated_params", "BYTES"),
         _out("output_ids", "INT32", (-1,)),
+        _out("prompt_log_probs", "BYTES"),
         _out("usage", "BYTES"),
         _out("embedding_handles", "BYTES"),  # of an encode, where this worker has the vision tower
     ),

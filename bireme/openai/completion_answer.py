@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from bireme.messages import TokenLogprobs, Usage
 from bireme.openai.event_stream import PREFIX, SUFFIX, EventStream
@@ -22,27 +25,44 @@ def batch_usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
 
 
 class LogprobColumns:
-    """The columns of a choice's `logprobs`."""
+    """The columns of a choice's `logprobs`, of an echoed prompt's tokens too. Offsets count characters of its text."""
 
-    def __init__(self, texts: TokenTexts, num_top: int) -> None:
+    def __init__(self, texts: TokenTexts, num_top: int, first_token: int | None, skips_special_tokens: bool) -> None:
+        """`first_token` of an echoed prompt: nothing predicts it, so no entry names it."""
         self._texts, self._num_top = texts, num_top
+        self._first_token, self._skips_special_tokens = first_token, skips_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # characters so far
 
-    def show(self, entries: list[TokenLogprobs]) -> dict[str, Any]:
+    def show(
+        self, entries: Sequence[TokenLogprobs], prompt: Sequence[TokenLogprobs | None] | None = None
+    ) -> dict[str, Any]:
+        """Return the columns of what has come, the prompt's tokens first."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for entry in entries:
-            text = self._texts.text(entry[0][0])
-            columns["tokens"].append(text)
-            columns["token_logprobs"].append(max(entry[0][1], LOWEST))
-            columns["top_logprobs"].append(self._top(entry))
+        for entry in (*(prompt or ()), *entries):
+            token = self._first_token if entry is None else entry[0][0]
+            assert token is not None, "only an echoed prompt begins with a token that nothing predicts"
+            columns["tokens"].append(self._texts.unique_text(token))
+            columns["token_logprobs"].append(None if entry is None else max(entry[0][1], LOWEST))
+            columns["top_logprobs"].append(None if entry is None else self._top(entry))
             columns["text_offset"].append(self._offset)
-            self._offset += len(text)
+            if not (self._skips_special_tokens and self._texts.is_special(token)):
+                self._offset += len(self._decoder.decode(self._texts.data(token)))
         return columns
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """Return the likeliest, and the chosen token if it is not among them, as OpenAI does."""
-        shown = {self._texts.text(token): max(value, LOWEST) for token, value, _ in entry[1 : 1 + self._num_top]}
-        return shown | {self._texts.text(entry[0][0]): max(entry[0][1], LOWEST)}
+        shown: dict[str, float] = {}
+        for token, value, _ in (*entry[1 : 1 + self._num_top], entry[0]):
+            shown.setdefault(self._texts.unique_text(token), max(value, LOWEST))
+        return shown
+
+
+def without_tokens(delta: TokenDelta) -> TokenDelta:
+    """Return what a delta says of the prompt and of the end: for a request that wants no token, though one was made."""
+    usage = None if delta.usage is None else msgspec.structs.replace(delta.usage, completion_tokens=0)
+    reason = "length" if delta.finish_reason else ""
+    return TokenDelta([], prompt_logprobs=delta.prompt_logprobs, finish_reason=reason, usage=usage)
 
 
 class CompletionTemplate:
@@ -90,8 +110,9 @@ class StreamedCompletion:
         text = delta.text
         if self._echoes[index]:
             text, self._echoes[index] = self._echoes[index] + text, ""
-        if self._columns is not None and delta.logprobs:
-            self._stream.chunk(self._template.full(index, text, self._columns[index].show(delta.logprobs), None))
+        if self._columns is not None and (delta.logprobs or delta.prompt_logprobs):
+            columns = self._columns[index].show(delta.logprobs or (), delta.prompt_logprobs)
+            self._stream.chunk(self._template.full(index, text, columns, None))
         elif text:
             self._stream.text(index, text)
         if delta.finish_reason:
@@ -123,6 +144,7 @@ class WholeCompletion:
     def __init__(self, heading: Heading, echoes: list[str], columns: list[LogprobColumns] | None) -> None:
         self._heading, self._columns = heading, columns
         self._texts = [[echo] for echo in echoes]
+        self._prompts: list[list[TokenLogprobs | None]] = [[] for _ in echoes]  # of their tokens
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in echoes]
         self._plain: list[PlainText | None] = [None] * len(echoes)  # have text that was not taken yet
         self._reasons = [""] * len(echoes)
@@ -132,6 +154,7 @@ class WholeCompletion:
         if (plain := self._plain[index]) is not None:
             self._texts[index] += plain.take()
         self._texts[index].append(delta.text)
+        self._prompts[index] += delta.prompt_logprobs or ()
         self._logprobs[index] += delta.logprobs or ()
         if delta.finish_reason:
             self._reasons[index] = delta.finish_reason
@@ -160,6 +183,7 @@ class WholeCompletion:
         return encode_json(body)
 
     def _choice(self, index: int) -> dict[str, Any]:
-        logprobs = None if self._columns is None else self._columns[index].show(self._logprobs[index])
+        columns = self._columns[index] if self._columns is not None else None
+        logprobs = columns and columns.show(self._logprobs[index], self._prompts[index])
         text = "".join(self._texts[index])
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self._reasons[index]}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
@@ -53,6 +55,7 @@ class CompletionRequest:
     sampling: Sampling
     logprobs: int | None
     echo: bool
+    wants_tokens: bool  # False: max_tokens 0, the prompt alone
     stream: bool
     include_usage: bool
     cache_salt: str
@@ -66,13 +69,16 @@ def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
     options = request_options(body)
     if options.chat_template_kwargs:
         raise RequestError("chat_template_kwargs: belongs to /v1/chat/completions; remove it")
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens: 0; without echo there is nothing to answer, send 1 or more, or echo true")
     if body.echo and body.logprobs is not None:
-        raise RequestError("echo: not together with logprobs; send one of them")
+        _check_scores_prompts(recipe)
     return CompletionRequest(
         prompts=_prompts(body.prompt, recipe.limits),
         sampling=_sampling(body, options, recipe),
         logprobs=body.logprobs,
         echo=bool(body.echo),
+        wants_tokens=body.max_tokens != 0,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         cache_salt=options.cache_salt,
@@ -88,11 +94,28 @@ def _sampling(body: CompletionBody, options: RequestOptions, recipe: Recipe) -> 
         if not 0 <= body.logprobs <= _MAX_LOGPROBS:
             raise RequestError(f"logprobs: {body.logprobs}; the range is 0 to {_MAX_LOGPROBS}")
         fields["logprobs"] = body.logprobs
+        if body.echo:
+            fields["prompt_logprobs"] = body.logprobs
     limit = recipe.limits.max_tokens
     fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, limit or _DEFAULT_MAX_TOKENS)
     if body.max_tokens is not None:
-        fields["max_tokens"] = body.max_tokens
-    return openai_sampling(fields, options, recipe)
+        fields["max_tokens"] = body.max_tokens or 1  # engines make one: without_tokens leaves it out
+    sampling = openai_sampling(fields, options, recipe)
+    if body.echo and body.logprobs is not None and sampling.params.max_tokens == 1:
+        # Whoever scores a prompt counts on one token after it, and what ends an answer is not delivered as one.
+        return replace(sampling, params=msgspec.structs.replace(sampling.params, ignore_eos=True))
+    return sampling
+
+
+def _check_scores_prompts(recipe: Recipe) -> None:
+    """TensorRT-LLM's prompt log probabilities are of the likeliest tokens, the prompt's own may be missing."""
+    for stage in ("prefill", "decode"):
+        worker = recipe.workers.get(stage)
+        if worker is not None and worker.engine == "trtllm":
+            raise RequestError(
+                "echo: not together with logprobs here: TensorRT-LLM gives log probabilities of the likeliest prompt"
+                " tokens alone, not of the prompt's own; leave out one of them, or serve with engine torch"
+            )
 
 
 def _prompts(prompt: str | list[str | int | list[int]], limits: Limits) -> list[str | list[int]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from bireme.messages import SamplingParams
 from bireme.openai.answering import Streams, answer_events, answer_whole, counted, note_usage
 from bireme.openai.call import Call
 from bireme.openai.completion_answer import (
@@ -14,6 +15,7 @@ from bireme.openai.completion_answer import (
     LogprobColumns,
     StreamedCompletion,
     WholeCompletion,
+    without_tokens,
 )
 from bireme.openai.completion_request import REFUSED, CompletionBody, CompletionRequest, check_completion
 from bireme.openai.event_stream import EventStream
@@ -78,7 +80,7 @@ class Completions:
             for prompt in prompts
             for single in expand(params)
         ]
-        texts = [_echo(model, prompt) if request.echo else "" for prompt in request.prompts]
+        texts = [_echo(model, prompt, params) if request.echo else "" for prompt in request.prompts]
         return _Job(request, works, [text for text in texts for _ in range(params.n)], num_prompt_tokens)
 
     async def _encode(self, model: ServedModel, prompt: str | list[int], at: int) -> Ids:
@@ -110,15 +112,30 @@ class Completions:
     ) -> list[Sequence]:
         outputs: list[Output] = [functools.partial(answer.add, index) for index in range(len(job.works))]
         readers = [answer.reader(index) for index in range(len(job.works))]
+        if not job.request.wants_tokens:
+            outputs = [_prompt_only(output) for output in outputs]
+            readers = [None] * len(readers)
         return await run_sequences(model.services, model.tokenizer, job.works, outputs, call.arrived_at, readers)
 
 
-def _echo(model: ServedModel, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+def _echo(model: ServedModel, prompt: str | list[int], params: SamplingParams) -> str:
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, params.skip_special_tokens)
+
+
+def _prompt_only(output: Output) -> Output:
+    return lambda delta: output(without_tokens(delta))
 
 
 def _columns(model: ServedModel, job: _Job) -> list[LogprobColumns] | None:
     num_top = job.request.logprobs
     if num_top is None:
         return None
-    return [LogprobColumns(model.chat.texts, num_top) for _ in job.works]
+    return [
+        LogprobColumns(
+            model.chat.texts,
+            num_top,
+            int(work.prompt[0]) if job.request.echo else None,
+            work.sampling.skip_special_tokens,
+        )
+        for work in job.works
+    ]

@@ -107,6 +107,7 @@ class Sequence:
         self._lease: _Lease | None = None  # filled and not claimed yet: the next attempt's
         self._prefill: tuple[str, Usage] | None = None  # worker and cost of the prefill that made the first token
         self._has_kv = True  # a prefill's KV has arrived so far whenever it was to
+        self._prompt_logprobs: list[TokenLogprobs] | None = None  # prefill's, until they were told
         self._failing_since = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._lost_ms = 0.0  # decode time of attempts that were lost
@@ -130,10 +131,13 @@ class Sequence:
     ) -> None:
         self.first_token_at = time.monotonic()
         self.push = self._next_push
-        self.push(tokens, logprobs, prompt_logprobs)
+        mine, self._prompt_logprobs = self._prompt_logprobs, None
+        self.push(tokens, logprobs, mine if prompt_logprobs is None else prompt_logprobs)
 
     def finish(self, finish: Finish) -> None:
         if self._ended is not None and not self._ended.done():  # else it was given up before
+            if self._prompt_logprobs is not None and finish.reason in ("stop", "length"):  # ended without a token
+                self.push((), None, None)
             self._stream.finish(self._whole(finish))
 
     def _settle(self, finish: Finish) -> None:
@@ -211,8 +215,15 @@ class Sequence:
             result = await lease.prefill(request, self._remaining_s())
             self._services.router.prefilled(placement)
             self._prefill = (lease.worker, result.usage)
+            sampling = request.sampling
+            if sampling.prompt_logprobs is not None:
+                if result.prompt_logprobs is None:
+                    raise BiremeError(f"prompt_logprobs: the answer of {lease.worker} lacks them")
+                self._prompt_logprobs = result.prompt_logprobs
+                sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
             request = msgspec.structs.replace(
                 request,
+                sampling=sampling,
                 request_type="generation_only",
                 disaggregated_params=result.disaggregated_params,
                 multimodal=self._work.pictures.places if self._work.pictures else None,

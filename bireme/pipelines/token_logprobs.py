@@ -15,11 +15,24 @@ class TokenTexts:
     """Texts of a tokenizer's tokens, kept once they were asked for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self.is_special = tokenizer.is_special
         self.show = functools.lru_cache(maxsize=65536)(functools.partial(_shown, tokenizer))
 
     def text(self, token: int) -> str:
         text: str = self.show(token)["token"]
         return text
+
+    def data(self, token: int) -> bytes:
+        """Return the token's bytes, which may be a part of a character."""
+        return bytes(self.show(token)["bytes"])
+
+    def unique_text(self, token: int) -> str:
+        """Return the text of /v1/completions: parts of characters, which would all look alike, show their bytes."""
+        data = self.data(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def chat_entry(self, logprobs: TokenLogprobs, num_top: int) -> dict[str, Any]:
         """Return one token's entry; the chosen token comes first in `logprobs`, then the likeliest."""

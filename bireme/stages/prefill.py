@@ -26,7 +26,7 @@ from bireme.stages.requests import EngineRun, StageRequest, failure_of, parse_st
 from bireme.text.tokenizer import Tokenizer, recipe_tokenizer
 from bireme.types import Array, Cancelled, Send, StageContext, TensorResponse, Tensors
 
-_encode_usage = msgspec.json.Encoder().encode
+_encode_json = msgspec.json.Encoder().encode
 
 
 class Prefill(EngineStage[EngineClient]):
@@ -117,6 +117,7 @@ class _FirstToken:
     def __init__(self, run: EngineRun) -> None:
         self._run = run
         self.tokens: list[int] = []
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.ending: Finish | None = None
 
     def push(
@@ -126,6 +127,8 @@ class _FirstToken:
         prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
         self.tokens.extend(tokens)
+        if prompt_logprobs is not None:
+            self.prompt_logprobs = [*(self.prompt_logprobs or ()), *prompt_logprobs]
 
     def finish(self, finish: Finish) -> None:
         self._run.done(finish)
@@ -133,12 +136,15 @@ class _FirstToken:
     def answer(self) -> TensorResponse:
         finish = self.ending
         assert finish is not None and finish.disaggregated_params is not None
-        return TensorResponse(_tensors(finish.disaggregated_params, self.tokens, finish.usage))
+        tensors = _tensors(finish.disaggregated_params, self.tokens, finish.usage)
+        if self.prompt_logprobs is not None:  # nothing predicts the first token of a prompt
+            tensors["prompt_log_probs"] = np.array([_encode_json([None, *self.prompt_logprobs])], np.object_)
+        return TensorResponse(tensors)
 
 
 def _tensors(params: bytes, tokens: list[int], usage: Usage) -> dict[str, Array]:
     return {
         "disaggregated_params": np.array([params], np.object_),
         "output_ids": np.array(tokens, np.int32),
-        "usage": np.array([_encode_usage(usage)], np.object_),
+        "usage": np.array([_encode_json(usage)], np.object_),
     }

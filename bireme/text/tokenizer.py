@@ -87,6 +87,10 @@ class Tokenizer:
         text = table.texts[token]
         return table.parts[token] if text is None else text.encode()
 
+    def is_special(self, token: int) -> bool:
+        """Is it left out of texts that skip special tokens?"""
+        return token in self._special_ids
+
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a new incremental detokeniser for one sequence. The first call tabulates the vocabulary
         (0.4 s for 150,000 tokens), so whoever serves calls it once before it is ready.

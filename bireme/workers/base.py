@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bireme.errors import BiremeError, UnavailableError
-from bireme.messages import EngineRequest, Sink, Usage
+from bireme.messages import EngineRequest, Sink, TokenLogprobs, Usage
 from bireme.multimodal.wire import EncodeAnswer, EncodeJob
 
 __all__ = ["Generation", "PrefillResult", "Sink", "UnreachableError", "WorkerClient"]
@@ -40,6 +40,7 @@ class PrefillResult:
     disaggregated_params: bytes
     output_ids: tuple[int, ...]
     usage: Usage = field(default_factory=Usage)
+    prompt_logprobs: list[TokenLogprobs] | None = None  # entry i belongs to prompt token i + 1; None: not asked for
 
 
 class WorkerClient(Protocol):

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from bireme.errors import BiremeError, EngineLostError, NotFoundError, RequestCancelledError, RequestError, to_message
-from bireme.messages import EngineRequest, Finish, FinishReason, Sink, Usage
+from bireme.messages import EngineRequest, Finish, FinishReason, Sink, TokenLogprob, TokenLogprobs, Usage
 from bireme.multimodal.wire import EncodeAnswer, Encoded, EncodeJob, EncodeSource, Multimodal
 from bireme.workers.base import PrefillResult
 
@@ -24,6 +24,17 @@ OWN_PREFILL_MS = 3.0  # of a decode worker that computes the prompt itself
 def token_at(prompt: list[int], position: int) -> int:
     """Return the token that every fake worker makes there."""
     return 100 + (sum(prompt) + 7 * position) % 800
+
+
+def logprobs_of(token: int, k: int) -> TokenLogprobs:
+    """Return the log probabilities that every fake worker makes of a token: it, then the k likeliest."""
+    chosen = TokenLogprob(token, -0.5, 1)
+    others = [TokenLogprob(token + at, -1.0 - at, 1 + at) for at in range(1, k)]
+    return [chosen, *([chosen] if k else []), *others]
+
+
+def prompt_logprobs_of(prompt: list[int], k: int | None) -> list[TokenLogprobs] | None:
+    return None if k is None else [logprobs_of(token, k) for token in prompt[1:]]
 
 
 class FakeGeneration:
@@ -49,7 +60,10 @@ class FakeGeneration:
             return
         if self.request.disaggregated_params:
             self._workers.leases.pop(self.request.disaggregated_params.decode(), None)
-        self.sink.push((token_at(self.prompt, self.num_tokens),))
+        token, sampling = token_at(self.prompt, self.num_tokens), self.request.sampling
+        prompt = None if self.num_tokens else prompt_logprobs_of(self.prompt, sampling.prompt_logprobs)
+        own = None if sampling.logprobs is None else [logprobs_of(token, sampling.logprobs)]
+        self.sink.push((token,), own, prompt)
         self.num_tokens += 1
         if self.num_tokens == (self.request.sampling.max_tokens or 1 << 30):
             self.end("length")
@@ -95,7 +109,12 @@ class FakeWorkers:
         self.leases[request_id] = worker
         self._fetch(request)
         ids: list[int] = np.frombuffer(request.prompt, np.int32).tolist()
-        return PrefillResult(request_id.encode(), (token_at(ids, 0),), PREFILL_USAGE)
+        return PrefillResult(
+            request_id.encode(),
+            (token_at(ids, 0),),
+            PREFILL_USAGE,
+            prompt_logprobs_of(ids, request.sampling.prompt_logprobs),
+        )
 
     async def abort_prefill(self, worker: str, request_id: str) -> None:
         self.log.append(f"{worker} abort")

@@ -6,12 +6,13 @@ import msgspec
 import numpy as np
 
 from bireme.errors import BiremeError
-from bireme.messages import EngineRequest, SamplingParams, Usage, encode
+from bireme.messages import EngineRequest, SamplingParams, TokenLogprobs, Usage, encode
 from bireme.multimodal.wire import EncodeAnswer, EncodeJob, decode_answer_json, encode_job
 from bireme.types import Array, Tensors
 from bireme.workers.base import PrefillResult
 
 _decode_usage = msgspec.json.Decoder(Usage).decode
+_decode_logprobs = msgspec.json.Decoder(list[TokenLogprobs | None]).decode
 
 
 def tokenize_inputs(text: str) -> dict[str, Array]:
@@ -36,7 +37,15 @@ def prefill_result(outputs: Tensors) -> PrefillResult:
         bytes(_output(outputs, "disaggregated_params").reshape(-1)[0]),
         tuple(_output(outputs, "output_ids").reshape(-1).tolist()),
         _decode_usage(bytes(_output(outputs, "usage").reshape(-1)[0])),
+        _prompt_logprobs(outputs),
     )
+
+
+def _prompt_logprobs(outputs: Tensors) -> list[TokenLogprobs] | None:
+    if "prompt_log_probs" not in outputs:
+        return None
+    entries = _decode_logprobs(bytes(outputs["prompt_log_probs"].reshape(-1)[0]))
+    return [entry for entry in entries if entry is not None]
 
 
 def encode_request(job: EncodeJob, timeout_ms: int) -> EngineRequest:

@@ -75,7 +75,7 @@ def test_a_step_with_log_probs_travels_alone(ledger):
 
 
 def test_two_tokens_of_one_request_in_a_step_keep_their_own_log_probs(ledger):
-    first, second = [[(10, -0.5)]], [[(11, -1.5)]]
+    first, second = [[TokenLogprob(10, -0.5)]], [[TokenLogprob(11, -1.5)]]
     encoder = StepEncoder(7, ledger, KEY)
     encoder.add(3, [Delta((0, 1), [10], first), Delta((0, 1), [11], second)])
     steps = [decode_step(payload) for _, payload in map(split, encoder.take())]

@@ -101,6 +101,8 @@ BAD_COMPLETIONS = {
     "best_of": {"prompt": "x", "best_of": 100_000},
     "logprobs": {"prompt": "x", "logprobs": 50},
     "floats": {"prompt": [1.5]},
+    "no ids": {"prompt": [[]], "echo": True, "logprobs": 1},
+    "nothing to answer": {"prompt": "x", "max_tokens": 0},
     "a template": {"prompt": "x", "chat_template_kwargs": {"a": 1}},
 }
 
@@ -110,6 +112,12 @@ async def test_a_wrong_completion_is_a_400(frontend, name):
     body = {"model": "test", **BAD_COMPLETIONS[name]}
     reply = await (await frontend()).call("POST", "/v1/completions", body).end()
     assert reply.status == 400, reply.data
+
+
+async def test_prompts_are_not_scored_where_the_engine_cannot(frontend):
+    bench = await frontend(workers={"decode": {"engine": "trtllm"}})
+    reply = await bench.complete(echo=True, logprobs=1).end()
+    assert reply.status == 400 and "TensorRT-LLM" in reply.json()["error"]["message"]
 
 
 async def test_an_unknown_model_is_404_and_a_missing_one_400(frontend):

@@ -102,6 +102,25 @@ async def test_disaggregated_request_is_prefilled_and_decode_takes_over(bench):
     assert not test.workers.leases
 
 
+@pytest.mark.parametrize("prefill", [0, 1], ids=["aggregated", "disaggregated"])
+async def test_log_probabilities_of_the_prompt_come_once_wherever_it_is_computed(bench, prefill):
+    test = await bench(prefill=prefill)
+    call = test.ask(stream=True, prompt_logprobs=[0])
+    await test.workers.emit(4)
+    await call.end()
+    found = [json.loads(part["prompt_log_probs"][0]) for part in call.responses if "prompt_log_probs" in part]
+    assert found == [[None, [[PROMPT[1], -0.5]]]]
+
+
+async def test_they_come_when_the_first_token_ends_the_answer(bench):
+    test = await bench(prefill=1)
+    call = test.ask(stream=True, prompt_logprobs=[0])
+    await test.workers.reached("decode")
+    test.workers.running[0].end("stop")
+    await call.end()
+    assert sum("prompt_log_probs" in response for response in call.responses) == 1
+
+
 async def test_prefill_that_is_down_is_passed_by(bench):
     test = await bench(prefill=1)
     test.workers.down["prefill"] = ENGINE_DOWN

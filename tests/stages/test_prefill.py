@@ -14,6 +14,7 @@ from bireme.errors import (
     UnavailableError,
 )
 from bireme.messages import EngineRequest, Finish, SamplingParams, Usage, encode
+from bireme.workers.unary import prefill_result
 
 DONE = Finish("not_finished", Usage(prompt_tokens=2, prefill_ms=3.0), disaggregated_params=b"signed")
 
@@ -28,6 +29,18 @@ async def test_answer_has_params_first_token_and_usage(prefill):
     assert answer["disaggregated_params"] == [b"signed"]
     assert answer["output_ids"] == [97]
     assert b'"prefill_ms":3.0' in answer["usage"][0]
+
+
+async def test_log_probabilities_of_the_prompt_are_in_the_answer(prefill):
+    test = await prefill()
+    call = await test.ask(input_ids=[1, 2, 3], prompt_logprobs=[1]).begun()
+    for push in ([], [[(2, -0.5, 1), (2, -0.5, 1)]]), ([97], [[(3, -1.0, 7), (2, -0.5, 1)]]):
+        test.engine.sinks[1].push(push[0], None, push[1])
+    test.engine.finish(0, 1, DONE)
+    [answer] = await call.end()
+    result = prefill_result({name: np.array(value) for name, value in answer.items()})
+    assert result.prompt_logprobs == [[(2, -0.5, 1), (2, -0.5, 1)], [(3, -1.0, 7), (2, -0.5, 1)]]
+    assert answer["prompt_log_probs"][0].startswith(b"[null,")
 
 
 async def test_a_pipelines_request_travels_whole(prefill):
