@@ -323,9 +323,10 @@ def test_a_chat_template_lies_beside_the_recipe_or_where_a_variable_says(write, 
     assert paths == [f"{recipe.folder}/own.jinja", "/srv/templates/own.jinja", ""]
 
 
-def test_encoder_and_prefill_agree_on_the_dtype_of_embeddings(write):
+@pytest.mark.parametrize("engine", ["torch", "trtllm"])
+def test_encoder_and_prefill_agree_on_the_dtype_of_embeddings(write, engine):
     ready = {"engine_config": READY | {"dtype": "float32"}}
-    workers = {"multimodal_encoder": {}, "prefill": ready, "decode": ready}
+    workers = {"multimodal_encoder": {"engine": engine}, "prefill": ready, "decode": ready}
     with pytest.raises(ConfigError, match="dtype: multimodal_encoder has auto, prefill float32; embeddings are not"):
         load_recipe(write({"workers": workers}))
 

@@ -40,6 +40,8 @@ def _refused(reason: str, *accepted: Any) -> Rule:
 _ONE_GPU = "one GPU per engine; set 1 and use `replicas`, or engine: trtllm"
 _NO_HOST_CACHE = "blocks are not offloaded to host memory; remove it, or use engine: trtllm"
 _KV_MODEL_DTYPE = "the KV pool has the model's dtype; set auto, or use engine: trtllm"
+UNREAD_EVENTS = "requests are placed in turns, whatever workers hold: nothing reads KV events, and they cost time"
+UNREAD_EVENTS_REMEDY = "remove it"
 _UNIFORM = (
     "max_batch_size",
     "max_num_tokens",
@@ -79,7 +81,7 @@ TABLES: dict[str, dict[str, Rule]] = {
         "pipeline_parallel_size": _refused(_ONE_GPU),
         "kv_cache_config.free_gpu_memory_fraction": HONOURED,
         "kv_cache_config.max_attention_window": HONOURED,
-        "kv_cache_config.event_buffer_max_size": HONOURED,
+        "kv_cache_config.event_buffer_max_size": _refused(f"{UNREAD_EVENTS}; {UNREAD_EVENTS_REMEDY}"),
         "kv_cache_config.dtype": _refused(_KV_MODEL_DTYPE, "float32", "float16", "bfloat16"),
         "kv_cache_config.enable_partial_reuse": HARMLESS,
         "kv_cache_config.host_cache_size": _refused(_NO_HOST_CACHE, 0),

@@ -162,7 +162,8 @@ def _check_models(recipe: Recipe, source: YamlSource) -> Iterator[Finding]:
 
 def _from_problem(problem: Problem, source: YamlSource) -> Finding:
     """`devices` and the like stand in recipe.yaml, everything else in the engine's YAML."""
-    block: Keys = () if problem.path[:1] in (("devices",), ("engine_version",)) else ("engine_config",)
+    in_recipe = problem.path[:1] in (("devices",), ("engine",), ("engine_version",))
+    block: Keys = () if in_recipe else ("engine_config",)
     shown = "" if problem.value is NOTHING else show(problem.value)
     keys = ("workers", problem.worker, *block, *problem.path)
     return _finding(source, keys, shown, problem.reason, problem.remedy, problem.severity)

@@ -16,7 +16,14 @@ from bireme.errors import ConfigError
 from bireme.launch.recipe_check import check_folder
 from bireme.recipe_files import load_recipe
 
-RECIPES = ("deepseek-r1-wide-ep", "llama4-eagle-disagg", "llava-epd", "tiny-chat-disagg", "mocker-disagg", "wan-video")
+RECIPES = (
+    "deepseek-r1-wide-ep",
+    "llama4-eagle-disagg",
+    "qwen2.5-vl-epd",
+    "tiny-chat-disagg",
+    "mocker-disagg",
+    "wan-video",
+)
 VALUES = st.sampled_from([None, True, 0, -1, 7, 0.5, "", "x", "8", [], [1], {}, {"a": 1}, "decode.yaml"])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from bireme.config import Recipe, WorkerEntry
+from bireme.engines.config import UNREAD_EVENTS, UNREAD_EVENTS_REMEDY
 from bireme.engines.trtllm.config import check_arguments, prepared
 from bireme.engines.trtllm.contract import CEILING, FLOOR, PROFILES
 from bireme.engines.trtllm.problems import NOTHING, Problem
@@ -22,6 +23,7 @@ _EQUAL: dict[str, tuple[object, str]] = {  # key -> TensorRT-LLM's default, why 
     "kv_cache_config.dtype": ("auto", "transferred blocks are not converted"),
     "kv_cache_config.max_attention_window": (None, "each layer's blocks go to the same layer's pool"),
     "cache_transceiver_config.backend": (None, "both ends of a transfer speak one protocol"),
+    "cache_transceiver_config.transceiver_runtime": (None, "the transceivers of both runtimes do not know each other"),
 }
 
 
@@ -35,11 +37,21 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     found = []
     for stage, entry in entries.items():
         found += _named(check_worker(entry, stage, is_disaggregated=is_disaggregated), stage)
-        found += _named(list(_check_devices(entry, stage)), stage)
+        found += _named([*_check_devices(entry, stage), *_check_events(entry, stage)], stage)
     if is_disaggregated and {"prefill", "decode"} <= entries.keys():
         found += _check_pair(entries["prefill"], entries["decode"])
         found += _check_shared_devices(entries)
-    return found
+    return found + list(_check_pictures(recipe))
+
+
+def _check_pictures(recipe: Recipe) -> Iterator[Problem]:
+    """Whoever computes prompts must take what the encoder made."""
+    stage = "prefill" if "prefill" in recipe.workers else "decode"
+    entry = recipe.workers.get(stage)
+    if "multimodal_encoder" in recipe.workers and entry is not None and entry.engine == "trtllm":
+        reason = "an encoder's embeddings do not reach TensorRT-LLM's prefill: every picture would be refused"
+        remedy = "set engine: torch for prefill and decode, or remove multimodal_encoder"
+        yield Problem(("engine",), entry.engine, reason, remedy, worker=stage)
 
 
 def check_worker(entry: WorkerEntry, stage: str, *, is_disaggregated: bool) -> list[Problem]:
@@ -89,6 +101,12 @@ def _check_drafts(prefill: Yaml, decode: Yaml) -> Iterator[Problem]:
     if kinds[0] != kinds[1]:
         reason = f"prefill has {kinds[0]}; the draft layers' KV is transferred with the rest"
         yield decode.problem("speculative_config", reason, "set the same speculative_config on both sides")
+
+
+def _check_events(entry: WorkerEntry, stage: str) -> Iterator[Problem]:
+    yaml = _yaml(entry, stage)
+    if yaml.number("kv_cache_config.event_buffer_max_size", 0) > 0:
+        yield yaml.problem("kv_cache_config.event_buffer_max_size", UNREAD_EVENTS, UNREAD_EVENTS_REMEDY)
 
 
 def _check_devices(entry: WorkerEntry, stage: str) -> Iterator[Problem]:

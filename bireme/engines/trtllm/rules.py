@@ -211,6 +211,15 @@ def a_step_holds_the_whole_batch(yaml: Yaml) -> Iterator[Problem]:
         yield yaml.problem("max_batch_size", reason, f"set max_num_tokens to {batch} or more", is_warning=True)
 
 
+def prompts_find_room_beside_a_full_batch(yaml: Yaml) -> Iterator[Problem]:
+    tokens, batch = yaml.number("max_num_tokens", 8192), yaml.number("max_batch_size", 1)
+    decoding = batch * (yaml.draft_len + 1)
+    if yaml.stage == "decode" and yaml.prefills and batch <= tokens <= decoding:
+        reason = f"{batch} sequences that generate take {decoding} tokens a step, which leaves prompts none"
+        remedy = f"set more than {decoding}: several thousand, so that a prompt takes few steps"
+        yield yaml.problem("max_num_tokens", reason, remedy, is_warning=True)
+
+
 def the_input_leaves_room_for_output(yaml: Yaml) -> Iterator[Problem]:
     longest, whole = yaml.number("max_input_len"), yaml.number("max_seq_len")
     if longest and whole and longest >= whole:
@@ -370,6 +379,17 @@ def transfer_has_a_backend_and_a_buffer(yaml: Yaml) -> Iterator[Problem]:
         yield yaml.problem(key, reason, f"set {longest} or more")
 
 
+def transceivers_speak_what_their_runtime_can(yaml: Yaml) -> Iterator[Problem]:
+    backend = yaml.get("cache_transceiver_config.backend")
+    if yaml.get("cache_transceiver_config.transceiver_runtime") == "PYTHON" and backend not in (
+        None,
+        "DEFAULT",
+        "NIXL",
+    ):
+        reason = "the Python transceiver moves KV by NIXL alone"
+        yield yaml.problem("cache_transceiver_config.backend", reason, "set NIXL, or transceiver_runtime: CPP")
+
+
 def beams_stay_in_one_engine(yaml: Yaml) -> Iterator[Problem]:
     if yaml.number("max_beam_width", 1) == 1:
         return
@@ -408,6 +428,12 @@ def autodeploy_takes_a_world_size_only(yaml: Yaml) -> Iterator[Problem]:
         yield yaml.problem("backend", "_autodeploy has no encoder of its own", "set pytorch")
 
 
+def only_living_samplers(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.get("sampler_type") == "TRTLLMSampler" and yaml.release >= "1.3":
+        remedy = 'remove it, or set engine_version: "1.2" in the worker\'s entry'
+        yield yaml.problem("sampler_type", "TensorRT-LLM 1.3 has removed it", remedy)
+
+
 def only_living_backends(yaml: Yaml) -> Iterator[Problem]:
     if yaml.get("backend") == "tensorrt":
         yield yaml.problem("backend", "TensorRT-LLM is removing it, and bireme doesn't drive it", "set pytorch")
@@ -426,6 +452,7 @@ RULES: tuple[Rule, ...] = (
     wide_expert_parallelism_needs_attention_dp,
     long_prompts_need_chunks,
     a_step_holds_the_whole_batch,
+    prompts_find_room_beside_a_full_batch,
     the_input_leaves_room_for_output,
     graph_sizes_are_said_once,
     graphs_fit_the_batch,
@@ -439,10 +466,12 @@ RULES: tuple[Rule, ...] = (
     block_managers_share_whole_blocks,
     prefill_runs_without_overlap,
     transfer_has_a_backend_and_a_buffer,
+    transceivers_speak_what_their_runtime_can,
     beams_stay_in_one_engine,
     adapters_are_untested_in_disaggregation,
     autodeploy_takes_a_world_size_only,
     only_living_backends,
+    only_living_samplers,
 )
 
 

@@ -24,7 +24,7 @@ RENAMED = {
 PAIRS = {
     "gemma3_vswa": ("gemma3-vswa-disagg", "prefill", ("prefill_disable_overlap_scheduler",)),
     "llama4_eagle_decode": ("llama4-eagle-disagg", "decode", ()),
-    "deepseek_r1_wide_ep_decode": ("deepseek-r1-wide-ep", "decode", ("load_balancer",)),
+    "deepseek_r1_wide_ep_decode": ("deepseek-r1-wide-ep", "decode", ("load_balancer", "max_num_tokens")),
     "qwen3_prefill": ("qwen3-disagg", "prefill", ("free_gpu_memory_fraction",)),
 }
 

@@ -149,6 +149,19 @@ CASES: dict[str, list[tuple[dict, str, str, dict]]] = {
         ({"split": True, "cache_transceiver_config": {"backend": "UCX"}},
          "cache_transceiver_config.max_tokens_in_buffer", "warning", {"split": True, "cache_transceiver_config": UCX}),
     ],
+    "transceivers_speak_what_their_runtime_can": [
+        ({"release": "1.3", "cache_transceiver_config": {"backend": "UCX", "transceiver_runtime": "PYTHON"}},
+         "cache_transceiver_config.backend", "error",
+         {"release": "1.3", "cache_transceiver_config": {"backend": "NIXL", "transceiver_runtime": "PYTHON"}}),
+    ],
+    "only_living_samplers": [
+        ({"release": "1.3", "sampler_type": "TRTLLMSampler"}, "sampler_type", "error",
+         {"release": "1.2", "sampler_type": "TRTLLMSampler"}),
+    ],
+    "prompts_find_room_beside_a_full_batch": [
+        ({"max_batch_size": 256, "max_num_tokens": 256}, "max_num_tokens", "warning",
+         {"max_batch_size": 256, "max_num_tokens": 8448}),
+    ],
     "beams_stay_in_one_engine": [
         ({"split": True, "max_beam_width": 2}, "max_beam_width", "error", {"max_beam_width": 2}),
         ({"speculative_config": EAGLE, "max_beam_width": 2}, "max_beam_width", "error", {"speculative_config": EAGLE}),
