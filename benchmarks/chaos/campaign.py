@@ -138,7 +138,8 @@ class Campaign:
         counts = {name: n - num_before[name] for name, n in observer.outcomes().items()}
         down = "" if hit.recovered else f" still down: {self._what_is_down(observer, over)}"
         recovery = "NOT RECOVERED" if hit.recovery_s is None else f"recovered {hit.recovery_s:.1f} s"
-        died = " (tritonserver died)" if any(death.at >= hit.began for death in observer.seen.deaths) else ""
+        has_died = fault.victim != "server" and any(death.at >= hit.began for death in observer.seen.deaths)
+        died = " (tritonserver died)" if has_died else ""
         self._say(f"{self._topology.name}:    {recovery}{died} {counts}{down}")
         return hit
 

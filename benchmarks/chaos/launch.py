@@ -71,6 +71,7 @@ class Launch:
             f"--override={json.dumps(self.topology.override)}",
         ]  # fmt: skip
         own = {_MARK: self.mark, "XDG_RUNTIME_DIR": str(self.runtime), "TMPDIR": str(self.temporary)}
+        own["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "torchinductor")  # torch's cache outlives its processes
         self._process = subprocess.Popen(
             command, cwd=CHECKOUT, env=os.environ | own, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
