@@ -194,10 +194,10 @@ def _shm_filled(launch: Launch) -> Iterator[None]:
 
 
 def _stop_reading_log(launch: Launch, fault: Fault) -> None:
-    """Nobody reads serve.py's log, meanwhile a worker must be healed."""
+    """Nobody reads serve.py's log, however much there is of it; meanwhile a worker must be healed."""
     launch.reads_log.clear()
     try:
-        time.sleep(fault.seconds)
+        garbage.fill_log(launch.addresses["openai"])
         send_signal(launch.roles()[fault.victim], signal.SIGKILL)
         time.sleep(10 + fault.seconds)
     finally:

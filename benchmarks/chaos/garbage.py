@@ -58,6 +58,15 @@ def leave_at_once(addresses: Mapping[str, str], rng: random.Random, count: int =
         connection.close()
 
 
+def fill_log(address: str, count: int = 2000) -> None:
+    """Requests that the frontend refuses, a line in its log each: more than all pipes on the way hold."""
+    request = b"GET /v1/%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"no-such-page" * 8)
+    with contextlib.suppress(OSError), _connect(address) as connection:
+        for _ in range(count):
+            connection.sendall(request)
+            connection.recv(65536)
+
+
 def hold_open(addresses: Mapping[str, str], seconds: float, count: int = 40) -> None:
     """Connections that never say what they want."""
     held = []
