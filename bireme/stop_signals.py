@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, told on a thread of their own.
+"""SIGTERM, SIGINT and SIGHUP, told on a thread of their own.
 
 A Python handler is no place to act on them. It interrupts the main thread anywhere, so also within the lock that it
 wants itself: `threading.Event.set` in a handler can deadlock with the `wait` that it interrupts. And it does not run at
@@ -15,13 +15,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 logger = logging.getLogger("bireme.signals")
 
 
 def on_stop_signal(tell: Callable[[int], None]) -> contextlib.ExitStack:
-    """Call `tell` with the number of each SIGTERM and SIGINT from now on; on a thread, so it may take locks.
+    """Call `tell` with the number of each of these signals from now on; on a thread, so it may take locks.
 
+    SIGHUP stays ignored where it is already, as nohup wants it.
     Only the main thread may call this. Closing what it returns puts back what was there; without that it lasts as
     long as the process.
     """
@@ -32,6 +33,8 @@ def on_stop_signal(tell: Callable[[int], None]) -> contextlib.ExitStack:
     undo.callback(os.close, writes)  # ends the thread
     undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writes, warn_on_full_buffer=False))
     for number in STOP_SIGNALS:
+        if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+            continue
         undo.callback(signal.signal, number, signal.signal(number, lambda *_: None))
     return undo
 

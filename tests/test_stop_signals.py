@@ -24,6 +24,19 @@ def run(program):
     return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30, check=False)
 
 
+def test_a_hangup_stops_it_too_unless_nohup_has_it_ignored():
+    program = """
+        signal.signal(signal.SIGHUP, signal.{before})
+        told = []
+        on_stop_signal(told.append)
+        kill(signal.SIGHUP)
+        time.sleep(0.2)
+        print(len(told))
+    """
+    assert run(program.format(before="SIG_DFL")).stdout == "1\n"
+    assert run(program.format(before="SIG_IGN")).stdout == "0\n"
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_within_the_lock_that_it_wants_itself(name):
     done = run(f"""

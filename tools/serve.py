@@ -5,7 +5,7 @@
     python tools/serve.py recipes/tiny --override '{"workers": {"decode": {"replicas": 2}}}' --http-port 8100
     python tools/serve.py recipes/tiny --set workers.decode.replicas=2
 
-Prints the endpoints when ready; OpenAI's API is on --openai-port. SIGTERM or Ctrl-C lets requests under way
+Prints the endpoints when ready; OpenAI's API is on --openai-port. SIGTERM, SIGHUP or Ctrl-C lets requests under way
 end, then stops; a second one stops at once. GET /health/live and /health/ready on --health-port are for probes
 and load balancers.
 
@@ -44,6 +44,14 @@ STOPPED, FAILED, WRONG, FORCED = 0, 1, 2, 3
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(options.log_level, options.json_logs)
+    try:
+        return launch(options, console)
+    finally:
+        console.flush()
+
+
+def launch(options: argparse.Namespace, console: Console) -> int:
+    """Make the deployment and serve it; return the exit code."""
     run = None
     try:
         run = RunFolder()
@@ -59,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(deployment: Deployment, console: Console, options: argparse.Namespace) -> int:
     """Run a deployment until a signal ends it; return the exit code."""
-    with stopped_by_signals(deployment):
+    with stopped_by_signals(deployment, console):
         try:
             with deployment:
                 return STOPPED if deployment.supervise() else FAILED
@@ -162,8 +170,8 @@ def settings_of(options: argparse.Namespace, run: RunFolder) -> DeploymentSettin
     )
 
 
-def stopped_by_signals(deployment: Deployment) -> contextlib.AbstractContextManager[object]:
-    """The first SIGTERM or SIGINT asks for an orderly stop, the second ends everything at once."""
+def stopped_by_signals(deployment: Deployment, console: Console) -> contextlib.AbstractContextManager[object]:
+    """The first SIGTERM, SIGINT or SIGHUP asks for an orderly stop, the second ends everything at once."""
     seen: list[int] = []
 
     def tell(number: int) -> None:
@@ -172,6 +180,7 @@ def stopped_by_signals(deployment: Deployment) -> contextlib.AbstractContextMana
         if len(seen) == 2:
             deployment.kill()
             deployment.run.remove()
+            console.flush(0.5)
             os._exit(FORCED)
 
     return on_stop_signal(tell)

@@ -1,14 +1,26 @@
-"""What a launch says: its own events and tritonserver's lines, each with its source, as text or JSON."""
+"""What a launch says: its own events and tritonserver's lines, each with its source, as text or JSON.
+
+Nobody who says something waits for the reader of the log (journald, `docker logs`, a pipe): lines are queued and one
+thread writes them. What a reader that stands still leaves no room for is dropped and counted. Lines of tritonserver
+and of models that come by the hundred a second and differ in their digits alone are counted, too, not passed on.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import os
 import re
+import select
 import sys
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Literal, TextIO
+
+from bireme.launch.guarded_thread import GuardedThread
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
@@ -29,10 +41,38 @@ _MODEL_LEVELS: Mapping[str, Level] = {
 _BOILERPLATE = re.compile(r"^([+|]|\s*$|Signal \(\d+\) received)")  # tables at the start, its word at the end
 # Said on every machine without a GPU; nothing is wrong.
 _CPU_NOISE = ("CudaDriverHelper", "unable to create stream", "initialize NVML", "DCGM unable", "pinned memory")
+_MAX_QUEUED_CHARS = 4 << 20  # that the reader of the log has not taken yet
+_TICK_S = 1.0  # in which lines are counted that are alike
+_MAX_ALIKE = 100  # in a tick; one in the tick after
+_SHOWN_CHARS = 200
+_DIGITS = str.maketrans("", "", "0123456789")
+
+
+class Repeats:
+    """Lines that differ in their digits alone, counted a tick long."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._floods: set[str] = set()  # of the tick before
+        self._began_at = time.monotonic()
+
+    def is_one_too_many(self, line: str) -> bool:
+        kind = line.translate(_DIGITS)
+        self._counts[kind] += 1
+        return self._counts[kind] > (1 if kind in self._floods else _MAX_ALIKE)
+
+    def take(self) -> dict[str, int]:
+        """Return, once a tick, what was not passed on: line (less digits) -> count."""
+        if time.monotonic() - self._began_at < _TICK_S:
+            return {}
+        counts, self._counts, self._began_at = self._counts, Counter(), time.monotonic()
+        held = {kind: count - (1 if kind in self._floods else _MAX_ALIKE) for kind, count in counts.items()}
+        self._floods = {kind for kind, count in counts.items() if count > _MAX_ALIKE}
+        return {kind: count for kind, count in held.items() if count > 0}
 
 
 class Console:
-    """Thread-safe writer of log lines."""
+    """Thread-safe. At the end of the process what is queued gets a moment to be written."""
 
     def __init__(
         self,
@@ -41,12 +81,21 @@ class Console:
         stream: TextIO | None = None,
         models_level: Level = "debug",
     ) -> None:
-        """`models_level` is a higher threshold for the lines of models and engines."""
+        """`models_level` is a higher threshold for the lines of models and engines.
+
+        Without `stream` lines go to stderr, by a thread; a stream is written to at once.
+        """
         self._threshold = LEVELS.index(level)
         self._models_threshold = max(self._threshold, LEVELS.index(models_level))
         self._as_json = as_json
         self._stream = stream
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._queue: deque[str] = deque()
+        self._num_chars = self._num_dropped = 0
+        self._is_writing = self._is_registered = False
+        self._has_lines = threading.Event()
+        self._repeats = Repeats()
+        self._writer = GuardedThread("console", self._write_queued, self)
 
     def event(self, name: str, level: Level = "info", **fields: object) -> None:
         """Say something of the launcher's own: `name key=value ...`."""
@@ -54,6 +103,10 @@ class Console:
 
     def triton_line(self, line: str) -> None:
         """Pass on a line of tritonserver or of one of its models."""
+        with self._lock:
+            self._tell_repeats()
+            if self._repeats.is_one_too_many(line):
+                return
         if match := _MODEL_LINE.match(line) or _ENGINE_LINE.match(line):
             level = _MODEL_LEVELS[match.group(1)[0]]
             self._write(level, match.group(2), match.group(3), {})
@@ -70,17 +123,82 @@ class Console:
         threshold = self._threshold if source in ("serve", "triton") else self._models_threshold
         if LEVELS.index(level) < threshold:
             return
-        line = self._json(level, source, text, fields) if self._as_json else _text(level, source, text, fields)
+        line = self._line(level, source, text, fields)
         with self._lock:
-            try:
-                print(line, file=self._stream or sys.stderr, flush=True)
-            except (OSError, ValueError):  # the reader of our output has gone: serving goes on
-                pass
+            if self._stream is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    print(line, file=self._stream, flush=True)
+                return
+            if self._num_chars > _MAX_QUEUED_CHARS:
+                self._num_dropped += 1
+                return
+            self._queue.append(line)
+            self._num_chars += len(line) + 1
+            self._has_lines.set()
+            if self._writer.problem:
+                self._start_writer()
+
+    def flush(self, timeout_s: float = 2.0) -> None:
+        """Wait until what was said is written, if its reader takes it in time."""
+        deadline = time.monotonic() + timeout_s
+        self._has_lines.set()
+        while (self._queue or self._is_writing) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _start_writer(self) -> None:
+        if not self._is_registered:
+            self._is_registered = True
+            atexit.register(self.flush)
+        with contextlib.suppress(RuntimeError):  # the system has no thread left: the next line tries again
+            self._writer.revive()
+
+    def _write_queued(self) -> None:
+        """One turn of the writer: it alone waits for the reader of the log."""
+        self._has_lines.wait(_TICK_S)
+        with self._lock:
+            self._has_lines.clear()
+            self._tell_repeats()
+            lines, num_dropped = list(self._queue), self._num_dropped
+            self._queue.clear()
+            self._num_chars = self._num_dropped = 0
+            self._is_writing = bool(lines)
+        if num_dropped:
+            lines.append(self._line("warning", "serve", f"... {num_dropped} lines were dropped: nobody read them", {}))
+        try:
+            if lines:
+                _write_all("".join(f"{line}\n" for line in lines).encode(errors="replace"))
+        finally:
+            self._is_writing = False
+
+    def _tell_repeats(self) -> None:
+        for kind, count in self._repeats.take().items():
+            self.event("lines_alike", "warning", not_shown=count, line=kind[:_SHOWN_CHARS])
+
+    def _line(self, level: Level, source: str, text: str, fields: Mapping[str, object]) -> str:
+        return (self._json if self._as_json else _text)(level, source, text, fields)
 
     def _json(self, level: Level, source: str, text: str, fields: Mapping[str, object]) -> str:
         return json.dumps(
             {"time": round(time.time(), 3), "level": level, "source": source, "message": text, **fields}, default=str
         )
+
+
+def _write_all(data: bytes) -> None:
+    """Write to stderr, however long its reader takes. Below Python's stream, whose lock would hold up the exit."""
+    rest = memoryview(data)
+    try:
+        descriptor = sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):  # none, closed, or one of a program that keeps it in memory
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            sys.stderr.write(data.decode())
+        return
+    while rest:
+        try:
+            rest = rest[os.write(descriptor, rest) :]
+        except BlockingIOError:  # somebody else has made it non-blocking
+            select.select([], [descriptor], [], 1.0)
+        except OSError:  # the reader has gone: serving goes on
+            return
 
 
 def _text(level: Level, source: str, text: str, fields: Mapping[str, object]) -> str:

@@ -15,8 +15,10 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from bireme.launch.console import Console
+if TYPE_CHECKING:
+    from bireme.launch.console import Console
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0  # after a turn that failed; doubles with each in a row
 
@@ -51,16 +53,19 @@ class GuardedThread:
     @property
     def problem(self) -> str:
         """Why this thread does nothing; empty while it runs, and once it was stopped."""
-        return "" if self.stopping.is_set() or self._thread.is_alive() else f"thread {self.name} has ended"
+        if self.stopping.is_set() or self._thread.is_alive():
+            return ""
+        return f"thread {self.name} {'has ended' if self._thread.ident else 'was not started'}"
 
     def revive(self) -> None:
-        """Start it again if it has ended unasked; called on one thread."""
+        """Start it if it has not been, or again if it has ended unasked; called on one thread."""
         if not self.problem:
             return
-        thread = self._new_thread()
+        has_run, thread = self._thread.ident is not None, self._new_thread()
         thread.start()
         self._thread = thread
-        self._console.event("thread_revived", "error", thread=self.name)
+        if has_run:
+            self._console.event("thread_revived", "error", thread=self.name)
 
     def _new_thread(self) -> threading.Thread:
         return threading.Thread(target=self._run, name=self.name, daemon=True)

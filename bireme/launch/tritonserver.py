@@ -293,9 +293,11 @@ class Server:
             for line in stream:
                 line = line.rstrip("\n")
                 self._tail.append(line)
-                if log is not None:
-                    print(line, file=log, flush=True)
-                self._on_line(line)
+                # Whatever is wrong with a log, its pipe must be emptied: the server waits for that.
+                with contextlib.suppress(Exception):
+                    if log is not None:
+                        print(line, file=log, flush=True)
+                    self._on_line(line)
 
     def _wait_ready(self, timeout_s: float, is_wanted: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s

@@ -1,6 +1,7 @@
 """A deployment on a real tritonserver: what dies comes back, what is wrong is told, nothing is left behind."""
 
 import contextlib
+import fcntl
 import http.client
 import json
 import os
@@ -66,8 +67,8 @@ class Served:
     def run_folder(self):
         return next(default_base().glob(f"{self.process.pid}-*"))
 
-    def stop(self):
-        self.process.send_signal(signal.SIGTERM)
+    def stop(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
         return self.process.wait(LIMIT_S)
 
 
@@ -165,6 +166,28 @@ def test_sigterm_ends_with_code_0_and_leaves_nothing(tmp_path, served):
     assert served.stop() == 0, served.log.read_text()
     assert processes.survivors(members) == []
     assert mine(served) == []
+
+
+def test_a_lost_terminal_ends_it_in_good_order(tmp_path):
+    with serving(tmp_path) as served:
+        assert served.stop(signal.SIGHUP) == 0, served.log.read_text()
+    assert "stopped code=0" in served.log.read_text() and mine(served) == []
+
+
+def test_a_log_that_nobody_reads_holds_up_neither_start_nor_healing_nor_the_end(tmp_path):
+    reads, writes = os.pipe()
+    os.write(writes, b"\n" * fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096))  # full from the beginning
+    served = Served(galley.build(tmp_path / "checkout"), Path(f"/dev/fd/{writes}"))
+    try:
+        served.wait_for(lambda: served.status() == "ready")
+        os.kill(served.stub_pid("decode"), signal.SIGKILL)
+        served.wait_for(lambda: served.health()[1]["workers"]["decode"]["stub_restarts"] == 1)
+        assert served.stop() == 0
+    finally:
+        served.process.kill()
+        served.process.wait()
+        os.close(reads)
+        os.close(writes)
 
 
 def test_a_killed_launcher_takes_the_server_along_and_the_next_one_sweeps(tmp_path):
