@@ -94,6 +94,20 @@ _BY_CODE: dict[str, type[BiremeError]] = {
 }
 
 
+def drop_frames(error: BaseException) -> None:
+    """Called by whoever ends an error: answers it, or goes on in spite of it.
+
+    A task or future keeps its exception, the exception its traceback's frames, and a frame as a rule that very task
+    (asyncio.wait_for's own does on Python 3.11): the request with its body would stay until a collection.
+    """
+    open_ends: list[BaseException | None] = [error]
+    while open_ends:
+        one = open_ends.pop()
+        if one is not None and one.__traceback__ is not None:
+            one.__traceback__ = None
+            open_ends += [one.__cause__, one.__context__]
+
+
 # So that the difference to a worker that was not there, or refused, survives the wire.
 _MARKS: dict[type[BiremeError], str] = {EngineLostError: "engine lost: ", KvTransferError: "KV transfer failed: "}
 

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 
-from bireme.errors import BiremeError, RequestCancelledError, UnavailableError
+from bireme.errors import BiremeError, RequestCancelledError, drop_frames
 from bireme.messages import Usage
 from bireme.openai.call import Call, ClientGoneError
-from bireme.openai.error_replies import is_internal, reply_of
+from bireme.openai.error_replies import is_internal, reply_of, shutting_down
 from bireme.openai.event_stream import EventStream
 from bireme.openai.served_model import ServedModel
 from bireme.pipelines.sequence import Sequence
@@ -44,11 +44,14 @@ async def answer_events(call: Call, work: Awaitable[list[Sequence]], stream: Eve
             raise ClientGoneError
         return (await task)[0].finish_reason
     except BiremeError as error:
+        if not call.status:
+            raise
         return await _fail(call, stream, error)
     except asyncio.CancelledError:
         if watch.is_gone:
             raise ClientGoneError from None
-        await _fail(call, stream, UnavailableError("the server is shutting down; try again"))
+        if call.status:
+            await _fail(call, stream, shutting_down())
         raise
     finally:
         streams.discard(stream)
@@ -67,9 +70,8 @@ async def _write(call: Call, stream: EventStream) -> None:
 
 
 async def _fail(call: Call, stream: EventStream, error: BiremeError) -> str:
-    """Tell a client in mid-stream; before the beginning raise the error instead."""
-    if not call.status:
-        raise error
+    """Tell a client in mid-stream."""
+    drop_frames(error)
     if not stream.is_complete:
         if is_internal(error):
             logger.error("stream_failed request_id=%s error=%s", call.request_id.decode(), error)

@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable
 
 from bireme.config import FrontendConfig
 from bireme.discovery.pulse import own_pulse
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, drop_frames
 from bireme.metrics import Registry
 from bireme.openai.answering import Streams
 from bireme.openai.call import JSON_ONLY, Call, ClientGoneError, Receive, Scope, Send
 from bireme.openai.chat_completions import ChatCompletions
 from bireme.openai.completions import Completions
-from bireme.openai.error_replies import HttpError, RateLimitError, is_internal, reply_of
+from bireme.openai.error_replies import HttpError, RateLimitError, is_internal, reply_of, shutting_down
 from bireme.openai.keys import OPEN, ApiKeys
 from bireme.openai.members import Member
 from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
@@ -127,13 +127,18 @@ class Frontend:
         self._num_active += 1
         try:
             await self._dispatch(call)
-        except ClientGoneError:
+        except ClientGoneError as error:
             call.status = _GONE
-        except asyncio.CancelledError:
-            call.status = call.status or _GONE
-            raise
+            drop_frames(error)
+        except asyncio.CancelledError as error:  # by uvicorn, when the drain timeout has passed
+            drop_frames(error)
+            if not call.status:
+                await self._refuse(call, shutting_down())
         except Exception as error:
-            await self._refuse(call, error)
+            was_told = await self._refuse(call, error)
+            drop_frames(error)
+            if not was_told:  # uvicorn closes the connection
+                raise
         finally:
             self._num_active -= 1
             self._count(call)
@@ -161,16 +166,18 @@ class Frontend:
             raise HttpError(404, "no such path; GET /openapi.json lists what there is", code="not_found")
         return methods
 
-    async def _refuse(self, call: Call, error: Exception) -> None:
+    async def _refuse(self, call: Call, error: Exception) -> bool:
+        """Log what only the log may say, and tell the caller; false: it is too late for that."""
         if isinstance(error, RateLimitError):
             self._metrics.add("bireme_rate_limited_total", 1, call.tenant.name)
         if is_internal(error):
             details = None if isinstance(error, BiremeError) else error
             logger.error("request_failed request_id=%s error=%s", call.request_id.decode(), error, exc_info=details)
-        if call.status:  # too late to say it: uvicorn closes the connection
-            raise error
+        if call.status:
+            return False
         reply = reply_of(error)
         await call.reply(reply.status, reply.body, *reply.headers)
+        return True
 
     def _with_body(self, post: Post, kinds: tuple[bytes, ...] = JSON_ONLY) -> Handler:
         """Return a handler that reads the body, within the key's limit of requests."""

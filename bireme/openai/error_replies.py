@@ -47,6 +47,11 @@ class RateLimitError(HttpError):
         super().__init__(429, f"{message}; try again in {seconds} s", "requests", "rate_limit_exceeded", headers)
 
 
+def shutting_down() -> UnavailableError:
+    """What requests are told that the drain timeout ends."""
+    return UnavailableError("the server is shutting down; try again")
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
     status: int

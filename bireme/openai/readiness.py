@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from bireme.config import stage_of
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, drop_frames
 from bireme.openai.served_model import Models, ServedModel
 from bireme.openai.served_video import VideoModels
 from bireme.workers.base import UnreachableError, WorkerClient
@@ -69,10 +69,10 @@ async def _state(workers: WorkerClient, name: str) -> str:
         await asyncio.wait_for(workers.check(name), _TIMEOUT_S)
     except asyncio.TimeoutError:
         return f"{name}: no answer in {_TIMEOUT_S:g} s"
-    except UnreachableError:
-        return "the model's server can't be reached"  # its address is nobody's business
     except BiremeError as error:
-        return str(error)
+        drop_frames(error)
+        is_private = isinstance(error, UnreachableError)  # its address is nobody's business
+        return "the model's server can't be reached" if is_private else str(error)
     return READY
 
 

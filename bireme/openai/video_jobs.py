@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, drop_frames
 from bireme.openai.error_replies import is_internal, reply_of
 from bireme.openai.job_store import Job
 from bireme.openai.keys import Tenant
@@ -150,6 +150,7 @@ class _JobRun:
         if is_internal(error):
             logger.error("job_failed id=%s error=%s", self.id, error)
         told = msgspec.json.decode(reply_of(error).body)["error"]
+        drop_frames(error)
         await self._note_failure(told["code"] or told["type"], told["message"])
 
     async def _note_failure(self, code: str, message: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from bireme.errors import BiremeError, NotFoundError, RequestError, UnavailableError
+from bireme.errors import BiremeError, NotFoundError, RequestError, drop_frames
 from bireme.openai.call import Call, ClientGoneError
-from bireme.openai.error_replies import HttpError, reply_of
+from bireme.openai.error_replies import HttpError, reply_of, shutting_down
 from bireme.openai.event_stream import COMMENT, DONE, PREFIX, SUFFIX
 from bireme.openai.file_reply import send_file
 from bireme.openai.form import json_of
@@ -132,9 +132,12 @@ class Videos:
         except asyncio.CancelledError:
             if watch.is_gone:
                 raise ClientGoneError from None
-            await _tell(call, UnavailableError("the server is shutting down; try again"))
+            if call.status:
+                await _tell(call, shutting_down())
             raise
         except BiremeError as error:
+            if not call.status:
+                raise
             await _tell(call, error)
         finally:
             watch.cancel()
@@ -158,9 +161,8 @@ class Videos:
 
 
 async def _tell(call: Call, error: BiremeError) -> None:
-    """End a stream with its error; before its beginning raise it instead."""
-    if not call.status:
-        raise error
+    """End a stream with its error."""
+    drop_frames(error)
     call.notes["outcome"] = error.code
     await call.write_events(PREFIX + reply_of(error).body + SUFFIX + DONE, True)
 

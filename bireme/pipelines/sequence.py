@@ -39,6 +39,7 @@ from bireme.errors import (
     RequestCancelledError,
     ResourceExhaustedError,
     UnavailableError,
+    drop_frames,
     from_message,
 )
 from bireme.kv.router import Placement, RoutingRequest
@@ -177,10 +178,12 @@ class Sequence:
                 return await self._attempt(placement)
             except UnavailableError as error:
                 pause_s = self._plan_retry(error)
+                drop_frames(error)
             except ResourceExhaustedError as error:
                 if not self.tokens:
                     raise
                 pause_s = self._plan_retry(error)
+                drop_frames(error)
             finally:
                 self._services.router.finished(placement)
                 self._release_pictures()

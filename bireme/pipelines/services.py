@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bireme.config import Recipe
-from bireme.errors import BiremeError, ResourceExhaustedError
+from bireme.errors import BiremeError, ResourceExhaustedError, drop_frames
 from bireme.kv.router import Router
 from bireme.metrics import Registry
 from bireme.workers.base import WorkerClient
@@ -61,3 +61,4 @@ async def _quietly(errand: Coroutine[Any, Any, None]) -> None:
         await errand
     except BiremeError as error:
         logger.info("errand_failed error=%s", error)
+        drop_frames(error)

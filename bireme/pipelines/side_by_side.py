@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 
+from bireme.errors import drop_frames
 from bireme.metrics import Registry
 from bireme.pipelines.sequence import Sequence, Work
 from bireme.pipelines.services import Services
@@ -59,10 +60,13 @@ async def _all(sequences: list[Sequence]) -> None:
     tasks = [asyncio.ensure_future(sequence.run()) for sequence in sequences]
     try:
         await asyncio.gather(*tasks)
-    finally:
+    except BaseException as first:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for other in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(other, BaseException) and other is not first:
+                drop_frames(other)
+        raise
 
 
 def _measure(metrics: Registry, sequence: Sequence, arrived_at: float) -> None:

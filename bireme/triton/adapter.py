@@ -21,7 +21,7 @@ import triton_python_backend_utils as pb_utils
 
 from bireme.config import WORKER_STAGES, Recipe, missing_worker, stage_of
 from bireme.discovery.pulse import BEAT_S, Pulse, own_pulse
-from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError
+from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, drop_frames
 from bireme.metrics import Registry
 from bireme.recipe_files import load_recipe
 from bireme.specs import ModelSpec
@@ -205,6 +205,7 @@ class Adapter:
         try:
             await self._stage.handle(inputs, stream.send, stream.cancelled)
         except BiremeError as error:
+            drop_frames(error)
             stream.finish(error)
         except asyncio.CancelledError:
             stream.finish(self._cancellation())

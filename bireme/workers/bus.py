@@ -31,6 +31,7 @@ from bireme.errors import (
     EngineLostError,
     NotFoundError,
     UnavailableError,
+    drop_frames,
     to_message,
 )
 from bireme.messages import (
@@ -191,6 +192,7 @@ class Session:
             error = BiremeError(f"token bus of {self._bus.worker}: {type(wrong).__name__}: {wrong}")
         finally:
             self._end(error)
+            drop_frames(error)
             if self._call is not None:
                 self._call.cancel()  # does nothing to a stream that has been left in good order
             self._bus.ended(self)
@@ -205,6 +207,7 @@ class Session:
         except asyncio.TimeoutError:
             return UnavailableError(f"{self._bus.worker}: no answer in {OPEN_TIMEOUT_S:g} s; its stub stands still")
         except grpc.aio.AioRpcError as error:
+            drop_frames(error)
             return rpc_error(error, self._bus.address)
         except BiremeError as error:
             self._end(error)
