@@ -88,6 +88,15 @@ def publish(folder: Path, record: WorkerRecord) -> None:
     draft.replace(folder / f"{record.worker}.json")
 
 
+def restore(folder: Path, record: WorkerRecord) -> bool:
+    """Publish it again if it is gone; return whether it was. Raises OSError."""
+    if (folder / f"{record.worker}.json").exists():
+        return False
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    publish(folder, record)
+    return True
+
+
 def withdraw(folder: Path, worker: str) -> None:
     (folder / f"{worker}.json").unlink(missing_ok=True)
 

@@ -1,8 +1,8 @@
 """One life of an engine process: its sockets, the process, and what is swept when it has ended.
 
-Each life has sockets of its own, so that nothing stale outlives it. The stub binds both before it starts
-the child. All methods but `send` belong to the supervisor's thread: PR_SET_PDEATHSIG follows the thread
-that forks, so that must be one that stays.
+Each life has sockets of its own, so that nothing stale outlives it; those of a stub that was killed go with the
+next life. The stub binds both before it starts the child. All methods but `send` belong to the supervisor's thread:
+PR_SET_PDEATHSIG follows the thread that forks, so that must be one that stays.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -46,6 +47,8 @@ class Life:
         self._is_open = True
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have deleted it
+        self._sweep_predecessors()
         self.endpoint = f"ipc://{self._socket_path()}"
         self._commands = self._bind(zmq.PUSH, ".c")
         self._frames = self._bind(zmq.PULL, ".s")
@@ -138,6 +141,13 @@ class Life:
             return path
         self._own_folder = Path(tempfile.mkdtemp(prefix="bireme-", dir="/tmp"))
         return str(self._own_folder / "engine")
+
+    def _sweep_predecessors(self) -> None:
+        """Remove the sockets of lives whose stub was killed and could not."""
+        stale = re.compile(rf"(kv-)?{re.escape(self.worker)}({re.escape(SUFFIX)})?-\d+(\.c|\.s|\.sock)")
+        for path in self._run_dir.iterdir():
+            if stale.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
         path = self.endpoint.removeprefix("ipc://")

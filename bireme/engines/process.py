@@ -21,6 +21,7 @@ import msgspec
 
 from bireme.config import Recipe, WorkerEntry, stage_of
 from bireme.discovery import run
+from bireme.discovery.run import WorkerRecord
 from bireme.engines import create_engine
 from bireme.engines.base import Engine, EngineContext
 from bireme.engines.config import check_engine_config
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("bireme.engine")
 DRAIN_S = 1.0  # how long SIGTERM lets requests in flight run on
+_RECORD_LOOK_S = 1.0
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h
 _SWITCH_INTERVAL_S = 0.001  # a Python-heavy step must not hold up the IO thread for the default 5 ms
 
@@ -53,6 +55,7 @@ class EngineProcess:
         self._engine: Engine | None = None
         self._transfer: KvTransfer | None = None
         self._share: EmbeddingShare | None = None
+        self._records: list[tuple[Path, WorkerRecord]] = []
         self._has_ended = threading.Event()
         self._began_at = time.monotonic()
 
@@ -73,7 +76,8 @@ class EngineProcess:
         assert self._engine is not None
         self._server.open(self._engine, gate)
         logger.info("engine_ready life=%d load_s=%.2f", self._life, gate.capacity.load_s)
-        self._has_ended.wait()
+        while not self._has_ended.wait(_RECORD_LOOK_S):
+            self._keep_published()
         self._drain()
         self._stop()
         logger.info("engine_stopped life=%d", self._life)
@@ -135,10 +139,8 @@ class EngineProcess:
             config=msgspec.structs.replace(entry.engine_config.cache_transceiver_config, max_tokens_in_buffer=None),
             metrics=ShareMetrics(self._metrics, name),
         )
-        run.publish(
-            folder,
-            run.WorkerRecord(worker=name, life=self._life, pid=os.getpid(), transfer_endpoint=moves.endpoint),
-        )
+        record = WorkerRecord(worker=name, life=self._life, pid=os.getpid(), transfer_endpoint=moves.endpoint)
+        self._publish_record(folder, record)
         return EmbeddingShare(moves, name, self._life)
 
     def _make_transfer(self, entry: WorkerEntry, folder: Path) -> KvTransfer | None:
@@ -158,14 +160,27 @@ class EngineProcess:
 
     def _publish(self, folder: Path, capacity: Capacity) -> None:
         endpoint = self._transfer.endpoint if self._transfer else ""
-        record = run.WorkerRecord(
+        record = WorkerRecord(
             worker=self._worker,
             life=self._life,
             pid=os.getpid(),
             transfer_endpoint=endpoint,
             tokens_per_block=capacity.tokens_per_block,
         )
+        self._publish_record(folder, record)
+
+    def _publish_record(self, folder: Path, record: WorkerRecord) -> None:
         run.publish(folder, record)
+        self._records.append((folder, record))
+
+    def _keep_published(self) -> None:
+        """Write again what somebody has deleted, as cleaners of temporary files do: others find this engine by it."""
+        for folder, record in self._records:
+            try:
+                if run.restore(folder, record):
+                    logger.warning("record_restored worker=%s folder=%s", record.worker, folder)
+            except OSError as error:  # the next look tries again
+                logger.warning("record_not_restored worker=%s error=%s", record.worker, error)
 
     def _give_up(self, error: Exception) -> int:
         is_expected = isinstance(error, ConfigError)

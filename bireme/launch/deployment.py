@@ -27,7 +27,7 @@ from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
 from bireme.launch.drain import drain
 from bireme.launch.frontend import FrontendProcess, FrontendSettings
-from bireme.launch.guarded_thread import GuardedThreads
+from bireme.launch.guarded_thread import GuardedThread, GuardedThreads
 from bireme.launch.health import HealthMonitor
 from bireme.launch.health_server import HealthServer
 from bireme.launch.installation import Installation
@@ -50,6 +50,7 @@ _PROGRESS_S = 5.0
 _MAX_BACKOFF_S = 30.0
 _READY_LOOK_S = 0.05
 _SHORT_STOP_S = 3.0
+_RUN_FOLDER_S = 1.0  # how soon what somebody deleted is there again
 _EXIT_S = 10.0  # of a server without models: Triton looks once a second
 _DEATH_S = 5.0  # from the end of its connections to that of a process that dies, with its core
 
@@ -93,6 +94,7 @@ class Deployment:
         self._monitor: HealthMonitor | None = None
         self._frontend: FrontendProcess | None = None
         self._health: HealthServer | None = None
+        self._run_keeper: GuardedThread | None = None
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -124,9 +126,11 @@ class Deployment:
         if settings.health_port:
             ports["--health-port"] = settings.health_port
         self._installation = check_all(settings.recipe, ports, settings.host, len(self.models), self.run.path)
+        self.run.remember()
         self._console.event("starting", recipe=settings.recipe.name, tritonserver=self._installation.binary)
         self._health = HealthServer(settings.host, settings.health_port, self._live, self._ready)
         self._health.start()
+        self._run_keeper = self.threads.start("run-folder", self._keep_run_folder, _RUN_FOLDER_S)
         if settings.frontend is not None:
             self._frontend = FrontendProcess(settings.frontend, self._console, self.threads)
             self._frontend.spawn()  # it takes as long as the models' load: side by side
@@ -172,7 +176,13 @@ class Deployment:
         if self._health is not None:
             self._health.stop()
             self._health = None
+        if self._run_keeper is not None:
+            self._run_keeper.stop()
         self.run.remove()
+
+    def _keep_run_folder(self) -> None:
+        if count := self.run.restore():
+            self._console.event("run_folder_restored", "warning", missing=count, path=self.run.path)
 
     def _drain(self) -> float:
         """Let requests under way end; return how long the server's own end may take.
@@ -288,6 +298,7 @@ class Deployment:
 
     def _watch(self, server: Server) -> None:
         server.note_members()
+        self.run.remember()
         with_stubs = python_models(self.run.path / "models", self.models)
         self._watchdog = StubWatchdog(server, with_stubs, self._console, self.threads)
         self._watchdog.start()

@@ -31,6 +31,14 @@ def command_line(pid: int) -> list[str]:
         return []
 
 
+def environment(pid: int) -> list[str]:
+    """Return NAME=value as the process was started with. Raises PermissionError for another user's."""
+    try:
+        return (_PROC / str(pid) / "environ").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except _GONE:
+        return []
+
+
 def is_alive(pid: int) -> bool:
     """Return whether the process runs; a zombie does not."""
     return state(pid) not in ("", "Z", "X")

@@ -2,7 +2,8 @@
 
 A folder is `bireme-<uid>/<pid>-<random>` under $XDG_RUNTIME_DIR or /tmp, mode 0700. Its owner holds a lock
 in it, so that the next launch can tell a folder whose owner was killed (and remove it, with its shared
-memory) from one in use, also by another container that shares the file system.
+memory) from one in use, also by another container that shares the file system. What a cleaner of temporary files
+takes away meanwhile, the owner brings back.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from bireme.launch import processes
 
 SHM = Path("/dev/shm")
 _LOCK = "lock"
+_RECIPE = "recipe"  # of a launch without a recipe folder: needed for as long as the launch lasts
+_OWN = (_RECIPE, "models", "backends", "lib")  # folders that the launcher fills; the rest is its children's
 
 
 class RunFolder:
@@ -35,6 +39,12 @@ class RunFolder:
         self.path = base / f"{os.getpid()}-{secrets.token_hex(3)}"
         self.path.mkdir(mode=0o700)
         self._lock = _take_lock(self.path)
+        self._own: dict[Path, str | bytes] = {}  # path -> a link's target, a file's content
+        self._mutex = threading.Lock()  # `restore` has a thread of its own
+
+    @property
+    def _recipe(self) -> Path:
+        return self.path / _RECIPE
 
     @property
     def shm_prefix(self) -> str:
@@ -45,16 +55,46 @@ class RunFolder:
         """Unlink the launch's files in /dev/shm, once no process uses them; return their names."""
         return _sweep_shared_memory(self.path)
 
+    def remember(self) -> None:
+        """Note what the launcher has put here, all small, for `restore`."""
+        with self._mutex:
+            paths = [path for name in _OWN for path in (self.path / name).rglob("*")]
+            self._own = {path: _content(path) for path in paths if path.is_symlink() or path.is_file()}
+
+    def restore(self) -> int:
+        """Bring back folder, lock and what was noted, where somebody has deleted it; return how much was missing."""
+        with self._mutex:
+            is_gone = self._lock is None or not os.fstat(self._lock).st_nlink
+            if is_gone:
+                _make_private(self.path.parent)
+                self.path.mkdir(mode=0o700, exist_ok=True)
+                if self._lock is not None:
+                    os.close(self._lock)
+                self._lock = _take_lock(self.path)
+            missing = [path for path in self._own if not os.path.lexists(path)]
+            for path in missing:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                content = self._own[path]
+                path.symlink_to(content) if isinstance(content, str) else path.write_bytes(content)
+            return len(missing) + is_gone
+
     def clear(self) -> None:
-        """Empty it for another life of the server."""
+        """Empty it for another life of the server; make it again where somebody has deleted it."""
         self.sweep_shared_memory()
+        with self._mutex:
+            self._own = {path: content for path, content in self._own.items() if path.is_relative_to(self._recipe)}
+        self.restore()
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
+                if entry != self._recipe:
+                    shutil.rmtree(entry, ignore_errors=True)
             elif entry.name != _LOCK:
                 entry.unlink(missing_ok=True)
 
     def remove(self) -> None:
+        """Take back everything that carries its name, processes that were stopped and can't end included."""
+        with contextlib.suppress(OSError):  # /proc can't be read just now
+            processes.kill_all(_orphans(self.path))
         self.sweep_shared_memory()
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
@@ -84,10 +124,17 @@ def sweep_stale(base: Path) -> list[Path]:
 
 
 def _orphans(folder: Path) -> Iterator[tuple[int, int | None]]:
-    """Yield a dead launch's stubs: one that waits inside its dead server's IPC never ends by itself."""
+    """Yield what is left of a launch: who waits inside its dead server's IPC, or was stopped, never ends by itself."""
+    prefix = _shm_prefix(folder)
     for pid in processes.all_pids():
-        if any(argument.startswith(_shm_prefix(folder)) for argument in processes.command_line(pid)):
-            yield pid, processes.started_at(pid)
+        with contextlib.suppress(PermissionError):  # another user's
+            is_stub = any(argument.startswith(prefix) for argument in processes.command_line(pid))
+            if pid != os.getpid() and (is_stub or f"BIREME_SHM_PREFIX={prefix}" in processes.environment(pid)):
+                yield pid, processes.started_at(pid)
+
+
+def _content(path: Path) -> str | bytes:
+    return os.readlink(path) if path.is_symlink() else path.read_bytes()
 
 
 def _launches(base: Path) -> Iterator[Path]:

@@ -111,3 +111,10 @@ def test_an_unreadable_record_is_not_found(tmp_path, content):
     (tmp_path / "decode.json").write_bytes(content)
     with pytest.raises(NotFoundError, match="worker decode: its record"):
         run.find(tmp_path, "decode")
+
+
+def test_a_record_that_somebody_deleted_is_published_again(tmp_path):
+    folder = tmp_path / "run"
+    record = run.WorkerRecord(worker="prefill", life=7, pid=1)
+    assert run.restore(folder, record) and not run.restore(folder, record)
+    assert run.find(folder, "prefill") == record

@@ -1,8 +1,12 @@
 """The run folder: private, locked while in use, swept when its owner was killed."""
 
+import os
+import shutil
+import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +70,41 @@ def test_a_base_that_is_a_link_is_refused(tmp_path):
     (tmp_path / "base").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="is no folder"):
         RunFolder(tmp_path / "base")
+
+
+def test_what_somebody_deletes_is_there_again_and_locked(tmp_path):
+    run = RunFolder(tmp_path / "base")
+    (run.path / "models" / "decode").mkdir(parents=True)
+    (run.path / "models" / "decode" / "1").symlink_to("/elsewhere")
+    (run.path / "models" / "decode" / "config.pbtxt").write_text("backend")
+    run.remember()
+    assert run.restore() == 0
+    shutil.rmtree(run.path.parent)
+    assert run.restore() == 3 and stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    assert (run.path / "models" / "decode" / "1").readlink() == Path("/elsewhere")
+    assert (run.path / "models" / "decode" / "config.pbtxt").read_text() == "backend"
+    assert sweep_stale(run.path.parent) == []
+    run.remove()
+
+
+def test_a_deleted_folder_is_cleared_for_the_next_server_all_the_same(tmp_path):
+    run = RunFolder(tmp_path / "base")
+    (run.path / "recipe" / "mine").mkdir(parents=True)
+    (run.path / "recipe" / "mine" / "recipe.yaml").write_text("{}")
+    (run.path / "models").mkdir()
+    (run.path / "models" / "file").touch()
+    run.remember()
+    shutil.rmtree(run.path)
+    run.clear()
+    assert sorted(path.name for path in run.path.iterdir()) == ["lock", "recipe"]
+    assert (run.path / "recipe" / "mine" / "recipe.yaml").read_text() == "{}"
+    run.remove()
+
+
+def test_a_process_of_the_launch_that_was_stopped_does_not_survive_it(tmp_path):
+    run = RunFolder(tmp_path / "base")
+    environment = os.environ | {"BIREME_SHM_PREFIX": run.shm_prefix}
+    with subprocess.Popen(["sleep", "600"], env=environment) as stopped:
+        stopped.send_signal(signal.SIGSTOP)
+        run.remove()
+        assert stopped.wait(20) == -signal.SIGKILL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -43,7 +44,8 @@ def _start(kind: str, sample_model, write_recipe, migration_limit: int) -> Any:
             sample_model("llama"),
             {"prefill": engine, "decode": engine},
             **faults_keys(kind, migration_limit),
-        )
+        ),
+        env={"BIREME_KEY": "ab" * 32},  # as serve.py sets it: not a file that can be deleted
     )
 
 
@@ -168,6 +170,19 @@ def test_requests_that_come_while_the_only_decode_engine_goes_wait_for_its_retur
         time.sleep(0.1)  # they come one after the other, through drain, exit and start
     assert [run.join() for run in runs] == [expected(5)] * len(runs)
     until(lambda: _is_up_again(server, "decode", pid), 90, "decode up again")
+
+
+def test_a_deleted_run_folder_is_made_again_and_nothing_fails_meanwhile(kind: str, server: Any, expected: Any) -> None:
+    if kind != "mocker":
+        pytest.skip("only bireme's own transfer uses files there")
+    shutil.rmtree(server.run.path)
+    pid = _hit(server, "decode", signal.SIGKILL)  # the next engine life needs its sockets there
+    assert Run(server, "generate", max_tokens=5, stream=True).join() == expected(5)
+    until(lambda: _is_up_again(server, "decode", pid), 90, "decode up again")
+    until(lambda: (server.run.path / "prefill.json").exists(), 20, "prefill is found again")
+    moved = total(server, "bireme_kv_transfer_bytes_total", worker="decode")
+    assert Run(server, "generate", max_tokens=5, stream=True).join() == expected(5)
+    until(lambda: total(server, "bireme_kv_transfer_bytes_total", worker="decode") > moved, 20, "KV moves again")
 
 
 def test_direct_decode_streams_end_with_unavailable(server: Any) -> None:

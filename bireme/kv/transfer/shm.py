@@ -39,6 +39,7 @@ __all__ = ["ShmTransfer", "file_prefix", "sweep"]
 
 TICK_MS = 100  # how soon a dead peer or an expired lease is noticed
 IDLE_TICK_MS = 1000
+SOCKET_LOOK_S = 1.0
 MAX_PATH_BYTES = 107  # sockaddr_un
 CLOSE_TIMEOUT_S = 10.0
 LINGER_MS = 200
@@ -72,7 +73,7 @@ class ShmTransfer:
         self._table = LeaseTable(self._timeout_s, self._copier.call)
         self._control = threading.Thread(target=self._serve, name=f"kv-control-{worker}", daemon=True)
         self._is_closing = False
-        self._next_tick = 0.0
+        self._next_tick = self._next_look = 0.0
         self._poller: Any = zmq.Poller()
         self._dealers: set[Any] = set()
 
@@ -140,6 +141,10 @@ class ShmTransfer:
             self._next_tick = now + TICK_MS / 1000
             self._exporter.tick()
             self._importer.tick()
+        if now >= self._next_look:
+            self._next_look = now + SOCKET_LOOK_S
+            if not self._socket_path.exists():
+                self._bind_again()
 
     def _read_mail(self) -> None:
         for letter in self._mailbox.take():
@@ -185,6 +190,15 @@ class ShmTransfer:
                 f"KV transfer: {self._socket_path} can't be made: {error}; check BIREME_RUN_DIR {self._run_dir}"
             ) from error
         return router
+
+    def _bind_again(self) -> None:
+        """Somebody has deleted the socket: peers that are connected stay so, new ones need it."""
+        self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(zmq.ZMQError):  # there is nothing to unlink
+            self._router.unbind(self.endpoint)
+        self._router.bind(self.endpoint)
+        self._socket_path.chmod(0o600)
+        logger.warning("transfer event=socket_restored path=%s", self._socket_path)
 
     def _connect(self, endpoint: str) -> Any:
         dealer = self._context.socket(zmq.DEALER)

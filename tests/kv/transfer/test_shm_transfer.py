@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -427,3 +428,10 @@ def test_a_run_directory_with_too_long_a_path_is_refused(tmp_path):
 def test_backends_of_other_engines_are_refused_with_what_there_is(backend, tmp_path):
     with pytest.raises(ConfigError, match=f"{backend} is not available.*DEFAULT and SHM"):
         create_transfer(backend, run_dir=tmp_path, worker="prefill", life=1, config=None, metrics=None)
+
+
+def test_a_socket_that_somebody_deleted_is_made_again(prefill, make_side):
+    path = Path(prefill.transfer.endpoint.removeprefix("ipc://"))
+    path.unlink()
+    wait_until(path.exists)
+    assert make_side("decode_9").fetch(prefill.export(10)).result() is None
