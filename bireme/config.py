@@ -168,6 +168,7 @@ class PipelineConfig(Settings, frozen=True, kw_only=True):
     stall_timeout_s: PositiveDuration = 30.0  # no news from a worker for so long ends the stream with UNAVAILABLE
     enforce_disaggregation: bool = False  # no prefill worker: refuse instead of serving aggregated
     request_timeout_s: Duration = 0.0  # default deadline; 0: none
+    tensorrtllm_backend_models: bool = False  # load tensorrt_llm_bls and ensemble, for that backend's own clients
 
 
 class ChatConfig(Settings, frozen=True, kw_only=True):
@@ -309,6 +310,11 @@ def missing_worker(stage: str, recipe: Recipe) -> str:
     """Return the worker that a model can't do without and that the recipe has not; "": it has all."""
     needed = stage if stage in WORKER_STAGES else _NEEDED_WORKERS.get(stage, "decode")
     return "" if not needed or needed in recipe.workers else needed
+
+
+def is_wanted(stage: str, recipe: Recipe) -> bool:
+    """Return whether a launch has the model at all: some are for clients that a recipe must name."""
+    return recipe.pipeline.tensorrtllm_backend_models or stage not in ("tensorrt_llm_bls", "ensemble")
 
 
 def stage_of(model_name: str) -> str:

@@ -30,6 +30,7 @@ class ModelSpec:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     decoupled: bool = False
+    max_batch_size: int = 0  # above 0: tensors have one more dimension, before those of their specs
     _inputs: dict[str, TensorSpec] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -251,6 +252,61 @@ COMPLETION = ModelSpec("completion", inputs=_TEXT_IN, outputs=_TEXT_OUT)
 CHAT = ModelSpec("chat", inputs=(_in("request", "BYTES"),), outputs=(_out("response", "BYTES"),), decoupled=True)
 VIDEO = ModelSpec("video", inputs=(_in("request", "BYTES"),), outputs=(_out("response", "BYTES"),), decoupled=True)
 
+# tensorrtllm_backend's, by name, type and shape. What can't be served is an input all the same: its refusal can then
+# say what to do, while Triton's own (of an input that a model has not) says nothing.
+_TRTLLM_BACKEND_SAMPLING = (
+    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "random_seed", "seed", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "length_penalty", "stop_words", "bad_words", "embedding_bias_words",
+    "embedding_bias_weights", "end_id", "pad_id", "num_return_sequences", "beam_width", "return_log_probs",
+    "guided_decoding_guide_type", "guided_decoding_guide",
+)  # fmt: skip
+_TRTLLM_BACKEND_IN = (
+    _in("text_input", "BYTES"),
+    *(tensor for tensor in SAMPLING if tensor.name in _TRTLLM_BACKEND_SAMPLING),
+    _in("min_length", "INT32"),  # min_tokens of older clients
+    _in("exclude_input_in_output", "BOOL"),
+    _in("stream", "BOOL"),
+    _in("return_num_input_tokens", "BOOL"),
+    _in("return_num_output_tokens", "BOOL"),
+    _in("return_context_logits", "BOOL"),
+    _in("return_generation_logits", "BOOL"),
+    _in("return_perf_metrics", "BOOL"),
+    _in("decoder_text_input", "BYTES"),
+    _in("image_input", "FP16", (-1, 3, -1, -1)),
+    _in("image_bytes_input", "UINT8", (-1, -1, -1, -1)),
+    _in("image_url_input", "BYTES"),
+    _in("video_bytes_input", "UINT8", (-1, -1, -1, -1)),
+    _in("prompt_embedding_table", "FP16", (-1, -1)),
+    _in("prompt_vocab_size", "INT32"),
+    _in("prompt_table_extra_id", "UINT64"),
+    _in("num_draft_tokens", "INT32"),
+    _in("use_draft_logits", "BOOL"),
+    _in("lora_task_id", "UINT64"),
+    _in("lora_weights", "FP16", (-1, -1)),
+    _in("lora_config", "INT32", (-1, 3)),
+)
+_TRTLLM_BACKEND_OUT = (
+    _out("text_output", "BYTES", (-1,)),
+    _out("batch_index", "INT32"),
+    _out("sequence_index", "INT32"),
+    _out("cum_log_probs", "FP32", (-1,)),
+    _out("output_log_probs", "FP32", (-1, -1)),
+    _out("num_input_tokens", "INT32"),
+    _out("num_output_tokens", "INT32"),
+    # never sent: clients that name them in their list of outputs are told why by the input that asks for them
+    _out("context_logits", "FP32", (-1, -1)),
+    _out("generation_logits", "FP32", (-1, -1, -1)),
+    *(_out(f"kv_cache_{name}_blocks", "INT32") for name in ("alloc_new", "reused", "alloc_total")),
+    *(_out(f"{name}_time_ns", "INT64") for name in ("arrival", "first_scheduled", "first_token", "last_token")),
+    _out("acceptance_rate", "FP32"),
+    _out("total_accepted_draft_tokens", "INT32"),
+    _out("total_draft_tokens", "INT32"),
+)
+TENSORRT_LLM_BLS, ENSEMBLE = (
+    ModelSpec(name, _TRTLLM_BACKEND_IN, _TRTLLM_BACKEND_OUT, decoupled=True, max_batch_size=64)
+    for name in ("tensorrt_llm_bls", "ensemble")
+)
+
 STAGES = (TOKENIZER, PREFILL, DECODE, MULTIMODAL_ENCODER, LOGITS_PROCESSOR, VIDEO_DIFFUSION)
-PIPELINES = (GENERATE, COMPLETION, CHAT, VIDEO)
+PIPELINES = (GENERATE, COMPLETION, CHAT, VIDEO, TENSORRT_LLM_BLS, ENSEMBLE)
 MODELS = {spec.name: spec for spec in (*STAGES, *PIPELINES)}

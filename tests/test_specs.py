@@ -7,7 +7,7 @@ import pytest
 from bireme import specs
 from bireme.specs import MODELS, PIPELINES, STAGES
 
-DATA_TYPES = {"INT32", "INT64", "UINT8", "UINT64", "FP32", "BYTES", "BOOL"}
+DATA_TYPES = {"INT32", "INT64", "UINT8", "UINT32", "UINT64", "FP16", "FP32", "BYTES", "BOOL"}
 
 
 def test_every_model_is_listed_once():
@@ -37,7 +37,7 @@ def test_every_input_is_optional_because_http_does_not_notice_a_missing_one(spec
 
 def test_the_kinds_of_the_models_are_those_of_the_design():
     decoupled = {spec.name for spec in MODELS.values() if spec.decoupled}
-    assert decoupled == {"decode", "video_diffusion", "generate", "chat", "video"}
+    assert decoupled == {"decode", "video_diffusion", "generate", "chat", "video", "tensorrt_llm_bls", "ensemble"}
 
 
 def test_completion_is_generate_without_stream():

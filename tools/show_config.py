@@ -45,7 +45,8 @@ def compare(config: dict[str, Any], spec: ModelSpec | None) -> Comparison:
     expected = "" if spec is None or spec.decoupled == is_decoupled else f"the spec says decoupled={spec.decoupled}"
     result.add(f"{kind}, decoupled={is_decoupled}", expected)
     size = config.get("max_batch_size", 0)
-    result.add(f"max_batch_size={size}", "" if size == 0 or spec is None else "batching happens inside the engine: 0")
+    expected = "" if spec is None or spec.max_batch_size == size else f"the spec says {spec.max_batch_size}"
+    result.add(f"max_batch_size={size}", expected)
     for group in config.get("instance_group", ()):
         result.add(f"instances={group.get('count')} {group.get('kind')}")
     _compare_tensors(result, "input", config.get("input", []), spec.inputs if spec else None)
@@ -90,6 +91,13 @@ class Server:
         rows = json.loads(self._get("/v2/repository/index", b"{}"))
         return sorted(row["name"] for row in rows if row.get("state") == "READY")
 
+    def has(self, model: str) -> bool:
+        try:
+            self._get(f"/v2/models/{model}/ready")
+        except urllib.error.HTTPError:
+            return False
+        return True
+
     def _get(self, path: str, body: bytes | None = None) -> bytes:
         with urllib.request.urlopen(urllib.request.Request(self._url + path, body), timeout=TIMEOUT_S) as response:
             answer: bytes = response.read()
@@ -101,7 +109,7 @@ def known_models(server: Server) -> list[str]:
     try:
         return server.models()
     except urllib.error.HTTPError:
-        return [*MODELS, "text_generation"]
+        return [model for model in (*MODELS, "text_generation") if server.has(model)]
 
 
 def show(server: Server, models: list[str]) -> dict[str, list[str]]:

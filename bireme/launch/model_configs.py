@@ -23,7 +23,7 @@ def whole_config(text: str, spec: ModelSpec) -> str:
     inputs = [f"input {_tensor(tensor)}" for tensor in spec.inputs]
     outputs = [f"output {_tensor(tensor)}" for tensor in spec.outputs]
     decoupled = str(spec.decoupled).lower()
-    policy = ["max_batch_size: 0", f"model_transaction_policy {{ decoupled: {decoupled} }}"]
+    policy = [f"max_batch_size: {spec.max_batch_size}", f"model_transaction_policy {{ decoupled: {decoupled} }}"]
     return "\n".join([text.rstrip("\n"), *policy, *inputs, *outputs, ""])
 
 

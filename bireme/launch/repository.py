@@ -10,7 +10,7 @@ import compileall
 from collections.abc import Iterable
 from pathlib import Path
 
-from bireme.config import CHECKOUT, WORKER_STAGES, Recipe, missing_worker
+from bireme.config import CHECKOUT, WORKER_STAGES, Recipe, is_wanted, missing_worker
 from bireme.errors import ConfigError
 from bireme.launch.model_configs import whole_config
 from bireme.specs import MODELS, ModelSpec
@@ -24,6 +24,8 @@ def link_models(folder: Path, recipe: Recipe, checkout: Path = CHECKOUT) -> tupl
     folder.mkdir(parents=True, exist_ok=True)
     names: list[str] = []
     for stage, source in sources.items():
+        if not is_wanted(stage, recipe):
+            continue
         _compile(source)
         for name in recipe.replicas(stage) or (stage,):
             _link(folder / name, source, MODELS.get(stage))
@@ -54,7 +56,11 @@ def used_models(recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[tuple[str, .
         if not missing_worker(stage, recipe)
         for name in (recipe.replicas(stage) if stage in WORKER_STAGES else (stage,))
     ]
-    pipelines = [name for name in _names(checkout / REPOSITORIES[1]) if not missing_worker(name, recipe)]
+    pipelines = [
+        name
+        for name in _names(checkout / REPOSITORIES[1])
+        if is_wanted(name, recipe) and not missing_worker(name, recipe)
+    ]
     return tuple(models), tuple(pipelines)
 
 

@@ -51,9 +51,9 @@ class TextPipeline:
         arrived_at = time.monotonic()
         try:
             with self._services.admitted():
-                request = parse_generate(inputs, self.spec, self._services.recipe)
+                requests = self._parse(inputs)
                 cancel_with(cancelled)
-                sequences = await self._serve(request, send, arrived_at)
+                sequences = await self._serve(requests, send, arrived_at)
         except asyncio.CancelledError:
             count_request(self._services.metrics, "CANCELLED", arrived_at)
             raise
@@ -62,9 +62,15 @@ class TextPipeline:
             raise
         count_request(self._services.metrics, sequences[0].finish_reason, arrived_at)
 
-    async def _serve(self, request: GenerateRequest, send: Send, arrived_at: float) -> list[Sequence]:
+    def _parse(self, inputs: Tensors) -> list[GenerateRequest]:
+        """Return what is asked for; more than one request only where the model takes batches."""
+        assert self._services is not None
+        return [parse_generate(inputs, self.spec, self._services.recipe)]
+
+    async def _serve(self, requests: list[GenerateRequest], send: Send, arrived_at: float) -> list[Sequence]:
         """Return the sequences, all ended well."""
         assert self._services is not None and self._tokenizer is not None
+        (request,) = requests
         prompt = await self._tokenize(request)
         check_prompt_tokens(len(prompt), self._services.recipe.limits)
         works = self._works(request, prompt, arrived_at)

@@ -9,7 +9,7 @@ from bireme.specs import ModelSpec, TensorSpec
 
 def complete_config(config: Any, spec: ModelSpec) -> Any:
     """Add inputs, outputs and policy to a pb_utils.ModelConfig; a contradicting pbtxt fails the load."""
-    config.set_max_batch_size(0)
+    config.set_max_batch_size(spec.max_batch_size)
     config.set_model_transaction_policy({"decoupled": spec.decoupled})
     for tensor in spec.inputs:
         config.add_input(tensor_config(tensor) | {"optional": tensor.optional})

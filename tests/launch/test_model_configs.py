@@ -6,9 +6,9 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from bireme.config import CHECKOUT, Recipe, WorkerEntry
+from bireme.config import CHECKOUT, PipelineConfig, Recipe, WorkerEntry
 from bireme.launch.model_configs import are_whole, whole_config
-from bireme.launch.repository import link_models
+from bireme.launch.repository import link_models, used_models
 from bireme.launch.tritonserver import start_server
 from bireme.specs import MODELS
 
@@ -23,7 +23,7 @@ def parsed(text):
 def test_a_whole_configuration_says_what_the_spec_says(spec):
     config = parsed(whole_config(PLAIN, spec))
     assert config.backend == "python" and config.instance_group[0].count == 1
-    assert config.max_batch_size == 0
+    assert config.max_batch_size == spec.max_batch_size
     assert config.model_transaction_policy.decoupled == spec.decoupled
     for found, wanted in ((config.input, spec.inputs), (config.output, spec.outputs)):
         assert [tensor.name for tensor in found] == [tensor.name for tensor in wanted]
@@ -44,6 +44,15 @@ def test_a_configuration_that_says_a_part_by_itself_is_left_to_triton(own, tmp_p
 
 def test_a_comment_that_names_a_key_is_none():
     assert "max_batch_size: 0" in whole_config("# input and output come from the specs\n" + PLAIN, MODELS["decode"])
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_the_models_for_tensorrtllm_backend_s_clients_are_there_when_the_recipe_asks(tmp_path, is_wanted):
+    pipeline = PipelineConfig(tensorrtllm_backend_models=is_wanted)
+    recipe = Recipe(model="m", workers={"decode": WorkerEntry(engine="mocker")}, pipeline=pipeline)
+    names = {"tensorrt_llm_bls", "ensemble"}
+    assert names & set(link_models(tmp_path, recipe)) == names & set(used_models(recipe)[1])
+    assert names & {path.name for path in tmp_path.iterdir()} == (names if is_wanted else set())
 
 
 def test_all_models_of_this_checkout_become_whole(tmp_path):

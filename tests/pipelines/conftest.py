@@ -60,9 +60,12 @@ class Call:
 
 def tensor_of(pipeline: TextPipeline, name: str, value: Any) -> Any:
     spec = pipeline.spec.input(name)
-    items = value if isinstance(value, list) else [value]
+    items = value if isinstance(value, list | np.ndarray) else [value]
     if spec is not None and spec.data_type == "BYTES":
-        return np.array([item.encode() if isinstance(item, str) else item for item in items], object)
+        texts = np.array(items, object)
+        return np.array([item.encode() if isinstance(item, str) else item for item in texts.flat], object).reshape(
+            texts.shape
+        )
     return np.array(items, KINDS[spec.data_type] if spec else None)
 
 
