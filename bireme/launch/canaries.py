@@ -152,7 +152,8 @@ class Canaries:
         series = self._series().get(decode)
         if self.is_stopping:
             return
-        if way.result is not None and way.result.is_ok and _does_work(series, way.series, bool(prefill)):
+        partners_work = all(self._ways[name].result and not self.problem(name) for name in (prefill, decode) if name)
+        if partners_work and _does_work(series, way.series, bool(prefill)):
             way.series = series
             return
         way.series = series

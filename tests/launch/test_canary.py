@@ -173,6 +173,19 @@ def test_a_worker_with_work_gets_no_canary_and_one_without_does(server):
     assert len(deployment.called("decode")) == 2
 
 
+def test_a_prefill_worker_that_failed_is_asked_again_while_decode_works_for_others(server):
+    address, deployment = server
+    names = ("decode", "decode_1")
+    series = dict.fromkeys(names, WorkerSeries(steps=1, queued=4, imported=1))
+    canaries = make_canaries(address, series, prefill=2, decode=2)
+    deployment.answers["prefill_1"] = {"error": "UNAVAILABLE: prefill_1 is starting"}
+    canaries.turn()
+    del deployment.answers["prefill_1"]
+    series |= dict.fromkeys(names, WorkerSeries(steps=2, queued=4, imported=2))
+    canaries.turn()
+    assert canaries.problem("prefill_1") == ""
+
+
 def test_without_prefill_workers_decode_is_asked_alone(server):
     address, deployment = server
     make_canaries(address, down=("prefill", "prefill_1"), prefill=2, decode=1).turn()
