@@ -16,6 +16,7 @@ from benchmarks.chaos.records import Hit, Probe, Readiness, Request, Seen, Serve
 from benchmarks.chaos.ways import Way
 
 LIE_S = 5.0  # readiness may be wrong for so long
+RESOLUTION_S = 0.5  # probes are a second apart: a way is down for half of that less or more than they show
 AFTERMATH_S = 3.0  # connections that a dead process held are found broken, one after the other
 STALL_TIMEOUT_S = 30.0  # the recipes' pipeline.stall_timeout_s: an engine that is not back by then is late
 
@@ -79,7 +80,7 @@ def lies(seen: Seen, hits: Sequence[Hit], ways: Mapping[str, Way]) -> list[Viola
         told = ready_spans(seen.readiness, is_strict=way.is_direct)
         for down in down_spans([probe for probe in seen.probes if probe.way == name]):
             for begin, end in _overlaps(down, told):
-                if end - begin > LIE_S + seen.delay_s(begin, end):
+                if end - begin > LIE_S + RESOLUTION_S + seen.delay_s(begin, end):
                     under = _under(begin, end, hits)
                     text = f"ready for {end - begin:.1f} s while {name} answered nothing" + _names(under, hits)
                     found.append(Violation("lie", text, under))
