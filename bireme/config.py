@@ -233,9 +233,10 @@ class SupervisorConfig(Settings, frozen=True, kw_only=True):
     ping_interval_s: PositiveDuration = 0.1
     ping_timeout_s: PositiveDuration = 2.0  # the IO thread does not answer: the process hangs (SIGSTOP, swap)
     stall_timeout_s: PositiveDuration = 60.0  # work queued and one step takes longer: the engine hangs
-    max_restarts: NotNegative = 5  # in restart_window_s; then the worker stays down and says so
+    max_restarts: NotNegative = 5  # in restart_window_s; then slow_restart_s counts. 0: what has ended stays down
     restart_window_s: PositiveDuration = 300.0
     restart_backoff_s: Duration = 0.1  # doubles with each restart in the window, 10 s at most
+    slow_restart_s: Duration = 60.0  # between lives once max_restarts are used up; 0: the worker stays down
 
 
 class Recipe(Settings, frozen=True, kw_only=True):

@@ -220,7 +220,8 @@ class EngineServer:
             if record is not None and self._service is not None:
                 record.is_muted = True
                 self._service.engine.abort(key)
-        logger.info("consumer_dropped consumer=%d requests=%d", consumer, len(keys))
+        if keys:  # else an ordinary close
+            logger.info("consumer_dropped consumer=%d requests=%d", consumer, len(keys))
 
     def _pong(self, number: int) -> None:
         progress = self._service.engine.progress() if self._service else _IDLE

@@ -1,7 +1,7 @@
 """Starts an engine process, watches it, and starts it again: one permanent thread.
 
     starting -> ready -> (the child ends, hangs or stalls) -> restarting -> ready ...
-                                                           -> down, after too many restarts
+                                                           -> slow restarts, or down, after too many
 
 The thread forks every child, reads its frames, pings it, and calls the owner back. A first start that
 fails is not tried again: whoever called `start` is told why.
@@ -249,13 +249,20 @@ class Supervisor:
 
     def _plan_restart(self, reason: str) -> float | None:
         """Return the seconds until the next life; None: there is none."""
+        config = self._config
         delay_s = self._restarts.next_delay_s()
-        if delay_s is None:
-            limit, window = self._config.max_restarts, self._config.restart_window_s
-            self._give_up(f"it was started again {limit} times in {window:g} s (last: {reason})")
-        else:
+        if delay_s is not None:
             self._state = f"{self._worker} starts again in {delay_s:.1f} s ({reason})"
-        return delay_s
+            return delay_s
+        used = f"it was started again {config.max_restarts} times in {config.restart_window_s:g} s (last: {reason})"
+        if not config.max_restarts or not config.slow_restart_s:
+            self._give_up(used)
+            return None
+        self._state = f"{self._worker} starts again in {config.slow_restart_s:g} s (supervisor.slow_restart_s): {used}"
+        self._logger.error(
+            "engine_restarts_slowly worker=%s in_s=%g reason=%s", self._worker, config.slow_restart_s, used
+        )
+        return config.slow_restart_s
 
     def _sleep(self, seconds: float) -> bool:
         """Return false as soon as the supervisor is to stop."""

@@ -228,8 +228,19 @@ def test_a_long_step_within_the_limit_is_no_hang(make_recipe, start_client):
     assert sink.wait().reason == "length"
 
 
+def test_after_too_many_restarts_slow_ones_go_on(make_recipe, start_client):
+    supervisor = {"ping_interval_s": 0.05, "max_restarts": 1, "restart_backoff_s": 0.01, "slow_restart_s": 0.5}
+    client = start_client(make_recipe(top={"supervisor": supervisor}))
+    for _ in range(3):
+        before = client.life
+        os.kill(client.pid, signal.SIGKILL)
+        wait_for(lambda before=before: client.is_ready and client.life != before)
+    os.kill(client.pid, signal.SIGKILL)
+    wait_for(lambda: "0.5 s (supervisor.slow_restart_s)" in client.state)
+
+
 def test_too_many_restarts_leave_the_worker_down_with_a_remedy(make_recipe, start_client):
-    supervisor = {"ping_interval_s": 0.05, "max_restarts": 1, "restart_backoff_s": 0.01}
+    supervisor = {"ping_interval_s": 0.05, "max_restarts": 1, "restart_backoff_s": 0.01, "slow_restart_s": 0}
     client = start_client(make_recipe(top={"supervisor": supervisor}))
     first = client.life
     os.kill(client.pid, signal.SIGKILL)
