@@ -15,16 +15,18 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvicorn
 
 from bireme.config import FrontendConfig, Recipe
 from bireme.errors import ConfigError
+from bireme.launch.processes import started_at
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
 from bireme.openai.connection import Connection
+from bireme.openai.group_folder import wait_for_successor
 from bireme.openai.keys import ApiKeys, load_keys
 from bireme.openai.logs import set_up_logs
 from bireme.openai.members import Member, shared_socket
@@ -44,9 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     set_up_logs(options.log_level, options.json_logs, options.access_log)
     if options.parent:
-        end_with_parent(options.parent)
+        end_with_parent(options.parent, _successor(options.member, options.launch))
     if options.processes > 1 and options.member is None:
-        return run_group(sys.argv[1:] if arguments is None else arguments, options.processes)
+        given = sys.argv[1:] if arguments is None else arguments
+        return run_group(given, options.processes, options.parent, options.drain_timeout)
     try:
         server = make_server(options)
         listeners = [shared_socket(options.host, options.port)] if options.member else None
@@ -81,8 +84,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json-logs", action="store_true", help="one JSON object a line")
     parser.add_argument("--no-access-log", dest="access_log", action="store_false")
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # end when this process does
+    parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)  # starts the next group of processes
     parser.add_argument("--member", type=Member.parse, help=argparse.SUPPRESS)  # which of --processes this one is
     return parser.parse_args(arguments)
+
+
+def _successor(member: Member | None, launch: int) -> Callable[[], None]:
+    """Return what waits, after the parent's death, until this process is not needed any more."""
+    if member is None or not launch:
+        return lambda: None
+    return functools.partial(wait_for_successor, member.folder, launch, started_at(launch))
 
 
 def _positive(text: str) -> int:
@@ -107,7 +118,7 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     config = recipes[0].frontend
     keys = _keys(options.api_keys, recipes[0], options.member)
     frontend = Frontend(models, metrics, config, keys, options.member, videos)
-    return _Server(_uvicorn_config(frontend, options, config), frontend)
+    return _Server(_uvicorn_config(frontend, options, config), frontend, options.member)
 
 
 def calm_collector() -> None:
@@ -118,11 +129,16 @@ def calm_collector() -> None:
 
 
 class _Server(uvicorn.Server):
-    """Says that it drains as soon as it is asked to stop."""
+    """Says that it serves, and that it drains as soon as it is asked to stop."""
 
-    def __init__(self, config: uvicorn.Config, frontend: Frontend) -> None:
+    def __init__(self, config: uvicorn.Config, frontend: Frontend, member: Member | None) -> None:
         super().__init__(config)
-        self._frontend = frontend
+        self._frontend, self._member = frontend, member
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        await super().startup(sockets)  # type: ignore[arg-type]
+        if self._member is not None and self.started:
+            self._member.note_serving()
 
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         if self._frontend.readiness is not None:

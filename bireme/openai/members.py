@@ -41,9 +41,17 @@ class Member:
         return f"{self.number}/{self.count}/{str(self.folder).lstrip('/')}"
 
     @property
-    def has_begun(self) -> bool:
-        """Does its process answer, or did one?"""
-        return self._path(self.number).exists()
+    def has_served(self) -> bool:
+        """Does its process take connections, or did one?"""
+        return self._served.exists()
+
+    def note_serving(self) -> None:
+        """Say that this process takes connections."""
+        self._served.touch()
+
+    @property
+    def _served(self) -> Path:
+        return self.folder / f"{self.number}.served"
 
     def share_of(self, limit: int | None) -> int | None:
         """Return this process's part of a limit for all of them, at least 1."""

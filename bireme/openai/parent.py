@@ -6,16 +6,20 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
-_CHECK_S = 1.0
-
-
-def end_with_parent(parent: int) -> None:
-    """Watch the parent from a thread of its own; SIGTERM for this process when another has become it."""
-    threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
+_CHECK_S = 0.5
 
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_CHECK_S)
-    os.kill(os.getpid(), signal.SIGTERM)
+def end_with_parent(parent: int, wait: Callable[[], None] = lambda: None) -> None:
+    """Watch the parent from a thread of its own; when another has become it `wait`, then SIGTERM for this process."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_CHECK_S)
+        try:
+            wait()
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
