@@ -22,6 +22,7 @@ import argparse
 import itertools
 import json
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -42,6 +43,7 @@ _SHOWN = 40  # violations in the table's list; the JSON has all
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # launches end with the campaign, as at Ctrl-C
     topologies = [TOPOLOGIES[name] for name in options.topology]
     print(f"seed {options.seed}", file=sys.stderr, flush=True)
     if options.plan:
