@@ -74,6 +74,7 @@ class Campaign:
             try:
                 launch.start()
             except NotStartedError as error:
+                launch.remove()
                 self._outcome.violations.append(Violation("not_recovered", str(error)))
                 return self._outcome
             try:
@@ -82,7 +83,7 @@ class Campaign:
                     self._drain(launch)
                     return self._outcome
             finally:
-                launch.kill()
+                launch.remove()
             if time.monotonic() >= deadline:
                 return self._outcome
 

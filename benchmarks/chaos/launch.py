@@ -9,9 +9,11 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -46,7 +48,11 @@ class Launch:
         self._shm_before = set(_listing(_SHM))
         self._shm_prefixes: set[str] = set()
         self.log = folder / f"{topology.name}-{self.mark[:4]}.log"
-        self.runtime, self.temporary = folder / f"run-{self.mark}", folder / f"tmp-{self.mark}"
+        # Not in `folder`, which may have a long name: a path of more than 107 bytes can't be a socket's.
+        home = Path(tempfile.mkdtemp(prefix="chaos-"))
+        self.runtime, self.temporary = home / "run", home / "tmp"
+        self.runtime.mkdir(mode=0o700)
+        self.temporary.mkdir(mode=0o700)
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -62,8 +68,6 @@ class Launch:
 
     def start(self) -> None:
         """Start and wait until the frontend is ready. Raises NotStartedError."""
-        for path in (self.runtime, self.temporary):
-            path.mkdir(mode=0o700)
         ports = [f"--{name}-port={port}" for name, port in self.ports.items()]
         command = [
             sys.executable, "tools/serve.py", self.topology.recipe, *ports,
@@ -156,8 +160,15 @@ class Launch:
         sockets = Path("/proc/net/unix").read_text().splitlines()
         return left + [f"socket {line.split()[-1]}" for line in sockets if str(self.runtime) in line]
 
+    def remove(self) -> None:
+        """End what still runs, and take back what is left: at the very end, whatever has happened."""
+        self.kill()
+        shutil.rmtree(self.runtime.parent, ignore_errors=True)
+        for name in filter(self._is_ours, _listing(_SHM)):
+            (_SHM / name).unlink(missing_ok=True)
+
     def kill(self) -> None:
-        """End everything at once; for a launch that does not end by itself, or when the campaign itself fails."""
+        """End everything at once, for a launch that does not end by itself."""
         self.reads_log.set()
         for _ in range(3):
             for pid in self.members():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 
@@ -147,7 +148,6 @@ def test_the_same_seed_draws_the_same_faults_and_every_kind_comes():
 
 def test_a_process_and_a_file_that_stay_behind_are_found(tmp_path):
     launch = Launch(TOPOLOGY, tmp_path)
-    launch.runtime.mkdir()
     assert launch.left_over() == []
     (launch.runtime / "forgotten").touch()
     mark = {"BIREME_CHAOS_MARK": launch.mark}
@@ -156,3 +156,4 @@ def test_a_process_and_a_file_that_stay_behind_are_found(tmp_path):
         process.communicate(b"\n")
     assert any(f"process {process.pid}" in text for text in found)
     assert any("forgotten" in text for text in found)
+    shutil.rmtree(launch.runtime.parent)
