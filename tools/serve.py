@@ -144,6 +144,10 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}-port", type=int, default=port, metavar="PORT")
     port = int(os.environ.get("BIREME_OPENAI_PORT", "9000"))
     parser.add_argument("--openai-port", type=int, default=port, metavar="PORT", help="OpenAI's API; 0: without")
+    parser.add_argument(
+        "--allow-client-shm", action="store_true",
+        help="let KServe clients on this machine pass tensors in shared memory: for trusted clients only",
+    )  # fmt: skip
     parser.add_argument("--api-keys", metavar="FILE", help="keys that the OpenAI frontend asks for")
     parser.add_argument("--frontend-processes", type=int, default=1, metavar="N", help="that share the OpenAI port")
 
@@ -165,6 +169,7 @@ def settings_of(options: argparse.Namespace, run: RunFolder) -> DeploymentSettin
         drain_timeout_s=options.drain_timeout,
         canaries=CanarySettings(interval_s=options.canary_interval),
         frontend=frontend_of(options, recipe.folder, override, run),
+        allow_client_shm=options.allow_client_shm,
         triton_arguments=tuple(options.triton_arg),
         environment={"BIREME_LOG_LEVEL": options.log_level},
     )

@@ -10,8 +10,10 @@ from typing import Any
 from bireme.errors import BiremeError, UnavailableError
 
 ADMIN_HEADER = "bireme-admin-key"
-# What only the launcher may call: loading and unloading, mapping shared memory, tracing, log settings.
-RESTRICTED_APIS = ("model-repository", "shared-memory", "trace", "logging")
+# What only the launcher may call: loading and unloading, tracing, log settings.
+RESTRICTED_APIS = ("model-repository", "trace", "logging")
+# Triton's refusal of a restricted API names the header that it expects: this one names the remedy.
+SHM_HEADER = "start-serve-py-with-allow-client-shm"
 _PROXY_FREE = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -68,6 +68,7 @@ class DeploymentSettings:
     max_restarts: int = 10  # of the server, in restart_window_s; then give up
     restart_window_s: float = 600.0
     thread_pool_size: int = 0  # 0: as many as the process limit allows, THREAD_POOL_SIZE at most
+    allow_client_shm: bool = False
     triton_arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     checkout: Path = CHECKOUT
@@ -256,6 +257,7 @@ class Deployment:
             models=(),
             thread_pool_size=settings.thread_pool_size or thread_pool_size(len(self.models)),
             exit_timeout_s=settings.drain_timeout_s,
+            allow_client_shm=settings.allow_client_shm,
             environment=environment,
             arguments=settings.triton_arguments,
         )

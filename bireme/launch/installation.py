@@ -171,7 +171,7 @@ def missing_libraries(prepared: Prepared) -> list[str]:
     return re.findall(r"^\s*(\S+) => not found", listing.stdout, re.MULTILINE)
 
 
-def newer_flags(installation: Installation, prepared: Prepared) -> tuple[str, ...]:
+def newer_flags(installation: Installation, prepared: Prepared, allow_client_shm: bool = False) -> tuple[str, ...]:
     """Return the flags that the wheel's 2.51 does not know and later servers need; `--help` says which they have."""
     if installation.is_wheel:
         return ()
@@ -180,4 +180,5 @@ def newer_flags(installation: Installation, prepared: Prepared) -> tuple[str, ..
         env=prepared.environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     known = set(re.findall(r"--[a-z][a-z-]+", listing.stdout + listing.stderr))
-    return tuple(f"{flag}={value}" for flag, value in _NEWER_FLAGS.items() if flag in known)
+    flags = _NEWER_FLAGS | ({"--allow-client-shm": "true"} if allow_client_shm else {})
+    return tuple(f"{flag}={value}" for flag, value in flags.items() if flag in known)

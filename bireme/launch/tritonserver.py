@@ -27,7 +27,7 @@ from typing import IO
 from bireme.config import Recipe
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch import processes
-from bireme.launch.admin import ADMIN_HEADER, RESTRICTED_APIS, AdminClient
+from bireme.launch.admin import ADMIN_HEADER, RESTRICTED_APIS, SHM_HEADER, AdminClient
 from bireme.launch.installation import (
     Installation,
     Prepared,
@@ -80,6 +80,7 @@ class ServerOptions:
     thread_pool_size: int = THREAD_POOL_SIZE  # of the Python backend for each model
     http_threads: int = 16  # a blocking load holds one
     exit_timeout_s: int = 20  # for requests under way at SIGTERM
+    allow_client_shm: bool = False  # clients may have the server map memory of their choice
     environment: Mapping[str, str] = field(default_factory=dict)  # on top of the process's own
     arguments: tuple[str, ...] = ()  # more flags, last
 
@@ -242,7 +243,7 @@ class Server:
         # start_new_session: Ctrl-C in a terminal reaches the launcher alone, and the group can be killed whole.
         environment = prepared.environment | self._own_environment()
         leashed = [sys.executable, "-I", "-S", "-c", _LEASHED, str(os.getpid())]
-        newer = newer_flags(self._installation, prepared)
+        newer = newer_flags(self._installation, prepared, self.options.allow_client_shm)
         return subprocess.Popen(
             [*leashed, str(prepared.binary), *self._arguments(), *prepared.arguments, *newer, *self.options.arguments],
             env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -259,7 +260,7 @@ class Server:
         return own | dict(self.options.environment)
 
     def _arguments(self) -> list[str]:
-        options, restricted = self.options, f"{','.join(RESTRICTED_APIS)}:{ADMIN_HEADER}={self.admin_key}"
+        options = self.options
         mode = [] if options.models is None else ["--model-control-mode=explicit"]
         return [
             *(f"--model-repository={folder}" for folder in options.repositories),
@@ -272,11 +273,18 @@ class Server:
             f"--metrics-port={options.ports.metrics}",
             f"--http-thread-count={options.http_threads}",
             f"--exit-timeout-secs={options.exit_timeout_s}",
-            f"--http-restricted-api={restricted}",
-            f"--grpc-restricted-protocol={restricted}",
+            *self._restrictions(),
             f"--backend-config=python,shm-region-prefix-name={self.run.shm_prefix}",
             f"--backend-config=python,thread-pool-size={options.thread_pool_size}",
         ]
+
+    def _restrictions(self) -> list[str]:
+        """What clients may not call; each list has a header whose key opens it."""
+        lists = [f"{','.join(RESTRICTED_APIS)}:{ADMIN_HEADER}={self.admin_key}"]
+        if not self.options.allow_client_shm:
+            lists.append(f"shared-memory:{SHM_HEADER}={self.admin_key}")
+        flags = ("--http-restricted-api", "--grpc-restricted-protocol")
+        return [f"{flag}={restricted}" for flag in flags for restricted in lists]
 
     def _completion(self) -> list[str]:
         """Models that say all by themselves load faster when Triton does not look for more."""
@@ -354,6 +362,7 @@ def start_server(
     repositories: tuple[Path, ...] | None = None,
     timeout_s: float = 180.0,
     arguments: tuple[str, ...] = (),
+    allow_client_shm: bool = False,
 ) -> Iterator[Server]:
     """Run a tritonserver of its own for the length of the block: own ports, run folder, log file.
 
@@ -370,7 +379,7 @@ def start_server(
             link_models(repositories[0], recipe)
         options = ServerOptions(
             repositories=repositories, ports=ports or free_ports(), models=models, environment=environment,
-            arguments=arguments,
+            arguments=arguments, allow_client_shm=allow_client_shm,
         )  # fmt: skip
         server = Server(options, run, log_path=run.path / "tritonserver.log")
         with server:

@@ -177,12 +177,17 @@ def test_a_run_folder_too_long_for_sockets_is_refused():
 def test_a_newer_flag_is_passed_only_to_a_server_that_has_it(tmp_path):
     binary = tmp_path / "bin" / "tritonserver"
     binary.parent.mkdir()
-    for text, expected in (("--http-max-input-size <n>", 1), ("--http-port <n>", 0)):
+    for text, is_shm_allowed, expected in (
+        ("--http-max-input-size <n>", False, 1),
+        ("--http-port <n>", True, 0),
+        ("--allow-client-shm <boolean>", False, 0),
+        ("--allow-client-shm <boolean>", True, 1),
+    ):
         binary.write_text(f"#!/bin/sh\necho '{text}'\n")
         binary.chmod(0o755)
         other = Installation(binary)
         prepared = installation.prepare(other, tmp_path, dict(os.environ))
-        assert len(installation.newer_flags(other, prepared)) == expected
+        assert len(installation.newer_flags(other, prepared, is_shm_allowed)) == expected
 
 
 def test_all_problems_are_reported_at_once():

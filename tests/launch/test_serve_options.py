@@ -19,6 +19,13 @@ def test_options_become_settings(tmp_path):
     assert settings.ports.http == 23390 and set(settings.recipe.workers) == {"prefill", "decode"}
 
 
+def test_client_shared_memory_is_off_unless_asked_for(tmp_path):
+    settings = [
+        serve.settings_of(serve.parse(["recipes/mocker", *more]), tmp_path) for more in ([], ["--allow-client-shm"])
+    ]
+    assert [one.allow_client_shm for one in settings] == [False, True]
+
+
 def test_an_unknown_recipe_ends_with_code_2_and_names_the_nearest(capsys):
     assert serve.main(["recipes/tinny"]) == serve.WRONG
     assert "did you mean recipes/tiny" in capsys.readouterr().err
