@@ -46,6 +46,7 @@ class WayHealth:
     series: WorkerSeries | None = None  # at the last canary
     due_at: float = 0.0
     silences: int = 0  # in a row
+    successes: int = 0
     told: str = ""  # error that the log has
 
     @property
@@ -93,6 +94,10 @@ class Canaries:
         """Why nothing comes through there; empty where it does, and before the first canary."""
         way = self._ways.get(name)
         return way.problem if way else ""
+
+    def successes(self, name: str) -> int:
+        """Return how many canaries have come through there."""
+        return self._ways[name].successes
 
     def turn(self) -> float:
         if self._is_text and self._prompt is None and not self._make_prompt():
@@ -193,6 +198,7 @@ class Canaries:
             way.result, way.told, way.silences = CanaryResult(), result.error, 0
             return
         way.result = result
+        way.successes += result.is_ok
         way.silences = way.silences + 1 if result.is_silent else 0
         if result.error and result.error != way.told:
             self._console.event("canary_failed", "warning", way=name, error=result.error)

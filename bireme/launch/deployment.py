@@ -50,6 +50,7 @@ _PROGRESS_S = 5.0
 _MAX_BACKOFF_S = 30.0
 _READY_LOOK_S = 0.05
 _SHORT_STOP_S = 3.0
+_TOUCH_S = 600.0
 _RUN_FOLDER_S = 1.0  # how soon what somebody deleted is there again
 _EXIT_S = 10.0  # of a server without models: Triton looks once a second
 _DEATH_S = 5.0  # from the end of its connections to that of a process that dies, with its core
@@ -96,6 +97,8 @@ class Deployment:
         self._frontend: FrontendProcess | None = None
         self._health: HealthServer | None = None
         self._run_keeper: GuardedThread | None = None
+        self._run_problem = ""
+        self._touch_at = time.monotonic() + _TOUCH_S
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -182,8 +185,14 @@ class Deployment:
         self.run.remove()
 
     def _keep_run_folder(self) -> None:
+        now = time.monotonic()
+        if now >= self._touch_at:
+            self._touch_at = now + _TOUCH_S
+            self.run.touch()
+        self._run_problem = f"{self.run.path} is incomplete and can't be made again"
         if count := self.run.restore():
             self._console.event("run_folder_restored", "warning", missing=count, path=self.run.path)
+        self._run_problem = ""
 
     def _drain(self) -> float:
         """Let requests under way end; return how long the server's own end may take.
@@ -380,6 +389,8 @@ class Deployment:
         if monitor is None:
             return False, {"status": "starting"}
         report = monitor.report()
+        if self._run_problem:
+            report |= {"status": "not_ready", "run_folder": self._run_problem}
         if problems := self.threads.problems():
             report |= {"status": "not_ready", "threads": problems}
         return report["status"] != "not_ready", report

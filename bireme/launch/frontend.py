@@ -82,6 +82,17 @@ class FrontendProcess:
         pids = [self.pid, *processes.descendants(self.pid)]
         return {f"frontend{number or ''}": pid for number, pid in enumerate(pids)}
 
+    @property
+    def problem(self) -> str:
+        """Why connections to its port are not served; empty while all are."""
+        members = self._watch.problems()
+        hanging = [problem for problem in members.values() if "has ended" not in problem]
+        if hanging:  # it keeps its part of the connections
+            return hanging[0]
+        if len(members) == self._watch.num_processes:
+            return next(iter(members.values()), self.door.problem)
+        return self.door.problem
+
     def problems(self) -> dict[str, str]:
         """Return role -> what is wrong with its process."""
         return self._watch.problems()

@@ -131,13 +131,16 @@ class HealthMonitor:
         paths = {name: self._canaries.problem(name) for name in self._canaries.paths}
         members = self._frontend.problems() if self._frontend else {}
         if self._frontend:
-            doors[OPENAI] = self._frontend.door.problem or _of_whole(members)
+            doors[OPENAI] = self._frontend.problem
         return {
             "status": self._status(problems, models, doors, paths, wrong.get(_SERVER, ""), bool(members)),
             "doors": _states(doors),
             "workers": {name: self._worker_report(name, problem) for name, problem in problems.items()},
             "models": _states(models),
-            "paths": _states(paths),
+            "paths": {
+                name: {"ready": not problem, "reason": problem, "canaries": self._canaries.successes(name)}
+                for name, problem in paths.items()
+            },
             "processes": wrong | members,
         }
 
@@ -243,12 +246,6 @@ class HealthMonitor:
         self._console.event("process_killed", "error", process=name, pid=pid, cause=cause)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _of_whole(members: Mapping[str, str]) -> str:
-    """Return what is wrong with the frontend as a whole: one that stands still keeps its part of the connections."""
-    hanging = [problem for problem in members.values() if "has ended" not in problem]
-    return hanging[0] if hanging else ""
 
 
 def _states(problems: Mapping[str, str]) -> dict[str, dict[str, Any]]:

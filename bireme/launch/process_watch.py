@@ -56,6 +56,10 @@ class ProcessWatch:
             if hung := one.signs.hung:
                 self._end(name, one.pid, hung)
 
+    @property
+    def num_processes(self) -> int:
+        return len(self._watched)
+
     def problems(self) -> dict[str, str]:
         """Return name -> what is wrong; looked at now. Where /proc can't be read, nothing is known to be wrong."""
         return {name: problem for name, one in list(self._watched.items()) if (problem := _problem(one))}

@@ -2,8 +2,9 @@
 
 A folder is `bireme-<uid>/<pid>-<random>` under $XDG_RUNTIME_DIR or /tmp, mode 0700. Its owner holds a lock
 in it, so that the next launch can tell a folder whose owner was killed (and remove it, with its shared
-memory) from one in use, also by another container that shares the file system. What a cleaner of temporary files
-takes away meanwhile, the owner brings back.
+memory) from one in use, also by another container that shares the file system. Cleaners of temporary files find the
+folder itself locked (systemd-tmpfiles asks for that) and all in it new (others go by age); what is taken away
+nevertheless, as logind does at a logout, the owner brings back.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class RunFolder:
         self.path = base / f"{os.getpid()}-{secrets.token_hex(3)}"
         self.path.mkdir(mode=0o700)
         self._lock = _take_lock(self.path)
+        self._folder_lock = _lock_folder(self.path)
         self._own: dict[Path, str | bytes] = {}  # path -> a link's target, a file's content
         self._mutex = threading.Lock()  # `restore` has a thread of its own
 
@@ -71,12 +73,21 @@ class RunFolder:
                 if self._lock is not None:
                     os.close(self._lock)
                 self._lock = _take_lock(self.path)
+                os.close(self._folder_lock)
+                self._folder_lock = _lock_folder(self.path)
             missing = [path for path in self._own if not os.path.lexists(path)]
             for path in missing:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 content = self._own[path]
                 path.symlink_to(content) if isinstance(content, str) else path.write_bytes(content)
             return len(missing) + is_gone
+
+    def touch(self) -> None:
+        """Make all that is in it look new."""
+        for folder, folders, files in os.walk(self.path):
+            for name in (*folders, *files, "."):
+                with contextlib.suppress(OSError):  # gone meanwhile, or a link's target is another user's
+                    os.utime(Path(folder, name), follow_symlinks=False)
 
     def clear(self) -> None:
         """Empty it for another life of the server; make it again where somebody has deleted it."""
@@ -99,6 +110,7 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
+            os.close(self._folder_lock)
             self._lock = None
         with contextlib.suppress(OSError):  # the last one out removes the user's folder as well
             self.path.parent.rmdir()
@@ -131,6 +143,13 @@ def _orphans(folder: Path) -> Iterator[tuple[int, int | None]]:
             is_stub = any(argument.startswith(prefix) for argument in processes.command_line(pid))
             if pid != os.getpid() and (is_stub or f"BIREME_SHM_PREFIX={prefix}" in processes.environment(pid)):
                 yield pid, processes.started_at(pid)
+
+
+def _lock_folder(folder: Path) -> int:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # a file system that has no such locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return descriptor
 
 
 def _content(path: Path) -> str | bytes:

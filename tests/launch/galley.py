@@ -16,8 +16,9 @@ INPUTS = (
     ("cache_salt", "TYPE_STRING"),
 )
 MODEL = """
-import os, pathlib, time
+import os, pathlib, threading, time
 import numpy as np
+from bireme.discovery.pulse import own_pulse
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
@@ -35,12 +36,22 @@ class TritonPythonModel:
         self.family = pb_utils.MetricFamily(name="bireme_engine_up", description="up", kind=pb_utils.MetricFamily.GAUGE)
         self.up = self.family.Metric(labels={{"worker": self.name}})
         self.up.set(1)
+        self.pulse = own_pulse()
+        threading.Thread(target=self.beat, daemon=True).start()
+
+    def fault(self):
+        path = pathlib.Path(os.environ["BIREME_RUN_DIR"]) / f"fault-{{self.name}}"
+        return path.read_text() if path.exists() else ""
+
+    def beat(self):
+        while self.fault() != "silence":
+            self.pulse.beat()
+            time.sleep(0.2)
 
     def execute(self, requests):
-        faults = pathlib.Path(os.environ["BIREME_RUN_DIR"]) / f"fault-{{self.name}}"
-        fault = faults.read_text() if faults.exists() else ""
+        fault = self.fault()
         if fault == "crash":
-            faults.unlink()
+            (pathlib.Path(os.environ["BIREME_RUN_DIR"]) / f"fault-{{self.name}}").unlink()
             os.kill(os.getppid(), 9)
         self.up.set(0 if fault == "down" else 1)
         for request in requests:

@@ -146,6 +146,17 @@ def test_a_stub_that_never_answers_is_killed_and_replaced(served):
     assert served.stub_pid("decode_1") != hung
 
 
+def test_a_stub_whose_loop_no_longer_turns_is_told_and_replaced(served):
+    silent = served.stub_pid("tokenizer")
+    fault = served.run_folder() / "fault-tokenizer"
+    fault.write_text("silence")
+    served.wait_for(lambda: "no sign of life" in served.health()[1]["models"]["tokenizer"]["reason"])
+    fault.unlink()
+    served.wait_for(lambda: not processes.is_alive(silent))
+    served.wait_for(lambda: served.status() == "ready")
+    assert served.stub_pid("tokenizer") != silent
+
+
 def test_a_killed_server_is_started_again(served):
     killed = served.server_pid()
     os.kill(killed, signal.SIGKILL)

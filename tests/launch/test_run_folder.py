@@ -108,3 +108,14 @@ def test_a_process_of_the_launch_that_was_stopped_does_not_survive_it(tmp_path):
         stopped.send_signal(signal.SIGSTOP)
         run.remove()
         assert stopped.wait(20) == -signal.SIGKILL
+
+
+def test_cleaners_that_ask_for_a_lock_or_go_by_age_leave_the_folder_alone(tmp_path):
+    run = RunFolder(tmp_path / "base")
+    (run.path / "decode.json").touch()
+    os.utime(run.path / "decode.json", (1.0, 1.0))
+    run.touch()
+    assert (run.path / "decode.json").stat().st_mtime > 1.0
+    asked = subprocess.run(["flock", "--nonblock", "--exclusive", run.path, "true"])  # as systemd-tmpfiles asks
+    assert asked.returncode == 1
+    run.remove()

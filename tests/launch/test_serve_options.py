@@ -3,7 +3,8 @@
 import pytest
 import serve
 
-from bireme.launch.run_folder import default_base
+from bireme.launch.run_folder import RunFolder, default_base
+from bireme.recipe_files import load_recipe
 
 
 def test_a_recipe_and_a_model_together_are_refused(capsys):
@@ -14,9 +15,15 @@ def test_a_recipe_and_a_model_together_are_refused(capsys):
 
 def test_options_become_settings(tmp_path):
     (tmp_path / "model").mkdir()
-    options = serve.parse(["--model", str(tmp_path / "model"), "--http-port", "23390", "--disaggregated"])
-    settings = serve.settings_of(options, tmp_path)
+    model = str(tmp_path / "model")
+    options = serve.parse(["--model", model, "--disaggregated", "--http-port", "23390", "--openai-port", "9000"])
+    run = RunFolder(tmp_path / "base")
+    settings = serve.settings_of(options, run)
     assert settings.ports.http == 23390 and set(settings.recipe.workers) == {"prefill", "decode"}
+    assert settings.frontend is not None and settings.frontend.grpc == "127.0.0.1:8001"
+    run.clear()  # for another life of the server, which needs the recipe as well
+    assert load_recipe(settings.recipe.folder) == settings.recipe
+    run.remove()
 
 
 def test_client_shared_memory_is_off_unless_asked_for(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from bireme.errors import ConfigError
 from bireme.openai.app import OPEN_PATHS
-from bireme.openai.keys import ApiKeys, KeyEntry, load_keys
+from bireme.openai.keys import OPEN, ApiKeys, KeyEntry, load_keys
 from bireme.openai.token_bucket import TokenBucket
 
 KEY = "br-secret"
@@ -118,3 +118,12 @@ def test_a_bucket_refills_with_time_and_may_be_overdrawn():
     assert bucket.wait_s(1) == 31
     now[0] = 31
     assert bucket.wait_s(1) == 0
+
+
+def test_a_launcher_s_canaries_are_let_in_beside_the_file_s_keys(tmp_path, monkeypatch):
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys: [{{name: alice, sha256: {hashlib.sha256(KEY.encode()).hexdigest()}}}]")
+    monkeypatch.setenv("BIREME_CANARY_KEY", "drawn-at-the-start")
+    found = load_keys(path)
+    assert found.tenant([b"Bearer drawn-at-the-start"]) is OPEN
+    assert found.tenant([f"Bearer {KEY}".encode()]).name == "alice"

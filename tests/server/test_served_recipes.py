@@ -1,0 +1,191 @@
+"""Every recipe that runs on this machine, under tools/serve.py: it becomes ready, canaries come through every way, and
+readiness knows at once when any one of its processes stands still or is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CHECKOUT
+
+from bireme.errors import ConfigError
+from bireme.launch import processes
+from bireme.launch.ports import free_ports
+from bireme.launch.preflight import check_engines, check_model
+from bireme.launch.run_folder import default_base
+from bireme.recipe_files import load_recipe
+
+pytestmark = pytest.mark.server
+
+RECIPES = sorted(path.parent.name for path in CHECKOUT.glob("recipes/*/recipe.yaml"))
+LIMIT_S = 120  # of any wait: a hang fails the test, the time itself is no claim
+NOTICED_S = 5.0  # this one is the claim
+SERVER = "tritonserver"
+
+
+class Served:
+    """A launch, looked at from outside."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, ports: dict[str, int]) -> None:
+        self.process, self.log, self.ports = process, log, ports
+
+    def report(self) -> dict[str, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports["health"], timeout=5)
+        try:
+            connection.request("GET", "/health/ready")
+            return dict(json.loads(connection.getresponse().read()))
+        except OSError:
+            return {"status": "unreachable"}
+        finally:
+            connection.close()
+
+    def is_ready(self) -> bool:
+        return bool(self.report()["status"] == "ready")
+
+    def wait_for(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, f"{self.report()}\n{self.log.read_text()}"
+            time.sleep(0.05)
+
+    def serves_every_way(self) -> bool:
+        """Has a canary come through each path?"""
+        report = self.report()
+        return report["status"] == "ready" and all(path["canaries"] for path in report["paths"].values())
+
+    def pids(self) -> dict[str, int]:
+        """Return name -> pid of every process of the launch but serve.py itself."""
+        found = {}
+        for pid in processes.descendants(self.process.pid):
+            arguments = processes.command_line(pid)
+            if model := processes.stub_model(arguments):
+                found[model] = pid
+            elif "bireme.engines.worker" in arguments:
+                found["engine of " + arguments[arguments.index("--worker") + 1]] = pid
+            elif "bireme.openai" in arguments:
+                member = arguments[arguments.index("--member") + 1][0] if "--member" in arguments else ""
+                found[f"frontend{member}"] = pid
+            elif arguments and arguments[0].endswith(SERVER):
+                found[SERVER] = pid
+        return found
+
+    def run_folder(self) -> Path:
+        return next(default_base().glob(f"{self.process.pid}-*"))
+
+
+@contextlib.contextmanager
+def serving(recipe: str, log: Path, *options: str) -> Iterator[Served]:
+    first, more = free_ports(), free_ports()
+    ports = {"http": first.http, "grpc": first.grpc, "metrics": first.metrics, "health": more.http, "openai": more.grpc}
+    command = [sys.executable, "tools/serve.py", f"recipes/{recipe}", "--canary-interval=1", *options]
+    command += [f"--{name}-port={port}" for name, port in ports.items()]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, cwd=CHECKOUT)
+    served = Served(process, log, ports)
+    try:
+        served.wait_for(served.is_ready)
+        yield served
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(LIMIT_S)
+
+
+def skip_unless_it_runs_here(name: str) -> None:
+    try:
+        recipe = load_recipe(CHECKOUT / "recipes" / name)
+        problems = [*check_engines(recipe), *check_model(recipe)]
+        folders = [recipe.worker_model_path(stage) for stage in recipe.workers]
+    except ConfigError as error:
+        pytest.skip(str(error))
+    problems += [f"{folder} is to be fetched" for folder in folders if not Path(folder).is_dir()]
+    if problems:
+        pytest.skip("; ".join(problems))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_becomes_ready_and_says_when_a_process_stands_still(name, tmp_path, sample_model):
+    sample_model("llama")
+    skip_unless_it_runs_here(name)
+    with serving(name, tmp_path / "log") as served:
+        served.wait_for(served.serves_every_way)
+        assert "canary_refused" not in served.log.read_text()
+        for process, pid in served.pids().items():
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                served.wait_for(lambda: not served.is_ready(), NOTICED_S)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            served.wait_for(served.is_ready)
+            assert served.pids()[process] == pid, f"{process} was shot after a moment"
+
+
+@pytest.fixture(scope="module")
+def mockers(tmp_path_factory, sample_model) -> Iterator[Served]:
+    """A disaggregated deployment with two frontend processes."""
+    sample_model("llama")
+    with serving("mocker-disagg", tmp_path_factory.mktemp("log") / "log", "--frontend-processes=2") as served:
+        yield served
+
+
+def test_each_killed_process_is_noticed_and_replaced(mockers):
+    for name, pid in mockers.pids().items():
+        os.kill(mockers.pids().get(name, pid), signal.SIGKILL)
+        mockers.wait_for(lambda: not mockers.is_ready(), NOTICED_S)
+        mockers.wait_for(lambda name=name: mockers.is_ready() and name in mockers.pids())
+        assert mockers.pids()[name] != pid
+
+
+def test_what_stands_still_for_good_is_replaced(mockers):
+    before = mockers.pids()
+    stopped = {name: pid for name, pid in before.items() if name != SERVER}
+    for pid in stopped.values():
+        os.kill(pid, signal.SIGSTOP)
+    mockers.wait_for(lambda: not mockers.is_ready(), NOTICED_S)
+    mockers.wait_for(lambda: mockers.is_ready() and stopped.keys() <= mockers.pids().keys())
+    assert not set(stopped.values()) & set(mockers.pids().values())
+
+
+def test_a_server_that_stands_still_is_replaced(mockers):
+    before = mockers.pids()[SERVER]
+    os.kill(before, signal.SIGSTOP)
+    mockers.wait_for(lambda: not mockers.is_ready(), NOTICED_S)
+    mockers.wait_for(mockers.is_ready)
+    assert mockers.pids()[SERVER] != before
+
+
+def test_a_removed_run_folder_is_made_again_and_all_goes_on(mockers):
+    mockers.wait_for(mockers.serves_every_way)
+    before, folder = mockers.pids(), mockers.run_folder()
+    entries = {path.name for path in folder.glob("*.*") if path.suffix in (".json", ".sock")}
+    shutil.rmtree(folder)
+    mockers.wait_for(lambda: entries <= {path.name for path in folder.glob("*.*")}, NOTICED_S)
+    mockers.wait_for(mockers.is_ready)
+    assert mockers.pids() == before
+    os.kill(before["engine of decode"], signal.SIGKILL)  # its successor finds all that it needs, to fetch KV as well
+    mockers.wait_for(lambda: not mockers.is_ready(), NOTICED_S)
+    mockers.wait_for(mockers.is_ready)
+    os.kill(before["generate"], signal.SIGKILL)
+    mockers.wait_for(lambda: not mockers.is_ready(), NOTICED_S)
+    mockers.wait_for(mockers.is_ready)
+
+
+def test_a_server_that_dies_without_its_run_folder_is_started_again(mockers):
+    before = mockers.pids()[SERVER]
+    shutil.rmtree(mockers.run_folder())
+    os.kill(before, signal.SIGKILL)
+    mockers.wait_for(lambda: not mockers.is_ready(), NOTICED_S)
+    mockers.wait_for(mockers.is_ready)
+    assert mockers.pids()[SERVER] != before
