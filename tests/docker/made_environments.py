@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
 SITE = Path(sysconfig.get_path("purelib"))
+ENGINES_ONLY = ("torch", "torchgen", "functorch", "transformers", "safetensors", "xgrammar", "tensorrt_llm", "bireme")
+TRITON_ONLY = ("pytriton", "nvidia_pytriton", "bireme")
+STAND_IN = Path(__file__).resolve().parents[1] / "contract" / "stand_in" / "tensorrt_llm"
+
+
+def make_triton_environment(folder: Path) -> str:
+    """Make an environment that has tritonserver and no engine's library; return its python."""
+    make_environment(folder, sys._base_executable, without=ENGINES_ONLY)  # type: ignore[attr-defined]
+    return str(folder / "bin" / "python")
+
+
+def make_engine_environment(folder: Path) -> str:
+    """Make an environment that has tensorrt_llm (the stand-in) and no tritonserver; return its python."""
+    site = make_environment(folder, sys._base_executable, without=TRITON_ONLY)  # type: ignore[attr-defined]
+    (site / "tensorrt_llm").symlink_to(STAND_IN)
+    add_distribution(site, "tensorrt_llm", "1.2.1")
+    return str(folder / "bin" / "python")
 
 
 def make_environment(folder: Path, python: str, without: tuple[str, ...]) -> Path:

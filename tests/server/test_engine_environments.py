@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_in_workers
 from dockerfile_steps import Build, StepError, base_environment
-from made_environments import add_distribution, make_environment
+from made_environments import make_engine_environment, make_triton_environment
 
 from bireme.launch import processes
 from bireme.launch.ports import free_ports
 
 pytestmark = pytest.mark.server
 CHECKOUT = Path(__file__).resolve().parents[2]
-ENGINES_ONLY = ("torch", "torchgen", "functorch", "transformers", "safetensors", "xgrammar", "tensorrt_llm", "bireme")
 NEWER = "3.12"  # another version than most machines' python3
 LIMIT_S = 120
 PROMPT = list(range(400, 440))
@@ -34,20 +32,12 @@ PROMPT = list(range(400, 440))
 
 @pytest.fixture(scope="module")
 def triton_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The python of an environment that has tritonserver and no engine's library."""
-    folder = tmp_path_factory.mktemp("triton")
-    make_environment(folder, sys._base_executable, without=ENGINES_ONLY)  # type: ignore[attr-defined]
-    return str(folder / "bin" / "python")
+    return make_triton_environment(tmp_path_factory.mktemp("triton"))
 
 
 @pytest.fixture(scope="module")
 def engine_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The python of an environment that has tensorrt_llm (the stand-in) and no tritonserver."""
-    folder = tmp_path_factory.mktemp("engine")
-    site = make_environment(folder, sys._base_executable, without=("pytriton", "nvidia_pytriton", "bireme"))  # type: ignore[attr-defined]
-    (site / "tensorrt_llm").symlink_to(stand_in_workers.STAND_IN / "tensorrt_llm")
-    add_distribution(site, "tensorrt_llm", "1.2.1")
-    return str(folder / "bin" / "python")
+    return make_engine_environment(tmp_path_factory.mktemp("engine"))
 
 
 def packages_of(python: str, *modules: str) -> list[bool]:

@@ -65,12 +65,18 @@ _REASONS = {
 }
 
 
-def check_architecture(config: Any) -> str:
-    """Return the class name of a transformers config. Raises ConfigError for what this engine can't run."""
-    names = list(getattr(config, "architectures", None) or [])
+def architecture_of(config: Any) -> str:
+    """Return the class name of a transformers config. Raises ConfigError where it has none."""
+    # Of the object itself: an attribute of Qwen2.5-VL's config is its language model's in transformers 4.
+    names = list(vars(config).get("architectures") or [])
     if not names:
         raise ConfigError('config.json names no architecture; add `architectures`, e.g. ["LlamaForCausalLM"]')
-    name = str(names[0])
+    return str(names[0])
+
+
+def check_architecture(config: Any) -> str:
+    """Return the class name of a transformers config. Raises ConfigError for what this engine can't run."""
+    name = architecture_of(config)
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is not None:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from bireme.engines.torch.architectures import check_architecture
+from bireme.engines.torch.architectures import architecture_of, check_architecture
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.errors import ConfigError
 
@@ -35,7 +35,7 @@ class Checkpoint:
     @property
     def name(self) -> str:
         """The architecture's class name."""
-        return str(self.config.architectures[0])
+        return architecture_of(self.config)
 
     @property
     def text_config(self) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bireme.engines.torch.architectures import architecture_of
 from bireme.errors import ConfigError
 from bireme.multimodal.wire import Grid
 
@@ -99,7 +100,7 @@ def is_picture_model(name: str) -> bool:
 
 def family_of(config: Any) -> VisionFamily:
     """Return the family of a transformers config whose architecture has been checked. Raises ConfigError."""
-    return FAMILIES[str(config.architectures[0])](config)
+    return FAMILIES[architecture_of(config)](config)
 
 
 def _place_of(module: Any) -> tuple[torch.device, torch.dtype]:

@@ -1,0 +1,93 @@
+"""The TensorRT-LLM encoder runs where tensorrt_llm does: with the transformers 4.57 that its images have."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import stand_in_workers
+
+from bireme.config import CHECKOUT
+
+PROGRAM = Path(__file__).parent / "encoder_counts.py"
+OLDEST = ("transformers==4.57.1", "huggingface_hub<1", "tokenizers>=0.22,<=0.23.0")  # of TensorRT-LLM 1.2
+# What the encoder's modules take of transformers: in 4.57 as in 5.
+TAKEN = {
+    "AutoConfig",
+    "AutoImageProcessor",
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "logging",
+}
+
+
+def loaded_with(module: str) -> list[str]:
+    code = (
+        f"import sys, {module}; print(*(name for name in sys.modules if name.startswith(('bireme.', 'transformers'))))"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def taken_of_transformers(module: str) -> set[str]:
+    path = CHECKOUT / (module.replace(".", "/") + ".py")
+    tree = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {name.name for node in imports if (node.module or "").startswith("transformers") for name in node.names}
+
+
+def test_the_encoder_takes_of_transformers_only_what_its_oldest_release_has():
+    modules = loaded_with("bireme.engines.trtllm.encoder")
+    assert not [name for name in modules if name.startswith("transformers")], "imported before it is needed"
+    assert set().union(*map(taken_of_transformers, modules)) <= TAKEN
+
+
+def test_the_torch_engine_s_attention_which_needs_a_later_transformers_stays_out():
+    assert "bireme.engines.torch.attention" not in loaded_with("bireme.engines.trtllm.encoder")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Picture models as they are published: written by transformers 4."""
+    sys.path.insert(0, str(CHECKOUT / "tests" / "engines" / "torch"))
+    import picture_models
+
+    made = []
+    for make in (picture_models.llava, picture_models.qwen2_5_vl):
+        folder = tmp_path_factory.mktemp(make.__name__)
+        make(folder)
+        for file in (CHECKOUT / "models" / "tiny-vlm").glob("tokenizer*"):
+            (folder / file.name).symlink_to(file)
+        made.append(folder)
+    path = made[1] / "preprocessor_config.json"
+    tree = json.loads(path.read_text())
+    sizes = tree.pop("size")
+    path.write_text(json.dumps(tree | {"min_pixels": sizes["shortest_edge"], "max_pixels": sizes["longest_edge"]}))
+    return made
+
+
+def facts(python: str, folders: list[Path]) -> dict:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, stand_in_workers.STAND_IN)))}
+    done = subprocess.run([python, PROGRAM, *folders], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_transformers_4_counts_pictures_as_the_torch_engine_s_does(folders, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True)
+    python = str(tmp_path / "bin" / "python")
+    done = subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *OLDEST], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"transformers 4.57 can't be fetched: {done.stderr.strip()[-200:]}")
+    (site,) = tmp_path.glob("lib/python3*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    older, newer = facts(python, folders), facts(sys.executable, folders)
+    assert older["transformers"].startswith("4.57") and newer["transformers"].startswith("5.")
+    assert older["models"] == newer["models"]
