@@ -122,7 +122,7 @@ class Campaign:
             self._outcome.violations.append(Violation("not_recovered", text))
         before = launch.roles()
         launch.note_run_folder()
-        hit = Hit(fault, time.monotonic())
+        hit = Hit(fault, began := time.monotonic(), began)
         hits.append(hit)
         self._say(f"{self._topology.name}: {len(hits)}. {fault}")
         num_before = observer.outcomes()
@@ -130,14 +130,14 @@ class Campaign:
             KINDS[fault.kind].act(launch, fault)
         except (KeyError, ProcessLookupError):  # the process ended by itself just now: there is something to recover
             self._say(f"{self._topology.name}:    {fault.victim} was not there")
-        over = time.monotonic()
+        hit.over = time.monotonic()
         victims = {fault.victim: before.get(fault.victim)} if KINDS[fault.kind].replaces else {}
-        if self._await_recovery(launch, observer, over, victims, RECOVERY_S):
+        if self._await_recovery(launch, observer, hit.over, victims, RECOVERY_S):
             hit.recovered = time.monotonic()
         else:
             hit.gave_up = time.monotonic()
         counts = {name: n - num_before[name] for name, n in observer.outcomes().items()}
-        down = "" if hit.recovered else f" still down: {self._what_is_down(observer, over)}"
+        down = "" if hit.recovered else f" still down: {self._what_is_down(observer, hit.over)}"
         recovery = "NOT RECOVERED" if hit.recovery_s is None else f"recovered {hit.recovery_s:.1f} s"
         has_died = fault.victim != "server" and any(death.at >= hit.began for death in observer.seen.deaths)
         died = " (tritonserver died)" if has_died else ""

@@ -72,12 +72,13 @@ class Hit:
 
     fault: Fault
     began: float
+    over: float  # when nothing more was done: a pause has ended, the log is read again
     recovered: float | None = None  # when all was well again; None: not within the time that it has
     gave_up: float | None = None  # when its recovery was waited for no longer
 
     @property
     def recovery_s(self) -> float | None:
-        return None if self.recovered is None else self.recovered - self.began
+        return None if self.recovered is None else self.recovered - self.over
 
     def window(self) -> tuple[float, float]:
         """Return the time in which requests can suffer from it."""

@@ -23,7 +23,7 @@ GONE = "UNAVAILABLE: engine lost: decode"
 
 
 def hit(kind, victim="", began=100.0, recovered=110.0):
-    return Hit(Fault(kind, victim, 3.0, 1), began, recovered)
+    return Hit(Fault(kind, victim, 3.0, 1), began, began, recovered)
 
 
 def request(way, outcome="failed", error=GONE, began=101.0, ended=102.0):
