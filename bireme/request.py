@@ -150,11 +150,7 @@ def _prompt(values: Mapping[str, Any], limits: Limits) -> tuple[str | None, Ids 
         given = "neither" if text is None else "both"
         raise RequestError(f"{given} of text_input and input_ids were sent; send exactly one of them")
     if text is not None:
-        num_bytes = len(text.encode())
-        if num_bytes > limits.max_prompt_bytes:
-            raise RequestError(
-                f"text_input: {num_bytes} bytes; limits.max_prompt_bytes is {limits.max_prompt_bytes}, shorten it"
-            )
+        check_prompt_text("text_input", text, limits)
         if not text:
             raise RequestError("text_input: empty; send at least one character")
         return text, None
@@ -162,6 +158,23 @@ def _prompt(values: Mapping[str, Any], limits: Limits) -> tuple[str | None, Ids 
     checked = check_ids("input_ids", ids)
     check_prompt_tokens(len(checked), limits)
     return None, checked
+
+
+def check_prompt_text(
+    name: str, text: str, limits: Limits, longest_token_bytes: int | None = None, max_seq_len: int | None = None
+) -> None:
+    """Raise RequestError for a text that is too large, or that can't fit whatever its tokens are: before the work."""
+    limit = limits.max_prompt_bytes
+    num_bytes = len(text) if len(text) > limit else len(text.encode("utf-8", "surrogatepass"))
+    if num_bytes > limit:
+        raise RequestError(f"{name}: {num_bytes} bytes; limits.max_prompt_bytes is {limit}, shorten it")
+    bounds = {"limits.max_prompt_tokens": limits.max_prompt_tokens, "the context": max_seq_len and max_seq_len - 1}
+    for bound, num_tokens in bounds.items():
+        if num_tokens and longest_token_bytes and num_bytes > num_tokens * longest_token_bytes:
+            raise RequestError(
+                f"{name}: {num_bytes} bytes; {num_tokens} tokens ({bound}) hold {num_tokens * longest_token_bytes}"
+                " at most, shorten it"
+            )
 
 
 def check_prompt_tokens(num_tokens: int, limits: Limits, max_seq_len: int | None = None) -> None:

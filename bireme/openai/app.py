@@ -57,6 +57,8 @@ class Frontend:
     ) -> None:  # fmt: skip
         """`member`: other processes serve the same port."""
         self._videos = videos or VideoModels([])
+        models.know_videos(video.name for video in self._videos)
+        self._videos.know_languages(model.name for model in models)
         self._models, self._metrics, self._keys = models, metrics, keys
         self._member = member
         self._teller: asyncio.AbstractServer | None = None

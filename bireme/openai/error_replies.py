@@ -23,7 +23,7 @@ from bireme.pipelines.json_body import param_of
 from bireme.workers.base import UnreachableError
 
 _RETRY_S = 1
-_TOO_LONG = re.compile(r"prompt: [1-9]\d* tokens;")  # how every part says it: request.py, the engines
+_TOO_LONG = re.compile(r"prompt: (?:[1-9]\d* tokens|\d+ bytes; \d+ tokens)")  # request.py, engines
 _encode = msgspec.json.Encoder().encode
 
 
@@ -62,7 +62,7 @@ class ErrorReply:
 def reply_of(error: BaseException) -> ErrorReply:
     """Return what the caller is told."""
     if isinstance(error, HttpError):
-        return _reply(error.status, str(error), error.kind, error.code, error.headers)
+        return _reply(error.status, str(error), error.kind, error.code, error.headers, param_of(str(error)))
     if isinstance(error, RequestError):
         message = str(error)
         code = "context_length_exceeded" if _TOO_LONG.match(message) else "invalid_value"

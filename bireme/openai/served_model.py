@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from bireme.config import Recipe
 from bireme.errors import ConfigError
@@ -33,10 +33,7 @@ class ServedModel:
     @property
     def capacity(self) -> Capacity | None:
         """What the first decode worker takes, once it has been heard of."""
-        if not isinstance(self.workers, RemoteWorkers):
-            return None
-        found = (self.workers.capacity(worker) for worker in self.recipe.replicas("decode"))
-        return next((capacity for capacity in found if capacity is not None), None)
+        return self.services.capacity()
 
     async def close(self) -> None:
         self.chat.close()
@@ -56,10 +53,15 @@ class Models:
 
     def __init__(self, models: list[ServedModel]) -> None:
         self._models: dict[str, ServedModel] = {}
+        self._videos: frozenset[str] = frozenset()
         for model in models:
             if model.name in self._models:
                 raise ConfigError(f"two recipes serve the name {model.name}; set served_model_name in one of them")
             self._models[model.name] = model
+
+    def know_videos(self, names: Iterable[str]) -> None:
+        """Take the names of the video models beside these, for errors."""
+        self._videos = frozenset(names)
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models.values())
@@ -69,6 +71,11 @@ class Models:
         if not name:
             raise HttpError(400, f"model: missing; send one of {', '.join(self._models)}", code="missing_model")
         model = self._models.get(name)
+        if model is None and name in self._videos:
+            raise HttpError(
+                400, f"model: {name} makes videos and pictures, no text; send it to POST /v1/videos, "
+                "/v1/videos/generations or /v1/images/generations", code="wrong_endpoint",
+            )  # fmt: skip
         if model is None:
             raise HttpError(
                 404, f"The model `{name[:100]}` does not exist; GET /v1/models lists what there is",

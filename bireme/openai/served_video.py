@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from bireme.config import Recipe
 from bireme.errors import ConfigError
@@ -51,10 +51,15 @@ class VideoModels:
 
     def __init__(self, models: list[ServedVideo]) -> None:
         self._models: dict[str, ServedVideo] = {}
+        self._languages: frozenset[str] = frozenset()
         for model in models:
             if model.name in self._models:
                 raise ConfigError(f"two recipes serve the videos of {model.name}; set video.served_model_name in one")
             self._models[model.name] = model
+
+    def know_languages(self, names: Iterable[str]) -> None:
+        """Take the names of the language models beside these, for errors."""
+        self._languages = frozenset(names)
 
     def __iter__(self) -> Iterator[ServedVideo]:
         return iter(self._models.values())
@@ -64,6 +69,11 @@ class VideoModels:
 
     def get(self, name: str) -> ServedVideo:
         """Return the model; without a name the only one. Raises HttpError."""
+        if name in self._languages and name not in self._models:
+            raise HttpError(
+                400, f"model: {name} makes text, no videos or pictures; send it to POST /v1/chat/completions or "
+                "/v1/completions", code="wrong_endpoint",
+            )  # fmt: skip
         if not self._models:
             raise HttpError(404, "no video model is served here; GET /v1/models lists what there is", code="not_found")
         if not name and len(self._models) == 1:

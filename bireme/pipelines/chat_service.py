@@ -41,7 +41,7 @@ class ChatService:
     def __init__(self, services: Services, tokenizer: Tokenizer) -> None:
         """Raises ConfigError when the recipe names unknown formats."""
         self.services, self.tokenizer = services, tokenizer
-        self.prompts = Prompts(tokenizer, services.recipe.limits)
+        self.prompts = Prompts(tokenizer, services.recipe.limits, services.capacity)
         self.texts = TokenTexts(tokenizer)
         self._reasoning = reasoning_format(services.recipe.chat.reasoning_parser)
         self._tools = tool_format(services.recipe.chat.tool_parser)

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from bireme.config import Limits
-from bireme.errors import RequestError
-from bireme.request import Ids, check_prompt_tokens
+from bireme.messages import Capacity
+from bireme.request import Ids, check_prompt_text, check_prompt_tokens
 from bireme.text.chat_template import Message
 from bireme.text.tokenizer import Tokenizer
 
@@ -36,8 +36,10 @@ class EncodedPrompt:
 class Prompts:
     """Encodes with one tokenizer; used on one loop."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
-        self._tokenizer, self._limits = tokenizer, limits
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, capacity: Callable[[], Capacity | None]) -> None:
+        """`capacity`: of the decode workers, once it is known."""
+        self._tokenizer, self._limits, self._capacity = tokenizer, limits, capacity
+        _ = tokenizer.longest_token_bytes  # looks at the whole vocabulary, now
         num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="prompts")
 
@@ -50,7 +52,7 @@ class Prompts:
 
     async def text(self, text: str, add_special_tokens: bool = True) -> EncodedPrompt:
         """Encode plain text. Raises RequestError."""
-        self._check_bytes(text)
+        self._check_text(text)
         return await self._run(lambda: self._checked(self._tokenizer.encode(text, add_special_tokens)), len(text))
 
     def close(self) -> None:
@@ -66,18 +68,17 @@ class Prompts:
     ) -> EncodedPrompt:
         prompt = self._tokenizer.render_chat(messages, tools, variables)
         text = prompt.text
-        self._check_bytes(text)
+        self._check_text(text)
         return self._checked(self._tokenizer.encode_chat(prompt), text[-_NUM_END_CHARACTERS:])
 
     def _checked(self, ids: list[int], end: str = "") -> EncodedPrompt:
         check_prompt_tokens(len(ids), self._limits)
         return EncodedPrompt(np.array(ids, np.int32), end)
 
-    def _check_bytes(self, text: str) -> None:
-        limit = self._limits.max_prompt_bytes
-        num_bytes = len(text) if len(text) > limit else len(text.encode("utf-8", "surrogatepass"))
-        if num_bytes > limit:
-            raise RequestError(f"prompt: {num_bytes} bytes; limits.max_prompt_bytes is {limit}, shorten it")
+    def _check_text(self, text: str) -> None:
+        capacity = self._capacity()
+        context = capacity.max_seq_len if capacity else None
+        check_prompt_text("prompt", text, self._limits, self._tokenizer.longest_token_bytes, context)
 
 
 def _num_characters(content: str | list[dict[str, Any]]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from bireme.config import Recipe
 from bireme.errors import BiremeError, ResourceExhaustedError, drop_frames
 from bireme.kv.router import Router
+from bireme.messages import Capacity
 from bireme.metrics import Registry
 from bireme.workers.base import WorkerClient
 
@@ -28,6 +29,11 @@ class Services:
     metrics: Registry
     num_active: int = 0
     _errands: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def capacity(self) -> Capacity | None:
+        """Return what the first decode worker takes, once it has been heard of."""
+        found = (self.workers.capacity(worker) for worker in self.recipe.replicas("decode"))
+        return next((capacity for capacity in found if capacity is not None), None)
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:

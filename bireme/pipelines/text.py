@@ -19,7 +19,7 @@ from bireme.pipelines.inside import make_services
 from bireme.pipelines.sequence import Sequence, Work
 from bireme.pipelines.services import Services
 from bireme.pipelines.side_by_side import count_request, run_sequences
-from bireme.request import GenerateRequest, Ids, check_prompt_tokens, parse_generate
+from bireme.request import GenerateRequest, Ids, check_prompt_text, check_prompt_tokens, parse_generate
 from bireme.sampling import expand
 from bireme.specs import ModelSpec
 from bireme.text.tokenizer import Tokenizer
@@ -38,6 +38,7 @@ class TextPipeline:
 
     async def start(self, context: StageContext) -> None:
         self._services, self._tokenizer = make_services(context, self._workers, self._tokenizer)
+        _ = self._tokenizer.longest_token_bytes  # looks at the whole vocabulary, now
 
     async def stop(self) -> None:
         if self._services is not None:
@@ -87,7 +88,11 @@ class TextPipeline:
     async def _tokenize(self, request: GenerateRequest) -> Ids:
         if request.input_ids is not None:
             return request.input_ids
-        assert self._services is not None and request.text is not None
+        assert self._services is not None and self._tokenizer is not None and request.text is not None
+        capacity = self._services.capacity()
+        context = capacity.max_seq_len if capacity else None
+        limits, longest = self._services.recipe.limits, self._tokenizer.longest_token_bytes
+        check_prompt_text("text_input", request.text, limits, longest, context)
         return np.array(await self._services.workers.tokenize(request.text), np.int32)
 
     def _works(self, request: GenerateRequest, prompt: Ids, arrived_at: float) -> list[Work]:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bireme.errors import RequestCancelledError, RequestError, ResourceExhaustedError
-from bireme.request import read_tensors
+from bireme.request import check_prompt_text, read_tensors
 from bireme.specs import TOKENIZER, ModelSpec
 from bireme.text.tokenizer import Tokenizer as TextTokenizer
 from bireme.text.tokenizer import recipe_tokenizer
@@ -48,6 +48,7 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(recipe_tokenizer, context.recipe)
+        _ = self._tokenizer.longest_token_bytes  # looks at the whole vocabulary, now
 
     async def stop(self) -> None:
         if self._pool is not None:
@@ -86,14 +87,9 @@ class Tokenizer:
         text: str = values["text_input"]
         if not text:
             raise RequestError("text_input: empty; send at least one character")
-        self._check_size("text_input", text)
+        assert self._tokenizer is not None
+        check_prompt_text("text_input", text, self._limits, self._tokenizer.longest_token_bytes)
         return text
-
-    def _check_size(self, name: str, text: str) -> None:
-        limit = self._limits.max_prompt_bytes
-        num_bytes = len(text) if len(text) > limit else len(text.encode(errors="surrogatepass"))
-        if num_bytes > limit:
-            raise RequestError(f"{name}: {num_bytes} bytes; limits.max_prompt_bytes is {limit}, shorten it")
 
     async def _in_pool(self, work: Callable[[], Tokenised], cancelled: Cancelled) -> Tokenised:
         """Run on the stage's threads. Raises ResourceExhaustedError when too much waits already."""
@@ -115,7 +111,7 @@ class Tokenizer:
         assert self._tokenizer is not None
         for name in ("messages", *_CHAT_ONLY):
             if name in values:
-                self._check_size(name, values[name])
+                check_prompt_text(name, values[name], self._limits)
         messages = _objects("messages", values["messages"])
         if not messages:
             raise RequestError("messages: empty; send at least one message")
@@ -124,8 +120,9 @@ class Tokenizer:
                 raise RequestError(f"messages[{at}].role: {message.get('role')!r}; a string is needed, such as user")
         tools = _objects("tools", values["tools"]) if values.get("tools") else None
         prompt = self._tokenizer.render_chat(messages, tools, _variables(values.get("chat_template_kwargs")))
-        self._check_size("the rendered chat prompt", prompt.text)
-        return self._tokenizer.encode_chat(prompt), prompt.text
+        text = prompt.text
+        check_prompt_text("the rendered chat prompt", text, self._limits, self._tokenizer.longest_token_bytes)
+        return self._tokenizer.encode_chat(prompt), text
 
 
 def _unless(cancelled: Cancelled, work: Callable[[], Tokenised]) -> Callable[[], Tokenised]:

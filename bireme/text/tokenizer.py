@@ -25,6 +25,7 @@ from bireme.text import vocabulary
 from bireme.text.chat_template import ChatTemplate, Message, Prompt
 from bireme.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
 from bireme.text.encoder import Backend, Encoder, ReferenceEncoder, create_encoder
+from bireme.text.token_lengths import longest_token_bytes
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -56,6 +57,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Ids in use; the model's head may be larger."""
         return int(self._inner.get_vocab_size())
+
+    @functools.cached_property
+    def longest_token_bytes(self) -> int | None:
+        """The most bytes of a text that one token can stand for; None: any number."""
+        return longest_token_bytes(self._inner)
 
     @property
     def has_chat_template(self) -> bool:

@@ -66,7 +66,7 @@ def _token_bytes(decoder: dict[str, Any] | None) -> TokenBytes | None:
         return None
     kind = decoder["type"]
     if kind == "ByteLevel":
-        return _byte_level
+        return byte_level
     if kind == "Metaspace":
         return functools.partial(_sentence_piece, [(decoder.get("replacement", "▁"), " ")], False)
     if kind == "Sequence":
@@ -77,7 +77,7 @@ def _token_bytes(decoder: dict[str, Any] | None) -> TokenBytes | None:
 def _sequence(decoders: list[dict[str, Any]]) -> TokenBytes | None:
     kinds = [decoder["type"] for decoder in decoders]
     if kinds == ["ByteLevel"]:
-        return _byte_level
+        return byte_level
     if not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
         return None
     replacements = []
@@ -102,9 +102,9 @@ def _sentence_piece(replacements: list[tuple[str, str]], has_bytes: bool, token:
     return token.encode()
 
 
-def _byte_level(token: str) -> bytes:
+def byte_level(token: str) -> bytes:
     """Undo GPT-2's mapping of bytes to printable characters; a token with any other character is plain text."""
-    table = _byte_of_character()
+    table = byte_characters()
     try:
         return bytes([table[character] for character in token])
     except KeyError:
@@ -112,7 +112,8 @@ def _byte_level(token: str) -> bytes:
 
 
 @functools.cache
-def _byte_of_character() -> dict[str, int]:
+def byte_characters() -> dict[str, int]:
+    """Return GPT-2's printable character of each byte -> the byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]

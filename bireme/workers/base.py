@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bireme.errors import BiremeError, UnavailableError
-from bireme.messages import EngineRequest, Sink, TokenLogprobs, Usage
+from bireme.messages import Capacity, EngineRequest, Sink, TokenLogprobs, Usage
 from bireme.multimodal.wire import EncodeAnswer, EncodeJob
 
 __all__ = ["Generation", "PrefillResult", "Sink", "UnreachableError", "WorkerClient"]
@@ -61,5 +61,8 @@ class WorkerClient(Protocol):
 
     def decode(self, worker: str, request: EngineRequest, sink: Sink) -> Generation:
         """Start generating; raises nothing: what goes wrong comes as the sink's finish."""
+
+    def capacity(self, worker: str) -> Capacity | None:
+        """Return what a decode worker's engine takes, if it has been heard of."""
 
     async def close(self) -> None: ...

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from bireme.errors import BiremeError, EngineLostError, NotFoundError, RequestCancelledError, RequestError, to_message
-from bireme.messages import EngineRequest, Finish, FinishReason, Sink, TokenLogprob, TokenLogprobs, Usage
+from bireme.messages import Capacity, EngineRequest, Finish, FinishReason, Sink, TokenLogprob, TokenLogprobs, Usage
 from bireme.multimodal.wire import EncodeAnswer, Encoded, EncodeJob, EncodeSource, Multimodal
 from bireme.workers.base import PrefillResult
 
@@ -95,6 +95,7 @@ class FakeWorkers:
         self.running: list[FakeGeneration] = []
         self.log: list[str] = []  # worker and request type, or what was aborted
         self.errors: deque[BiremeError] = deque()  # the next decode requests end with these, as engines do
+        self.capacities: dict[str, Capacity] = {}
         self.is_closed = False
 
     async def tokenize(self, text: str) -> list[int]:
@@ -170,6 +171,9 @@ class FakeWorkers:
         elif blob is not None and blob.decode() not in self.leases:
             loop.call_soon(generation.end, "error", "NOT_FOUND: the lease is gone")
         return generation
+
+    def capacity(self, worker: str) -> Capacity | None:
+        return self.capacities.get(worker)
 
     async def close(self) -> None:
         self.is_closed = True

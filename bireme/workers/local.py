@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from bireme.config import stage_of
 from bireme.errors import NotFoundError
-from bireme.messages import EngineRequest, Sink
+from bireme.messages import Capacity, EngineRequest, Sink
 from bireme.multimodal.wire import EncodeAnswer, EncodeJob
 from bireme.types import Tensors
 from bireme.workers import unary
@@ -49,6 +49,9 @@ class LocalWorkers:
 
     def decode(self, worker: str, request: EngineRequest, sink: Sink) -> Generation:
         return self._buses.decode(worker, request, sink)
+
+    def capacity(self, worker: str) -> Capacity | None:
+        return self._buses.capacity(worker)
 
     async def close(self) -> None:
         await self._buses.close()

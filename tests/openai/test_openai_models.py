@@ -2,6 +2,9 @@
 
 import pytest
 
+from bireme.openai.error_replies import HttpError
+from bireme.openai.served_video import VideoModels
+
 MODALITIES = {
     "none": {"input_modalities": ["text"], "output_modalities": ["text"]},
     "models/tiny-chat": {"input_modalities": ["text"], "output_modalities": ["text"]},
@@ -25,3 +28,11 @@ async def test_pictures_are_taken_by_the_models_that_say_so(frontend, folder, en
     reply = await bench.chat(messages=[{"role": "user", "content": [part]}]).end()
     assert sum("encode" in line for line in bench.workers.log) == encodes
     assert (b"this model reads text parts only" in reply.data) == (not encodes)
+
+
+def test_a_language_model_asked_for_a_video_says_what_it_makes_and_where():
+    videos = VideoModels([])
+    videos.know_languages(["test"])
+    with pytest.raises(HttpError, match="model: test makes text.*/v1/chat/completions") as told:
+        videos.get("test")
+    assert (told.value.status, told.value.code) == (400, "wrong_endpoint")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bireme.errors import RequestError
+from bireme.openai.error_replies import reply_of
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BIG = "1" + "0" * 30
@@ -204,3 +205,11 @@ async def test_an_empty_prompt_is_not_too_long(frontend):
     bench = await frontend()
     bench.workers.errors.append(RequestError("prompt: 0 tokens; send at least one"))
     assert (await bench.chat().end()).json()["error"]["code"] == "invalid_value"
+
+
+@pytest.mark.parametrize(
+    "told", ["prompt: 1025 tokens; the context of 1024 must hold it", "prompt: 80001 bytes; 1000 tokens (the context)"]
+)
+async def test_a_prompt_that_does_not_fit_has_the_code_that_clients_look_for(told):
+    error = json.loads(reply_of(RequestError(told)).body)["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")

@@ -221,3 +221,13 @@ async def test_a_video_model_says_that_it_makes_videos_of_text(start):
     [model] = (await bench.call("GET", "/v1/models").end()).json()["data"]
     assert model["bireme"] == {"input_modalities": ["text"], "output_modalities": ["video", "image"]}
     assert (await bench.call("GET", "/v1/models/clips").end()).json() == model
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+async def test_a_video_model_asked_for_text_says_what_it_makes_and_where(start, path):
+    bench = await start()
+    text = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    reply = await bench.call("POST", path, {"model": "clips", **text}).end()
+    error = reply.json()["error"]
+    assert (reply.status, error["code"], error["param"]) == (400, "wrong_endpoint", "model")
+    assert "clips makes videos" in error["message"] and "/v1/videos" in error["message"]

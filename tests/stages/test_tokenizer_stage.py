@@ -134,3 +134,12 @@ async def test_a_stage_loads_the_recipes_tokenizer_at_start(sample_model):
     assert stage.is_ready() and await call(stage, text_input="a")
     await stage.stop()
     assert not stage.is_ready()
+
+
+@pytest.mark.parametrize(
+    "texts", [{"text_input": " " * 2000}, {"messages": json.dumps([{"role": "user", "content": "x" * 2000}])}]
+)
+async def test_a_text_that_cannot_fit_is_refused_without_encoding_it(texts):
+    async for stage in started(load_tokenizer("models/tiny-chat"), max_prompt_tokens=100):
+        with pytest.raises(RequestError, match=r"\d+ bytes; 100 tokens \(limits.max_prompt_tokens\) hold 1200 at most"):
+            await call(stage, **texts)
