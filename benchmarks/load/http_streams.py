@@ -30,6 +30,14 @@ class Event(msgspec.Struct):
 _decode_event = msgspec.json.Decoder(Event).decode
 
 
+class UnansweredError(LoadError):
+    """The connection ended before the first byte of an answer.
+
+    On a connection that has served before this is how a server ends an idle one: like every pool of connections
+    that clients have, the load then asks once more on a new one.
+    """
+
+
 class HttpStreams:
     def __init__(self, target: str, model: str = "generate") -> None:
         self.host, _, port = target.rpartition(":")
@@ -40,12 +48,18 @@ class HttpStreams:
 
     async def request(self, slot: int, trace: Trace) -> None:
         connection = self._connections.get(slot)
+        is_reused = connection is not None and not connection.is_closed
         try:
             if connection is None or connection.is_closed:
                 connection = await self._connect(slot)
             await connection.request(self._message(trace.prompt), trace)
         except OSError as error:
             raise LoadError(f"connection: {type(error).__name__}: {error}") from error
+        except UnansweredError:
+            self.drop(slot)
+            if not is_reused or trace.is_dropped or trace.is_stalled:
+                raise
+            await self.request(slot, trace)
         except LoadError:
             self.drop(slot)
             raise
@@ -131,7 +145,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closed = True
-        self._end(LoadError(f"the server closed the connection{f': {exc}' if exc else ''}"))
+        kind = LoadError if self._body or self._head else UnansweredError
+        self._end(kind(f"the server closed the connection{f': {exc}' if exc else ''}"))
 
     def _receive(self, data: bytes) -> None:
         if self._done is None or self._done.done():

@@ -28,6 +28,7 @@ _OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
+_WRITE_FAILED = "Internal error from Core"  # grpc.aio's own word for a stream that breaks under a write
 _DTYPES = {"INT32": np.int32, "FP32": np.float32, "UINT8": np.uint8, "UINT64": np.uint64, "BOOL": np.bool_}
 
 
@@ -148,7 +149,7 @@ def rpc_error(error: Any, address: str) -> BiremeError:
     details = error.details() or ""
     if _CODED.search(details):
         return parse_error(details)
-    if error.code() == grpc.StatusCode.UNAVAILABLE:
+    if error.code() == grpc.StatusCode.UNAVAILABLE or details == _WRITE_FAILED:
         return unreachable(address, details.splitlines()[0] if details else "connection lost")
     parsed = parse_error(details)
     return parsed if parsed.retryable else BiremeError(f"{error.code().name}: {details}")

@@ -128,3 +128,13 @@ async def test_a_drop_after_the_last_token_does_no_harm(grpc_server, workload):
     await asyncio.wait_for(client.request(0, again := trace_of(workload)), 5)  # the stream can be used again
     assert again.count == 6
     await client.close()
+
+
+async def test_an_idle_connection_that_the_server_has_closed_costs_no_request(http_server, workload):
+    client = HttpStreams(http_server.target)
+    await client.request(0, trace_of(workload))
+    client._connections[0]._transport.abort()
+    client._connections[0].is_closed = False  # the close is not known yet when the next request is sent
+    await asyncio.wait_for(client.request(0, again := trace_of(workload)), 5)
+    assert again.count == 6
+    await client.close()

@@ -1,0 +1,34 @@
+"""What grpc says of a call that failed, in our codes: who asked must know whether to try again."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from grpc.aio import AioRpcError, Metadata
+
+from bireme.errors import NotFoundError
+from bireme.workers.base import UnreachableError
+from bireme.workers.channel import rpc_error
+
+
+def told(code: grpc.StatusCode, details: str) -> Exception:
+    return rpc_error(AioRpcError(code, Metadata(), Metadata(), details), "host:8001")
+
+
+@pytest.mark.parametrize(
+    ("code", "details"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed"),
+        (grpc.StatusCode.INTERNAL, "Internal error from Core"),  # the server ended while the subscription was written
+    ],
+)
+def test_a_connection_that_breaks_is_unreachable(code: grpc.StatusCode, details: str) -> None:
+    assert isinstance(told(code, details), UnreachableError)
+
+
+def test_a_code_of_our_own_wins_over_grpc_s() -> None:
+    assert isinstance(told(grpc.StatusCode.INTERNAL, "NOT_FOUND: no such life"), NotFoundError)
+
+
+def test_another_internal_error_stays_one() -> None:
+    assert told(grpc.StatusCode.INTERNAL, "a defect").code == "INTERNAL"
