@@ -55,6 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None  # unsigned 64-bit; None: drawn once at entry, so that a migrated stream goes on exactly
+    is_seed_drawn: bool = False  # the entry's own: an engine without seeds may leave it out
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

@@ -93,7 +93,7 @@ def with_seed(params: SamplingParams) -> SamplingParams:
     """Draw a missing seed, so that a migrated stream goes on exactly."""
     if params.seed is not None or not temperature_of(params):
         return params
-    return msgspec.structs.replace(params, seed=secrets.randbits(64))
+    return msgspec.structs.replace(params, seed=secrets.randbits(64), is_seed_drawn=True)
 
 
 def expand(params: SamplingParams) -> list[SamplingParams]:

@@ -8,6 +8,9 @@ A processor belongs to one sequence and may keep state. It is made by a factory
 
 What it raises ends that request with INTERNAL, and no other. After a migration it is made anew and sees
 the resumed tokens in `token_ids`: state that does not follow from `token_ids` is lost then.
+
+A factory whose processors do not look at `token_ids` says `reads_token_ids = False`: an engine that begins a step
+before it knows the last token can run those alone (TensorRT-LLM's overlap scheduler).
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ _MINUS_INFINITY = float("-inf")
 class Temperature:
     """Divides; below 1 sharpens."""
 
+    reads_token_ids = False
+
     def __init__(self, context: ProcessorContext, /, temperature: float) -> None:
         self._temperature = _number("temperature", temperature, above=0.0)
 
@@ -72,6 +74,8 @@ class FrequencyPenalty:
 class LogitBias:
     """Adds a value to each of the given tokens."""
 
+    reads_token_ids = False
+
     def __init__(self, context: ProcessorContext, /, bias: Mapping[int | str, float]) -> None:
         if not isinstance(bias, Mapping):
             raise RequestError(f"bias: {bias!r}; an object of token id: value is needed")
@@ -110,6 +114,8 @@ class MinTokens:
 class TopK:
     """Keeps the k likeliest; ties with the last one are kept too."""
 
+    reads_token_ids = False
+
     def __init__(self, context: ProcessorContext, /, top_k: int) -> None:
         self._top_k = min(int(_number("top_k", top_k, least=1)), context.vocab_size)
 
@@ -119,6 +125,8 @@ class TopK:
 
 class TopP:
     """Keeps the likeliest tokens whose probabilities just reach p; ties with the last one are kept too."""
+
+    reads_token_ids = False
 
     def __init__(self, context: ProcessorContext, /, top_p: float) -> None:
         self._top_p = _number("top_p", top_p, least=0.0, most=1.0)
@@ -134,6 +142,8 @@ class TopP:
 class MinP:
     """Keeps tokens at least min_p times as likely as the likeliest."""
 
+    reads_token_ids = False
+
     def __init__(self, context: ProcessorContext, /, min_p: float) -> None:
         self._min_p = _number("min_p", min_p, least=0.0, most=1.0)
 
@@ -144,6 +154,8 @@ class MinP:
 
 class AllowedTokens:
     """Masks everything but the given tokens: classification, multiple choice."""
+
+    reads_token_ids = False
 
     def __init__(self, context: ProcessorContext, /, token_ids: Sequence[int]) -> None:
         self._ids = _token_ids("token_ids", token_ids, context)

@@ -39,6 +39,11 @@ def known() -> list[str]:
     return sorted({*BUILT_IN, *_registered, *_installed()})
 
 
+def reads_token_ids(name: str) -> bool:
+    """Whether a processor looks at the tokens so far, which it need not say. Raises RequestError for an unknown one."""
+    return bool(getattr(_factory(name), "reads_token_ids", True))
+
+
 def create(calls: Sequence[ProcessorCall], context: ProcessorContext) -> list[LogitsProcessor]:
     """Make the processors of one sequence, in order. Raises RequestError naming processor and argument."""
     return [_create(call, context) for call in calls]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 NAMES_SINCE_1_3 = ("conversation_params", "priority")
-METHODS = ("generate_async", "get_stats_async", "get_kv_cache_events_async", "shutdown", "_check_health")
+METHODS = ("generate_async", "get_stats_async", "get_kv_cache_events_async", "shutdown")
+METHODS_SINCE_1_3 = ("get_kv_cache_capacity", "_check_health")
+METHODS_SINCE_1_4 = ("get_memory_status", "release", "resume")
 
 
 def drift(described: dict[str, Any], contract: dict[str, Any], used: dict[str, list[str]]) -> list[str]:
@@ -17,9 +19,10 @@ def drift(described: dict[str, Any], contract: dict[str, Any], used: dict[str, l
         for name in names
         if name not in described["names"][module]
     ]
-    lines += [f"LLM.{name}: missing" for name in METHODS if name not in described["methods"]]
-    if is_1_3 and "get_kv_cache_capacity" not in described["methods"]:
-        lines.append("LLM.get_kv_cache_capacity: missing")
+    methods = [*METHODS, *(METHODS_SINCE_1_3 if is_1_3 else ())]
+    if is_1_3 and not described["version"].startswith("1.3"):
+        methods += METHODS_SINCE_1_4
+    lines += [f"LLM.{name}: missing" for name in methods if name not in described["methods"]]
     lines += _compare("LLM()", _constructor(contract), described["constructor"])
     lines += _compare("LLM.generate_async", _generate_async(contract, is_1_3), described["generate_async"])
     sampling = {name: _default(entry) for name, entry in contract["sampling_params"]["fields"].items()}

@@ -11,7 +11,7 @@ import yaml
 
 STAND_IN = Path(__file__).parent / "stand_in"
 CHECKOUT = Path(__file__).resolve().parents[2]
-PROFILES = ("1.2.1", "1.3")
+PROFILES = ("1.2.1", "1.3", "1.4")
 
 
 def is_real_there() -> bool:
@@ -29,12 +29,15 @@ def environment(profile: str = "1.2.1", **variables: str) -> dict[str, str]:
 
 
 def worker(config: dict[str, Any], profile: str = "1.2.1", **variables: str) -> dict[str, Any]:
-    """Return a worker entry: this engine YAML on engine trtllm."""
+    """Return a worker entry: this engine YAML on engine trtllm, with the sampler that heeds seeds."""
+    plain = {"enable_chunked_prefill": True, "disable_overlap_scheduler": True}
+    if profile == "1.2.1":
+        plain["sampler_type"] = "TRTLLMSampler"
     return {
         "engine": "trtllm",
         "num_threads": 1,
         "env": environment(profile, **variables),
-        "engine_config": {"enable_chunked_prefill": True, "disable_overlap_scheduler": True, **config},
+        "engine_config": plain | config,
     }
 
 

@@ -52,7 +52,7 @@ PLANTED = {
     "tensorrt_llm.executor.utils.RequestError: missing": lambda tree: tree["names"][
         "tensorrt_llm.executor.utils"
     ].clear(),
-    "LLM._check_health: missing": lambda tree: tree["methods"].remove("_check_health"),
+    "LLM.get_stats_async: missing": lambda tree: tree["methods"].remove("get_stats_async"),
     "RequestError: a ValueError": lambda tree: tree.update(request_error_base="ValueError"),
     "CompletionOutput.logprobs: missing": lambda tree: tree["completion_output"].pop("logprobs"),
     "MetricsCollector: neither": lambda tree: tree["collector"].clear(),

@@ -12,7 +12,7 @@ from trtllm_harness import PROMPT
 
 from bireme import disagg
 from bireme.engines.trtllm.disaggregation import RequestIds, export, restore
-from bireme.errors import NotFoundError, RequestError
+from bireme.errors import ConfigError, KvTransferError, NotFoundError, RequestError, from_message
 from bireme.messages import ProcessorCall
 
 KEY = b"k" * 32
@@ -50,12 +50,49 @@ def test_prefill_and_decode_give_the_tokens_of_one_engine(pair):
 
 def test_the_opaque_state_travels_as_base64(pair):
     params, _ = prefill(pair[0])
-    assert base64.b64decode(params.opaque_state, validate=True).startswith(b"{")
+    state = base64.b64decode(params.opaque_state, validate=True)
+    if pair[0].engine._loaded.api.version.startswith("1.4"):  # the Python transceiver's name lies elsewhere
+        assert not state and params.engine_state["ctx_info_endpoint"].startswith("file://")
+    else:
+        assert state.startswith(b"{")
     msgspec.json.encode(params)
 
 
+@pytest.mark.parametrize("runtime", ["CPP", "PYTHON"])
+def test_a_prefill_that_exports_nothing_is_an_error(make_engine, profile, monkeypatch, runtime):
+    if profile == "1.2.1" and runtime == "PYTHON":
+        pytest.skip("1.2.1 has no Python transceiver")
+    chosen = {} if profile == "1.2.1" else {"transceiver_runtime": runtime}
+    first = make_engine("prefill", cache_transceiver_config=APART["cache_transceiver_config"] | chosen)
+    executor = type(first.llm._executor)
+    plain = executor._end
+    monkeypatch.setattr(executor, "_end", lambda self, one, reason, exported=None, **more: plain(self, one, reason))
+    finish = first.ask(request_type="context_only").wait()
+    assert finish.error == "INTERNAL: TensorRT-LLM exported no KV of this prefill; see its log"
+
+
+def test_a_runtime_that_a_backend_does_not_have_is_told_at_the_start(make_engine, profile):
+    if profile == "1.2.1":
+        pytest.skip("1.2.1 has no Python transceiver")
+    with pytest.raises(ConfigError, match="the Python transceiver moves KV by NIXL alone"):
+        make_engine("decode", cache_transceiver_config={"backend": "UCX", "transceiver_runtime": "PYTHON"})
+    make_engine("decode", cache_transceiver_config={"backend": "UCX"})  # auto is the C++ one then
+
+
+def test_what_would_end_the_worker_is_refused_before_it(make_engine, profile):
+    alone, overlapped = make_engine(), make_engine(disable_overlap_scheduler=False, **APART)
+    with pytest.raises(RequestError, match="request_type: context_only; this engine has no cache transceiver"):
+        alone.ask(request_type="context_only")
+    if profile == "1.2.1":
+        with pytest.raises(RequestError, match="can't prefill alone beside its overlap scheduler"):
+            overlapped.ask(request_type="context_only")
+    else:
+        assert prefill(overlapped)[1].reason == "not_finished"
+    assert alone.tokens() == overlapped.tokens()
+
+
 def test_1_2_refuses_log_probabilities_before_it_prefills(pair, profile):
-    if profile == "1.3":
+    if profile != "1.2.1":
         pytest.skip("1.3 carries those of the first token")
     with pytest.raises(RequestError, match=r"logprobs: 2; TensorRT-LLM 1\.2\.1 gives none after a KV transfer"):
         pair[0].ask(request_type="context_only", logprobs=2)
@@ -63,7 +100,7 @@ def test_1_2_refuses_log_probabilities_before_it_prefills(pair, profile):
 
 
 def test_log_probabilities_of_the_first_token_reach_the_client(pair, profile):
-    if profile != "1.3":
+    if profile == "1.2.1":
         pytest.skip("1.2.1 does not carry those of the first token")
     params, _ = prefill(pair[0], logprobs=2)
     answer = decode(pair[1], params, logprobs=2)
@@ -75,7 +112,7 @@ def test_log_probabilities_of_the_first_token_reach_the_client(pair, profile):
 
 
 def test_ranks_of_log_probabilities_survive(make_engine, profile):
-    if profile != "1.3":
+    if profile == "1.2.1":
         pytest.skip("1.2.1's params have no log probabilities")
     harness = make_engine("prefill", **APART)
     params, _ = prefill(harness, logprobs=2)
@@ -89,7 +126,8 @@ def test_handles_of_embeddings_stay_with_prefill_and_those_of_positions_go_on(pa
     api = pair[0].engine._loaded.api
     handles = {"multimodal_embedding_handles": [{"a": 1}], "multimodal_hashes": [[1] * 8]}
     positions = {"mrope_position_ids_handle": {"b": 2}, "mrope_position_deltas_handle": {"c": 3}}
-    given = api.disaggregated_params(request_type="context_only", first_gen_tokens=[5], **handles, **positions)
+    fields = {"request_type": "context_only", "first_gen_tokens": [5], "opaque_state": b"kv"}
+    given = api.disaggregated_params(**fields, **handles, **positions)
     state = export(given, api)["engine_state"]
     assert {name: state[name] for name in positions} == positions
     assert not state.keys() & handles.keys()
@@ -143,8 +181,11 @@ def test_kv_that_never_arrives_ends_the_request_with_unavailable(make_engine):
     first, second = make_engine("prefill", **quick), make_engine("decode", **quick)
     params, _ = prefill(first)
     lost = base64.b64encode(b'{"path": "/nowhere/lost.kv", "length": 80}').decode()
+    if not params.opaque_state:
+        lost, state = "", params.engine_state | {"ctx_info_endpoint": "file:///nowhere/lost.kv"}
+        params = msgspec.structs.replace(params, engine_state=state)
     answer = decode(second, msgspec.structs.replace(params, opaque_state=lost))
-    assert answer.finish.error.startswith("UNAVAILABLE: KV of the prefill did not arrive")
+    assert isinstance(from_message(answer.finish.error), KvTransferError)
     assert len(second.tokens()) == 12
 
 
@@ -207,7 +248,7 @@ def test_an_unknown_processor_is_named_before_the_combination(pair):
 
 
 def test_ids_of_transfers_are_unique_and_above_those_of_the_engine(make_engine, profile):
-    if profile != "1.3":
+    if profile == "1.2.1":
         pytest.skip("1.2.1's params have no disagg_request_id")
     harness = make_engine("prefill", **APART)
     ids = [prefill(harness)[0].engine_state["disagg_request_id"] for _ in range(3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -9,6 +10,8 @@ from engine_fixtures import wait_for
 from trtllm_harness import PROMPT, UNSET
 
 from bireme.config import Limits
+from bireme.engines.trtllm import iterations as iterations_module
+from bireme.engines.trtllm import loading
 from bireme.engines.validate import Gate
 from bireme.errors import ConfigError, NotFoundError, RequestError
 from bireme.kv import hashing
@@ -132,20 +135,20 @@ def test_a_rank_pins_the_request_strictly_and_must_exist(make_engine):
 def test_a_priority_is_passed_where_the_release_has_one(make_engine, profile):
     harness = make_engine()
     harness.tokens(priority=0.9)
-    assert last_call(harness).get("priority") == (0.9 if profile == "1.3" else None)
+    assert last_call(harness).get("priority") == (0.9 if profile != "1.2.1" else None)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_priorities_without_effect_are_told_once(make_engine, profile, caplog, policy):
-    harness = make_engine(**({"scheduler_config": {"waiting_queue_policy": policy}} if profile == "1.3" else {}))
+    harness = make_engine(**({"scheduler_config": {"waiting_queue_policy": policy}} if profile != "1.2.1" else {}))
     harness.tokens(priority=0.9)
     harness.tokens(priority=0.1)
     told = [record.getMessage() for record in caplog.records if "priority_without_effect" in record.getMessage()]
-    if profile == "1.3" and policy == "priority":
+    if profile != "1.2.1" and policy == "priority":
         assert not told
     else:
         (line,) = told
-        assert ("waiting_queue_policy" if profile == "1.3" else "has none") in line
+        assert ("waiting_queue_policy" if profile != "1.2.1" else "has none") in line
 
 
 def test_autodeploy_takes_its_size_as_world_size(make_engine, caplog):
@@ -163,7 +166,7 @@ def test_autodeploy_takes_its_size_as_world_size(make_engine, caplog):
 
 def test_autodeploy_has_limits_of_its_own(make_engine, profile):
     harness = make_engine(backend="_autodeploy", max_batch_size=UNSET)
-    expected = {"1.2.1": 8, "1.3": 2048}[profile]
+    expected = 8 if profile == "1.2.1" else 2048
     assert harness.capacity.max_batch_size == harness.engine._loaded.num_places == expected
 
 
@@ -217,6 +220,53 @@ def test_what_a_release_does_not_tell_is_not_reported_as_zero(make_engine, monke
     assert not told & {"bireme_kv_blocks_used", "bireme_kv_blocks_total", "bireme_engine_step_seconds"}
 
 
+def test_statistics_are_read_at_their_pace_and_an_empty_queue_is_no_error(make_engine, caplog):
+    harness = make_engine(kv_cache_config={"event_buffer_max_size": 1000})
+    reads, plain = [], harness.llm.get_stats_async
+    harness.llm.get_stats_async = lambda timeout: (reads.append(timeout), plain(timeout))[1]
+    harness.engine._loaded.iterations.stop()
+    iterations = harness.engine._loaded.iterations = loading._iterations(
+        harness.context, harness.engine._loaded.api, harness.engine._loaded.arguments, harness.llm
+    )
+    iterations.start()
+    wait_for(lambda: len(reads) > 20, 10)  # ten times a second when idle; after an error once
+    harness.tokens()
+    wait_for(lambda: iterations.num_seen >= 12, 5)
+    assert "read_failed" not in caplog.text
+    assert set(reads) == {0}
+
+
+def test_real_failures_of_reading_are_told_once_a_kind_and_then_counted(make_engine, monkeypatch, caplog):
+    import tensorrt_llm
+
+    kinds = itertools.cycle([OSError, ValueError])
+
+    def fail(self, timeout):
+        raise next(kinds)("planted")
+
+    monkeypatch.setattr(iterations_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(tensorrt_llm.LLM, "get_stats_async", fail)
+    make_engine()
+
+    def told():
+        return [record.getMessage() for record in caplog.records if "read_failed" in record.getMessage()]
+
+    wait_for(lambda: "read_failed queue=stats kind=OSError count=10 error=planted" in told(), 10)
+    first = [line for line in told() if "count=" not in line]
+    assert first == ["read_failed queue=stats kind=OSError", "read_failed queue=stats kind=ValueError"]
+
+
+def test_ranks_have_rows_of_their_own_and_step_together(make_engine, profile):
+    harness = make_engine(tensor_parallel_size=2, enable_attention_dp=True)
+    seen = harness.engine._loaded.iterations
+    before = seen.num_seen
+    harness.metrics.take_delta()
+    harness.tokens(max_tokens=20, dp_rank=1)
+    wait_for(lambda: seen.num_seen - before >= (20 if profile == "1.2.1" else 40), 5)
+    counts = {name: sum(values) for name, _, values, _ in harness.metrics.take_delta().histograms}
+    assert counts["bireme_engine_step_seconds"] == 20
+
+
 def test_an_iteration_counts_as_progress(make_engine):
     harness = make_engine(stream_interval=1000)
     before = harness.engine.progress().step
@@ -250,6 +300,63 @@ def test_kv_events_carry_public_hashes(make_engine):
     wait_for(lambda: events.extend(harness.engine.kv_events()) or events, 5)
     hashes = [block.block_hash for event in events if isinstance(event, BlocksStored) for block in event.blocks]
     assert hashes == hashing.sequence_hashes(PROMPT, 32)
+
+
+def stored_hashes(harness, count):
+    """Wait for so many blocks; return (salt, hash) of each."""
+    found = []
+
+    def look():
+        events = [event for event in harness.engine.kv_events() if isinstance(event, BlocksStored)]
+        found.extend((event.cache_salt, block.block_hash) for event in events for block in event.blocks)
+        return len(found) >= count
+
+    wait_for(look, 5)
+    return found
+
+
+def test_blocks_of_a_salted_request_are_never_told_as_anybody_s(make_engine, profile):
+    harness = make_engine(kv_cache_config={"event_buffer_max_size": 1000})
+    other = list(range(700, 780))
+    harness.tokens(cache_salt="tenant", max_tokens=2)
+    harness.tokens(other, max_tokens=2)
+    plain = [("", value) for value in hashing.sequence_hashes(other, 32)]
+    if profile == "1.2.1":  # its events don't say whose the blocks are
+        assert stored_hashes(harness, 2) == plain
+    else:
+        found = stored_hashes(harness, 4)
+        assert [salt for salt, _ in found[:2]] == ["tenant", "tenant"] and found[2:] == plain
+    harness.tokens(max_tokens=2)  # the same prompt without a salt is anybody's
+    assert stored_hashes(harness, 2) == [("", value) for value in hashing.sequence_hashes(PROMPT, 32)]
+
+
+def test_events_of_ranks_are_told_apart(make_engine):
+    kv = {"event_buffer_max_size": 1000}
+    harness = make_engine(tensor_parallel_size=2, enable_attention_dp=True, kv_cache_config=kv)
+    events = []
+    for rank in (1, 0):
+        harness.tokens(max_tokens=2, dp_rank=rank)
+    wait_for(lambda: events.extend(harness.engine.kv_events()) or len(events) >= 2, 5)
+    assert [event.dp_rank for event in events] == [1, 0]
+    assert harness.counter("bireme_kv_event_gaps_total") == 0
+
+
+def test_blocks_that_move_to_host_memory_are_neither_lost_nor_a_gap(make_engine):
+    kv = {"event_buffer_max_size": 1000, "max_tokens": 256, "host_cache_size": 1 << 20}
+    harness = make_engine(kv_cache_config=kv)
+    for at in range(4):
+        harness.tokens([500 + at] * 96, max_tokens=2)
+    assert len(set(stored_hashes(harness, 12))) == 12
+    assert harness.counter("bireme_kv_event_gaps_total") == 0
+
+
+@pytest.mark.parametrize("profile", ["1.4"], indirect=True)
+def test_a_block_with_a_picture_s_digest_is_left_out_and_nothing_is_void(make_engine, profile, monkeypatch, caplog):
+    harness = make_engine(kv_cache_config={"event_buffer_max_size": 1000})
+    monkeypatch.setattr(harness.llm._executor.blocks, "_picture_token", PROMPT[40])
+    harness.tokens(max_tokens=2)
+    assert [value for _, value in stored_hashes(harness, 1)] == hashing.sequence_hashes(PROMPT, 32)[:1]
+    assert "kv_event_unread" not in caplog.text
 
 
 def test_without_a_buffer_there_are_no_events(make_engine, monkeypatch):

@@ -69,10 +69,10 @@ class Harness:
         given = {"dtype": "float32", "max_batch_size": 8, "disable_overlap_scheduler": True} | yaml
         given = {name: value for name, value in given.items() if value is not UNSET}
         self.config = engine_config(given)
-        context = EngineContext(
+        self.context = EngineContext(
             worker=stage, stage=stage, model_path=str(model), config=self.config, metrics=self.metrics, life=7
         )
-        self.engine = TrtllmEngine(context, die=self._die)
+        self.engine = TrtllmEngine(self.context, die=self._die)
         self.capacity = self.engine.start(self._emit)
 
     @property

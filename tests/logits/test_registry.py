@@ -33,6 +33,13 @@ def create(name, **args):
     return registry.create([ProcessorCall(name, args)], CONTEXT)[0]
 
 
+def test_processors_that_do_not_read_the_tokens_say_so(registered):
+    assert [name for name in registry.known() if not registry.reads_token_ids(name)] == [
+        "allowed_tokens", "logit_bias", "min_p", "temperature", "top_k", "top_p",
+    ]  # fmt: skip
+    assert registry.reads_token_ids("nothing")
+
+
 def test_a_registered_processor_gets_context_and_arguments(registered):
     made = create("nothing", strength=2.0)
     assert made.context.request_id == "r1" and made.strength == 2.0

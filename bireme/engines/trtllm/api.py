@@ -1,7 +1,7 @@
 """The names of tensorrt_llm that this engine uses, and what the installed release knows of them.
 
-Its one rule: every difference between releases is found here, by looking at signatures and fields, and
-nowhere else by comparing versions. tensorrt_llm is imported in `load` and not before.
+Its one rule: every difference between releases is found here: by looking at signatures and fields, and by the
+version where neither tells. tensorrt_llm is imported in `load` and not before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import dataclasses
 import importlib
 import inspect
 import logging
+import math
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,14 @@ LOG_LEVELS = {
     "CRITICAL": "INTERNAL_ERROR",
     "FATAL": "INTERNAL_ERROR",
 }
+# What SamplingParams of every release have and the default sampler, TorchSampler, does not heed in older ones. 1.3
+# learned it in several steps (PRs 16052, 16485, 17172); its first release that was read with all of it:
+_UNHEEDED = frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty", "bad_token_ids", "seed"})
+HEEDED_SINCE = "1.3.0rc29"
+OTHER_SAMPLER_UNTIL = "1.3.0rc26"  # sampler_type TRTLLMSampler, which heeds all of it
+# Before it KV events name neither the salt nor the adapter that a block belongs to.
+_OWNERS_SINCE = "1.3.0rc29"
+_OVERLAPPED_PREFILL_SINCE = "1.3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,39 @@ class Api:
     generate_parameters: frozenset[str]  # of LLM.generate_async
     sampling_fields: frozenset[str]
     disaggregated_fields: frozenset[str]
+
+    @property
+    def unheeded(self) -> frozenset[str]:
+        """The fields of SamplingParams that the default sampler takes and does not heed."""
+        return frozenset() if is_since(self.version, HEEDED_SINCE) else _UNHEEDED
+
+    @property
+    def has_other_sampler(self) -> bool:
+        return not is_since(self.version, OTHER_SAMPLER_UNTIL)
+
+    @property
+    def events_name_owners(self) -> bool:
+        return is_since(self.version, _OWNERS_SINCE)
+
+    @property
+    def overlaps_prefill(self) -> bool:
+        """Whether context_only requests are served beside the overlap scheduler; else they end the worker."""
+        return is_since(self.version, _OVERLAPPED_PREFILL_SINCE)
+
+
+def is_since(version: str, other: str) -> bool:
+    """Whether a release is `other` or a later one; candidates come before their release."""
+    return _order(version) >= _order(other)
+
+
+def _order(version: str) -> tuple[float, ...]:
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?rc(\d+))?", version)
+    if not match:
+        return (math.inf,)  # a build without a number is somebody's newest
+    major, minor, patch, candidate = match.groups()
+    is_bare = patch is None and candidate is None  # 1.3: all of 1.3, its candidates included
+    last = float(candidate) if candidate else 0.0 if is_bare else math.inf
+    return float(major), float(minor), float(patch or 0), last
 
 
 def load(backend: str) -> Api:

@@ -64,6 +64,11 @@ class Arguments:
         return self.values.get("speculative_config") is not None
 
     @property
+    def has_overlap(self) -> bool:
+        """Whether a step begins before the last one's tokens have been looked at: TensorRT-LLM's default."""
+        return not self.values.get("disable_overlap_scheduler")
+
+    @property
     def has_transceiver(self) -> bool:
         return self.block("cache_transceiver_config").get("backend") is not None
 

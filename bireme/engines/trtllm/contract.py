@@ -21,9 +21,9 @@ import yaml
 from bireme.engines.trtllm.field_types import FieldType, parse_type
 from bireme.engines.trtllm.problems import NOTHING, Path, Problem, show
 
-FLOOR = "1.2.1"  # oldest and newest release that the contract describes
-CEILING = "1.3.0rc29"
-PROFILES = ("1.2", "1.3")
+VERSIONS = {"1.2": "1.2.1", "1.3": "1.3.0rc29", "1.4": "1.4.0rc1"}  # profile -> the release that it describes
+PROFILES = tuple(VERSIONS)
+FLOOR, CEILING = VERSIONS[PROFILES[0]], VERSIONS[PROFILES[-1]]
 CONTRACT = FilePath(__file__).with_name("contract.yaml")
 
 
@@ -56,7 +56,9 @@ def profile(version: str) -> str:
     match = re.match(r"(\d+)\.(\d+)", version)
     if not match:
         raise ValueError(f"TensorRT-LLM version {version!r} is not a release number such as {FLOOR}")
-    return PROFILES[0] if (int(match.group(1)), int(match.group(2))) < (1, 3) else PROFILES[1]
+    release = int(match.group(1)), int(match.group(2))
+    older = [name for name in PROFILES if tuple(map(int, name.split("."))) <= release]
+    return older[-1] if older else PROFILES[0]
 
 
 def fields(class_name: str, version: str = FLOOR) -> dict[str, Field]:

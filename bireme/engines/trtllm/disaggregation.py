@@ -28,7 +28,13 @@ _EPOCH_S = 1_577_836_800  # 2020-01-01
 
 
 def export(given: Any, api: Api) -> dict[str, Any]:
-    """Return the fields of our DisaggregatedParams that a context_only result's params fill."""
+    """Return the fields of our DisaggregatedParams that a context_only result's params fill; {}: it exported nothing.
+
+    A result has params from its start, the request's own. Only its opaque state (C++ transceiver) or the endpoint of
+    the exporter (Python transceiver) say that there is KV to fetch; disagg_request_id is ours.
+    """
+    if not given.opaque_state and not getattr(given, "ctx_info_endpoint", None):
+        return {}
     state = {
         name: value
         for name in sorted(api.disaggregated_fields)

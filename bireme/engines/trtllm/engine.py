@@ -1,9 +1,9 @@
 """The TensorRT-LLM engine: an LLM object, and the event loop on which its requests live.
 
 One rule: whatever concerns a request happens on the loop's thread. `submit` plans a request on the caller's
-thread and posts it. A request that TensorRT-LLM refuses ends alone; any other error means that the engine is
-dying: the process ends at once, without teardown (which may block on a dead rank), and its supervisor fails
-what was in flight and starts another.
+thread and posts it. A request that TensorRT-LLM refuses ends alone. Any other error, and errors of requests that
+one of our own shares (faults.py), mean that the engine is dying: the process ends at once, without teardown (which
+may block on a dead rank), and its supervisor fails what was in flight and starts another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import Emit, EngineContext, Progress, RequestKey
 from bireme.engines.trtllm import lifecycle, processes
-from bireme.engines.trtllm.loading import Loaded, load
+from bireme.engines.trtllm.loading import Loaded, load, measured
 from bireme.engines.trtllm.requests import Requests
 from bireme.errors import ResourceExhaustedError, UnavailableError
 from bireme.kv.events import KvEvent
@@ -30,6 +30,7 @@ logger = logging.getLogger("bireme.engines.trtllm")
 
 EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
 WARM_UP_S = 300.0
+_FIRST_STATISTICS_S = 2.0  # the first generation has just ended
 _DRAIN_S = 0.5  # for the ends of aborted requests to come in
 _EXIT_AFTER_S = 0.1  # the last frames reach the socket
 
@@ -55,6 +56,7 @@ class TrtllmEngine:
         self._thread.start()
         self._warm_up(requests)
         loaded.iterations.start()
+        loaded.capacity = measured(loaded, _FIRST_STATISTICS_S)
         self._health = lifecycle.HealthMonitor(loaded.llm, self.fail)
         self._health.start()
         return loaded.capacity

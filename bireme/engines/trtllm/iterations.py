@@ -11,8 +11,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bireme.engines.trtllm.kv_events import KvEventReader
@@ -41,17 +41,20 @@ class Iterations:
         tokens_per_block: int,
         event_buffer: int,
         has_stats: bool,
+        events_name_owners: bool = True,
     ) -> None:
         self._llm = llm
         self._metrics = metrics
         self._relay = relay
         self._has_stats = has_stats
-        self._reader = KvEventReader(tokens_per_block)
+        self._reader = KvEventReader(tokens_per_block, has_owners=events_name_owners)
         self._events: deque[KvEvent] = deque(maxlen=event_buffer or 1)
         self._has_events = event_buffer > 0
         self._used: dict[int, int] = {}  # by rank: blocks
         self._total: dict[int, int] = {}
         self._last_at = 0.0
+        self._has_pool_size = threading.Event()
+        self._failures: Counter[tuple[str, str]] = Counter()  # (queue, kind of error)
         self._stops = threading.Event()
         self._reading: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         self._lock = threading.Lock()
@@ -75,6 +78,16 @@ class Iterations:
             self._events.clear()
         return events
 
+    def request_begins(self, prompt: Sequence[int]) -> None:
+        """Of a salted or an adapter's request, before TensorRT-LLM has it: its blocks are nobody else's."""
+        if self._has_events:
+            self._reader.expect_owned(prompt)
+
+    def pool_size(self, timeout_s: float) -> int:
+        """Wait for the first statistics; return the KV blocks of a rank; 0: they don't tell."""
+        self._has_pool_size.wait(timeout_s if self._has_stats else 0)
+        return max(self._total.values(), default=0)
+
     def request_ended(self, result: Any) -> None:
         self._relay.request_ended(getattr(result, "metrics_dict", None) or {})
 
@@ -97,42 +110,53 @@ class Iterations:
     async def _read(
         self, name: str, ask: Callable[..., Any], take: Callable[[Mapping[str, Any]], None], pauses: tuple[float, float]
     ) -> None:
-        """Read a queue until the end; an error of the engine's is logged once and tried again."""
-        pause, has_failed = pauses[0], False
+        """Read a queue until the end; an error of the engine's is told, and tried again."""
+        pause = pauses[0]
         while not self._stops.is_set():
             try:
                 count = await self._drain(ask, take)
-                has_failed = False
-            except Exception:
-                if not has_failed:
-                    logger.exception("read_failed queue=%s", name)
-                has_failed, count = True, 0
+            except Exception as error:
+                self._tell_failure(name, error)
+                count = 0
                 await asyncio.sleep(_RETRY_S)
             pause = pauses[0] if count else min(2 * pause, pauses[1])
             await asyncio.sleep(pause)
 
+    def _tell_failure(self, name: str, error: Exception) -> None:
+        """Log the first of a kind with its traceback, and after that the count at each power of ten."""
+        kind = type(error).__name__
+        self._failures[name, kind] += 1
+        count = self._failures[name, kind]
+        if count == 1:
+            logger.error("read_failed queue=%s kind=%s", name, kind, exc_info=error)
+        elif str(count).strip("0") == "1":
+            logger.error("read_failed queue=%s kind=%s count=%d error=%s", name, kind, count, error)
+
     async def _drain(self, ask: Callable[..., Any], take: Callable[[Mapping[str, Any]], None]) -> int:
+        """Take what is there. Asked with a timeout, the shared result of 1.2 and 1.3 would end once and for all."""
         count = 0
-        async for item in ask(timeout=0):
-            take(item)
-            count += 1
-            if count >= MAX_BATCH:
-                break
+        with contextlib.suppress(asyncio.QueueEmpty, asyncio.TimeoutError, TimeoutError):
+            async for item in ask(timeout=0):
+                take(item)
+                count += 1
+                if count >= MAX_BATCH:
+                    break
         return count
 
     def _take_stats(self, stats: Mapping[str, Any]) -> None:
         """Set what this release tells; a field that is missing leaves its gauge alone."""
         self.num_seen += 1
         self._last_at = time.monotonic()
-        if (latency := stats.get("iterLatencyMS")) is not None:
-            self._metrics.observe("bireme_engine_step_seconds", latency / 1e3)
         blocks, rank = stats.get("kvCacheStats") or {}, int(stats.get("attentionDpRank") or 0)
+        if (latency := stats.get("iterLatencyMS")) is not None and not rank:  # the ranks step together
+            self._metrics.observe("bireme_engine_step_seconds", latency / 1e3)
         if "usedNumBlocks" in blocks:
             self._used[rank] = blocks["usedNumBlocks"]
             self._metrics.set("bireme_kv_blocks_used", sum(self._used.values()))
         if "maxNumBlocks" in blocks:
             self._total[rank] = blocks["maxNumBlocks"]
             self._metrics.set("bireme_kv_blocks_total", sum(self._total.values()))
+            self._has_pool_size.set()
         self._relay.iteration(stats)
 
     def _take_event(self, event: Mapping[str, Any]) -> None:

@@ -2,12 +2,18 @@
 
 Theirs name blocks by a hash of their own (unsigned 64 bits, which may arrive signed, or hexadecimal text);
 ours by the public one, chained from the tokens, so that it is equal across workers and engines. Event ids
-count up by one a rank; a gap means lost events: what readers know of this worker is void then.
+count up by one a rank; a gap means lost events, and so does one that can't be read: what readers know of this rank is
+void then.
+
+A block with a picture in it has no public hash here: KV cache manager V2 names the picture's places by a digest. And
+before they name their owners, events of a salted request or of an adapter's look like anybody's: `expect_owned` says
+which prompts are such, so that their blocks are not published under hashes of plain prompts.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,13 +22,19 @@ from bireme.kv.events import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 
 logger = logging.getLogger("bireme.engines.trtllm")
 _MASK = (1 << 64) - 1
+_Link = tuple[tuple[int, int], StoredBlock]  # (rank, their hash), the block under ours
+_MAX_OWNED = 65_536  # expected chains that have not come; the oldest are forgotten
 
 
 class KvEventReader:
-    """Used from one thread."""
+    """`read` from one thread, `expect_owned` from one."""
 
-    def __init__(self, tokens_per_block: int) -> None:
+    def __init__(self, tokens_per_block: int, *, has_owners: bool = True) -> None:
         self._size = tokens_per_block
+        self._has_owners = has_owners
+        # The plain hash of a prompt's last full block -> how many owned chains through it are still to come.
+        self._owned: OrderedDict[int, int] = OrderedDict()
+        self._num_unread = 0
         self._window: int | None = None  # the widest; None: no event has told it yet
         self._is_settled = False  # the first stored or removed ends the announcements of windows
         self._last_ids: dict[int, int] = {}  # by rank
@@ -31,9 +43,28 @@ class KvEventReader:
         self._next_id = 0
         self.num_gaps = 0  # events lost
 
+    def expect_owned(self, prompt: Sequence[int]) -> None:
+        """Say, before the request is submitted, that the next chain of this prompt has a salt or an adapter."""
+        if self._has_owners or len(prompt) < self._size:
+            return
+        last = hashing.sequence_hashes(prompt, self._size)[-1]
+        self._owned[last] = self._owned.get(last, 0) + 1
+        if len(self._owned) > _MAX_OWNED:
+            self._owned.popitem(last=False)
+
     def read(self, event: Mapping[str, Any]) -> list[KvEvent]:
-        """Return what an event means to readers; often nothing."""
-        rank = int(event.get("attention_dp_rank") or 0)
+        """Return what an event means to readers; often nothing. One that can't be read voids its rank."""
+        rank = 0
+        try:
+            rank = int(event.get("attention_dp_rank") or 0)
+            return self._read(event, rank)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            self._num_unread += 1
+            if str(self._num_unread).strip("0") == "1":  # 1, 10, 100, ...
+                logger.error("kv_event_unread count=%d error=%r event=%.300s", self._num_unread, error, event)
+            return self._void(rank)
+
+    def _read(self, event: Mapping[str, Any], rank: int) -> list[KvEvent]:
         found: list[KvEvent] = self._check_id(event.get("event_id"), rank)
         data, window = event.get("data") or {}, event.get("window_size")
         kind = data.get("type")
@@ -54,6 +85,9 @@ class KvEventReader:
             return []
         logger.warning("kv_event_gap rank=%d expected=%d got=%d", rank, last + 1, event_id)
         self.num_gaps += max(1, event_id - last - 1)
+        return self._void(rank)
+
+    def _void(self, rank: int) -> list[KvEvent]:
         self._public = {key: value for key, value in self._public.items() if key[0] != rank}
         self._partial = {key for key in self._partial if key[0] != rank}
         return [BlocksCleared(self._number(), rank)]
@@ -76,28 +110,38 @@ class KvEventReader:
             public_parent = self._public.get((rank, unsigned(parent)))
             if public_parent is None:
                 return []  # its beginning was lost, or lies in a partial block: it can't be named
-        found = self._chain(blocks, rank, public_parent, hashing.event_seed(lora_name, salt))
-        if not found:
+        chain = self._chain(blocks, rank, public_parent, hashing.event_seed(lora_name, salt))
+        if not (lora_name or salt):
+            chain = self._without_owned(chain, is_beginning=parent is None)
+        if not chain:
             return []
-        return [BlocksStored(self._number(), 0, public_parent, tuple(found), lora_name, salt, rank)]
+        self._public |= {key: block.block_hash for key, block in chain}
+        stored = tuple(block for _, block in chain)
+        return [BlocksStored(self._number(), 0, public_parent, stored, lora_name, salt, rank)]
 
-    def _chain(
-        self, blocks: Sequence[Mapping[str, Any]], rank: int, parent: int | None, seed: int
-    ) -> list[StoredBlock]:
-        found: list[StoredBlock] = []
+    def _chain(self, blocks: Sequence[Mapping[str, Any]], rank: int, parent: int | None, seed: int) -> list[_Link]:
+        found: list[_Link] = []
         for block in blocks:
             if block.get("block_hash") is None:
                 continue
             key = (rank, unsigned(block["block_hash"]))
-            tokens = tuple(int(token["token_id"]) for token in block.get("tokens") or ())
-            if len(tokens) < self._size:
+            tokens = tuple(token["token_id"] for token in block.get("tokens") or ())
+            if len(tokens) < self._size or any(isinstance(token, str) for token in tokens):
                 self._partial.add(key)
                 break
             media = [int(str(item["hash"])[:16], 16) for item in block.get("mm_keys") or ()]
             parent = hashing.sequence_hash(parent, hashing.local_hash(hashing.token_bytes(tokens), seed, media))
-            self._public[key] = parent
-            found.append(StoredBlock(parent, tokens))
+            found.append((key, StoredBlock(parent, tokens)))
         return found
+
+    def _without_owned(self, chain: list[_Link], *, is_beginning: bool) -> list[_Link]:
+        """Leave out an expected chain: all of it from its beginning on, or what it adds to a plain one."""
+        for at, (_, block) in enumerate(chain):
+            if count := self._owned.pop(block.block_hash, 0):
+                if count > 1:
+                    self._owned[block.block_hash] = count - 1
+                return [] if is_beginning else chain[:at]
+        return chain
 
     def _removed(self, data: Mapping[str, Any], rank: int) -> list[KvEvent]:
         found = []

@@ -12,22 +12,32 @@ from bireme.engines.trtllm import processes
 from bireme.engines.trtllm.api import Api
 from bireme.engines.trtllm.arguments import Arguments
 from bireme.engines.trtllm.unions import choose_classes
-from bireme.errors import ConfigError
+from bireme.errors import ConfigError, UnavailableError
 
 logger = logging.getLogger("bireme.engines.trtllm")
 
+_CONFIG_FAULTS = (ValueError, TypeError, KeyError, NotImplementedError, AssertionError, OSError)
 HEALTH_INTERVAL_S = 2.0
 HEALTH_TIMEOUT_S = 30.0  # one check; a worker that is stuck in a collective answers none
 SHUTDOWN_S = 3.5  # less than the supervisor waits between SIGTERM and SIGKILL
 
 
 def make_llm(api: Api, arguments: Arguments) -> Any:
-    """Load the model; takes minutes. Raises ConfigError for arguments that this release refuses."""
+    """Load the model; takes minutes. Raises ConfigError for what this release refuses, else UnavailableError."""
     began = time.monotonic()
     try:
         llm = api.llm(**choose_classes(arguments.values))
     except (ValueError, TypeError, NotImplementedError) as error:  # pydantic's ValidationError is a ValueError
         raise ConfigError(f"TensorRT-LLM {api.version} refuses the engine's arguments: {error}") from error
+    except RuntimeError as error:  # "Executor worker returned error": the reason is its cause, or in the worker's log
+        cause = error.__cause__
+        reason = f"{error}: {cause}" if cause is not None else f"{error}; TensorRT-LLM's log above says why"
+        text = f"TensorRT-LLM {api.version} could not load {arguments.values.get('model')}: {reason}"
+        if isinstance(cause, _CONFIG_FAULTS):
+            raise ConfigError(text) from error
+        raise UnavailableError(
+            f"{text}; GPU memory that others hold, or too large a model, are the usual ones"
+        ) from error
     load_s = time.monotonic() - began
     logger.info("llm_loaded version=%s backend=%s load_s=%.1f", api.version, arguments.backend, load_s)
     return llm

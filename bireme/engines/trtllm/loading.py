@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from bireme.engines.base import EngineContext
 from bireme.engines.trtllm import api as api_of
@@ -23,6 +26,8 @@ from bireme.engines.trtllm.model_files import read_facts
 from bireme.engines.trtllm.planning import ModelFacts, Planner
 from bireme.engines.trtllm.series import SeriesRelay
 from bireme.messages import Capacity
+
+logger = logging.getLogger("bireme.engines.trtllm")
 
 
 @dataclass(slots=True)
@@ -64,13 +69,13 @@ def load(context: EngineContext) -> Loaded:
         arguments=arguments,
         llm=llm,
         planner=planner,
-        iterations=_iterations(context, arguments, llm),
+        iterations=_iterations(context, api, arguments, llm),
         capacity=_capacity(context, arguments, facts, llm, adapters, load_s),
         leases=itertools.count(1).__next__,
     )
 
 
-def _iterations(context: EngineContext, arguments: Arguments, llm: Any) -> Iterations:
+def _iterations(context: EngineContext, api: Api, arguments: Arguments, llm: Any) -> Iterations:
     kv = arguments.block("kv_cache_config")
     has_reuse = kv.get("enable_block_reuse", True)
     return Iterations(
@@ -80,7 +85,27 @@ def _iterations(context: EngineContext, arguments: Arguments, llm: Any) -> Itera
         arguments.tokens_per_block,
         int(kv.get("event_buffer_max_size") or 0) if has_reuse else 0,
         bool(arguments.values["enable_iter_perf_stats"]),
+        api.events_name_owners,
     )
+
+
+def measured(loaded: Loaded, timeout_s: float) -> Capacity:
+    """Return the capacity with what only the running engine tells: a pool smaller than max_seq_len cuts it.
+
+    TensorRT-LLM cuts it by itself, with a warning in the worker's log, and from then on ends requests early. Where
+    attention windows are narrower than the context, a sequence may be longer than the pool.
+    """
+    capacity, arguments = loaded.capacity, loaded.arguments
+    num_blocks = capacity.num_blocks or loaded.iterations.pool_size(timeout_s)
+    longest = num_blocks * arguments.tokens_per_block
+    if (
+        longest
+        and longest < capacity.max_seq_len
+        and not arguments.block("kv_cache_config").get("max_attention_window")
+    ):
+        logger.warning("max_seq_len_cut from=%d to=%d reason=the KV pool holds no more", capacity.max_seq_len, longest)
+        return msgspec.structs.replace(capacity, num_blocks=num_blocks, max_seq_len=longest)
+    return msgspec.structs.replace(capacity, num_blocks=num_blocks)
 
 
 def _capacity(

@@ -11,11 +11,10 @@ from dataclasses import replace
 from bireme.config import Recipe, WorkerEntry
 from bireme.engines.config import UNREAD_EVENTS, UNREAD_EVENTS_REMEDY
 from bireme.engines.trtllm.config import check_arguments, prepared
-from bireme.engines.trtllm.contract import CEILING, FLOOR, PROFILES
+from bireme.engines.trtllm.contract import PROFILES, VERSIONS
 from bireme.engines.trtllm.problems import NOTHING, Problem
 from bireme.engines.trtllm.rules import Yaml
 
-_VERSIONS = dict(zip(PROFILES, (FLOOR, CEILING), strict=True))
 _FRACTION = "kv_cache_config.free_gpu_memory_fraction"
 _GPUS_OF_A_NODE = 8  # where gpus_per_node does not say
 _EQUAL: dict[str, tuple[object, str]] = {  # key -> TensorRT-LLM's default, why both sides need the same
@@ -62,7 +61,7 @@ def check_worker(entry: WorkerEntry, stage: str, *, is_disaggregated: bool) -> l
     found: dict[tuple[object, ...], Problem] = {}
     for release in (entry.engine_version,) if entry.engine_version else PROFILES:
         arguments = entry.engine_config.llm_args
-        for problem in check_arguments(arguments, stage, _VERSIONS[release], is_disaggregated=is_disaggregated):
+        for problem in check_arguments(arguments, stage, VERSIONS[release], is_disaggregated=is_disaggregated):
             found.setdefault((problem.path, problem.severity), problem)
     return list(found.values())
 

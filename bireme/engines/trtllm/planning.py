@@ -23,9 +23,10 @@ from bireme.engines.trtllm.guides import Guides
 from bireme.engines.trtllm.logits import LogitsAdapter, check_processors
 from bireme.engines.trtllm.run import Call, Run
 from bireme.engines.trtllm.sampling import sampling_fields, stop_ids
+from bireme.engines.trtllm.substitutes import Substitutes
 from bireme.errors import RequestError
 from bireme.logits.base import ProcessorContext
-from bireme.messages import EngineRequest, ProcessorCall
+from bireme.messages import EngineRequest
 
 DEFAULT_PRIORITY = 0.5
 logger = logging.getLogger("bireme.engine")
@@ -56,6 +57,7 @@ class Planner:
         self._adapters = adapters
         self._ids = ids
         self._guides = guides
+        self._substitutes = Substitutes.of(api, arguments)
         self._claims = Claims()
         self._is_priority_told = False
 
@@ -63,7 +65,7 @@ class Planner:
         """Raises RequestError, or NotFoundError for an adapter or an export that is not there."""
         prompt: list[int] = np.frombuffer(request.prompt, "<i4").tolist()  # Python's integers: numpy's are refused
         kind = self._kind(request)
-        self._check(request, prompt)
+        self._check(request, prompt, kind)
         self._check_logprobs(request, kind)
         call = Call(prompt, self._sampling(request, len(prompt)), streaming=kind != "context_only")
         call.more = self._more(request, params, kind)
@@ -85,8 +87,10 @@ class Planner:
         is_whole = request.request_type == "context_only" and left == 1
         return "context_and_generation" if is_whole else request.request_type
 
-    def _check(self, request: EngineRequest, prompt: list[int]) -> None:
+    def _check(self, request: EngineRequest, prompt: list[int], kind: str) -> None:
         arguments = self._arguments
+        if kind != "context_and_generation":
+            self._check_disaggregated(kind)
         if (
             len(prompt) > arguments.max_num_tokens
             and not arguments.values.get("enable_chunked_prefill")
@@ -106,6 +110,19 @@ class Planner:
                 "prompt_logprobs: prefill makes them, and its answer has them; leave it out of generation_only"
             )
 
+    def _check_disaggregated(self, kind: str) -> None:
+        """TensorRT-LLM would not refuse these: they end its worker, and everybody's requests with it."""
+        if not self._arguments.has_transceiver:
+            raise RequestError(
+                f"request_type: {kind}; this engine has no cache transceiver; set cache_transceiver_config.backend, or"
+                " send context_and_generation"
+            )
+        if kind == "context_only" and self._arguments.has_overlap and not self._api.overlaps_prefill:
+            raise RequestError(
+                f"request_type: {kind}; TensorRT-LLM {self._api.version} can't prefill alone beside its overlap"
+                " scheduler; set disable_overlap_scheduler: true, or send it to a prefill worker"
+            )
+
     def _check_logprobs(self, request: EngineRequest, kind: str) -> None:
         """Without prefill's log probabilities the decode side counts fewer than tokens, and fails by an assertion."""
         is_carried = "first_gen_log_probs" in self._api.disaggregated_fields
@@ -117,10 +134,10 @@ class Planner:
 
     def _sampling(self, request: EngineRequest, num_prompt: int) -> Any:
         fields = sampling_fields(request, self._facts.eos_ids)
-        if processors := self._processors(request, num_prompt):
+        if processors := self._processors(request, fields, num_prompt):
             fields["logits_processor"] = processors
-        if request.sampling.logit_bias:
-            fields["embedding_bias"] = self._bias(request.sampling.logit_bias)
+        if bias := fields.pop("logit_bias", None):
+            fields["embedding_bias"] = self._bias(bias)
         unknown = sorted(fields.keys() - self._api.sampling_fields)
         if unknown:
             raise RequestError(f"{unknown[0]}: TensorRT-LLM {self._api.version} has no such parameter; leave it out")
@@ -131,32 +148,14 @@ class Planner:
         except (ValueError, TypeError, NotImplementedError) as error:
             raise RequestError(f"sampling parameters: TensorRT-LLM refuses them: {error}") from error
 
-    def _processors(self, request: EngineRequest, num_prompt: int) -> list[LogitsAdapter]:
+    def _processors(self, request: EngineRequest, fields: dict[str, Any], num_prompt: int) -> list[LogitsAdapter]:
         sampling, facts = request.sampling, self._facts
         ends = stop_ids(sampling, facts.eos_ids)
         context = ProcessorContext("", facts.vocab_size, num_prompt - request.num_resumed, ends)
-        obstacle = self._obstacle(request)
-        calls = list(sampling.logits_processors)
-        if calls:
-            check_processors(calls, context, obstacle)
-        words = [list(sequence) for sequence in sampling.bad_token_ids if len(sequence) > 1]
-        if words and obstacle:
-            raise RequestError(
-                f"bad_words: {len(words)} of several tokens; TensorRT-LLM bans these by a logits processor, and runs"
-                f" none together with {obstacle}; leave them out"
-            )
-        if words:
-            calls.append(ProcessorCall("bad_words", {"sequences": words}))
-        if sampling.min_tokens and len(ends) > 1 and not obstacle:  # its own min_tokens looks at end_id alone
-            calls.append(ProcessorCall("min_tokens", {"min_tokens": sampling.min_tokens}))
+        if sampling.logits_processors:
+            check_processors(sampling.logits_processors, context, self._substitutes.obstacle(request))
+        calls = self._substitutes.apply(request, fields, facts.eos_ids)
         return [LogitsAdapter(calls, context)] if calls else []
-
-    def _obstacle(self, request: EngineRequest) -> str:
-        if self._arguments.has_speculation:
-            return "speculative decoding"
-        if request.request_type != "context_and_generation":
-            return "disaggregated serving"
-        return ""
 
     def _bias(self, bias: dict[int, float]) -> Any:
         import torch

@@ -17,6 +17,7 @@ from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import Delta, Emit, EngineContext, RequestKey
 from bireme.engines.trtllm import disaggregation
 from bireme.engines.trtllm.accounts import Accounts
+from bireme.engines.trtllm.faults import FaultWatch
 from bireme.engines.trtllm.loading import Loaded
 from bireme.engines.trtllm.logprobs import token_logprobs
 from bireme.engines.trtllm.run import Call, Run
@@ -59,6 +60,7 @@ class Requests:
         self._emit = emit
         self._fail = fail
         self._accounts = Accounts(context.metrics, context.worker, loaded.arguments.tokens_per_block)
+        self._faults = FaultWatch(self.warm_up, loop, fail)
         self._runs: dict[RequestKey, Run] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._news: dict[RequestKey, Delta] = {}
@@ -77,7 +79,7 @@ class Requests:
         return self.num_open - self._num_answered
 
     async def warm_up(self) -> None:
-        """Generate one token: after that the engine's own loop runs, and its first request is nobody's."""
+        """Generate one token for nobody: the first starts the engine's own loop, later ones show that it still runs."""
         loaded = self._loaded
         sampling = loaded.api.sampling_params(max_tokens=1, end_id=-1, ignore_eos=True, detokenize=False)
         result = self._generate(Call([1], sampling, streaming=False, more={"cache_salt": "bireme warm-up"}))
@@ -91,6 +93,8 @@ class Requests:
         self._accounts.accepted(run)
         if self._is_over_already(run):
             return
+        if run.request.cache_salt or run.request.lora_name:
+            self._loaded.iterations.request_begins(run.call.prompt)
         try:
             run.result = self._generate(run.call)
         except (ValueError, TypeError, NotImplementedError, self._loaded.api.request_error) as error:
@@ -152,6 +156,8 @@ class Requests:
         except asyncio.CancelledError:
             raise
         except self._loaded.api.request_error as error:
+            if run.ending is None:
+                self._faults.request_failed(str(error))
             self._end(run, *self._failure(run, error))
         except (AssertionError, ValueError) as error:  # of the result object, here: the engine knows nothing of it
             logger.exception("result_failed request=%s", run.key)
@@ -172,6 +178,7 @@ class Requests:
         output, now = result.outputs[0], time.monotonic()
         is_first = not run.first_token_at
         delta = run.read(output, now)
+        self._faults.request_answered()
         self._num_answered += not run.has_answered
         run.has_answered = True
         if run.ending is not None:
@@ -203,8 +210,8 @@ class Requests:
         if given is not None and run.kind == "context_only":
             fields = disaggregation.export(given, self._loaded.api)
         token = _first_token(run, output, reason, fields)
-        if token is None or (not fields and reason == "length" and run.kind == "context_only"):
-            self._end(run, "error", BiremeError("TensorRT-LLM returned no disaggregated_params; see its log"))
+        if token is None or (not fields and reason != "stop" and run.kind == "context_only"):
+            self._end(run, "error", BiremeError("TensorRT-LLM exported no KV of this prefill; see its log"))
             return
         fields["first_gen_tokens"] = fields.get("first_gen_tokens") or (token,)
         if not fields.get("first_gen_log_probs") and output.logprobs:

@@ -390,6 +390,14 @@ def transceivers_speak_what_their_runtime_can(yaml: Yaml) -> Iterator[Problem]:
         yield yaml.problem("cache_transceiver_config.backend", reason, "set NIXL, or transceiver_runtime: CPP")
 
 
+def kv_cache_manager_v2_does_not_sleep(yaml: Yaml) -> Iterator[Problem]:
+    is_default = yaml.release >= "1.4"
+    if yaml.get("enable_sleep") and yaml.get("kv_cache_config.use_kv_cache_manager_v2", is_default) is True:
+        reason = "KV cache manager V2 can't give its memory back"
+        remedy = "remove it, or set kv_cache_config.use_kv_cache_manager_v2: false"
+        yield yaml.problem("enable_sleep", reason, remedy, is_warning=True)
+
+
 def beams_stay_in_one_engine(yaml: Yaml) -> Iterator[Problem]:
     if yaml.number("max_beam_width", 1) == 1:
         return
@@ -467,6 +475,7 @@ RULES: tuple[Rule, ...] = (
     prefill_runs_without_overlap,
     transfer_has_a_backend_and_a_buffer,
     transceivers_speak_what_their_runtime_can,
+    kv_cache_manager_v2_does_not_sleep,
     beams_stay_in_one_engine,
     adapters_are_untested_in_disaggregation,
     autodeploy_takes_a_world_size_only,

@@ -8,6 +8,7 @@ What a request does not set stays unset, with these exceptions, each because Ten
     top_k 0, min_p 0          off: left out
     logprobs, prompt_logprobs 0   is none to it: becomes 1, and the answer is cut down again
     max_tokens, min_tokens    less the tokens that were generated before a migration
+    min_tokens                only where one id ends the request: substitutes.py serves it elsewhere
 """
 
 from __future__ import annotations
@@ -42,14 +43,20 @@ def sampling_fields(request: EngineRequest, eos_ids: Sequence[int]) -> dict[str,
         **_distribution(params),
         **_ends(params, eos_ids),
     }
-    if params.min_tokens is not None:
+    if params.min_tokens is not None and len(stop_ids(params, eos_ids)) == 1 and not params.ignore_eos:
         fields["min_tokens"] = min(max(0, params.min_tokens - request.num_resumed), fields["max_tokens"])
     for name in _LOGPROBS:
         if (count := getattr(params, name)) is not None:
             fields[name] = max(1, count)
-    if params.bad_token_ids:
-        fields["bad_token_ids"] = _bad_tokens(params.bad_token_ids)
+    if bad := [sequence[0] for sequence in params.bad_token_ids if len(sequence) == 1]:
+        fields["bad_token_ids"] = bad
     return fields
+
+
+def needs_own_min_tokens(params: SamplingParams, eos_ids: Sequence[int]) -> bool:
+    """TensorRT-LLM's min_tokens holds back `end_id` alone, and with ignore_eos (1.2.1) a token of the vocabulary."""
+    ends = stop_ids(params, eos_ids)
+    return bool(params.min_tokens) and bool(ends) and (len(ends) > 1 or params.ignore_eos)
 
 
 def _distribution(params: SamplingParams) -> dict[str, Any]:
@@ -76,7 +83,3 @@ def _ends(params: SamplingParams, eos_ids: Sequence[int]) -> dict[str, Any]:
     if others:
         fields["stop_token_ids"] = list(others)
     return fields
-
-
-def _bad_tokens(sequences: Sequence[Sequence[int]]) -> list[int]:
-    return [sequence[0] for sequence in sequences if len(sequence) == 1]

@@ -96,7 +96,7 @@ def test_the_yaml_is_not_changed():
 
 
 def test_a_release_after_the_contract_s_may_know_more(caplog):
-    assert arguments(version="1.4.0rc1", brand_new=3)["brand_new"] == 3
+    assert arguments(version="1.5.0rc1", brand_new=3)["brand_new"] == 3
     assert "brand_new: 3" in caplog.text
     assert "brand_new" in refusal(version=CEILING, brand_new=3)
 

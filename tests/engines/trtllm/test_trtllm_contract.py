@@ -85,7 +85,7 @@ def test_the_kv_cache_s_fields_are_those_that_were_read():
     ],
 )
 def test_blocks_have_the_fields_that_were_read(name, section):
-    notes = {"rule", "disable", "added_1_3", "late_1_3", "choices"}
+    notes = {"rule", "disable", "added_1_3", "defaults_1_4", "late_1_3", "choices"}
     assert set(fields(name, FLOOR)) == loose_names(section) - notes
 
 
@@ -141,11 +141,16 @@ def test_union_classes_are_chosen_by_their_key():
 
 @pytest.mark.parametrize(
     ("kind", "releases"),
-    [("DraftTarget", {"1.2"}), ("Draft_Target", {"1.3"}), ("Eagle3", {"1.3"}), ("Eagle", {"1.2", "1.3"})],
+    [
+        ("DraftTarget", {"1.2"}),
+        ("Draft_Target", {"1.3", "1.4"}),
+        ("Eagle3", {"1.3", "1.4"}),
+        ("Eagle", {"1.2", "1.3", "1.4"}),
+    ],
 )
 def test_kinds_of_drafts_come_and_go(kind, releases):
     tree = {"speculative_config": {"decoding_type": kind}}
-    taken = {profile(version) for version in (FLOOR, CEILING) if not messages(tree, version)}
+    taken = {profile(version) for version in contract.VERSIONS.values() if not messages(tree, version)}
     assert taken == releases
 
 
@@ -160,7 +165,10 @@ def test_autodeploy_has_its_own_arguments_beside_the_others():
     assert messages({"world_size": 4})[0].startswith("world_size: 4; TensorRT-LLM 1.2 has no such key")
 
 
-@pytest.mark.parametrize(("version", "expected"), [("1.2.0", "1.2"), ("1.3.0rc29", "1.3"), ("1.4.0rc1", "1.3")])
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("1.1.0", "1.2"), ("1.2.0", "1.2"), ("1.3.0rc29", "1.3"), ("1.4.0rc1", "1.4"), ("1.5.0", "1.4")],
+)
 def test_a_release_has_the_nearest_profile(version, expected):
     assert profile(version) == expected
 

@@ -151,3 +151,51 @@ def test_events_without_ids_or_windows_of_old_releases_are_read(reader):
     event = stored(1, block(77, TOKENS[:4]))
     del event["event_id"], event["window_size"]
     assert len(reader.read(event)) == 1
+
+
+@pytest.mark.parametrize("broken", [[{"token": 1}] * 4, [{"token_id": None}] * 4, "abcd", 5])
+def test_an_event_that_can_not_be_read_is_dropped_alone_and_voids_its_rank(reader, broken, caplog):
+    reader.read(stored(1, block(77, TOKENS[:4])))
+    (cleared,) = reader.read(stored(2, block(78, TOKENS[4:8]) | {"tokens": broken}, parent=77))
+    assert isinstance(cleared, BlocksCleared)
+    assert "kv_event_unread count=1" in caplog.text
+    assert len(reader.read(stored(3, block(79, TOKENS[:4])))) == 1
+    assert reader.num_gaps == 0
+
+
+def test_a_picture_s_digest_ends_what_can_be_named(reader):
+    picture = block(78, TOKENS[4:8])
+    picture["tokens"][1]["token_id"] = "ab" * 32
+    (event,) = reader.read(stored(1, block(77, TOKENS[:4]), picture))
+    assert len(event.blocks) == 1
+    assert reader.read(stored(2, block(79, TOKENS[:4]), parent=78)) == []
+    assert reader.read(removed(3, 78)) == []
+
+
+def owned_reader():
+    reader = KvEventReader(SIZE, has_owners=False)
+    reader.read(created(0, 100))
+    return reader
+
+
+def test_an_expected_chain_without_its_owner_is_left_out_once():
+    reader = owned_reader()
+    reader.expect_owned(TOKENS[:8])
+    assert reader.read(stored(1, block(77, TOKENS[:4]), block(78, TOKENS[4:8]))) == []
+    assert reader.read(removed(2, 77, 78)) == []
+    (event,) = reader.read(stored(3, block(87, TOKENS[:4]), block(88, TOKENS[4:8])))  # the same prompt, anybody's
+    assert [one.block_hash for one in event.blocks] == PUBLIC[:2]
+
+
+def test_a_plain_chain_that_begins_alike_is_published():
+    reader = owned_reader()
+    reader.expect_owned(TOKENS[:8])
+    (event,) = reader.read(stored(1, block(77, TOKENS[:4])))
+    assert event.blocks[0].block_hash == PUBLIC[0]
+    assert reader.read(stored(2, block(78, TOKENS[4:8]), parent=77)) == []
+
+
+def test_prompts_shorter_than_a_block_have_no_chain_to_expect():
+    reader = owned_reader()
+    reader.expect_owned(TOKENS[:3])
+    assert len(reader.read(stored(1, block(77, TOKENS[:4])))) == 1

@@ -162,6 +162,9 @@ CASES: dict[str, list[tuple[dict, str, str, dict]]] = {
         ({"max_batch_size": 256, "max_num_tokens": 256}, "max_num_tokens", "warning",
          {"max_batch_size": 256, "max_num_tokens": 8448}),
     ],
+    "kv_cache_manager_v2_does_not_sleep": [
+        ({"release": "1.4", "enable_sleep": True}, "enable_sleep", "warning", {"release": "1.3", "enable_sleep": True}),
+    ],
     "beams_stay_in_one_engine": [
         ({"split": True, "max_beam_width": 2}, "max_beam_width", "error", {"max_beam_width": 2}),
         ({"speculative_config": EAGLE, "max_beam_width": 2}, "max_beam_width", "error", {"speculative_config": EAGLE}),
@@ -309,4 +312,4 @@ def test_an_unknown_release_is_refused_and_a_known_one_decides():
     for version in ("2.0", "newest"):
         recipe = Recipe(model="m", workers={DECODE: WorkerEntry(engine="trtllm", engine_version=version)})
         (problem,) = pair_rules.check_recipe(recipe)
-        assert problem.key == "engine_version" and problem.remedy == "set one of 1.2, 1.3"
+        assert problem.key == "engine_version" and problem.remedy == "set one of 1.2, 1.3, 1.4"

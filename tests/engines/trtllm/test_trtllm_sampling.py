@@ -27,7 +27,7 @@ def test_what_is_unset_stays_unset():
 
 
 def test_zero_is_a_value():
-    found = fields(presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0)
+    found = fields(presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0, end_id=2)
     assert (found["presence_penalty"], found["frequency_penalty"], found["min_tokens"]) == (0, 0, 0)
 
 
@@ -80,8 +80,15 @@ def test_log_probabilities_are_a_number_of_at_least_one(asked, given):
 def test_a_prefill_makes_one_token_and_resumed_tokens_count():
     assert fields("context_only", max_tokens=50)["max_tokens"] == 1
     assert fields(max_tokens=50, num_resumed=8)["max_tokens"] == 42
-    assert fields(min_tokens=9, num_resumed=8)["min_tokens"] == 1
-    assert fields("context_only", min_tokens=9)["min_tokens"] == 1
+    assert fields(min_tokens=9, num_resumed=8, end_id=2)["min_tokens"] == 1
+    assert fields("context_only", min_tokens=9, end_id=2)["min_tokens"] == 1
+
+
+def test_min_tokens_is_left_out_where_it_would_hold_back_the_wrong_ids():
+    assert "min_tokens" not in fields(min_tokens=3)  # two ids end it
+    assert "min_tokens" not in fields(min_tokens=3, ignore_eos=True)
+    assert "min_tokens" not in fields(min_tokens=3, ignore_eos=True, stop_token_ids=(9,))
+    assert fields(min_tokens=3, end_id=2)["min_tokens"] == 3
 
 
 def test_stop_strings_are_the_detokenisers():

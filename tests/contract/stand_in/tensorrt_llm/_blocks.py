@@ -8,22 +8,28 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
+from tensorrt_llm import _contract
+
 _UNIQUE = "unique_token"
 
 
 class BlockAccounts:
     """Used from the executor's thread; events are read from others."""
 
-    def __init__(self, num_blocks: int, tokens_per_block: int, has_reuse: bool, event_buffer: int, window: int) -> None:
-        self.num_blocks, self.tokens_per_block = num_blocks, tokens_per_block
+    def __init__(self, kv: Any, num_blocks: int, window: int, num_ranks: int = 1, picture_token: int = -1) -> None:
+        self.num_blocks, self.tokens_per_block = num_blocks, kv.tokens_per_block
         self.num_used = 0
-        self._has_reuse = has_reuse
-        self._known: OrderedDict[int, None] = OrderedDict()  # hashes that can be reused, oldest first
+        self._has_reuse = kv.enable_block_reuse
+        # Blocks that can be reused, oldest first -> memory level: 0 GPU, 1 host.
+        self._known: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._num_on_host = num_blocks if kv.host_cache_size else 0
         self._window = window
-        self.events: deque[str] = deque(maxlen=event_buffer) if event_buffer and has_reuse else deque(maxlen=0)
-        self._next_id = 0
+        self._picture_token = picture_token
+        self.events: deque[str] = deque(maxlen=kv.event_buffer_max_size if self._has_reuse else 0)
+        self._next_ids = [0] * num_ranks
         self.reused = self.missed = self.allocated = 0
-        self._event({"type": "created", "num_blocks_per_cache_level": [num_blocks, 0]})
+        for rank in range(num_ranks):
+            self._event({"type": "created", "num_blocks_per_cache_level": [num_blocks, self._num_on_host]}, rank)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.tokens_per_block)
@@ -40,54 +46,87 @@ class BlockAccounts:
     def release(self, count: int) -> None:
         self.num_used -= count
 
-    def match(self, tokens: Sequence[int], salt: str) -> int:
+    def match(self, tokens: Sequence[int], salt: str, lora_name: str, rank: int) -> int:
         """Return how many prompt tokens are in reusable blocks; the last token is always computed."""
         if not self._has_reuse:
             return 0
-        hashes = self._hashes(tokens, salt)[: (len(tokens) - 1) // self.tokens_per_block]
+        key = f"{salt}/{lora_name}"
+        hashes = self._hashes(tokens, key)[: (len(tokens) - 1) // self.tokens_per_block]
         count = 0
-        while count < len(hashes) and hashes[count] in self._known:
+        while count < len(hashes) and (rank, hashes[count]) in self._known:
             count += 1
         self.reused += count
         self.missed += len(hashes) - count
         return count * self.tokens_per_block
 
-    def store(self, tokens: Sequence[int], salt: str) -> None:
+    def store(self, tokens: Sequence[int], salt: str, lora_name: str, rank: int) -> None:
         """Offer the full blocks of a sequence, and the partial one at its end, as the real cache does."""
         if not self._has_reuse:
             return
-        size, hashes = self.tokens_per_block, self._hashes(tokens, salt)
-        new = [at for at, block in enumerate(hashes) if block not in self._known]
+        key = f"{salt}/{lora_name}"
+        size, hashes = self.tokens_per_block, self._hashes(tokens, key)
+        new = [at for at, block in enumerate(hashes) if (rank, block) not in self._known]
         for block in hashes:
-            self._known[block] = None
-            self._known.move_to_end(block)
+            self._known[rank, block] = 0
+            self._known.move_to_end((rank, block))
         if new:
-            blocks = [self._block(hashes[at], tokens[at * size : (at + 1) * size]) for at in new]
-            parent = hashes[new[0] - 1] if new[0] else None
+            blocks = [self._block(hashes[at], tokens[at * size : (at + 1) * size], salt) for at in new]
+            parent = _spell(hashes[new[0] - 1]) if new[0] else None
             if tail := tokens[len(hashes) * size :]:
-                blocks.append(self._block(_hash(hashes[-1], tail, salt), tail))
-            self._event({"type": "stored", "parent_hash": parent, "blocks": blocks})
+                blocks.append(self._block(_hash(hashes[-1], tail, key), tail, salt))
+            body = {"type": "stored", "parent_hash": parent, "blocks": blocks}
+            if _contract.FROM_1_3 and lora_name:
+                body["lora_name"] = lora_name
+            self._event(body, rank)
         self._evict()
 
     def _evict(self) -> None:
-        while len(self._known) > self.num_blocks:
-            block, _ = self._known.popitem(last=False)
-            self._event({"type": "removed", "block_hashes": [block]})
+        """From the GPU to host memory, where there is any, and from there to nowhere."""
+        on_gpu = [key for key, level in self._known.items() if level == 0]
+        for key in on_gpu[: max(0, len(on_gpu) - self.num_blocks)]:
+            rank, block = key
+            if self._num_on_host:
+                self._known[key] = 1
+                diff = {"type": "event_diff", "new_value": 1, "old_value": 0}
+                self._event({"type": "updated", "block_hash": _spell(block), "cache_level": diff}, rank)
+            else:
+                self._remove(key)
+        on_host = [key for key, level in self._known.items() if level == 1]
+        for key in on_host[: max(0, len(on_host) - self._num_on_host)]:
+            self._remove(key)
 
-    def _block(self, block_hash: int, tokens: Sequence[int]) -> dict[str, Any]:
-        unique = [{"type": _UNIQUE, "token_id": token, "token_extra_id": 0} for token in tokens]
-        return {
+    def _remove(self, key: tuple[int, int]) -> None:
+        del self._known[key]
+        self._event({"type": "removed", "block_hashes": [_spell(key[1])]}, key[0])
+
+    def _block(self, block_hash: int, tokens: Sequence[int], salt: str) -> dict[str, Any]:
+        unique = [{"type": _UNIQUE, "token_id": self._token(token), "token_extra_id": 0} for token in tokens]
+        block = {
             "type": "stored_block",
-            "block_hash": block_hash,
+            "block_hash": _spell(block_hash),
             "tokens": unique,
             "cache_level": 0,
             "priority": 35,
             "mm_keys": [],
         }
+        if _contract.FROM_1_3 and salt:
+            block["cache_salt"] = salt
+        return block
 
-    def _event(self, body: dict[str, Any]) -> None:
-        self.events.append(json.dumps({"event_id": self._next_id, "data": body, "window_size": self._window}))
-        self._next_id += 1
+    def _token(self, token: int) -> int | str:
+        """KV cache manager V2 names a picture's places by the picture's digest."""
+        if _contract.FROM_1_4 and token == self._picture_token:
+            return hashlib.sha256(b"a picture").hexdigest()
+        return token
+
+    def _event(self, body: dict[str, Any], rank: int) -> None:
+        event = {"event_id": self._next_ids[rank], "data": body, "window_size": self._window}
+        if len(self._next_ids) > 1:
+            event["attention_dp_rank"] = rank
+        if _contract.FROM_1_4:
+            event |= {"layer_group_id": 0, "hash_algo": "v2_sha256"}
+        self.events.append(json.dumps(event))
+        self._next_ids[rank] += 1
 
     def _hashes(self, tokens: Sequence[int], salt: str) -> list[int]:
         size, chain = self.tokens_per_block, []
@@ -99,3 +138,8 @@ class BlockAccounts:
 def _hash(parent: int, tokens: Sequence[int], salt: str) -> int:
     data = f"{parent}:{','.join(map(str, tokens))}:{salt}".encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _spell(block_hash: int) -> int | str:
+    """64 bits as a number; from 1.4 on the digits of a SHA-256."""
+    return f"{block_hash:064x}" if _contract.FROM_1_4 else block_hash

@@ -11,9 +11,10 @@ from typing import Any
 import yaml
 
 FILE = Path(__file__).resolve().parents[4] / "bireme" / "engines" / "trtllm" / "contract.yaml"
-VERSIONS = {"1.2.1": "1.2.1", "1.3": "1.3.0rc29"}
+VERSIONS = {"1.2.1": "1.2.1", "1.3": "1.3.0rc29", "1.4": "1.4.0rc1"}
 PROFILE = os.environ.get("TRTLLM_STAND_IN", "1.2.1")
-IS_1_3 = PROFILE == "1.3"
+FROM_1_3 = PROFILE != "1.2.1"
+FROM_1_4 = PROFILE == "1.4"
 # Parameters of generate_async that the contract's comments date after 1.2.1.
 SINCE_1_3 = ("conversation_params", "priority")
 REQUIRED = inspect.Parameter.empty
@@ -51,7 +52,7 @@ def generate_async_signature() -> inspect.Signature:
     """Return LLM.generate_async's signature in this profile."""
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for name, text in contract()["llm"]["methods"]["generate_async"]["params"].items():
-        if name in SINCE_1_3 and not IS_1_3:
+        if name in SINCE_1_3 and not FROM_1_3:
             continue
         default: Any = REQUIRED
         if "=" in text:
@@ -72,14 +73,14 @@ def constructor_signature() -> inspect.Signature:
 
 def disaggregated_fields() -> list[str]:
     table = contract()["disaggregated_params"]
-    return [*table["v1_2_1"], *(table["added_1_3"] if IS_1_3 else ())]
+    return [*table["v1_2_1"], *(table["added_1_3"] if FROM_1_3 else ())]
 
 
 def llm_arg_fields() -> dict[str, Any]:
     """Return TorchLlmArgs' fields beyond the constructor's explicit ones, with their defaults."""
     table = contract()["torch_llm_args"]
     fields = {name: default_of(entry) for name, entry in table["v1_2_1"].items()}
-    if IS_1_3:
+    if FROM_1_3:
         for name in [key for key in fields if any(key in text for text in table["removed_by_1_3"])]:
             del fields[name]
         fields |= dict.fromkeys([*table["added_by_1_3_0rc7"], *table["added_late_1_3"]])

@@ -103,7 +103,7 @@ class MultimodalEncoder:
         handles = [SharedTensorContainer.from_tensor(tensor).dump_to_dict() for tensor in features]
         hashes = [[int(value) for value in torch.randint(0, 2**31 - 1, (8,))] for _ in handles]
         params = DisaggregatedParams(multimodal_embedding_handles=handles, multimodal_hashes=hashes)
-        output = CompletionOutput(0, disaggregated_params=params if _contract.IS_1_3 else None)
+        output = CompletionOutput(0, disaggregated_params=params if _contract.FROM_1_3 else None)
         return types.SimpleNamespace(outputs=[output], disaggregated_params=params, mm_embedding_handle=handles[0])
 
     def shutdown(self) -> None:

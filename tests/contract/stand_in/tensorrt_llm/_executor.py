@@ -1,6 +1,9 @@
 """The executor: one thread, one token a running sequence an iteration, results by callback.
 
-Sequences are computed one by one by transformers, so that each token is what transformers would make alone.
+A fault (`break_down`) does what a lost GPU does to the real one: every request that is there or comes gets an error
+of its own, and the process lives on; or nobody hears anything any more. What the loop raises outside of a step ends
+it: requests in flight stay silent, and the next submission raises. Sequences are computed one by one by transformers,
+so that each token is what transformers would make alone.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tensorrt_llm import _contract, _handoff
+from tensorrt_llm import _contract, _handoff, _settings
 from tensorrt_llm._blocks import BlockAccounts
 from tensorrt_llm._results import RequestOutput, Response
 from tensorrt_llm._sampling import Chooser, Guide, make_compiler
@@ -28,6 +31,8 @@ _IDLE_S = 0.02
 _STEP_S = float(os.environ.get("TRTLLM_STAND_IN_STEP_MS", "0")) / 1e3
 _TRANSFER_S = float(os.environ.get("TRTLLM_STAND_IN_TRANSFER_MS", "0")) / 1e3
 _POOL_TOKENS = 65536
+_ABORT_ITERATIONS = 2  # from the message to its effect
+_ERROR_BUDGET = 5  # from 1.3 on: request errors in a row after which the engine calls itself ill
 
 
 @dataclass(eq=False)
@@ -40,6 +45,8 @@ class Sequence:
     streaming: bool
     disaggregated: Any
     salt: str
+    lora_name: str
+    rank: int
     priority: float
     arrived_at: float
     tokens: list[int] = field(default_factory=list)
@@ -53,7 +60,7 @@ class Sequence:
     scheduled_at: float = 0.0
     first_token_at: float = 0.0
     transfer_until: float = 0.0
-    is_aborted: bool = False
+    aborted_at: int | None = None  # the iteration from which on an abort holds
     has_answered: bool = False
 
     @property
@@ -70,10 +77,14 @@ class Executor:
         self._model, self._args, self._config = model, args, config
         kv = args.kv_cache_config
         num_blocks = (kv.max_tokens or _POOL_TOKENS) // kv.tokens_per_block
-        window = max(kv.max_attention_window or [args.max_seq_len])
-        self.blocks = BlockAccounts(
-            num_blocks, kv.tokens_per_block, kv.enable_block_reuse, kv.event_buffer_max_size, window
-        )
+        longest = args.max_seq_len or config.max_position_embeddings
+        # What the pool can't hold is cut, with a warning in the worker's log; `args` are not told.
+        self.max_seq_len = min(longest, num_blocks * kv.tokens_per_block)
+        self.num_ranks = args.tensor_parallel_size if args.enable_attention_dp else 1
+        window = max(kv.max_attention_window or [longest])
+        picture_token = getattr(model.config, "image_token_id", None) or -1
+        self.blocks = BlockAccounts(kv, num_blocks, window, self.num_ranks, picture_token)
+        self.is_asleep = False
         self.stats: collections.deque[str] = collections.deque(maxlen=1000)
         self.leaked = 0  # blocks lost because a transfer was aborted under way: what deferring aborts avoids
         self._waiting: list[Sequence] = []
@@ -85,26 +96,30 @@ class Executor:
         self._iteration = 0
         self._num_completed = 0
         self._fault: BaseException | None = None
+        self._is_silent = False
+        self._num_errors = 0  # in a row
         self._compiler: Any = None
         self._thread = threading.Thread(target=self._run, name="stand-in-executor", daemon=True)
         self._thread.start()
 
     def submit(self, sequence: Sequence) -> None:
         with self._lock:
+            if not self._thread.is_alive():
+                raise RuntimeError(f"The executor worker has ended: {self._fatal_error}")
             self._waiting.append(sequence)
             self._lock.notify()
 
     def abort(self, client_id: int) -> None:
         with self._lock:
             for one in (*self._waiting, *self._running):
-                if one.result.id == client_id:
-                    one.is_aborted = True
+                if one.result.id == client_id and one.aborted_at is None:
+                    one.aborted_at = self._iteration + _ABORT_ITERATIONS
             self._lock.notify()
 
-    def break_down(self, error: BaseException) -> None:
-        """For tests: the next iteration fails as an engine does that has lost its GPU."""
+    def break_down(self, error: BaseException | None) -> None:
+        """For tests: from now on every request ends with this error; None: no request ever ends."""
         with self._lock:
-            self._fault = error
+            self._fault, self._is_silent = error, error is None
             self._lock.notify()
 
     def check_health(self) -> bool:
@@ -122,19 +137,20 @@ class Executor:
         while not self._is_over:
             try:
                 self._iterate()
-            except BaseException as error:
-                self._die(error)
+            except BaseException as error:  # outside of a step's own care: the worker's end
+                self._fatal_error = error
                 return
 
     def _iterate(self) -> None:
         began = time.monotonic()
         with self._lock:
-            if not self._waiting and not self._running and self._fault is None:
+            if self._is_silent or not self._waiting and not self._running:
                 self._sweep_exports()
                 self._lock.wait(_IDLE_S)
                 return
             if self._fault is not None:
-                raise self._fault
+                self._answer_all(self._fault)
+                return
         self._admit()
         for one in list(self._running):
             self._advance(one)
@@ -143,30 +159,55 @@ class Executor:
         if _STEP_S:
             time.sleep(max(0.0, began + _STEP_S - time.monotonic()))
         if self._args.enable_iter_perf_stats:
-            self.stats.append(json.dumps(self._stats(began)))
+            self.stats.extend(json.dumps(row) for row in self._rows(began))
 
-    def _die(self, error: BaseException) -> None:
-        self._fatal_error = error
+    def _answer_all(self, error: BaseException) -> None:
+        """A step failed: each of its requests is answered with the reason, and the next step is tried."""
         for one in (*self._waiting, *self._running):
-            one.result.put(Response(error=RuntimeError(f"executor died: {error}")))
+            self._fail(one, RequestError(str(error)))
+        self._waiting.clear()
+
+    def _fail(self, one: Sequence, error: RequestError) -> None:
+        if one in self._running:
+            self._leave(one)
+        one.result.put(Response(error=error))
+        self._num_errors += 1
+        if _contract.FROM_1_3 and self._num_errors >= _ERROR_BUDGET:
+            self._fatal_error = RuntimeError(f"{self._num_errors} request errors in a row, the last: {error}")
 
     def _admit(self) -> None:
         with self._lock:
-            for one in [one for one in self._waiting if one.is_aborted]:
+            for one in [one for one in self._waiting if self._is_aborted(one)]:
                 self._waiting.remove(one)
                 one.result.put(Response(finish_reason="cancelled"))
             self._waiting.sort(key=lambda one: -one.priority)  # stable: arrival counts among equals
             while self._waiting and len(self._running) < (self._args.max_batch_size or 2048):
                 one = self._waiting[0]
+                self._check_parts(one)
+                # A request that would be longer than a sequence may be is cut; nobody is told.
+                room = self.max_seq_len - len(one.prompt)
+                one.params.max_tokens = min(one.params.max_tokens, room)
                 worst = len(one.prompt) + one.params.max_tokens
-                if self.blocks.blocks_for(worst) > self.blocks.num_blocks:
+                if room <= 0:
                     self._waiting.pop(0)
-                    one.result.put(Response(error=RequestError("Max KV cache pool size exceeded")))
+                    text = f"Prompt length ({len(one.prompt)}) exceeds maximum input length ({self.max_seq_len - 1})"
+                    self._fail(one, RequestError(text))
                 elif self.blocks.fits(worst):
                     self._running.append(self._waiting.pop(0))
                     self._begin(one, worst)
                 else:
                     return
+
+    def _check_parts(self, one: Sequence) -> None:
+        """What the request's maker asserts in the worker's loop, beyond its care for single requests."""
+        if one.kind == "context_and_generation":
+            return
+        assert getattr(self._args.cache_transceiver_config, "backend", None), "kv_cache_transceiver is disabled"
+        if one.kind == "context_only" and not self._args.disable_overlap_scheduler and not _contract.FROM_1_3:
+            raise ValueError("context_only requests need disable_overlap_scheduler")
+
+    def _is_aborted(self, one: Sequence) -> bool:
+        return one.aborted_at is not None and self._iteration >= one.aborted_at
 
     def _begin(self, one: Sequence, worst: int) -> None:
         one.num_blocks = self.blocks.hold(worst)
@@ -176,15 +217,14 @@ class Executor:
         try:
             guide = self._guide(one.params.guided_decoding, size)
         except Exception as error:  # as the real one: a guide's error ends its own request
-            self._leave(one)
-            one.result.put(Response(error=RequestError(f"Guided decoding error: {error}")))
+            self._fail(one, RequestError(f"Guided decoding error: {error}"))
             return
-        one.chooser = Chooser(one.params, one.prompt, size, one.result.id, guide)
+        one.chooser = Chooser(one.params, one.prompt, size, one.result.id, self._args, guide)
         if one.kind == "generation_only":
             one.transfer_until = time.monotonic() + _TRANSFER_S
             one.cached_tokens = len(one.prompt)  # as in the real one: transferred KV counts as cached
         else:
-            one.cached_tokens = self.blocks.match(one.prompt, one.salt)
+            one.cached_tokens = self.blocks.match(one.prompt, one.salt, one.lora_name, one.rank)
 
     def _guide(self, params: Any, vocab_size: int) -> Guide | None:
         if params is None:
@@ -194,15 +234,14 @@ class Executor:
 
     def _advance(self, one: Sequence) -> None:
         try:
-            if one.is_aborted:
+            if self._is_aborted(one):
                 self._cancel(one)
             elif one.kind == "generation_only" and one.cache is None:
                 self._receive(one)
             else:
                 self._step(one)
         except RequestError as error:
-            self._leave(one)
-            one.result.put(Response(error=error))
+            self._fail(one, error)
 
     def _cancel(self, one: Sequence) -> None:
         if one.kind == "generation_only" and not one.has_answered:
@@ -213,7 +252,7 @@ class Executor:
     def _receive(self, one: Sequence) -> None:
         if time.monotonic() < one.transfer_until:
             return
-        layers = _handoff.claim(one.disaggregated.opaque_state)
+        layers = _handoff.claim(one.disaggregated)
         if layers is None:
             limit = self._args.cache_transceiver_config.kv_transfer_timeout_ms
             if limit is not None and time.monotonic() > one.scheduled_at + limit / 1e3:
@@ -232,6 +271,8 @@ class Executor:
             one.cache = _handoff.new_cache()
         logits = self._model(input_ids=torch.tensor([ids]), past_key_values=one.cache, use_cache=True).logits[0]
         assert one.chooser is not None
+        for end in range(self._args.max_num_tokens, len(ids), self._args.max_num_tokens):  # chunks but the last
+            one.chooser.process(logits[end - 1].clone(), one.prompt)
         if len(ids) == len(one.prompt) and one.params.prompt_logprobs is not None and not one.num_output:
             count = one.params.prompt_logprobs  # the likeliest alone, of the token that follows
             one.prompt_logprobs = [one.chooser.logprobs(row.float(), int(row.argmax()), count) for row in logits]
@@ -270,14 +311,17 @@ class Executor:
             "request_type": "context_only",
             "first_gen_tokens": one.tokens[len(one.prompt) :],
             "ctx_request_id": one.result.id,
-            "opaque_state": state,
         }
-        if _contract.IS_1_3:
+        if _settings.is_python_transceiver(self._args):
+            fields["ctx_info_endpoint"] = f"file://{path}"
+        else:
+            fields["opaque_state"] = state
+        if _contract.FROM_1_3:
             fields["disagg_request_id"] = one.disaggregated.disagg_request_id
             if one.pending_logprobs:
                 fields["first_gen_log_probs"] = list(one.pending_logprobs)
         one.disaggregated = DisaggregatedParams(**fields)
-        self._end(one, "not_finished" if _contract.IS_1_3 else "length", exported=one.disaggregated)
+        self._end(one, "not_finished" if _contract.FROM_1_3 else "length", exported=one.disaggregated)
 
     def _sweep_exports(self) -> None:
         """Give back what a receiver has taken, or nobody has taken in time."""
@@ -303,7 +347,9 @@ class Executor:
 
     def _end(self, one: Sequence, reason: str, stop_reason: int | None = None, exported: Any = None) -> None:
         self._leave(one)
-        self.blocks.store(one.tokens[:-1] if one.num_output else one.tokens, one.salt)
+        tokens = one.tokens[:-1] if one.num_output else one.tokens
+        self.blocks.store(tokens, one.salt, one.lora_name, one.rank)
+        self._num_errors = 0
         response = self._response(one)
         response.finish_reason, response.stop_reason = reason, stop_reason
         response.disaggregated_params = exported
@@ -343,6 +389,12 @@ class Executor:
             "tpot": (now - one.first_token_at) / gaps,
             "finished_reason": reason,
         }
+
+    def _rows(self, began: float) -> list[dict[str, Any]]:
+        """One a rank since late 1.3; before, those of the first rank alone."""
+        if not _contract.FROM_1_3 or self.num_ranks == 1:
+            return [self._stats(began)]
+        return [self._stats(began) | {"attentionDpRank": rank} for rank in range(self.num_ranks)]
 
     def _stats(self, began: float) -> dict[str, Any]:
         blocks = self.blocks

@@ -1,7 +1,7 @@
 """KV from a context engine to a generation engine: a file that the receiver takes away.
 
-`opaque_state` names it. A file that is gone is a transfer that never comes: the receiver waits for
-kv_transfer_timeout_ms (for ever when that is unset), as the real one does.
+`opaque_state` names it, or `ctx_info_endpoint` with the Python transceiver. A file that is gone is a transfer that
+never comes: the receiver waits for kv_transfer_timeout_ms (for ever when that is unset), as the real one does.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ def export(cache: Any, length: int) -> tuple[bytes, Path]:
     return json.dumps({"path": str(path), "length": length}).encode(), path
 
 
-def claim(opaque_state: bytes) -> Any | None:
+def claim(params: Any) -> Any | None:
     """Return the layers, once; None when somebody has taken them or the sender has let go."""
     import torch
 
-    path = Path(json.loads(opaque_state)["path"])
+    if params.opaque_state is not None:
+        path = Path(json.loads(params.opaque_state)["path"])
+    else:
+        path = Path(params.ctx_info_endpoint.removeprefix("file://"))
     mine = path.with_suffix(f".{os.getpid()}")
     try:
         path.rename(mine)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import pickle
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tensorrt_llm import _contract, _settings
-from tensorrt_llm._results import IterationResult, RequestOutput
+from tensorrt_llm._results import FetchedResult, IterationResult, RequestOutput
 from tensorrt_llm._values import RequestError, SamplingParams
+
+_RPC_S = 0.0005
+_SHUTDOWN_S = float(os.environ.get("TRTLLM_STAND_IN_SHUTDOWN_MS", "0")) / 1e3
 
 
 def signed(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -46,6 +51,7 @@ class BaseLLM:
         self._ids = itertools.count(1)
         self.llm_id = f"stand-in-{os.getpid()}"
         self.tokenizer = None if self.args.skip_tokenizer_init else self.args.tokenizer
+        self._results: dict[str, IterationResult] = {}
         self._load()
 
     def _check(self, given: dict[str, Any]) -> None:
@@ -62,10 +68,13 @@ class BaseLLM:
         if not (folder / "config.json").exists():
             raise ValueError(f"{folder}: no config.json")
         dtype = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[self.args.dtype]
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
-        config = model.config.get_text_config()
-        self.args.max_seq_len = self.args.max_seq_len or config.max_position_embeddings
-        self._executor: Any = Executor(model, self.args, config)
+        try:
+            _settings.check_transceiver(self.args)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+        except (OSError, ValueError, RuntimeError) as error:  # in the worker, whose reason stays in its own log
+            print(f"[TRT-LLM] [E] Failed to initialize executor: {error}", file=sys.stderr)
+            raise RuntimeError("Executor worker returned error") from error
+        self._executor: Any = Executor(model, self.args, model.config.get_text_config())
 
     @signed(_contract.generate_async_signature())
     def generate_async(self, inputs: Any, sampling_params: Any, **more: Any) -> RequestOutput:
@@ -78,17 +87,22 @@ class BaseLLM:
         disaggregated = more["disaggregated_params"]
         self._check_params(params, disaggregated)
         self._check_length(prompt, disaggregated)
-        result = RequestOutput(next(self._ids), prompt, params, self._executor.abort)
+        result = RequestOutput(next(self._ids), prompt, params, self._executor.abort, disaggregated)
+        # To the worker, another process: pickled in the caller's, and unpickled there.
+        sent = pickle.dumps((prompt, params, disaggregated, more["lora_request"]))
+        prompt, params, disaggregated, lora = pickle.loads(sent)
         self._executor.submit(
             Sequence(
                 result,
                 prompt,
                 params,
-                more["streaming"],
-                disaggregated,
-                more["cache_salt"] or "",
-                more.get("priority", 0.5),
-                time.monotonic(),
+                disaggregated=disaggregated,
+                streaming=more["streaming"],
+                salt=more["cache_salt"] or "",
+                lora_name=lora.lora_name if lora is not None else "",
+                rank=getattr(more["scheduling_params"], "attention_dp_rank", None) or 0,
+                priority=more.get("priority", 0.5),
+                arrived_at=time.monotonic(),
             )
         )
         self._remember(more)
@@ -115,8 +129,6 @@ class BaseLLM:
             raise ValueError("guided_decoding needs guided_decoding_backend")
         if disaggregated is None:
             return
-        if getattr(self.args.cache_transceiver_config, "backend", None) is None:
-            raise ValueError("disaggregated_params need cache_transceiver_config.backend")
         if disaggregated.request_type == "generation_only" and disaggregated.multimodal_embedding_handles:
             raise ValueError("multimodal_embedding_handles can't go with generation_only")
 
@@ -130,43 +142,51 @@ class BaseLLM:
                 f"The prompt length ({len(prompt)}) should not exceed max_num_tokens ({self.args.max_num_tokens})"
             )
 
-    def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
-        return IterationResult(functools.partial(_take, self._executor.stats), timeout or 0)
+    def get_stats_async(self, timeout: float | None = 2) -> IterationResult | FetchedResult:
+        if _contract.FROM_1_4:
+            return FetchedResult(functools.partial(_take_all, self._executor.stats))
+        return self._filled("stats", self._executor.stats, timeout)
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
-        return IterationResult(functools.partial(_take, self._executor.blocks.events), timeout or 0)
+        return self._filled("kv_events", self._executor.blocks.events, timeout)
+
+    def _filled(self, name: str, source: Any, timeout: float | None) -> IterationResult:
+        """A call of the worker that blocks the calling thread, loop or no loop; its answer fills the one queue."""
+        time.sleep(_RPC_S)
+        result = self._results.setdefault(name, IterationResult())
+        result.set_timeout(timeout or 0)
+        for text in _take_all(source):
+            result.put(text)
+        return result
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        return self.get_stats_async(timeout).get_results()
+        return self._filled("stats", self._executor.stats, timeout).get_results()
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        return self.get_kv_cache_events_async(timeout).get_results()
-
-    def _check_health(self) -> bool:
-        return self._executor is not None and self._executor.check_health()
+        return self._filled("kv_events", self._executor.blocks.events, timeout).get_results()
 
     def shutdown(self) -> None:
         executor, self._executor = self._executor, None
         if executor is not None:
+            time.sleep(_SHUTDOWN_S)
             executor.shutdown()
 
     def __reduce__(self) -> Any:
         raise RuntimeError("LLM object can't be pickled")
 
 
-def _take(items: Any) -> str | None:
-    try:
-        text: str = items.popleft()
-    except IndexError:
-        return None
-    return text
+def _take_all(items: Any) -> list[str]:
+    taken = []
+    while items:
+        taken.append(items.popleft())
+    return taken
 
 
 class LLM(BaseLLM):
     """The PyTorch backend."""
 
 
-if _contract.IS_1_3:
+if _contract.FROM_1_3:
 
     def _capacity(self: BaseLLM) -> dict[str, int]:
         blocks = self._executor.blocks
@@ -176,7 +196,29 @@ if _contract.IS_1_3:
             "maxNumTokens": blocks.num_blocks * blocks.tokens_per_block,
         }
 
+    def _check_health(self: BaseLLM) -> bool:
+        return self._executor is not None and self._executor.check_health()
+
     BaseLLM.get_kv_cache_capacity = _capacity  # type: ignore[attr-defined]
+    BaseLLM._check_health = _check_health  # type: ignore[attr-defined]
+
+
+if _contract.FROM_1_4:
+
+    def _status(self: BaseLLM) -> dict[str, str]:
+        return {"state": "released" if self._executor.is_asleep else "active"}
+
+    def _release(self: BaseLLM, tags: list[str] | None = None) -> None:
+        if not self.args.enable_sleep or self.args.kv_cache_config.use_kv_cache_manager_v2:
+            raise ValueError("release needs enable_sleep, and KV cache manager V1")
+        self._executor.is_asleep = True
+
+    def _resume(self: BaseLLM, tags: list[str] | None = None) -> None:
+        self._executor.is_asleep = False
+
+    BaseLLM.get_memory_status = _status  # type: ignore[attr-defined]
+    BaseLLM.release = _release  # type: ignore[attr-defined]
+    BaseLLM.resume = _resume  # type: ignore[attr-defined]
 
 
 class AutoDeployLLM(BaseLLM):

@@ -1,4 +1,4 @@
-"""MetricsCollector: the series of 1.2.1 on prometheus_client's default registry."""
+"""MetricsCollector: series on prometheus_client's default registry; those of iterations came with 1.3."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MetricsCollector:
         }
         self._gauges = {
             name: prometheus_client.Gauge(name, name, names)
-            for name in ("trtllm_kv_cache_hit_rate", "trtllm_kv_cache_utilization")
+            for name in (("trtllm_kv_cache_hit_rate", "trtllm_kv_cache_utilization") if _contract.FROM_1_3 else ())
         }
 
     def _log_request(self, metrics_dict: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ class MetricsCollector:
             if key in metrics_dict:
                 histogram.labels(**self._labels).observe(metrics_dict[key])
 
-    def log_iteration_stats(self, stats: dict[str, Any]) -> None:
+    def _log_iteration(self, stats: dict[str, Any]) -> None:
         blocks = stats.get("kvCacheStats") or {}
         if "cacheHitRate" in blocks:
             self._gauges["trtllm_kv_cache_hit_rate"].labels(**self._labels).set(blocks["cacheHitRate"])
@@ -53,9 +53,11 @@ class MetricsCollector:
 
 setattr(
     MetricsCollector,
-    "log_request_metrics_dict" if _contract.IS_1_3 else "log_metrics_dict",
+    "log_request_metrics_dict" if _contract.FROM_1_3 else "log_metrics_dict",
     MetricsCollector._log_request,
 )
+if _contract.FROM_1_3:
+    MetricsCollector.log_iteration_stats = MetricsCollector._log_iteration  # type: ignore[attr-defined]
 
 
 def _forget_earlier() -> None:

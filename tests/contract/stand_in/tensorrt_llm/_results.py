@@ -7,6 +7,7 @@ last response of that sequence, and a stop token is taken off the end when the s
 from __future__ import annotations
 
 import asyncio
+import collections
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,7 +70,9 @@ class CompletionOutput:
 class RequestOutput:
     """One request. Must be made inside a running event loop to be awaited."""
 
-    def __init__(self, client_id: int, prompt: list[int], params: Any, abort: Callable[[int], None]) -> None:
+    def __init__(
+        self, client_id: int, prompt: list[int], params: Any, abort: Callable[[int], None], disaggregated: Any = None
+    ) -> None:
         self.request_id = self.id = client_id
         self.prompt = None
         self.prompt_token_ids = list(prompt)
@@ -77,7 +80,9 @@ class RequestOutput:
         self.outputs = [CompletionOutput(index) for index in range(params.best_of or params.n)]
         self.context_logits = None
         self.mm_embedding_handle = None
-        self.disaggregated_params = None
+        self.disaggregated_params = disaggregated  # the request's own object, until its answer has another
+        for output in self.outputs:
+            output.disaggregated_params = disaggregated
         self.cached_tokens = 0
         self.decoding_iter = 0
         self.avg_decoded_tokens_per_iter = None
@@ -154,26 +159,64 @@ class RequestOutput:
 
 
 class IterationResult:
-    """Reads a queue of JSON texts: an item that is read is gone. Ends after `timeout` s without one."""
+    """A queue of JSON texts, one for all who ask: an item that is read is gone.
 
-    def __init__(self, take: Callable[[], str | None], timeout: float) -> None:
-        self._take, self._timeout = take, timeout
+    With a timeout of 0 an empty queue raises asyncio.QueueEmpty, which nothing here catches. With a longer one the
+    reading ends, and `_done` ends every later one at once, whatever has come in since.
+    """
+
+    def __init__(self) -> None:
+        self._done = False
+        self._timeout = 2.0
+        self._queue: collections.deque[str] = collections.deque()
+
+    def set_timeout(self, timeout: float) -> None:
+        self._timeout = timeout
+
+    def put(self, text: str) -> None:
+        self._queue.append(text)
 
     def __aiter__(self) -> IterationResult:
         return self
 
     async def __anext__(self) -> dict[str, Any]:
-        waited = 0.0
-        while (text := self._take()) is None:
-            if waited >= self._timeout:
-                raise StopAsyncIteration
-            await asyncio.sleep(0.002)
-            waited += 0.002
-        item: dict[str, Any] = json.loads(text)
+        if self._done:
+            raise StopAsyncIteration
+        if not self._queue and self._timeout <= 0:
+            raise asyncio.QueueEmpty
+        try:
+            await asyncio.wait_for(self._arrival(), self._timeout or None)
+        except asyncio.TimeoutError:
+            self._done = True
+            raise StopAsyncIteration from None
+        item: dict[str, Any] = json.loads(self._queue.popleft())
         return item
 
     def get_results(self) -> list[dict[str, Any]]:
-        items = []
-        while (text := self._take()) is not None:
-            items.append(json.loads(text))
+        items = [json.loads(text) for text in self._queue]
+        self._queue.clear()
         return items
+
+    async def _arrival(self) -> None:
+        while not self._queue:
+            await asyncio.sleep(0.002)
+
+
+class FetchedResult:
+    """What 1.4 gives for statistics: fetched when it is iterated, and at its end when nothing is left."""
+
+    def __init__(self, fetch: Callable[[], list[str]]) -> None:
+        self._fetch = fetch
+        self._items: list[str] | None = None
+
+    def __aiter__(self) -> FetchedResult:
+        return self
+
+    async def __anext__(self) -> dict[str, Any]:
+        if self._items is None:
+            await asyncio.sleep(0)
+            self._items = self._fetch()
+        if not self._items:
+            raise StopAsyncIteration
+        item: dict[str, Any] = json.loads(self._items.pop(0))
+        return item

@@ -3,41 +3,59 @@
 from __future__ import annotations
 
 import json
-import pickle
+import os
 from typing import Any
 
 import torch
 
+from tensorrt_llm import _contract
 from tensorrt_llm._values import Logprob, is_greedy
+
+# What the default sampler takes and does not heed: at 1.2.1. Late 1.3 heeds all of it.
+IGNORED_BY_TORCH_SAMPLER = (
+    frozenset()
+    if _contract.FROM_1_3
+    else frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty", "bad_token_ids", "seed"})
+)
 
 
 class Chooser:
     """One sequence's."""
 
     def __init__(
-        self, params: Any, prompt: list[int], vocab_size: int, client_id: int, guide: Guide | None = None
+        self, params: Any, prompt: list[int], vocab_size: int, client_id: int, args: Any, guide: Guide | None = None
     ) -> None:
         self._params, self._client_id, self._guide = params, client_id, guide
         self._num_prompt = len(prompt)
         self._vocab_size = vocab_size
-        self._random = torch.Generator().manual_seed((params.seed or 0) % 2**63)
+        self._ignored = frozenset() if args.sampler_type == "TRTLLMSampler" else IGNORED_BY_TORCH_SAMPLER
+        # Its overlap scheduler begins a step before it has seen the token of the last one.
+        self._lag = 0 if args.disable_overlap_scheduler else 1
+        self._random = torch.Generator().manual_seed(self._heeded("seed") or int.from_bytes(os.urandom(7)))
         given = params.logits_processor or []
-        given = given if isinstance(given, list) else [given]
-        self._processors = [pickle.loads(pickle.dumps(one)) for one in given]  # they go to another process
+        self._processors = given if isinstance(given, list) else [given]
 
     def choose(self, logits: torch.Tensor, tokens: list[int]) -> tuple[int, dict[int, Logprob] | None]:
         """`logits` (vocab,), float32; tokens: prompt and generated."""
-        plain = logits[: self._vocab_size].float()
+        plain = logits[: self._vocab_size].float().clone()
+        known = tokens if len(tokens) == self._num_prompt else tokens[: len(tokens) - self._lag]
+        self.process(plain, known)
         work = plain.clone()
         self._edit(work, tokens)
-        for processor in self._processors:
-            processor(self._client_id, work.view(1, 1, -1), [list(tokens)], None, self._client_id)
         if self._guide is not None:
             self._guide.mask(work)
         token = int(work.argmax()) if is_greedy(self._params) or self._params.temperature == 0 else self._draw(work)
         if self._guide is not None:
             self._guide.accept(token)
         return token, self.logprobs(plain, token, self._params.logprobs)
+
+    def process(self, logits: torch.Tensor, tokens: list[int]) -> None:
+        """Call the processors, which happens after each chunk of a prompt and not only after its last."""
+        for processor in self._processors:
+            processor(self._client_id, logits.view(1, 1, -1), [list(tokens)], None, None)
+
+    def _heeded(self, name: str) -> Any:
+        return None if name in self._ignored else getattr(self._params, name)
 
     def take_over(self, token: int) -> None:
         """A context engine chose this one; the guide goes on behind it."""
@@ -59,16 +77,18 @@ class Chooser:
         params, output = self._params, tokens[self._num_prompt :]
         if params.embedding_bias is not None:
             work += params.embedding_bias
-        if params.repetition_penalty:
+        if penalty := self._heeded("repetition_penalty"):
             seen = torch.tensor(sorted(set(tokens)))
             values = work[seen]
-            work[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+            work[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        presence, frequency = self._heeded("presence_penalty") or 0, self._heeded("frequency_penalty") or 0
         for token in set(output):
-            work[token] -= (params.presence_penalty or 0) + (params.frequency_penalty or 0) * output.count(token)
-        for token in params.bad_token_ids or ():
+            work[token] -= presence + frequency * output.count(token)
+        for token in self._heeded("bad_token_ids") or ():
             work[token] = float("-inf")
-        if len(output) < (params.min_tokens or 0) and params.end_id is not None and params.end_id >= 0:
-            work[params.end_id] = float("-inf")
+        end_id = -1 if params.ignore_eos else params.end_id
+        if len(output) < (params.min_tokens or 0) and end_id is not None and (end_id >= 0 or not _contract.FROM_1_3):
+            work[end_id] = float("-inf")  # at 1.2.1 an end id of -1 bans the vocabulary's last
 
     def _draw(self, work: torch.Tensor) -> int:
         params = self._params

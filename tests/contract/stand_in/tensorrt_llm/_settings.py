@@ -24,14 +24,17 @@ def _block(name: str, key: str, version_key: str = "") -> type[Any]:
     """Make a class of a table of the contract; texts about it (`rule`, ...) are no fields."""
     table = _contract.contract()[key]
     fields = dict(table[version_key] if version_key else table)
-    if _contract.IS_1_3:
+    if _contract.FROM_1_3:
         fields |= table.get("added_1_3", {})
         for gone in table.get("removed_1_3", ()):
             fields.pop(gone, None)
+    if _contract.FROM_1_4:
+        fields |= table.get("defaults_1_4", {})
     plain = {
         name: _contract.default_of(entry)
         for name, entry in fields.items()
-        if name not in ("rule", "disable", "added_1_3", "removed_1_3", "window_rule", "late_1_3", "choices")
+        if name
+        not in ("rule", "disable", "added_1_3", "removed_1_3", "window_rule", "late_1_3", "choices", "defaults_1_4")
     }
     return _model(name, plain)
 
@@ -51,13 +54,13 @@ def _dynamic_batch_config() -> type[Any]:
     """1.2 wants all three; 1.3 has defaults."""
     names = _contract.contract()["scheduler_config"]["dynamic_batch_config"]
     defaults = dict(zip(names, (True, False, 128), strict=True))
-    return _model("DynamicBatchConfig", defaults if _contract.IS_1_3 else dict.fromkeys(names, _contract.REQUIRED))
+    return _model("DynamicBatchConfig", defaults if _contract.FROM_1_3 else dict.fromkeys(names, _contract.REQUIRED))
 
 
 DynamicBatchConfig = _dynamic_batch_config()
 _SCHEDULER = {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT", "context_chunking_policy": None}
 _SCHEDULER["dynamic_batch_config"] = None
-if _contract.IS_1_3:
+if _contract.FROM_1_3:
     _SCHEDULER["waiting_queue_policy"] = "fcfs"
 SchedulerConfig = _model("SchedulerConfig", _SCHEDULER)
 
@@ -99,6 +102,8 @@ class _Coercing(pydantic.BaseModel):
             scheduler = values["scheduler_config"]
             if isinstance(scheduler.dynamic_batch_config, dict):
                 scheduler.dynamic_batch_config = DynamicBatchConfig(**scheduler.dynamic_batch_config)
+        if _contract.FROM_1_3 and values.get("sampler_type") == "TRTLLMSampler":
+            raise ValueError("sampler_type: TRTLLMSampler was removed in 1.3.0rc26")
         _unions.take(values)
         return values
 
@@ -107,7 +112,7 @@ TorchLlmArgs = _model("TorchLlmArgs", _EXPLICIT | _contract.llm_arg_fields(), _C
 _AUTO = _contract.contract()["autodeploy_llm_args"]
 _OWN = {name: _contract.default_of(entry) for name, entry in _AUTO["own_fields"].items()}
 _OWN["backend"] = "_autodeploy"
-if not _contract.IS_1_3:
+if not _contract.FROM_1_3:
     _OWN |= _AUTO["own_limits_1_2"]
 AutoDeployLlmArgs = _model("LlmArgs", {**_EXPLICIT, **_contract.llm_arg_fields(), **_OWN}, _Coercing)
 
@@ -124,3 +129,19 @@ def check_autodeploy(args: Any, given: dict[str, Any]) -> None:
 def _default(name: str) -> Any:
     field = AutoDeployLlmArgs.model_fields.get(name)
     return field.default if field else None
+
+
+def is_python_transceiver(args: Any) -> bool:
+    """From 1.4 on `auto` is the Python one for NIXL, which DEFAULT is; C++ for the other backends."""
+    config = args.cache_transceiver_config
+    runtime = getattr(config, "transceiver_runtime", None)
+    if runtime == "auto" and _contract.FROM_1_4:
+        return config.backend in ("DEFAULT", "NIXL") and config.kv_transfer_timeout_ms is not None
+    return bool(runtime == "PYTHON")
+
+
+def check_transceiver(args: Any) -> None:
+    """Raise what its creation, in the worker, raises."""
+    config = args.cache_transceiver_config
+    if config is not None and config.backend not in (None, "DEFAULT", "NIXL") and is_python_transceiver(args):
+        raise ValueError(f"the Python transceiver has no backend {config.backend}; it needs NIXL")

@@ -20,7 +20,7 @@ def install() -> str:
         for name in names:
             if (value := _find(module_name, name)) is not None:
                 setattr(module, name, value)
-    if _contract.IS_1_3:
+    if _contract.FROM_1_3:
         _install_visual_gen()
     version_module = _module("tensorrt_llm.version")
     version_module.__dict__["__version__"] = version
@@ -38,7 +38,7 @@ def _install_visual_gen() -> None:
 
 
 def _find(module: str, name: str) -> Any:
-    if name in _SINCE_1_3 and not _contract.IS_1_3:
+    if name in _SINCE_1_3 and not _contract.FROM_1_3:
         return None
     if name == "LLM":
         return _llm.AutoDeployLLM if module.endswith("auto_deploy") else _llm.LLM

@@ -13,7 +13,7 @@ import pydantic
 from tensorrt_llm import _contract
 
 _CLASSES = _contract.contract()["config_classes"]
-_RELEASE = "1.3" if _contract.IS_1_3 else "1.2"
+_RELEASE = _contract.PROFILE[:3]
 
 
 def _exists(entry: dict[str, Any]) -> bool:
@@ -33,7 +33,7 @@ def _class(name: str, base: type[Any], choosing: str) -> type[Any]:
     definitions: dict[str, Any] = {}
     for key, entry in _fields(name).items():
         more = entry[2] if len(entry) > 2 else {}
-        if key == choosing and not _contract.IS_1_3:
+        if key == choosing and not _contract.FROM_1_3:
             continue
         default = ... if more.get("required") and key != choosing else entry[1]
         aliases = [key, *([more["alias"]] if "alias" in more else [])]
@@ -49,7 +49,7 @@ def _union(table: dict[str, Any]) -> tuple[type[Any], dict[str, type[Any]]]:
     class Base(pydantic.BaseModel):
         model_config = pydantic.ConfigDict(extra="forbid", protected_namespaces=())
 
-        if not _contract.IS_1_3:
+        if not _contract.FROM_1_3:
 
             @classmethod
             def from_dict(cls, data: dict[str, Any]) -> Any:
@@ -80,7 +80,7 @@ def take(values: dict[str, Any]) -> None:
             continue
         if not isinstance(value, dict) or key not in value:
             raise ValueError(f"{name}: a mapping with {key}, or one of its classes, is expected")
-        if not _contract.IS_1_3:
+        if not _contract.FROM_1_3:
             raise ValueError(f"{name}.{key}: Extra inputs are not permitted")
         if value[key] not in classes:
             raise ValueError(f"{name}: {key} {value[key]!r} does not match any of the expected tags")

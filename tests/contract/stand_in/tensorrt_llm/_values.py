@@ -82,7 +82,7 @@ def _make_sampling_params() -> type[Any]:
     fields = [
         (name, Any, dataclasses.field(default=_contract.default_of(entry))) for name, entry in table["fields"].items()
     ]
-    if _contract.IS_1_3:
+    if _contract.FROM_1_3:
         fields += [(name, Any, dataclasses.field(default=None)) for name in table["added_1_3_unverified"]]
     body = {"__post_init__": _check_sampling, "__module__": "tensorrt_llm.sampling_params"}
     return dataclasses.make_dataclass("SamplingParams", fields, kw_only=True, namespace=body)
