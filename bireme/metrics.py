@@ -93,7 +93,12 @@ TABLE: dict[str, MetricSpec] = {
         _histogram(
             "bireme_time_to_first_token_seconds", "From the request's arrival to its first token.", _SECONDS, "worker"
         ),
-        _histogram("bireme_inter_token_latency_seconds", "Mean gap between tokens of one request.", _SECONDS, "worker"),
+        _histogram(
+            "bireme_inter_token_latency_seconds",
+            "Gap between two deliveries of a stream.",
+            _SECONDS,
+            "worker",
+        ),
         _histogram("bireme_request_seconds", "From arrival to end.", _SECONDS, "worker"),
         _histogram(
             "bireme_queue_seconds", "From submission to the first engine step that works on it.", _SECONDS, "worker"

@@ -63,7 +63,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
     "Latency": (
         Panel("Time to first token", ("bireme_time_to_first_token_seconds",), "s"),
-        Panel("Gap between tokens", ("bireme_inter_token_latency_seconds",), "s"),
+        Panel("Gap between deliveries of a stream", ("bireme_inter_token_latency_seconds",), "s"),
         Panel("Queue", ("bireme_queue_seconds",), "s"),
         Panel("Whole request", ("bireme_request_seconds",), "s"),
         Panel("Engine step", ("bireme_engine_step_seconds",), "s"),

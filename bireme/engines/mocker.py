@@ -64,6 +64,7 @@ class MockEngine:
         self._news: list[tuple[Sequence, bool, Finish | None]] = []  # first tokens and ends, to be accounted for
         self._step = 0
         self._began_at = 0.0
+        self._stepped_at = 0.0
         self._pace = Pace(self._stopping)
         self._expire_at = 0.0
         self._emit: Emit  # from `start` on
@@ -334,6 +335,8 @@ class MockEngine:
         self._began_at = 0.0
         ended = time.monotonic()
         self._hand_out(deltas, plain)
+        self._accounts.gaps(decoding, self._stepped_at, ended)
+        self._stepped_at = ended
         self._accounts.levels(self._pool)
         self._accounts.stepped(ended - began, len(deltas) + len(plain.keys))
         self._step_log.add(began, ended, is_first)

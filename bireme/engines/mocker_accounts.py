@@ -36,9 +36,14 @@ class Accounts:
         self._metrics.observe("bireme_completion_tokens", one.num_generated)
         if finish.reason == "cancelled":
             self._metrics.add("bireme_cancellations_total")
-        gaps = one.num_generated - one.request.num_resumed - 1
-        if gaps > 0:
-            self._metrics.observe("bireme_inter_token_latency_seconds", (now - one.first_token_at) / gaps)
+
+    def gaps(self, decoding: list[Sequence], before: float, now: float) -> None:
+        """All have got a token now; those that were in the step before, which ended at `before`, also then."""
+        fresh = [one.decode_at for one in decoding if one.decode_at > before]
+        if len(decoding) > len(fresh):
+            self._metrics.observe("bireme_inter_token_latency_seconds", now - before, times=len(decoding) - len(fresh))
+        for began in fresh:
+            self._metrics.observe("bireme_inter_token_latency_seconds", now - began)
 
     def stepped(self, seconds: float, num_tokens: int) -> None:
         self._metrics.observe("bireme_engine_step_seconds", seconds)

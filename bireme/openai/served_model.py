@@ -44,7 +44,7 @@ def connect(recipe: Recipe, address: str, metrics: Registry) -> ServedModel:
     """Return a model at a tritonserver's gRPC address; connections open with the first request."""
     tokenizer = recipe_tokenizer(recipe)
     tokenizer.detokenizer()  # tabulates the vocabulary now
-    workers = RemoteWorkers(recipe.pipeline.stall_timeout_s, address)
+    workers = RemoteWorkers(recipe.pipeline.stall_timeout_s, address, metrics)
     return ServedModel(recipe, workers, tokenizer, metrics)
 
 

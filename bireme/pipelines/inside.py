@@ -25,5 +25,5 @@ def make_services(
     if workers is None:
         if context.call_async is None:
             raise UnavailableError(f"{context.model_name}: no way to call other models")
-        workers = LocalWorkers(context.call_async, recipe.pipeline.stall_timeout_s)
+        workers = LocalWorkers(context.call_async, recipe.pipeline.stall_timeout_s, metrics=context.metrics)
     return Services(recipe, workers, RoundRobin.of(recipe), context.metrics), tokenizer

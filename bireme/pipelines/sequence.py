@@ -111,6 +111,7 @@ class Sequence:
         self._prompt_logprobs: list[TokenLogprobs] | None = None  # prefill's, until they were told
         self._failing_since = 0.0
         self._pause_s = FIRST_PAUSE_S
+        self._lost_at = 0.0
         self._lost_ms = 0.0  # decode time of attempts that were lost
 
     @property
@@ -134,6 +135,17 @@ class Sequence:
         self.push = self._next_push
         mine, self._prompt_logprobs = self._prompt_logprobs, None
         self.push(tokens, logprobs, mine if prompt_logprobs is None else prompt_logprobs)
+
+    def _push_again(
+        self,
+        tokens: Many[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        """Take the first tokens after a loss; the bus knows the gaps within an attempt only."""
+        self._services.metrics.observe("bireme_inter_token_latency_seconds", time.monotonic() - self._lost_at)
+        self.push = self._next_push
+        self.push(tokens, logprobs, prompt_logprobs)
 
     def finish(self, finish: Finish) -> None:
         if self._ended is not None and not self._ended.done():  # else it was given up before
@@ -290,7 +302,10 @@ class Sequence:
             self._ended = None
         if self._stream.finish_reason:
             return self._services.router.note_up(worker)
-        self._lost_ms += (time.monotonic() - began_at) * 1000
+        self._lost_at = time.monotonic()
+        self._lost_ms += (self._lost_at - began_at) * 1000
+        if self.tokens:
+            self.push = self._push_again
         if len(self.tokens) > num_tokens:
             self._failing_since, self._pause_s = 0.0, FIRST_PAUSE_S
         raise self._reason(worker, generation, finish)

@@ -73,6 +73,3 @@ def _measure(metrics: Registry, sequence: Sequence, arrived_at: float) -> None:
     if not sequence.first_token_at:
         return
     metrics.observe("bireme_time_to_first_token_seconds", sequence.first_token_at - arrived_at)
-    if len(sequence.tokens) > 1:
-        gap_s = (time.monotonic() - sequence.first_token_at) / (len(sequence.tokens) - 1)
-        metrics.observe("bireme_inter_token_latency_seconds", gap_s)

@@ -52,6 +52,7 @@ from bireme.messages import (
     encode,
     unpack_bus,
 )
+from bireme.metrics import Registry
 from bireme.workers.channel import infer_request, leave, parse_error, rpc_error, stream_method
 
 logger = logging.getLogger("bireme.bus")
@@ -66,14 +67,15 @@ _MAX_BATCH_BYTES = 4 << 20  # prompts in one message, one prompt at least
 class Ticket:
     """One request on a bus; workers.base.Generation."""
 
-    __slots__ = ("failure", "number", "request", "session", "sink", "was_heard", "was_sent")
+    __slots__ = ("failure", "heard_at", "is_replaced", "number", "request", "session", "sink", "was_sent")
 
     def __init__(self, request: EngineRequest, sink: Sink) -> None:
         self.request, self.sink = request, sink
         self.number = 0
         self.session: Session | None = None  # None: it has ended
         self.was_sent = False
-        self.was_heard = False  # the engine has answered: it can't be sent again unseen
+        self.is_replaced = False  # it was passed on to a second session
+        self.heard_at = 0.0  # its last tokens came; 0: none yet, so that it can be sent again unseen
         self.failure: BiremeError | None = None
 
     def abort(self) -> None:
@@ -89,8 +91,11 @@ class Ticket:
 class Bus:
     """The way to one decode worker."""
 
-    def __init__(self, worker: str, address: str, channel: Callable[[], Any], stall_timeout_s: float) -> None:
+    def __init__(
+        self, worker: str, address: str, channel: Callable[[], Any], stall_timeout_s: float, metrics: Registry | None
+    ) -> None:
         self.worker, self.address, self.stall_timeout_s = worker, address, stall_timeout_s
+        self._metrics = metrics
         self.channel = channel
         self.capacity: Capacity | None = None  # of the last life that was seen
         self._session: Session | None = None
@@ -112,6 +117,11 @@ class Bus:
             self._session = Session(self)
         if (error := await asyncio.shield(self._session.opened)) is not None:
             raise error
+
+    def note_gap(self, seconds: float, num_streams: int = 1) -> None:
+        """Count the time between two deliveries, of all streams at once for which it was the same."""
+        if self._metrics is not None:
+            self._metrics.observe("bireme_inter_token_latency_seconds", seconds, times=num_streams)
 
     def retire(self, session: Session) -> None:
         """The session takes no more requests."""
@@ -152,7 +162,7 @@ class Session:
         self.opened: asyncio.Future[BiremeError | None] = asyncio.get_running_loop().create_future()
         self._num_responses = 0
         self._tick_s = min(IDLE_S / 2, bus.stall_timeout_s / 4)
-        self._said_at = self._heard_at = self._busy_at = time.monotonic()
+        self._said_at = self._heard_at = self._heard_before = self._busy_at = time.monotonic()
         self.task = asyncio.get_running_loop().create_task(self._run(), name=f"bus-{bus.worker}")
 
     # Called by requests
@@ -246,7 +256,7 @@ class Session:
             return False
         if response.error_message:
             raise parse_error(response.error_message)
-        self._heard_at = time.monotonic()
+        self._heard_before, self._heard_at = self._heard_at, time.monotonic()
         for item in unpack_bus(response.infer_response.raw_output_contents[0]):
             if isinstance(item, Step):
                 self._take(item)
@@ -363,8 +373,8 @@ class Session:
             self.opened.set_result(error)
         tickets, self._tickets = self._tickets, {}
         for ticket in tickets.values():
-            if isinstance(error, NotFoundError) and not ticket.was_heard:
-                ticket.was_heard = True  # once is enough
+            if isinstance(error, NotFoundError) and not (ticket.heard_at or ticket.is_replaced):
+                ticket.is_replaced = True  # once is enough
                 ticket.was_sent = False
                 self._bus.place(ticket)
             else:
@@ -387,21 +397,33 @@ class Session:
 
     def _take_plain(self, step: Step) -> None:
         """One token a request: the path that has to be quick."""
-        find = self._tickets.get
+        find, now, before, same = self._tickets.get, self._heard_at, self._heard_before, 0
         for number, token in zip(step.requests, step.tokens, strict=True):
             ticket = find(number)
             if ticket is not None:
-                ticket.was_heard = True
+                if ticket.heard_at == before:
+                    same += 1
+                elif ticket.heard_at != now:
+                    self._note_gap(ticket)
+                ticket.heard_at = now
                 try:
                     ticket.sink.push((token,))
                 except Exception as error:
                     self._break(ticket, error)
+        if same:
+            self._bus.note_gap(now - before, same)
+
+    def _note_gap(self, ticket: Ticket) -> None:
+        """Tokens have come that were not in the delivery before this one."""
+        if ticket.heard_at and ticket.heard_at != self._heard_at:
+            self._bus.note_gap(self._heard_at - ticket.heard_at)
 
     def _take_rich(self, step: Step) -> None:
         logprobs, prompts = step.logprobs or {}, dict(step.prompt_logprobs or {})
         for number, tokens in step.deltas():
             if (ticket := self._tickets.get(number)) is not None:
-                ticket.was_heard = True
+                self._note_gap(ticket)
+                ticket.heard_at = self._heard_at
                 self._push(ticket, tokens, logprobs.get(number), prompts.pop(number, None))
         for number, entries in prompts.items():
             if (ticket := self._tickets.get(number)) is not None:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from bireme.messages import Capacity, EngineRequest, Sink
+from bireme.metrics import Registry
 from bireme.workers.bus import Bus, Ticket
 from bireme.workers.channel import open_channel, server_address
 
@@ -13,8 +14,9 @@ from bireme.workers.channel import open_channel, server_address
 class Buses:
     """Opened with the first request; used from one loop."""
 
-    def __init__(self, stall_timeout_s: float, address: str | None = None) -> None:
+    def __init__(self, stall_timeout_s: float, address: str | None = None, metrics: Registry | None = None) -> None:
         self._stall_timeout_s = stall_timeout_s
+        self._metrics = metrics
         self._address = address
         self._channel: Any = None
         self._buses: dict[str, Bus] = {}
@@ -38,7 +40,7 @@ class Buses:
     def _bus(self, worker: str) -> Bus:
         bus = self._buses.get(worker)
         if bus is None:
-            bus = self._buses[worker] = Bus(worker, self.address, self.channel, self._stall_timeout_s)
+            bus = self._buses[worker] = Bus(worker, self.address, self.channel, self._stall_timeout_s, self._metrics)
         return bus
 
     def capacity(self, worker: str) -> Capacity | None:

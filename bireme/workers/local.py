@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from bireme.config import stage_of
 from bireme.errors import NotFoundError
 from bireme.messages import Capacity, EngineRequest, Sink
+from bireme.metrics import Registry
 from bireme.multimodal.wire import EncodeAnswer, EncodeJob
 from bireme.types import Tensors
 from bireme.workers import unary
@@ -21,9 +22,11 @@ Call = Callable[[str, Tensors], Awaitable[Tensors]]
 class LocalWorkers:
     """WorkerClient of a pipeline inside Triton. `call` is StageContext.call_async: a bounded pool of threads."""
 
-    def __init__(self, call: Call, stall_timeout_s: float, address: str | None = None) -> None:
+    def __init__(
+        self, call: Call, stall_timeout_s: float, address: str | None = None, metrics: Registry | None = None
+    ) -> None:
         self._call = call
-        self._buses = Buses(stall_timeout_s, address)
+        self._buses = Buses(stall_timeout_s, address, metrics)
         self._encodes = BusEncodes(self._buses)
 
     async def tokenize(self, text: str) -> list[int]:

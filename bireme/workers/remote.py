@@ -10,6 +10,7 @@ from typing import Any
 from bireme.config import stage_of
 from bireme.errors import EngineLostError, NotFoundError, UnavailableError
 from bireme.messages import Capacity, EngineRequest, Sink
+from bireme.metrics import Registry
 from bireme.multimodal.wire import EncodeAnswer, EncodeJob
 from bireme.types import Array, Tensors
 from bireme.workers import unary
@@ -24,8 +25,8 @@ _NOBODY = secrets.token_hex(16)  # a request id that no request has
 class RemoteWorkers:
     """WorkerClient over one gRPC channel. Use it on one loop."""
 
-    def __init__(self, stall_timeout_s: float, address: str | None = None) -> None:
-        self._buses = Buses(stall_timeout_s, address)
+    def __init__(self, stall_timeout_s: float, address: str | None = None, metrics: Registry | None = None) -> None:
+        self._buses = Buses(stall_timeout_s, address, metrics)
         self._encodes = BusEncodes(self._buses)
         self._stall_timeout_s = stall_timeout_s
         self._infer: Any = None

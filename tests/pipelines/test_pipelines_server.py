@@ -65,6 +65,14 @@ def test_usage_names_the_workers_of_both_stages(client):
     assert usage["completion_tokens"] == 24
 
 
+def test_a_prefill_of_300_ms_is_counted_once(sample_model):
+    sample_model("llama")
+    override = json.dumps({"workers": {"prefill": {"engine_config": {"mocker": {"prefill_ms": 300}}}}})
+    with start_server("recipes/mocker-disagg", ports=free_ports(PORTS), override=override) as server:
+        usage = json.loads(Client(server.grpc).infer("completion", **PROMPT)["usage"])
+    assert usage["prefill_worker"] == "prefill" and 300 <= usage["prefill_ms"] < 600
+
+
 def test_plain_json_over_http_gets_one_answer(server):
     body = json.dumps(PROMPT).encode()
     with urllib.request.urlopen(f"http://{server.http}/v2/models/generate/generate", body, timeout=30) as answer:

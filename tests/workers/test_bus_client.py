@@ -6,6 +6,7 @@ import pytest
 
 from bireme.errors import EngineLostError, UnavailableError
 from bireme.messages import EngineRequest, Finish, SamplingParams, Usage
+from bireme.metrics import Registry
 from bireme.workers import bus as bus_module
 from bireme.workers.base import UnreachableError
 from bireme.workers.buses import Buses
@@ -271,3 +272,22 @@ async def test_a_check_of_a_stub_that_is_stopped_waits(bus):
     bus.server.is_deaf = True
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(bus.buses.check("decode"), 0.3)
+
+
+async def test_gaps_are_those_between_deliveries_of_each_stream(bus, recorder):
+    metrics = Registry("generate")
+    buses = Buses(2.0, bus.address, metrics)
+    sinks = [recorder(), recorder()]
+    for sink in sinks:
+        buses.decode("decode", REQUEST, sink)
+    await bus.until(lambda: len(bus.engine.requests) == 2)
+    (consumer, first), (_, second) = bus.engine.requests
+    for tokens in ({first: 1}, {first: 2, second: 3}, {first: 4, second: 5}):
+        bus.engine.emit(consumer, tokens)
+        count = sum(len(sink.tokens) for sink in sinks)
+        await bus.until(
+            lambda count=count, tokens=tokens: sum(len(sink.tokens) for sink in sinks) == count + len(tokens)
+        )
+    ((name, _, counts, seconds),) = metrics.take_delta().histograms
+    assert (name, sum(counts)) == ("bireme_inter_token_latency_seconds", 3) and seconds > 0
+    await buses.close()

@@ -6,6 +6,8 @@ request is in neither, because it is not delivered.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from bireme.engines.torch.sequence import Sequence
 from bireme.kv.block_manager import BlockManager
 from bireme.messages import FinishReason, Usage
@@ -18,6 +20,7 @@ class Accounts:
         self._worker = worker
         self._num_events = (0, 0)
         self._num_preemptions = 0
+        self._gaps: Counter[float] = Counter()  # seconds between deliveries -> streams, of the step under way
 
     def scheduled(self, sequence: Sequence, now: float) -> None:
         """The first step that works on it begins."""
@@ -41,12 +44,16 @@ class Accounts:
         self._metrics.observe("bireme_completion_tokens", sequence.num_output)
         if reason == "cancelled":
             self._metrics.add("bireme_cancellations_total")
-        gaps = sequence.num_output - sequence.request.num_resumed - 1
-        if gaps > 0 and sequence.last_token_at > sequence.first_token_at:
-            mean_s = (sequence.last_token_at - sequence.first_token_at) / gaps
-            self._metrics.observe("bireme_inter_token_latency_seconds", mean_s)
+
+    def delivered(self, sequence: Sequence, now: float) -> None:
+        """A token comes; most of a step's have the same gap to the one before."""
+        if sequence.last_token_at:
+            self._gaps[now - sequence.last_token_at] += 1
 
     def stepped(self, seconds: float, num_tokens: int) -> None:
+        for gap_s, count in self._gaps.items():
+            self._metrics.observe("bireme_inter_token_latency_seconds", gap_s, times=count)
+        self._gaps.clear()
         self._metrics.observe("bireme_engine_step_seconds", seconds)
         self._metrics.add("bireme_generated_tokens_total", num_tokens)
 

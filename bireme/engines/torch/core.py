@@ -250,13 +250,14 @@ class EngineCore:
             if sequence.wants_prompt_logprobs:
                 delta.prompt_logprobs = sequence.prompt_logprobs
                 sequence.wants_prompt_logprobs = False  # delivered: a preemption must not make them again
-        sequence.last_token_at = now
         stop = token in sequence.stop_ids
         if not stop:
+            self._parts.accounts.delivered(sequence, now)
             sequence.tokens.append(token)
             delta.tokens.append(token)
             if logprobs is not None:
                 delta.logprobs = [logprobs]
+        sequence.last_token_at = now
         if sequence.request.request_type == "context_only":
             self._hand_over(sequence, token, logprobs, stop, delta)
         elif stop:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from bireme.engines.trtllm.run import Run
+from bireme.errors import KvTransferError, from_message
 from bireme.messages import Finish, Usage
 from bireme.metrics import Registry
 
@@ -27,6 +28,8 @@ class Accounts:
 
     def delivered(self, run: Run, count: int, is_first: bool) -> None:
         self._metrics.add("bireme_generated_tokens_total", count)
+        if count and run.gap_s:
+            self._metrics.observe("bireme_inter_token_latency_seconds", run.gap_s)
         if is_first and not run.request.num_resumed:
             self._metrics.observe("bireme_time_to_first_token_seconds", run.first_token_at - run.arrived_at)
 
@@ -41,9 +44,17 @@ class Accounts:
         metrics.add("bireme_cached_prompt_tokens_total", finish.usage.cached_tokens if run.params is None else 0)
         if finish.reason == "cancelled":
             metrics.add("bireme_cancellations_total")
-        if run.num_output > 1 and run.last_token_at > run.first_token_at:
-            gap_s = (run.last_token_at - run.first_token_at) / (run.num_output - 1)
-            metrics.observe("bireme_inter_token_latency_seconds", gap_s)
+        if run.params is not None:
+            self._count_transfer(run, finish)
+
+    def _count_transfer(self, run: Run, finish: Finish) -> None:
+        """Count the KV that was moved for a request; how many bytes is known with return_perf_metrics alone."""
+        if isinstance(from_message(finish.error), KvTransferError):
+            self._metrics.add("bireme_kv_transfer_failures_total", 1, "unavailable")
+        elif run.first_token_at:
+            self._metrics.observe("bireme_kv_transfer_seconds", finish.usage.transfer_ms / 1e3, "import")
+            num_bytes = getattr(getattr(_perf(run.result), "timing_metrics", None), "kv_cache_size", 0)
+            self._metrics.add("bireme_kv_transfer_bytes_total", int(num_bytes or 0), "import")
 
     def usage(self, run: Run, now: float) -> Usage:
         perf = _perf(run.result)

@@ -77,6 +77,7 @@ class Run:
     num_output: int = 0  # delivered, without resumed tokens
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    gap_s: float = 0.0  # between the last two deliveries; 0: there was one
     has_answered: bool = False
     wants_prompt_logprobs: bool = False
     ending: tuple[FinishReason, str] | None = None  # why it is being aborted
@@ -98,6 +99,7 @@ class Run:
             tokens.pop()
         delta = Delta(self.key, tokens)
         if tokens:
+            self.gap_s = now - self.last_token_at if self.first_token_at else 0.0
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
             self.num_output += len(tokens)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import datetime
 from types import SimpleNamespace
 
+from bireme.disagg import DisaggregatedParams
 from bireme.engines.trtllm.accounts import Accounts
 from bireme.engines.trtllm.run import Call, Run
-from bireme.messages import EngineRequest, SamplingParams
+from bireme.errors import KvTransferError, to_message
+from bireme.messages import EngineRequest, Finish, SamplingParams
 from bireme.metrics import Registry
+
+PARAMS = DisaggregatedParams(worker="prefill", life=1, lease_id=1, generation=1, num_tokens=80)
 
 
 def usage(prompt_tokens=80, cached_tokens=0, **perf):
@@ -33,3 +37,34 @@ def test_times_are_timedeltas_of_a_steady_clock_and_may_be_missing():
     assert usage(timing_metrics=times).queue_ms == 250.0
     assert usage(timing_metrics=SimpleNamespace(arrival_time=first, first_scheduled_time=None)).queue_ms == 0.0
     assert usage().queue_ms == 0.0
+
+
+def ended(error="", **timing):
+    """Return the transfer series of a request whose KV came from a prefill."""
+    registry = Registry("decode")
+    request = EngineRequest(prompt=b"\0" * 320, sampling=SamplingParams(max_tokens=9), request_type="generation_only")
+    run = Run(key=(0, 1), request=request, call=Call([1] * 80, None), stop_ids=(), params=PARAMS)
+    run.first_token_at = 0.0 if error else run.arrived_at + 1.0
+    perf = SimpleNamespace(timing_metrics=SimpleNamespace(**timing)) if timing else None
+    run.result = SimpleNamespace(outputs=[SimpleNamespace(request_perf_metrics=perf)], cached_tokens=0)
+    accounts = Accounts(registry, "decode", tokens_per_block=32)
+    usage = accounts.usage(run, run.arrived_at + 1.0)
+    accounts.finished(run, Finish("error" if error else "stop", usage, error), run.arrived_at + 2.0)
+    delta = registry.take_delta()
+    counters = {name: value for name, _, value in delta.counters if "transfer" in name}
+    return counters, {name: total for name, _, _, total in delta.histograms if "transfer" in name}
+
+
+def test_a_transfer_has_the_bytes_and_the_time_that_tensorrt_llm_tells():
+    first, last = (datetime.timedelta(seconds=value) for value in (5.0, 5.25))
+    counters, seconds = ended(kv_cache_transfer_start=first, kv_cache_transfer_end=last, kv_cache_size=4096)
+    assert counters == {"bireme_kv_transfer_bytes_total": 4096.0} and seconds == {"bireme_kv_transfer_seconds": 0.25}
+
+
+def test_without_perf_metrics_a_transfer_lasts_until_the_first_token():
+    assert ended()[1] == {"bireme_kv_transfer_seconds": 1.0}
+
+
+def test_kv_that_did_not_arrive_is_a_failed_transfer():
+    error = to_message(KvTransferError("KV of the prefill did not arrive: timeout"))
+    assert ended(error) == ({"bireme_kv_transfer_failures_total": 1.0}, {})
