@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +17,38 @@ for folder in (Path(__file__).parent, Path(__file__).parents[1] / "engines"):
 import stand_in_workers  # noqa: E402
 from trtllm_harness import Harness  # noqa: E402
 
+# What a test that needs the stand-in's own doings has in its source.
+HOOKS = ("TRTLLM_STAND_IN", "STEP_MS", "TRANSFER_MS", "_executor", "monkeypatch", "env=", "stand_in_workers.STAND_IN")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where a real tensorrt_llm is installed, tests that reach into the stand-in are skipped."""
+    if not stand_in_workers.is_real_there():
+        return
+    for item in items:
+        source = inspect.getsource(item.function) if isinstance(item, pytest.Function) else ""
+        if found := next((hook for hook in HOOKS if hook in source), None):
+            item.add_marker(pytest.mark.skip(reason=f"about the stand-in ({found}), and tensorrt_llm is installed"))
+
+
+def skip_of_other_release(profile: str) -> None:
+    import tensorrt_llm
+
+    installed = str(tensorrt_llm.__version__)
+    if installed.split(".")[:2] != profile.split(".")[:2]:
+        pytest.skip(f"about release {profile}, and {installed} is installed")
+
 
 @pytest.fixture(scope="module", params=stand_in_workers.PROFILES)
 def profile(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The stand-in as one release, imported anew; tests that need one release name it by `indirect`."""
+    """The stand-in as one release, imported anew; tests that need one release name it by `indirect`.
+
+    A real tensorrt_llm, where one is installed, takes its place as the release that it is.
+    """
+    if stand_in_workers.is_real_there():
+        skip_of_other_release(request.param)
+        yield request.param
+        return
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TRTLLM_STAND_IN", request.param)
         patched.syspath_prepend(str(stand_in_workers.STAND_IN))

@@ -66,6 +66,15 @@ def check_worker(entry: WorkerEntry, stage: str, *, is_disaggregated: bool) -> l
     return list(found.values())
 
 
+def gpus_of(recipe: Recipe) -> int:
+    """Return how many GPUs a host needs for the recipe: those that it names, or those that its engines multiply to."""
+    named = [device for entry in recipe.workers.values() for device in entry.devices]
+    if named:
+        return max(named) + 1
+    engines = [(entry, stage) for stage, entry in recipe.workers.items() if entry.engine == "trtllm"]
+    return max((_yaml(entry, stage).world_size * entry.replicas for entry, stage in engines), default=1)
+
+
 def _named(found: list[Problem], stage: str) -> list[Problem]:
     return [replace(problem, worker=stage) for problem in found]
 
