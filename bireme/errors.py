@@ -130,3 +130,9 @@ def from_message(message: str) -> BiremeError:
     if separator and kind is not None:
         return kind(text)
     return BiremeError(message)
+
+
+def one_line(error: BaseException, max_chars: int = 500) -> str:
+    """Return a foreign exception's text without line breaks: validators say the reason after the first one."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return " ".join(filter(None, lines))[:max_chars] or type(error).__name__

@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 
 from bireme import errors
-from bireme.errors import BiremeError, EngineLostError, KvTransferError, UnavailableError, from_message, to_message
+from bireme.errors import (
+    BiremeError,
+    EngineLostError,
+    KvTransferError,
+    UnavailableError,
+    from_message,
+    one_line,
+    to_message,
+)
 
 
 def tree(kind: type[BiremeError] = BiremeError) -> list[type[BiremeError]]:
@@ -49,3 +57,13 @@ def test_text_may_hold_colons_and_lines():
 def test_only_full_and_unavailable_are_retryable():
     assert {kind.code for kind in KINDS if kind.retryable} == {"RESOURCE_EXHAUSTED", "UNAVAILABLE"}
     assert issubclass(EngineLostError, UnavailableError)
+
+
+def test_the_reason_of_a_foreign_error_may_stand_after_its_first_line():
+    error = ValueError(
+        "Validation error for 'validate_architecture':\n    ValueError: 65 is not 4 * n\n"
+    )
+    assert (
+        one_line(error) == "Validation error for 'validate_architecture': ValueError: 65 is not 4 * n"
+    )
+    assert one_line(ValueError()) == "ValueError"

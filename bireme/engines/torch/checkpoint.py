@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from bireme.engines.torch.architectures import architecture_of, check_architecture
 from bireme.engines.torch.vision_models import is_picture_model
-from bireme.errors import ConfigError
+from bireme.errors import ConfigError, one_line
 
 _SAMPLE_BYTES = 1 << 16
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -94,7 +94,7 @@ def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch
             ignore_mismatched_sizes=True,  # reported by name
         )
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-        raise ConfigError(f"the weights could not be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"the weights could not be loaded: {one_line(error)}") from error
     return model, report
 
 
@@ -134,7 +134,7 @@ def _resolve(model: str) -> Path:
     except Exception as error:  # the hub's client raises its own, httpx's and OS errors
         raise ConfigError(
             f"model {model}: no such folder, and it could not be fetched from the hub ({type(error).__name__}:"
-            f" {_first_line(error)}); give a local folder, or check the name and the network"
+            f" {one_line(error)}); give a local folder, or check the name and the network"
         ) from error
 
 
@@ -148,7 +148,7 @@ def _read_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # validation errors of many kinds, all about this one file
         name = (raw.get("architectures") or [raw.get("model_type")])[0]
-        raise ConfigError(f"config.json ({name}): {_first_line(error)}") from error
+        raise ConfigError(f"config.json ({name}): {one_line(error)}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _check_shard(shard: Path) -> None:
     except FileNotFoundError as error:
         raise ConfigError(f"{shard.name} is missing from the model folder; fetch the checkpoint again") from error
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{shard.name} is corrupted: {_first_line(error)}; fetch the checkpoint again") from error
+        raise ConfigError(f"{shard.name} is corrupted: {one_line(error)}; fetch the checkpoint again") from error
 
 
 def _digest(folder: Path, shards: tuple[Path, ...]) -> str:
@@ -200,7 +200,3 @@ def _digest(folder: Path, shards: tuple[Path, ...]) -> str:
                 file.seek(at)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__

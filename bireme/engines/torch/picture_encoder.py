@@ -16,7 +16,7 @@ from torch import Tensor
 from bireme.engines.torch.checkpoint import Checkpoint
 from bireme.engines.torch.tensor_rows import TensorRows, layout_of
 from bireme.engines.torch.vision_models import PreparedPicture, family_of
-from bireme.errors import ConfigError, RequestError
+from bireme.errors import ConfigError, RequestError, one_line
 from bireme.kv.transfer.base import KvLayout
 from bireme.multimodal.embedding_share import Rows
 from bireme.multimodal.encoding import EncodedRows
@@ -127,5 +127,5 @@ def _image_processor(checkpoint: Checkpoint) -> Any:
     try:
         return AutoImageProcessor.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # OS errors, validation errors of many kinds: all about one file
-        text = str(error).strip().split("\n")[0][:200]
-        raise ConfigError(f"the model's image processor (preprocessor_config.json) can't be read: {text}") from error
+        text = f"the model's image processor (preprocessor_config.json) can't be read: {one_line(error)}"
+        raise ConfigError(text) from error
