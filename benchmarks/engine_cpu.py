@@ -14,6 +14,7 @@ The table comes first; the last line of stdout is one JSON document.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -199,11 +200,13 @@ def continuous_batching(model: Any, prompts: Any, steps: int) -> float:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     batch, length = prompts.shape
+    names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    page = {"page_size" if "page_size" in names else "block_size": PAGE}  # renamed within the releases that we take
     outputs = model.generate_batch(
         prompts.tolist(),
         generation_config=GenerationConfig(max_new_tokens=steps + 1, do_sample=False, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(
-            page_size=PAGE,
+            **page,
             num_blocks=max(64, batch * ((length + steps) // PAGE + 2)),
             max_batch_tokens=max(512, batch * length),
             max_requests_per_batch=batch,

@@ -12,7 +12,7 @@ from benchmarks.load.meter import LoadError, Trace
 from benchmarks.load.token_bus import TraceSink, make_request
 from bireme.config import EngineConfig, KvCacheConfig, MockerConfig
 from bireme.engines import create_engine
-from bireme.engines.base import Delta, EngineContext, RequestKey
+from bireme.engines.base import Delta, EngineContext, PlainTokens, RequestKey
 from bireme.engines.step_log import VARIABLE
 from bireme.errors import BiremeError
 from bireme.messages import STUB
@@ -42,7 +42,7 @@ class InProcess:
 
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
-        self._engine.start(lambda step, deltas: loop.call_soon_threadsafe(self._take, deltas))
+        self._engine.start(lambda step, deltas, plain=None: loop.call_soon_threadsafe(self._take, deltas, plain))
 
     async def request(self, slot: int, trace: Trace) -> None:
         self._count += 1
@@ -65,7 +65,10 @@ class InProcess:
     async def close(self) -> None:
         self._engine.stop()
 
-    def _take(self, deltas: list[Delta]) -> None:
+    def _take(self, deltas: list[Delta], plain: PlainTokens | None) -> None:
+        for key, token in zip(plain.keys, plain.tokens, strict=True) if plain else ():
+            if (sink := self._sinks.get(key)) is not None:
+                sink.push((token,))
         for delta in deltas:
             sink = self._sinks.get(delta.key)
             if sink is None:

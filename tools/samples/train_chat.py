@@ -34,7 +34,7 @@ class Budget:
 BUDGETS = {
     "h200": Budget(examples=2_000_000, epochs=3, batch_tokens=65536),
     "cpu": Budget(examples=60_000, epochs=2, batch_tokens=8192),
-    "smoke": Budget(examples=800, epochs=1, batch_tokens=4096),
+    "smoke": Budget(examples=20, epochs=1, batch_tokens=2048),
 }
 
 
@@ -62,7 +62,7 @@ def train(out: Path, budget_name: str, seed: int = 0) -> dict[str, float]:
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    accuracy = evaluate(model.float(), tokenizer, device, per_kind=200 if budget_name != "smoke" else 4)
+    accuracy = evaluate(model.float(), tokenizer, device, per_kind=200 if budget_name != "smoke" else 1)
     _say(began, "held-out " + " ".join(f"{kind}={share:.3f}" for kind, share in accuracy.items()))
     parameters = sum(p.numel() for p in model.parameters())
     (out / "README.md").write_text(_card(accuracy, parameters, budget_name, budget, seed), encoding="utf-8")

@@ -1,0 +1,32 @@
+"""Each program of tools/ and benchmarks/ is run by a test: one that nobody runs breaks unseen."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from house import CHECKOUT
+
+sys.path.insert(0, str(CHECKOUT / "tests" / "server"))
+from programs import ELSEWHERE, RUNS
+
+
+def programs() -> set[str]:
+    found = [path for part in ("tools", "benchmarks") for path in (CHECKOUT / part).glob("*.py")]
+    return {f"{path.parent.name}/{path.name}" for path in found if '__name__ == "__main__"' in path.read_text()}
+
+
+def test_every_tool_and_benchmark_is_run_by_a_test():
+    assert programs() == RUNS.keys() | ELSEWHERE.keys(), (
+        "add it to tests/server/programs.py with arguments of a short run"
+    )
+
+
+def test_no_program_is_listed_twice():
+    assert not RUNS.keys() & ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize(("program", "test"), ELSEWHERE.items(), ids=ELSEWHERE)
+def test_the_test_that_runs_a_program_names_it(program, test):
+    assert Path(program).stem in (CHECKOUT / test).read_text()

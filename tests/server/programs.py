@@ -1,0 +1,31 @@
+"""How tests run the programs of tools/ and benchmarks/: arguments for a run of seconds, or whose test does it."""
+
+from __future__ import annotations
+
+RUNS: dict[str, tuple[str, ...]] = {
+    "tools/check_recipe.py": ("recipes/mocker",),
+    "tools/demo.py": ("--recipe", "recipes/mocker", "--max-tokens", "8"),
+    "tools/make_api_key.py": ("alice",),
+    "tools/make_dashboard.py": ("--check",),
+    "tools/make_sample_model.py": ("--arch", "llama", "--out", "{folder}/tiny-llama"),
+    "tools/serve_nodes.py": ("--dry-run", "recipes/deepseek-r1-wide-ep"),
+    "tools/train_samples.py": ("tiny-chat", "--budget", "smoke", "--out", "{folder}/tiny-chat"),
+    "benchmarks/embedding_cache.py": ("--recipe", "recipes/tiny-vlm-agg", "--pictures", "1"),
+    "benchmarks/engine_cpu.py": ("--batch", "1", "--prompt", "8", "--steps", "2", "--threads", "1"),
+    "benchmarks/frontend.py": (
+        *("--contenders", "bireme", "--modes", "fast", "--streams", "2", "--repeat", "1"),
+        *("--seconds", "1", "--warmup-s", "0.5", "--port", "{port}"),
+    ),
+    "benchmarks/serving_overhead.py": (
+        *("--streams", "2", "--step-ms", "1", "--seconds", "0.5", "--warmup-s", "0.2"),
+        *("--prompt-tokens", "8", "--max-tokens", "8"),
+    ),
+}
+ELSEWHERE = {  # program -> the test that runs it
+    "tools/chaos.py": "tests/services/test_chaos.py",
+    "tools/perf_analyzer.py": "tests/server/test_perf_analyzer.py",
+    "tools/screenshots.py": "tests/services/test_screenshots.py",
+    "tools/serve.py": "tests/server/test_serve_recipe.py",
+    "tools/show_config.py": "tests/server/test_tensorrtllm_backend_clients.py",
+    "tools/soak.py": "tests/server/test_soak.py",
+}

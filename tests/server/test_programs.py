@@ -1,0 +1,66 @@
+"""Every program of tools/ and benchmarks/, run end to end as its user would, at its smallest size.
+
+A program of its own tests is in ELSEWHERE. tests/repository/test_programs_are_run.py finds one that is in neither.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from programs import RUNS
+
+from bireme.config import CHECKOUT
+from bireme.launch import free_ports
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def run(tmp_path, sample_model):
+    """Return a function: program -> its finished process; a failure shows what it printed."""
+    sample_model("llama")
+
+    def run(program):
+        ports = free_ports()
+        places = {"folder": tmp_path, "port": ports.http}
+        arguments = [argument.format(**places) for argument in RUNS[program]]
+        done = subprocess.run(
+            [sys.executable, program, *arguments], cwd=CHECKOUT, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done
+
+    return run
+
+
+def last_line(done):
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("program", [name for name in RUNS if name.startswith("tools/")])
+def test_a_tool_runs(run, program):
+    run(program)
+
+
+def test_serving_overhead_measures_every_path_without_an_error(run):
+    cells = last_line(run("benchmarks/serving_overhead.py"))["cells"]
+    assert [cell["path"] for cell in cells] == ["engine", "bus", "decode", "generate"]
+    assert all(cell["tokens_per_s"] > 0 and not cell["errors"] for cell in cells)
+
+
+def test_engine_cpu_measures_the_engine_and_both_ways_of_transformers(run):
+    (row,) = last_line(run("benchmarks/engine_cpu.py"))["rows"]
+    assert row["engine_ms"] > 0 and row["generate_ms"] > 0 and row["continuous_ms"] > 0
+
+
+def test_embedding_cache_measures_first_and_known_pictures(run):
+    assert last_line(run("benchmarks/embedding_cache.py"))
+
+
+def test_frontend_measures_our_side(run):
+    """ai-dynamo needs an environment of its own, which its first run downloads."""
+    (cell,) = last_line(run("benchmarks/frontend.py"))["cells"]
+    assert cell["contender"] == "bireme" and cell["requests_per_s"] > 0 and not cell["errors"]
