@@ -60,10 +60,6 @@ def test_only_full_and_unavailable_are_retryable():
 
 
 def test_the_reason_of_a_foreign_error_may_stand_after_its_first_line():
-    error = ValueError(
-        "Validation error for 'validate_architecture':\n    ValueError: 65 is not 4 * n\n"
-    )
-    assert (
-        one_line(error) == "Validation error for 'validate_architecture': ValueError: 65 is not 4 * n"
-    )
+    error = ValueError("Validation error for 'validate_architecture':\n    ValueError: 65 is not 4 * n\n")
+    assert one_line(error) == "Validation error for 'validate_architecture': ValueError: 65 is not 4 * n"
     assert one_line(ValueError()) == "ValueError"
