@@ -36,7 +36,7 @@ from bireme.openai.tokenization import Tokenization
 from bireme.openai.video_routes import VideoRoutes
 from bireme.pipelines.chat_answer import encode_json
 
-OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 _MODEL_PATH = "/v1/models/"
 _GONE = 499  # in log and metrics: the client left before the reply
 _FORBIDDEN_IN_HOST = frozenset(b"/?#@\\ \t")
@@ -88,6 +88,7 @@ class Frontend:
             "/v1/models": {"GET": self._list_models},
             "/health/live": {"GET": self._live},
             "/health/ready": {"GET": self._ready},
+            "/health": {"GET": self._ready},  # vLLM's name, which load generators ask first
             "/metrics": {"GET": self._show_metrics},
             "/openapi.json": {"GET": self._show_openapi},
             **self._video_routes.routes(self._with_body),

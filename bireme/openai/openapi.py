@@ -30,6 +30,7 @@ _GETS = {
     "/files/{id}": "Get a result by its name",
     "/health/live": "Is the process alive",
     "/health/ready": "Can it answer",
+    "/health": "The same, under vLLM's name",
     "/metrics": "Prometheus metrics",
     "/openapi.json": "This document",
 }
