@@ -26,7 +26,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(options.keep or tempfile.mkdtemp(prefix="bireme-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = [Campaign(topology, settings, folder, say).run() for topology in topologies]
+    return conclude(outcomes, folder, {"seed": options.seed, "seconds": options.seconds})
+
+
+def conclude(outcomes: Sequence[Outcome], folder: Path, asked: Mapping[str, Any]) -> int:
+    """Print the table, the violations and the JSON; return the exit code."""
     print_result(outcomes)
     has_failed = any(outcome.violations for outcome in outcomes)
     print(f"chaos failed; the launches' logs are in {folder}" if has_failed else "chaos passed")
-    print(json.dumps({"seed": options.seed, "seconds": options.seconds} | document(outcomes), separators=(",", ":")))
+    print(json.dumps({**asked, **document(outcomes)}, separators=(",", ":")))
     return 1 if has_failed else 0
 
 
