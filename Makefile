@@ -8,7 +8,7 @@ ROUNDS ?= 10
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo serve test test-services fuzz chaos check format clean clean-venv
+.PHONY: help setup models demo serve test test-services test-clients fuzz chaos check format clean clean-venv
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test: models ## Run all tests, with a real tritonserver; ARGS="tests/stages -k p
 test-services: models ## Run the tests that need programs from Debian (Chromium); ARGS="-k tool"
 	@VENV="$(VENV)" sh tools/services.sh
 	@$(RUN) -m pytest tests/services $(ARGS)
+
+test-clients: models ## Run clients of the ecosystem, unmodified, each in .clients/NAME; ARGS="-k litellm"
+	@$(RUN) -m pytest tests/clients $(ARGS)
 
 fuzz: models ## Run the property tests on new random examples, again and again; ROUNDS=100 ARGS="tests/text"
 	@for round in $$(seq $(ROUNDS)); do echo "== round $$round of $(ROUNDS)"; \

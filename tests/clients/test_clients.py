@@ -1,0 +1,157 @@
+"""Clients of the ecosystem, unmodified, as their own users call them: only address, key and model name are given."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from perf_analyzer import libraries_folder, link_libraries
+
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parents[1]
+
+
+@pytest.mark.parametrize(
+    "version", [pytest.param(name, marks=pytest.mark.client(name)) for name in ("openai", "openai-1")]
+)
+def test_openai(client, version):
+    """models, chats, streams, tools, parse(), completions, vLLM's fields, async"""
+    assert "ok" in client.program("openai_calls")
+
+
+@pytest.mark.client("openai", recipe="tiny-vlm-agg", model="tiny-vlm")
+def test_openai_pictures(client):
+    """a chat about a picture"""
+    assert "ok" in client.program("openai_pictures")
+
+
+@pytest.mark.client("openai", recipe="tiny-video")
+def test_openai_videos(client):
+    """a video job: made, polled, downloaded, listed, deleted; an image"""
+    assert "ok" in client.program("openai_videos")
+
+
+@pytest.mark.client("openai-agents")
+def test_openai_agents(client):
+    """an agent over chat completions: text, a tool, a stream"""
+    assert "ok" in client.program("openai_agents")
+
+
+@pytest.mark.client("pydantic-ai")
+def test_pydantic_ai(client):
+    """text, a typed output, a tool, a stream"""
+    assert "ok" in client.program("pydantic_ai_agents")
+
+
+@pytest.mark.client("langchain-openai")
+def test_langchain_openai(client):
+    """ChatOpenAI: whole, stream, batch, tools, structured output; OpenAI: a completion"""
+    assert "ok" in client.program("langchain_chat")
+
+
+@pytest.mark.client("litellm")
+def test_litellm(client):
+    """as openai and as hosted_vllm: whole, stream, vLLM's fields, guided_choice, async; a text completion"""
+    assert "ok" in client.program("litellm_calls")
+
+
+@pytest.mark.client("instructor")
+def test_instructor(client):
+    """typed answers by schema and by tool, partial streams"""
+    assert "ok" in client.program("instructor_models")
+
+
+@pytest.mark.client("tritonclient")
+def test_tritonclient(client):
+    """http, grpc, http.aio, grpc.aio: completion; grpc stream: generate; grpc.aio stream: chat"""
+    assert "ok" in client.program("triton_calls")
+
+
+def lm_eval(client, model, path, tasks, *arguments):
+    """Return each task's metrics."""
+    shutil.copytree(HERE / "lm_eval_tasks", client.out, dirs_exist_ok=True)  # the data set is named relatively
+    served = f"model={client.model},base_url={client.url}/v1/{path},num_concurrent=4,max_retries=1"
+    client.run(
+        "lm_eval", "run", "--model", model, "--model_args", f"{served},tokenizer={client.tokenizer}",
+        "--tasks", tasks, "--include_path", ".", "--apply_chat_template", "--output_path", "results", *arguments,
+    )  # fmt: skip
+    (found,) = (client.out / "results").rglob("results_*.json")
+    return json.loads(found.read_text())["results"]
+
+
+@pytest.mark.client("lm-eval")
+def test_lm_eval_completions(client):
+    """lm_eval run --model local-completions: a log-likelihood and a generation task"""
+    results = lm_eval(client, "local-completions", "completions", "sums_scored,sums_generated", "--batch_size", "4")
+    assert results["sums_scored"]["acc,none"] >= 0.75
+    assert results["sums_generated"]["exact_match,none"] >= 0.75
+
+
+@pytest.mark.client("lm-eval")
+def test_lm_eval_chat_completions(client):
+    """lm_eval run --model local-chat-completions: a generation task"""
+    results = lm_eval(client, "local-chat-completions", "chat/completions", "sums_generated")
+    assert results["sums_generated"]["exact_match,none"] >= 0.75
+
+
+@pytest.mark.client("guidellm")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_guidellm(client, path):
+    """guidellm run: synthetic prompts, fixed output lengths, concurrent streams of both kinds"""
+    client.run(
+        "guidellm", "run", "--disable-console-interactive",
+        "--backend", f"kind=openai_http,target={client.url},model={client.model},request_format={path}",
+        "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=8",
+        "--tokenizer", f"kind=hf_auto,model={client.tokenizer}",
+        "--data", "kind=synthetic_text,prompt_tokens=30,output_tokens=8", "--output", "kind=json,path=results.json",
+    )  # fmt: skip
+    (benchmark,) = json.loads((client.out / "results.json").read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (8, 0)
+
+
+@pytest.mark.client("aiperf")
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+def test_aiperf(client, kind):
+    """aiperf profile --streaming: chat and completions"""
+    client.run(
+        "aiperf", "profile", "--model", client.model, "--url", client.url, "--endpoint-type", kind, "--streaming",
+        "--tokenizer", str(client.tokenizer), "--request-count", "12", "--concurrency", "3", "--isl", "30",
+        "--osl", "8", "--extra-inputs", "ignore_eos:true", "--extra-inputs", "min_tokens:8", "--ui", "none",
+        "--artifact-dir", "results",
+    )  # fmt: skip
+    results = json.loads((client.out / "results" / "profile_export_aiperf.json").read_text())
+    assert results["request_count"]["avg"] == 12 and not results.get("error_summary"), results
+    assert results["output_sequence_length"]["avg"] == pytest.approx(8, abs=1)
+
+
+def perf_analyzer(client, *arguments):
+    """Run it; it must have measured and met no error."""
+    library_path = link_libraries(client.out / "lib", libraries_folder())
+    client.more["LD_LIBRARY_PATH"] = str(library_path)
+    output = client.run(
+        "perf_analyzer", *arguments, "--concurrency-range=4", "--measurement-mode=count_windows",
+        "--measurement-request-count=10", "--stability-percentage=999", "--max-trials=5",
+    )  # fmt: skip
+    assert "Failed" not in output and int(re.search(r"Request count: (\d+)", output).group(1)) >= 10, output
+
+
+@pytest.mark.client("perf_analyzer")
+@pytest.mark.parametrize("model", ["generate", "completion"])
+def test_perf_analyzer_on_triton(client, model):
+    """generate over streaming gRPC, completion over gRPC"""
+    inputs = str(CHECKOUT / "benchmarks" / "inputs" / f"{model}.json")
+    streaming = ["--streaming"] if model == "generate" else []
+    perf_analyzer(client, "-m", model, "-u", client.triton_grpc, "-i", "grpc", "--input-data", inputs, *streaming)
+
+
+@pytest.mark.client("perf_analyzer")
+def test_perf_analyzer_on_openai(client):
+    """--service-kind openai: chats"""
+    body = {"model": client.model, "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
+    (client.out / "inputs.json").write_text(json.dumps({"data": [{"payload": [body]}]}))
+    perf_analyzer(
+        client, "-m", client.model, "-u", client.url, "--service-kind=openai", "--endpoint=v1/chat/completions",
+        "--input-data=inputs.json", "--async",
+    )  # fmt: skip

@@ -1,0 +1,64 @@
+"""Make the environments of `make test-clients`: one a client of tests/clients/clients.yaml, in .clients/.
+
+Those that are there with the same packages stay. What pip cannot install is told with its reason.
+
+    python tools/clients.py                 all
+    python tools/clients.py litellm openai  these
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import yaml
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+ENVIRONMENTS = CHECKOUT / ".clients"
+TABLE = CHECKOUT / "tests" / "clients" / "clients.yaml"
+
+
+class NotInstalledError(Exception):
+    """pip cannot install a client here; the text says why."""
+
+
+def packages() -> dict[str, list[str]]:
+    """Return each client's packages; the first is the client itself."""
+    table: dict[str, list[str]] = yaml.safe_load(TABLE.read_text())
+    return table
+
+
+def environment(name: str) -> Path:
+    """Return the client's environment, made when it is not there as the table wants it. Raises NotInstalledError."""
+    wanted, folder = packages()[name], ENVIRONMENTS / name
+    stamp = folder / ".packages"
+    if stamp.exists() and stamp.read_text().split("\n") == wanted:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True, symlinks=True)
+    command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run([*command, *wanted], capture_output=True, text=True, check=False)
+    if done.returncode:
+        shutil.rmtree(folder)
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+        raise NotInstalledError((errors or [f"pip ended with {done.returncode}"])[-1][:300])
+    stamp.write_text("\n".join(wanted))
+    return folder
+
+
+def main(names: list[str]) -> int:
+    num_missing = 0
+    for name in names or list(packages()):
+        try:
+            print(f"clients: {name}: {environment(name)}", flush=True)
+        except NotInstalledError as error:
+            num_missing += 1
+            print(f"clients: {name}: not installed: {error}", flush=True)
+    return 1 if num_missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
