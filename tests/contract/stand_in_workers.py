@@ -35,6 +35,7 @@ def worker(config: dict[str, Any], profile: str = "1.2.1", **variables: str) -> 
         plain["sampler_type"] = "TRTLLMSampler"
     return {
         "engine": "trtllm",
+        "engine_version": profile[:3],
         "num_threads": 1,
         "env": environment(profile, **variables),
         "engine_config": plain | config,

@@ -339,6 +339,17 @@ def test_stopping_ends_what_runs_with_unavailable(make_engine):
     harness.engine.stop()  # harmless
 
 
+def test_a_shutdown_that_takes_long_is_cut_short_and_told_as_the_ordinary_end(make_engine, monkeypatch, caplog):
+    harness = make_engine()
+    monkeypatch.setattr("tensorrt_llm._llm._SHUTDOWN_S", 1.0)
+    monkeypatch.setattr(lifecycle.shut_down, "__defaults__", (0.1,))
+    with caplog.at_level("INFO", "bireme.engines.trtllm"):
+        harness.engine.stop()
+    assert harness.exits == [0]
+    assert "llm_shutdown_cut_short" in caplog.text
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
 def test_a_shutdown_that_blocks_is_left_behind(make_engine, monkeypatch):
     harness = make_engine()
     blocked = threading.Event()
@@ -396,3 +407,14 @@ def test_two_hundred_requests_with_aborts_at_random_each_end_once_and_leave_noth
     assert harness.engine.progress().num_running + harness.engine.progress().num_waiting == 0
     wait_for(lambda: harness.llm._executor.blocks.num_used == 0, 5)
     assert not harness.exits
+
+
+def test_a_folder_that_holds_no_model_is_told_with_its_reason(make_engine, tmp_path, sample_model, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    def fail(*args, **kwargs):
+        raise OSError("model.safetensors: no such file")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ConfigError, match="could not load .*: Executor worker returned error: model.safetensors: no"):
+        make_engine()

@@ -202,8 +202,8 @@ def _elsewhere(name: str, class_name: str, release: str) -> tuple[str, str] | No
             return f"new in TensorRT-LLM {field.since}", "remove it, or set engine_version to the release that you run"
         if field is not None:
             return f"TensorRT-LLM {field.until} has removed it", "remove it"
-    if class_name in ("LlmArgs", "AutoDeployLlmArgs") and name in RETIRED:
-        return RETIRED[name]
+    if class_name in ("LlmArgs", "AutoDeployLlmArgs"):
+        return (RETIRED_SINCE_1_3.get(name) if release >= "1.3" else None) or RETIRED.get(name)
     return None
 
 
@@ -223,6 +223,7 @@ RETIRED: dict[str, tuple[str, str]] = {
     "moe_max_num_tokens": (_OLD, "set moe_config.max_num_tokens"),
     "moe_load_balancer": (_OLD, "set moe_config.load_balancer"),
 }
+RETIRED_SINCE_1_3 = {"enable_trtllm_sampler": ("1.3 has no such sampler any more", "remove it")}
 
 
 def _block_with(name: str, release: str) -> str:

@@ -101,7 +101,8 @@ class TrtllmEngine:
         if self._loaded is not None:
             self._loaded.iterations.stop()
             if not lifecycle.shut_down(self._loaded.llm):
-                logger.warning("llm_shutdown_abandoned limit_s=%g", lifecycle.SHUTDOWN_S)
+                # Every request has ended and nothing is kept: with a large model this is the ordinary end.
+                logger.info("llm_shutdown_cut_short limit_s=%g next=its processes are killed", lifecycle.SHUTDOWN_S)
                 self._kill_workers()
                 self._die(0)  # the interpreter's own end would wait for it
         if self._thread.is_alive():

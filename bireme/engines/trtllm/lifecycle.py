@@ -19,7 +19,9 @@ logger = logging.getLogger("bireme.engines.trtllm")
 _CONFIG_FAULTS = (ValueError, TypeError, KeyError, NotImplementedError, AssertionError, OSError)
 HEALTH_INTERVAL_S = 2.0
 HEALTH_TIMEOUT_S = 30.0  # one check; a worker that is stuck in a collective answers none
-SHUTDOWN_S = 3.5  # less than the supervisor waits between SIGTERM and SIGKILL
+# A part of the 5 s that a stub has for its end, and less than its supervisor waits between SIGTERM and SIGKILL.
+# TensorRT-LLM itself takes seconds to minutes, for the futures of its ranks and their pool.
+SHUTDOWN_S = 3.5
 
 
 def make_llm(api: Api, arguments: Arguments) -> Any:

@@ -132,6 +132,12 @@ def test_an_enum_s_newer_value_is_refused_in_the_older_release():
     assert "CUTLASS, CUTEDSL" in messages(tree, FLOOR)[0] and messages(tree, CEILING) == []
 
 
+def test_the_remedy_of_a_retired_key_is_one_that_the_release_takes():
+    tree = {"enable_trtllm_sampler": True}
+    assert "set sampler_type: TRTLLMSampler" in messages(tree, FLOOR)[0]
+    assert "TRTLLMSampler" not in messages(tree, CEILING)[0]
+
+
 def test_union_classes_are_chosen_by_their_key():
     drafts = {"decoding_type": "MTP", "num_nextn_predict_layers": 1, "eagle3_one_model": True}
     (message,) = messages({"speculative_config": drafts})

@@ -6,11 +6,15 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
+import pytest
 from engine_fixtures import wait_for
 
 from bireme.engines.trtllm import lifecycle, processes
+from bireme.engines.trtllm.arguments import Arguments
 from bireme.engines.trtllm.lifecycle import HealthMonitor
+from bireme.errors import ConfigError, UnavailableError
 
 
 class Llm:
@@ -107,3 +111,16 @@ def test_a_shutdown_in_time_is_told_from_one_that_blocks():
     assert not lifecycle.shut_down(slow, 0.1)
     slow.may_end.set()
     assert lifecycle.shut_down(slow, 5)
+
+
+WORKER_FAULTS = [(ValueError("no config.json"), ConfigError), (RuntimeError("CUDA out of memory"), UnavailableError)]
+
+
+@pytest.mark.parametrize(("cause", "kind"), WORKER_FAULTS)
+def test_a_worker_that_could_not_load_says_model_and_reason(monkeypatch, cause, kind):
+    def fail(**values):
+        raise RuntimeError("Executor worker returned error") from cause
+
+    monkeypatch.setattr(lifecycle, "choose_classes", dict)  # of the package, which is not here
+    with pytest.raises(kind, match=f"could not load org/model: Executor worker returned error: {cause}"):
+        lifecycle.make_llm(SimpleNamespace(version="1.2.1", llm=fail), Arguments("pytorch", {"model": "org/model"}))
