@@ -23,6 +23,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 ELSEWHERE = {  # program -> the test that runs it
     "tools/chaos.py": "tests/services/test_chaos.py",
+    "tools/clients.py": "tests/tools/test_client_environments.py",
     "tools/perf_analyzer.py": "tests/server/test_perf_analyzer.py",
     "tools/screenshots.py": "tests/services/test_screenshots.py",
     "tools/serve.py": "tests/server/test_serve_recipe.py",
