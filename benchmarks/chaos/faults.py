@@ -79,11 +79,13 @@ def plan(seed: int, topology: Topology, kinds: Sequence[str] = ()) -> Iterator[F
             yield Fault(name, victim, round(rng.uniform(2, 5), 1), rng.randrange(1 << 31))
 
 
-def excuses(fault: Fault, way: Way, is_late: bool) -> bool:
+def excuses(fault: Fault, way: Way, is_late: bool, num_decode: int) -> bool:
     """Return whether a request of this way may fail honestly under this fault.
 
-    `is_late`: the engine was not back within the pipeline's stall_timeout_s.
+    `is_late`: the engine was not back within the pipeline's stall_timeout_s. That matters to nobody where another
+    decode worker lives, nor when it is a prefill engine: decode does without.
     """
+    is_late = is_late and num_decode == 1 and fault.model == "decode"
     group = fault.kind.partition("_")[0]
     if group in ("engine", "stub", "descriptors", "log"):
         return _hits(fault, way, is_late)

@@ -84,13 +84,15 @@ class Launch:
         fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._reader = threading.Thread(target=self._read_log, name="log", daemon=True)
         self._reader.start()
-        deadline = time.monotonic() + START_S
+        began = time.monotonic()
+        deadline = began + START_S
         while b"frontend_ready" not in self.log_bytes():
             if self.exit_code is not None or time.monotonic() > deadline:
                 text = self.log_bytes().decode(errors="replace")
                 self.kill()
                 raise NotStartedError(f"{self.topology.name} did not become ready; its log:\n{text[-4000:]}")
             time.sleep(0.1)
+        self.start_s = time.monotonic() - began
         self.note_run_folder()
 
     def log_bytes(self) -> bytes:

@@ -37,7 +37,7 @@ class Violation:
 
 def judge(seen: Seen, hits: Sequence[Hit], ways: Mapping[str, Way]) -> list[Violation]:
     outages = [outage(death, seen, ways) for death in seen.deaths if _is_explained(death, hits)]
-    found = [item for request in seen.requests if (item := judge_request(request, hits, ways[request.way], outages))]
+    found = [item for request in seen.requests if (item := judge_request(request, hits, ways, outages))]
     found += [
         Violation("wrong", f"probe of {probe.way}: {probe.error}", _under(probe.sent, probe.ended, hits))
         for probe in seen.probes
@@ -54,7 +54,11 @@ def judge(seen: Seen, hits: Sequence[Hit], ways: Mapping[str, Way]) -> list[Viol
     return _merged(found)
 
 
-def judge_request(request: Request, hits: Sequence[Hit], way: Way, outages: Sequence[Span]) -> Violation | None:
+def judge_request(
+    request: Request, hits: Sequence[Hit], ways: Mapping[str, Way], outages: Sequence[Span]
+) -> Violation | None:
+    way = ways[request.way]
+    num_decode = sum(name.startswith("decode") for name in ways)
     if request.outcome in ("ok", "dropped"):
         return None
     under = _under(request.began, request.ended, hits)
@@ -64,7 +68,7 @@ def judge_request(request: Request, hits: Sequence[Hit], way: Way, outages: Sequ
     if request.outcome == "hung":
         return None if any(may_hang(hits[number].fault, way) for number in under) else Violation("hung", what, under)
     is_without_server = any(begin <= request.ended and request.began <= end for begin, end in outages)
-    if not is_without_server and not any(_excuses(hits[number], way) for number in under):
+    if not is_without_server and not any(_excuses(hits[number], way, num_decode) for number in under):
         return Violation("failed", what, under)
     return None if HONEST.search(request.error) else Violation("dishonest", what, under)
 
@@ -154,9 +158,9 @@ def outage(death: ServerDeath, seen: Seen, ways: Mapping[str, Way]) -> Span:
     return death.at - DEATH_SEEN_S, max(served.values(), default=math.inf) + AFTERMATH_S
 
 
-def _excuses(hit: Hit, way: Way) -> bool:
+def _excuses(hit: Hit, way: Way, num_decode: int) -> bool:
     is_late = hit.recovery_s is None or hit.recovery_s > STALL_TIMEOUT_S
-    return excuses(hit.fault, way, is_late)
+    return excuses(hit.fault, way, is_late, num_decode)
 
 
 def _is_explained(death: ServerDeath, hits: Sequence[Hit]) -> bool:

@@ -40,8 +40,8 @@ def told(status="ready", is_ready=True, begin=90.0, end=130.0):
     return [Readiness(begin + n / 4, status, is_ready) for n in range(int(end - begin) * 4)]
 
 
-def kinds(seen, *hits):
-    return sorted({item.kind for item in judge(seen, hits, WAYS)})
+def kinds(seen, *hits, ways=WAYS):
+    return sorted({item.kind for item in judge(seen, hits, ways)})
 
 
 def test_a_request_that_fails_under_no_fault_is_found():
@@ -64,9 +64,14 @@ def test_an_engine_that_comes_back_excuses_only_who_called_it_directly(kind):
     assert kinds(Seen(requests=[request("chat_stream")]), fault) == ["failed"]
 
 
-def test_an_engine_that_is_back_too_late_excuses_the_pipelines_too():
+def test_the_only_decode_engine_that_is_back_too_late_excuses_the_pipelines_too():
+    seen = Seen(requests=[request("grpc_stream", ended=140.0)])
     late = hit("engine_killed", "decode.engine", recovered=145.0)
-    assert kinds(Seen(requests=[request("grpc_stream", ended=140.0)]), late) == []
+    assert kinds(seen, late, ways=ways_of(num_decode=1)) == []
+    assert kinds(seen, late) == ["failed"]  # the other decode worker lives
+    assert kinds(seen, hit("engine_killed", "prefill.engine", recovered=145.0), ways=ways_of(num_decode=1)) == [
+        "failed"
+    ]
 
 
 def test_a_stub_excuses_the_ways_that_meet_it():
