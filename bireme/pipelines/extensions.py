@@ -134,11 +134,12 @@ def request_options(body: TopLevelNames) -> RequestOptions:
     if nvext is not None:
         _check_nvext(nvext)
         places.append(("nvext.", nvext))
-    values: dict[str, Any] = {}
-    for name in _SHARED:
-        given = [(at + name, value) for at, place in places if (value := getattr(place, name, None)) is not None]
-        if given:
-            values[name] = _only(given)[1]
+    given: dict[str, list[tuple[str, Any]]] = {}
+    for at, place in places:
+        for name in _SHARED:
+            if (value := getattr(place, name, None)) is not None:
+                given.setdefault(name, []).append((at + name, value))
+    values: dict[str, Any] = {name: _only(found)[1] for name, found in given.items()}
     if body.priority is not None and own.priority is not None:
         raise RequestError(f"priority: {body.priority} beside bireme.priority: {own.priority:g}; send one of them")
     if body.priority is not None:
@@ -150,9 +151,10 @@ def request_options(body: TopLevelNames) -> RequestOptions:
         values["logits_processors"] = own.logits_processors
     guides = _guides(body)
     guide_name, guide = _only(guides) if guides else ("", None)
-    check_plain(guide, guide_name)
-    chat_template_kwargs = values.pop("chat_template_kwargs", {})
-    check_plain(chat_template_kwargs, "chat_template_kwargs")
+    if guide is not None:
+        check_plain(guide, guide_name)
+    if chat_template_kwargs := values.pop("chat_template_kwargs", {}):
+        check_plain(chat_template_kwargs, "chat_template_kwargs")
     return RequestOptions(
         guide=guide,
         guide_name=guide_name,

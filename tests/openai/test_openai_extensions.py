@@ -1,8 +1,15 @@
 """Fields beyond OpenAI's: at the top level as vLLM takes them, in nvext as Dynamo does, and in `bireme`."""
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
+import bireme.openai
 from bireme.messages import temperature_of
+from bireme.pipelines.extensions import TopLevelNames
+
+PLAYGROUND = Path(bireme.openai.__file__).parent / "playground"
 
 SAMPLING = {
     "ignore_eos": (True, True),
@@ -90,6 +97,12 @@ async def test_template_variables_are_taken_at_the_top_level(frontend):
 async def test_a_contradiction_names_both_places(frontend):
     reply = await (await frontend()).chat(top_k=1, bireme={"top_k": 2}).end()
     assert reply.json()["error"]["message"] == "top_k: 1 contradicts bireme.top_k: 2; send one of them"
+
+
+def test_the_playgrounds_python_code_gives_the_names_to_the_official_client_as_it_takes_them():
+    code = (PLAYGROUND / "js" / "code_dialog.js").read_text()
+    names = [field.encode_name for field in msgspec.structs.fields(TopLevelNames)]
+    assert [name for name in names if f'"{name}"' not in code] == []
 
 
 async def test_the_schema_knows_the_names(frontend):

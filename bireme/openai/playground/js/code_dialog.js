@@ -12,7 +12,12 @@ const KINDS = {
   json: ["JSON", "json", (request) => JSON.stringify(request, null, 2)],
 };
 const SHORTENED = "Pictures are shortened here. The copy button copies them whole.";
-const OF_OPENAI_CLIENT = new Set(["bireme"]); // goes into extra_body
+// Names beyond OpenAI's (bireme/pipelines/extensions.py): its client takes them in extra_body alone.
+const BEYOND_OPENAI = new Set([
+  "bireme", "nvext", "ignore_eos", "min_tokens", "top_k", "min_p", "repetition_penalty", "stop_token_ids",
+  "skip_special_tokens", "include_stop_str_in_output", "chat_template_kwargs", "cache_salt", "priority",
+  "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "best_of",
+]);
 
 /** The dialog; `request()` returns the request to show. */
 export class CodeDialog {
@@ -70,8 +75,8 @@ export function asCurl(request, address, hasKey) {
 
 /** Return a program with OpenAI's client. Pure. */
 export function asPython(request, address, hasKey) {
-  const extra = Object.fromEntries(Object.entries(request).filter(([name]) => OF_OPENAI_CLIENT.has(name)));
-  const own = Object.entries(request).filter(([name]) => !OF_OPENAI_CLIENT.has(name));
+  const extra = Object.fromEntries(Object.entries(request).filter(([name]) => BEYOND_OPENAI.has(name)));
+  const own = Object.entries(request).filter(([name]) => !BEYOND_OPENAI.has(name));
   const fields = [...own, ["extra_body", extra]].map(([name, value]) => `    ${name}=${literal(value, 4)},`);
   const key = hasKey ? `os.environ["${KEY}"]` : '"none"';
   return [
