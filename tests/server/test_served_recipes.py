@@ -24,7 +24,7 @@ from bireme.errors import ConfigError
 from bireme.launch import processes
 from bireme.launch.ports import free_ports
 from bireme.launch.preflight import check_engines, check_model
-from bireme.launch.run_folder import default_base
+from bireme.launch.run_folder import SHM, default_base
 from bireme.recipe_files import load_recipe
 
 pytestmark = pytest.mark.server
@@ -99,8 +99,9 @@ def serving(recipe: str, log: Path, *options: str) -> Iterator[Served]:
         served.wait_for(served.is_ready)
         yield served
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(LIMIT_S)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(LIMIT_S)
 
 
 def skip_unless_it_runs_here(name: str) -> None:
@@ -189,3 +190,18 @@ def test_a_server_that_dies_without_its_run_folder_is_started_again(mockers):
     mockers.wait_for(lambda: not mockers.is_ready(), NOTICED_S)
     mockers.wait_for(mockers.is_ready)
     assert mockers.pids()[SERVER] != before
+
+
+def test_sigterm_ends_in_order_whatever_was_lost_before(mockers):
+    """The last one: it ends the launch."""
+    log = mockers.log.read_text()
+    assert f"http=127.0.0.1:{mockers.ports['http']} grpc=127.0.0.1:{mockers.ports['grpc']}" in log
+    members = [(pid, processes.started_at(pid)) for pid in processes.descendants(mockers.process.pid)]
+    run = mockers.run_folder()
+    os.kill(mockers.pids()["decode"], signal.SIGKILL)
+    mockers.wait_for(lambda: not mockers.is_ready(), NOTICED_S)
+    mockers.wait_for(mockers.is_ready)
+    mockers.process.send_signal(signal.SIGTERM)
+    assert mockers.process.wait(LIMIT_S) == 0, mockers.log.read_text()
+    assert processes.survivors(members) == [] and not run.exists()
+    assert not list(SHM.glob(f"bireme_{run.name}_*"))
