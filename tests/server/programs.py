@@ -26,7 +26,7 @@ ELSEWHERE = {  # program -> the test that runs it
     "tools/clients.py": "tests/tools/test_client_environments.py",
     "tools/perf_analyzer.py": "tests/server/test_perf_analyzer.py",
     "tools/screenshots.py": "tests/services/test_screenshots.py",
-    "tools/serve.py": "tests/server/test_serve_recipe.py",
+    "tools/serve.py": "tests/server/test_served_recipes.py",
     "tools/show_config.py": "tests/server/test_tensorrtllm_backend_clients.py",
     "tools/soak.py": "tests/server/test_soak.py",
 }
