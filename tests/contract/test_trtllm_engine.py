@@ -224,6 +224,18 @@ def test_an_engine_whose_every_request_fails_is_ended(make_engine, monkeypatch, 
     assert harness.exits == [70]
 
 
+def test_an_engine_that_is_silent_makes_no_progress_with_work_queued(make_engine):
+    harness = make_engine()
+    harness.tokens()
+    wait_for(lambda: harness.engine._loaded.iterations.num_seen >= 13, 5)  # its, and the warm-up's
+    harness.llm._executor.break_down(None)
+    harness.ask()
+    wait_for(lambda: harness.engine.progress().num_running == 1, 5)
+    before = harness.engine.progress().step
+    assert not harness.has_exited.wait(0.5)
+    assert harness.engine.progress().step == before  # what supervisor.stall_timeout_s looks at
+
+
 def test_a_health_check_that_says_no_ends_the_process(make_engine, profile):
     if profile == "1.2.1":
         pytest.skip("1.2.1 has no check")

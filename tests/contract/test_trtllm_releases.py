@@ -54,6 +54,22 @@ def test_sparse_attention_is_made_into_its_class(profile):
     assert type(found).__name__ == "DeepSeekSparseAttentionConfig" and found.index_topk == 64
 
 
+@pytest.mark.parametrize("profile", ["1.4"], indirect=True)
+@pytest.mark.parametrize("is_v2", [None, True, False])
+def test_1_4_gives_its_memory_back_without_kv_cache_manager_v2_alone(make_engine, profile, is_v2, caplog):
+    kv = {} if is_v2 is None else {"use_kv_cache_manager_v2": is_v2}
+    harness = make_engine(enable_sleep=True, kv_cache_config=kv)
+    assert ("KV cache manager V2 can't give its memory back" in caplog.text) == (is_v2 is not False)
+    if is_v2 is False:
+        harness.llm.release()
+        assert harness.llm.get_memory_status() == {"state": "released"}
+        harness.llm.resume()
+        assert len(harness.tokens()) == 12
+    else:
+        with pytest.raises(ValueError, match="V1"):
+            harness.llm.release()
+
+
 @ON_1_2
 def test_1_2_says_that_it_makes_no_videos(profile, tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
