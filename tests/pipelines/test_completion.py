@@ -55,7 +55,8 @@ async def test_extras_come_only_when_requested(completion):
 
 async def test_vllm_logprobs_are_json(completion):
     call = await answer(await completion(), return_logprobs=True)
-    assert json.loads(call.last("logprobs")[0]) is None  # the fake makes none
+    places = json.loads(call.last("logprobs")[0])
+    assert [[entry["rank"] for entry in place.values()] for place in places] == [[1]] * len(EXPECTED)
 
 
 async def test_vllm_finish_reason_is_none_until_the_end(bench):

@@ -142,7 +142,11 @@ def test_a_body_that_is_wrong_is_a_400(name):
 
 
 def test_more_tokens_than_there_is_room_for_are_cut_to_what_is_left():
-    assert attack(post(BEGIN + b',"max_tokens":9223372036854775808}')) == [200]
+    assert attack(post(BEGIN + b',"max_tokens":2147483647}')) == [200]
+
+
+def test_more_tokens_than_any_context_holds_are_a_400():
+    assert attack(post(BEGIN + b',"max_tokens":9223372036854775808}')) == [400]
 
 
 def test_of_duplicate_keys_the_last_counts_as_everywhere_in_json():
