@@ -107,7 +107,7 @@ class Campaign:
                 is_well = hit.recovered is not None
                 time.sleep(self._rng.uniform(0.5, 2.0) if is_well else 0.0)
             self._outcome.memory_mb = (first_mb, launch.memory_mb())
-            observer.stop()
+            self._stop(observer)
         finally:
             deaths.stop()
             observer.kill()
@@ -182,7 +182,7 @@ class Campaign:
             send_signal(launch.pid, number)
             waiting = ThreadPoolExecutor(1).submit(self._await_exit, launch, signalled)
             time.sleep(2.0)
-            observer.stop()
+            self._stop(observer)
             waiting.result()
         finally:
             observer.kill()
@@ -194,6 +194,10 @@ class Campaign:
             found.append(Violation("stop", f"serve.py ended with {self._outcome.exit_code} after {number.name}"))
         found += [Violation("left", text) for text in launch.left_over()]
         self._outcome.violations += found
+
+    def _stop(self, observer: Observer) -> None:
+        if problem := observer.stop():
+            self._outcome.violations.append(Violation("load", problem))
 
     def _await_exit(self, launch: Launch, signalled: float) -> None:
         self._outcome.exit_code = launch.wait(STOP_S)

@@ -25,7 +25,6 @@ class Observer:
         self.seen = records.Seen()
         self._config = folder / "load.json"
         self._config.write_text(json.dumps(dataclasses.asdict(settings)))
-        self._problem = ""
 
     def start(self) -> None:
         self._process = subprocess.Popen(
@@ -35,18 +34,17 @@ class Observer:
         self._thread = threading.Thread(target=self._read, name="observer", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Let requests under way end, or show that they hang. Raises RuntimeError when the load itself failed."""
+    def stop(self) -> str:
+        """Let requests under way end, or show that they hang. Return what went wrong with the load itself, or ""."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             code = self._process.wait(NO_NEWS_S + 60)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise RuntimeError("the load process did not end") from None
+            return "the load process did not end"
         self._thread.join(10)
-        if code:
-            raise RuntimeError(f"the load process failed with code {code}; see its error output above")
+        return f"the load process failed with code {code}; see its error output above" if code else ""
 
     def kill(self) -> None:
         if self._process.poll() is None:

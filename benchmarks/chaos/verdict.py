@@ -30,7 +30,7 @@ Span = tuple[float, float]
 class Violation:
     """Something that must not be. `hits`: the numbers of the faults that it is counted under."""
 
-    kind: str  # wrong, hung, failed, dishonest, lie, not_recovered, server_died, left, stop
+    kind: str  # wrong, hung, failed, dishonest, lie, not_recovered, server_died, left, stop, load
     text: str
     hits: tuple[int, ...] = ()
 

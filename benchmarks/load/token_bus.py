@@ -24,7 +24,7 @@ class TokenBus:
 
     async def open(self) -> None:
         self._channel = open_channel(self.target)
-        self._bus = Bus(self.worker, self.target, lambda: self._channel, STALL_TIMEOUT_S)
+        self._bus = Bus(self.worker, self.target, lambda: self._channel, STALL_TIMEOUT_S, metrics=None)
 
     async def request(self, slot: int, trace: Trace) -> None:
         sink = TraceSink(trace)

@@ -7,7 +7,9 @@ import json
 
 import pytest
 
+from benchmarks.chaos.faults import HONEST
 from benchmarks.chaos.load import outcome_of
+from benchmarks.chaos.ways import make_client, ways_of
 from benchmarks.load.grpc_streams import make_request
 from benchmarks.load.http_streams import make_request as http_request
 from benchmarks.load.meter import LoadError, Meter, Trace, WrongAnswerError
@@ -115,3 +117,14 @@ def test_a_prompt_with_a_seed_asks_for_it_on_every_way(workload):
     prompt = replace(workload.prompts[0], seed=7)
     assert b'"seed":7' in http_request("generate", "x", prompt)
     assert {"seed", "temperature"} <= {tensor.name for tensor in make_request("generate", "1", prompt).inputs}
+
+
+@pytest.mark.parametrize("name", ways_of(num_decode=2))
+async def test_every_way_refuses_honestly_where_nobody_serves(workload, name):
+    way = ways_of(num_decode=2)[name]
+    told = []
+    client = make_client(way, dict.fromkeys(("grpc", "http", "openai"), "127.0.0.1:1"), "m")
+    await Runner(
+        client, workload, PLAN, on_end=lambda trace, error: told.append((outcome_of(trace, error), error))
+    ).run()
+    assert told and all(outcome == "failed" and HONEST.search(str(error)) for outcome, error in told)
