@@ -30,6 +30,7 @@ _PIPE_BYTES = 4096  # of the log: a reader that stops is felt after some dozens 
 _SHM = Path("/dev/shm")
 START_S, STOP_S = 180.0, 120.0
 IDLE_S = 20.0
+GONE_S = 5.0
 
 
 class NotStartedError(RuntimeError):
@@ -150,10 +151,16 @@ class Launch:
             return None
 
     def left_over(self) -> list[str]:
-        """Return what is still there once serve.py has ended: processes, shared memory, sockets, folders, ports."""
-        deadline = time.monotonic() + 5
-        while self.members() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        """Return what is still there GONE_S after serve.py has ended: processes, shared memory, sockets, folders.
+
+        The threads of a killed process can hold its sockets for a moment longer than the process is listed.
+        """
+        deadline = time.monotonic() + GONE_S
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return left
+
+    def _left(self) -> list[str]:
         left = [f"process {pid}: {' '.join(processes.command_line(pid))[:120]}" for pid in self.members()]
         left += [f"/dev/shm/{name}" for name in sorted(set(_listing(_SHM)) - self._shm_before) if self._is_ours(name)]
         for folder in (self.runtime, self.temporary):
