@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import threading
 from typing import Any
 
@@ -18,18 +17,14 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from bireme.config import stage_of
-from bireme.errors import BiremeError, ConfigError, UnavailableError, from_message
+from bireme.errors import ConfigError
 from bireme.specs import MODELS
 from bireme.triton.daemon_threads import DaemonThreads
 from bireme.types import Tensors
+from bireme.workers.channel import parse_error
 
 DEFAULT_THREADS = 24
 VARIABLE = "BIREME_BLS_THREADS"
-_CODED = re.compile(
-    r"\b(?:INTERNAL|INVALID_ARGUMENT|NOT_FOUND|RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|CANCELLED"
-    r"|FAILED_PRECONDITION): .*",
-    re.DOTALL,
-)
 
 
 class BlsClient:
@@ -60,16 +55,6 @@ class BlsClient:
     def close(self) -> None:
         """Refuse new calls; those under way end when their model answers."""
         self._pool.shutdown()
-
-
-def parse_error(message: str) -> BiremeError:
-    """Find `CODE: text` in what Triton made of it (it puts words of its own before it)."""
-    coded = _CODED.search(message)
-    if coded:
-        return from_message(coded.group())
-    if "is not ready" in message or "not healthy" in message or "unknown model" in message or "no available" in message:
-        return UnavailableError(message)
-    return BiremeError(message)
 
 
 def threads_from_environment() -> int:

@@ -26,6 +26,11 @@ def bls(triton_module):
         ),
         ("Stub process 'dec_0' is not healthy.", UnavailableError, "Stub process 'dec_0' is not healthy."),
         ("Failed for execute the inference request. Model 'dec' is not ready.", UnavailableError, "Failed for execute"),
+        (
+            "Model prefill - Error when running inference: Server not ready",
+            UnavailableError,
+            "Model prefill",
+        ),  # it ends
         ("something else", BiremeError, "something else"),
     ],
 )
