@@ -32,8 +32,9 @@ class Served:
         self.before = leftovers()
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, galley.__file__, folder, str(PORT)], stdout=stream, stderr=stream
-            )
+                [sys.executable, galley.__file__, folder, str(PORT)], stdout=stream, stderr=stream,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # under nohup it would be ignored
+            )  # fmt: skip
 
     def health(self, path="/health/ready"):
         connection = http.client.HTTPConnection("127.0.0.1", PORT + 3, timeout=5)
@@ -126,7 +127,8 @@ def test_a_launch_that_ran_out_of_descriptors_still_heals_when_it_has_some_again
     served.wait_for(lambda: served.status() == "ready")
     assert served.stub_pid("decode") == killed  # not to be seen is not to be dead
     os.kill(killed, signal.SIGKILL)
-    served.wait_for(lambda: served.status() == "ready" and killed not in processes.stubs(served.server_pid())["decode"])
+    served.wait_for(lambda: processes.stubs(served.server_pid()).get("decode", [killed]) != [killed])
+    served.wait_for(lambda: served.status() == "ready")
 
 
 def test_a_failing_canary_makes_a_worker_not_ready_until_it_works_again(served):

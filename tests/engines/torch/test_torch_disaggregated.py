@@ -180,7 +180,7 @@ def test_a_lost_prefill_worker_ends_as_unavailable(tiny):
     with Pair(tiny("llama").path) as pair:
         first = pair.begin(PROMPTS[2])
         pair.transfers[1].fail_with = UnavailableError("prefill is gone")
-        assert pair.go_on(PROMPTS[2], first).finish.error == "UNAVAILABLE: prefill is gone"
+        assert pair.go_on(PROMPTS[2], first).finish.error == "UNAVAILABLE: KV transfer failed: prefill is gone"
 
 
 def test_decode_claims_only_when_it_has_room(tiny):
