@@ -1,7 +1,8 @@
 """OpenAI's chat completion request, as JSON and as what the pipeline works with.
 
 One rule: every field is served, or refused by name; none is passed over in silence. `user`, `metadata`,
-`store`, `safety_identifier` and `prompt_cache_key` are taken and change nothing: nothing is stored here.
+`store`, `safety_identifier` and `prompt_cache_key` are taken and change nothing: nothing is stored here. Neither does
+`stream_options.continuous_usage_stats`: usage comes once, at the end.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: bool = False  # vLLM's; load generators send it and read the last chunk's usage
 
 
 class ChatBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):

@@ -89,6 +89,16 @@ async def test_what_clients_send_without_meaning_it_is_taken(frontend):
     assert (await reply.end()).status == 200
 
 
+async def test_running_usage_may_be_asked_for_and_comes_at_the_end(frontend):
+    bench = await frontend()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for ask in (bench.chat, bench.complete):
+        reply = ask(stream=True, stream_options=options)
+        await bench.workers.emit(4)
+        usages = [event["usage"] for event in (await reply.end()).events()[:-1]]
+        assert usages[-1]["completion_tokens"] == 4 and set(map(str, usages[:-1])) == {"None"}
+
+
 @pytest.mark.parametrize(
     ("tree", "fields", "wanted"),
     [
