@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
 from bireme.config import FrontendConfig
 from bireme.discovery.pulse import own_pulse
@@ -138,6 +139,8 @@ class Frontend:
             if not call.status:
                 await self._refuse(call, shutting_down())
         except Exception as error:
+            if not (isinstance(error, HttpError) and error.status == HTTPStatus.REQUEST_TIMEOUT):
+                await call.discard_body(self._config.max_body_bytes)
             was_told = await self._refuse(call, error)
             drop_frames(error)
             if not was_told:  # uvicorn closes the connection

@@ -9,7 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
-from bireme.openai.direct import AtOnce, DirectWrite, Watch, cycle_of, direct_write, has_whole_body
+from bireme.errors import drop_frames
+from bireme.openai.direct import AtOnce, DirectWrite, Watch, cycle_of, direct_write, has_whole_body, is_body_coming
 from bireme.openai.error_replies import HttpError
 from bireme.openai.keys import OPEN, Tenant
 
@@ -24,6 +25,7 @@ NOT_MODIFIED = 304  # has no body; its length would be the one that the client h
 JSON: Header = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache, no-transform"))
 JSON_ONLY = (b"application/json",)
+_DISCARD_S = 5.0
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -89,6 +91,21 @@ class Call:
             parts.append(part)
             if not message.get("more_body"):
                 return b"".join(parts)
+
+    async def discard_body(self, max_bytes: int) -> None:
+        """Take what the client still sends, for a while: the close of a connection that has unread bytes resets it,
+        and most clients then see no reply at all.
+        """
+
+        async def discard() -> None:
+            left = max_bytes
+            while left > 0 and is_body_coming(self._cycle):
+                left -= len((await self._receive()).get("body", b""))
+
+        try:
+            await asyncio.wait_for(discard(), _DISCARD_S)
+        except asyncio.TimeoutError as error:
+            drop_frames(error)
 
     async def reply(self, status: int, body: bytes, *headers: Header) -> None:
         """Send the whole reply; JSON unless a header says otherwise."""

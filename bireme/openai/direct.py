@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 DirectWrite = Callable[[bytes], bool]  # never of nothing; false: not written, send it through ASGI
 _USED = (
     "body", "chunked_encoding", "disconnected", "flow", "message_event", "more_body", "response_complete", "transport",
+    "waiting_for_100_continue",
 )  # fmt: skip
 
 
@@ -88,6 +89,13 @@ class _Held:
 def has_whole_body(cycle: RequestResponseCycle | None) -> bool:
     """Return whether all that is left of the body has come: then ASGI's `receive` does not wait."""
     return cycle is not None and not cycle.more_body and cycle.message_event.is_set()
+
+
+def is_body_coming(cycle: RequestResponseCycle | None) -> bool:
+    """Return whether the client still sends its body; one that waits for our word (Expect) does not."""
+    if cycle is None or cycle.disconnected or cycle.waiting_for_100_continue:
+        return False
+    return bool(cycle.more_body)
 
 
 class Watch:
