@@ -140,7 +140,7 @@ class Frontend:
                 await self._refuse(call, shutting_down())
         except Exception as error:
             if not (isinstance(error, HttpError) and error.status == HTTPStatus.REQUEST_TIMEOUT):
-                await call.discard_body(self._config.max_body_bytes)
+                await call.discard_body()
             was_told = await self._refuse(call, error)
             drop_frames(error)
             if not was_told:  # uvicorn closes the connection

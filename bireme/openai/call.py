@@ -25,7 +25,7 @@ NOT_MODIFIED = 304  # has no body; its length would be the one that the client h
 JSON: Header = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache, no-transform"))
 JSON_ONLY = (b"application/json",)
-_DISCARD_S = 5.0
+_DISCARD_S, _DISCARD_BYTES = 5.0, 64 << 20
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -92,13 +92,13 @@ class Call:
             if not message.get("more_body"):
                 return b"".join(parts)
 
-    async def discard_body(self, max_bytes: int) -> None:
-        """Take what the client still sends, for a while: the close of a connection that has unread bytes resets it,
+    async def discard_body(self) -> None:
+        """Take what the client still sends, within bounds: the close of a connection that has unread bytes resets it,
         and most clients then see no reply at all.
         """
 
         async def discard() -> None:
-            left = max_bytes
+            left = _DISCARD_BYTES
             while left > 0 and is_body_coming(self._cycle):
                 left -= len((await self._receive()).get("body", b""))
 
