@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from bireme import disagg
 from bireme.disagg import MAX_BYTES, DisaggregatedParams, prompt_digest, seal, unseal
 from bireme.errors import RequestError
+from bireme.messages import TokenLogprob
 
 KEY = bytes(range(32))
 PARAMS = DisaggregatedParams(
@@ -19,7 +20,7 @@ PARAMS = DisaggregatedParams(
     generation=5,
     num_tokens=17,
     first_gen_tokens=(42,),
-    first_gen_log_probs=([(42, -0.5), (7, -1.25)],),
+    first_gen_log_probs=([TokenLogprob(42, -0.5, 3), TokenLogprob(7, -1.25)],),
     opaque_state=base64.b64encode(b"state").decode(),
 )
 

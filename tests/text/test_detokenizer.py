@@ -95,7 +95,7 @@ def test_random_tokens_give_what_decoding_them_at_once_gives(tokens, sizes):
 @settings(deadline=None, max_examples=500)
 @given(st.binary(max_size=40), SIZES)
 def test_bytes_that_are_not_utf8_become_replacement_characters_as_in_the_library(data, sizes):
-    alphabet = vocabulary._byte_of_character()
+    alphabet = vocabulary.byte_characters()
     token_of = {byte: BYTE_LEVEL.token_to_id(character) for character, byte in alphabet.items()}
     tokens = [token_of[byte] for byte in data]
     text = joined(table(BYTE_LEVEL), cut(tokens, sizes))
