@@ -5,6 +5,7 @@ readiness knows at once when any one of its processes stands still or is gone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -82,6 +83,9 @@ class Served:
                 found[SERVER] = pid
         return found
 
+    def is_replaced(self, name: str, pid: int) -> bool:
+        return self.pids().get(name) not in (None, pid)
+
     def run_folder(self) -> Path:
         return next(default_base().glob(f"{self.process.pid}-*"))
 
@@ -143,10 +147,11 @@ def mockers(tmp_path_factory, sample_model) -> Iterator[Served]:
 
 def test_each_killed_process_is_noticed_and_replaced(mockers):
     for name, pid in mockers.pids().items():
-        os.kill(mockers.pids().get(name, pid), signal.SIGKILL)
-        mockers.wait_for(lambda: not mockers.is_ready(), NOTICED_S)
-        mockers.wait_for(lambda name=name: mockers.is_ready() and name in mockers.pids())
-        assert mockers.pids()[name] != pid
+        killed = mockers.pids().get(name, pid)
+        os.kill(killed, signal.SIGKILL)
+        replaced = functools.partial(mockers.is_replaced, name, killed)
+        mockers.wait_for(lambda replaced=replaced: not mockers.is_ready() or replaced(), NOTICED_S)
+        mockers.wait_for(lambda replaced=replaced: mockers.is_ready() and replaced())
 
 
 def test_what_stands_still_for_good_is_replaced(mockers):
