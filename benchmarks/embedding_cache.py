@@ -37,7 +37,7 @@ from PIL import Image
 
 from bireme.launch import free_ports, start_server
 from bireme.metrics import Registry
-from bireme.openai.served_model import ServedModel, connect
+from bireme.openai.text.served_model import ServedModel, connect
 from bireme.pipelines.chat_answer import Heading, WholeAnswer
 from bireme.pipelines.chat_request import parse_chat
 from bireme.recipe_files import load_recipe

@@ -58,7 +58,7 @@ def make_questions(model: str, answer: Answer, seed: int) -> dict[str, Workload]
 
 
 def mocker_answer(model: str) -> Answer:
-    from bireme.engines.mocker_tokens import expected_tokens, printable_ids
+    from bireme.engines.mocker.tokens import expected_tokens, printable_ids
 
     ids, _ = printable_ids(model)
     return lambda prompt: expected_tokens(prompt.ids, len(prompt.expected), ids)

@@ -46,7 +46,7 @@ def mocker_workload(
     model_path: str, num_prompts: int, prompt_tokens: int, max_tokens: int, has_chats: bool = False
 ) -> Workload:
     """Return prompts for the mocker engine, whose answers are known; with `has_chats` conversations."""
-    from bireme.engines.mocker_tokens import expected_tokens, printable_ids
+    from bireme.engines.mocker.tokens import expected_tokens, printable_ids
 
     ids, vocab_size = printable_ids(model_path)
     if has_chats:

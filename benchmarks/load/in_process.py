@@ -11,9 +11,9 @@ import os
 from benchmarks.load.meter import LoadError, Trace
 from benchmarks.load.token_bus import TraceSink, make_request
 from bireme.config import EngineConfig, KvCacheConfig, MockerConfig
-from bireme.engines import create_engine
 from bireme.engines.base import Delta, EngineContext, PlainTokens, RequestKey
-from bireme.engines.step_log import VARIABLE
+from bireme.engines.child.step_log import VARIABLE
+from bireme.engines.registry import create_engine
 from bireme.errors import BiremeError
 from bireme.messages import STUB
 from bireme.metrics import Registry

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bireme.engines.environment import LIBRARY_PATH_VARIABLE
+from bireme.engines.stub.environment import LIBRARY_PATH_VARIABLE
 from bireme.errors import ConfigError
 
 _OPT = Path("/opt/tritonserver/bin/tritonserver")

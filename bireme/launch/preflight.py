@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from bireme.config import Recipe
-from bireme.engines.environment import PYTHON_VARIABLE, find_python
+from bireme.engines.stub.environment import PYTHON_VARIABLE, find_python
 from bireme.engines.trtllm import pair_rules
 from bireme.engines.trtllm.problems import errors
 from bireme.errors import ConfigError

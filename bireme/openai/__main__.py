@@ -25,15 +25,15 @@ from bireme.errors import ConfigError
 from bireme.launch.processes import started_at
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
-from bireme.openai.connection import Connection
-from bireme.openai.group_folder import wait_for_successor
+from bireme.openai.http.connection import Connection
+from bireme.openai.http.group_folder import wait_for_successor
+from bireme.openai.http.members import Member, shared_socket
+from bireme.openai.http.parent import end_with_parent
+from bireme.openai.http.process_group import run_group
 from bireme.openai.keys import ApiKeys, load_keys
 from bireme.openai.logs import set_up_logs
-from bireme.openai.members import Member, shared_socket
-from bireme.openai.parent import end_with_parent
-from bireme.openai.process_group import run_group
-from bireme.openai.served_model import Models, connect
-from bireme.openai.served_video import VideoModels, connect_video
+from bireme.openai.text.served_model import Models, connect
+from bireme.openai.video.served_video import VideoModels, connect_video
 from bireme.recipe_files import load_recipe
 from bireme.workers.channel import server_address
 

@@ -18,23 +18,23 @@ from bireme.config import FrontendConfig
 from bireme.discovery.pulse import own_pulse
 from bireme.errors import BiremeError, drop_frames
 from bireme.metrics import Registry
-from bireme.openai.answering import Streams
-from bireme.openai.call import JSON_ONLY, Call, ClientGoneError, Receive, Scope, Send
-from bireme.openai.chat_completions import ChatCompletions
-from bireme.openai.completions import Completions
-from bireme.openai.error_replies import HttpError, RateLimitError, is_internal, reply_of, shutting_down
+from bireme.openai.http.call import JSON_ONLY, Call, ClientGoneError, Receive, Scope, Send
+from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal, reply_of, shutting_down
+from bireme.openai.http.members import Member
+from bireme.openai.http.pace import Pacer
 from bireme.openai.keys import OPEN, ApiKeys
-from bireme.openai.members import Member
 from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
-from bireme.openai.model_object import language_model, video_model
 from bireme.openai.openapi import openapi
-from bireme.openai.pace import Pacer
 from bireme.openai.playground_files import PlaygroundFiles
 from bireme.openai.readiness import Readiness
-from bireme.openai.served_model import Models
-from bireme.openai.served_video import VideoModels
-from bireme.openai.tokenization import Tokenization
-from bireme.openai.video_routes import VideoRoutes
+from bireme.openai.text.answering import Streams
+from bireme.openai.text.chat_completions import ChatCompletions
+from bireme.openai.text.completions import Completions
+from bireme.openai.text.model_object import language_model, video_model
+from bireme.openai.text.served_model import Models
+from bireme.openai.text.tokenization import Tokenization
+from bireme.openai.video.routes import VideoRoutes
+from bireme.openai.video.served_video import VideoModels
 from bireme.pipelines.chat_answer import encode_json
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})

@@ -27,7 +27,7 @@ import yaml
 from bireme.config import Positive, Settings
 from bireme.conversion import convert
 from bireme.errors import ConfigError
-from bireme.openai.error_replies import HttpError, RateLimitError
+from bireme.openai.http.error_replies import HttpError, RateLimitError
 from bireme.openai.token_bucket import TokenBucket
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from bireme import __version__
-from bireme.openai.completion_request import CompletionBody
-from bireme.openai.tokenization import DetokenizeBody, TokenizeBody
+from bireme.openai.text.completion_request import CompletionBody
+from bireme.openai.text.tokenization import DetokenizeBody, TokenizeBody
 from bireme.pipelines.chat_request import ChatBody
 from bireme.pipelines.video_request import ImageBody, JobBody, VideoBody
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bireme.openai.call import NOT_MODIFIED, Call, Header
+from bireme.openai.http.call import NOT_MODIFIED, Call, Header
 
 FOLDER = Path(__file__).with_name("playground")
 _TYPES = {

@@ -9,8 +9,8 @@ from typing import Any
 
 from bireme.config import stage_of
 from bireme.errors import BiremeError, drop_frames
-from bireme.openai.served_model import Models, ServedModel
-from bireme.openai.served_video import VideoModels
+from bireme.openai.text.served_model import Models, ServedModel
+from bireme.openai.video.served_video import VideoModels
 from bireme.workers.base import UnreachableError, WorkerClient
 from bireme.workers.remote import RemoteWorkers
 

@@ -43,7 +43,7 @@ from bireme.messages import (
 from bireme.types import Array, Cancelled, Response, Send, Tensors
 
 if TYPE_CHECKING:
-    from bireme.engines.client import EngineClient
+    from bireme.engines.stub.client import EngineClient
     from bireme.metrics import Registry
 
 SILENCE_S = 30.0  # clients with requests under way say `keep` every 3 s

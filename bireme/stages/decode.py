@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bireme.engines.client import EngineClient
+from bireme.engines.stub.client import EngineClient
 from bireme.errors import RequestError
 from bireme.request import read_tensors
 from bireme.specs import DECODE, ModelSpec

@@ -13,7 +13,7 @@ from bireme.stages.requests import EngineRun, RequestNames, StageRequest, failur
 from bireme.types import Cancelled
 
 if TYPE_CHECKING:
-    from bireme.engines.client import EngineClient
+    from bireme.engines.stub.client import EngineClient
 
 
 async def run_encode(

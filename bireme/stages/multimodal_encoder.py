@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bireme.engines.client import EngineClient
+from bireme.engines.stub.client import EngineClient
 from bireme.errors import RequestError
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.multimodal.wire import EncodeAnswer, EncodeJob, EncodeSource, encode_job

@@ -15,7 +15,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from bireme.engines.client import EngineClient
+from bireme.engines.stub.client import EngineClient
 from bireme.errors import BiremeError, RequestCancelledError, RequestError
 from bireme.messages import Finish, TokenLogprobs, Usage
 from bireme.request import read_tensors

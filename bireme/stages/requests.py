@@ -18,7 +18,7 @@ from bireme.sampling import Encode, Sampling, parse_sampling, with_seed
 from bireme.types import Cancelled, Tensors, info_of
 
 if TYPE_CHECKING:
-    from bireme.engines.client import EngineClient
+    from bireme.engines.stub.client import EngineClient
 
 MAX_REQUEST_ID_BYTES = 256
 _decode_request = msgspec.msgpack.Decoder(EngineRequest).decode

@@ -10,9 +10,9 @@ from engine_fixtures import wait_for
 from trtllm_harness import PROMPT, UNSET
 
 from bireme.config import Limits
+from bireme.engines.child.validate import Gate
 from bireme.engines.trtllm import iterations as iterations_module
 from bireme.engines.trtllm import loading
-from bireme.engines.validate import Gate
 from bireme.errors import ConfigError, NotFoundError, RequestError
 from bireme.kv import hashing
 from bireme.kv.events import BlocksStored

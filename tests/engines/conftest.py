@@ -12,7 +12,7 @@ import pytest
 from engine_fixtures import VOCAB_SIZE
 
 from bireme.config import Recipe
-from bireme.engines.client import EngineClient
+from bireme.engines.stub.client import EngineClient
 from bireme.metrics import Registry
 from bireme.recipe_files import load_recipe
 

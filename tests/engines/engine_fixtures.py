@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bireme.engines.client import EngineClient
+from bireme.engines.stub.client import EngineClient
 from bireme.messages import EngineRequest, Finish, SamplingParams, Step, TokenLogprobs, decode_step
 
 VOCAB_SIZE = 32000

@@ -6,8 +6,8 @@ import pytest
 
 from bireme.disagg import DisaggregatedParams, unseal
 from bireme.engines.base import Delta, PlainTokens
-from bireme.engines.columns import StepEncoder
-from bireme.engines.ledger import Ledger
+from bireme.engines.child.columns import StepEncoder
+from bireme.engines.child.ledger import Ledger
 from bireme.messages import Finish, Step, TokenLogprob, Usage, decode_step, split
 
 KEY = b"k" * 32

@@ -10,7 +10,7 @@ import time
 import pytest
 from engine_fixtures import VOCAB_SIZE, Bus, Collector, make_request, wait_for
 
-from bireme.engines.mocker_tokens import expected_tokens, plain_ids
+from bireme.engines.mocker.tokens import expected_tokens, plain_ids
 from bireme.errors import UnavailableError
 from bireme.messages import Abort, Commands, Submit, encode
 

@@ -14,8 +14,8 @@ import pytest
 from engine_fixtures import PROMPT, Bus, Collector, make_request, wait_for
 
 from bireme.discovery import run
-from bireme.engines.client import EngineClient
-from bireme.engines.mocker_tokens import expected_tokens
+from bireme.engines.mocker.tokens import expected_tokens
+from bireme.engines.stub.client import EngineClient
 from bireme.errors import ConfigError, UnavailableError
 from bireme.kv.transfer import shm_file
 from bireme.messages import Abort, Commands, Drain, SamplingParams, Submit, encode

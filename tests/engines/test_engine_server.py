@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from bireme.engines.base import Delta, PlainTokens
-from bireme.engines.server import EngineServer
+from bireme.engines.child.server import EngineServer
 from bireme.messages import Finish, Usage, decode_step, split
 from bireme.metrics import Registry
 

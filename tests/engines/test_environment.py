@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from bireme.config import CHECKOUT, Recipe, WorkerEntry
-from bireme.engines.environment import (
+from bireme.engines.stub.environment import (
     RECIPE_VARIABLE,
     devices_of,
     engine_environment,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bireme.config import SupervisorConfig
-from bireme.engines import heartbeat as module
-from bireme.engines import restarts
-from bireme.engines.heartbeat import Heartbeat
-from bireme.engines.restarts import RestartPolicy
+from bireme.engines.stub import heartbeat as module
+from bireme.engines.stub import restarts
+from bireme.engines.stub.heartbeat import Heartbeat
+from bireme.engines.stub.restarts import RestartPolicy
 from bireme.messages import Pong
 
 CONFIG = SupervisorConfig(ping_interval_s=0.1, ping_timeout_s=1.0, stall_timeout_s=5.0)

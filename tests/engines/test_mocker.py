@@ -11,10 +11,10 @@ import pytest
 from engine_fixtures import PROMPT, VOCAB_SIZE, make_request, wait_for
 
 from bireme.config import EngineConfig, KvCacheConfig, MockerConfig, SchedulerConfig
-from bireme.engines import create_engine
 from bireme.engines.base import EngineContext
-from bireme.engines.mocker import MockEngine
-from bireme.engines.mocker_tokens import expected_tokens, plain_ids, printable_ids
+from bireme.engines.mocker.engine import MockEngine
+from bireme.engines.mocker.tokens import expected_tokens, plain_ids, printable_ids
+from bireme.engines.registry import create_engine
 from bireme.errors import ConfigError, ResourceExhaustedError, UnavailableError
 from bireme.messages import SamplingParams
 from bireme.metrics import Registry

@@ -11,7 +11,7 @@ from engine_fixtures import PROMPT, Collector, make_request, wait_for
 
 from bireme import disagg
 from bireme.discovery import run
-from bireme.engines.mocker_tokens import expected_tokens
+from bireme.engines.mocker.tokens import expected_tokens
 from bireme.messages import SamplingParams
 
 DISAGGREGATED = {

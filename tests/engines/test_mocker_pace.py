@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bireme.engines.mocker_pace import Pace
+from bireme.engines.mocker.pace import Pace
 
 ORDINARY, REAL_TIME = os.SCHED_OTHER, os.SCHED_RR | os.SCHED_RESET_ON_FORK
 

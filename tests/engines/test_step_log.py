@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from bireme.engines.step_log import VARIABLE, StepLog
+from bireme.engines.child.step_log import VARIABLE, StepLog
 
 
 def read(path):

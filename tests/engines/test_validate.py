@@ -9,7 +9,7 @@ from engine_fixtures import PROMPT, make_request
 
 from bireme import disagg
 from bireme.config import Limits
-from bireme.engines.validate import Gate
+from bireme.engines.child.validate import Gate
 from bireme.errors import RequestError
 from bireme.messages import Capacity, SamplingParams
 

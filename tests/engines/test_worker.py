@@ -14,7 +14,7 @@ import pytest
 import zmq
 from engine_fixtures import wait_for
 
-from bireme.engines.environment import engine_environment
+from bireme.engines.stub.environment import engine_environment
 from bireme.messages import CONTROL, STUB, Commands, Hello, Ping, Pong, decode_control, encode, frame, split
 
 
@@ -60,7 +60,15 @@ def run_worker(tmp_path, stub):
     processes: list[subprocess.Popen] = []
 
     def run(recipe, *arguments: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "bireme.engines.worker", "--worker", "decode", "--endpoint", stub.endpoint]
+        command = [
+            sys.executable,
+            "-m",
+            "bireme.engines.child.worker",
+            "--worker",
+            "decode",
+            "--endpoint",
+            stub.endpoint,
+        ]
         environment = engine_environment(recipe, "decode", tmp_path)
         process = subprocess.Popen([*command, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
         processes.append(process)
@@ -121,7 +129,7 @@ def test_the_engine_dies_with_its_stub(make_recipe, tmp_path):
         import logging, time
         from pathlib import Path
         from bireme.recipe_files import load_recipe
-        from bireme.engines.client import EngineClient
+        from bireme.engines.stub.client import EngineClient
         from bireme.metrics import Registry
         recipe = load_recipe({str(tmp_path)!r}, override="")
         client = EngineClient(recipe, "decode", Registry(), logging.getLogger(), Path({str(folder)!r}), False)
@@ -146,7 +154,7 @@ def test_a_stub_whose_server_has_died_ends_itself_and_its_engine(make_recipe, tm
         import logging, os, time
         from pathlib import Path
         from bireme.recipe_files import load_recipe
-        from bireme.engines.client import EngineClient
+        from bireme.engines.stub.client import EngineClient
         from bireme.metrics import Registry
         recipe = load_recipe({str(tmp_path)!r}, override="")
         client = EngineClient(recipe, "decode", Registry(), logging.getLogger(), Path({str(folder)!r}))
@@ -168,7 +176,7 @@ def test_a_stub_whose_server_has_died_ends_itself_and_its_engine(make_recipe, tm
 
 def test_nothing_heavy_is_imported_before_the_parent_is_known():
     heavy = {"numpy", "torch", "zmq", "msgspec"}
-    program = f"import bireme.engines.worker, sys; print([name for name in {heavy} if name in sys.modules])"
+    program = f"import bireme.engines.child.worker, sys; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

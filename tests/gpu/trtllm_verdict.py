@@ -40,7 +40,7 @@ from contract_drift import drift  # noqa: E402
 from describe_api import USED  # noqa: E402
 
 from bireme.config import Recipe  # noqa: E402
-from bireme.engines.environment import find_python  # noqa: E402
+from bireme.engines.stub.environment import find_python  # noqa: E402
 from bireme.engines.trtllm.contract import contract  # noqa: E402
 from bireme.engines.trtllm.pair_rules import gpus_of  # noqa: E402
 from bireme.errors import BiremeError, ConfigError  # noqa: E402

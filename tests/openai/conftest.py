@@ -16,7 +16,7 @@ from bireme.conversion import convert
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys
-from bireme.openai.served_model import Models, ServedModel
+from bireme.openai.text.served_model import Models, ServedModel
 from bireme.text.tokenizer import Tokenizer
 from bireme.workers.fake import FakeWorkers
 

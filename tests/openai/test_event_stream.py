@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.messages import Finish, SamplingParams, Usage
-from bireme.openai.completion_answer import CompletionTemplate, StreamedCompletion, WholeCompletion
-from bireme.openai.event_stream import DONE, EventStream
-from bireme.openai.pace import Pacer
+from bireme.openai.http.event_stream import DONE, EventStream
+from bireme.openai.http.pace import Pacer
+from bireme.openai.text.completion_answer import CompletionTemplate, StreamedCompletion, WholeCompletion
 from bireme.pipelines.chat import _Sink
 from bireme.pipelines.chat_answer import Choice as AnswerChoice
 from bireme.pipelines.chat_answer import Heading, WholeAnswer

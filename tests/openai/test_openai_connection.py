@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 
 from bireme.config import FrontendConfig
-from bireme.openai.connection import Connection
+from bireme.openai.http.connection import Connection
 
 LIMITS = FrontendConfig(max_header_bytes=1000, header_timeout_s=0.3, keep_alive_s=5)
 BEGIN = b"GET / HTTP/1.1\r\nHost: x\r\n"

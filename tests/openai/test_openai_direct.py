@@ -7,8 +7,8 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from bireme.config import FrontendConfig
-from bireme.openai.connection import Connection
-from bireme.openai.direct import AtOnce, Watch, cycle_of, direct_write, has_whole_body
+from bireme.openai.http.connection import Connection
+from bireme.openai.http.direct import AtOnce, Watch, cycle_of, direct_write, has_whole_body
 
 REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
 

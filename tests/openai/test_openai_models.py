@@ -2,8 +2,8 @@
 
 import pytest
 
-from bireme.openai.error_replies import HttpError
-from bireme.openai.served_video import VideoModels
+from bireme.openai.http.error_replies import HttpError
+from bireme.openai.video.served_video import VideoModels
 
 MODALITIES = {
     "none": {"input_modalities": ["text"], "output_modalities": ["text"]},

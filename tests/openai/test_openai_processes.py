@@ -14,8 +14,8 @@ import pytest
 from bireme.launch.ports import free_ports
 from bireme.launch.processes import children
 from bireme.metrics import Registry
+from bireme.openai.http.members import Member
 from bireme.openai.keys import ApiKeys, KeyEntry
-from bireme.openai.members import Member
 from bireme.openai.metrics_page import MetricsPage
 
 LIMIT_S = 60

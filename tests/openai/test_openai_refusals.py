@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bireme.errors import RequestError
-from bireme.openai.error_replies import reply_of
+from bireme.openai.http.error_replies import reply_of
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BIG = "1" + "0" * 30

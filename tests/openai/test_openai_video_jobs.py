@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 
 from bireme.errors import NotFoundError
-from bireme.openai.job_store import JobStore
+from bireme.openai.video.job_store import JobStore
 
 
 @pytest.fixture

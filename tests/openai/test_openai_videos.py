@@ -12,10 +12,10 @@ from bireme.conversion import convert
 from bireme.errors import EngineLostError, RequestError
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
-from bireme.openai.job_store import JobStore
 from bireme.openai.keys import ApiKeys, KeyEntry
-from bireme.openai.served_model import Models
-from bireme.openai.served_video import ServedVideo, VideoModels
+from bireme.openai.text.served_model import Models
+from bireme.openai.video.job_store import JobStore
+from bireme.openai.video.served_video import ServedVideo, VideoModels
 from bireme.video.files import open_files
 
 DETAILS = {"size": "64x64", "seed": 1, "steps": 2, "output_format": "mp4", "num_frames": 8, "fps": 8, "seconds": 1.0}

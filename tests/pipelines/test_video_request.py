@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bireme.errors import RequestError
-from bireme.openai.form import json_of
+from bireme.openai.http.form import json_of
 from bireme.pipelines.json_body import decode_body
 from bireme.pipelines.video_request import REFUSED, ImageBody, check_images, parse_video, tensors_of
 

@@ -15,7 +15,7 @@ from shared_deployments import faults_keys
 from triton_client import Client
 from watch import is_idle, total, until
 
-from bireme.engines.mocker_tokens import expected_tokens, printable_ids
+from bireme.engines.mocker.tokens import expected_tokens, printable_ids
 
 pytestmark = pytest.mark.server
 

@@ -13,7 +13,7 @@ from test_faults import Run
 from triton_client import Client
 from watch import until
 
-from bireme.engines.mocker_tokens import expected_tokens, printable_ids
+from bireme.engines.mocker.tokens import expected_tokens, printable_ids
 from bireme.launch import free_ports
 from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console

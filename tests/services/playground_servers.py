@@ -21,7 +21,7 @@ from bireme.conversion import convert
 from bireme.launch.ports import is_free
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
-from bireme.openai.served_model import Models, ServedModel
+from bireme.openai.text.served_model import Models, ServedModel
 from bireme.text.tokenizer import load_tokenizer
 from bireme.workers.fake import FakeWorkers
 

@@ -12,7 +12,7 @@ from tokenizers import decoders, models
 
 from bireme.config import Recipe
 from bireme.conversion import convert
-from bireme.engines.fake_client import FakeEngineClient
+from bireme.engines.stub.fake_client import FakeEngineClient
 from bireme.metrics import Registry
 from bireme.stages.decode import Decode
 from bireme.stages.multimodal_encoder import MultimodalEncoder

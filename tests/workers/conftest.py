@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2
 
 from bireme.config import Recipe
 from bireme.conversion import convert
-from bireme.engines.fake_client import FakeEngineClient
+from bireme.engines.stub.fake_client import FakeEngineClient
 from bireme.errors import BiremeError, to_message
 from bireme.messages import Finish
 from bireme.metrics import Registry

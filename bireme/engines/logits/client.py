@@ -20,10 +20,10 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from bireme.config import Recipe
-from bireme.engines.environment import child_environment, find_python
-from bireme.engines.life import describe_exit
 from bireme.engines.logits import frames
-from bireme.engines.restarts import RestartPolicy
+from bireme.engines.stub.environment import child_environment, find_python
+from bireme.engines.stub.life import describe_exit
+from bireme.engines.stub.restarts import RestartPolicy
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,

@@ -9,7 +9,7 @@ import argparse
 import socket
 import sys
 
-from bireme.engines.worker import die_with_parent
+from bireme.engines.child.worker import die_with_parent
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,8 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _serve(channel: socket.socket) -> int:
+    from bireme.engines.child.process import start_log
     from bireme.engines.logits import frames
-    from bireme.engines.process import start_log
     from bireme.errors import to_message
     from bireme.logits.application import apply, warm_up
 

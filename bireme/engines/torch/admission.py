@@ -1,7 +1,7 @@
 """From a request to a Sequence: what this engine can't do, or could never fit, is refused here, at submit.
 
 Runs on the caller's thread, so it only reads what never changes. Values that any engine checks (ids, NaN,
-limits of the recipe) are the gate's, in bireme/engines/validate.py.
+limits of the recipe) are the gate's, in bireme/engines/child/validate.py.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ import msgspec
 
 from bireme.config import Recipe
 from bireme.discovery import run
-from bireme.engines.life import Life
-from bireme.engines.supervisor import Supervisor
+from bireme.engines.stub.life import Life
+from bireme.engines.stub.supervisor import Supervisor
 from bireme.errors import (
     BiremeError,
     ConfigError,

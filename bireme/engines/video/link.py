@@ -12,7 +12,7 @@ import time
 
 import msgspec
 
-from bireme.engines.io_thread import IoThread
+from bireme.engines.child.io_thread import IoThread
 from bireme.messages import STUB, VERSION, Hello, Ping, Pong, decode_commands, frame, split
 from bireme.metrics import Registry, encode_delta
 from bireme.video import wire

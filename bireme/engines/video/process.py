@@ -13,8 +13,8 @@ import signal
 import time
 
 from bireme.config import stage_of
-from bireme.engines.environment import given_recipe, num_threads
-from bireme.engines.process import EXIT_CONFIG, start_log
+from bireme.engines.child.process import EXIT_CONFIG, start_log
+from bireme.engines.stub.environment import given_recipe, num_threads
 from bireme.engines.video import create_video_engine
 from bireme.engines.video.base import AbortedError, Frames, VideoContext, VideoEngine
 from bireme.engines.video.link import EngineLink

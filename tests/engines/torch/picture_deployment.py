@@ -15,8 +15,8 @@ from torch_harness import Harness, Result, request
 from bireme import disagg
 from bireme.config import EngineConfig, Limits
 from bireme.engines.base import EngineContext
+from bireme.engines.child.validate import Gate
 from bireme.engines.torch.encoder_engine import EncoderEngine
-from bireme.engines.validate import Gate
 from bireme.kv.transfer.fake import FakeNetwork
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.metrics import Registry

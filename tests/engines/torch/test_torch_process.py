@@ -14,7 +14,7 @@ import pytest
 from engine_fixtures import Collector, wait_for
 from torch_harness import make_prompts, request
 
-from bireme.engines.client import EngineClient
+from bireme.engines.stub.client import EngineClient
 from bireme.metrics import Registry
 from bireme.recipe_files import load_recipe
 

@@ -1,0 +1,1 @@
+"""The engine process: its loop, its sockets, and what it accepts."""

@@ -1,0 +1,114 @@
+"""Engine steps as frames: the news of each consumer's requests in columns.
+
+Steps that are added before the next `take` share a frame, so an engine that is quicker than the way out costs that way
+no more than a slower one. A request is then in its columns several times, in order. Log probabilities belong to
+requests, not to rows, so a step that has any travels alone, and one in which a request has two tokens (the one that
+prefill made and the next) in two frames.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from bireme import disagg
+from bireme.engines.base import Delta, PlainTokens
+from bireme.engines.child.ledger import Ledger, Record
+from bireme.messages import Finish, Step, encode, frame
+from bireme.multimodal.answers import seal_outcome
+
+
+class StepEncoder:
+    """Turns an engine's news into frames and keeps the ledger."""
+
+    def __init__(self, life: int, ledger: Ledger, key: bytes) -> None:
+        self._life = life
+        self._ledger = ledger
+        self._key = key  # signs what context_only requests export
+        self._open: dict[int, Step] = {}  # by consumer; the next step's news go into the same ones
+        self._frames: list[bytes] = []
+
+    def add(self, number: int, deltas: list[Delta], plain: PlainTokens | None = None) -> None:
+        """Take one step's news; those of muted or unknown requests go nowhere."""
+        is_rich = any(delta.logprobs is not None or delta.prompt_logprobs is not None for delta in deltas)
+        if is_rich:
+            self._seal()
+        if plain is not None:
+            self._add_plain(number, plain)
+        for delta in deltas:
+            self._add(number, delta)
+        if is_rich:
+            self._seal()
+
+    def take(self) -> list[bytes]:
+        """Return what goes out now."""
+        self._seal()
+        frames, self._frames = self._frames, []
+        return frames
+
+    def refusal(self, consumer: int, number: int, finish: Finish) -> bytes:
+        """Return the frame that ends a request which the engine never took."""
+        return frame(consumer, encode(Step(self._life, 0, finished={number: finish})))
+
+    def _seal(self) -> None:
+        steps, self._open = self._open, {}
+        for consumer, step in steps.items():
+            self._frames.append(frame(consumer, encode(step)))
+
+    def _step(self, consumer: int, number: int) -> Step:
+        step = self._open.get(consumer)
+        if step is None:
+            step = self._open[consumer] = Step(self._life, number)
+        return step
+
+    def _add_plain(self, number: int, plain: PlainTokens) -> None:
+        find, steps = self._ledger.get, self._open
+        for key, token in zip(plain.keys, plain.tokens, strict=True):
+            record = find(key)
+            if record is None or record.is_muted:
+                continue
+            consumer, request = key
+            step = steps.get(consumer) or self._step(consumer, number)
+            step.requests.append(request)
+            step.tokens.append(token)
+            if step.counts is not None:
+                step.counts.append(1)
+
+    def _add(self, number: int, delta: Delta) -> None:
+        record = self._ledger.get(delta.key)
+        if record is None:
+            return
+        if not record.is_muted:
+            step = self._open.get(delta.key[0])
+            if delta.logprobs is not None and step is not None and delta.key[1] in (step.logprobs or ()):
+                self._seal()
+            self._add_delta(self._step(delta.key[0], number), delta, record)
+        if delta.finish is not None:
+            self._ledger.leave(delta.key)
+
+    def _add_delta(self, step: Step, delta: Delta, record: Record) -> None:
+        number, tokens = delta.key[1], delta.tokens
+        if tokens or delta.prompt_logprobs is not None:
+            if step.counts is not None:
+                step.counts.append(len(tokens))
+            elif len(tokens) != 1:
+                step.counts = [1] * len(step.requests) + [len(tokens)]
+            step.requests.append(number)
+            step.tokens += tokens
+        if delta.logprobs is not None:
+            step.logprobs = step.logprobs or {}
+            step.logprobs[number] = delta.logprobs
+        if delta.prompt_logprobs is not None:
+            step.prompt_logprobs = step.prompt_logprobs or {}
+            step.prompt_logprobs[number] = delta.prompt_logprobs
+        if delta.finish is not None:
+            step.finished[number] = self._sign(delta, delta.finish, record)
+
+    def _sign(self, delta: Delta, finish: Finish, record: Record) -> Finish:
+        if delta.exported is not None:
+            exported = delta.exported
+            if not exported.prompt_digest:
+                exported = msgspec.structs.replace(exported, prompt_digest=record.digest)
+            finish.disaggregated_params = disagg.seal(exported, self._key)
+        if delta.encoded is not None:
+            finish.encoded = seal_outcome(delta.encoded, self._key)
+        return finish

@@ -1,0 +1,230 @@
+"""The life of an engine process: IO thread first, then load and warm-up, hello, serve, drain, stop.
+
+The main thread loads and then waits for SIGTERM or SIGINT. While it loads, both end the process at once:
+a native call that takes minutes would hold up a Python handler, and nothing is in flight.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bireme.config import Recipe, WorkerEntry, stage_of
+from bireme.discovery import run
+from bireme.discovery.run import WorkerRecord
+from bireme.engines.base import Engine, EngineContext
+from bireme.engines.child.server import EngineServer
+from bireme.engines.child.validate import Gate
+from bireme.engines.config import check_engine_config
+from bireme.engines.registry import create_engine
+from bireme.engines.stub.environment import given_recipe, num_threads
+from bireme.errors import ConfigError, to_message
+from bireme.kv.transfer.base import KvTransfer
+from bireme.messages import Capacity
+from bireme.metrics import Registry
+from bireme.stop_signals import on_stop_signal
+
+if TYPE_CHECKING:
+    from bireme.multimodal.embedding_share import EmbeddingShare
+
+logger = logging.getLogger("bireme.engine")
+DRAIN_S = 1.0  # how long SIGTERM lets requests in flight run on
+_RECORD_LOOK_S = 1.0
+EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h
+_SWITCH_INTERVAL_S = 0.001  # a Python-heavy step must not hold up the IO thread for the default 5 ms
+
+
+class EngineProcess:
+    """Run once, on the main thread."""
+
+    def __init__(self, worker: str, endpoint: str, life: int) -> None:
+        self._worker = worker
+        self._life = life
+        self._metrics = Registry(worker)
+        self._server = EngineServer(endpoint, life, self._metrics)
+        self._engine: Engine | None = None
+        self._transfer: KvTransfer | None = None
+        self._share: EmbeddingShare | None = None
+        self._records: list[tuple[Path, WorkerRecord]] = []
+        self._has_ended = threading.Event()
+        self._began_at = time.monotonic()
+
+    def run(self) -> int:
+        """Serve until told to stop; return the exit status."""
+        start_log(self._worker)
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._server.start()
+        try:
+            gate = self._load()
+        except Exception as error:
+            return self._give_up(error)
+        on_stop_signal(lambda number: self._has_ended.set())
+        gc.collect()
+        gc.freeze()  # what the load has made stays: no collection in a step needs to look at it
+        assert self._engine is not None
+        self._server.open(self._engine, gate)
+        logger.info("engine_ready life=%d load_s=%.2f", self._life, gate.capacity.load_s)
+        while not self._has_ended.wait(_RECORD_LOOK_S):
+            self._keep_published()
+        self._drain()
+        self._stop()
+        logger.info("engine_stopped life=%d", self._life)
+        return 0
+
+    def _load(self) -> Gate:
+        folder = run.run_dir()
+        recipe = given_recipe()
+        entry = recipe.entry(self._worker)
+        if entry is None:
+            raise ConfigError(f"{self._worker} is not in recipe {recipe.name}; workers: {', '.join(recipe.workers)}")
+        check_engine_config(entry)
+        self._transfer = self._make_transfer(entry, folder)
+        self._share = self._make_share(recipe, entry, folder)
+        self._engine = create_engine(entry.engine, self._context(recipe, entry))
+        capacity = self._engine.start(self._server.emit)
+        if not capacity.load_s:
+            capacity = msgspec.structs.replace(capacity, load_s=time.monotonic() - self._began_at)
+        self._publish(folder, capacity)
+        return Gate(
+            stage_of(self._worker),
+            capacity,
+            recipe.limits,
+            run.deployment_key(folder),
+            entry.engine_config.cache_transceiver_config.backend is not None,
+            entry.engine_config.max_input_len,
+        )
+
+    def _context(self, recipe: Recipe, entry: WorkerEntry) -> EngineContext:
+        return EngineContext(
+            worker=self._worker,
+            stage=stage_of(self._worker),
+            model_path=_model_path(recipe, entry),
+            config=entry.engine_config,
+            metrics=self._metrics,
+            transfer=self._transfer,
+            num_threads=num_threads(recipe, entry),
+            life=self._life,
+            share=self._share,
+            hosts_encoder=recipe.encoder_stage == stage_of(self._worker),
+            media=recipe.media,
+        )
+
+    def _make_share(self, recipe: Recipe, entry: WorkerEntry, folder: Path) -> EmbeddingShare | None:
+        """Return None for a model of text alone."""
+        from bireme.multimodal.model_config import picture_model
+
+        if entry.engine == "mocker" or picture_model(recipe.model_path) is None:
+            return None
+        from bireme.kv import transfer
+        from bireme.multimodal.embedding_share import SUFFIX, EmbeddingShare, ShareMetrics
+
+        name = self._worker + SUFFIX
+        moves = transfer.create_transfer(
+            "DEFAULT",  # the processes of one deployment share a host; KV may go by another backend
+            run_dir=folder,
+            worker=name,
+            life=self._life,
+            config=msgspec.structs.replace(entry.engine_config.cache_transceiver_config, max_tokens_in_buffer=None),
+            metrics=ShareMetrics(self._metrics, name),
+        )
+        record = WorkerRecord(worker=name, life=self._life, pid=os.getpid(), transfer_endpoint=moves.endpoint)
+        self._publish_record(folder, record)
+        return EmbeddingShare(moves, name, self._life)
+
+    def _make_transfer(self, entry: WorkerEntry, folder: Path) -> KvTransfer | None:
+        transceiver = entry.engine_config.cache_transceiver_config
+        if transceiver.backend is None or entry.engine == "trtllm":  # TensorRT-LLM moves its KV itself
+            return None
+        from bireme.kv import transfer
+
+        return transfer.create_transfer(
+            transceiver.backend,
+            run_dir=folder,
+            worker=self._worker,
+            life=self._life,
+            config=transceiver,
+            metrics=self._metrics,
+        )
+
+    def _publish(self, folder: Path, capacity: Capacity) -> None:
+        endpoint = self._transfer.endpoint if self._transfer else ""
+        record = WorkerRecord(
+            worker=self._worker,
+            life=self._life,
+            pid=os.getpid(),
+            transfer_endpoint=endpoint,
+            tokens_per_block=capacity.tokens_per_block,
+        )
+        self._publish_record(folder, record)
+
+    def _publish_record(self, folder: Path, record: WorkerRecord) -> None:
+        run.publish(folder, record)
+        self._records.append((folder, record))
+
+    def _keep_published(self) -> None:
+        """Write again what somebody has deleted, as cleaners of temporary files do: others find this engine by it."""
+        for folder, record in self._records:
+            try:
+                if run.restore(folder, record):
+                    logger.warning("record_restored worker=%s folder=%s", record.worker, folder)
+            except OSError as error:  # the next look tries again
+                logger.warning("record_not_restored worker=%s error=%s", record.worker, error)
+
+    def _give_up(self, error: Exception) -> int:
+        is_expected = isinstance(error, ConfigError)
+        logger.error("engine_failed life=%d error=%s", self._life, to_message(error), exc_info=not is_expected)
+        self._server.fail(to_message(error))
+        self._stop()
+        return EXIT_CONFIG if is_expected else 1
+
+    def _drain(self) -> None:
+        assert self._engine is not None
+        self._engine.drain()
+        deadline = time.monotonic() + DRAIN_S
+        while time.monotonic() < deadline:
+            progress = self._engine.progress()
+            if not progress.num_waiting + progress.num_running:
+                return
+            time.sleep(0.005)
+
+    def _stop(self) -> None:
+        for part in (self._engine, self._transfer, self._share):
+            try:
+                if part is not None:
+                    part.stop() if part is self._engine else part.close()  # type: ignore[union-attr]
+            except Exception:
+                logger.exception("stop_failed part=%s", type(part).__name__)
+        self._server.close()
+
+
+def start_log(worker: str) -> None:
+    """Log to stderr, which is tritonserver's, with the worker's name on each line."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = f"%(asctime)s.%(msecs)03d %(levelname).1s {worker} engine[{os.getpid()}] %(message)s"
+    handler.setFormatter(logging.Formatter(text, "%m%d %H:%M:%S"))
+    root = logging.getLogger("bireme")
+    root.handlers[:] = [handler]
+    root.setLevel(os.environ.get("BIREME_LOG_LEVEL", "INFO").upper())
+    root.propagate = False
+
+
+def _model_path(recipe: Recipe, entry: WorkerEntry) -> str:
+    """The mocker needs no model, only its tokenizer's folder, and that only when it exists."""
+    if entry.engine != "mocker":
+        return recipe.model_path
+    try:
+        return recipe.tokenizer_path
+    except ConfigError:
+        return ""

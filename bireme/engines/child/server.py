@@ -1,0 +1,248 @@
+"""The engine process's side of the socket: one IO thread between a supervisor and an engine.
+
+The thread owns both sockets (`io_thread`) and the ledger. It answers pings at once, also while the engine loads or
+a step is under way, checks every command, and encodes what the engine makes. No frame, however malformed, ends the
+process.
+Metrics of requests that the engine takes are the engine's; what is refused here is counted here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from bireme.engines.base import Delta, Engine, PlainTokens, Progress, RequestKey
+from bireme.engines.child.columns import StepEncoder
+from bireme.engines.child.io_thread import IoThread
+from bireme.engines.child.ledger import Ledger
+from bireme.engines.child.validate import Gate
+from bireme.engines.digests import request_digest
+from bireme.errors import (
+    BiremeError,
+    DeadlineExceededError,
+    RequestCancelledError,
+    RequestError,
+    UnavailableError,
+    to_message,
+)
+from bireme.messages import (
+    STUB,
+    VERSION,
+    Abort,
+    Commands,
+    Drain,
+    Drop,
+    Finish,
+    Hello,
+    Ping,
+    Pong,
+    Submit,
+    Usage,
+    decode_commands,
+    split,
+)
+from bireme.metrics import Registry, encode_delta
+
+logger = logging.getLogger("bireme.engine")
+MAX_NUMBER = (1 << 63) - 1
+_IDLE = Progress(0, 0.0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """What is there once the engine is ready."""
+
+    engine: Engine
+    gate: Gate
+
+
+class EngineServer:
+    """Start it first, so that pings are answered during the load; then `open` it or `fail` it; then `close`."""
+
+    def __init__(self, endpoint: str, life: int, metrics: Registry) -> None:
+        self._life = life
+        self._metrics = metrics
+        self._ledger = Ledger()
+        self._encoder = StepEncoder(life, self._ledger, b"")
+        self._news: deque[tuple[int, list[Delta], PlainTokens | None]] = deque()
+        self._is_posted = False  # the IO thread will look at the news
+        self._service: _Service | None = None
+        self._io = IoThread(endpoint, life, self._apply)
+
+    def start(self) -> None:
+        self._io.start()
+
+    def emit(self, step: int, deltas: list[Delta], plain: PlainTokens | None = None) -> None:
+        """Take one engine step's news; thread-safe, never blocks."""
+        self._news.append((step, deltas, plain))
+        if not self._is_posted:
+            self._is_posted = True
+            self._io.post(self._frames)
+
+    def open(self, engine: Engine, gate: Gate) -> None:
+        """Say hello: from now on submits reach the engine."""
+        self._encoder = StepEncoder(self._life, self._ledger, gate.key)
+        self._service = _Service(engine, gate)
+        self._io.say(Hello(VERSION, self._life, gate.capacity))
+
+    def fail(self, error: str) -> None:
+        """Tell the supervisor why this life ends before it was ready."""
+        self._io.say(Hello(VERSION, self._life, error=error))
+
+    def close(self) -> None:
+        """Send what is queued and end the thread."""
+        self._io.close()
+
+    def _frames(self) -> Sequence[bytes]:
+        """Return the news of all steps that have been made; on the IO thread."""
+        self._is_posted = False  # before they are read: what comes later posts again
+        while self._news:
+            number, deltas, plain = self._news.popleft()
+            try:
+                self._encoder.add(number, deltas, plain)
+            except Exception:
+                logger.exception("step_not_encoded step=%d", number)
+        try:
+            return self._encoder.take()
+        except Exception:
+            logger.exception("steps_not_encoded")
+            return ()
+
+    def _apply(self, data: bytes) -> None:
+        if len(data) < 4:
+            logger.warning("command_malformed bytes=%d reason=%s", len(data), "shorter than a consumer number")
+            return
+        consumer, payload = split(data)
+        try:
+            batch = decode_commands(payload)
+        except (msgspec.DecodeError, RecursionError) as error:
+            logger.warning("command_malformed consumer=%d bytes=%d reason=%s", consumer, len(data), error)
+            batch = self._salvage(consumer, payload)
+        for command in batch.commands:
+            self._obey(consumer, batch.life, command)
+
+    def _salvage(self, consumer: int, payload: memoryview) -> Commands:
+        """Return the sound commands of a malformed batch; refuse those that at least say their number."""
+        try:
+            life, items = msgspec.msgpack.decode(payload)
+            batch = Commands(msgspec.convert(life, int), [])
+            for item in msgspec.convert(items, list[Any]):
+                if (command := self._salvage_one(consumer, item)) is not None:
+                    batch.commands.append(command)
+            return batch
+        except (ValueError, TypeError, msgspec.MsgspecError, RecursionError):
+            return Commands(self._life, [])
+
+    def _salvage_one(self, consumer: int, item: Any) -> Submit | Abort | Drop | Ping | Drain | None:
+        try:
+            return msgspec.convert(item, Submit | Abort | Drop | Ping | Drain)
+        except msgspec.ValidationError as error:
+            match item:
+                case ["s", int(number), *_]:
+                    self._refuse((consumer, number), RequestError(f"malformed submit: {error}"))
+            return None
+
+    def _obey(self, consumer: int, life: int, command: Submit | Abort | Drop | Ping | Drain) -> None:
+        is_current = life == self._life
+        if isinstance(command, Submit):
+            self._submit(consumer, life, command)
+        elif isinstance(command, Ping):
+            if consumer == STUB:
+                self._pong(command.number)
+        elif not is_current:
+            return  # what another life was running is gone already
+        elif isinstance(command, Abort):
+            if self._service:  # also after the end: an exported lease is freed this way
+                self._service.engine.abort((consumer, command.number))
+        elif isinstance(command, Drop):
+            self._drop(consumer)
+        elif consumer == STUB and self._service:
+            self._service.engine.drain()
+
+    def _submit(self, consumer: int, life: int, submit: Submit) -> None:
+        key = (consumer, submit.number)
+        try:
+            service = self._check_service(life)
+            self._check_number(key)
+            request, params = service.gate.admit(submit.request)
+        except BiremeError as error:
+            self._refuse(key, error)
+            return
+        digest = ""
+        if request.request_type == "context_only":
+            digest = request_digest(request)
+        self._ledger.enter(key, digest)
+        try:
+            service.engine.submit(key, request, params)
+        except BiremeError as error:
+            self._ledger.leave(key)
+            self._refuse(key, error)
+        except Exception as error:
+            logger.exception("submit_failed consumer=%d number=%d", *key)
+            self._ledger.leave(key)
+            self._refuse(key, error)
+
+    def _check_service(self, life: int) -> _Service:
+        if self._service is None:
+            raise UnavailableError("the engine is still loading; try again")
+        if life != self._life:
+            raise UnavailableError(f"engine life {life} has ended, this is life {self._life}; submit again")
+        return self._service
+
+    def _check_number(self, key: RequestKey) -> None:
+        """A number that is used twice ends both: news of one must never reach whoever waits for the other."""
+        if not 0 < key[1] <= MAX_NUMBER:
+            raise RequestError(f"number: {key[1]}; 1 to {MAX_NUMBER}")
+        record = self._ledger.get(key)
+        if record is None:
+            return
+        record.is_muted = True
+        assert self._service is not None
+        self._service.engine.abort(key)
+        logger.warning("number_reused consumer=%d number=%d", *key)
+        raise RequestError(f"number: {key[1]} is in flight; both requests end, use each number once")
+
+    def _refuse(self, key: RequestKey, error: BaseException) -> None:
+        finish = Finish(reason_of(error), Usage(), to_message(error))
+        self._metrics.add("bireme_requests_total", 1, finish.error.partition(":")[0])
+        self._io.post(self._encoder.refusal(*key, finish))
+
+    def _drop(self, consumer: int) -> None:
+        keys = self._ledger.of_consumer(consumer)
+        for key in keys:
+            record = self._ledger.get(key)
+            if record is not None and self._service is not None:
+                record.is_muted = True
+                self._service.engine.abort(key)
+        if keys:  # else an ordinary close
+            logger.info("consumer_dropped consumer=%d requests=%d", consumer, len(keys))
+
+    def _pong(self, number: int) -> None:
+        progress = self._service.engine.progress() if self._service else _IDLE
+        began = progress.step_began_at
+        self._metrics.set("bireme_requests_waiting", progress.num_waiting)
+        self._metrics.set("bireme_requests_running", progress.num_running)
+        self._io.say(
+            Pong(
+                number,
+                self._life,
+                progress.step,
+                max(0.0, time.monotonic() - began) * 1e3 if began else 0.0,
+                progress.num_waiting,
+                progress.num_running,
+                encode_delta(self._metrics.take_delta()),
+            )
+        )
+
+
+def reason_of(error: BaseException) -> Any:
+    """Return the finish reason that goes with an error."""
+    if isinstance(error, DeadlineExceededError):
+        return "timeout"
+    return "cancelled" if isinstance(error, RequestCancelledError) else "error"

@@ -1,0 +1,1 @@
+"""The mocker: an engine with a timing model instead of a model."""

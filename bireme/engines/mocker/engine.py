@@ -1,0 +1,463 @@
+"""The mocker: an engine with a timing model instead of a model, for load tests and capacity planning.
+
+It does what an engine does (continuous batching, token budget, blocks with a prefix cache, bounded queue,
+deadlines, aborts, disaggregation with real bytes) and only the arithmetic is left out. A step takes
+`step_ms + step_ms_per_request * decoding + prefill`, by absolute deadlines, so that the pace does not
+drift; each decoding request gets one token a step. What the tokens are: mocker_tokens.py. Sampling
+parameters other than lengths, stop ids and logprobs change nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from bireme.disagg import DisaggregatedParams
+from bireme.engines.base import Delta, Emit, EngineContext, PlainTokens, Progress, RequestKey
+from bireme.engines.child.step_log import StepLog
+from bireme.engines.mocker.accounts import Accounts
+from bireme.engines.mocker.blocks import BlockPool, Holding
+from bireme.engines.mocker.pace import Pace
+from bireme.engines.mocker.rows import LAYOUT, Rows
+from bireme.engines.mocker.sequence import Sequence, State
+from bireme.engines.mocker.tokens import Ids, plain_ids, printable_ids
+from bireme.errors import (
+    BiremeError,
+    DeadlineExceededError,
+    RequestError,
+    ResourceExhaustedError,
+    UnavailableError,
+    to_message,
+)
+from bireme.kv.transfer.base import Lease
+from bireme.messages import Capacity, EngineRequest, Finish, FinishReason
+
+logger = logging.getLogger("bireme.engine")
+MAX_BATCH_SIZE = 1024
+MAX_NUM_TOKENS = 8192
+_POOL_TOKENS_PER_REQUEST = 8192  # default size of the pool: this times max_batch_size, or one longest sequence
+_INTAKE_S = 0.001
+_POLL_S = 0.05  # how often deadlines are looked at while nothing can run
+_EXPIRE_S = 0.005  # how exact deadlines are
+
+
+class MockEngine:
+    """Driven by the IO thread; everything but the counters under the lock belongs to the engine's thread."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._model = context.config.mocker
+        self._accounts = Accounts(context.metrics)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_queued = 0  # submitted, not admitted
+        self._num_submitted = 0
+        self._is_draining = False
+        self._stopping = threading.Event()
+        self._waiting: list[Sequence] = []  # by rank
+        self._running: dict[RequestKey, Sequence] = {}
+        self._leases: dict[RequestKey, Lease] = {}  # exported; theirs are the blocks of requests that have ended
+        self._news: list[tuple[Sequence, bool, Finish | None]] = []  # first tokens and ends, to be accounted for
+        self._step = 0
+        self._began_at = 0.0
+        self._stepped_at = 0.0
+        self._pace = Pace(self._stopping)
+        self._expire_at = 0.0
+        self._emit: Emit  # from `start` on
+        self._step_log = StepLog()
+        self._thread = threading.Thread(target=self._run, name="mocker", daemon=True)
+
+    def start(self, emit: Emit) -> Capacity:
+        self._emit = emit
+        config = self._context.config
+        self._ids, vocab_size = self._vocabulary()
+        self._max_batch_size = config.max_batch_size or MAX_BATCH_SIZE
+        self._max_num_tokens = config.max_num_tokens or MAX_NUM_TOKENS
+        self._max_queue_size = config.scheduler_config.max_queue_size
+        max_seq_len = config.max_seq_len or self._model.max_seq_len
+        kv = config.kv_cache_config
+        pool_tokens = kv.max_tokens or max(max_seq_len, self._max_batch_size * _POOL_TOKENS_PER_REQUEST)
+        num_blocks = max(1, pool_tokens // kv.tokens_per_block)
+        self._pool = BlockPool(num_blocks, kv.tokens_per_block, kv.enable_block_reuse)
+        if self._context.transfer is not None:
+            self._context.transfer.start(LAYOUT)
+        self._stopping.wait(self._model.load_ms / 1e3)
+        self._accounts.levels(self._pool)
+        self._thread.start()
+        return Capacity(
+            max_seq_len=max_seq_len,
+            max_batch_size=self._max_batch_size,
+            max_num_tokens=self._max_num_tokens,
+            max_queue_size=self._max_queue_size,
+            tokens_per_block=kv.tokens_per_block,
+            num_blocks=num_blocks,
+            vocab_size=vocab_size,
+            dtype="int32",
+        )
+
+    def submit(self, key: RequestKey, request: EngineRequest, disaggregated: DisaggregatedParams | None) -> None:
+        if request.sampling.guided_decoding is not None:
+            raise RequestError("guided_decoding: the mocker does not choose its tokens; leave it out")
+        with self._lock:
+            if self._is_draining:
+                raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
+            if self._num_queued >= self._max_queue_size:
+                raise ResourceExhaustedError(
+                    f"queue: {self._num_queued} requests wait; scheduler_config.max_queue_size is"
+                    f" {self._max_queue_size}; try again later"
+                )
+            self._num_queued += 1
+            self._num_submitted += 1
+            order = self._num_submitted
+        sequence = Sequence(key, request, disaggregated, self._ids, order)
+        self._inbox.put(lambda: self._enqueue(sequence))
+
+    def abort(self, key: RequestKey) -> None:
+        self._inbox.put(lambda: self._abort(key))
+
+    def drain(self) -> None:
+        with self._lock:
+            self._is_draining = True
+
+    def progress(self) -> Progress:
+        return Progress(self._step, self._began_at, self._num_queued, len(self._running))
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(1)
+        self._step_log.close()
+
+    def _vocabulary(self) -> tuple[Ids, int]:
+        if self._model.vocab_size:
+            return plain_ids(self._model.vocab_size), self._model.vocab_size
+        return printable_ids(self._context.model_path)
+
+    def _run(self) -> None:
+        self._pace.sharpen(self._model.step_ms)
+        while not self._stopping.is_set():
+            try:
+                self._turn()
+            except Exception as error:
+                logger.exception("mocker_failed step=%d", self._step)
+                self._fail_all(error)
+
+    def _turn(self) -> None:
+        """One round: take what came in, admit, and do a step if anything can run."""
+        self._take_inbox()
+        self._expire(time.monotonic())
+        self._admit()
+        decoding, prefilling = self._active()
+        if decoding or prefilling:
+            self._do_step(decoding, prefilling)
+            return
+        self._began_at = 0.0
+        self._pace.rest()
+        self._accounts.levels(self._pool)
+        self._wait()
+
+    def _active(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Return those that decode, and those whose prompts are worked on."""
+        decode, prefill = State.DECODE, State.PREFILL
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for one in self._running.values():
+            if one.state is decode:
+                decoding.append(one)
+            elif one.state is prefill:
+                prefilling.append(one)
+        return decoding, prefilling
+
+    def _take_inbox(self) -> None:
+        """Do what came in; a burst in portions, so that it does not stretch the step of those that run."""
+        until = time.monotonic() + _INTAKE_S
+        while not self._inbox.empty() and time.monotonic() < until:
+            if (action := self._inbox.get()) is not None:
+                action()
+
+    def _wait(self) -> None:
+        """Sleep until something comes in; wake for deadlines while requests wait."""
+        try:
+            action = self._inbox.get(timeout=_POLL_S if self._waiting or self._running else None)
+        except queue.Empty:
+            return
+        if action is not None:
+            action()
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        needed = self._pool.blocks_for(sequence.num_total)
+        if needed > self._pool.num_blocks:
+            error = RequestError(
+                f"max_tokens: prompt and answer take {needed} KV blocks; the pool has {self._pool.num_blocks};"
+                " ask for less or raise kv_cache_config.max_tokens"
+            )
+            self._leave_queue()
+            self._end(sequence, "error", error)
+            return
+        if self._context.config.kv_cache_config.enable_block_reuse:
+            salt = f"{sequence.request.cache_salt}\0{sequence.request.lora_name}"
+            sequence.block_keys = self._pool.keys(sequence.request.prompt, salt)
+        bisect.insort(self._waiting, sequence, key=lambda one: one.rank)
+
+    def _leave_queue(self) -> None:
+        with self._lock:
+            self._num_queued -= 1
+
+    def _abort(self, key: RequestKey) -> None:
+        sequence = self._running.get(key) or next((one for one in self._waiting if one.key == key), None)
+        if sequence is None:
+            if (lease := self._leases.get(key)) is not None:
+                lease.abort()
+            return
+        if sequence.state is State.FETCHING and sequence.fetch is not None:
+            sequence.is_aborted = True
+            sequence.fetch.cancel()  # the end comes with its `done`
+            return
+        self._remove_waiting(sequence)
+        self._end(sequence, "cancelled")
+
+    def _remove_waiting(self, sequence: Sequence) -> None:
+        if sequence.state is State.WAITING:
+            self._waiting.remove(sequence)
+            self._leave_queue()
+
+    def _expire(self, now: float) -> None:
+        if now < self._expire_at:
+            return
+        self._expire_at = now + _EXPIRE_S
+        limit = self._context.config.scheduler_config.max_queue_time_s or float("inf")
+        for one in [one for one in self._waiting if now - one.arrived_at > limit]:
+            self._remove_waiting(one)
+            text = f"queue time: {now - one.arrived_at:.1f} s; scheduler_config.max_queue_time_s is {limit:g}"
+            self._end(one, "timeout", DeadlineExceededError(text))
+        late = [one for one in (*self._waiting, *self._running.values()) if now > one.deadline]
+        for one in late:
+            if one.state is State.FETCHING and one.fetch is not None:
+                one.fetch.cancel()
+                continue
+            self._remove_waiting(one)
+            text = f"timeout_ms: {one.request.timeout_ms} have passed after {one.num_generated} tokens"
+            self._end(one, "timeout", DeadlineExceededError(text))
+
+    def _admit(self) -> None:
+        """Admit by rank while batch and blocks have room; whoever does not fit holds up those behind."""
+        while self._waiting and len(self._running) < self._max_batch_size:
+            one = self._waiting[0]
+            # At least one prompt token is computed, so that there are logits to sample from.
+            max_hits = (one.num_prompt - 1) // self._pool.tokens_per_block
+            holding = self._pool.allocate(one.block_keys, one.num_total, max_hits)
+            if holding is None:
+                return
+            self._waiting.pop(0)
+            self._leave_queue()
+            self._running[one.key] = one
+            try:
+                self._begin(one, holding)
+            except BiremeError as error:
+                self._end(one, "error", error)
+
+    def _begin(self, one: Sequence, holding: Holding) -> None:
+        one.holding = holding
+        one.admitted_at = time.monotonic()
+        held = len(holding.shared) * self._pool.tokens_per_block
+        one.num_cached = 0 if one.params else held
+        self._accounts.admitted(one)
+        if one.params is not None:
+            self._fetch(one, one.params, held)
+            return
+        one.state = State.PREFILL
+        one.prefill_left = one.num_prompt - held
+        if one.request.request_type == "context_only":
+            assert self._context.transfer is not None, "the gate lets no context_only through without a transfer"
+            one.lease = self._context.transfer.reserve(lambda: self._inbox.put(lambda: self._unlease(one.key, holding)))
+
+    def _unlease(self, key: RequestKey, holding: Holding) -> None:
+        """The transfer has let go of a lease."""
+        self._leases.pop(key, None)
+        self._pool.free(holding)
+
+    def _fetch(self, one: Sequence, params: DisaggregatedParams, held: int) -> None:
+        assert self._context.transfer is not None, "the gate lets no generation_only through without a transfer"
+        one.state = State.FETCHING
+        one.rows = Rows(one.prompt_ids)
+        first = params.first_gen_tokens
+        if first and (first[0] in one.stop_ids or one.num_generated + len(first) >= one.max_tokens):
+            one.state, one.decode_at = State.DECODE, time.monotonic()
+            self._hand_out([self._deliver(one, list(first))])  # over with it: no KV is needed
+            return
+
+        def done(error: BiremeError | None) -> None:
+            self._inbox.put(lambda: self._fetched(one, error))
+
+        one.fetch = self._context.transfer.fetch(params, (held,), one.rows.write, done)
+
+    def _fetched(self, one: Sequence, error: BiremeError | None) -> None:
+        if one.state is not State.FETCHING:
+            return
+        if one.is_aborted:
+            self._end(one, "cancelled")
+        elif time.monotonic() > one.deadline:
+            text = f"timeout_ms: {one.request.timeout_ms} have passed while KV was on the way"
+            self._end(one, "timeout", DeadlineExceededError(text))
+        elif error is not None or (one.rows and one.rows.corruption):
+            self._end(one, "error", error or BiremeError(one.rows.corruption if one.rows else ""))
+        else:
+            assert one.params is not None
+            self._begin_decode(one)
+            if one.params.first_gen_tokens:
+                self._hand_out([self._deliver(one, list(one.params.first_gen_tokens))])
+
+    def _begin_decode(self, one: Sequence) -> None:
+        one.state = State.DECODE
+        one.decode_at = time.monotonic()
+        assert one.holding is not None
+        self._pool.publish(one.holding, one.block_keys)
+
+    def _do_step(self, decoding: list[Sequence], prefilling: list[Sequence]) -> None:
+        began, is_first = time.monotonic(), self._pace.is_idle
+        self._began_at = began
+        prefill_s, prefilled = self._prefill(prefilling, self._max_num_tokens - len(decoding))
+        plain, others = _advance(decoding)  # tokens are made within the step, as a GPU would
+        others += prefilled
+        tokens = [one.next_token() for one in others]
+        model = self._model
+        duration_s = (model.step_ms + model.step_ms_per_request * len(decoding)) / 1e3 + prefill_s
+        self._pace.step(began, duration_s)
+        for one in prefilled:
+            self._begin_decode(one)
+        deltas = [self._deliver(one, [token]) for one, token in zip(others, tokens, strict=True)]
+        self._step += 1
+        self._began_at = 0.0
+        ended = time.monotonic()
+        self._hand_out(deltas, plain)
+        self._accounts.gaps(decoding, self._stepped_at, ended)
+        self._stepped_at = ended
+        self._accounts.levels(self._pool)
+        self._accounts.stepped(ended - began, len(deltas) + len(plain.keys))
+        self._step_log.add(began, ended, is_first)
+
+    def _prefill(self, prefilling: list[Sequence], budget: int) -> tuple[float, list[Sequence]]:
+        """Work on prompts within the token budget; return the time it takes and those that are complete."""
+        seconds, complete = 0.0, []
+        for one in prefilling:
+            if budget <= 0:
+                break
+            if one.prefill_left == one.num_prompt - one.num_cached:
+                seconds += self._model.prefill_ms / 1e3
+            chunk = min(one.prefill_left, budget)
+            budget -= chunk
+            one.prefill_left -= chunk
+            seconds += chunk * self._model.prefill_ms_per_token / 1e3
+            if not one.prefill_left:
+                complete.append(one)
+        return seconds, complete
+
+    def _deliver(self, one: Sequence, tokens: list[int]) -> Delta:
+        """Return the delta of new tokens, with the end if one of them is the last."""
+        is_first = one.num_generated == one.request.num_resumed
+        delta = Delta(one.key)
+        for token in tokens:
+            if token in one.stop_ids and one.num_generated >= one.min_tokens:
+                delta.finish = self._finish(one, "stop", stop_token_id=token)
+                break
+            delta.tokens.append(token)
+            one.num_generated += 1
+            if one.num_generated >= one.max_tokens:
+                delta.finish = self._finish(one, "length")
+                break
+        delta.logprobs = one.logprobs(delta.tokens)
+        if is_first:
+            one.first_token_at = time.monotonic()
+            delta.prompt_logprobs = one.prompt_logprobs()
+        if one.request.request_type == "context_only":
+            self._export(one, delta)
+        if is_first or delta.finish is not None:
+            self._news.append((one, is_first, delta.finish))
+        return delta
+
+    def _hand_out(self, deltas: list[Delta], plain: PlainTokens | None = None) -> None:
+        """Emit what was delivered; the accounts come after it, while nobody waits."""
+        self._emit(self._step, deltas, plain)
+        news, self._news = self._news, []
+        for one, is_first, finish in news:
+            if is_first:
+                self._accounts.delivered(one)
+            if finish is not None:
+                self._accounts.finished(one, finish)
+                self._release(one)
+
+    def _export(self, one: Sequence, delta: Delta) -> None:
+        """Hand a context_only request over: its rows stay until the lease lets them go.
+
+        Where its one token is the last, decode needs no KV and none is exported.
+        """
+        assert one.lease is not None
+        usage = one.usage(self._context.worker)
+        first = tuple(delta.tokens)
+        if delta.finish is not None and delta.finish.stop_token_id is not None:
+            first = (delta.finish.stop_token_id,)
+        delta.exported = DisaggregatedParams(
+            worker=self._context.worker,
+            life=self._context.life,
+            lease_id=one.lease.lease_id,
+            generation=one.lease.generation,
+            num_tokens=one.num_prompt,
+            first_gen_tokens=first,
+            first_gen_log_probs=tuple(delta.logprobs) if delta.logprobs else None,
+            prefill_ms=usage.prefill_ms,
+            queue_ms=usage.queue_ms,
+            cached_tokens=usage.cached_tokens,
+        )
+        if delta.finish is None:
+            delta.finish = Finish("not_finished", usage)
+            self._leases[one.key] = one.lease
+            one.lease.export(one.num_prompt, Rows(one.prompt_ids).read)
+            one.lease = one.holding = None
+
+    def _finish(self, one: Sequence, reason: FinishReason, error: str = "", stop_token_id: int | None = None) -> Finish:
+        return Finish(reason, one.usage(self._context.worker), error, stop_token_id)
+
+    def _end(self, one: Sequence, reason: FinishReason, error: BaseException | None = None) -> None:
+        """End a request outside a step."""
+        finish = self._finish(one, reason, to_message(error) if error else "")
+        self._accounts.finished(one, finish)
+        self._release(one)
+        self._emit(self._step, [Delta(one.key, finish=finish)])
+
+    def _release(self, one: Sequence) -> None:
+        """Take the request out of the batch and give its blocks back; those under a lease follow with it."""
+        one.state = State.ENDED
+        self._running.pop(one.key, None)
+        if one.lease is not None:
+            one.lease.abort()
+            one.lease = one.holding = None
+        if one.holding is not None:
+            self._pool.free(one.holding)
+            one.holding = None
+
+    def _fail_all(self, error: Exception) -> None:
+        self._news.clear()
+        for one in [*self._waiting, *self._running.values()]:
+            if one.state is not State.ENDED:
+                self._remove_waiting(one)
+                self._end(one, "error", error)
+
+
+def _advance(decoding: list[Sequence]) -> tuple[PlainTokens, list[Sequence]]:
+    """Return the tokens of which there is nothing to say but the token, and the sequences with more to say."""
+    keys: list[RequestKey] = []
+    tokens: list[int] = []
+    others: list[Sequence] = []
+    for one in decoding:
+        token = one.plain_token()
+        if token is None:
+            others.append(one)
+        else:
+            keys.append(one.key)
+            tokens.append(token)
+    return PlainTokens(keys, tokens), others

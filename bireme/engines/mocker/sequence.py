@@ -1,0 +1,149 @@
+"""One request inside the mocker."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from bireme.disagg import DisaggregatedParams
+from bireme.engines.base import RequestKey
+from bireme.engines.mocker.blocks import Holding
+from bireme.engines.mocker.rows import Rows
+from bireme.engines.mocker.tokens import Ids, prompt_digest, tokens_at
+from bireme.kv.transfer.base import Fetch, Lease
+from bireme.messages import EngineRequest, TokenLogprob, TokenLogprobs, Usage
+
+_AHEAD = 128  # tokens computed at once
+
+
+class State(enum.Enum):
+    WAITING = "waiting"
+    FETCHING = "fetching"  # its KV is on the way from prefill
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    key: RequestKey
+    request: EngineRequest
+    params: DisaggregatedParams | None
+    ids: Ids  # what tokens are chosen from
+    order: int
+    state: State = State.WAITING
+    holding: Holding | None = None
+    block_keys: list[bytes] = field(default_factory=list)
+    lease: Lease | None = None
+    fetch: Fetch | None = None
+    rows: Rows | None = None  # what the fetch writes to
+    is_aborted: bool = False
+    num_cached: int = 0
+    prefill_left: int = 0  # prompt tokens still to compute
+    arrived_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
+    decode_at: float = 0.0
+    first_token_at: float = 0.0
+    num_generated: int = 0  # delivered, resumed ones included
+    digest: int = 0
+    num_prompt: int = 0  # with resumed tokens
+    max_tokens: int = 0
+    min_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    plain_until: int = 0  # generated tokens after the first one and before this one are all that is wanted of it
+    _ahead: list[int] = field(default_factory=list)
+    _ahead_at: int = 0
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        self.num_prompt = len(self.request.prompt) // 4
+        self.num_generated = self.request.num_resumed
+        self.digest = prompt_digest(self.request.prompt[: len(self.request.prompt) - 4 * self.num_generated])
+        self.max_tokens = sampling.max_tokens or 0
+        self.min_tokens = sampling.min_tokens or 0
+        stops = set(sampling.stop_token_ids)
+        if sampling.end_id is not None and not sampling.ignore_eos:
+            stops.add(sampling.end_id)
+        self.stop_ids = frozenset(stops)
+        if not stops and sampling.logprobs is None and self.request.request_type != "context_only":
+            self.plain_until = self.max_tokens - 1
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return -self.request.priority, self.order
+
+    @property
+    def deadline(self) -> float:
+        """When its own time limit is over; infinite without one."""
+        return self.arrived_at + self.request.timeout_ms / 1e3 if self.request.timeout_ms else float("inf")
+
+    @property
+    def num_total(self) -> int:
+        """Tokens of KV at its longest."""
+        if self.request.request_type == "context_only":
+            return self.num_prompt
+        return self.num_prompt - self.request.num_resumed + self.max_tokens
+
+    @property
+    def prompt_ids(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.request.prompt, "<i4")
+
+    def next_token(self) -> int:
+        """Return the token after those delivered; the caller counts it when it is delivered."""
+        at = self.num_generated - self._ahead_at
+        if not 0 <= at < len(self._ahead):
+            count = min(_AHEAD, max(1, self.max_tokens - self.num_generated))
+            self._ahead = tokens_at(self.digest, self.num_generated, count, self.ids)
+            self._ahead_at, at = self.num_generated, 0
+        return self._ahead[at]
+
+    def plain_token(self) -> int | None:
+        """Return and count the next token when there is nothing to say but the token itself; None otherwise."""
+        count = self.num_generated
+        if not self.request.num_resumed < count < self.plain_until:
+            return None
+        at = count - self._ahead_at
+        token = self._ahead[at] if 0 <= at < len(self._ahead) else self.next_token()
+        self.num_generated = count + 1
+        return token
+
+    def logprobs(self, tokens: list[int]) -> list[TokenLogprobs] | None:
+        """Return made-up log probabilities: the chosen token -0.1, its k - 1 neighbours -3, -4, ..."""
+        k = self.request.sampling.logprobs
+        return None if k is None else [self._entry(token, k) for token in tokens]
+
+    def prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        k = self.request.sampling.prompt_logprobs
+        return None if k is None else [self._entry(token, k) for token in self.prompt_ids[1:].tolist()]
+
+    def _entry(self, token: int, k: int) -> TokenLogprobs:
+        chosen = TokenLogprob(token, -0.1, 1)
+        others = [TokenLogprob(int(self.ids[(token + i) % len(self.ids)]), -2.0 - i, 1 + i) for i in range(1, k)]
+        return [chosen, *([chosen] if k else []), *others]
+
+    def usage(self, worker: str) -> Usage:
+        now, params = time.monotonic(), self.params
+        admitted = self.admitted_at or now
+        decode_at = self.decode_at or now
+        waited_ms, worked_ms = (admitted - self.arrived_at) * 1e3, (decode_at - admitted) * 1e3
+        result = Usage(
+            prompt_tokens=self.num_prompt - self.request.num_resumed,
+            cached_tokens=self.num_cached,
+            completion_tokens=self.num_generated,
+            queue_ms=waited_ms,
+            decode_ms=(now - decode_at) * 1e3,
+        )
+        if params is not None:
+            result.cached_tokens, result.prefill_ms = params.cached_tokens, params.prefill_ms
+            result.queue_ms += params.queue_ms
+            result.transfer_ms = worked_ms
+            result.prefill_worker, result.decode_worker = params.worker, worker
+        else:
+            result.prefill_ms = worked_ms
+            result.prefill_worker = worker
+            result.decode_worker = "" if self.request.request_type == "context_only" else worker
+        return result

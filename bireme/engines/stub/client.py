@@ -1,0 +1,315 @@
+"""What a stub holds of its engine: submit requests, open buses, and trust that the process is kept alive.
+
+    stub's threads      submit, abort, open_bus, send_commands, close_bus: quick, from any thread
+    supervisor's thread deliver: sinks and bus pushes are called here, in order, with no lock held
+
+A request belongs to exactly one life of the engine: when that ends, its sink gets `finish` with
+UNAVAILABLE at once, and each bus an encoded Step(lost=True); a bus ends with the life it was opened in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from bireme.config import Recipe
+from bireme.discovery import run
+from bireme.engines.stub.life import Life
+from bireme.engines.stub.supervisor import Supervisor
+from bireme.errors import ConfigError, EngineLostError, UnavailableError, to_message
+from bireme.messages import (
+    STUB,
+    Abort,
+    Capacity,
+    Commands,
+    Drain,
+    Drop,
+    EngineRequest,
+    Finish,
+    Hello,
+    Pong,
+    Sink,
+    Step,
+    Submit,
+    Usage,
+    decode_step,
+    encode,
+    frame,
+)
+from bireme.metrics import Delta, Labels, Registry, decode_delta
+
+Push = Callable[[bytes], None]  # an encoded Step; called on the supervisor's thread, quick, must not raise
+
+
+class _Session:
+    """What depends on one ready life."""
+
+    __slots__ = ("buses", "capacity", "life", "sinks")
+
+    def __init__(self, life: Life, capacity: Capacity) -> None:
+        self.life = life
+        self.capacity = capacity
+        self.sinks: dict[int, Sink] = {}
+        self.buses: dict[int, Push] = {}
+
+
+class EngineClient:
+    """One worker's engine. `start`, then use; `stop` ends it for good."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        worker_name: str,
+        metrics: Registry,
+        logger: logging.Logger,
+        run_dir: Path | None = None,
+        watch_parent: bool = True,
+    ) -> None:
+        """`watch_parent`: end this process when its parent (tritonserver) has died."""
+        if recipe.entry(worker_name) is None:
+            raise ConfigError(f"{worker_name} is not in recipe {recipe.name}")
+        self._worker = worker_name
+        self._metrics = metrics
+        self._logger = logger
+        folder = run_dir or run.run_dir()
+        self._supervisor = Supervisor(recipe, worker_name, folder, self, logger, watch_parent)
+        self._lock = threading.Lock()  # guards the session's change, and registering with sending
+        self._session: _Session | None = None
+        self._numbers = itertools.count(1)
+        self._consumers = itertools.count(STUB + 1)
+        self._gauges: set[tuple[str, Labels]] = set()
+        self._pong: Pong | None = None
+        self._pong_at = 0.0
+        self._is_draining = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self._session is not None
+
+    @property
+    def state(self) -> str:
+        """Return `ready`, or why it is not."""
+        return "ready" if self._session else self._supervisor.state
+
+    @property
+    def life(self) -> int:
+        """Return the number of the life that is ready; 0: none is."""
+        session = self._session
+        return session.life.number if session else 0
+
+    @property
+    def capacity(self) -> Capacity:
+        """Return what the ready life can take. Raises UnavailableError."""
+        return self._require().capacity
+
+    @property
+    def pid(self) -> int:
+        """Return the engine's process id. Raises UnavailableError."""
+        return self._require().life.pid
+
+    @property
+    def pong(self) -> Pong | None:
+        """The last progress report of the present life; None before the first."""
+        return self._pong
+
+    def start(self) -> None:
+        """Start the engine process and wait until it is ready. Raises ConfigError or UnavailableError."""
+        self._metrics.set("bireme_engine_up", 0)
+        self._supervisor.start()
+
+    def submit(self, request: EngineRequest, sink: Sink) -> int:
+        """Start a request of the stub's own and return its number. Raises UnavailableError; all else goes to `sink`."""
+        with self._lock:
+            session = self._admit()
+            number = next(self._numbers)
+            session.sinks[number] = sink
+            try:
+                self._send(session, STUB, Submit(number, request))
+            except UnavailableError:
+                del session.sinks[number]
+                raise
+        return number
+
+    def abort(self, number: int) -> None:
+        """Stop a request; its sink still gets its finish. After the end of a context_only one: free its lease."""
+        with self._lock:
+            if self._session is not None:
+                self._try_send(self._session, STUB, Abort(number))
+
+    def open_bus(self, push: Push) -> int:
+        """Return a new consumer of the present life, whose steps go to `push`. Raises UnavailableError.
+
+        The last thing pushed, when that life ends, is a Step with `lost`; the consumer is closed then.
+        """
+        with self._lock:
+            session = self._admit()
+            consumer = next(self._consumers)
+            session.buses[consumer] = push
+            return consumer
+
+    def send_commands(self, consumer: int, payload: bytes) -> None:
+        """Pass on an encoded Commands, unread. Raises UnavailableError when the bus has ended with its life."""
+        session = self._session
+        if session is None or consumer not in session.buses:
+            raise UnavailableError(f"this subscription has ended with its engine life; {self._ended_state()}")
+        session.life.send(frame(consumer, payload))
+
+    def close_bus(self, consumer: int) -> None:
+        """Abort everything of a consumer and forget it. Harmless when it has ended."""
+        with self._lock:
+            if self._session is not None and self._session.buses.pop(consumer, None) is not None:
+                self._try_send(self._session, consumer, Drop())
+
+    def drain(self, timeout_s: float = 0.0) -> bool:
+        """Refuse new requests; return whether the engine became idle within the time."""
+        with self._lock:
+            self._is_draining = True
+            if self._session is not None:
+                self._try_send(self._session, STUB, Drain())
+        began = time.monotonic()
+        while not self._is_idle(began):
+            if time.monotonic() >= began + timeout_s:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def stop(self) -> None:
+        """End the engine process; what is in flight ends with UNAVAILABLE. Harmless when called again."""
+        self._supervisor.stop()
+
+    def on_ready(self, life: Life, hello: Hello) -> None:
+        assert hello.capacity is not None
+        load_s = time.monotonic() - life.began_at
+        self._metrics.set("bireme_engine_up", 1)
+        self._metrics.set("bireme_engine_load_seconds", load_s)
+        with self._lock:
+            self._session = _Session(life, hello.capacity)
+            if self._is_draining:
+                self._try_send(self._session, STUB, Drain())
+        self._logger.info("engine_ready worker=%s life=%d load_s=%.2f", self._worker, life.number, load_s)
+
+    def on_frame(self, consumer: int, data: bytes) -> None:
+        session = self._session
+        if session is None:
+            return
+        if consumer == STUB:
+            self._deliver(session, decode_step(memoryview(data)[4:]))
+            return
+        push = session.buses.get(consumer)
+        if push is not None:
+            self._push(push, data[4:])
+
+    def on_pong(self, pong: Pong) -> None:
+        self._pong, self._pong_at = pong, time.monotonic()
+        if pong.metrics:
+            delta = decode_delta(pong.metrics)
+            self._gauges |= {(name, tuple(labels)) for name, labels, _ in delta.gauges}
+            self._metrics.merge(delta)
+
+    def on_end(self, life: Life, error: EngineLostError) -> None:
+        with self._lock:
+            session, self._session = self._session, None
+            self._pong = None
+        self._metrics.set("bireme_engine_up", 0)
+        self._metrics.merge(Delta([], [(name, labels, 0.0) for name, labels in self._gauges], []))
+        if session is None:
+            return
+        text = to_message(error)
+        for number, sink in session.sinks.items():
+            self._finish(number, sink, Finish("error", Usage(), text))
+        lost = encode(Step(life.number, 0, lost=True))
+        for push in list(session.buses.values()):
+            self._push(push, lost)
+
+    def on_restart(self, cause: str) -> None:
+        self._metrics.add("bireme_engine_restarts_total", 1, cause)
+
+    def on_down(self, reason: str) -> None:
+        """Nothing waits here for another life."""
+
+    def _deliver(self, session: _Session, step: Step) -> None:
+        if step.counts is None and step.logprobs is None and step.prompt_logprobs is None:
+            self._deliver_plain(session, step)
+        else:
+            self._deliver_rich(session, step)
+        for number, finish in step.finished.items():
+            sink = session.sinks.pop(number, None)
+            if sink is not None:
+                self._finish(number, sink, finish)
+
+    def _deliver_plain(self, session: _Session, step: Step) -> None:
+        """One token a request: the path that has to be quick."""
+        find = session.sinks.get
+        for number, token in zip(step.requests, step.tokens, strict=True):
+            sink = find(number)
+            if sink is not None:
+                try:
+                    sink.push((token,))
+                except Exception:
+                    self._discard(session, number)
+
+    def _deliver_rich(self, session: _Session, step: Step) -> None:
+        logprobs, prompt_logprobs = step.logprobs or {}, step.prompt_logprobs or {}
+        for number, tokens in step.deltas():
+            sink = session.sinks.get(number)
+            if sink is not None:
+                try:
+                    sink.push(tokens, logprobs.get(number), prompt_logprobs.get(number))
+                except Exception:
+                    self._discard(session, number)
+
+    def _discard(self, session: _Session, number: int) -> None:
+        """A sink has raised: its request ends, the others go on. Called in the handler of its exception."""
+        self._logger.exception("sink_failed worker=%s request=%d", self._worker, number)
+        session.sinks.pop(number, None)
+        self._try_send(session, STUB, Abort(number))
+
+    def _finish(self, number: int, sink: Sink, finish: Finish) -> None:
+        try:
+            sink.finish(finish)
+        except Exception:
+            self._logger.exception("sink_failed worker=%s request=%d", self._worker, number)
+
+    def _push(self, push: Push, payload: bytes) -> None:
+        try:
+            push(payload)
+        except Exception:
+            self._logger.exception("bus_push_failed worker=%s", self._worker)
+
+    def _require(self) -> _Session:
+        session = self._session
+        if session is None:
+            raise UnavailableError(self._ended_state())
+        return session
+
+    def _admit(self) -> _Session:
+        if self._is_draining:
+            raise UnavailableError(f"{self._worker} is draining and takes no new requests")
+        return self._require()
+
+    def _ended_state(self) -> str:
+        return self._supervisor.state if self._session is None else "subscribe again"
+
+    def _is_idle(self, since: float) -> bool:
+        """Return whether nothing runs, by a report that is newer than `since`."""
+        session, pong = self._session, self._pong
+        if session is None:
+            return True
+        if session.sinks or pong is None or self._pong_at <= since:
+            return False
+        return not pong.num_waiting + pong.num_running
+
+    def _send(self, session: _Session, consumer: int, command: Submit | Abort | Drop | Drain) -> None:
+        session.life.send(frame(consumer, encode(Commands(session.life.number, [command]))))
+
+    def _try_send(self, session: _Session, consumer: int, command: Submit | Abort | Drop | Drain) -> None:
+        try:
+            self._send(session, consumer, command)
+        except (UnavailableError, msgspec.MsgspecError):
+            pass  # the life is ending: what the command was about goes with it

@@ -1,0 +1,326 @@
+"""Starts an engine process, watches it, and starts it again: one permanent thread.
+
+    starting -> ready -> (the child ends, hangs or stalls) -> restarting -> ready ...
+                                                           -> slow restarts, or down, after too many
+
+The thread forks every child, reads its frames, pings it, and calls the owner back. A first start that
+fails is not tried again: whoever called `start` is told why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from bireme.config import Recipe
+from bireme.engines.stub.environment import engine_environment, find_python
+from bireme.engines.stub.heartbeat import Heartbeat, Verdict
+from bireme.engines.stub.life import Life
+from bireme.engines.stub.restarts import RestartPolicy
+from bireme.errors import BiremeError, ConfigError, EngineLostError, UnavailableError, from_message, to_message
+from bireme.messages import CONTROL, STUB, VERSION, Commands, Hello, Ping, Pong, decode_control, encode, frame, split
+
+_FRAMES_A_TURN = 256  # an engine without pauses must not keep this thread from pinging it
+_PARENT_POLL_S = 0.5
+_STACKS_S = 0.2  # for the child to write its threads' stacks before it is killed
+_STOP_S = 5.0  # from SIGTERM to SIGKILL
+
+
+class Owner(Protocol):
+    """Called on the supervisor's thread."""
+
+    def on_ready(self, life: Life, hello: Hello) -> None: ...
+
+    def on_frame(self, consumer: int, data: bytes) -> None:
+        """Take a step frame, whole."""
+
+    def on_pong(self, pong: Pong) -> None: ...
+
+    def on_end(self, life: Life, error: EngineLostError) -> None:
+        """This life is over: fail what was in flight. Called once a life, also before it was ready."""
+
+    def on_restart(self, cause: str) -> None:
+        """Another life is about to begin: the last one ended by `exit`, `hang` or `stall`."""
+
+    def on_down(self, reason: str) -> None:
+        """No other life will begin: it was started again too often."""
+
+
+class Supervisor:
+    """`start` once, `stop` once."""
+
+    def __init__(
+        self, recipe: Recipe, worker: str, run_dir: Path, owner: Owner, logger: logging.Logger, watch_parent: bool
+    ) -> None:
+        self._recipe = recipe
+        self._worker = worker
+        self._run_dir = run_dir
+        self._owner = owner
+        self._logger = logger
+        self._config = recipe.supervisor
+        self._restarts = RestartPolicy(self._config)
+        self._parent = os.getppid() if watch_parent else 0
+        self._number = 0
+        self._stopping = threading.Event()
+        self._has_started = threading.Event()  # ready for the first time, or failed
+        self._failure: BiremeError | None = None
+        self._state = f"{worker} has not been started"
+        self._thread = threading.Thread(target=self._run, name=f"engine-{worker}", daemon=True)
+
+    @property
+    def state(self) -> str:
+        """Say why no life is ready, for the text of a refusal."""
+        return self._state
+
+    def start(self) -> None:
+        """Start the child and wait until it is ready. Raises ConfigError or UnavailableError with its reason."""
+        self._thread.start()
+        self._has_started.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """End the child, politely first; harmless after a failed start or when called again."""
+        self._stopping.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_S + 5)
+
+    def _run(self) -> None:
+        try:
+            self._supervise()
+        except Exception as error:
+            self._logger.exception("supervisor_failed worker=%s", self._worker)
+            self._give_up(f"its supervisor failed: {error}")
+            self._fail_start(UnavailableError(f"{self._worker}: {to_message(error)}"))
+
+    def _supervise(self) -> None:
+        while not self._stopping.is_set():
+            self._state = f"{self._worker} is starting" + (" again" if self._number else "")
+            error, cause = self._run_life()
+            if self._stopping.is_set() or not self._has_started.is_set():
+                self._fail_start(error)
+                return
+            delay_s = self._plan_restart(str(error))
+            if delay_s is None:
+                self._sleep(float("inf"))  # the parent is watched still
+            elif self._sleep(delay_s):
+                self._owner.on_restart(cause)
+
+    def _run_life(self) -> tuple[BiremeError, str]:
+        """Run one life from sockets to sweep; return why it ended and the cause. The owner has been told then."""
+        try:
+            life = Life(self._worker, self._next_number(), self._run_dir)
+        except (OSError, zmq.ZMQError) as failure:
+            return UnavailableError(f"{self._worker}: no sockets for its engine process: {failure}"), "exit"
+        try:
+            error, cause = self._live(life)
+        except Exception as failure:
+            self._logger.exception("life_failed worker=%s life=%d", self._worker, life.number)
+            error, cause = UnavailableError(f"{self._worker}: its supervisor failed: {to_message(failure)}"), "exit"
+        how = life.end()
+        if self._stopping.is_set():
+            error = UnavailableError(f"{self._worker} is stopping")
+        elif error is None:
+            error = self._exit_error(how)
+        self._state = str(error)
+        self._owner.on_end(life, _as_lost(error))
+        if not self._stopping.is_set():
+            self._logger.error(
+                "engine_lost worker=%s life=%d cause=%s how=%s reason=%s", self._worker, life.number, cause, how, error
+            )
+        return error, cause
+
+    def _live(self, life: Life) -> tuple[BiremeError | None, str]:
+        """Run one life to its end; return why it ended (None: the process exited by itself) and the cause."""
+        try:
+            environment = engine_environment(self._recipe, self._worker, self._run_dir)
+            life.spawn(find_python(environment), environment)
+        except ConfigError as refusal:
+            return refusal, "exit"
+        self._logger.info("engine_started worker=%s life=%d pid=%d", self._worker, life.number, life.pid)
+        error = self._await_hello(life)
+        if error is not None or self._stopping.is_set() or life.has_exited():
+            return error, "exit"
+        verdict = self._watch(life)
+        if verdict is None:
+            return None, "exit"
+        text = f"the engine process of {self._worker} was killed: {verdict.text}"
+        return UnavailableError(text), verdict.cause
+
+    def _await_hello(self, life: Life) -> BiremeError | None:
+        """Read until the child is ready or has failed; only the start's own time limit counts."""
+        while not self._stopping.is_set():
+            self._check_parent()
+            has_exited = life.has_exited()  # before reading: what it said last is read after its end
+            for data in life.frames():
+                message = _control(data)
+                if isinstance(message, Hello):
+                    return self._greet(life, message)
+            if has_exited:
+                return None
+            if time.monotonic() - life.began_at > self._config.start_timeout_s:
+                life.kill()
+                limit = self._config.start_timeout_s
+                return UnavailableError(f"{self._worker} was not ready in supervisor.start_timeout_s = {limit:g} s")
+            life.wait(self._config.ping_interval_s)
+        self._terminate(life)
+        return None
+
+    def _greet(self, life: Life, hello: Hello) -> BiremeError | None:
+        if hello.error:
+            return from_message(hello.error)
+        if hello.version != VERSION or not (hello.capacity or hello.facts):
+            return ConfigError(
+                f"the engine process speaks version {hello.version}, this stub {VERSION};"
+                " BIREME_ENGINE_PYTHON has another bireme installed"
+            )
+        self._owner.on_ready(life, hello)
+        self._has_started.set()
+        return None
+
+    def _watch(self, life: Life) -> Verdict | None:
+        """Read frames and ping until the child exits, hangs or stalls, or the supervisor is to stop."""
+        heartbeat = Heartbeat(self._config, self._transfer_timeout_s)
+        pinged_at, count = 0.0, 0
+        while True:
+            has_exited = life.has_exited()
+            for data in life.frames() if has_exited else life.frames(_FRAMES_A_TURN):
+                self._take(data, heartbeat)
+            if has_exited:
+                return None
+            if self._stopping.is_set():
+                self._terminate(life, lambda data: self._take(data, heartbeat))
+                return None
+            now = time.monotonic()
+            if now - pinged_at >= self._config.ping_interval_s:
+                pinged_at, count = now, count + 1
+                self._check_parent()
+                self._ping(life, count)
+                if (verdict := heartbeat.look()) is not None:
+                    self._execute(life, verdict)
+                    return verdict
+            life.wait(pinged_at + self._config.ping_interval_s - time.monotonic())
+
+    def _take(self, data: bytes, heartbeat: Heartbeat) -> None:
+        heartbeat.heard()
+        consumer, payload = split(data)
+        try:
+            if consumer != CONTROL:
+                self._owner.on_frame(consumer, data)
+                return
+            message = decode_control(payload)
+            if isinstance(message, Pong):
+                heartbeat.pong(message)
+                self._owner.on_pong(message)
+        except Exception:
+            self._logger.exception("frame_failed worker=%s consumer=%d bytes=%d", self._worker, consumer, len(data))
+
+    def _ping(self, life: Life, number: int) -> None:
+        try:
+            life.send(frame(STUB, encode(Commands(life.number, [Ping(number)]))))
+        except UnavailableError:
+            pass  # the child's socket is gone: its exit, or its silence, is noticed here next
+
+    def _execute(self, life: Life, verdict: Verdict) -> None:
+        """Kill a child that does not work; one that stalls says first where."""
+        if verdict.cause == "stall":
+            life.signal(signal.SIGUSR1)
+            time.sleep(_STACKS_S)
+        life.kill()
+
+    def _terminate(self, life: Life, take: Callable[[bytes], None] | None = None) -> None:
+        """SIGTERM, then SIGKILL when the time is over; what the child still says is taken."""
+        life.signal(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_S
+        while not life.has_exited() and time.monotonic() < deadline:
+            life.wait(0.05)
+            for data in life.frames():
+                if take is not None:
+                    take(data)
+
+    def _plan_restart(self, reason: str) -> float | None:
+        """Return the seconds until the next life; None: there is none."""
+        config = self._config
+        delay_s = self._restarts.next_delay_s()
+        if delay_s is not None:
+            self._state = f"{self._worker} starts again in {delay_s:.1f} s ({reason})"
+            return delay_s
+        used = f"it was started again {config.max_restarts} times in {config.restart_window_s:g} s (last: {reason})"
+        if not config.max_restarts or not config.slow_restart_s:
+            self._give_up(used)
+            return None
+        self._state = f"{self._worker} starts again in {config.slow_restart_s:g} s (supervisor.slow_restart_s): {used}"
+        self._logger.error(
+            "engine_restarts_slowly worker=%s in_s=%g reason=%s", self._worker, config.slow_restart_s, used
+        )
+        return config.slow_restart_s
+
+    def _sleep(self, seconds: float) -> bool:
+        """Return false as soon as the supervisor is to stop."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._check_parent()
+            if self._stopping.wait(min(left, _PARENT_POLL_S)):
+                return False
+        return not self._stopping.is_set()
+
+    def _give_up(self, reason: str) -> None:
+        self._state = (
+            f"{self._worker} stays down: {reason}; find the cause in the log,"
+            f" then reload the model {self._worker} or restart the server"
+        )
+        self._logger.error("engine_down worker=%s reason=%s", self._worker, reason)
+        self._owner.on_down(self._state)
+
+    def _fail_start(self, error: BiremeError) -> None:
+        if not self._has_started.is_set():
+            is_told = isinstance(error, (ConfigError, UnavailableError))
+            self._failure = error if is_told else UnavailableError(f"{self._worker}: {to_message(error)}")
+            self._has_started.set()
+
+    def _exit_error(self, how: str) -> UnavailableError:
+        if self._has_started.is_set():
+            return EngineLostError(f"the engine process of {self._worker} has ended ({how})")
+        return UnavailableError(
+            f"the engine process of {self._worker} ended before it was ready ({how}); its messages stand in the log"
+            " above; BIREME_ENGINE_PYTHON names the python it runs on"
+        )
+
+    def _check_parent(self) -> None:
+        """End this process when tritonserver has died: Triton leaves its stubs behind. The child dies along."""
+        if self._parent and os.getppid() != self._parent:
+            self._logger.error("parent_lost worker=%s parent=%d", self._worker, self._parent)
+            os._exit(1)
+
+    @property
+    def _transfer_timeout_s(self) -> float:
+        entry = self._recipe.entry(self._worker)
+        assert entry is not None
+        config = entry.engine_config.cache_transceiver_config
+        return config.kv_transfer_timeout_ms / 1e3 if config.backend else 0.0
+
+    def _next_number(self) -> int:
+        """Lives are numbered by the clock (ms), so that a restarted stub never repeats one of its predecessor."""
+        self._number = max(self._number + 1, int(time.time() * 1000))
+        return self._number
+
+
+def _control(data: bytes) -> Hello | Pong | None:
+    consumer, payload = split(data)
+    try:
+        return decode_control(payload) if consumer == CONTROL else None
+    except msgspec.DecodeError as error:
+        return Hello(-1, 0, error=f"FAILED_PRECONDITION: the engine process speaks another protocol: {error}")
+
+
+def _as_lost(error: BiremeError) -> EngineLostError:
+    return error if isinstance(error, EngineLostError) else EngineLostError(str(error))

@@ -1,0 +1,157 @@
+"""One HTTP request: its headers, its body within limits, its reply, and whether its client is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeVar
+
+from bireme.errors import drop_frames
+from bireme.openai.http.direct import AtOnce, DirectWrite, Watch, cycle_of, direct_write, has_whole_body, is_body_coming
+from bireme.openai.http.error_replies import HttpError
+from bireme.openai.keys import OPEN, Tenant
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Header = tuple[bytes, bytes]
+_T = TypeVar("_T")
+
+NOT_MODIFIED = 304  # has no body; its length would be the one that the client has
+JSON: Header = (b"content-type", b"application/json")
+_EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache, no-transform"))
+JSON_ONLY = (b"application/json",)
+_DISCARD_S, _DISCARD_BYTES = 5.0, 64 << 20
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class ClientGoneError(Exception):
+    """Nobody reads the answer any more."""
+
+
+class Call:
+    """Used by one task."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self._cycle = cycle_of(receive)
+        self.path: str = scope["path"]  # decoded; the only thing that decisions look at
+        self.method: str = scope["method"]
+        self.headers: list[Header] = scope["headers"]
+        self._first: dict[bytes, bytes] = dict(reversed(self.headers))  # of several with one name the first
+        self.query: bytes = scope.get("query_string", b"")
+        self.arrived_at = time.monotonic()
+        given = self.header(b"x-request-id")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
+        self.tenant: Tenant = OPEN
+        self.status = 0  # of the reply; 0: none yet
+        self.notes: dict[str, object] = {}  # for the access log
+
+    def header(self, name: bytes) -> bytes:
+        """Return a header's value, b"" without; of several the first."""
+        return self._first.get(name, b"")
+
+    def header_count(self, name: bytes) -> int:
+        return sum(1 for key, _ in self.headers if key == name)
+
+    async def body(self, max_bytes: int, timeout_s: float, kinds: tuple[bytes, ...] = JSON_ONLY) -> bytes:
+        """Return the whole body. Raises HttpError for another type than these, or when it is too large or too slow."""
+        kind = self.header(b"content-type").split(b";")[0].strip().lower()
+        if kind not in kinds:
+            allowed = b" or ".join(kinds).decode()
+            raise HttpError(415, f"content-type: send {allowed}", code="unsupported_media_type")
+        if self.header(b"content-encoding") not in (b"", b"identity"):
+            raise HttpError(415, "content-encoding: send the body uncompressed", code="unsupported_media_type")
+        length = self.header(b"content-length")
+        if length.isdigit() and int(length[:20]) > max_bytes:
+            raise _too_large(max_bytes)
+        if has_whole_body(self._cycle):
+            return await self._read(max_bytes)
+        try:
+            return await asyncio.wait_for(self._read(max_bytes), timeout_s)
+        except asyncio.TimeoutError:
+            raise HttpError(
+                408, f"the body did not arrive in {timeout_s:g} s; send it faster", code="timeout"
+            ) from None
+
+    async def _read(self, max_bytes: int) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                raise ClientGoneError
+            part = message.get("body", b"")
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(part)
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def discard_body(self) -> None:
+        """Take what the client still sends, within bounds: the close of a connection that has unread bytes resets it,
+        and most clients then see no reply at all.
+        """
+
+        async def discard() -> None:
+            left = _DISCARD_BYTES
+            while left > 0 and is_body_coming(self._cycle):
+                left -= len((await self._receive()).get("body", b""))
+
+        try:
+            await asyncio.wait_for(discard(), _DISCARD_S)
+        except asyncio.TimeoutError as error:
+            drop_frames(error)
+
+    async def reply(self, status: int, body: bytes, *headers: Header) -> None:
+        """Send the whole reply; JSON unless a header says otherwise."""
+        kinds = () if any(key == b"content-type" for key, _ in headers) else (JSON,)
+        self.status = status
+        lengths = () if status == NOT_MODIFIED else ((b"content-length", str(len(body)).encode()),)
+        own = [(b"x-request-id", self.request_id), *lengths]
+        with AtOnce(self._cycle):
+            await self._send({"type": "http.response.start", "status": status, "headers": [*own, *kinds, *headers]})
+            await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+
+    async def write_events(self, data: bytes, is_last: bool) -> None:
+        """Send server-sent events; the first time after the headers."""
+        body = {"type": "http.response.body", "body": data, "more_body": not is_last}
+        if self.status:
+            return await self._send(body)
+        self.status = 200
+        headers = [*_EVENTS, (b"x-request-id", self.request_id)]
+        with AtOnce(self._cycle):
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send(body)
+
+    def direct_write(self) -> DirectWrite | None:
+        """Return a quicker way to write events that are not the last, once some have been written."""
+        return direct_write(self._cycle)
+
+    def when_gone(self, callback: Callable[[], object]) -> Watch:
+        """Call back when the client leaves; after the body was read. The caller cancels what is returned."""
+        return Watch(self._cycle, self._receive, callback)
+
+    async def unless_gone(self, work: Awaitable[_T]) -> _T:
+        """Return what the work returns; when the client leaves, cancel it and raise ClientGoneError."""
+        task = asyncio.ensure_future(work)
+        watch = self.when_gone(task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if watch.is_gone:
+                raise ClientGoneError from None
+            task.cancel()
+            raise
+        finally:
+            watch.cancel()
+
+
+def _too_large(max_bytes: int) -> HttpError:
+    close = ((b"connection", b"close"),)
+    return HttpError(413, f"the body exceeds frontend.max_body_bytes {max_bytes}; shorten it", code="too_large",
+                     headers=close)  # fmt: skip

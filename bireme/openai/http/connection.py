@@ -1,0 +1,112 @@
+"""uvicorn's connection, with what uvicorn leaves out: limits of a request's head, and news for all of its requests.
+
+A head (request line and headers) that is too large is answered with 431, one that does not come in time with 408;
+uvicorn would read and wait without end. When the client leaves, each request under way is told: uvicorn tells the
+last one alone, and of two sent one after the other the first would go on generating for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from bireme.config import FrontendConfig
+from bireme.openai.http.error_replies import HttpError, reply_of
+
+_HEADER_FRAME = 4  # ": " and the end of the line
+
+
+class Connection(HttpToolsProtocol):
+    """One client's connection; `limits` is what functools.partial gives to uvicorn's factory."""
+
+    def __init__(self, limits: FrontendConfig, **uvicorn_arguments: Any) -> None:
+        super().__init__(**uvicorn_arguments)
+        self._limits = limits
+        self._open: tuple[RequestResponseCycle, ...] = ()  # requests not answered yet, the oldest first
+        self._is_in_head, self._num_head_bytes = False, 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._refusal: HttpError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._is_in_head:
+            return
+        self._num_head_bytes += len(data)
+        if self._num_head_bytes > self._limits.max_header_bytes:
+            self._refuse(self._too_large())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head, self._num_head_bytes = True, 0
+        if self._head_timer is None:
+            self._start_head_timer()
+
+    def on_headers_complete(self) -> None:
+        self._stop_head_timer()
+        self._is_in_head = False
+        size = len(self.url) + sum(len(name) + len(value) + _HEADER_FRAME for name, value in self.headers)
+        if size > self._limits.max_header_bytes:
+            self._refusal = self._too_large()
+            raise self._refusal  # the parser stops, and has uvicorn call send_400_response
+        super().on_headers_complete()
+        self._open = (*(cycle for cycle in self._open if not cycle.response_complete), self.cycle)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._refusal is None:
+            super().send_400_response(msg)
+        else:
+            self._refuse(self._refusal)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        for cycle in self._open[:-1]:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._open = ()
+        super().connection_lost(exc)
+
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self._limits.header_timeout_s, self._give_up)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        self._head_timer = None
+        if self._is_answering():  # the answer to an earlier request comes first
+            self._start_head_timer()
+        elif not self._is_in_head:  # not a byte has come: nobody waits for an answer
+            self.transport.close()
+        else:
+            limit = f"frontend.header_timeout_s = {self._limits.header_timeout_s:g} s"
+            self._refuse(HttpError(408, f"the request's headers did not come within {limit}", code="timeout"))
+
+    def _is_answering(self) -> bool:
+        return any(not cycle.response_complete for cycle in self._open)
+
+    def _too_large(self) -> HttpError:
+        limit = f"frontend.max_header_bytes is {self._limits.max_header_bytes}"
+        return HttpError(431, f"the request line and headers are too large; {limit}", code="headers_too_large")
+
+    def _refuse(self, error: HttpError) -> None:
+        """Say why, unless that would stand in the middle of an answer, and close."""
+        self._stop_head_timer()
+        self._is_in_head = False
+        if not self._is_answering():
+            reply = reply_of(error)
+            head = (
+                f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(reply.body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + reply.body)
+        self.transport.close()

@@ -1,0 +1,174 @@
+"""Server-sent events of one answer on their way to a client: what is ready, and when to write it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from typing import Protocol
+
+from bireme.openai.http.direct import DirectWrite
+from bireme.openai.http.pace import Pacer
+from bireme.pipelines.chat_answer import encode_json
+from bireme.text.output import News, PlainText, Reader
+
+PREFIX, SUFFIX = b"data: ", b"\n\n"
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": still working\n\n"
+_json_of = functools.lru_cache(1 << 16)(encode_json)  # pieces of text are tokens: the same ones again and again
+
+
+class TextTemplate(Protocol):
+    """Makes the event of a piece of text (ChunkTemplate)."""
+
+    def text(self, index: int, text: str) -> bytes: ...
+
+    def frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return what stands before and after the text's JSON."""
+
+
+class _Source:
+    """One choice's text on its way into events."""
+
+    __slots__ = ("_head", "_joint", "_tail", "_text", "has_news")
+
+    def __init__(self, text: PlainText, head: bytes, tail: bytes) -> None:
+        self._text, self._head, self._tail = text, head, tail
+        self._joint = tail + head
+        self.has_news = False
+
+    def events(self) -> bytes:
+        """Return the events of what has come since the last call, one a piece of text."""
+        pieces = self._text.take()
+        return self._head + self._joint.join(map(_json_of, pieces)) + self._tail if pieces else b""
+
+
+class EventStream:
+    """A buffer between an answer and its connection (pipelines.chat_stream.ChunkSink)."""
+
+    __slots__ = (
+        "_direct", "_is_dirty", "_is_sending", "_max_bytes", "_pacer", "_parts", "_size", "_sources", "_template",
+        "_waiter", "is_closed", "is_complete", "is_overrun", "written_at",
+    )  # fmt: skip
+
+    def __init__(self, template: TextTemplate, pacer: Pacer, max_bytes: int) -> None:
+        self._template, self._pacer, self._max_bytes = template, pacer, max_bytes
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._sources: list[_Source] = []  # have text that is not among the parts yet
+        self._is_dirty = False
+        self._direct: DirectWrite | None = None
+        self._is_sending = False  # the task is at it: nothing may overtake what it has taken
+        self._waiter: asyncio.Future[None] | None = None
+        self.is_complete = False  # the last event is in the buffer, or out
+        self.is_closed = False  # nothing comes any more
+        self.is_overrun = False  # the client reads too slowly
+        self.written_at = time.monotonic()
+
+    # Called by the answer
+
+    def text(self, index: int, text: str) -> None:
+        self._put(self._template.text(index, text))
+
+    def reader(self, index: int) -> Reader:
+        def read(text: PlainText) -> News:
+            source = _Source(text, *self._template.frame(index))
+
+            def news() -> None:
+                if not source.has_news:
+                    source.has_news = True
+                    self._sources.append(source)
+                    self._mark()
+
+            return news
+
+        return read
+
+    def chunk(self, data: bytes) -> None:
+        self._put(data)
+
+    def end(self) -> None:
+        self.is_complete = True
+        self._put(DONE)
+
+    def fail(self, body: bytes) -> None:
+        """Tell the client of an error after the beginning."""
+        self._put(PREFIX + body + SUFFIX)
+        self.end()
+
+    def _put(self, data: bytes) -> None:
+        self._collect()
+        self._add(data)
+        self._mark()
+
+    def _collect(self) -> None:
+        """Make events of the text that has come."""
+        if not self._sources:
+            return
+        sources, self._sources = self._sources, []
+        for source in sources:
+            source.has_news = False
+            self._add(source.events())
+
+    def _add(self, data: bytes) -> None:
+        if data:
+            self._parts.append(data)
+            self._size += len(data)
+        if self._size > self._max_bytes and not self.is_overrun:
+            self.is_overrun = True
+            self.close()
+
+    def _mark(self) -> None:
+        if not self._is_dirty:
+            self._is_dirty = True
+            self._pacer.mark(self)
+
+    # Called by the connection
+
+    async def wait(self) -> None:
+        """Return when there is something to write, or nothing will come."""
+        if self.is_closed:
+            return
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def take(self) -> bytes:
+        """Return what is to be written now; `go_on` when it was."""
+        self._is_sending = True
+        self._collect()
+        data = self._joined()
+        self._clear()
+        return data
+
+    def go_on(self, direct: DirectWrite | None) -> None:
+        self._direct, self._is_sending = direct, False
+        if self._parts:  # came meanwhile
+            self._mark()
+
+    def _joined(self) -> bytes:
+        return b"".join(self._parts)
+
+    def _clear(self) -> None:
+        self._parts.clear()
+        self._size = 0
+        self.written_at = self._pacer.now
+
+    def wake(self) -> None:
+        self._is_dirty = False
+        self._collect()
+        if not self.is_closed:
+            if self._is_sending or not self._parts:
+                return
+            if self._direct is not None and not self.is_complete and self._direct(self._joined()):
+                return self._clear()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.wake()
+
+    def comment(self) -> None:
+        """Write a comment, so that proxies see life."""
+        if not self.is_complete:
+            self._put(COMMENT)

@@ -1,0 +1,180 @@
+"""Several processes for one frontend: starts them, starts again what dies, and ends them together.
+
+One rule: it serves nothing itself. SIGTERM and SIGINT reach every process, which then drains as if alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bireme.discovery.pulse import own_pulse
+from bireme.launch.process_watch import ProcessWatch
+from bireme.openai.http.group_folder import DeadGroup, GroupFolder, dead_groups
+from bireme.openai.http.members import Member
+from bireme.stop_signals import on_stop_signal
+
+_LOOK_S = 0.1
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
+_GRACE_S = 3.0  # beyond the drain
+_STALL_S = 60.0  # without a sign of life, whatever it does
+_STEADY_S = 60.0  # after so long a life the pause is short again
+logger = logging.getLogger("bireme.openai")
+
+
+def run_group(arguments: Sequence[str], count: int, launch: int, drain_timeout_s: float) -> int:
+    """Run `count` processes with these arguments until a signal; return the exit code.
+
+    `launch`: pid of the process that starts another group when this one dies; 0: nobody does.
+    """
+    with GroupFolder(launch) as folder:
+        members = [Member(number, count, folder.path) for number in range(count)]
+        group = _Group([*arguments, "--launch", str(launch)], members, dead_groups(launch), drain_timeout_s)
+        with on_stop_signal(group.signals.put):
+            return group.run()
+
+
+class _Group:
+    def __init__(
+        self, arguments: Sequence[str], members: list[Member], before: list[DeadGroup], drain_timeout_s: float
+    ) -> None:
+        """`before`: their members serve until ours do."""
+        self.signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # to pass on, in the order in which they came
+        self._arguments = arguments
+        self._pulse = own_pulse()
+        self._lives = [_Life(member) for member in members]
+        self._before = before
+        self._end_s = drain_timeout_s + _GRACE_S
+        self._kill_at = 0.0  # whoever is asked to end has ended by then
+        self._watch = _watch_of(members[0].folder, self._lives)
+
+    def run(self) -> int:
+        for life in self._lives:
+            life.start(self._arguments)
+        while not self._pass_on():
+            with contextlib.suppress(OSError):  # /proc can't be read now
+                self._succeed()
+                if self._watch is not None:
+                    self._watch.turn()
+            for life in self._lives:
+                if (code := life.ended()) is None:
+                    continue
+                if not life.has_served:  # a wrong option or a missing file: the next one would fail as well
+                    self.signals.put(signal.SIGTERM)
+                    self._wait()
+                    return abs(code) or 1
+                life.revive(self._arguments)
+        return self._wait()
+
+    def _pass_on(self) -> bool:
+        """Wait a moment for a signal. Return whether there was one; every process has it then."""
+        if self._pulse is not None:
+            self._pulse.beat()
+        try:
+            number = self.signals.get(timeout=_LOOK_S)
+        except queue.Empty:
+            return False
+        for life in self._lives:
+            life.tell(number)
+        return True
+
+    def _wait(self) -> int:
+        """Pass on what still comes until all have ended, or should have; return the worst exit code."""
+        kill_at = time.monotonic() + self._end_s
+        while any(life.ended() is None for life in self._lives) or self._before:
+            self._pass_on()
+            with contextlib.suppress(OSError):
+                self._succeed(now=True)
+            if time.monotonic() > kill_at:  # stopped, or hung
+                for life in self._lives:
+                    life.tell(signal.SIGKILL)
+        return max(abs(life.ended() or 0) for life in self._lives)
+
+    def _succeed(self, now: bool = False) -> None:
+        """Have the members of dead groups end, once ours serve."""
+        if not self._before or not (now or all(life.has_served for life in self._lives)):
+            return
+        if not self._kill_at:
+            self._kill_at = time.monotonic() + self._end_s
+            for group in self._before:
+                group.succeed()
+        if time.monotonic() > self._kill_at:
+            for group in self._before:
+                group.kill()
+        self._before = [group for group in self._before if not group.remove()]
+
+
+class _Life:
+    """One member's processes, one after the other."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._process: subprocess.Popen[bytes] | None = None
+        self._began_at = self._start_at = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+        self.has_served = False
+
+    def start(self, arguments: Sequence[str]) -> None:
+        own = ("--member", str(self._member), "--parent", str(os.getpid()))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bireme.openai", *arguments, *own],
+            start_new_session=True,  # a terminal sends Ctrl-C to a whole group: they would get it twice, and not drain
+        )
+        self._began_at = time.monotonic()
+
+    @property
+    def role(self) -> str:
+        return f"member{self._member.number}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def ended(self) -> int | None:
+        """Return the exit code of a process that has ended, None while it runs."""
+        assert self._process is not None
+        self.has_served = self.has_served or self._member.has_served
+        return self._process.poll()
+
+    def revive(self, arguments: Sequence[str]) -> None:
+        """Start again, after a pause that doubles with each early death; called until it has happened."""
+        now = time.monotonic()
+        if not self._start_at:
+            if now - self._began_at > _STEADY_S:
+                self._pause_s = _FIRST_PAUSE_S
+            self._start_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            logger.error("member_died number=%d restart_in_s=%g", self._member.number, self._start_at - now)
+        if now >= self._start_at:
+            self._start_at = 0.0
+            try:
+                self.start(arguments)
+            except OSError as error:  # no descriptor, process or memory left: after the next pause again
+                logger.error("member_start_failed number=%d error=%s", self._member.number, error)
+
+    def tell(self, number: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+def _watch_of(folder: Path, lives: list[_Life]) -> ProcessWatch | None:
+    """Return what ends members that hang; None in a launch, which does that itself."""
+    if os.environ.get("BIREME_SHM_PREFIX"):
+        return None
+    prefix = f"{folder.name}_"
+    os.environ["BIREME_SHM_PREFIX"] = prefix  # for the members
+
+    def kill(role: str, pid: int, cause: str) -> None:
+        logger.error("member_killed role=%s pid=%d cause=%s", role, pid, cause)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    return ProcessWatch(lambda: {life.role: life.pid for life in lives}, kill, prefix, _STALL_S)

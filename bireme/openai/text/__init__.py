@@ -1,0 +1,1 @@
+"""Chats, completions and tokenization."""

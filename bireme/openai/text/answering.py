@@ -1,0 +1,106 @@
+"""How an answer gets to its client, whole or as events, for chats and completions alike.
+
+Nothing is sent before there is something to say, so an error before the first token has its own status; an
+error after it is an event. A client that leaves, or reads too slowly, cancels the work at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+
+from bireme.errors import BiremeError, RequestCancelledError, drop_frames
+from bireme.messages import Usage
+from bireme.openai.http.call import Call, ClientGoneError
+from bireme.openai.http.error_replies import is_internal, reply_of, shutting_down
+from bireme.openai.http.event_stream import EventStream
+from bireme.openai.text.served_model import ServedModel
+from bireme.pipelines.sequence import Sequence
+from bireme.pipelines.side_by_side import count_request
+
+logger = logging.getLogger("bireme.openai")
+Streams = set[EventStream]  # those under way, for comments
+
+
+async def answer_whole(call: Call, work: Awaitable[list[Sequence]]) -> list[Sequence]:
+    """Return the ended sequences. Raises ClientGoneError, and what the work raises."""
+    return await call.unless_gone(work)
+
+
+async def answer_events(call: Call, work: Awaitable[list[Sequence]], stream: EventStream, streams: Streams) -> str:
+    """Write events until all are out; return the finish reason, or the code of the error that was told.
+
+    Raises what goes wrong before the first event, and ClientGoneError.
+    """
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda _: stream.close())
+    watch = call.when_gone(task.cancel)
+    streams.add(stream)
+    try:
+        await _write(call, stream)
+        if stream.is_overrun:
+            raise ClientGoneError
+        return (await task)[0].finish_reason
+    except BiremeError as error:
+        if not call.status:
+            raise
+        return await _fail(call, stream, error)
+    except asyncio.CancelledError:
+        if watch.is_gone:
+            raise ClientGoneError from None
+        if call.status:
+            await _fail(call, stream, shutting_down())
+        raise
+    finally:
+        streams.discard(stream)
+        watch.cancel()
+        task.cancel()
+
+
+async def _write(call: Call, stream: EventStream) -> None:
+    is_over = False
+    while not (is_over or stream.is_overrun):
+        await stream.wait()
+        is_over = stream.is_complete or stream.is_closed
+        if data := stream.take():
+            await call.write_events(data, stream.is_complete)
+            stream.go_on(call.direct_write())
+
+
+async def _fail(call: Call, stream: EventStream, error: BiremeError) -> str:
+    """Tell a client in mid-stream."""
+    drop_frames(error)
+    if not stream.is_complete:
+        if is_internal(error):
+            logger.error("stream_failed request_id=%s error=%s", call.request_id.decode(), error)
+        stream.fail(reply_of(error).body)
+        await call.write_events(stream.take(), True)
+    return error.code
+
+
+@contextmanager
+def counted(call: Call, model: ServedModel) -> Iterator[None]:
+    """Admit a request and count it out, with its key's limits and its outcome in `call.notes`."""
+    metrics = model.services.metrics
+    call.notes["model"] = model.name
+    try:
+        with model.services.admitted():
+            yield
+    except (ClientGoneError, asyncio.CancelledError):
+        call.notes["outcome"] = RequestCancelledError.code
+        raise
+    except BiremeError as error:
+        call.notes["outcome"] = error.code
+        raise
+    finally:
+        if outcome := call.notes.get("outcome"):
+            count_request(metrics, str(outcome), call.arrived_at)
+
+
+def note_usage(call: Call, usages: list[Usage], num_prompt_tokens: int) -> None:
+    """Charge what was generated, and put the counts into the access log."""
+    num_generated = sum(usage.completion_tokens for usage in usages)
+    call.tenant.take_generated(num_generated)
+    call.notes |= {"prompt_tokens": num_prompt_tokens, "generated_tokens": num_generated}

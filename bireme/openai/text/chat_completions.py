@@ -1,0 +1,52 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bireme.openai.http.call import Call
+from bireme.openai.http.event_stream import PREFIX, SUFFIX, EventStream
+from bireme.openai.http.pace import Pacer
+from bireme.openai.text.answering import Streams, answer_events, answer_whole, counted, note_usage
+from bireme.openai.text.served_model import Models, ServedModel
+from bireme.pipelines.chat_answer import Heading, WholeAnswer
+from bireme.pipelines.chat_request import REFUSED, ChatBody, ChatRequest, check_chat
+from bireme.pipelines.chat_stream import ChunkTemplate, StreamedAnswer
+from bireme.pipelines.json_body import decode_body
+
+
+class ChatCompletions:
+    """Answers with the models' chat services."""
+
+    def __init__(self, models: Models, pacer: Pacer, streams: Streams) -> None:
+        self._models, self._pacer, self._streams = models, pacer, streams
+
+    async def post(self, call: Call, data: bytes) -> None:
+        body = decode_body(data, ChatBody, REFUSED)
+        model = self._models.get(body.model)
+        with counted(call, model):
+            request = check_chat(body, model.recipe)
+            if (salt := call.tenant.cache_salt(request.cache_salt)) != request.cache_salt:
+                request = replace(request, cache_salt=salt)
+            if request.stream:
+                await self._stream(call, model, request)
+            else:
+                await self._whole(call, model, request)
+
+    async def _whole(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
+        answer = WholeAnswer(Heading.of(model.name), request.sampling.params.n, request.return_timing)
+        work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt)
+        sequences = await answer_whole(call, work)
+        call.notes["outcome"] = sequences[0].finish_reason
+        note_usage(call, answer.usages, answer.usages[0].prompt_tokens)
+        await call.reply(200, answer.json())
+
+    async def _stream(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
+        n = request.sampling.params.n
+        template = ChunkTemplate(Heading.of(model.name), n, request.include_usage, PREFIX, SUFFIX)
+        stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
+        answer = StreamedAnswer(template, stream, n, request.include_usage, request.return_timing)
+        work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt)
+        call.notes["outcome"] = await answer_events(call, work, stream, self._streams)
+        if usages := answer.usages:
+            note_usage(call, usages, usages[0].prompt_tokens)

@@ -1,0 +1,189 @@
+"""Completions as OpenAI shows them: text_completion objects, whole or as events."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from bireme.messages import TokenLogprobs, Usage
+from bireme.openai.http.event_stream import PREFIX, SUFFIX, EventStream
+from bireme.pipelines.chat_answer import Heading, encode_json, ignore_news
+from bireme.pipelines.chat_usage import timing_json, usage_json
+from bireme.pipelines.token_logprobs import LOWEST, TokenTexts
+from bireme.text.output import News, PlainText, Reader, TokenDelta
+
+
+def batch_usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
+    """Return OpenAI's `usage` of several prompts with n answers each."""
+    parts = [usage_json(usages[at : at + n]) for at in range(0, len(usages), n)]
+    total = {name: sum(part[name] for part in parts) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    cached = sum(part["prompt_tokens_details"]["cached_tokens"] for part in parts)
+    return {**total, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+class LogprobColumns:
+    """The columns of a choice's `logprobs`, of an echoed prompt's tokens too. Offsets count characters of its text."""
+
+    def __init__(self, texts: TokenTexts, num_top: int, first_token: int | None, skips_special_tokens: bool) -> None:
+        """`first_token` of an echoed prompt: nothing predicts it, so no entry names it."""
+        self._texts, self._num_top = texts, num_top
+        self._first_token, self._skips_special_tokens = first_token, skips_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0  # characters so far
+
+    def show(
+        self, entries: Sequence[TokenLogprobs], prompt: Sequence[TokenLogprobs | None] | None = None
+    ) -> dict[str, Any]:
+        """Return the columns of what has come, the prompt's tokens first."""
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entry in (*(prompt or ()), *entries):
+            token = self._first_token if entry is None else entry[0][0]
+            assert token is not None, "only an echoed prompt begins with a token that nothing predicts"
+            columns["tokens"].append(self._texts.unique_text(token))
+            columns["token_logprobs"].append(None if entry is None else max(entry[0][1], LOWEST))
+            columns["top_logprobs"].append(None if entry is None else self._top(entry))
+            columns["text_offset"].append(self._offset)
+            if not (self._skips_special_tokens and self._texts.is_special(token)):
+                self._offset += len(self._decoder.decode(self._texts.data(token)))
+        return columns
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """Return the likeliest, and the chosen token if it is not among them, as OpenAI does."""
+        shown: dict[str, float] = {}
+        for token, value, _ in (*entry[1 : 1 + self._num_top], entry[0]):
+            shown.setdefault(self._texts.unique_text(token), max(value, LOWEST))
+        return shown
+
+
+def without_tokens(delta: TokenDelta) -> TokenDelta:
+    """Return what a delta says of the prompt and of the end: for a request that wants no token, though one was made."""
+    usage = None if delta.usage is None else msgspec.structs.replace(delta.usage, completion_tokens=0)
+    reason = "length" if delta.finish_reason else ""
+    return TokenDelta([], prompt_logprobs=delta.prompt_logprobs, finish_reason=reason, usage=usage)
+
+
+class CompletionTemplate:
+    """Makes the events of one answer; only the text is encoded."""
+
+    def __init__(self, heading: Heading, count: int, include_usage: bool) -> None:
+        self._head = b'%b{"id":"%b","object":"text_completion","created":%d,"model":%b,"choices":[' % (
+            PREFIX,
+            heading.id.encode(),
+            heading.created,
+            encode_json(heading.model),
+        )
+        self._texts = [b'%b{"index":%d,"text":' % (self._head, index) for index in range(count)]
+        self._end = (b'],"usage":null}' if include_usage else b"]}") + SUFFIX
+        self._text_end = b',"logprobs":null,"finish_reason":null}' + self._end
+
+    def text(self, index: int, text: str) -> bytes:
+        return self._texts[index] + encode_json(text) + self._text_end
+
+    def frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return what stands before and after the text's JSON."""
+        return self._texts[index], self._text_end
+
+    def full(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> bytes:
+        tail = b',"logprobs":%b,"finish_reason":%b}' % (encode_json(logprobs), encode_json(reason))
+        return self._texts[index] + encode_json(text) + tail + self._end
+
+    def last(self, fields: dict[str, Any]) -> bytes:
+        return self._head + b"]," + encode_json(fields)[1:] + SUFFIX
+
+
+class StreamedCompletion:
+    """Turns deltas into events."""
+
+    def __init__(
+        self, template: CompletionTemplate, stream: EventStream, echoes: list[str], columns: list[LogprobColumns] | None
+    ) -> None:
+        self._template, self._stream, self._columns = template, stream, columns
+        self._echoes = echoes  # one a choice; "" for none, or once it is out
+        self.usages: list[Usage] = [Usage() for _ in echoes]
+        self._num_open = len(echoes)
+        self.n, self.include_usage, self.has_timing = 1, False, False
+
+    def add(self, index: int, delta: TokenDelta) -> None:
+        text = delta.text
+        if self._echoes[index]:
+            text, self._echoes[index] = self._echoes[index] + text, ""
+        if self._columns is not None and (delta.logprobs or delta.prompt_logprobs):
+            columns = self._columns[index].show(delta.logprobs or (), delta.prompt_logprobs)
+            self._stream.chunk(self._template.full(index, text, columns, None))
+        elif text:
+            self._stream.text(index, text)
+        if delta.finish_reason:
+            self._finish(index, delta)
+
+    def reader(self, index: int) -> Reader | None:
+        """Return what takes text as it is; None where it has to be looked at."""
+        return None if self._echoes[index] or self._columns is not None else self._stream.reader(index)
+
+    def _finish(self, index: int, delta: TokenDelta) -> None:
+        self._stream.chunk(self._template.full(index, "", None, delta.finish_reason))
+        self.usages[index] = delta.usage or Usage()
+        self._num_open -= 1
+        if self._num_open:
+            return
+        fields: dict[str, Any] = {}
+        if self.include_usage:
+            fields["usage"] = batch_usage(self.usages, self.n)
+        if self.has_timing:
+            fields["bireme"] = timing_json(self.usages)
+        if fields:
+            self._stream.chunk(self._template.last(fields))
+        self._stream.end()
+
+
+class WholeCompletion:
+    """Collects deltas."""
+
+    def __init__(self, heading: Heading, echoes: list[str], columns: list[LogprobColumns] | None) -> None:
+        self._heading, self._columns = heading, columns
+        self._texts = [[echo] for echo in echoes]
+        self._prompts: list[list[TokenLogprobs | None]] = [[] for _ in echoes]  # of their tokens
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in echoes]
+        self._plain: list[PlainText | None] = [None] * len(echoes)  # have text that was not taken yet
+        self._reasons = [""] * len(echoes)
+        self.usages: list[Usage] = [Usage() for _ in echoes]
+
+    def add(self, index: int, delta: TokenDelta) -> None:
+        if (plain := self._plain[index]) is not None:
+            self._texts[index] += plain.take()
+        self._texts[index].append(delta.text)
+        self._prompts[index] += delta.prompt_logprobs or ()
+        self._logprobs[index] += delta.logprobs or ()
+        if delta.finish_reason:
+            self._reasons[index] = delta.finish_reason
+            self.usages[index] = delta.usage or Usage()
+
+    def reader(self, index: int) -> Reader | None:
+        """Return what takes text as it is; None where it has to be looked at."""
+
+        def read(text: PlainText) -> News:
+            self._plain[index] = text
+            return ignore_news
+
+        return read if self._columns is None else None
+
+    def json(self, n: int, has_timing: bool) -> bytes:
+        body = {
+            "id": self._heading.id,
+            "object": "text_completion",
+            "created": self._heading.created,
+            "model": self._heading.model,
+            "choices": [self._choice(index) for index in range(len(self._texts))],
+            "usage": batch_usage(self.usages, n),
+        }
+        if has_timing:
+            body["bireme"] = timing_json(self.usages)
+        return encode_json(body)
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        columns = self._columns[index] if self._columns is not None else None
+        logprobs = columns and columns.show(self._logprobs[index], self._prompts[index])
+        text = "".join(self._texts[index])
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self._reasons[index]}

@@ -1,0 +1,141 @@
+"""POST /v1/completions: text or token ids go on as they are, no chat template."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bireme.messages import SamplingParams
+from bireme.openai.http.call import Call
+from bireme.openai.http.event_stream import EventStream
+from bireme.openai.http.pace import Pacer
+from bireme.openai.text.answering import Streams, answer_events, answer_whole, counted, note_usage
+from bireme.openai.text.completion_answer import (
+    CompletionTemplate,
+    LogprobColumns,
+    StreamedCompletion,
+    WholeCompletion,
+    without_tokens,
+)
+from bireme.openai.text.completion_request import REFUSED, CompletionBody, CompletionRequest, check_completion
+from bireme.openai.text.served_model import Models, ServedModel
+from bireme.pipelines.chat_answer import Heading
+from bireme.pipelines.json_body import decode_body
+from bireme.pipelines.sequence import Sequence, Work
+from bireme.pipelines.side_by_side import Output, run_sequences
+from bireme.request import Ids, check_ids, check_prompt_tokens
+from bireme.sampling import expand
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A request, encoded: n works a prompt, one after the other."""
+
+    request: CompletionRequest
+    works: list[Work]
+    echoes: list[str]  # one a work
+    num_prompt_tokens: int
+
+    @property
+    def n(self) -> int:
+        return self.request.sampling.params.n
+
+
+class Completions:
+    """Answers with the models' workers."""
+
+    def __init__(self, models: Models, pacer: Pacer, streams: Streams) -> None:
+        self._models, self._pacer, self._streams = models, pacer, streams
+
+    async def post(self, call: Call, data: bytes) -> None:
+        body = decode_body(data, CompletionBody, REFUSED)
+        model = self._models.get(body.model)
+        with counted(call, model):
+            request = check_completion(body, model.recipe)
+            if (salt := call.tenant.cache_salt(request.cache_salt)) != request.cache_salt:
+                request = replace(request, cache_salt=salt)
+            job = await self._prepare(call, model, request)
+            if request.stream:
+                await self._stream(call, model, job)
+            else:
+                await self._whole(call, model, job)
+
+    async def _prepare(self, call: Call, model: ServedModel, request: CompletionRequest) -> _Job:
+        prompts = [await self._encode(model, prompt, at) for at, prompt in enumerate(request.prompts)]
+        num_prompt_tokens = sum(map(len, prompts))
+        call.tenant.take_prompt(num_prompt_tokens)
+        tokenizer = model.tokenizer
+        params = request.sampling.resolve(lambda text: tokenizer.encode(text, add_special_tokens=False))
+        timeout_s = model.recipe.pipeline.request_timeout_s
+        works = [
+            Work(
+                prompt=prompt,
+                sampling=single,
+                cache_salt=request.cache_salt,
+                priority=request.sampling.priority,
+                deadline=call.arrived_at + timeout_s if timeout_s else 0.0,
+            )
+            for prompt in prompts
+            for single in expand(params)
+        ]
+        texts = [_echo(model, prompt, params) if request.echo else "" for prompt in request.prompts]
+        return _Job(request, works, [text for text in texts for _ in range(params.n)], num_prompt_tokens)
+
+    async def _encode(self, model: ServedModel, prompt: str | list[int], at: int) -> Ids:
+        if isinstance(prompt, str):
+            return (await model.chat.prompts.text(prompt)).ids
+        ids = check_ids(f"prompt[{at}]", np.array(prompt, object), model.tokenizer.vocab_size)
+        check_prompt_tokens(len(ids), model.recipe.limits)
+        return ids
+
+    async def _whole(self, call: Call, model: ServedModel, job: _Job) -> None:
+        answer = WholeCompletion(Heading.of(model.name, "cmpl"), job.echoes, _columns(model, job))
+        sequences = await answer_whole(call, self._run(call, model, job, answer))
+        call.notes["outcome"] = sequences[0].finish_reason
+        note_usage(call, answer.usages, job.num_prompt_tokens)
+        await call.reply(200, answer.json(job.n, job.request.return_timing))
+
+    async def _stream(self, call: Call, model: ServedModel, job: _Job) -> None:
+        request = job.request
+        template = CompletionTemplate(Heading.of(model.name, "cmpl"), len(job.works), request.include_usage)
+        stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
+        answer = StreamedCompletion(template, stream, job.echoes, _columns(model, job))
+        answer.n, answer.include_usage, answer.has_timing = job.n, request.include_usage, request.return_timing
+        work = self._run(call, model, job, answer)
+        call.notes["outcome"] = await answer_events(call, work, stream, self._streams)
+        note_usage(call, answer.usages, job.num_prompt_tokens)
+
+    async def _run(
+        self, call: Call, model: ServedModel, job: _Job, answer: StreamedCompletion | WholeCompletion
+    ) -> list[Sequence]:
+        outputs: list[Output] = [functools.partial(answer.add, index) for index in range(len(job.works))]
+        readers = [answer.reader(index) for index in range(len(job.works))]
+        if not job.request.wants_tokens:
+            outputs = [_prompt_only(output) for output in outputs]
+            readers = [None] * len(readers)
+        return await run_sequences(model.services, model.tokenizer, job.works, outputs, call.arrived_at, readers)
+
+
+def _echo(model: ServedModel, prompt: str | list[int], params: SamplingParams) -> str:
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, params.skip_special_tokens)
+
+
+def _prompt_only(output: Output) -> Output:
+    return lambda delta: output(without_tokens(delta))
+
+
+def _columns(model: ServedModel, job: _Job) -> list[LogprobColumns] | None:
+    num_top = job.request.logprobs
+    if num_top is None:
+        return None
+    return [
+        LogprobColumns(
+            model.chat.texts,
+            num_top,
+            int(work.prompt[0]) if job.request.echo else None,
+            work.sampling.skip_special_tokens,
+        )
+        for work in job.works
+    ]

@@ -1,0 +1,170 @@
+"""Jobs under way in this process: each is a task that follows one generation and writes down how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from typing import Any
+
+import msgspec
+
+from bireme.errors import BiremeError, drop_frames
+from bireme.openai.http.error_replies import is_internal, reply_of
+from bireme.openai.keys import Tenant
+from bireme.openai.video.job_store import Job
+from bireme.openai.video.served_video import ServedVideo
+from bireme.pipelines.video_request import VideoRequest
+from bireme.pipelines.video_service import Progress, Result
+from bireme.video.wire import Details
+
+logger = logging.getLogger("bireme.openai")
+_REPORT_S = 0.25  # progress is written down at most so often
+_STOPPED = "the server was stopped before the video was done; create the job again"
+
+
+class VideoJobs:
+    """Used on one loop."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def create(self, model: ServedVideo, request: VideoRequest, tenant: Tenant) -> Job:
+        """Start a job; return when the worker has accepted it. Raises the error of one that it refuses."""
+        run = _JobRun(model, request, tenant.name)
+        task = asyncio.get_running_loop().create_task(run.follow(), name=run.id)
+        self._tasks[run.id] = task
+        tenant.keep()
+        task.add_done_callback(lambda _: self._forget(run.id, tenant))
+        try:
+            return await asyncio.shield(run.accepted)
+        except asyncio.CancelledError:  # its client has left before it heard of the job
+            task.cancel()
+            raise
+
+    def cancel(self, job_id: str) -> None:
+        """End a job that runs here; after its step."""
+        task = self._tasks.get(job_id)
+        if task is not None:
+            task.cancel()
+
+    async def stop(self) -> None:
+        """End all; they are noted as failed."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget(self, job_id: str, tenant: Tenant) -> None:
+        self._tasks.pop(job_id, None)
+        tenant.end()
+
+
+class _JobRun:
+    """One job, from its request to its end."""
+
+    def __init__(self, model: ServedVideo, request: VideoRequest, tenant: str) -> None:
+        self.id = f"video_{uuid.uuid4().hex}"
+        self._model, self._request, self._tenant = model, request, tenant
+        self._progress = Progress()
+        self._news = asyncio.Event()
+        self._accepting = asyncio.Lock()
+        self.accepted: asyncio.Future[Job] = asyncio.get_running_loop().create_future()
+
+    async def follow(self) -> None:
+        reporter = asyncio.ensure_future(self._report())
+        try:
+            result = await self._run(reporter)
+            await self._complete(result)
+        except BiremeError as error:
+            await self._fail(error)
+        except asyncio.CancelledError:
+            await self._note_failure("server_error", _STOPPED)
+            raise
+        except Exception as error:
+            logger.exception("job_failed id=%s", self.id)
+            await self._fail(BiremeError(str(error)))
+        finally:
+            reporter.cancel()
+            if not self.accepted.done():
+                self.accepted.cancel()
+
+    async def _run(self, reporter: asyncio.Future[None]) -> Result:
+        """Return the result; when the reporter ends (the job was deleted elsewhere), end with it."""
+        work = asyncio.ensure_future(self._model.service.run(self._request.ask, self._take))
+        try:
+            both: set[asyncio.Future[Any]] = {work, reporter}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise asyncio.CancelledError
+            return await work
+        finally:
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError, BiremeError):
+                await work
+
+    def _take(self, progress: Progress) -> None:
+        self._progress = progress
+        self._news.set()
+
+    async def _report(self) -> None:
+        """Write progress down; return when the job is not there any more."""
+        jobs = self._model.jobs
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            progress = self._progress
+            if not self.accepted.done():
+                if progress.details is None:
+                    continue
+                await self._accept(progress.details)
+            if not await asyncio.to_thread(jobs.report, self.id, progress.status, progress.percent):
+                return
+            await asyncio.sleep(_REPORT_S)
+
+    async def _accept(self, details: Details) -> None:
+        """Write the job down, once."""
+        async with self._accepting:
+            if self.accepted.done():
+                return
+            add, text = self._model.jobs.add, msgspec.json.encode(details).decode()
+            prompt = self._request.ask.prompt
+            self.accepted.set_result(
+                await asyncio.to_thread(add, self.id, self._tenant, self._model.name, prompt, text)
+            )
+
+    async def _complete(self, result: Result) -> None:
+        await self._accept(result.details)  # where it was so quick that nothing has been reported yet
+        file = await self._model.delivery.store(result.parts[0], result.details.output_format)
+        tree = msgspec.to_builtins(result.details) | {"inference_time_s": result.inference_time_s}
+        details = msgspec.json.encode(tree).decode()
+        if not await asyncio.to_thread(self._model.jobs.complete, self.id, details, file.name):
+            self._model.files.remove(file.name)
+
+    async def _fail(self, error: BiremeError) -> None:
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+            return
+        if is_internal(error):
+            logger.error("job_failed id=%s error=%s", self.id, error)
+        told = msgspec.json.decode(reply_of(error).body)["error"]
+        drop_frames(error)
+        await self._note_failure(told["code"] or told["type"], told["message"])
+
+    async def _note_failure(self, code: str, message: str) -> None:
+        with contextlib.suppress(BiremeError):
+            await asyncio.to_thread(self._model.jobs.fail, self.id, code, message)
+
+
+def sweep(model: ServedVideo) -> tuple[int, dict[str, int]]:
+    """Remove what is old; return the bytes of results left and the number of jobs by status. Blocks on the disk."""
+    config = model.recipe.video
+    for file in model.jobs.expire(config.expiry_s, config.max_jobs):
+        model.files.remove(file)
+    began = time.monotonic()
+    num_bytes = model.files.sweep()
+    model.jobs.fail_orphans()
+    logger.debug("video_swept bytes=%d seconds=%.3f", num_bytes, time.monotonic() - began)
+    return num_bytes, model.jobs.counts()
