@@ -38,7 +38,7 @@ from PIL import Image
 from bireme.launch import free_ports, start_server
 from bireme.metrics import Registry
 from bireme.openai.text.served_model import ServedModel, connect
-from bireme.pipelines.chat_answer import Heading, WholeAnswer
+from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_request import parse_chat
 from bireme.recipe_files import load_recipe
 
@@ -93,7 +93,7 @@ async def first_token_ms(model: ServedModel, url: str, salt: str) -> float:
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "bireme": {"cache_salt": salt}}
     request = parse_chat(json.dumps(body), model.recipe)
     began = time.monotonic()
-    await model.chat.run(request, WholeAnswer(Heading.of(model.name), 1, False), began)
+    await model.chat.run(request, WholeAnswer(ResponseMeta.of(model.name), 1, False), began)
     return (time.monotonic() - began) * 1e3
 
 

@@ -159,7 +159,7 @@ TABLE: dict[str, MetricSpec] = {
 }
 
 
-class Delta(msgspec.Struct, array_like=True):
+class MetricDelta(msgspec.Struct, array_like=True):
     """What changed since the last take: [name, label values, number or (bucket counts, sum)]."""
 
     counters: list[tuple[str, Labels, float]]
@@ -198,19 +198,19 @@ class Registry:
             counts[bisect.bisect_left(bounds, value)] += times
             total[0] += value * times
 
-    def take_delta(self) -> Delta:
+    def take_delta(self) -> MetricDelta:
         """Return and forget the increments; gauges come with their present value each time."""
         with self._lock:
             counters, self._counters = self._counters, {}
             histograms, self._histograms = self._histograms, {}
             gauges = [(name, labels, value) for (name, labels), value in self._gauges.items()]
-        return Delta(
+        return MetricDelta(
             [(name, labels, value) for (name, labels), value in counters.items()],
             gauges,
             [(name, labels, counts, total[0]) for (name, labels), (counts, total) in histograms.items()],
         )
 
-    def merge(self, delta: Delta) -> None:
+    def merge(self, delta: MetricDelta) -> None:
         with self._lock:
             for name, labels, value in delta.counters:
                 key = (name, tuple(labels))
@@ -231,4 +231,4 @@ class Registry:
 
 
 encode_delta = msgspec.msgpack.Encoder().encode
-decode_delta = msgspec.msgpack.Decoder(Delta).decode
+decode_delta = msgspec.msgpack.Decoder(MetricDelta).decode

@@ -11,7 +11,7 @@ import os
 from benchmarks.load.meter import LoadError, Trace
 from benchmarks.load.token_bus import TraceSink, make_request
 from bireme.config import EngineConfig, KvCacheConfig, MockerConfig
-from bireme.engines.base import Delta, EngineContext, PlainTokens, RequestKey
+from bireme.engines.base import EngineContext, PlainTokens, RequestKey, StepOutput
 from bireme.engines.child.step_log import VARIABLE
 from bireme.engines.registry import create_engine
 from bireme.errors import BiremeError
@@ -65,7 +65,7 @@ class InProcess:
     async def close(self) -> None:
         self._engine.stop()
 
-    def _take(self, deltas: list[Delta], plain: PlainTokens | None) -> None:
+    def _take(self, deltas: list[StepOutput], plain: PlainTokens | None) -> None:
         for key, token in zip(plain.keys, plain.tokens, strict=True) if plain else ():
             if (sink := self._sinks.get(key)) is not None:
                 sink.push((token,))

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.load.meter import LoadError, Trace
 from benchmarks.load.workload import TEMPERATURE
 from bireme.messages import EngineRequest, Finish, SamplingParams
-from bireme.workers.bus import Bus, Ticket
+from bireme.workers.bus import Bus, BusRequest
 from bireme.workers.channel import open_channel
 
 STALL_TIMEOUT_S = 30.0
@@ -19,7 +19,7 @@ STALL_TIMEOUT_S = 30.0
 class TokenBus:
     def __init__(self, target: str, worker: str = "decode") -> None:
         self.target, self.worker = target, worker
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, BusRequest] = {}
         self._channel: Any = None
 
     async def open(self) -> None:

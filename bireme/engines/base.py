@@ -30,7 +30,7 @@ RequestKey = tuple[int, int]  # consumer, the consumer's number
 
 
 @dataclass(slots=True)
-class Delta:
+class StepOutput:
     """One request's news of one step."""
 
     key: RequestKey
@@ -53,11 +53,11 @@ class PlainTokens:
 class Emit(Protocol):
     """Takes the news of one engine step; thread-safe, never blocks. A request is in one of both alone."""
 
-    def __call__(self, step: int, deltas: list[Delta], plain: PlainTokens | None = None) -> None: ...
+    def __call__(self, step: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class EngineProgress:
     """Is it moving? Read from another thread at any time."""
 
     step: int  # steps done
@@ -76,7 +76,7 @@ class Engine(Protocol):
 
     def drain(self) -> None: ...
 
-    def progress(self) -> Progress: ...
+    def progress(self) -> EngineProgress: ...
 
     def stop(self) -> None: ...
 

@@ -143,14 +143,14 @@ def _openai_sampling() -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _CanaryAnswer:
     result: CanaryResult
     values: dict[str, Any]  # of the last event
 
 
 def _ask(
     address: str, path: str, values: dict[str, Any] | None, timeout_s: float, headers: dict[str, str] | None = None
-) -> _Answer:
+) -> _CanaryAnswer:
     connection = http.client.HTTPConnection(address, timeout=timeout_s)
     try:
         body = None if values is None else json.dumps(values)
@@ -159,16 +159,16 @@ def _ask(
         response = connection.getresponse()
         return _read(response.status, response.read().decode(errors="replace"))
     except TimeoutError:
-        return _Answer(CanaryResult(f"no answer within {timeout_s:g} s", is_silent=True), {})
+        return _CanaryAnswer(CanaryResult(f"no answer within {timeout_s:g} s", is_silent=True), {})
     except ConnectionError as error:
-        return _Answer(CanaryResult(f"{type(error).__name__}: {error}", is_unreachable=True), {})
+        return _CanaryAnswer(CanaryResult(f"{type(error).__name__}: {error}", is_unreachable=True), {})
     except (OSError, http.client.HTTPException) as error:
-        return _Answer(CanaryResult(f"{type(error).__name__}: {error}"), {})
+        return _CanaryAnswer(CanaryResult(f"{type(error).__name__}: {error}"), {})
     finally:
         connection.close()
 
 
-def _read(status: int, text: str) -> _Answer:
+def _read(status: int, text: str) -> _CanaryAnswer:
     """Errors in mid-stream come with status 200, as an event of their own."""
     values: dict[str, Any] = {}
     for line in text.splitlines():
@@ -177,9 +177,9 @@ def _read(status: int, text: str) -> _Answer:
         except ValueError:
             continue
         if isinstance(event, dict) and "error" in event:
-            return _Answer(_failure(status, event["error"]), {})
+            return _CanaryAnswer(_failure(status, event["error"]), {})
         values = event if isinstance(event, dict) and event else values
-    return _Answer(CanaryResult("" if status == http.client.OK else f"HTTP {status}: {text[:200]}"), values)
+    return _CanaryAnswer(CanaryResult("" if status == http.client.OK else f"HTTP {status}: {text[:200]}"), values)
 
 
 def _failure(status: int, error: Any) -> CanaryResult:

@@ -86,7 +86,7 @@ def _wheel_root() -> Path | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedStart:
     """What a start needs beside the user's own choices."""
 
     binary: Path
@@ -95,20 +95,22 @@ class Prepared:
     stub: Path | None  # the wheel's stub, to check its libraries; None: an ordinary installation
 
 
-def prepare(installation: Installation, folder: Path, environment: Mapping[str, str]) -> Prepared:
+def prepare(installation: Installation, folder: Path, environment: Mapping[str, str]) -> PreparedStart:
     """Make the private folders that the installation needs in `folder`. Raises ConfigError without libpython."""
     if installation.root is None:
         return _prepare_ordinary(installation, environment)
     return _prepare_wheel(installation, installation.root, folder, environment)
 
 
-def _prepare_ordinary(installation: Installation, environment: Mapping[str, str]) -> Prepared:
+def _prepare_ordinary(installation: Installation, environment: Mapping[str, str]) -> PreparedStart:
     backends = installation.binary.parent.parent / "backends"
     arguments = (f"--backend-directory={backends}",) if backends.is_dir() else ()
-    return Prepared(installation.binary, arguments, _venv_first(environment), None)
+    return PreparedStart(installation.binary, arguments, _venv_first(environment), None)
 
 
-def _prepare_wheel(installation: Installation, root: Path, folder: Path, environment: Mapping[str, str]) -> Prepared:
+def _prepare_wheel(
+    installation: Installation, root: Path, folder: Path, environment: Mapping[str, str]
+) -> PreparedStart:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = root / "python_backend_stubs" / version / _STUB
     if not stub.is_file():
@@ -123,7 +125,7 @@ def _prepare_wheel(installation: Installation, root: Path, folder: Path, environ
     result[LIBRARY_PATH_VARIABLE] = environment.get("LD_LIBRARY_PATH", "")
     result["LD_LIBRARY_PATH"] = f"{library}:{installation.libraries}"
     arguments = (f"--backend-directory={folder / 'backends'}", f"--cache-directory={root / 'caches'}")
-    return Prepared(installation.binary, arguments, result, stub)
+    return PreparedStart(installation.binary, arguments, result, stub)
 
 
 def _venv_first(environment: Mapping[str, str]) -> dict[str, str]:
@@ -161,7 +163,7 @@ def _library_folders() -> list[Path]:
     return list(dict.fromkeys(Path(folder) for folder in (*named, *system) if folder))
 
 
-def missing_libraries(prepared: Prepared) -> list[str]:
+def missing_libraries(prepared: PreparedStart) -> list[str]:
     """Return what the stub's dynamic linker can't find: a stub that can't start leaves the server waiting."""
     if prepared.stub is None or shutil.which("ldd") is None:
         return []
@@ -171,7 +173,7 @@ def missing_libraries(prepared: Prepared) -> list[str]:
     return re.findall(r"^\s*(\S+) => not found", listing.stdout, re.MULTILINE)
 
 
-def newer_flags(installation: Installation, prepared: Prepared, allow_client_shm: bool = False) -> tuple[str, ...]:
+def newer_flags(installation: Installation, prepared: PreparedStart, allow_client_shm: bool = False) -> tuple[str, ...]:
     """Return the flags that the wheel's 2.51 does not know and later servers need; `--help` says which they have."""
     if installation.is_wheel:
         return ()

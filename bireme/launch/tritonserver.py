@@ -30,7 +30,7 @@ from bireme.launch import processes
 from bireme.launch.admin import ADMIN_HEADER, RESTRICTED_APIS, SHM_HEADER, AdminClient
 from bireme.launch.installation import (
     Installation,
-    Prepared,
+    PreparedStart,
     find_installation,
     missing_libraries,
     newer_flags,
@@ -222,7 +222,7 @@ class Server:
     ) -> None:
         self.stop()
 
-    def _parent(self, prepared: Prepared) -> None:
+    def _parent(self, prepared: PreparedStart) -> None:
         """The thread whose end would kill the server: lives as long as it does."""
         try:
             self._process = self._spawn(prepared)
@@ -239,7 +239,7 @@ class Server:
         reader.join(0.3)  # not longer: a stub that outlives the server holds the pipe open
         self._exited.set()
 
-    def _spawn(self, prepared: Prepared) -> subprocess.Popen[str]:
+    def _spawn(self, prepared: PreparedStart) -> subprocess.Popen[str]:
         # start_new_session: Ctrl-C in a terminal reaches the launcher alone, and the group can be killed whole.
         environment = prepared.environment | self._own_environment()
         leashed = [sys.executable, "-I", "-S", "-c", _LEASHED, str(os.getpid())]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.errors import BiremeError, ConfigError
-from bireme.logits.base import LogitsProcessor, ProcessorContext
+from bireme.logits.base import BaseLogitsProcessor, ProcessorContext
 from bireme.logits.registry import create
 from bireme.messages import ProcessorCall
 
@@ -63,7 +63,7 @@ def apply(job: LogitsJob) -> Logits:
     return logits_RV
 
 
-def _call(processor: LogitsProcessor, token_ids: list[int], row: torch.Tensor) -> None:
+def _call(processor: BaseLogitsProcessor, token_ids: list[int], row: torch.Tensor) -> None:
     try:
         processor(token_ids, row)
     except Exception as error:  # a user's code; whatever it raises ends this request alone

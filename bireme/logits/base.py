@@ -33,9 +33,9 @@ class ProcessorContext:
     eos_ids: tuple[int, ...] = ()
 
 
-class LogitsProcessor(Protocol):
+class BaseLogitsProcessor(Protocol):
     def __call__(self, token_ids: Sequence[int], logits: torch.Tensor) -> None: ...
 
 
 # factory(context, **arguments): makes a processor; raises RequestError or ValueError for wrong arguments
-ProcessorFactory = Callable[..., LogitsProcessor]
+ProcessorFactory = Callable[..., BaseLogitsProcessor]

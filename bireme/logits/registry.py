@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from bireme.errors import BiremeError, ConfigError, RequestError
-from bireme.logits.base import LogitsProcessor, ProcessorContext, ProcessorFactory
+from bireme.logits.base import BaseLogitsProcessor, ProcessorContext, ProcessorFactory
 from bireme.logits.processors import BUILT_IN
 from bireme.messages import ProcessorCall
 
@@ -44,12 +44,12 @@ def reads_token_ids(name: str) -> bool:
     return bool(getattr(_factory(name), "reads_token_ids", True))
 
 
-def create(calls: Sequence[ProcessorCall], context: ProcessorContext) -> list[LogitsProcessor]:
+def create(calls: Sequence[ProcessorCall], context: ProcessorContext) -> list[BaseLogitsProcessor]:
     """Make the processors of one sequence, in order. Raises RequestError naming processor and argument."""
     return [_create(call, context) for call in calls]
 
 
-def _create(call: ProcessorCall, context: ProcessorContext) -> LogitsProcessor:
+def _create(call: ProcessorCall, context: ProcessorContext) -> BaseLogitsProcessor:
     factory = _factory(call.name)
     try:
         inspect.signature(factory).bind(context, **call.args)

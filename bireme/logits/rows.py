@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.errors import RequestError
-from bireme.logits.base import LogitsProcessor
+from bireme.logits.base import BaseLogitsProcessor
 from bireme.logits.guided.guidance import Guidance
 from bireme.messages import SamplingParams, temperature_of
 
@@ -97,7 +97,7 @@ class Row:
         output_ids: Sequence[int],
         eos_ids: Sequence[int],
         vocab_size: int,
-        processors: Sequence[LogitsProcessor] = (),
+        processors: Sequence[BaseLogitsProcessor] = (),
         guidance: Guidance | None = None,
     ) -> None:
         """`guidance` has taken `output_ids` already."""

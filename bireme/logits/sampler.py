@@ -21,7 +21,7 @@ import numpy as np
 
 from bireme.errors import BiremeError, RequestError
 from bireme.logits import filters
-from bireme.logits.base import LogitsProcessor, ProcessorContext
+from bireme.logits.base import BaseLogitsProcessor, ProcessorContext
 from bireme.logits.guided.guidance import Bitmask, Guidance, allocate
 from bireme.logits.guided.mask import apply
 from bireme.logits.logprobs import token_logprobs
@@ -120,7 +120,7 @@ class Sampler(Generic[Key]):
 
     def _processors(
         self, params: SamplingParams, request_id: str, num_prompt: int, eos_ids: Sequence[int]
-    ) -> list[LogitsProcessor]:
+    ) -> list[BaseLogitsProcessor]:
         if not params.logits_processors:
             return []
         context = ProcessorContext(request_id, self._vocab_size, num_prompt, tuple(eos_ids))

@@ -21,7 +21,7 @@ from bireme.multimodal.wire import EmbeddingHandle, Grid
 SUFFIX = "-mm"  # of a worker's name: its embeddings' transfer in discovery
 
 
-class Rows(Protocol):
+class EmbeddingRows(Protocol):
     """One picture's embeddings, in the engine's own form; never changed."""
 
     @property
@@ -34,7 +34,7 @@ class Rows(Protocol):
         """Copy rows [first, last) into `data`; from any thread."""
 
 
-Fetched = Rows | bytearray  # made here, or the bytes of rows made elsewhere
+Fetched = EmbeddingRows | bytearray  # made here, or the bytes of rows made elsewhere
 Done = Callable[[Fetched | BiremeError], None]  # on any thread
 
 
@@ -68,14 +68,14 @@ class EmbeddingShare:
         self._transfer = transfer
         self._worker, self._life = worker, life
         self._lock = threading.Lock()
-        self._offers: dict[int, tuple[Lease, Rows]] = {}  # by lease id
+        self._offers: dict[int, tuple[Lease, EmbeddingRows]] = {}  # by lease id
         self._owned: dict[Hashable, set[int]] = {}  # lease ids of each encode request
 
     def start(self, layout: KvLayout) -> None:
         self._row_bytes = layout.bytes_per_token
         self._transfer.start(layout)
 
-    def offer(self, owner: Hashable, rows: Rows, media_hash: str, grid: Grid | None) -> EmbeddingHandle:
+    def offer(self, owner: Hashable, rows: EmbeddingRows, media_hash: str, grid: Grid | None) -> EmbeddingHandle:
         """Lease rows out to one fetch, until it ends, `abort`, or the lease's time is over."""
         ids: list[int] = []
         with self._lock:  # release can't come before the lease is known

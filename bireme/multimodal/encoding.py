@@ -29,7 +29,7 @@ from bireme.errors import (
 from bireme.metrics import Registry
 from bireme.multimodal.budget import Budget
 from bireme.multimodal.embedding_cache import EmbeddingCache
-from bireme.multimodal.embedding_share import EmbeddingShare, Rows
+from bireme.multimodal.embedding_share import EmbeddingRows, EmbeddingShare
 from bireme.multimodal.media import MediaLoader
 from bireme.multimodal.wire import EmbeddingHandle, EncodeJob, EncodeSource, Grid, peek_handle
 
@@ -39,7 +39,7 @@ _STOP_S = 3.0
 MAX_COPIES = 64
 
 
-class Prepared(Protocol):
+class PreparedImage(Protocol):
     """A picture as the model wants it."""
 
     @property
@@ -58,15 +58,15 @@ class ImageEncoder(Protocol):
     def name_of(self, content_hash: bytes) -> str:
         """Return the 64 hexadecimal digits that name a picture's embeddings: content, model, processor, dtype."""
 
-    def prepare(self, pixels: Any) -> Prepared:
+    def prepare(self, pixels: Any) -> PreparedImage:
         """Scale and normalise (height, width, 3) uint8. Raises RequestError."""
 
-    def encode(self, batch: Sequence[Any]) -> list[Rows]: ...
+    def encode(self, batch: Sequence[Any]) -> list[EmbeddingRows]: ...
 
     def read_embeddings(self, content: bytes) -> EncodedRows:
         """Check embeddings that a client computed (safetensors). Raises RequestError."""
 
-    def write_embeddings(self, rows: Sequence[Rows]) -> bytes:
+    def write_embeddings(self, rows: Sequence[EmbeddingRows]) -> bytes:
         """Return safetensors with tensors image_0, image_1, ..."""
 
 
@@ -75,7 +75,7 @@ class EncodedRows:
     """One picture's embeddings, as the cache keeps them."""
 
     name: str
-    rows: Rows
+    rows: EmbeddingRows
     grid: Grid | None
 
     @property
@@ -360,7 +360,7 @@ class EncoderService:
         for item, one in zip(batch, rows, strict=True):
             item.result.set_result(EncodedRows(item.name, one, item.prepared.grid))
 
-    async def _timed(self, batch: list[Any]) -> list[Rows]:
+    async def _timed(self, batch: list[Any]) -> list[EmbeddingRows]:
         self.step_began_at = began = time.monotonic()
         try:
             rows = await self._in(self._vision, lambda: self._encoder.encode(batch))

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from bireme.metrics import TABLE, Delta, Labels, MetricSpec, Registry
+from bireme.metrics import TABLE, Labels, MetricDelta, MetricSpec, Registry
 
 Histogram = tuple[list[int], float]  # counts a bucket, the sum
 Key = tuple[str, Labels]
@@ -24,7 +24,7 @@ class MetricsPage:
         self._source = registry
         self._own = _Sums()
 
-    def text(self, others: Iterable[Delta] = ()) -> bytes:
+    def text(self, others: Iterable[MetricDelta] = ()) -> bytes:
         """Return the page; `others` are the totals of processes that serve the same port."""
         sums = _Sums()
         for totals in (self.totals(), *others):
@@ -33,7 +33,7 @@ class MetricsPage:
         page.register(sums)
         return generate_latest(page)
 
-    def totals(self) -> Delta:
+    def totals(self) -> MetricDelta:
         """Return all that was counted so far."""
         self._own.add(self._source.take_delta())
         return self._own.totals()
@@ -45,7 +45,7 @@ class _Sums(Collector):
         self._gauges: dict[Key, float] = {}
         self._histograms: dict[Key, Histogram] = {}
 
-    def add(self, delta: Delta, has_levels_of_its_own: bool = False) -> None:
+    def add(self, delta: MetricDelta, has_levels_of_its_own: bool = False) -> None:
         """Take increments, and levels in place of the former ones, or (another process's) beside them."""
         for name, labels, value in delta.counters:
             key = (name, tuple(labels))
@@ -58,8 +58,8 @@ class _Sums(Collector):
             before, sum_before = self._histograms.get(key, ([0] * len(counts), 0.0))
             self._histograms[key] = ([a + b for a, b in zip(before, counts, strict=True)], sum_before + total)
 
-    def totals(self) -> Delta:
-        return Delta(
+    def totals(self) -> MetricDelta:
+        return MetricDelta(
             [(*key, value) for key, value in self._counters.items()],
             [(*key, value) for key, value in self._gauges.items()],
             [(*key, *histogram) for key, histogram in self._histograms.items()],

@@ -23,7 +23,7 @@ _json = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AnswerFormat:
     """How one request's answer is to look."""
 
     contract: Contract
@@ -45,7 +45,7 @@ class Form:
         return {name: array for name, array in outputs.items() if name in self.outputs}
 
 
-class Tally:
+class RunningSums:
     """Running sums of one sequence."""
 
     __slots__ = ("logprob", "num_tokens")
@@ -60,17 +60,17 @@ class Tally:
             self.logprob += sum(entry[0][1] for entry in delta.logprobs)
 
 
-class Part:
+class DeltaResponse:
     """A delta with what its form adds; later parts of the same sequence merge into it."""
 
     __slots__ = ("_delta", "_form", "_logprob", "_num_tokens")
 
-    def __init__(self, delta: TokenDelta, form: Form, tally: Tally) -> None:
+    def __init__(self, delta: TokenDelta, form: AnswerFormat, tally: RunningSums) -> None:
         self._delta, self._form = delta, form
         self._logprob, self._num_tokens = tally.logprob, tally.num_tokens
 
     def merge(self, later: Response) -> Response | None:
-        if not isinstance(later, Part) or self._delta.merge(later._delta) is None:
+        if not isinstance(later, DeltaResponse) or self._delta.merge(later._delta) is None:
             return None
         self._logprob, self._num_tokens = later._logprob, later._num_tokens
         return self
@@ -84,20 +84,20 @@ class Part:
         return form.chosen(outputs | _extras(form, [delta], [num_tokens], [self._logprob]))
 
 
-class Stream:
+class StreamedDeltas:
     """Sends a sequence's deltas as they come."""
 
     __slots__ = ("_form", "_send", "_tally")
 
-    def __init__(self, send: Send, form: Form) -> None:
-        self._send, self._form, self._tally = send, form, Tally()
+    def __init__(self, send: Send, form: AnswerFormat) -> None:
+        self._send, self._form, self._tally = send, form, RunningSums()
 
     def add(self, delta: TokenDelta) -> None:
         self._tally.count(delta)
-        self._send(Part(delta, self._form, self._tally))
+        self._send(DeltaResponse(delta, self._form, self._tally))
 
 
-class Collection:
+class CollectedDeltas:
     """Keeps a sequence's deltas as one, and the newest, which may still grow."""
 
     __slots__ = ("_first", "_newest")
@@ -123,12 +123,12 @@ class Collection:
         return self._first
 
 
-class Whole:
+class WholeResponse:
     """The one response of a request that does not stream."""
 
     is_last = True
 
-    def __init__(self, deltas: list[TokenDelta], form: Form) -> None:
+    def __init__(self, deltas: list[TokenDelta], form: AnswerFormat) -> None:
         self._deltas, self._form = deltas, form
 
     def merge(self, later: Response) -> Response | None:
@@ -155,7 +155,7 @@ def _joined(parts: list[Tensors]) -> dict[str, Array]:
     }
 
 
-def _extras(form: Form, deltas: list[TokenDelta], counts: list[int], sums: list[float]) -> dict[str, Array]:
+def _extras(form: AnswerFormat, deltas: list[TokenDelta], counts: list[int], sums: list[float]) -> dict[str, Array]:
     if not form.extras:
         return {}
     makers: Mapping[str, Callable[[], Array]] = {

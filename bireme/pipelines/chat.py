@@ -13,18 +13,18 @@ from typing import ClassVar
 import numpy as np
 
 from bireme.errors import BiremeError, RequestError
-from bireme.pipelines.chat_answer import Heading, WholeAnswer
+from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_request import ChatRequest, parse_chat
 from bireme.pipelines.chat_service import ChatService
 from bireme.pipelines.chat_stream import ChunkTemplate, StreamedAnswer
 from bireme.pipelines.inside import make_services
-from bireme.pipelines.sequence import Sequence
+from bireme.pipelines.sequence import SequenceRunner
 from bireme.pipelines.side_by_side import count_request
 from bireme.pipelines.text import cancel_with
 from bireme.request import read_tensors
 from bireme.specs import CHAT, ModelSpec
 from bireme.text.output import News, PlainText, Reader
-from bireme.text.tokenizer import Tokenizer
+from bireme.text.tokenizer import TextTokenizer
 from bireme.types import Cancelled, Response, Send, StageContext, Tensors
 from bireme.workers.base import WorkerClient
 
@@ -34,7 +34,7 @@ class Chat:
 
     spec: ClassVar[ModelSpec] = CHAT
 
-    def __init__(self, workers: WorkerClient | None = None, texts: Tokenizer | None = None) -> None:
+    def __init__(self, workers: WorkerClient | None = None, texts: TextTokenizer | None = None) -> None:
         self._workers, self._tokenizer = workers, texts
         self._service: ChatService | None = None
 
@@ -73,8 +73,10 @@ class Chat:
             raise RequestError("request: missing; send an OpenAI chat completion request as JSON")
         return parse_chat(values["request"], self._service.services.recipe)
 
-    async def _serve(self, service: ChatService, request: ChatRequest, send: Send, arrived_at: float) -> list[Sequence]:
-        heading, n = Heading.of(request.model), request.sampling.params.n
+    async def _serve(
+        self, service: ChatService, request: ChatRequest, send: Send, arrived_at: float
+    ) -> list[SequenceRunner]:
+        heading, n = ResponseMeta.of(request.model), request.sampling.params.n
         if request.stream:
             template = ChunkTemplate(heading, n, request.include_usage)
             sink = _Sink(template, send)

@@ -1,6 +1,6 @@
 """From deltas of tokens to the parts of a chat answer: content, reasoning, tool calls, finish.
 
-A `Choice` takes the deltas of one sequence and tells its `Answer`. Two answers exist: `WholeAnswer` collects
+A `Choice` takes the deltas of one sequence and tells its `ChatOutput`. Two answers exist: `WholeAnswer` collects
 one chat.completion, `StreamedAnswer` (chat_stream.py) makes chunks as parts come.
 """
 
@@ -24,7 +24,7 @@ encode_json = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
+class ResponseMeta:
     """What all parts of one answer say."""
 
     id: str
@@ -32,11 +32,11 @@ class Heading:
     created: int  # unix time
 
     @classmethod
-    def of(cls, model: str, prefix: str = "chatcmpl") -> Heading:
+    def of(cls, model: str, prefix: str = "chatcmpl") -> ResponseMeta:
         return cls(f"{prefix}-{secrets.token_hex(16)}", model, int(time.time()))
 
 
-class Answer(Protocol):
+class ChatOutput(Protocol):
     """Takes the parts of an answer's choices. Must be quick and must not raise."""
 
     def text(self, index: int, text: str, logprobs: Logprobs | None) -> None: ...
@@ -60,7 +60,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        answer: Answer,
+        answer: ChatOutput,
         parser: Parser | None = None,
         texts: TokenTexts | None = None,
         num_top: int = 0,
@@ -154,7 +154,7 @@ class _Collected:
 class WholeAnswer:
     """Collects a chat.completion."""
 
-    def __init__(self, heading: Heading, n: int, has_timing: bool = False) -> None:
+    def __init__(self, heading: ResponseMeta, n: int, has_timing: bool = False) -> None:
         self._heading, self._has_timing = heading, has_timing
         self._choices = [_Collected() for _ in range(n)]
 

@@ -18,7 +18,7 @@ from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
 from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelNames, request_options
 from bireme.pipelines.json_body import check_plain, decode_body
-from bireme.pipelines.picture_parts import PICTURE_PARTS, Pictures
+from bireme.pipelines.picture_parts import PICTURE_PARTS, PictureCollector
 from bireme.pipelines.pictures import PictureSource
 from bireme.sampling import Sampling, json_sampling
 from bireme.text.chat_template import Message
@@ -41,7 +41,7 @@ REFUSED = {
 }
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True):
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -65,7 +65,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -304,7 +304,7 @@ def _function(function: FunctionDefinition, where: str) -> dict[str, Any]:
 
 
 def _messages(messages: list[ChatMessage], recipe: Recipe) -> tuple[list[Message], list[PictureSource]]:
-    limits, pictures = recipe.limits, Pictures(recipe.media)
+    limits, pictures = recipe.limits, PictureCollector(recipe.media)
     if not messages:
         raise RequestError("messages: empty; send at least one message")
     if len(messages) > limits.max_messages:
@@ -313,7 +313,7 @@ def _messages(messages: list[ChatMessage], recipe: Recipe) -> tuple[list[Message
     return shown, pictures.sources
 
 
-def _message(message: ChatMessage, where: str, pictures: Pictures) -> Message:
+def _message(message: ChatMessage, where: str, pictures: PictureCollector) -> Message:
     """Return the message for a template; developer is the newer name of system."""
     role = message.role
     if role not in _ROLES:
@@ -334,7 +334,7 @@ def _message(message: ChatMessage, where: str, pictures: Pictures) -> Message:
     return shown
 
 
-def _content(message: ChatMessage, where: str, pictures: Pictures) -> str | list[dict[str, Any]]:
+def _content(message: ChatMessage, where: str, pictures: PictureCollector) -> str | list[dict[str, Any]]:
     """Return a string where there is nothing but text, else parts as chat templates expect them."""
     content = message.content
     if content is None:
@@ -348,7 +348,7 @@ def _content(message: ChatMessage, where: str, pictures: Pictures) -> str | list
     return [_shown_part(part, message.role, f"{where}.content[{at}]", pictures) for at, part in enumerate(content)]
 
 
-def _shown_part(part: Part, role: str, where: str, pictures: Pictures) -> dict[str, Any]:
+def _shown_part(part: ContentPart, role: str, where: str, pictures: PictureCollector) -> dict[str, Any]:
     if part.type not in PICTURE_PARTS:
         return {"type": "text", "text": _part(part, where)}
     if role != "user":
@@ -357,7 +357,7 @@ def _shown_part(part: Part, role: str, where: str, pictures: Pictures) -> dict[s
     return {"type": "image"}
 
 
-def _part(part: Part, where: str) -> str:
+def _part(part: ContentPart, where: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in ("text", "refusal"):
         raise RequestError(f"{where}.type: {part.type[:40]}; send text, image_url or image_embeds")

@@ -14,11 +14,11 @@ import msgspec
 from bireme.errors import RequestError
 from bireme.messages import SamplingParams
 from bireme.multimodal.model_config import picture_model_of
-from bireme.pipelines.chat_answer import Answer, Choice
+from bireme.pipelines.chat_answer import ChatOutput, Choice
 from bireme.pipelines.chat_request import ChatRequest
 from bireme.pipelines.pictures import RequestPictures
 from bireme.pipelines.prompts import EncodedPrompt, Prompts
-from bireme.pipelines.sequence import Sequence, Work
+from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
 from bireme.pipelines.services import Services
 from bireme.pipelines.side_by_side import run_sequences
 from bireme.pipelines.token_logprobs import TokenTexts
@@ -26,7 +26,7 @@ from bireme.request import check_prompt_tokens
 from bireme.sampling import expand
 from bireme.text.parsers import create_parser, reasoning_format, tool_format
 from bireme.text.parsers.base import Parser, ParserRequest
-from bireme.text.tokenizer import Tokenizer
+from bireme.text.tokenizer import TextTokenizer
 
 OnPrompt = Callable[[int], None]  # told the number of prompt tokens before anything is generated; may refuse
 
@@ -38,7 +38,7 @@ def _ignore(num_tokens: int) -> None:
 class ChatService:
     """Serves one recipe's model."""
 
-    def __init__(self, services: Services, tokenizer: Tokenizer) -> None:
+    def __init__(self, services: Services, tokenizer: TextTokenizer) -> None:
         """Raises ConfigError when the recipe names unknown formats."""
         self.services, self.tokenizer = services, tokenizer
         self.prompts = Prompts(tokenizer, services.recipe.limits, services.capacity)
@@ -52,8 +52,8 @@ class ChatService:
         return self._picture_model is not None
 
     async def run(
-        self, request: ChatRequest, answer: Answer, arrived_at: float, on_prompt: OnPrompt = _ignore
-    ) -> list[Sequence]:
+        self, request: ChatRequest, answer: ChatOutput, arrived_at: float, on_prompt: OnPrompt = _ignore
+    ) -> list[SequenceRunner]:
         """Return when the answer has everything. Raises the error that ended it otherwise."""
         if request.functions and self._tools is None:
             name = self.services.recipe.name
@@ -73,10 +73,10 @@ class ChatService:
         request: ChatRequest,
         prompt: EncodedPrompt,
         pictures: RequestPictures | None,
-        answer: Answer,
+        answer: ChatOutput,
         arrived_at: float,
         on_prompt: OnPrompt,
-    ) -> list[Sequence]:
+    ) -> list[SequenceRunner]:
         check_prompt_tokens(len(prompt.ids), self.services.recipe.limits)
         on_prompt(len(prompt.ids))
         parsing = ParserRequest(request.functions, prompt.end)
@@ -125,10 +125,10 @@ class ChatService:
         params: SamplingParams,
         pictures: RequestPictures | None,
         arrived_at: float,
-    ) -> list[Work]:
+    ) -> list[SequenceRequest]:
         deadline = self._deadline(arrived_at)
         return [
-            Work(
+            SequenceRequest(
                 prompt=prompt.ids,
                 sampling=single,
                 cache_salt=request.cache_salt,
@@ -139,7 +139,7 @@ class ChatService:
             for single in expand(params)
         ]
 
-    def _choice(self, index: int, request: ChatRequest, parsing: ParserRequest, answer: Answer) -> Choice:
+    def _choice(self, index: int, request: ChatRequest, parsing: ParserRequest, answer: ChatOutput) -> Choice:
         texts = self.texts if request.logprobs else None
         num_top = request.sampling.params.logprobs or 0
         return Choice(index, answer, self._parser(parsing), texts, num_top, request.is_parallel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from bireme.messages import Usage
-from bireme.pipelines.chat_answer import Heading, Logprobs, call_id, encode_json
+from bireme.pipelines.chat_answer import Logprobs, ResponseMeta, call_id, encode_json
 from bireme.pipelines.chat_usage import timing_json, usage_json
 from bireme.text.output import News, PlainText, Reader
 
@@ -29,7 +29,7 @@ class ChunkTemplate:
     """Makes the chunks of one answer. `prefix` and `suffix` frame each (server-sent events)."""
 
     def __init__(
-        self, heading: Heading, n: int, include_usage: bool = False, prefix: bytes = b"", suffix: bytes = b""
+        self, heading: ResponseMeta, n: int, include_usage: bool = False, prefix: bytes = b"", suffix: bytes = b""
     ) -> None:
         head = b'%b{"id":"%b","object":"chat.completion.chunk","created":%d,"model":%b,"choices":[' % (
             prefix,

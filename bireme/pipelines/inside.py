@@ -6,15 +6,15 @@ from bireme.errors import UnavailableError
 from bireme.kv.router import RoundRobin
 from bireme.pipelines.services import Services
 from bireme.sampling import check_defaults
-from bireme.text.tokenizer import Tokenizer, recipe_tokenizer
+from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
 from bireme.types import StageContext
 from bireme.workers.base import WorkerClient
 from bireme.workers.local import LocalWorkers
 
 
 def make_services(
-    context: StageContext, workers: WorkerClient | None, tokenizer: Tokenizer | None
-) -> tuple[Services, Tokenizer]:
+    context: StageContext, workers: WorkerClient | None, tokenizer: TextTokenizer | None
+) -> tuple[Services, TextTokenizer]:
     """Return what a pipeline works with; workers and tokenizer are made where tests don't give them.
 
     Raises ConfigError for a recipe or model folder that can't be served, UnavailableError outside of a server.

@@ -19,7 +19,7 @@ PICTURE_PARTS = ("image_url", "image_embeds")
 _DETAILS = (None, "auto", "low", "high")
 
 
-class Pictures:
+class PictureCollector:
     """Collects the pictures of one request."""
 
     def __init__(self, limits: MediaLimits) -> None:

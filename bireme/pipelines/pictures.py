@@ -65,14 +65,14 @@ class RequestPictures:
         """The request's `multimodal` for a worker that gets the pictures' KV."""
         return encode_multimodal(self._items)
 
-    async def take(self) -> Taken:
+    async def take(self) -> RequestEmbeddings:
         """Return handles for one attempt, newly encoded where there are none left."""
         if not self._stock:
             answer, worker = await self._encode(1)
             if [one.hash for one in answer.pictures] != [item.hash for item in self._items]:
                 raise RequestError(f"{self._sources[0].where}: it has changed between two fetches; send it again")
             self._stock = _handles(answer, worker)
-        return Taken(self._services, self._stock.pop(), self._items)
+        return RequestEmbeddings(self._services, self._stock.pop(), self._items)
 
     def close(self) -> None:
         """Give back the handles that nobody took."""
@@ -135,7 +135,7 @@ class RequestPictures:
         return max(1, int(remaining_s * 1000))
 
 
-class Taken:
+class RequestEmbeddings:
     """The handles of one attempt."""
 
     def __init__(self, services: Services, handles: _Handles, items: tuple[MediaItem, ...]) -> None:

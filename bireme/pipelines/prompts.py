@@ -19,7 +19,7 @@ from bireme.config import Limits
 from bireme.messages import Capacity
 from bireme.request import Ids, check_prompt_text, check_prompt_tokens
 from bireme.text.chat_template import Message
-from bireme.text.tokenizer import Tokenizer
+from bireme.text.tokenizer import TextTokenizer
 
 _T = TypeVar("_T")
 _MAX_THREADS = 4
@@ -36,7 +36,7 @@ class EncodedPrompt:
 class Prompts:
     """Encodes with one tokenizer; used on one loop."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, capacity: Callable[[], Capacity | None]) -> None:
+    def __init__(self, tokenizer: TextTokenizer, limits: Limits, capacity: Callable[[], Capacity | None]) -> None:
         """`capacity`: of the decode workers, once it is known."""
         self._tokenizer, self._limits, self._capacity = tokenizer, limits, capacity
         _ = tokenizer.longest_token_bytes  # looks at the whole vocabulary, now

@@ -22,8 +22,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -44,7 +43,7 @@ from bireme.errors import (
 )
 from bireme.kv.router import Placement, RoutingRequest
 from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs, Usage
-from bireme.pipelines.pictures import RequestPictures, Taken
+from bireme.pipelines.pictures import RequestEmbeddings, RequestPictures
 from bireme.pipelines.services import Services
 from bireme.request import Ids
 from bireme.text.detokenizer import Detokenizer
@@ -61,14 +60,14 @@ class Push(Protocol):
 
     def __call__(
         self,
-        tokens: Many[int],
+        tokens: Sequence[int],
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SequenceRequest:
     """What a sequence needs to run, checked and tokenised."""
 
     prompt: Ids  # CPU 1D
@@ -80,7 +79,7 @@ class Work:
     pictures: RequestPictures | None = None  # of a prompt that has room for them
 
 
-class Sequence:
+class SequenceRunner:
     """Runs once. `push` and `finish` are for workers, on the loop's thread."""
 
     push: Push  # the stream's own, once the first token's time has been taken: no call more than needed
@@ -88,7 +87,7 @@ class Sequence:
     def __init__(
         self,
         services: Services,
-        work: Work,
+        work: SequenceRequest,
         detokenizer: Detokenizer,
         send: Callable[[TokenDelta], None],
         index: int | None = None,
@@ -104,7 +103,7 @@ class Sequence:
         self._generation: Generation | None = None
         self._ended: asyncio.Future[Finish] | None = None
         self._placement: Placement | None = None
-        self._taken: Taken | None = None  # handles of this attempt's pictures
+        self._taken: RequestEmbeddings | None = None  # handles of this attempt's pictures
         self._lease: _Lease | None = None  # filled and not claimed yet: the next attempt's
         self._prefill: tuple[str, Usage] | None = None  # worker and cost of the prefill that made the first token
         self._has_kv = True  # a prefill's KV has arrived so far whenever it was to
@@ -127,7 +126,7 @@ class Sequence:
 
     def _push_first(
         self,
-        tokens: Many[int],
+        tokens: Sequence[int],
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
@@ -138,7 +137,7 @@ class Sequence:
 
     def _push_again(
         self,
-        tokens: Many[int],
+        tokens: Sequence[int],
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> None:

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterable, Sequence
 
 from bireme.errors import drop_frames
 from bireme.metrics import Registry
-from bireme.pipelines.sequence import Sequence, Work
+from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
 from bireme.pipelines.services import Services
 from bireme.text.output import Reader, TokenDelta
-from bireme.text.tokenizer import Tokenizer
+from bireme.text.tokenizer import TextTokenizer
 
 Output = Callable[[TokenDelta], None]
 
 
 async def run_sequences(
     services: Services,
-    tokenizer: Tokenizer,
-    works: list[Work],
+    tokenizer: TextTokenizer,
+    works: list[SequenceRequest],
     outputs: Iterable[Output],
     arrived_at: float,
-    readers: Many[Reader | None] = (),
-) -> list[Sequence]:
+    readers: Sequence[Reader | None] = (),
+) -> list[SequenceRunner]:
     """Return the sequences when all have ended well. Raises the first one's error otherwise.
 
     `readers` (one an output, or none at all) take the text of sequences of which nothing else is wanted.
     """
     sequences = [
-        Sequence(
+        SequenceRunner(
             services,
             work,
             tokenizer.detokenizer(work.sampling.skip_special_tokens),
@@ -53,7 +52,7 @@ def count_request(metrics: Registry, outcome: str, arrived_at: float) -> None:
     metrics.observe("bireme_request_seconds", time.monotonic() - arrived_at)
 
 
-async def _all(sequences: list[Sequence]) -> None:
+async def _all(sequences: list[SequenceRunner]) -> None:
     """Run them side by side; when one fails, the others are cancelled."""
     if len(sequences) == 1:
         return await sequences[0].run()
@@ -69,7 +68,7 @@ async def _all(sequences: list[Sequence]) -> None:
         raise
 
 
-def _measure(metrics: Registry, sequence: Sequence, arrived_at: float) -> None:
+def _measure(metrics: Registry, sequence: SequenceRunner, arrived_at: float) -> None:
     if not sequence.first_token_at:
         return
     metrics.observe("bireme_time_to_first_token_seconds", sequence.first_token_at - arrived_at)

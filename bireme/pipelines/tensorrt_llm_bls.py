@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bireme.errors import RequestError
-from bireme.pipelines.answers import Collection, Tally
-from bireme.pipelines.sequence import Sequence, Work
+from bireme.pipelines.answers import CollectedDeltas, RunningSums
+from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
 from bireme.pipelines.side_by_side import run_sequences
 from bireme.pipelines.text import TextPipeline
 from bireme.request import GenerateRequest, check_prompt_tokens, parse_generate, read_tensors
@@ -54,17 +54,17 @@ class TensorrtLlmBls(TextPipeline):
         info, recipe = info_of(inputs), self._services.recipe
         return [parse_generate(Inputs(row, info), GENERATE, recipe) for row in rows_of(inputs, self.spec)]
 
-    async def _serve(self, requests: list[GenerateRequest], send: Send, arrived_at: float) -> list[Sequence]:
+    async def _serve(self, requests: list[GenerateRequest], send: Send, arrived_at: float) -> list[SequenceRunner]:
         assert self._services is not None and self._tokenizer is not None
-        works: list[Work] = []
-        answers: list[_Answer] = []
+        works: list[SequenceRequest] = []
+        answers: list[_BlsAnswer] = []
         for row, request in enumerate(requests):
             prompt = await self._tokenize(request)
             check_prompt_tokens(len(prompt), self._services.recipe.limits)
             of_row = self._works(request, prompt, arrived_at)
             places = [_Place(row, sequence, len(prompt), request.extras) for sequence in range(len(of_row))]
             echoed = (request.text or "") if request.echo else ""
-            answers += [_Answer(send, place, request.stream, echoed) for place in places]
+            answers += [_BlsAnswer(send, place, request.stream, echoed) for place in places]
             works += of_row
         outputs = [answer.add for answer in answers]
         sequences = await run_sequences(self._services, self._tokenizer, works, outputs, arrived_at)
@@ -114,12 +114,12 @@ class _Place:
     extras: frozenset[str]
 
 
-class _Answer:
+class _BlsAnswer:
     """Sends one sequence: each delta, or everything at its end."""
 
     def __init__(self, send: Send, place: _Place, streams: bool, echoed: str) -> None:
-        self._send, self._place, self._tally, self._echoed = send, place, Tally(), echoed
-        self._whole = None if streams else Collection()
+        self._send, self._place, self._tally, self._echoed = send, place, RunningSums(), echoed
+        self._whole = None if streams else CollectedDeltas()
 
     def add(self, delta: TokenDelta) -> None:
         if self._whole is not None:
@@ -140,7 +140,7 @@ class _RowPart:
 
     __slots__ = ("_delta", "_echoed", "_logprob", "_num_tokens", "_place")
 
-    def __init__(self, delta: TokenDelta, place: _Place, tally: Tally, echoed: str = "") -> None:
+    def __init__(self, delta: TokenDelta, place: _Place, tally: RunningSums, echoed: str = "") -> None:
         self._delta, self._place, self._echoed = delta, place, echoed
         self._logprob, self._num_tokens = tally.logprob, tally.num_tokens
 

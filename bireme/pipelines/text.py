@@ -14,15 +14,15 @@ from typing import ClassVar
 import numpy as np
 
 from bireme.errors import BiremeError
-from bireme.pipelines.answers import Collection, Form, Stream, Whole
+from bireme.pipelines.answers import AnswerFormat, CollectedDeltas, StreamedDeltas, WholeResponse
 from bireme.pipelines.inside import make_services
-from bireme.pipelines.sequence import Sequence, Work
+from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
 from bireme.pipelines.services import Services
 from bireme.pipelines.side_by_side import count_request, run_sequences
 from bireme.request import GenerateRequest, Ids, check_prompt_text, check_prompt_tokens, parse_generate
 from bireme.sampling import expand
 from bireme.specs import ModelSpec
-from bireme.text.tokenizer import Tokenizer
+from bireme.text.tokenizer import TextTokenizer
 from bireme.types import Cancelled, Send, StageContext, Tensors
 from bireme.workers.base import WorkerClient
 
@@ -32,7 +32,7 @@ class TextPipeline:
 
     spec: ClassVar[ModelSpec]
 
-    def __init__(self, workers: WorkerClient | None = None, texts: Tokenizer | None = None) -> None:
+    def __init__(self, workers: WorkerClient | None = None, texts: TextTokenizer | None = None) -> None:
         self._workers, self._tokenizer = workers, texts  # given by tests; else made at start
         self._services: Services | None = None
 
@@ -68,7 +68,7 @@ class TextPipeline:
         assert self._services is not None
         return [parse_generate(inputs, self.spec, self._services.recipe)]
 
-    async def _serve(self, requests: list[GenerateRequest], send: Send, arrived_at: float) -> list[Sequence]:
+    async def _serve(self, requests: list[GenerateRequest], send: Send, arrived_at: float) -> list[SequenceRunner]:
         """Return the sequences, all ended well."""
         assert self._services is not None and self._tokenizer is not None
         (request,) = requests
@@ -77,12 +77,12 @@ class TextPipeline:
         works = self._works(request, prompt, arrived_at)
         form = self._form(request, len(prompt))
         if request.stream:
-            streams = [send if form.is_plain else Stream(send, form).add for _ in works]
+            streams = [send if form.is_plain else StreamedDeltas(send, form).add for _ in works]
             return await run_sequences(self._services, self._tokenizer, works, streams, arrived_at)
-        collections = [Collection() for _ in works]
+        collections = [CollectedDeltas() for _ in works]
         outputs = [collection.add for collection in collections]
         sequences = await run_sequences(self._services, self._tokenizer, works, outputs, arrived_at)
-        send(Whole([collection.joined() for collection in collections], form))
+        send(WholeResponse([collection.joined() for collection in collections], form))
         return sequences
 
     async def _tokenize(self, request: GenerateRequest) -> Ids:
@@ -95,9 +95,9 @@ class TextPipeline:
         check_prompt_text("text_input", request.text, limits, longest, context)
         return np.array(await self._services.workers.tokenize(request.text), np.int32)
 
-    def _works(self, request: GenerateRequest, prompt: Ids, arrived_at: float) -> list[Work]:
+    def _works(self, request: GenerateRequest, prompt: Ids, arrived_at: float) -> list[SequenceRequest]:
         params = expand(request.sampling.resolve(self._encode))
-        first = Work(
+        first = SequenceRequest(
             prompt=prompt,
             sampling=params[0],
             cache_salt=request.cache_salt,
@@ -107,12 +107,14 @@ class TextPipeline:
         )
         return [first, *(replace(first, sampling=other) for other in params[1:])]
 
-    def _form(self, request: GenerateRequest, num_input_tokens: int) -> Form:
+    def _form(self, request: GenerateRequest, num_input_tokens: int) -> AnswerFormat:
         assert self._tokenizer is not None
         prompt = ""
         if request.echo:
             prompt = request.text or self._tokenizer.decode(_ids(request.input_ids))
-        return Form(request.contract, request.extras, num_input_tokens, self._token_text, prompt, request.outputs)
+        return AnswerFormat(
+            request.contract, request.extras, num_input_tokens, self._token_text, prompt, request.outputs
+        )
 
     def _encode(self, text: str) -> list[int]:
         assert self._tokenizer is not None

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from bireme.messages import TokenLogprob, TokenLogprobs
-from bireme.text.tokenizer import Tokenizer
+from bireme.text.tokenizer import TextTokenizer
 
 LOWEST = -9999.0  # JSON has no infinity
 
@@ -14,7 +14,7 @@ LOWEST = -9999.0  # JSON has no infinity
 class TokenTexts:
     """Texts of a tokenizer's tokens, kept once they were asked for."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer) -> None:
         self.is_special = tokenizer.is_special
         self.show = functools.lru_cache(maxsize=65536)(functools.partial(_shown, tokenizer))
 
@@ -42,6 +42,6 @@ class TokenTexts:
         return {**self.show(item[0]), "logprob": max(item[1], LOWEST)}
 
 
-def _shown(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
+def _shown(tokenizer: TextTokenizer, token: int) -> dict[str, Any]:
     data = tokenizer.token_bytes(token)
     return {"token": data.decode(errors="replace"), "bytes": list(data)}

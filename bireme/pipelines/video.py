@@ -15,7 +15,7 @@ from bireme.errors import RequestError
 from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.text import cancel_with
 from bireme.pipelines.video_request import parse_video
-from bireme.pipelines.video_service import Delivery, Progress, VideoService, VideoWorker, result_tree
+from bireme.pipelines.video_service import Delivery, VideoProgress, VideoService, VideoWorker, result_tree
 from bireme.request import read_tensors
 from bireme.specs import VIDEO, ModelSpec
 from bireme.types import Cancelled, Response, Send, StageContext, Tensors
@@ -69,7 +69,7 @@ class ProgressResponse:
 
     num_bytes = 256
 
-    def __init__(self, heading: dict[str, Any], progress: Progress) -> None:
+    def __init__(self, heading: dict[str, Any], progress: VideoProgress) -> None:
         self._heading, self._progress = heading, progress
 
     def merge(self, later: Response) -> Response | None:

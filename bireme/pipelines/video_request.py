@@ -16,7 +16,7 @@ import numpy as np
 from bireme.errors import RequestError
 from bireme.pipelines.json_body import decode_body
 from bireme.types import Array
-from bireme.video.rules import Ask
+from bireme.video.rules import RequestedVideo
 from bireme.video.wire import IMAGE_FORMATS
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -35,7 +35,7 @@ REFUSED = {
 }
 
 
-class NvExt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class VideoNvExt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The same settings where NVIDIA's clients put them."""
 
     fps: Int32 | None = None
@@ -55,7 +55,7 @@ class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guidance_scale: float | None = None
     seed: Seed | None = None
     user: str | None = None  # taken, not used
-    nvext: NvExt | None = None
+    nvext: VideoNvExt | None = None
 
 
 class VideoBody(_Body, kw_only=True, forbid_unknown_fields=True):
@@ -88,7 +88,7 @@ class ImageBody(_Body, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class VideoRequest:
-    ask: Ask
+    ask: RequestedVideo
     response_format: ResponseFormat = "b64_json"
     stream: bool = False
 
@@ -121,14 +121,14 @@ def check_images(body: ImageBody) -> VideoRequest:
     return VideoRequest(_ask(body, num_images=body.n, output_format=body.output_format), body.response_format)
 
 
-def _ask(body: _Body, **more: Any) -> Ask:
+def _ask(body: _Body, **more: Any) -> RequestedVideo:
     if not body.prompt.strip():
         raise RequestError("prompt: empty; say what is to be seen")
     names = ("negative_prompt", "num_inference_steps", "guidance_scale", "seed")
     values = {name: _chosen(body, name) for name in names}
     if values["guidance_scale"] is not None and not math.isfinite(values["guidance_scale"]):
         raise RequestError("guidance_scale: not a number; 0 to 100")
-    return Ask(prompt=body.prompt, size=body.size, **values, **more)
+    return RequestedVideo(prompt=body.prompt, size=body.size, **values, **more)
 
 
 def _chosen(body: _Body, name: str) -> Any:
@@ -146,10 +146,10 @@ def _seconds(value: float | str | None) -> float | None:
 _DTYPES = {"seconds": np.float32, "guidance_scale": np.float32, "seed": np.uint64}
 
 
-def tensors_of(ask: Ask) -> dict[str, bytes | Array]:
+def tensors_of(ask: RequestedVideo) -> dict[str, bytes | Array]:
     """Return the inputs of video_diffusion."""
     tensors: dict[str, bytes | Array] = {}
-    for name in Ask.__struct_fields__:
+    for name in RequestedVideo.__struct_fields__:
         value = getattr(ask, name)
         if isinstance(value, str):
             tensors[name] = value.encode()

@@ -21,7 +21,7 @@ from bireme.metrics import Registry
 from bireme.pipelines.video_request import VideoRequest, tensors_of
 from bireme.types import Array, Tensors
 from bireme.video.files import FileStore, StoredFile
-from bireme.video.rules import Ask
+from bireme.video.rules import RequestedVideo
 from bireme.video.wire import Details
 
 FILES_PATH = "/files/"
@@ -37,7 +37,7 @@ class VideoWorker(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class VideoProgress:
     """How far a request is."""
 
     queue_position: int = 0
@@ -67,13 +67,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class VideoResult:
     parts: list[bytes]  # encoded: one video, or pictures
     details: Details
     inference_time_s: float
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[VideoProgress], None]
 
 
 class VideoService:
@@ -83,7 +83,7 @@ class VideoService:
         self.recipe, self.workers, self._metrics = recipe, workers, metrics
         self._active = dict.fromkeys(recipe.replicas("video_diffusion"), 0)
 
-    async def run(self, ask: Ask, on_progress: OnProgress) -> Result:
+    async def run(self, ask: RequestedVideo, on_progress: OnProgress) -> VideoResult:
         """Raises errors.py; cancelling the task ends the generation after its step."""
         limit = self.recipe.limits.max_concurrent_requests
         if sum(self._active.values()) >= limit:
@@ -101,7 +101,7 @@ class VideoService:
             self._metrics.add("bireme_requests_total", 1, outcome)
             self._metrics.observe("bireme_request_seconds", time.monotonic() - began)
 
-    async def _run_somewhere(self, ask: Ask, on_progress: OnProgress) -> Result:
+    async def _run_somewhere(self, ask: RequestedVideo, on_progress: OnProgress) -> VideoResult:
         """Ask the worker with the fewest requests; one that is down (and so idle) or full is passed over."""
         workers = sorted(self._active, key=self._active.__getitem__)
         while True:
@@ -115,7 +115,7 @@ class VideoService:
             finally:
                 self._active[worker] -= 1
 
-    async def _follow(self, worker: str, ask: Ask, attempt: _Attempt) -> Result:
+    async def _follow(self, worker: str, ask: RequestedVideo, attempt: _Attempt) -> VideoResult:
         result = None
         async with aclosing(self.workers.generate(worker, tensors_of(ask))) as responses:
             async for outputs in responses:
@@ -136,7 +136,7 @@ class _Attempt:
 
     def __init__(self, on_progress: OnProgress) -> None:
         self._on_progress = on_progress
-        self._progress = Progress()
+        self._progress = VideoProgress()
         self.is_accepted = False
 
     def take(self, outputs: Tensors) -> None:
@@ -145,11 +145,11 @@ class _Attempt:
         self._on_progress(self._progress)
 
 
-def _progress(outputs: Tensors, before: Progress) -> Progress:
+def _progress(outputs: Tensors, before: VideoProgress) -> VideoProgress:
     if "details" in outputs:
         return replace(before, details=_details(outputs))
     eta_s: float = outputs["eta_s"].item()
-    return Progress(
+    return VideoProgress(
         int(outputs["queue_position"].item()),
         int(outputs["step"].item()),
         int(outputs["total_steps"].item()),
@@ -162,10 +162,10 @@ def _details(outputs: Tensors) -> Details:
     return msgspec.json.decode(bytes(outputs["details"].reshape(-1)[0]), type=Details)
 
 
-def _result(outputs: Tensors) -> Result:
+def _result(outputs: Tensors) -> VideoResult:
     parts = outputs["images"] if "images" in outputs else outputs["video"]
     seconds: float = outputs["inference_time_s"].item()
-    return Result([bytes(part) for part in parts.reshape(-1)], _details(outputs), round(seconds, 3))
+    return VideoResult([bytes(part) for part in parts.reshape(-1)], _details(outputs), round(seconds, 3))
 
 
 class Delivery:
@@ -179,7 +179,7 @@ class Delivery:
         if request.response_format == "url" and not self._public_url:
             raise RequestError("response_format: url needs video.public_url in the recipe; send b64_json or file_id")
 
-    async def data(self, result: Result, request: VideoRequest) -> list[dict[str, Any]]:
+    async def data(self, result: VideoResult, request: VideoRequest) -> list[dict[str, Any]]:
         """Return OpenAI's `data`. Raises ResourceExhaustedError."""
         if request.response_format == "b64_json":
             return [{"b64_json": base64.b64encode(part).decode()} for part in result.parts]
@@ -195,7 +195,7 @@ class Delivery:
         return f"{self._public_url}{FILES_PATH}{file.name}"
 
 
-def result_tree(result: Result) -> dict[str, Any]:
+def result_tree(result: VideoResult) -> dict[str, Any]:
     """Return what an answer says of a result, beside its data."""
     details = msgspec.to_builtins(result.details)
     details.pop("v", None)

@@ -23,7 +23,7 @@ from bireme.stages.bus import TokenBus
 from bireme.stages.engine_stage import EngineStage
 from bireme.stages.requests import EngineRun, StageRequest, failure_of, parse_stage_request, request_id_of
 from bireme.text.output import TextStream
-from bireme.text.tokenizer import Tokenizer, recipe_tokenizer
+from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
 from bireme.types import Cancelled, Send, StageContext, Tensors
 
 
@@ -32,7 +32,7 @@ class Decode(EngineStage[EngineClient]):
 
     spec: ClassVar[ModelSpec] = DECODE
 
-    def __init__(self, engine: EngineClient | None = None, texts: Tokenizer | None = None) -> None:
+    def __init__(self, engine: EngineClient | None = None, texts: TextTokenizer | None = None) -> None:
         super().__init__(EngineClient, engine)
         self._tokenizer = texts  # given by tests; else made at start
         self._bus: TokenBus | None = None

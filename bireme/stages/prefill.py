@@ -23,7 +23,7 @@ from bireme.specs import PREFILL, ModelSpec
 from bireme.stages.encoding import answer_json, run_encode
 from bireme.stages.engine_stage import EngineStage
 from bireme.stages.requests import EngineRun, StageRequest, failure_of, parse_stage_request, request_id_of
-from bireme.text.tokenizer import Tokenizer, recipe_tokenizer
+from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
 from bireme.types import Array, Cancelled, Send, StageContext, TensorResponse, Tensors
 
 _encode_json = msgspec.json.Encoder().encode
@@ -34,7 +34,7 @@ class Prefill(EngineStage[EngineClient]):
 
     spec: ClassVar[ModelSpec] = PREFILL
 
-    def __init__(self, engine: EngineClient | None = None, texts: Tokenizer | None = None) -> None:
+    def __init__(self, engine: EngineClient | None = None, texts: TextTokenizer | None = None) -> None:
         super().__init__(EngineClient, engine)
         self._tokenizer = texts  # given by tests; else made at start
 

@@ -21,8 +21,7 @@ import numpy as np
 from bireme.errors import RequestCancelledError, RequestError, ResourceExhaustedError
 from bireme.request import check_prompt_text, read_tensors
 from bireme.specs import TOKENIZER, ModelSpec
-from bireme.text.tokenizer import Tokenizer as TextTokenizer
-from bireme.text.tokenizer import recipe_tokenizer
+from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
 from bireme.types import Cancelled, Send, StageContext, TensorResponse, Tensors
 
 _MAX_THREADS = 4

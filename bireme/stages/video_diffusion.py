@@ -56,7 +56,7 @@ class VideoDiffusion(EngineStage[VideoClient]):
             raise
         self._metrics.add("bireme_requests_total", 1, "stop")
 
-    async def _generate(self, work: wire.Generation, request_id: str, send: Send, cancelled: Cancelled) -> None:
+    async def _generate(self, work: wire.DiffusionRequest, request_id: str, send: Send, cancelled: Cancelled) -> None:
         self._names.reserve(request_id)
         try:
             run = _Run(work, send)
@@ -95,18 +95,18 @@ class VideoDiffusion(EngineStage[VideoClient]):
 class _Run:
     """One request's way through the engine; WorkSink, from any thread."""
 
-    def __init__(self, work: wire.Generation, send: Send) -> None:
+    def __init__(self, work: wire.DiffusionRequest, send: Send) -> None:
         self._send, self._loop = send, asyncio.get_running_loop()
-        self._latest = Progress(0, 0, work.total_steps)
+        self._latest = VideoProgressResponse(0, 0, work.total_steps)
         self.ended = asyncio.Event()
         self.result: wire.Made | None = None
         self.error: BiremeError | None = None
 
     def queued(self, position: int) -> None:
-        self._say(Progress(position, 0, self._latest.total))
+        self._say(VideoProgressResponse(position, 0, self._latest.total))
 
     def stepped(self, event: wire.Stepped) -> None:
-        self._say(Progress(0, event.step, event.total, _NO_ETA if event.eta_s is None else event.eta_s))
+        self._say(VideoProgressResponse(0, event.step, event.total, _NO_ETA if event.eta_s is None else event.eta_s))
 
     def made(self, event: wire.Made) -> None:
         self.result = event
@@ -120,7 +120,7 @@ class _Run:
         """Say again what was said last: this stub is alive."""
         self._send(self._latest)
 
-    def _say(self, progress: Progress) -> None:
+    def _say(self, progress: VideoProgressResponse) -> None:
         self._latest = progress
         self._send(progress)
 
@@ -128,7 +128,7 @@ class _Run:
         self._loop.call_soon_threadsafe(self.ended.set)
 
 
-class Progress:
+class VideoProgressResponse:
     """A progress response; of several that wait to be sent only the last is."""
 
     num_bytes = 128
@@ -137,7 +137,7 @@ class Progress:
         self.position, self.step, self.total, self.eta_s = position, step, total, eta_s
 
     def merge(self, later: Response) -> Response | None:
-        return later if isinstance(later, Progress) else None
+        return later if isinstance(later, VideoProgressResponse) else None
 
     def tensors(self) -> Tensors:
         return {
@@ -149,7 +149,7 @@ class Progress:
         }
 
 
-class Result(TensorResponse):
+class VideoResultResponse(TensorResponse):
     """The last response."""
 
     is_last = True
@@ -157,7 +157,7 @@ class Result(TensorResponse):
     num_bytes = 128
 
 
-def _result(work: wire.Generation, made: wire.Made, max_bytes: int) -> Result:
+def _result(work: wire.DiffusionRequest, made: wire.Made, max_bytes: int) -> VideoResultResponse:
     """Raises ResourceExhaustedError for a result that is too large for a response."""
     size = sum(len(part) for part in made.parts)
     if size > max_bytes:
@@ -176,7 +176,7 @@ def _result(work: wire.Generation, made: wire.Made, max_bytes: int) -> Result:
         outputs["frames"] = np.frombuffer(made.parts[0], np.uint8).reshape(made.shape)
     else:
         outputs["images" if work.num_images else "video"] = _bytes(made.parts)
-    return Result(outputs)
+    return VideoResultResponse(outputs)
 
 
 def _bytes(items: list[bytes]) -> Array:
@@ -185,11 +185,11 @@ def _bytes(items: list[bytes]) -> Array:
     return array
 
 
-_ASKED = frozenset(rules.Ask.__struct_fields__)
+_ASKED = frozenset(rules.RequestedVideo.__struct_fields__)
 
 
-def ask_of(values: Mapping[str, Any]) -> rules.Ask:
+def ask_of(values: Mapping[str, Any]) -> rules.RequestedVideo:
     """Return what the tensors ask for. Raises RequestError."""
     if "prompt" not in values:
         raise RequestError("prompt: missing; say what is to be seen")
-    return rules.Ask(**{name: value for name, value in values.items() if name in _ASKED})
+    return rules.RequestedVideo(**{name: value for name, value in values.items() if name in _ASKED})

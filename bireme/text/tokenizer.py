@@ -31,7 +31,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "cha
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class Tokenizer:
+class TextTokenizer:
     """Text to token ids and back."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Tokenizer:
 
 def load_tokenizer(
     path: str, max_prompt_bytes: int = 8 << 20, chat_template: str = "", backend: Backend = "auto"
-) -> Tokenizer:
+) -> TextTokenizer:
     """Load from a folder, or a hub id where huggingface_hub is installed. Raises ConfigError with the remedy.
 
     `chat_template`: a Jinja file in place of the model's own templates. `backend`: what encodes (encoder.py).
@@ -154,10 +154,10 @@ def load_tokenizer(
     templates = _own_template(chat_template) if chat_template else _templates(folder, config)
     inner = _inner(folder)
     encoder = create_encoder(inner, folder / _FILES[0], backend)
-    return Tokenizer(inner, special, templates, max_prompt_bytes, encoder)
+    return TextTokenizer(inner, special, templates, max_prompt_bytes, encoder)
 
 
-def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
+def recipe_tokenizer(recipe: Recipe) -> TextTokenizer:
     """Load what a recipe says. Raises ConfigError."""
     limit = recipe.limits.max_prompt_bytes
     return load_tokenizer(recipe.tokenizer_path, limit, recipe.chat_template, recipe.tokenizer_backend)

@@ -15,7 +15,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from bireme.metrics import TABLE, Delta, Labels, MetricSpec, Registry
+from bireme.metrics import TABLE, Labels, MetricDelta, MetricSpec, Registry
 
 PERIOD_S = 0.25
 logger = logging.getLogger("bireme.triton")
@@ -57,7 +57,7 @@ class _Series:
         self._metrics: dict[tuple[str, Labels], Any] = {}
         self._gauges: dict[tuple[str, Labels], float] = {}  # last value set
 
-    def publish(self, delta: Delta) -> None:
+    def publish(self, delta: MetricDelta) -> None:
         for name, labels, amount in delta.counters:
             self._increment(name, TABLE[name], labels, amount)
         for name, labels, value in delta.gauges:

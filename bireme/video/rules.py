@@ -16,13 +16,13 @@ import msgspec
 
 from bireme.config import VideoConfig
 from bireme.errors import RequestError
-from bireme.video.wire import IMAGE_FORMATS, VIDEO_FORMATS, Generation, PipelineFacts
+from bireme.video.wire import IMAGE_FORMATS, VIDEO_FORMATS, DiffusionRequest, PipelineFacts
 
 MAX_SEED = 2**63 - 1 - 16  # torch's seeds are signed, and further pictures count on
 _SIZE = re.compile(r"(\d{1,6})[xX](\d{1,6})")
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RequestedVideo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a request says; None: nothing. The names are those of video_diffusion's tensors."""
 
     prompt: str = ""
@@ -38,14 +38,14 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     output_format: str | None = None
 
 
-def resolve(ask: Ask, facts: PipelineFacts, config: VideoConfig) -> Generation:
+def resolve(ask: RequestedVideo, facts: PipelineFacts, config: VideoConfig) -> DiffusionRequest:
     """Return the work. Raises RequestError."""
     is_image = ask.num_images is not None
     if not is_image and not facts.is_video:
         raise RequestError(f"num_images: missing; {facts.pipeline} makes pictures, not videos: send num_images")
     width, height = _size(ask, facts, config)
     frames: dict[str, Any] = _pictures(ask, config) if is_image else _frames(ask, facts, config)
-    work = Generation(
+    work = DiffusionRequest(
         prompt=_prompt(ask, config),
         negative_prompt=_first(ask.negative_prompt, config.negative_prompt),
         width=width,
@@ -73,7 +73,7 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _prompt(ask: Ask, config: VideoConfig) -> str:
+def _prompt(ask: RequestedVideo, config: VideoConfig) -> str:
     if not ask.prompt.strip():
         raise RequestError("prompt: missing; say what is to be seen")
     for name, text in (("prompt", ask.prompt), ("negative_prompt", ask.negative_prompt or "")):
@@ -83,7 +83,7 @@ def _prompt(ask: Ask, config: VideoConfig) -> str:
     return ask.prompt
 
 
-def _size(ask: Ask, facts: PipelineFacts, config: VideoConfig) -> tuple[int, int]:
+def _size(ask: RequestedVideo, facts: PipelineFacts, config: VideoConfig) -> tuple[int, int]:
     text = ask.size if ask.size not in (None, "auto") else config.size or None
     if text is None:
         return facts.width, facts.height
@@ -105,14 +105,14 @@ def _near(value: int, step: int) -> int:
     return max(1, round(value / step)) * step
 
 
-def _frames(ask: Ask, facts: PipelineFacts, config: VideoConfig) -> dict[str, int]:
+def _frames(ask: RequestedVideo, facts: PipelineFacts, config: VideoConfig) -> dict[str, int]:
     fps = _within("fps", _first(ask.fps, config.fps, facts.fps), 1, config.max_fps, "video.max_fps")
     count, name = _count(ask, facts, config, fps)
     _within(name, count, 1, config.max_frames, "video.max_frames", "frames")
     return {"fps": fps, "num_frames": count, "made_frames": frames_for(count, facts.frame_step)}
 
 
-def _count(ask: Ask, facts: PipelineFacts, config: VideoConfig, fps: int) -> tuple[int, str]:
+def _count(ask: RequestedVideo, facts: PipelineFacts, config: VideoConfig, fps: int) -> tuple[int, str]:
     """Return the number of frames and the field that it comes from."""
     if ask.num_frames is not None:
         if ask.seconds is not None:
@@ -126,14 +126,14 @@ def _count(ask: Ask, facts: PipelineFacts, config: VideoConfig, fps: int) -> tup
     return max(1, round(seconds * fps)), "seconds"
 
 
-def _pictures(ask: Ask, config: VideoConfig) -> dict[str, int]:
+def _pictures(ask: RequestedVideo, config: VideoConfig) -> dict[str, int]:
     for name in ("seconds", "fps", "num_frames"):
         if getattr(ask, name) is not None:
             raise RequestError(f"{name}: with num_images; pictures have no length, remove one of the two")
     return {"num_images": _within("num_images", ask.num_images, 1, config.max_images, "video.max_images")}
 
 
-def _guidance(ask: Ask, facts: PipelineFacts, config: VideoConfig) -> float | None:
+def _guidance(ask: RequestedVideo, facts: PipelineFacts, config: VideoConfig) -> float | None:
     if facts.guidance_scale is None:
         if ask.guidance_scale is not None:
             raise RequestError(f"guidance_scale: {facts.pipeline} has no such setting; remove it")
@@ -144,7 +144,7 @@ def _guidance(ask: Ask, facts: PipelineFacts, config: VideoConfig) -> float | No
     return value
 
 
-def _seed(ask: Ask) -> int:
+def _seed(ask: RequestedVideo) -> int:
     if ask.seed is None:
         return secrets.randbits(32)
     if not 0 <= ask.seed <= MAX_SEED:
@@ -152,7 +152,7 @@ def _seed(ask: Ask) -> int:
     return ask.seed
 
 
-def _format(ask: Ask, is_image: bool) -> Any:
+def _format(ask: RequestedVideo, is_image: bool) -> Any:
     known = IMAGE_FORMATS if is_image else VIDEO_FORMATS
     value = ask.output_format or known[0]
     if value not in known:
@@ -160,7 +160,7 @@ def _format(ask: Ask, is_image: bool) -> Any:
     return value
 
 
-def _check_raw(work: Generation, config: VideoConfig) -> None:
+def _check_raw(work: DiffusionRequest, config: VideoConfig) -> None:
     """Raw frames have a size that is known before they are made."""
     num_bytes = work.num_frames * work.width * work.height * 3
     if work.output_format == "frames" and num_bytes > config.max_inline_bytes:

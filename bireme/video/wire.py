@@ -47,7 +47,7 @@ class PipelineFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
+class DiffusionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of work, every rule applied: either a video or `num_images` pictures."""
 
     prompt: str
@@ -85,13 +85,13 @@ class Details(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     guidance_scale: float | None = None
 
 
-class Generate(msgspec.Struct, array_like=True, tag="g"):
+class SubmitDiffusion(msgspec.Struct, array_like=True, tag="g"):
     life: int
     number: int
-    generation: Generation
+    generation: DiffusionRequest
 
 
-class Abort(msgspec.Struct, array_like=True, tag="a"):
+class AbortDiffusion(msgspec.Struct, array_like=True, tag="a"):
     life: int
     number: int
 
@@ -119,7 +119,7 @@ class Failed(msgspec.Struct, array_like=True, tag="f"):
     error: str  # CODE: text
 
 
-Command = Generate | Abort
+Command = SubmitDiffusion | AbortDiffusion
 Event = Stepped | Made | Failed
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
@@ -127,7 +127,7 @@ decode_event = msgspec.msgpack.Decoder(Event).decode
 decode_facts = msgspec.msgpack.Decoder(PipelineFacts).decode
 
 
-def details_of(work: Generation) -> Details:
+def details_of(work: DiffusionRequest) -> Details:
     if work.num_images:
         return Details(
             size=f"{work.width}x{work.height}", seed=work.seed, steps=work.num_steps,

@@ -64,7 +64,7 @@ RENEW_AFTER = 1000  # responses of one subscription: a megabyte in the server, 5
 _MAX_BATCH_BYTES = 4 << 20  # prompts in one message, one prompt at least
 
 
-class Ticket:
+class BusRequest:
     """One request on a bus; workers.base.Generation."""
 
     __slots__ = ("failure", "heard_at", "is_replaced", "number", "request", "session", "sink", "was_sent")
@@ -101,12 +101,12 @@ class Bus:
         self._session: Session | None = None
         self._closing: set[Session] = set()
 
-    def submit(self, request: EngineRequest, sink: Sink) -> Ticket:
-        ticket = Ticket(request, sink)
+    def submit(self, request: EngineRequest, sink: Sink) -> BusRequest:
+        ticket = BusRequest(request, sink)
         self.place(ticket)
         return ticket
 
-    def place(self, ticket: Ticket) -> None:
+    def place(self, ticket: BusRequest) -> None:
         if self._session is None:
             self._session = Session(self)
         self._session.submit(ticket)
@@ -152,7 +152,7 @@ class Session:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, BusRequest] = {}
         self._numbers = 0
         self._outbox: list[Submit | Abort | Drop | Ping | Drain] = []
         self._wake = asyncio.Event()
@@ -167,14 +167,14 @@ class Session:
 
     # Called by requests
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: BusRequest) -> None:
         self._numbers += 1
         ticket.number, ticket.session = self._numbers, self
         self._tickets[ticket.number] = ticket
         self._outbox.append(Submit(ticket.number, ticket.request))
         self._wake.set()
 
-    def abort(self, ticket: Ticket) -> None:
+    def abort(self, ticket: BusRequest) -> None:
         if not ticket.was_sent:
             self._tickets.pop(ticket.number, None)
             self._outbox = [command for command in self._outbox if getattr(command, "number", 0) != ticket.number]
@@ -413,7 +413,7 @@ class Session:
         if same:
             self._bus.note_gap(now - before, same)
 
-    def _note_gap(self, ticket: Ticket) -> None:
+    def _note_gap(self, ticket: BusRequest) -> None:
         """Tokens have come that were not in the delivery before this one."""
         if ticket.heard_at and ticket.heard_at != self._heard_at:
             self._bus.note_gap(self._heard_at - ticket.heard_at)
@@ -429,13 +429,13 @@ class Session:
             if (ticket := self._tickets.get(number)) is not None:
                 self._push(ticket, (), None, entries)
 
-    def _push(self, ticket: Ticket, *news: Any) -> None:
+    def _push(self, ticket: BusRequest, *news: Any) -> None:
         try:
             ticket.sink.push(*news)
         except Exception as error:
             self._break(ticket, error)
 
-    def _break(self, ticket: Ticket, error: Exception) -> None:
+    def _break(self, ticket: BusRequest, error: Exception) -> None:
         """One broken consumer must not take the others along."""
         logger.exception("sink_failed worker=%s", self._bus.worker)
         self._tickets.pop(ticket.number, None)
@@ -444,7 +444,7 @@ class Session:
         ticket.fail(BiremeError(f"{type(error).__name__}: {error}"))
 
 
-def _told(error: BiremeError, ticket: Ticket) -> BiremeError:
+def _told(error: BiremeError, ticket: BusRequest) -> BiremeError:
     """A request that was never sent has lost nothing."""
     if isinstance(error, EngineLostError) and not ticket.was_sent:
         return UnavailableError(str(error))

@@ -7,7 +7,7 @@ from typing import Any
 
 from bireme.messages import Capacity, EngineRequest, Sink
 from bireme.metrics import Registry
-from bireme.workers.bus import Bus, Ticket
+from bireme.workers.bus import Bus, BusRequest
 from bireme.workers.channel import open_channel, server_address
 
 
@@ -30,7 +30,7 @@ class Buses:
             self._channel = open_channel(self.address)
         return self._channel
 
-    def decode(self, worker: str, request: EngineRequest, sink: Sink) -> Ticket:
+    def decode(self, worker: str, request: EngineRequest, sink: Sink) -> BusRequest:
         return self._bus(worker).submit(request, sink)
 
     async def check(self, worker: str) -> None:

@@ -240,7 +240,7 @@ def test_a_health_check_that_says_no_ends_the_process(make_engine, profile):
     if profile == "1.2.1":
         pytest.skip("1.2.1 has no check")
     harness = make_engine()
-    monitor = lifecycle.HealthMonitor(harness.llm, harness.engine.fail, interval_s=0.05)
+    monitor = lifecycle.LlmMonitor(harness.llm, harness.engine.fail, interval_s=0.05)
     monitor.start()
     assert not harness.has_exited.wait(0.3)
     harness.llm._executor._fatal_error = RuntimeError("gone")

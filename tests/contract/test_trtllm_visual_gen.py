@@ -13,7 +13,7 @@ from bireme.engines.trtllm.visual_gen import VisualGenEngine, facts_of, params_o
 from bireme.engines.video import create_video_engine
 from bireme.engines.video.base import AbortedError, VideoContext
 from bireme.errors import BiremeError, ConfigError, RequestError
-from bireme.video.wire import Generation
+from bireme.video.wire import DiffusionRequest
 
 pytestmark = pytest.mark.parametrize("profile", ["1.3"], indirect=True)
 WORK = {
@@ -69,27 +69,27 @@ def test_a_wrong_key_is_refused_before_tensorrt_llm_sees_it(make):
 
 
 def test_a_video_is_its_frames(make):
-    frames = make().generate(Generation(**WORK), lambda step: None)
+    frames = make().generate(DiffusionRequest(**WORK), lambda step: None)
     assert frames.shape == (5, 32, 64, 3) and frames.dtype == np.uint8
     assert list(frames[:, 0, 0, 1]) == [0, 1, 2, 3, 4] and frames[0, 0, 0, 0] == 7
 
 
 def test_pictures_have_a_seed_each(make):
-    frames = make().generate(Generation(**PICTURES), lambda step: None)
+    frames = make().generate(DiffusionRequest(**PICTURES), lambda step: None)
     assert frames.shape == (2, 32, 64, 3) and list(frames[:, 0, 0, 0]) == [7, 8]
 
 
 def test_what_the_pipeline_refuses_is_the_request_s_fault(make):
     with pytest.raises(RequestError, match="multiples of 16"):
-        make().generate(Generation(**WORK | {"width": 60}), lambda step: None)
+        make().generate(DiffusionRequest(**WORK | {"width": 60}), lambda step: None)
 
 
 def test_a_failed_generation_is_an_error_and_the_next_one_works(make):
     engine = make()
     with pytest.raises(BiremeError, match="out of memory") as caught:
-        engine.generate(Generation(**WORK | {"prompt": "too much"}), lambda step: None)
+        engine.generate(DiffusionRequest(**WORK | {"prompt": "too much"}), lambda step: None)
     assert not isinstance(caught.value, RequestError)  # it is not the request's fault
-    assert len(engine.generate(Generation(**WORK), lambda step: None)) == 5
+    assert len(engine.generate(DiffusionRequest(**WORK), lambda step: None)) == 5
 
 
 def test_the_api_has_no_cancel(make):
@@ -104,7 +104,7 @@ def test_what_nobody_wants_any_more_ends_after_its_work(make):
         raise AbortedError
 
     with pytest.raises(AbortedError):
-        make().generate(Generation(**WORK), gone)
+        make().generate(DiffusionRequest(**WORK), gone)
 
 
 def test_variables_of_launchers_are_dropped(make, monkeypatch):
@@ -123,7 +123,7 @@ def test_stop_ends_visual_gen_and_may_be_repeated(make):
 
 
 def test_only_what_the_work_says_is_passed_on(profile):
-    names = set(params_of(Generation(**PICTURES | {"guidance_scale": None}), 7))
+    names = set(params_of(DiffusionRequest(**PICTURES | {"guidance_scale": None}), 7))
     assert names == {"height", "width", "num_inference_steps", "seed"}
 
 

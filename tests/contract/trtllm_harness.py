@@ -12,7 +12,7 @@ from bireme import llm_args
 from bireme.config import EngineConfig
 from bireme.conversion import convert, keys_of
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Delta, EngineContext
+from bireme.engines.base import EngineContext, StepOutput
 from bireme.engines.trtllm.engine import TrtllmEngine
 from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs
 from bireme.metrics import Registry
@@ -32,7 +32,7 @@ class Answer:
     def __init__(self, number: int) -> None:
         self.number = number
         self.tokens: list[int] = []
-        self.deltas: list[Delta] = []
+        self.deltas: list[StepOutput] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.finish: Finish | None = None
@@ -40,7 +40,7 @@ class Answer:
         self.has_tokens = threading.Event()
         self._has_ended = threading.Event()
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: StepOutput) -> None:
         self.deltas.append(delta)
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs or []
@@ -63,7 +63,7 @@ class Harness:
         self.metrics = Registry(stage)
         self.exits: list[int] = []
         self.has_exited = threading.Event()
-        self.steps: list[list[Delta]] = []
+        self.steps: list[list[StepOutput]] = []
         self._answers: dict[int, Answer] = {}
         self._count = 0
         given = {"dtype": "float32", "max_batch_size": 8, "disable_overlap_scheduler": True} | yaml
@@ -106,7 +106,7 @@ class Harness:
         self.metrics.merge(delta)
         return sum(value for found, _, value in (*delta.counters, *delta.gauges) if found == name)
 
-    def _emit(self, step: int, deltas: list[Delta]) -> None:
+    def _emit(self, step: int, deltas: list[StepOutput]) -> None:
         self.steps.append(deltas)
         for delta in deltas:
             self._answers[delta.key[1]].take(delta)

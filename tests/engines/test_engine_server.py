@@ -7,7 +7,7 @@ import time
 import pytest
 import zmq
 
-from bireme.engines.base import Delta, PlainTokens
+from bireme.engines.base import PlainTokens, StepOutput
 from bireme.engines.child.server import EngineServer
 from bireme.messages import Finish, Usage, decode_step, split
 from bireme.metrics import Registry
@@ -44,7 +44,7 @@ def receive(frames):
 def test_steps_in_quick_succession_share_messages_and_keep_their_order(server, frames):
     for number in range(2000):
         server.emit(number, [], PlainTokens([KEY], [number]))
-    server.emit(2000, [Delta(KEY, [2000], finish=Finish("length", Usage()))])
+    server.emit(2000, [StepOutput(KEY, [2000], finish=Finish("length", Usage()))])
     steps = [receive(frames)]
     while not steps[-1].finished:
         steps.append(receive(frames))
@@ -60,6 +60,6 @@ def test_steps_of_an_engine_at_its_pace_go_out_each_on_its_own(server, frames):
 
 
 def test_a_step_that_can_not_be_told_takes_no_other_along(server, frames):
-    server.emit(1, [Delta(KEY, [7]), None])
+    server.emit(1, [StepOutput(KEY, [7]), None])
     server.emit(2, [], PlainTokens([KEY], [8]))
     assert receive(frames).tokens == [8]

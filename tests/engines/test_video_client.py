@@ -21,7 +21,7 @@ from bireme.errors import (
 from bireme.messages import frame
 from bireme.metrics import Registry
 from bireme.video import wire
-from bireme.video.rules import Ask, resolve
+from bireme.video.rules import RequestedVideo, resolve
 
 LIMIT_S = 30
 
@@ -85,7 +85,7 @@ def submit(client, steps=5, **fields):
     sink = Sink()
     from bireme.config import VideoConfig
 
-    work = resolve(Ask(prompt="x", seed=1, num_inference_steps=steps, **fields), client.facts, VideoConfig())
+    work = resolve(RequestedVideo(prompt="x", seed=1, num_inference_steps=steps, **fields), client.facts, VideoConfig())
     return sink, client.submit(work, sink)
 
 
@@ -201,20 +201,24 @@ def link(tmp_path):
 
 
 def test_an_engine_obeys_no_command_that_was_meant_for_a_past_life(link):
-    for command in (wire.Generate(1, 7, resolve_for_wire()), wire.Generate(2, 8, resolve_for_wire()), wire.Abort(1, 8)):
+    for command in (
+        wire.SubmitDiffusion(1, 7, resolve_for_wire()),
+        wire.SubmitDiffusion(2, 8, resolve_for_wire()),
+        wire.AbortDiffusion(1, 8),
+    ):
         link.take(frame(wire.VIDEO, wire.encode(command)))
     assert link.next().number == 8 and not link.is_aborted(8)
-    link.take(frame(wire.VIDEO, wire.encode(wire.Abort(2, 8))))
+    link.take(frame(wire.VIDEO, wire.encode(wire.AbortDiffusion(2, 8))))
     assert link.is_aborted(8)
 
 
 def test_messages_survive_the_wire():
     work = resolve_for_wire()
-    command = wire.decode_command(wire.encode(wire.Generate(3, 1, work)))
-    assert command == wire.Generate(3, 1, work)
+    command = wire.decode_command(wire.encode(wire.SubmitDiffusion(3, 1, work)))
+    assert command == wire.SubmitDiffusion(3, 1, work)
     event = wire.decode_event(wire.encode(wire.Made(1, [b"x"], (1, 2, 3, 3), 0.5)))
     assert event.shape == (1, 2, 3, 3) and event.parts == [b"x"]
 
 
 def resolve_for_wire():
-    return wire.Generation(prompt="x", width=16, height=16, num_steps=1, seed=2)
+    return wire.DiffusionRequest(prompt="x", width=16, height=16, num_steps=1, seed=2)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as Inner
+from tokenizers import TextTokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
 from bireme.config import Recipe
@@ -17,18 +17,18 @@ from bireme.metrics import Registry
 from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys
 from bireme.openai.text.served_model import Models, ServedModel
-from bireme.text.tokenizer import Tokenizer
+from bireme.text.tokenizer import TextTokenizer
 from bireme.workers.fake import FakeWorkers
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}:{{ message.content }}\n{% endfor %}assistant:"
 
 
-def letters() -> Tokenizer:
+def letters() -> TextTokenizer:
     """One token a character: ids are code points, up to 1000."""
     inner = Inner(models.WordLevel({chr(code): code for code in range(1, 1000)}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.decoder = decoders.Fuse()
-    return Tokenizer(inner, templates={"default": TEMPLATE})
+    return TextTokenizer(inner, templates={"default": TEMPLATE})
 
 
 class Reply:

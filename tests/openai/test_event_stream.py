@@ -18,7 +18,7 @@ from bireme.openai.http.pace import Pacer
 from bireme.openai.text.completion_answer import CompletionTemplate, StreamedCompletion, WholeCompletion
 from bireme.pipelines.chat import _Sink
 from bireme.pipelines.chat_answer import Choice as AnswerChoice
-from bireme.pipelines.chat_answer import Heading, WholeAnswer
+from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_stream import ChunkTemplate, StreamedAnswer
 from bireme.text.detokenizer import TableDetokenizer
 from bireme.text.output import PlainText, Reader, TextStream, TokenDelta
@@ -27,7 +27,7 @@ from bireme.text.vocabulary import Vocabulary
 # Letters, the three bytes of a euro sign, a token without text, and quotes that JSON has to escape.
 VOCABULARY = Vocabulary(["a", "b", None, None, None, "", '"\n'], {2: b"\xe2", 3: b"\x82", 4: b"\xac"})
 EURO = [2, 3, 4]
-HEADING = Heading("chat-1", "m", 0)
+HEADING = ResponseMeta("chat-1", "m", 0)
 
 
 class Choice:

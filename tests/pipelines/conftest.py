@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Inner
+from tokenizers import TextTokenizer as Inner
 from tokenizers import decoders, models
 
 from bireme.config import Recipe, WorkerEntry
@@ -17,18 +17,18 @@ from bireme.metrics import Registry
 from bireme.pipelines.completion import Completion
 from bireme.pipelines.generate import Generate
 from bireme.pipelines.text import TextPipeline
-from bireme.text.tokenizer import Tokenizer
+from bireme.text.tokenizer import TextTokenizer
 from bireme.types import Cancelled, Inputs, RequestInfo, Response, StageContext
 from bireme.workers.fake import FakeWorkers
 
 KINDS = {"BYTES": object, "INT32": np.int32, "FP32": np.float32, "BOOL": bool, "UINT64": np.uint64, "UINT8": np.uint8}
 
 
-def letters() -> Tokenizer:
+def letters() -> TextTokenizer:
     """One token a character: ids are code points, up to 1000."""
     inner = Inner(models.WordLevel({chr(code): code for code in range(1, 1000)}, unk_token="?"))
     inner.decoder = decoders.Fuse()
-    return Tokenizer(inner)
+    return TextTokenizer(inner)
 
 
 class Call:

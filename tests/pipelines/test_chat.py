@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Inner
+from tokenizers import TextTokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
 from bireme.config import Recipe
@@ -14,13 +14,13 @@ from bireme.errors import RequestError
 from bireme.messages import Usage
 from bireme.metrics import Registry
 from bireme.pipelines.chat import Chat
-from bireme.pipelines.chat_answer import Choice, Heading, WholeAnswer
+from bireme.pipelines.chat_answer import Choice, ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_request import parse_chat
 from bireme.pipelines.chat_stream import ChunkTemplate, StreamedAnswer
 from bireme.text.output import TokenDelta
 from bireme.text.parsers import create_parser, reasoning_format, tool_format
 from bireme.text.parsers.base import ParserRequest
-from bireme.text.tokenizer import Tokenizer
+from bireme.text.tokenizer import TextTokenizer
 from bireme.types import Cancelled, Inputs, StageContext
 from bireme.workers.fake import FakeWorkers
 
@@ -35,7 +35,7 @@ def letters():
     inner = Inner(models.WordLevel({chr(code): code for code in range(1, 1000)}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.decoder = decoders.Fuse()
-    return Tokenizer(inner, templates={"default": TEMPLATE})
+    return TextTokenizer(inner, templates={"default": TEMPLATE})
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ class Sink:
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_reasoning_and_calls_are_put_where_clients_look_for_them(size):
-    answer = WholeAnswer(Heading.of("m"), 1)
+    answer = WholeAnswer(ResponseMeta.of("m"), 1)
     choice = Choice(0, answer, parser())
     for delta in deltas(f"<think>\nadd them\n</think>\n{CALL}", size):
         choice.add(delta)
@@ -127,7 +127,7 @@ def test_reasoning_and_calls_are_put_where_clients_look_for_them(size):
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_streamed_calls_come_in_pieces_that_join(size):
-    template = ChunkTemplate(Heading.of("m"), 1)
+    template = ChunkTemplate(ResponseMeta.of("m"), 1)
     sink = Sink(template)
     choice = Choice(0, StreamedAnswer(template, sink, 1), parser())
     for delta in deltas(CALL, size):
@@ -139,7 +139,7 @@ def test_streamed_calls_come_in_pieces_that_join(size):
 
 
 def test_without_parallel_calls_only_the_first_is_delivered():
-    answer = WholeAnswer(Heading.of("m"), 1)
+    answer = WholeAnswer(ResponseMeta.of("m"), 1)
     choice = Choice(0, answer, parser(), is_parallel=False)
     for delta in deltas(f"{CALL}\n{CALL}", 5):
         choice.add(delta)

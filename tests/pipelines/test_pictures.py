@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 from tokenizers import Regex, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Inner
+from tokenizers import TextTokenizer as Inner
 
 from bireme.config import Recipe
 from bireme.conversion import convert
@@ -16,12 +16,12 @@ from bireme.kv.router import RoundRobin
 from bireme.metrics import Registry
 from bireme.multimodal.model_config import PictureModel
 from bireme.multimodal.wire import EncodeSource, Multimodal
-from bireme.pipelines.chat_answer import Heading, WholeAnswer
+from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_request import parse_chat
 from bireme.pipelines.chat_service import ChatService
 from bireme.pipelines.pictures import PictureSource, RequestPictures
 from bireme.pipelines.services import Services
-from bireme.text.tokenizer import Tokenizer
+from bireme.text.tokenizer import TextTokenizer
 from bireme.workers.fake import FakeWorkers, token_at
 
 PLACEHOLDER = 35
@@ -189,14 +189,14 @@ def pictured_letters():
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}{{ '#' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{% endfor %}"
     )
-    return Tokenizer(inner, templates={"default": template})
+    return TextTokenizer(inner, templates={"default": template})
 
 
 def chat(bench, *content, **fields):
     service = ChatService(bench.services, pictured_letters())
     service._picture_model = MODEL  # a mocker's recipe has no model folder
     body = {"messages": [{"role": "user", "content": list(content)}], "max_tokens": 3, **fields}
-    answer = WholeAnswer(Heading.of("test"), fields.get("n", 1), False)
+    answer = WholeAnswer(ResponseMeta.of("test"), fields.get("n", 1), False)
     request = parse_chat(json.dumps(body), bench.recipe)
     return answer, asyncio.ensure_future(service.run(request, answer, 0.0))
 
@@ -262,4 +262,4 @@ async def test_a_text_model_refuses_pictures_by_the_part():
     service = ChatService(bench.services, pictured_letters())
     request = parse_chat(json.dumps({"messages": [{"role": "user", "content": [TEXT, PICTURE]}]}), bench.recipe)
     with pytest.raises(RequestError, match=r"messages\[0\].content\[1\].type: image_url; this model reads text parts"):
-        await service.run(request, WholeAnswer(Heading.of("test"), 1, False), 0.0)
+        await service.run(request, WholeAnswer(ResponseMeta.of("test"), 1, False), 0.0)

@@ -11,10 +11,10 @@ from bireme.conversion import convert
 from bireme.errors import EngineLostError, RequestError, ResourceExhaustedError, UnavailableError
 from bireme.metrics import Registry
 from bireme.pipelines.video_service import VideoService
-from bireme.video.rules import Ask
+from bireme.video.rules import RequestedVideo
 from bireme.video.wire import Details
 
-ASK = Ask(prompt="x")
+ASK = RequestedVideo(prompt="x")
 DETAILS = msgspec.json.encode(Details(size="64x64", seed=1, steps=2, output_format="mp4"))
 ACCEPTED = {"details": np.array([DETAILS], object)}
 

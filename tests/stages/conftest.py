@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Inner
+from tokenizers import TextTokenizer as Inner
 from tokenizers import decoders, models
 
 from bireme.config import Recipe
@@ -17,7 +17,7 @@ from bireme.metrics import Registry
 from bireme.stages.decode import Decode
 from bireme.stages.multimodal_encoder import MultimodalEncoder
 from bireme.stages.prefill import Prefill
-from bireme.text.tokenizer import Tokenizer
+from bireme.text.tokenizer import TextTokenizer
 from bireme.types import Cancelled, Inputs, RequestInfo, StageContext
 
 NUMPY = {"INT32": np.int32, "FP32": np.float32, "BOOL": bool, "UINT64": np.uint64, "UINT8": np.uint8}
@@ -64,11 +64,11 @@ class StageBench:
         return StageCall(self.stage, info, values)
 
 
-def letters() -> Tokenizer:
+def letters() -> TextTokenizer:
     """One token a character: ids are code points, up to 1000."""
     inner = Inner(models.WordLevel({chr(code): code for code in range(1, 1000)}, unk_token="?"))
     inner.decoder = decoders.Fuse()
-    return Tokenizer(inner)
+    return TextTokenizer(inner)
 
 
 async def start(stage: Any, engine: FakeEngineClient, **tree: Any) -> StageBench:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.errors import ConfigError, RequestError
-from bireme.text.tokenizer import Tokenizer, load_tokenizer
+from bireme.text.tokenizer import TextTokenizer, load_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 CONVERSATIONS = [
@@ -26,7 +26,7 @@ def folder(sample_model):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder) -> Tokenizer:
+def tokenizer(folder) -> TextTokenizer:
     return load_tokenizer(str(folder))
 
 

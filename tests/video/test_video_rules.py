@@ -5,7 +5,7 @@ import pytest
 
 from bireme.config import VideoConfig
 from bireme.errors import RequestError
-from bireme.video.rules import Ask, frames_for, resolve
+from bireme.video.rules import RequestedVideo, frames_for, resolve
 from bireme.video.wire import PipelineFacts, details_of
 
 WAN = PipelineFacts(
@@ -16,7 +16,7 @@ FLUX = msgspec.structs.replace(WAN, pipeline="FluxPipeline", is_video=False, gui
 
 
 def work(facts=WAN, config=None, **fields):
-    return resolve(Ask(prompt="a cat", **fields), facts, config or VideoConfig())
+    return resolve(RequestedVideo(prompt="a cat", **fields), facts, config or VideoConfig())
 
 
 @pytest.mark.parametrize(
@@ -101,4 +101,4 @@ def test_a_pipeline_of_pictures_makes_no_videos_and_has_no_guidance():
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(RequestError, match="prompt: missing"):
-        resolve(Ask(prompt="  "), WAN, VideoConfig())
+        resolve(RequestedVideo(prompt="  "), WAN, VideoConfig())

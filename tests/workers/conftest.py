@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from tokenizers import Tokenizer as Inner
+from tokenizers import TextTokenizer as Inner
 from tokenizers import models
 from tritonclient.grpc import service_pb2
 
@@ -19,7 +19,7 @@ from bireme.errors import BiremeError, to_message
 from bireme.messages import Finish
 from bireme.metrics import Registry
 from bireme.stages.decode import Decode
-from bireme.text.tokenizer import Tokenizer
+from bireme.text.tokenizer import TextTokenizer
 from bireme.types import Cancelled, StageContext
 from bireme.workers.buses import Buses
 from bireme.workers.channel import outputs_of
@@ -128,7 +128,7 @@ class BusBench:
 @pytest.fixture
 async def bus() -> AsyncIterator[BusBench]:
     engine = FakeEngineClient()
-    stage = Decode(engine, Tokenizer(Inner(models.WordLevel({"a": 1}, unk_token="a"))))
+    stage = Decode(engine, TextTokenizer(Inner(models.WordLevel({"a": 1}, unk_token="a"))))
     recipe = convert({"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": "test"}, Recipe, "test")
     await stage.start(StageContext("decode", recipe, recipe.entry("decode"), Registry("decode")))
     server = StubServer(stage)

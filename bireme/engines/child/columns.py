@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from bireme import disagg
-from bireme.engines.base import Delta, PlainTokens
+from bireme.engines.base import PlainTokens, StepOutput
 from bireme.engines.child.ledger import Ledger, Record
 from bireme.messages import Finish, Step, encode, frame
 from bireme.multimodal.answers import seal_outcome
@@ -27,7 +27,7 @@ class StepEncoder:
         self._open: dict[int, Step] = {}  # by consumer; the next step's news go into the same ones
         self._frames: list[bytes] = []
 
-    def add(self, number: int, deltas: list[Delta], plain: PlainTokens | None = None) -> None:
+    def add(self, number: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
         """Take one step's news; those of muted or unknown requests go nowhere."""
         is_rich = any(delta.logprobs is not None or delta.prompt_logprobs is not None for delta in deltas)
         if is_rich:
@@ -73,7 +73,7 @@ class StepEncoder:
             if step.counts is not None:
                 step.counts.append(1)
 
-    def _add(self, number: int, delta: Delta) -> None:
+    def _add(self, number: int, delta: StepOutput) -> None:
         record = self._ledger.get(delta.key)
         if record is None:
             return
@@ -85,7 +85,7 @@ class StepEncoder:
         if delta.finish is not None:
             self._ledger.leave(delta.key)
 
-    def _add_delta(self, step: Step, delta: Delta, record: Record) -> None:
+    def _add_delta(self, step: Step, delta: StepOutput, record: Record) -> None:
         number, tokens = delta.key[1], delta.tokens
         if tokens or delta.prompt_logprobs is not None:
             if step.counts is not None:
@@ -103,7 +103,7 @@ class StepEncoder:
         if delta.finish is not None:
             step.finished[number] = self._sign(delta, delta.finish, record)
 
-    def _sign(self, delta: Delta, finish: Finish, record: Record) -> Finish:
+    def _sign(self, delta: StepOutput, finish: Finish, record: Record) -> Finish:
         if delta.exported is not None:
             exported = delta.exported
             if not exported.prompt_digest:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from bireme.engines.base import Delta, Engine, PlainTokens, Progress, RequestKey
+from bireme.engines.base import Engine, EngineProgress, PlainTokens, RequestKey, StepOutput
 from bireme.engines.child.columns import StepEncoder
 from bireme.engines.child.io_thread import IoThread
 from bireme.engines.child.ledger import Ledger
@@ -51,7 +51,7 @@ from bireme.metrics import Registry, encode_delta
 
 logger = logging.getLogger("bireme.engine")
 MAX_NUMBER = (1 << 63) - 1
-_IDLE = Progress(0, 0.0, 0, 0)
+_IDLE = EngineProgress(0, 0.0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class EngineServer:
         self._metrics = metrics
         self._ledger = Ledger()
         self._encoder = StepEncoder(life, self._ledger, b"")
-        self._news: deque[tuple[int, list[Delta], PlainTokens | None]] = deque()
+        self._news: deque[tuple[int, list[StepOutput], PlainTokens | None]] = deque()
         self._is_posted = False  # the IO thread will look at the news
         self._service: _Service | None = None
         self._io = IoThread(endpoint, life, self._apply)
@@ -78,7 +78,7 @@ class EngineServer:
     def start(self) -> None:
         self._io.start()
 
-    def emit(self, step: int, deltas: list[Delta], plain: PlainTokens | None = None) -> None:
+    def emit(self, step: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
         """Take one engine step's news; thread-safe, never blocks."""
         self._news.append((step, deltas, plain))
         if not self._is_posted:

@@ -218,11 +218,11 @@ class _Child:
         finally:
             theirs.close()
 
-    def hello(self, timeout_s: float) -> frames.Answer:
+    def hello(self, timeout_s: float) -> frames.LogitsReply:
         self._channel.settimeout(timeout_s)
         return frames.receive_answer(self._channel)
 
-    def ask(self, job: LogitsJob, timeout_s: float) -> frames.Answer:
+    def ask(self, job: LogitsJob, timeout_s: float) -> frames.LogitsReply:
         self._channel.settimeout(timeout_s)
         frames.send(self._channel, job)
         return frames.receive_answer(self._channel)

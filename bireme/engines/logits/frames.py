@@ -13,7 +13,7 @@ _LENGTH = struct.Struct("<Q")
 _MAX_FRAME_BYTES = 8 << 30  # more is a stream out of step, not a job
 
 
-class Answer(msgspec.Struct, frozen=True):
+class LogitsReply(msgspec.Struct, frozen=True):
     """The child's: logits, or an error in its wire form. The first of a life is empty: it is ready."""
 
     logits: bytes = b""
@@ -22,10 +22,10 @@ class Answer(msgspec.Struct, frozen=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_job = msgspec.msgpack.Decoder(LogitsJob).decode
-_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+_decode_answer = msgspec.msgpack.Decoder(LogitsReply).decode
 
 
-def send(channel: socket.socket, message: LogitsJob | Answer) -> None:
+def send(channel: socket.socket, message: LogitsJob | LogitsReply) -> None:
     """Raises OSError, TimeoutError among them."""
     payload = _encode(message)
     channel.sendall(_LENGTH.pack(len(payload)))
@@ -36,7 +36,7 @@ def receive_job(channel: socket.socket) -> LogitsJob:
     return _decode_job(_receive(channel))
 
 
-def receive_answer(channel: socket.socket) -> Answer:
+def receive_answer(channel: socket.socket) -> LogitsReply:
     return _decode_answer(_receive(channel))
 
 

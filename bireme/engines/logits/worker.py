@@ -31,18 +31,18 @@ def _serve(channel: socket.socket) -> int:
     try:
         warm_up()
     except Exception as error:
-        frames.send(channel, frames.Answer(error=to_message(error)))
+        frames.send(channel, frames.LogitsReply(error=to_message(error)))
         return 1
-    frames.send(channel, frames.Answer())
+    frames.send(channel, frames.LogitsReply())
     while True:
         try:
             job = frames.receive_job(channel)
         except (EOFError, ConnectionError):
             return 0
         try:
-            answer = frames.Answer(apply(job).tobytes())
+            answer = frames.LogitsReply(apply(job).tobytes())
         except Exception as error:
-            answer = frames.Answer(error=to_message(error))
+            answer = frames.LogitsReply(error=to_message(error))
         frames.send(channel, answer)
 
 

@@ -15,7 +15,7 @@ class Holding:
     num_private: int = 0
 
 
-class BlockPool:
+class MockBlockPool:
     """Owned by the engine's thread. Worst case is taken at admission, so nothing is ever evicted from a request."""
 
     def __init__(self, num_blocks: int, tokens_per_block: int, is_reusing: bool) -> None:

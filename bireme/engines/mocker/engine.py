@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable
 
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Delta, Emit, EngineContext, PlainTokens, Progress, RequestKey
+from bireme.engines.base import Emit, EngineContext, EngineProgress, PlainTokens, RequestKey, StepOutput
 from bireme.engines.child.step_log import StepLog
-from bireme.engines.mocker.accounts import Accounts
-from bireme.engines.mocker.blocks import BlockPool, Holding
+from bireme.engines.mocker.blocks import Holding, MockBlockPool
+from bireme.engines.mocker.metrics import MockMetrics
 from bireme.engines.mocker.pace import Pace
-from bireme.engines.mocker.rows import LAYOUT, Rows
-from bireme.engines.mocker.sequence import Sequence, State
+from bireme.engines.mocker.rows import LAYOUT, MockKvRows
+from bireme.engines.mocker.sequence import MockSequence, MockSequenceStatus
 from bireme.engines.mocker.tokens import Ids, plain_ids, printable_ids
 from bireme.errors import (
     BiremeError,
@@ -51,17 +51,17 @@ class MockEngine:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._model = context.config.mocker
-        self._accounts = Accounts(context.metrics)
+        self._accounts = MockMetrics(context.metrics)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_queued = 0  # submitted, not admitted
         self._num_submitted = 0
         self._is_draining = False
         self._stopping = threading.Event()
-        self._waiting: list[Sequence] = []  # by rank
-        self._running: dict[RequestKey, Sequence] = {}
+        self._waiting: list[MockSequence] = []  # by rank
+        self._running: dict[RequestKey, MockSequence] = {}
         self._leases: dict[RequestKey, Lease] = {}  # exported; theirs are the blocks of requests that have ended
-        self._news: list[tuple[Sequence, bool, Finish | None]] = []  # first tokens and ends, to be accounted for
+        self._news: list[tuple[MockSequence, bool, Finish | None]] = []  # first tokens and ends, to be accounted for
         self._step = 0
         self._began_at = 0.0
         self._stepped_at = 0.0
@@ -82,7 +82,7 @@ class MockEngine:
         kv = config.kv_cache_config
         pool_tokens = kv.max_tokens or max(max_seq_len, self._max_batch_size * _POOL_TOKENS_PER_REQUEST)
         num_blocks = max(1, pool_tokens // kv.tokens_per_block)
-        self._pool = BlockPool(num_blocks, kv.tokens_per_block, kv.enable_block_reuse)
+        self._pool = MockBlockPool(num_blocks, kv.tokens_per_block, kv.enable_block_reuse)
         if self._context.transfer is not None:
             self._context.transfer.start(LAYOUT)
         self._stopping.wait(self._model.load_ms / 1e3)
@@ -113,7 +113,7 @@ class MockEngine:
             self._num_queued += 1
             self._num_submitted += 1
             order = self._num_submitted
-        sequence = Sequence(key, request, disaggregated, self._ids, order)
+        sequence = MockSequence(key, request, disaggregated, self._ids, order)
         self._inbox.put(lambda: self._enqueue(sequence))
 
     def abort(self, key: RequestKey) -> None:
@@ -123,8 +123,8 @@ class MockEngine:
         with self._lock:
             self._is_draining = True
 
-    def progress(self) -> Progress:
-        return Progress(self._step, self._began_at, self._num_queued, len(self._running))
+    def progress(self) -> EngineProgress:
+        return EngineProgress(self._step, self._began_at, self._num_queued, len(self._running))
 
     def stop(self) -> None:
         self._stopping.set()
@@ -161,11 +161,11 @@ class MockEngine:
         self._accounts.levels(self._pool)
         self._wait()
 
-    def _active(self) -> tuple[list[Sequence], list[Sequence]]:
+    def _active(self) -> tuple[list[MockSequence], list[MockSequence]]:
         """Return those that decode, and those whose prompts are worked on."""
-        decode, prefill = State.DECODE, State.PREFILL
-        decoding: list[Sequence] = []
-        prefilling: list[Sequence] = []
+        decode, prefill = MockSequenceStatus.DECODE, MockSequenceStatus.PREFILL
+        decoding: list[MockSequence] = []
+        prefilling: list[MockSequence] = []
         for one in self._running.values():
             if one.state is decode:
                 decoding.append(one)
@@ -189,7 +189,7 @@ class MockEngine:
         if action is not None:
             action()
 
-    def _enqueue(self, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: MockSequence) -> None:
         needed = self._pool.blocks_for(sequence.num_total)
         if needed > self._pool.num_blocks:
             error = RequestError(
@@ -214,15 +214,15 @@ class MockEngine:
             if (lease := self._leases.get(key)) is not None:
                 lease.abort()
             return
-        if sequence.state is State.FETCHING and sequence.fetch is not None:
+        if sequence.state is MockSequenceStatus.FETCHING and sequence.fetch is not None:
             sequence.is_aborted = True
             sequence.fetch.cancel()  # the end comes with its `done`
             return
         self._remove_waiting(sequence)
         self._end(sequence, "cancelled")
 
-    def _remove_waiting(self, sequence: Sequence) -> None:
-        if sequence.state is State.WAITING:
+    def _remove_waiting(self, sequence: MockSequence) -> None:
+        if sequence.state is MockSequenceStatus.WAITING:
             self._waiting.remove(sequence)
             self._leave_queue()
 
@@ -237,7 +237,7 @@ class MockEngine:
             self._end(one, "timeout", DeadlineExceededError(text))
         late = [one for one in (*self._waiting, *self._running.values()) if now > one.deadline]
         for one in late:
-            if one.state is State.FETCHING and one.fetch is not None:
+            if one.state is MockSequenceStatus.FETCHING and one.fetch is not None:
                 one.fetch.cancel()
                 continue
             self._remove_waiting(one)
@@ -261,7 +261,7 @@ class MockEngine:
             except BiremeError as error:
                 self._end(one, "error", error)
 
-    def _begin(self, one: Sequence, holding: Holding) -> None:
+    def _begin(self, one: MockSequence, holding: Holding) -> None:
         one.holding = holding
         one.admitted_at = time.monotonic()
         held = len(holding.shared) * self._pool.tokens_per_block
@@ -270,7 +270,7 @@ class MockEngine:
         if one.params is not None:
             self._fetch(one, one.params, held)
             return
-        one.state = State.PREFILL
+        one.state = MockSequenceStatus.PREFILL
         one.prefill_left = one.num_prompt - held
         if one.request.request_type == "context_only":
             assert self._context.transfer is not None, "the gate lets no context_only through without a transfer"
@@ -281,13 +281,13 @@ class MockEngine:
         self._leases.pop(key, None)
         self._pool.free(holding)
 
-    def _fetch(self, one: Sequence, params: DisaggregatedParams, held: int) -> None:
+    def _fetch(self, one: MockSequence, params: DisaggregatedParams, held: int) -> None:
         assert self._context.transfer is not None, "the gate lets no generation_only through without a transfer"
-        one.state = State.FETCHING
-        one.rows = Rows(one.prompt_ids)
+        one.state = MockSequenceStatus.FETCHING
+        one.rows = MockKvRows(one.prompt_ids)
         first = params.first_gen_tokens
         if first and (first[0] in one.stop_ids or one.num_generated + len(first) >= one.max_tokens):
-            one.state, one.decode_at = State.DECODE, time.monotonic()
+            one.state, one.decode_at = MockSequenceStatus.DECODE, time.monotonic()
             self._hand_out([self._deliver(one, list(first))])  # over with it: no KV is needed
             return
 
@@ -296,8 +296,8 @@ class MockEngine:
 
         one.fetch = self._context.transfer.fetch(params, (held,), one.rows.write, done)
 
-    def _fetched(self, one: Sequence, error: BiremeError | None) -> None:
-        if one.state is not State.FETCHING:
+    def _fetched(self, one: MockSequence, error: BiremeError | None) -> None:
+        if one.state is not MockSequenceStatus.FETCHING:
             return
         if one.is_aborted:
             self._end(one, "cancelled")
@@ -312,13 +312,13 @@ class MockEngine:
             if one.params.first_gen_tokens:
                 self._hand_out([self._deliver(one, list(one.params.first_gen_tokens))])
 
-    def _begin_decode(self, one: Sequence) -> None:
-        one.state = State.DECODE
+    def _begin_decode(self, one: MockSequence) -> None:
+        one.state = MockSequenceStatus.DECODE
         one.decode_at = time.monotonic()
         assert one.holding is not None
         self._pool.publish(one.holding, one.block_keys)
 
-    def _do_step(self, decoding: list[Sequence], prefilling: list[Sequence]) -> None:
+    def _do_step(self, decoding: list[MockSequence], prefilling: list[MockSequence]) -> None:
         began, is_first = time.monotonic(), self._pace.is_idle
         self._began_at = began
         prefill_s, prefilled = self._prefill(prefilling, self._max_num_tokens - len(decoding))
@@ -341,7 +341,7 @@ class MockEngine:
         self._accounts.stepped(ended - began, len(deltas) + len(plain.keys))
         self._step_log.add(began, ended, is_first)
 
-    def _prefill(self, prefilling: list[Sequence], budget: int) -> tuple[float, list[Sequence]]:
+    def _prefill(self, prefilling: list[MockSequence], budget: int) -> tuple[float, list[MockSequence]]:
         """Work on prompts within the token budget; return the time it takes and those that are complete."""
         seconds, complete = 0.0, []
         for one in prefilling:
@@ -357,10 +357,10 @@ class MockEngine:
                 complete.append(one)
         return seconds, complete
 
-    def _deliver(self, one: Sequence, tokens: list[int]) -> Delta:
+    def _deliver(self, one: MockSequence, tokens: list[int]) -> StepOutput:
         """Return the delta of new tokens, with the end if one of them is the last."""
         is_first = one.num_generated == one.request.num_resumed
-        delta = Delta(one.key)
+        delta = StepOutput(one.key)
         for token in tokens:
             if token in one.stop_ids and one.num_generated >= one.min_tokens:
                 delta.finish = self._finish(one, "stop", stop_token_id=token)
@@ -380,7 +380,7 @@ class MockEngine:
             self._news.append((one, is_first, delta.finish))
         return delta
 
-    def _hand_out(self, deltas: list[Delta], plain: PlainTokens | None = None) -> None:
+    def _hand_out(self, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
         """Emit what was delivered; the accounts come after it, while nobody waits."""
         self._emit(self._step, deltas, plain)
         news, self._news = self._news, []
@@ -391,7 +391,7 @@ class MockEngine:
                 self._accounts.finished(one, finish)
                 self._release(one)
 
-    def _export(self, one: Sequence, delta: Delta) -> None:
+    def _export(self, one: MockSequence, delta: StepOutput) -> None:
         """Hand a context_only request over: its rows stay until the lease lets them go.
 
         Where its one token is the last, decode needs no KV and none is exported.
@@ -416,22 +416,24 @@ class MockEngine:
         if delta.finish is None:
             delta.finish = Finish("not_finished", usage)
             self._leases[one.key] = one.lease
-            one.lease.export(one.num_prompt, Rows(one.prompt_ids).read)
+            one.lease.export(one.num_prompt, MockKvRows(one.prompt_ids).read)
             one.lease = one.holding = None
 
-    def _finish(self, one: Sequence, reason: FinishReason, error: str = "", stop_token_id: int | None = None) -> Finish:
+    def _finish(
+        self, one: MockSequence, reason: FinishReason, error: str = "", stop_token_id: int | None = None
+    ) -> Finish:
         return Finish(reason, one.usage(self._context.worker), error, stop_token_id)
 
-    def _end(self, one: Sequence, reason: FinishReason, error: BaseException | None = None) -> None:
+    def _end(self, one: MockSequence, reason: FinishReason, error: BaseException | None = None) -> None:
         """End a request outside a step."""
         finish = self._finish(one, reason, to_message(error) if error else "")
         self._accounts.finished(one, finish)
         self._release(one)
-        self._emit(self._step, [Delta(one.key, finish=finish)])
+        self._emit(self._step, [StepOutput(one.key, finish=finish)])
 
-    def _release(self, one: Sequence) -> None:
+    def _release(self, one: MockSequence) -> None:
         """Take the request out of the batch and give its blocks back; those under a lease follow with it."""
-        one.state = State.ENDED
+        one.state = MockSequenceStatus.ENDED
         self._running.pop(one.key, None)
         if one.lease is not None:
             one.lease.abort()
@@ -443,16 +445,16 @@ class MockEngine:
     def _fail_all(self, error: Exception) -> None:
         self._news.clear()
         for one in [*self._waiting, *self._running.values()]:
-            if one.state is not State.ENDED:
+            if one.state is not MockSequenceStatus.ENDED:
                 self._remove_waiting(one)
                 self._end(one, "error", error)
 
 
-def _advance(decoding: list[Sequence]) -> tuple[PlainTokens, list[Sequence]]:
+def _advance(decoding: list[MockSequence]) -> tuple[PlainTokens, list[MockSequence]]:
     """Return the tokens of which there is nothing to say but the token, and the sequences with more to say."""
     keys: list[RequestKey] = []
     tokens: list[int] = []
-    others: list[Sequence] = []
+    others: list[MockSequence] = []
     for one in decoding:
         token = one.plain_token()
         if token is None:

@@ -13,7 +13,7 @@ LAYOUT = KvLayout("mocker", "int32", (GroupLayout(0, (8,)),))
 
 
 @dataclass(slots=True)
-class Rows:
+class MockKvRows:
     """The rows of one prompt; `read` and `write` run on the transfer's thread."""
 
     ids: npt.NDArray[np.int32]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey
 from bireme.engines.mocker.blocks import Holding
-from bireme.engines.mocker.rows import Rows
+from bireme.engines.mocker.rows import MockKvRows
 from bireme.engines.mocker.tokens import Ids, prompt_digest, tokens_at
 from bireme.kv.transfer.base import Fetch, Lease
 from bireme.messages import EngineRequest, TokenLogprob, TokenLogprobs, Usage
@@ -20,7 +20,7 @@ from bireme.messages import EngineRequest, TokenLogprob, TokenLogprobs, Usage
 _AHEAD = 128  # tokens computed at once
 
 
-class State(enum.Enum):
+class MockSequenceStatus(enum.Enum):
     WAITING = "waiting"
     FETCHING = "fetching"  # its KV is on the way from prefill
     PREFILL = "prefill"
@@ -29,18 +29,18 @@ class State(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class MockSequence:
     key: RequestKey
     request: EngineRequest
     params: DisaggregatedParams | None
     ids: Ids  # what tokens are chosen from
     order: int
-    state: State = State.WAITING
+    state: MockSequenceStatus = MockSequenceStatus.WAITING
     holding: Holding | None = None
     block_keys: list[bytes] = field(default_factory=list)
     lease: Lease | None = None
     fetch: Fetch | None = None
-    rows: Rows | None = None  # what the fetch writes to
+    rows: MockKvRows | None = None  # what the fetch writes to
     is_aborted: bool = False
     num_cached: int = 0
     prefill_left: int = 0  # prompt tokens still to compute

@@ -42,7 +42,7 @@ from bireme.messages import (
     encode,
     frame,
 )
-from bireme.metrics import Delta, Labels, Registry, decode_delta
+from bireme.metrics import Labels, MetricDelta, Registry, decode_delta
 
 Push = Callable[[bytes], None]  # an encoded Step; called on the supervisor's thread, quick, must not raise
 
@@ -217,7 +217,7 @@ class EngineClient:
             session, self._session = self._session, None
             self._pong = None
         self._metrics.set("bireme_engine_up", 0)
-        self._metrics.merge(Delta([], [(name, labels, 0.0) for name, labels in self._gauges], []))
+        self._metrics.merge(MetricDelta([], [(name, labels, 0.0) for name, labels in self._gauges], []))
         if session is None:
             return
         text = to_message(error)

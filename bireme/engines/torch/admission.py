@@ -15,10 +15,10 @@ import numpy as np
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey
 from bireme.engines.digests import request_digest
-from bireme.engines.torch.guides import Guides
-from bireme.engines.torch.limits import Limits
+from bireme.engines.torch.guides import TorchGuides
+from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.picture_store import PictureStore
-from bireme.engines.torch.pictures import Pictures, pictures_of
+from bireme.engines.torch.pictures import SequencePictures, pictures_of
 from bireme.engines.torch.sequence import Sequence
 from bireme.errors import NotFoundError, RequestError
 from bireme.kv.block_manager import BlockManager
@@ -29,13 +29,13 @@ from bireme.messages import EngineRequest, SamplingParams
 class Admission:
     def __init__(
         self,
-        limits: Limits,
+        limits: EngineLimits,
         manager: BlockManager,
         sampler: Sampler[RequestKey],
         vocab_size: int,
         eos_ids: tuple[int, ...],
         has_transfer: bool,
-        guides: Guides,
+        guides: TorchGuides,
         pictures: PictureStore | None = None,
         merge_size: int = 0,
     ) -> None:
@@ -83,7 +83,7 @@ class Admission:
             return ()
         return self._eos_ids if sampling.end_id is None else (sampling.end_id,)
 
-    def _pictures(self, request: EngineRequest, num_prompt: int) -> Pictures | None:
+    def _pictures(self, request: EngineRequest, num_prompt: int) -> SequencePictures | None:
         if self._store is None:
             if request.multimodal is not None:
                 raise RequestError("multimodal: the model takes text only; leave it out")

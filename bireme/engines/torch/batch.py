@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch.attention import ChunkView, DecodeView, GroupStep
-from bireme.engines.torch.scheduler import Plan
+from bireme.engines.torch.scheduler import SchedulerOutput
 from bireme.engines.torch.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
@@ -59,7 +59,7 @@ class BatchBuilder:
         self._has_grid_positions = has_grid_positions
         self._tables = [np.zeros((max_batch_size, columns), dtype=np.int64) for _ in windows]
 
-    def build(self, plan: Plan) -> Batch:
+    def build(self, plan: SchedulerOutput) -> Batch:
         ids, positions = self._tokens(plan)
         sampled, rows, prompt_rows = _logits_rows(plan)
         groups = []
@@ -76,7 +76,7 @@ class BatchBuilder:
             _embeddings(plan),
         )
 
-    def _rope(self, plan: Plan, positions: Ints) -> Tensor:
+    def _rope(self, plan: SchedulerOutput, positions: Ints) -> Tensor:
         """Return the positions for the model's rotary embedding."""
         if not self._has_grid_positions:
             return self._tensor(positions).unsqueeze(0)
@@ -90,7 +90,7 @@ class BatchBuilder:
             begin += count
         return self._tensor(np.concatenate(parts, axis=1)).unsqueeze(1)
 
-    def _tokens(self, plan: Plan) -> tuple[Ints, Ints]:
+    def _tokens(self, plan: SchedulerOutput) -> tuple[Ints, Ints]:
         ids = [sequence.tokens[-1] for sequence in plan.decodes]
         positions = [np.array([sequence.computed for sequence in plan.decodes], dtype=np.int64)]
         for sequence, count in plan.chunks:
@@ -98,7 +98,7 @@ class BatchBuilder:
             positions.append(np.arange(sequence.computed, sequence.computed + count))
         return np.array(ids, dtype=np.int64), np.concatenate(positions)
 
-    def _mirror(self, group: int, plan: Plan) -> None:
+    def _mirror(self, group: int, plan: SchedulerOutput) -> None:
         table = self._tables[group]
         for sequence in _sequences(plan):
             blocks, known = sequence.table.blocks[group], sequence.mirrored[group]
@@ -106,7 +106,7 @@ class BatchBuilder:
                 table[sequence.slot, known : len(blocks)] = blocks[known:]
                 sequence.mirrored[group] = len(blocks)
 
-    def _group(self, group: int, window: int, plan: Plan, positions: Ints) -> GroupStep:
+    def _group(self, group: int, window: int, plan: SchedulerOutput, positions: Ints) -> GroupStep:
         table, size, count = self._tables[group], self._size, len(plan.decodes)
         slots = np.empty(len(positions), dtype=np.int64)
         decode = None
@@ -158,13 +158,13 @@ class BatchBuilder:
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
 
 
-def _sequences(plan: Plan) -> Iterator[Sequence]:
+def _sequences(plan: SchedulerOutput) -> Iterator[Sequence]:
     yield from plan.decodes
     for sequence, _ in plan.chunks:
         yield sequence
 
 
-def _embeddings(plan: Plan) -> list[tuple[int, Tensor]]:
+def _embeddings(plan: SchedulerOutput) -> list[tuple[int, Tensor]]:
     """Return the embeddings of pictures in the step's chunks, and where they stand in it."""
     found, begin = [], len(plan.decodes)
     for sequence, count in plan.chunks:
@@ -176,7 +176,7 @@ def _embeddings(plan: Plan) -> list[tuple[int, Tensor]]:
     return found
 
 
-def _logits_rows(plan: Plan) -> tuple[list[Sequence], list[int], list[PromptRows]]:
+def _logits_rows(plan: SchedulerOutput) -> tuple[list[Sequence], list[int], list[PromptRows]]:
     """Return who samples, from which tokens of the step logits are wanted, and which of them are for prompts."""
     sampled = list(plan.decodes)
     rows = list(range(len(sampled)))

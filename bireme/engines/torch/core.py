@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bireme.engines.base import Delta, RequestKey
-from bireme.engines.torch.accounting import Accounts
+from bireme.engines.base import RequestKey, StepOutput
 from bireme.engines.torch.admission import Admission
 from bireme.engines.torch.batch import Batch, BatchBuilder
 from bireme.engines.torch.deadlines import Deadlines
-from bireme.engines.torch.disaggregation import Exporter, Importer
-from bireme.engines.torch.guides import Guides
-from bireme.engines.torch.limits import Limits
+from bireme.engines.torch.disaggregation import TorchExporter, TorchImporter
+from bireme.engines.torch.guides import TorchGuides
+from bireme.engines.torch.limits import EngineLimits
+from bireme.engines.torch.metrics import TorchMetrics
 from bireme.engines.torch.picture_store import PictureStore
 from bireme.engines.torch.runner import HfRunner
-from bireme.engines.torch.scheduler import Plan, Scheduler
-from bireme.engines.torch.sequence import Sequence, State
+from bireme.engines.torch.scheduler import Scheduler, SchedulerOutput
+from bireme.engines.torch.sequence import Sequence, SequenceStatus
 from bireme.errors import BiremeError, DeadlineExceededError, RequestCancelledError, to_message
 from bireme.kv.block_manager import BlockManager
 from bireme.logits.sampler import Sampled, Sampler
@@ -44,16 +44,16 @@ class Parts:
 
     worker: str
     life: int
-    limits: Limits
+    limits: EngineLimits
     runner: HfRunner
     builder: BatchBuilder
     manager: BlockManager
     sampler: Sampler[RequestKey]
     admission: Admission
-    accounts: Accounts
-    guides: Guides
-    exporter: Exporter | None = None
-    importer: Importer | None = None
+    accounts: TorchMetrics
+    guides: TorchGuides
+    exporter: TorchExporter | None = None
+    importer: TorchImporter | None = None
     pictures: PictureStore | None = None  # of a model that takes pictures
 
 
@@ -64,7 +64,7 @@ class EngineCore:
         self.num_steps = 0
         self._sequences: dict[RequestKey, Sequence] = {}
         self._deadlines = Deadlines()
-        self._news: list[Delta] = []  # outside of steps
+        self._news: list[StepOutput] = []  # outside of steps
         self._num_added = 0
         self._num_failed_steps = 0
 
@@ -96,7 +96,7 @@ class EngineCore:
         self._sequences[sequence.key] = sequence
         if sequence.num_output >= sequence.max_tokens:
             # A migrated request that had all its tokens and lost only its end.
-            self._finish(sequence, "length", Delta(sequence.key))
+            self._finish(sequence, "length", StepOutput(sequence.key))
             return
         if sequence.request.request_type == "context_only":
             assert self._parts.exporter is not None, "admission lets no context_only through without a transfer"
@@ -110,7 +110,7 @@ class EngineCore:
 
     def _pictured(self, sequence: Sequence, error: BiremeError | None) -> None:
         """Its pictures' embeddings are here, or can't be had."""
-        if sequence.state is State.FINISHED:
+        if sequence.state is SequenceStatus.FINISHED:
             return
         if error is not None:
             self._fail(sequence, error)
@@ -126,7 +126,7 @@ class EngineCore:
 
     def _prepared(self, sequence: Sequence, error: BiremeError | None) -> None:
         """Its guide has been compiled, or can't be."""
-        if sequence.state is State.FINISHED:
+        if sequence.state is SequenceStatus.FINISHED:
             return
         if error is not None:
             self._fail(sequence, error)
@@ -143,7 +143,7 @@ class EngineCore:
     def expire(self, now: float) -> None:
         """End the requests whose time is over."""
         for sequence, text, is_of_queue in self._deadlines.take(now):
-            if sequence.state is State.FINISHED or (is_of_queue and sequence.scheduled_at):
+            if sequence.state is SequenceStatus.FINISHED or (is_of_queue and sequence.scheduled_at):
                 continue
             self._end(sequence, "timeout", to_message(DeadlineExceededError(text)))
 
@@ -152,7 +152,7 @@ class EngineCore:
         for sequence in list(self._sequences.values()):
             self._fail(sequence, error)
 
-    def take_news(self) -> list[Delta]:
+    def take_news(self) -> list[StepOutput]:
         """Return and forget what has happened since the last call."""
         news, self._news = self._news, []
         return news
@@ -177,7 +177,7 @@ class EngineCore:
         self._set_levels()
         return True
 
-    def _run(self, plan: Plan, began: float) -> None:
+    def _run(self, plan: SchedulerOutput, began: float) -> None:
         parts = self._parts
         self._begin(plan, began)
         if not plan.has_tokens:
@@ -198,7 +198,7 @@ class EngineCore:
                 self._accept(sequence, sampled.tokens[row], sampled.logprobs[row], now)
         parts.accounts.stepped(now - began, len(batch.sampled))
 
-    def _begin(self, plan: Plan, now: float) -> None:
+    def _begin(self, plan: SchedulerOutput, now: float) -> None:
         """Tell sampler and accounts of those that run for the first time; who can't begin leaves the plan."""
         new = [sequence for sequence in plan.decodes if not sequence.is_sampling]
         new += [sequence for sequence, _ in plan.chunks if not sequence.is_sampling]
@@ -208,9 +208,11 @@ class EngineCore:
                 self._parts.accounts.scheduled(sequence, now)
             except Exception as error:
                 self._fail(sequence, _internal(error))
-        if any(sequence.state is State.FINISHED for sequence in new):
-            plan.decodes = [sequence for sequence in plan.decodes if sequence.state is State.RUNNING]
-            plan.chunks = [(sequence, count) for sequence, count in plan.chunks if sequence.state is State.RUNNING]
+        if any(sequence.state is SequenceStatus.FINISHED for sequence in new):
+            plan.decodes = [sequence for sequence in plan.decodes if sequence.state is SequenceStatus.RUNNING]
+            plan.chunks = [
+                (sequence, count) for sequence, count in plan.chunks if sequence.state is SequenceStatus.RUNNING
+            ]
 
     def _add_to_sampler(self, sequence: Sequence) -> None:
         split = sequence.num_prompt
@@ -219,7 +221,7 @@ class EngineCore:
         self._parts.sampler.add(sequence.key, sequence.sampling, prompt_ids, output_ids, eos_ids, sequence.guidance)
         sequence.is_sampling = True
 
-    def _advance(self, plan: Plan) -> None:
+    def _advance(self, plan: SchedulerOutput) -> None:
         """The KV of the step's tokens is in the pools: offer full blocks, let go of what slid out of windows."""
         for sequence in plan.decodes:
             self._computed(sequence, 1)
@@ -241,7 +243,7 @@ class EngineCore:
 
     def _accept(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
         """Take a sampled token: deliver it, or end the request with it."""
-        delta = Delta(sequence.key)
+        delta = StepOutput(sequence.key)
         if not sequence.first_token_at:
             self._parts.accounts.first_token(sequence, now)
             self.scheduler.prefilled(sequence)
@@ -270,7 +272,7 @@ class EngineCore:
     # -- disaggregation
 
     def _hand_over(
-        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, stop: bool, delta: Delta
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, stop: bool, delta: StepOutput
     ) -> None:
         """End a context_only request. Where its one token is the last, decode needs no KV and none is exported."""
         parts, exporter = self._parts, self._parts.exporter
@@ -301,11 +303,11 @@ class EngineCore:
 
     def _imported(self, sequence: Sequence, error: BiremeError | None) -> None:
         """All rows have been written, or none will be any more."""
-        if sequence.state is not State.IMPORTING:
+        if sequence.state is not SequenceStatus.IMPORTING:
             return
         sequence.fetch = None
         if sequence.ending is not None:
-            self._finish(sequence, sequence.ending[0], Delta(sequence.key), error=sequence.ending[1])
+            self._finish(sequence, sequence.ending[0], StepOutput(sequence.key), error=sequence.ending[1])
         elif error is not None:
             self._fail(sequence, error)
         else:
@@ -319,7 +321,7 @@ class EngineCore:
         params = sequence.params
         assert params is not None
         now = time.monotonic()
-        sequence.state, sequence.imported_at = State.RUNNING, now
+        sequence.state, sequence.imported_at = SequenceStatus.RUNNING, now
         token, logprobs = params.first_gen_tokens[0], params.first_gen_log_probs
         if token not in sequence.stop_ids and sequence.num_output + 1 < sequence.max_tokens:
             manager, sequence.computed = self._parts.manager, len(sequence.tokens)
@@ -335,11 +337,11 @@ class EngineCore:
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str) -> None:
         """End a request between steps; one whose KV is being copied ends when the copy has."""
-        if sequence.state is State.IMPORTING and sequence.fetch is not None:
+        if sequence.state is SequenceStatus.IMPORTING and sequence.fetch is not None:
             sequence.ending = sequence.ending or (reason, error)
             sequence.fetch.cancel()
             return
-        self._finish(sequence, reason, Delta(sequence.key), error=error)
+        self._finish(sequence, reason, StepOutput(sequence.key), error=error)
 
     def _fail(self, sequence: Sequence, error: BiremeError) -> None:
         reason: FinishReason = "error"
@@ -353,7 +355,7 @@ class EngineCore:
         self,
         sequence: Sequence,
         reason: FinishReason,
-        delta: Delta,
+        delta: StepOutput,
         error: str = "",
         stop_token_id: int | None = None,
     ) -> None:
@@ -376,7 +378,7 @@ class EngineCore:
         self,
         sequence: Sequence,
         reason: FinishReason,
-        delta: Delta,
+        delta: StepOutput,
         error: str = "",
         stop_token_id: int | None = None,
     ) -> None:
@@ -385,7 +387,7 @@ class EngineCore:
         self._parts.accounts.finished(sequence, reason, error, now)
         self._news.append(delta)
 
-    def _fail_step(self, plan: Plan, error: Exception) -> None:
+    def _fail_step(self, plan: SchedulerOutput, error: Exception) -> None:
         """End the requests of a step that raised. Raises BrokenEngineError when steps keep failing."""
         self._num_failed_steps += 1
         members = [*plan.decodes, *(sequence for sequence, _ in plan.chunks)]
@@ -393,7 +395,7 @@ class EngineCore:
             "step_failed step=%d requests=%d in_a_row=%d", self.num_steps, len(members), self._num_failed_steps
         )
         for sequence in members:
-            if sequence.state is not State.FINISHED:
+            if sequence.state is not SequenceStatus.FINISHED:
                 self._fail(sequence, _internal(error))
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise BrokenEngineError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from bireme.engines.torch.sequence import Sequence, State
+from bireme.engines.torch.sequence import Sequence, SequenceStatus
 
 _SWEEP = 1024  # entries; beyond, the finished ones are dropped each time the heap has doubled
 
@@ -27,7 +27,7 @@ class Deadlines:
         self._num_added += 1
         heapq.heappush(self._heap, (at, self._num_added, sequence, text, is_of_queue))
         if len(self._heap) > self._sweep_at:
-            self._heap = [entry for entry in self._heap if entry[2].state is not State.FINISHED]
+            self._heap = [entry for entry in self._heap if entry[2].state is not SequenceStatus.FINISHED]
             heapq.heapify(self._heap)
             self._sweep_at = max(_SWEEP, 2 * len(self._heap))
 

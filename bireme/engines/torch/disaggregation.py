@@ -22,7 +22,7 @@ from bireme.messages import TokenLogprobs, Usage
 Post = Callable[[Callable[[], None]], None]  # run it on the engine's thread, between steps
 
 
-class Exporter:
+class TorchExporter:
     """Leases of finished context_only requests; their blocks stay referenced until the transfer lets go."""
 
     def __init__(self, transfer: KvTransfer, manager: BlockManager, store: KvStore, post: Post) -> None:
@@ -81,7 +81,7 @@ class Exporter:
         sequence.lease = None
 
 
-class Importer:
+class TorchImporter:
     """Fetches the rows that a generation_only request does not find in our own pool."""
 
     def __init__(self, transfer: KvTransfer, manager: BlockManager, store: KvStore, post: Post) -> None:

@@ -9,7 +9,7 @@ import time
 import torch
 
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Delta, Emit, EngineContext, Progress, RequestKey
+from bireme.engines.base import Emit, EngineContext, EngineProgress, RequestKey, StepOutput
 from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, open_checkpoint
 from bireme.engines.torch.picture_encoder import PictureEncoder
 from bireme.engines.torch.vision_models import is_picture_model
@@ -66,11 +66,11 @@ class EncoderEngine:
     def drain(self) -> None:
         self._is_draining = True
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         if self._jobs is None:
-            return Progress(0, 0.0, 0, 0)
+            return EngineProgress(0, 0.0, 0, 0)
         service = self._jobs.service
-        return Progress(service.num_steps, service.step_began_at, 0, service.num_pending)
+        return EngineProgress(service.num_steps, service.step_began_at, 0, service.num_pending)
 
     def stop(self) -> None:
         if self._jobs is not None:
@@ -101,7 +101,7 @@ class EncodeJobs:
         self.service.submit(key, job, request.timeout_ms, lambda outcome: self._done(key, began, outcome))
 
     def _done(self, key: RequestKey, began: float, outcome: EncodeOutcome | BiremeError) -> None:
-        delta, seconds = Delta(key), time.monotonic() - began
+        delta, seconds = StepOutput(key), time.monotonic() - began
         usage = Usage(prefill_ms=seconds * 1e3, prefill_worker=self._worker)
         if isinstance(outcome, BiremeError):
             reason = _REASONS.get(outcome.code, "error")

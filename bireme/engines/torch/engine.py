@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Emit, EngineContext, Progress, RequestKey
+from bireme.engines.base import Emit, EngineContext, EngineProgress, RequestKey
 from bireme.engines.torch.core import BrokenEngineError, EngineCore
 from bireme.engines.torch.loading import LoadedEngine
 from bireme.engines.torch.sequence import Sequence
@@ -86,15 +86,15 @@ class TorchEngine:
         with self._wake:
             self._is_draining = True
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         if self._loaded is None:
-            return Progress(0, 0.0, 0, 0)
+            return EngineProgress(0, 0.0, 0, 0)
         core = self._loaded.core
         num_steps, num_waiting = core.num_steps, core.num_waiting + self._num_submitted
         if self._jobs is not None:
             num_steps += self._jobs.service.num_steps
             num_waiting += self._jobs.service.num_pending
-        return Progress(num_steps, self._step_began_at, num_waiting, core.num_running)
+        return EngineProgress(num_steps, self._step_began_at, num_waiting, core.num_running)
 
     def kv_events(self) -> list[KvEvent]:
         """Return and forget the KV events since the last call; thread-safe."""

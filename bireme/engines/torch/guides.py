@@ -27,7 +27,7 @@ _ANY_SIZE = Limits(max_guide_bytes=1 << 31, max_guide_depth=1 << 31, max_guide_c
 Done = Callable[[Request, BiremeError | None], None]
 
 
-class Guides:
+class TorchGuides:
     def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int], config: EngineConfig, post: Post) -> None:
         self._tokenizer = folder / "tokenizer.json"
         self._config = config

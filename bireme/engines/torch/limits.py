@@ -25,7 +25,7 @@ _LOGPROB_ELEMENTS = 1 << 25  # logits kept at once for prompt log probabilities
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     max_batch_size: int
     max_num_tokens: int
     max_seq_len: int  # of the model and the settings; the pool may hold less
@@ -38,7 +38,7 @@ class Limits:
     max_queue_time_s: float
 
 
-def resolve_limits(config: EngineConfig, model_config: Any, device: torch.device) -> Limits:
+def resolve_limits(config: EngineConfig, model_config: Any, device: torch.device) -> EngineLimits:
     """Fill in what the settings leave open. Raises ConfigError naming key, value and remedy."""
     max_seq_len = _max_seq_len(config, model_config)
     max_num_tokens = _at_least_one("max_num_tokens", config.max_num_tokens, _NUM_TOKENS.get(device.type, 2048))
@@ -51,7 +51,7 @@ def resolve_limits(config: EngineConfig, model_config: Any, device: torch.device
     scheduler, size = config.scheduler_config, config.kv_cache_config.tokens_per_block
     if size < 1:
         raise ConfigError(f"kv_cache_config.tokens_per_block: {size}; at least 1, e.g. 32")
-    return Limits(
+    return EngineLimits(
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len,
@@ -85,7 +85,9 @@ def narrow_windows(
     return narrowed
 
 
-def pool_sizes(config: EngineConfig, limits: Limits, groups: Sequence[LayerGroup], device: torch.device) -> list[int]:
+def pool_sizes(
+    config: EngineConfig, limits: EngineLimits, groups: Sequence[LayerGroup], device: torch.device
+) -> list[int]:
     """Return the number of blocks per group.
 
     Layers that see everything get as many tokens as there is memory for; layers with a window no more than the
@@ -110,7 +112,7 @@ def pool_sizes(config: EngineConfig, limits: Limits, groups: Sequence[LayerGroup
     return sizes
 
 
-def _window_cap(window: int, limits: Limits) -> int:
+def _window_cap(window: int, limits: EngineLimits) -> int:
     if not window:
         return 0
     size = limits.tokens_per_block

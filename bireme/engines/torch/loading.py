@@ -10,16 +10,16 @@ import torch
 
 from bireme.engines.base import EngineContext, RequestKey
 from bireme.engines.torch import limits as limit
-from bireme.engines.torch.accounting import Accounts
 from bireme.engines.torch.admission import Admission
 from bireme.engines.torch.attention import LayerGeometry
 from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.checkpoint import Checkpoint, eos_token_ids, load_model, open_checkpoint
 from bireme.engines.torch.core import EngineCore, Parts
-from bireme.engines.torch.disaggregation import Exporter, Importer, Post
-from bireme.engines.torch.guides import Guides
+from bireme.engines.torch.disaggregation import Post, TorchExporter, TorchImporter
+from bireme.engines.torch.guides import TorchGuides
 from bireme.engines.torch.kv_store import KvStore, group_layers
-from bireme.engines.torch.limits import Limits
+from bireme.engines.torch.limits import EngineLimits
+from bireme.engines.torch.metrics import TorchMetrics
 from bireme.engines.torch.runner import HfRunner, probe
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.warmup import warm_up
@@ -54,7 +54,7 @@ class LoadedEngine:
         self.events = manager.events
         eos_ids, vocab_size = eos_token_ids(checkpoint), int(model.config.vocab_size)
         sampler: Sampler[RequestKey] = Sampler(vocab_size, device)
-        self.guides = Guides(checkpoint.folder, vocab_size, eos_ids, context.config, post)
+        self.guides = TorchGuides(checkpoint.folder, vocab_size, eos_ids, context.config, post)
         self.admission = Admission(
             self.limits,
             manager,
@@ -66,7 +66,7 @@ class LoadedEngine:
             pictures.store if pictures else None,
             pictures.merge_size if pictures else 0,
         )
-        accounts = Accounts(context.metrics, context.worker)
+        accounts = TorchMetrics(context.metrics, context.worker)
         has_grid_positions = pictures is not None and pictures.merge_size > 0
         runner, builder = HfRunner(model, store), _builder(store, self.limits, device, has_grid_positions)
         warm_up(runner, builder, manager, store, self.limits)
@@ -82,8 +82,8 @@ class LoadedEngine:
                 admission=self.admission,
                 accounts=accounts,
                 guides=self.guides,
-                exporter=Exporter(context.transfer, manager, store, post) if context.transfer else None,
-                importer=Importer(context.transfer, manager, store, post) if context.transfer else None,
+                exporter=TorchExporter(context.transfer, manager, store, post) if context.transfer else None,
+                importer=TorchImporter(context.transfer, manager, store, post) if context.transfer else None,
                 pictures=pictures.store if pictures else None,
             )
         )
@@ -96,7 +96,7 @@ class LoadedEngine:
 
 
 def _picture_side(
-    context: EngineContext, checkpoint: Checkpoint, model: Any, device: torch.device, post: Post, limits: Limits
+    context: EngineContext, checkpoint: Checkpoint, model: Any, device: torch.device, post: Post, limits: EngineLimits
 ) -> PictureSide | None:
     """Return None for a model of text alone. Raises ConfigError."""
     if not is_picture_model(checkpoint.name):
@@ -121,7 +121,7 @@ def _tell(model: Any, store: KvStore, manager: BlockManager, capacity: Capacity)
     )
 
 
-def _builder(store: KvStore, limits: Limits, device: torch.device, has_grid_positions: bool) -> BatchBuilder:
+def _builder(store: KvStore, limits: EngineLimits, device: torch.device, has_grid_positions: bool) -> BatchBuilder:
     windows = [group.window for group in store.groups]
     return BatchBuilder(
         windows, limits.tokens_per_block, limits.max_batch_size, limits.max_seq_len, device, has_grid_positions
@@ -136,7 +136,11 @@ def _geometry(context: EngineContext, model: Any, checkpoint: Checkpoint, device
 
 
 def _pools(
-    context: EngineContext, geometry: list[LayerGeometry], limits: Limits, checkpoint: Checkpoint, device: torch.device
+    context: EngineContext,
+    geometry: list[LayerGeometry],
+    limits: EngineLimits,
+    checkpoint: Checkpoint,
+    device: torch.device,
 ) -> tuple[KvStore, BlockManager]:
     cache = context.config.kv_cache_config
     groups = group_layers(geometry)
@@ -153,7 +157,7 @@ def _pools(
 
 
 def _capacity(
-    limits: Limits,
+    limits: EngineLimits,
     manager: BlockManager,
     model: Any,
     eos_ids: tuple[int, ...],

@@ -18,7 +18,7 @@ from bireme.engines.torch.tensor_rows import TensorRows, layout_of
 from bireme.engines.torch.vision_models import PreparedPicture, family_of
 from bireme.errors import ConfigError, RequestError, one_line
 from bireme.kv.transfer.base import KvLayout
-from bireme.multimodal.embedding_share import Rows
+from bireme.multimodal.embedding_share import EmbeddingRows
 from bireme.multimodal.encoding import EncodedRows
 from bireme.multimodal.wire import Grid
 
@@ -55,7 +55,7 @@ class PictureEncoder:
         # A copy: torch warns about memory that it could not write to, and decoded pictures are such.
         return self._family.prepare(self._processor, pixels.copy())
 
-    def encode(self, batch: Sequence[PreparedPicture]) -> list[Rows]:
+    def encode(self, batch: Sequence[PreparedPicture]) -> list[EmbeddingRows]:
         with torch.inference_mode():
             features = self._family.features(self._model, batch)
             return [TensorRows(one.to("cpu", self.dtype).contiguous()) for one in features]
@@ -74,7 +74,7 @@ class PictureEncoder:
         rows = TensorRows(tensor.to(self.dtype).contiguous())
         return EncodedRows(self._name(b"embeddings", struct.pack("<Q", len(content)) + content), rows, grid)
 
-    def write_embeddings(self, rows: Sequence[Rows]) -> bytes:
+    def write_embeddings(self, rows: Sequence[EmbeddingRows]) -> bytes:
         tensors = {f"image_{at}": one.tensor for at, one in enumerate(rows) if isinstance(one, TensorRows)}
         return bytes(save_tensors(tensors))
 

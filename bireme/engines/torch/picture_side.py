@@ -11,7 +11,7 @@ from bireme.engines.base import EngineContext
 from bireme.engines.torch.checkpoint import Checkpoint
 from bireme.engines.torch.disaggregation import Post
 from bireme.engines.torch.encoder_engine import make_encoder
-from bireme.engines.torch.limits import Limits
+from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.picture_encoder import PictureEncoder
 from bireme.engines.torch.picture_store import PictureStore
 from bireme.engines.torch.tensor_rows import layout_of
@@ -33,7 +33,7 @@ class PictureSide:
 
 
 def make_picture_side(
-    context: EngineContext, checkpoint: Checkpoint, model: Any, device: torch.device, post: Post, limits: Limits
+    context: EngineContext, checkpoint: Checkpoint, model: Any, device: torch.device, post: Post, limits: EngineLimits
 ) -> PictureSide:
     """Raises ConfigError. Of a worker that encodes elsewhere the vision tower is dropped."""
     described = picture_model(str(checkpoint.folder))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch.disaggregation import Post
-from bireme.engines.torch.pictures import Pictures
+from bireme.engines.torch.pictures import SequencePictures
 from bireme.engines.torch.sequence import Sequence
 from bireme.engines.torch.tensor_rows import TensorRows
 from bireme.errors import BiremeError, ResourceExhaustedError
@@ -41,7 +41,7 @@ class PictureStore:
         self._lock = threading.Lock()
         self.held_bytes = 0
 
-    def check(self, pictures: Pictures) -> None:
+    def check(self, pictures: SequencePictures) -> None:
         """Raise ResourceExhaustedError where there is no room for its embeddings. From any thread."""
         need = self._num_bytes(pictures)
         if self.held_bytes + need > self._max_held_bytes:
@@ -72,11 +72,11 @@ class PictureStore:
         pictures.fetches, pictures.rows = [], [None] * len(pictures.items)
         self._hold(pictures, 0)
 
-    def _num_bytes(self, pictures: Pictures) -> int:
+    def _num_bytes(self, pictures: SequencePictures) -> int:
         size = self._hidden_size * int(torch.empty((), dtype=self._dtype).element_size())
         return size * sum(item.num_tokens for item in pictures.items if item.handle is not None)
 
-    def _hold(self, pictures: Pictures, num_bytes: int) -> None:
+    def _hold(self, pictures: SequencePictures, num_bytes: int) -> None:
         with self._lock:
             self.held_bytes += num_bytes - pictures.held_bytes
             pictures.held_bytes = num_bytes

@@ -16,7 +16,7 @@ from bireme.multimodal.wire import OpenedItem, unpack_opened
 
 
 @dataclass(slots=True, eq=False)
-class Pictures:
+class SequencePictures:
     """One sequence's."""
 
     items: tuple[OpenedItem, ...]  # in the order of positions
@@ -58,10 +58,10 @@ class Pictures:
         return int(self.rope[:, -1].max()) + 1 - self.rope.shape[1]
 
 
-def pictures_of(request: EngineRequest, num_prompt: int, merge_size: int) -> Pictures | None:
+def pictures_of(request: EngineRequest, num_prompt: int, merge_size: int) -> SequencePictures | None:
     """Return None for a request without pictures."""
     items = unpack_opened(request.multimodal)
     if not items:
         return None
     rope = rope_positions(num_prompt, items, merge_size) if merge_size else None
-    return Pictures(items, rope, [None] * len(items))
+    return SequencePictures(items, rope, [None] * len(items))

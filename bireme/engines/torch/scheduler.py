@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bireme.engines.torch.limits import Limits
-from bireme.engines.torch.sequence import Sequence, State
+from bireme.engines.torch.limits import EngineLimits
+from bireme.engines.torch.sequence import Sequence, SequenceStatus
 from bireme.engines.torch.waiting import WaitingQueue
 from bireme.kv.block_manager import BlockManager
 
 
 @dataclass(slots=True)
-class Plan:
+class SchedulerOutput:
     decodes: list[Sequence] = field(default_factory=list)  # one token each
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # so many tokens of each
     imports: list[Sequence] = field(default_factory=list)  # let in; their KV is to be fetched
@@ -29,7 +29,7 @@ class Plan:
 
 
 class Scheduler:
-    def __init__(self, manager: BlockManager, limits: Limits) -> None:
+    def __init__(self, manager: BlockManager, limits: EngineLimits) -> None:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # RUNNING and IMPORTING, in order of admission
         self.num_preemptions = 0
@@ -38,9 +38,9 @@ class Scheduler:
         self._slots = list(range(limits.max_batch_size - 1, -1, -1))
         self._refused = (-1, -1)  # head of the queue and `num_released` when it did not fit
 
-    def schedule(self) -> Plan:
-        plan = Plan(budget=self._limits.max_num_tokens)
-        active = [sequence for sequence in self.running if sequence.state is State.RUNNING]
+    def schedule(self) -> SchedulerOutput:
+        plan = SchedulerOutput(budget=self._limits.max_num_tokens)
+        active = [sequence for sequence in self.running if sequence.state is SequenceStatus.RUNNING]
         before = self.num_preemptions
         if self._limits.may_preempt:
             active.sort(key=lambda sequence: sequence.rank)
@@ -48,7 +48,7 @@ class Scheduler:
             if sequence.num_pending == 1:
                 self._plan_decode(sequence, plan)
         for sequence in active:
-            if sequence.num_pending > 1 and sequence.state is State.RUNNING:
+            if sequence.num_pending > 1 and sequence.state is SequenceStatus.RUNNING:
                 self._plan_chunk(sequence, plan)
         if self.num_preemptions == before:
             self._admit(plan)
@@ -63,19 +63,23 @@ class Scheduler:
             self.running.remove(sequence)
             self._slots.append(sequence.slot)
             sequence.slot = -1
-        sequence.state = State.FINISHED
+        sequence.state = SequenceStatus.FINISHED
 
     def prefilled(self, sequence: Sequence) -> None:
         """Give back what was reserved for the windows of prefill chunks: from now on it takes one token a step."""
         if not self._limits.may_preempt:
             self._manager.reserve(sequence.table, self._manager.worst_case(sequence.worst_length, 1))
 
-    def _plan_decode(self, sequence: Sequence, plan: Plan) -> None:
-        if sequence.state is State.RUNNING and plan.budget and self._make_room(sequence, sequence.computed + 1):
+    def _plan_decode(self, sequence: Sequence, plan: SchedulerOutput) -> None:
+        if (
+            sequence.state is SequenceStatus.RUNNING
+            and plan.budget
+            and self._make_room(sequence, sequence.computed + 1)
+        ):
             plan.decodes.append(sequence)
             plan.budget -= 1
 
-    def _plan_chunk(self, sequence: Sequence, plan: Plan) -> None:
+    def _plan_chunk(self, sequence: Sequence, plan: SchedulerOutput) -> None:
         count = self._chunk(sequence, plan.budget)
         if count and self._make_room(sequence, sequence.computed + count):
             plan.chunks.append((sequence, count))
@@ -98,7 +102,7 @@ class Scheduler:
             return True
         while not manager.can_grow(table, num_tokens, sequence.computed):
             assert self._limits.may_preempt, "a reservation that does not hold"
-            others = [other for other in self.running if other.state is State.RUNNING]
+            others = [other for other in self.running if other.state is SequenceStatus.RUNNING]
             victim = max(others, key=lambda other: other.rank)
             self._preempt(victim)
             if victim is sequence:
@@ -109,16 +113,16 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._manager.release(sequence.table)
         self.finish(sequence)
-        sequence.state, sequence.computed = State.WAITING, 0
+        sequence.state, sequence.computed = SequenceStatus.WAITING, 0
         sequence.prompt_logprobs = []
         self.waiting.push(sequence)
         self.num_preemptions += 1
 
-    def _drop_preempted(self, plan: Plan) -> None:
-        plan.decodes = [sequence for sequence in plan.decodes if sequence.state is State.RUNNING]
-        plan.chunks = [(sequence, count) for sequence, count in plan.chunks if sequence.state is State.RUNNING]
+    def _drop_preempted(self, plan: SchedulerOutput) -> None:
+        plan.decodes = [sequence for sequence in plan.decodes if sequence.state is SequenceStatus.RUNNING]
+        plan.chunks = [(sequence, count) for sequence, count in plan.chunks if sequence.state is SequenceStatus.RUNNING]
 
-    def _admit(self, plan: Plan) -> None:
+    def _admit(self, plan: SchedulerOutput) -> None:
         while self._slots and plan.budget and (head := self.waiting.peek()) is not None:
             if (head.number, self._manager.num_released) == self._refused:
                 return
@@ -127,7 +131,7 @@ class Scheduler:
                 self._refused = (head.number, self._manager.num_released)
                 return
             if is_import:
-                head.state = State.IMPORTING
+                head.state = SequenceStatus.IMPORTING
                 self._manager.slide(head.table, len(head.tokens))
                 self._manager.grow(head.table, len(head.tokens), len(head.tokens))
                 plan.imports.append(head)
@@ -136,7 +140,7 @@ class Scheduler:
                 if not count:
                     self._manager.release(head.table)
                     return
-                head.state = State.RUNNING
+                head.state = SequenceStatus.RUNNING
                 self._manager.grow(head.table, head.computed + count, head.computed)
                 self._place(head, count, plan)
             self.waiting.remove(head)
@@ -144,7 +148,7 @@ class Scheduler:
             head.mirrored = [0] * len(self._manager.groups)
             self.running.append(head)
 
-    def _place(self, sequence: Sequence, count: int, plan: Plan) -> None:
+    def _place(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> None:
         if sequence.num_pending == 1:
             plan.decodes.append(sequence)
         else:

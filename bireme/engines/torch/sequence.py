@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey
-from bireme.engines.torch.pictures import Pictures
+from bireme.engines.torch.pictures import SequencePictures
 from bireme.kv.block_manager import BlockTable
 from bireme.kv.transfer.base import Fetch, Lease
 from bireme.logits.guided.guidance import Guidance
 from bireme.messages import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 
 
-class State(enum.Enum):
+class SequenceStatus(enum.Enum):
     WAITING = enum.auto()  # in the queue; holds no blocks
     RUNNING = enum.auto()  # in the batch: prefill or decode
     IMPORTING = enum.auto()  # holds blocks that a transfer is filling
@@ -37,9 +37,9 @@ class Sequence:
     table: BlockTable
     deadline: float = 0.0  # 0: none
     params: DisaggregatedParams | None = None  # generation_only
-    pictures: Pictures | None = None
+    pictures: SequencePictures | None = None
     lease: Lease | None = None  # context_only
-    state: State = State.WAITING
+    state: SequenceStatus = SequenceStatus.WAITING
     number: int = 0  # order of arrival
     computed: int = 0
     slot: int = -1  # row of the batch's block tables

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.kv_store import KvStore
-from bireme.engines.torch.limits import Limits
+from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.runner import HfRunner
-from bireme.engines.torch.scheduler import Plan
+from bireme.engines.torch.scheduler import SchedulerOutput
 from bireme.engines.torch.sequence import Sequence
 from bireme.kv.block_manager import BlockManager
 from bireme.messages import EngineRequest, SamplingParams
@@ -17,20 +17,22 @@ from bireme.messages import EngineRequest, SamplingParams
 _MOST_TOKENS = 512  # enough to choose kernels and grow the allocator; a full budget would take seconds
 
 
-def warm_up(runner: HfRunner, builder: BatchBuilder, manager: BlockManager, store: KvStore, limits: Limits) -> None:
+def warm_up(
+    runner: HfRunner, builder: BatchBuilder, manager: BlockManager, store: KvStore, limits: EngineLimits
+) -> None:
     """Do a prefill, and a decode step of the largest batch that fits."""
     size = manager.tokens_per_block
     room = min(spec.num_blocks for spec in manager.groups) * size
     num_tokens = max(1, min(_MOST_TOKENS, limits.max_num_tokens, limits.max_seq_len - 1, room))
     prefill = _sequence(manager, 0, num_tokens)
     _hold(manager, prefill, num_tokens)
-    runner.forward(builder.build(Plan(chunks=[(prefill, num_tokens)])))
+    runner.forward(builder.build(SchedulerOutput(chunks=[(prefill, num_tokens)])))
     manager.release(prefill.table)
     count = min(limits.max_batch_size, min(spec.num_blocks for spec in manager.groups))
     decodes = [_sequence(manager, slot, 1) for slot in range(count)]
     for sequence in decodes:
         _hold(manager, sequence, 1)
-    runner.forward(builder.build(Plan(decodes=decodes)))
+    runner.forward(builder.build(SchedulerOutput(decodes=decodes)))
     for sequence in decodes:
         manager.release(sequence.table)
     store.clear(min(min(spec.num_blocks for spec in manager.groups), max(count, -(-num_tokens // size))) * size + size)

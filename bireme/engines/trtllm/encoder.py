@@ -25,7 +25,7 @@ from bireme.engines.trtllm.api import BACKENDS, set_log_level
 from bireme.engines.trtllm.config import llm_arguments
 from bireme.errors import BiremeError, ConfigError
 from bireme.messages import Capacity
-from bireme.multimodal.embedding_share import Rows
+from bireme.multimodal.embedding_share import EmbeddingRows
 from bireme.multimodal.model_config import picture_model
 from bireme.multimodal.wire import Grid
 from bireme.text.tokenizer import load_tokenizer
@@ -91,7 +91,7 @@ class HandleEncoder(PictureEncoder):
         counted = super().prepare(pixels)
         return WholePicture(Image.fromarray(pixels), counted.num_tokens, counted.grid)
 
-    def encode(self, batch: Sequence[Any]) -> list[Rows]:
+    def encode(self, batch: Sequence[Any]) -> list[EmbeddingRows]:
         inputs = [{"prompt": self._prompt, "multi_modal_data": {"image": [one.image]}} for one in batch]
         results = self._encoder.generate(inputs, use_tqdm=False)
         return [self._rows(result, one.num_tokens) for result, one in zip(results, batch, strict=True)]

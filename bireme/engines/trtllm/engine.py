@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Emit, EngineContext, Progress, RequestKey
+from bireme.engines.base import Emit, EngineContext, EngineProgress, RequestKey
 from bireme.engines.trtllm import lifecycle, processes
 from bireme.engines.trtllm.loading import Loaded, load, measured
 from bireme.engines.trtllm.requests import Requests
@@ -43,7 +43,7 @@ class TrtllmEngine:
         self._requests: Requests | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="trtllm-loop", daemon=True)
-        self._health: lifecycle.HealthMonitor | None = None
+        self._health: lifecycle.LlmMonitor | None = None
         self._lock = threading.Lock()
         self._is_draining = False
         self._is_stopping = False
@@ -57,7 +57,7 @@ class TrtllmEngine:
         self._warm_up(requests)
         loaded.iterations.start()
         loaded.capacity = measured(loaded, _FIRST_STATISTICS_S)
-        self._health = lifecycle.HealthMonitor(loaded.llm, self.fail)
+        self._health = lifecycle.LlmMonitor(loaded.llm, self.fail)
         self._health.start()
         return loaded.capacity
 
@@ -76,14 +76,14 @@ class TrtllmEngine:
     def drain(self) -> None:
         self._is_draining = True
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         requests, loaded = self._requests, self._loaded
         if requests is None or loaded is None:
-            return Progress(0, 0.0, 0, 0)
+            return EngineProgress(0, 0.0, 0, 0)
         # An iteration counts as well: a prompt that takes many gives no news until its last.
         step = requests.num_steps + loaded.iterations.num_seen
         num_waiting = min(max(0, requests.num_open - loaded.num_places), requests.num_unanswered)
-        return Progress(step, 0.0, num_waiting, requests.num_open - num_waiting)
+        return EngineProgress(step, 0.0, num_waiting, requests.num_open - num_waiting)
 
     def kv_events(self) -> list[KvEvent]:
         """Return and forget the KV events since the last call; thread-safe."""

@@ -17,7 +17,7 @@ _CLASS = re.compile(r"[A-Z]\w+(Config|Args)")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TypeAlternative:
     """One alternative of a type. Bounds are inclusive."""
 
     kind: str  # null bool int float str dict any object list class value
@@ -67,7 +67,7 @@ class Part:
 class FieldType:
     """Alternatives, of which one must fit."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TypeAlternative, ...]
 
     def takes(self, value: Any) -> bool:
         return any(part.takes(value) for part in self.parts)
@@ -101,20 +101,20 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in re.split(r"\|(?![^\[]*\])", text)]
 
 
-def _parse_part(text: str) -> Part:
+def _parse_part(text: str) -> TypeAlternative:
     if match := re.fullmatch(r"(list|dict)\[(.+)\]", text):
         inner = match.group(2).removeprefix("str, ") if match.group(1) == "dict" else match.group(2)
-        return Part(match.group(1), item=parse_type(inner))
+        return TypeAlternative(match.group(1), item=parse_type(inner))
     if match := _RANGE.fullmatch(text):
         kind, sign, least, low, high = match.groups()
         if sign == ">":
             raise ValueError(f"type {text!r}: bounds are inclusive, write >=")
         number = int if kind == "int" else float  # a float would round large bounds
-        return Part(kind, number(least or low), number(high) if high else math.inf)
+        return TypeAlternative(kind, number(least or low), number(high) if high else math.inf)
     if text in ("null", "bool", "int", "float", "str", "dict", "any", "object"):
-        return Part(text)
+        return TypeAlternative(text)
     if _CLASS.fullmatch(text):
-        return Part("class", name=text)
+        return TypeAlternative("class", name=text)
     if not re.fullmatch(r"[\w-]+", text):
         raise ValueError(f"type {text!r} is not understood")
-    return Part("value", name=text)
+    return TypeAlternative("value", name=text)

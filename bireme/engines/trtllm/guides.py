@@ -27,7 +27,7 @@ _ANY_OBJECT = '{"type": "object"}'
 _LIMITED, _WITHOUT_CONTROL = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 
 
-class Guides:
+class TrtllmGuides:
     """What one engine does with guides; its backend and layout never change."""
 
     def __init__(self, backend: str | None, any_whitespace: bool) -> None:

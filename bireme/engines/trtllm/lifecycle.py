@@ -72,7 +72,7 @@ def _shut_down(llm: Any) -> None:
         logger.exception("llm_shutdown_failed")
 
 
-class HealthMonitor:
+class LlmMonitor:
     """Asks the LLM whether it is well, and looks whether its worker processes live; on its own thread.
 
     TensorRT-LLM may call itself healthy when a rank was killed, so its processes are looked at as well.

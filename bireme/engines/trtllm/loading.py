@@ -20,7 +20,7 @@ from bireme.engines.trtllm.api import Api
 from bireme.engines.trtllm.arguments import Arguments, backend_of, complete
 from bireme.engines.trtllm.config import llm_arguments
 from bireme.engines.trtllm.disaggregation import RequestIds
-from bireme.engines.trtllm.guides import Guides
+from bireme.engines.trtllm.guides import TrtllmGuides
 from bireme.engines.trtllm.iterations import Iterations
 from bireme.engines.trtllm.model_files import read_facts
 from bireme.engines.trtllm.planning import ModelFacts, Planner
@@ -60,7 +60,7 @@ def load(context: EngineContext) -> Loaded:
     arguments = arguments.as_loaded(llm.args)
     facts = read_facts(context.model_path, getattr(llm.args, "max_seq_len", None))
     layout = context.config.guided_decoding_config
-    guides = Guides(arguments.values.get("guided_decoding_backend"), layout.any_whitespace)
+    guides = TrtllmGuides(arguments.values.get("guided_decoding_backend"), layout.any_whitespace)
     planner = Planner(api, arguments, facts, adapters, RequestIds(context.worker, context.life), guides)
     load_s = time.monotonic() - began
     context.metrics.set("bireme_engine_load_seconds", load_s)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bireme.errors import RequestError
-from bireme.logits.base import LogitsProcessor, ProcessorContext
+from bireme.logits.base import BaseLogitsProcessor, ProcessorContext
 from bireme.logits.registry import create
 from bireme.messages import ProcessorCall
 
@@ -29,7 +29,7 @@ class LogitsAdapter:
     def __init__(self, calls: Sequence[ProcessorCall], context: ProcessorContext) -> None:
         self._calls = tuple(calls)
         self._context = context
-        self._processors: list[LogitsProcessor] | None = None
+        self._processors: list[BaseLogitsProcessor] | None = None
         self._has_failed = False
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from bireme.engines.trtllm.adapters import Adapters
 from bireme.engines.trtllm.api import Api
 from bireme.engines.trtllm.arguments import Arguments
 from bireme.engines.trtllm.disaggregation import Claims, RequestIds
-from bireme.engines.trtllm.guides import Guides
+from bireme.engines.trtllm.guides import TrtllmGuides
 from bireme.engines.trtllm.logits import LogitsAdapter, check_processors
-from bireme.engines.trtllm.run import Call, Run
+from bireme.engines.trtllm.run import GenerateArguments, Run
 from bireme.engines.trtllm.sampling import sampling_fields, stop_ids
 from bireme.engines.trtllm.substitutes import Substitutes
 from bireme.errors import RequestError
@@ -49,7 +49,7 @@ class Planner:
         facts: ModelFacts,
         adapters: Adapters,
         ids: RequestIds,
-        guides: Guides,
+        guides: TrtllmGuides,
     ) -> None:
         self._api = api
         self._arguments = arguments
@@ -67,7 +67,7 @@ class Planner:
         kind = self._kind(request)
         self._check(request, prompt, kind)
         self._check_logprobs(request, kind)
-        call = Call(prompt, self._sampling(request, len(prompt)), streaming=kind != "context_only")
+        call = GenerateArguments(prompt, self._sampling(request, len(prompt)), streaming=kind != "context_only")
         call.more = self._more(request, params, kind)
         if params is not None:
             self._claims.claim(params)

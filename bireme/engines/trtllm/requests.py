@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Delta, Emit, EngineContext, RequestKey
+from bireme.engines.base import Emit, EngineContext, RequestKey, StepOutput
 from bireme.engines.trtllm import disaggregation
-from bireme.engines.trtllm.accounts import Accounts
 from bireme.engines.trtllm.faults import FaultWatch
 from bireme.engines.trtllm.loading import Loaded
 from bireme.engines.trtllm.logprobs import token_logprobs
-from bireme.engines.trtllm.run import Call, Run
+from bireme.engines.trtllm.metrics import TrtllmMetrics
+from bireme.engines.trtllm.run import GenerateArguments, Run
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
@@ -59,11 +59,11 @@ class Requests:
         self._loop = loop
         self._emit = emit
         self._fail = fail
-        self._accounts = Accounts(context.metrics, context.worker, loaded.arguments.tokens_per_block)
+        self._accounts = TrtllmMetrics(context.metrics, context.worker, loaded.arguments.tokens_per_block)
         self._faults = FaultWatch(self.warm_up, loop, fail)
         self._runs: dict[RequestKey, Run] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._news: dict[RequestKey, Delta] = {}
+        self._news: dict[RequestKey, StepOutput] = {}
         self.num_submitted = 0  # by the callers of `begin`
         self.num_ended = 0
         self.num_steps = 0
@@ -82,7 +82,9 @@ class Requests:
         """Generate one token for nobody: the first starts the engine's own loop, later ones show that it still runs."""
         loaded = self._loaded
         sampling = loaded.api.sampling_params(max_tokens=1, end_id=-1, ignore_eos=True, detokenize=False)
-        result = self._generate(Call([1], sampling, streaming=False, more={"cache_salt": "bireme warm-up"}))
+        result = self._generate(
+            GenerateArguments([1], sampling, streaming=False, more={"cache_salt": "bireme warm-up"})
+        )
         await result
 
     # -- beginnings
@@ -108,7 +110,7 @@ class Requests:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _generate(self, call: Call) -> Any:
+    def _generate(self, call: GenerateArguments) -> Any:
         llm = self._loaded.llm
         return llm.generate_async(call.prompt, call.sampling, streaming=call.streaming, **call.more)
 
@@ -131,7 +133,7 @@ class Requests:
         assert run.params is not None
         run.first_token_at = run.last_token_at = time.monotonic()
         run.num_output = 1
-        delta = Delta(run.key, [token])
+        delta = StepOutput(run.key, [token])
         if run.request.sampling.logprobs is not None:
             delta.logprobs = [run.carried(token)]
         self._accounts.delivered(run, 1, is_first=True)
@@ -306,14 +308,14 @@ class Requests:
         self._loaded.iterations.request_ended(run.result)
         self.num_ended += 1
         self._num_answered -= run.has_answered
-        self._tell(Delta(run.key, finish=finish, exported=exported))
+        self._tell(StepOutput(run.key, finish=finish, exported=exported))
 
     def _break(self, error: Exception) -> None:
         self._fail(f"{type(error).__name__}: {error}")
 
     # -- out
 
-    def _tell(self, delta: Delta) -> None:
+    def _tell(self, delta: StepOutput) -> None:
         """Gather; what one turn of the loop brings goes out together."""
         if not self._news:
             self._loop.call_soon(self._flush)
@@ -328,7 +330,7 @@ class Requests:
         self._emit(self.num_steps, news)
 
 
-def _joined(first: Delta, second: Delta) -> Delta:
+def _joined(first: StepOutput, second: StepOutput) -> StepOutput:
     return dataclasses.replace(
         second,
         tokens=first.tokens + second.tokens,

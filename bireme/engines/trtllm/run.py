@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Delta, RequestKey
+from bireme.engines.base import RequestKey, StepOutput
 from bireme.engines.trtllm.logprobs import prompt_logprobs, token_logprobs
 from bireme.messages import EngineRequest, FinishReason, TokenLogprobs
 
 
 @dataclass(slots=True)
-class Call:
+class GenerateArguments:
     """Arguments of one generate_async."""
 
     prompt: list[int]
@@ -67,7 +67,7 @@ class Run:
 
     key: RequestKey
     request: EngineRequest
-    call: Call
+    call: GenerateArguments
     stop_ids: tuple[int, ...]
     params: DisaggregatedParams | None = None  # generation_only
     kind: str = "context_and_generation"  # what TensorRT-LLM is told; a prefill of one token needs no transfer
@@ -92,12 +92,12 @@ class Run:
         """Until the transferred KV is there: an abort before that loses blocks or wedges the engine."""
         return self.kind == "generation_only" and not self.has_answered
 
-    def read(self, output: Any, now: float) -> Delta:
+    def read(self, output: Any, now: float) -> StepOutput:
         """Return the news of an output that has changed; the token that ended it is not among them."""
         tokens, entries = self.cursors.read(output)
         if output.finish_reason == "stop" and tokens and self._has_ended_with(tokens[-1], output.stop_reason):
             tokens.pop()
-        delta = Delta(self.key, tokens)
+        delta = StepOutput(self.key, tokens)
         if tokens:
             self.gap_s = now - self.last_token_at if self.first_token_at else 0.0
             self.first_token_at = self.first_token_at or now

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from bireme.metrics import TABLE, Delta, Labels, MetricSpec, Registry
+from bireme.metrics import TABLE, Labels, MetricDelta, MetricSpec, Registry
 
 logger = logging.getLogger("bireme.engines.trtllm")
 PREFIX = "trtllm_"
@@ -47,7 +47,7 @@ class SeriesRelay:
             return
         import prometheus_client
 
-        delta = Delta([], [], [])
+        delta = MetricDelta([], [], [])
         for family in prometheus_client.REGISTRY.collect():
             if family.name.startswith(PREFIX):
                 self._carry(family, delta)
@@ -63,7 +63,7 @@ class SeriesRelay:
             logger.exception("metrics_collector_failed")
             self._log_request = self._log_iteration = None
 
-    def _carry(self, family: Any, delta: Delta) -> None:
+    def _carry(self, family: Any, delta: MetricDelta) -> None:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         spec = TABLE.get(name)
         if spec is None or spec.kind != family.type:
@@ -84,7 +84,7 @@ class SeriesRelay:
                 self._seen[name, labels] = sample.value
                 delta.counters.append((name, labels, amount))
 
-    def _carry_histogram(self, family: Any, spec: MetricSpec, delta: Delta) -> None:
+    def _carry_histogram(self, family: Any, spec: MetricSpec, delta: MetricDelta) -> None:
         labels = self._labels(spec, {})
         counts, total, below = [0] * (len(spec.buckets) + 1), 0.0, 0.0
         for sample in family.samples:

@@ -18,7 +18,7 @@ from bireme.engines.trtllm.config import llm_arguments
 from bireme.engines.video.base import Frames, OnStep, VideoContext
 from bireme.engines.video.diffusion import pipeline_name
 from bireme.errors import BiremeError, ConfigError, RequestError
-from bireme.video.wire import Generation, PipelineFacts
+from bireme.video.wire import DiffusionRequest, PipelineFacts
 
 logger = logging.getLogger("bireme.engine")
 # Found in the environment, these make VisualGen wait for ranks that somebody else starts.
@@ -54,7 +54,7 @@ class VisualGenEngine:
         self._refusal = getattr(module, "VisualGenParamsError", ValueError)
         return facts_of(name, self._generator.default_params)
 
-    def generate(self, work: Generation, on_step: OnStep) -> Frames:
+    def generate(self, work: DiffusionRequest, on_step: OnStep) -> Frames:
         frames: Frames
         if not work.num_images:
             frames = self._run(work, work.seed, "video")[0]
@@ -68,7 +68,7 @@ class VisualGenEngine:
             self._generator.shutdown()
             self._generator = None
 
-    def _run(self, work: Generation, seed: int, kind: str) -> Frames:
+    def _run(self, work: DiffusionRequest, seed: int, kind: str) -> Frames:
         """Return (1, T, H, W, 3) or (1, H, W, 3). Raises RequestError for what the pipeline doesn't take."""
         try:
             output = self._generator.generate(work.prompt, self._params(**params_of(work, seed)))
@@ -91,7 +91,7 @@ def drop_launchers(environment: MutableMapping[str, str]) -> None:
             logger.info("variable_dropped name=%s reason=visual_gen_starts_its_own_processes", name)
 
 
-def params_of(work: Generation, seed: int) -> dict[str, Any]:
+def params_of(work: DiffusionRequest, seed: int) -> dict[str, Any]:
     """Return VisualGenParams' keyword arguments; what the work leaves open is the pipeline's."""
     fields: dict[str, Any] = {
         "height": work.height,

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.config import EngineConfig
-from bireme.video.wire import Generation, PipelineFacts
+from bireme.video.wire import DiffusionRequest, PipelineFacts
 
 Frames = npt.NDArray[np.uint8]  # (T, H, W, 3): frames of a video, or pictures
 OnStep = Callable[[int], None]  # denoising steps done, of Generation.total_steps
@@ -42,7 +42,7 @@ class VideoContext:
 class VideoEngine(Protocol):
     def start(self) -> PipelineFacts: ...
 
-    def generate(self, work: Generation, on_step: OnStep) -> Frames:
+    def generate(self, work: DiffusionRequest, on_step: OnStep) -> Frames:
         """Return made_frames frames, or num_images pictures. Raises RequestError, BiremeError."""
 
     def stop(self) -> None: ...

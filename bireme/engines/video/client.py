@@ -32,7 +32,7 @@ from bireme.errors import (
     from_message,
 )
 from bireme.messages import Hello, Pong, frame
-from bireme.metrics import Delta, Registry, decode_delta
+from bireme.metrics import MetricDelta, Registry, decode_delta
 from bireme.video import wire
 
 
@@ -52,7 +52,7 @@ class WorkSink(Protocol):
 @dataclass(slots=True)
 class _Work:
     number: int
-    generation: wire.Generation
+    generation: wire.DiffusionRequest
     sink: WorkSink
     queued_at: float = field(default_factory=time.monotonic)
 
@@ -117,7 +117,7 @@ class VideoClient:
         self._supervisor.stop()
         self._fail_all(UnavailableError(f"{self._worker} is stopping; try again"))
 
-    def submit(self, generation: wire.Generation, sink: WorkSink) -> int:
+    def submit(self, generation: wire.DiffusionRequest, sink: WorkSink) -> int:
         """Queue a piece of work and return its number. Raises ResourceExhaustedError, UnavailableError."""
         with self._lock:
             if self._is_down:
@@ -137,7 +137,7 @@ class VideoClient:
         self._leave_queue(number, RequestCancelledError("the request was aborted"))
         with self._lock:
             if self._running is not None and self._running.number == number and self._life is not None:
-                self._send(self._life, wire.Abort(self._life.number, number))
+                self._send(self._life, wire.AbortDiffusion(self._life.number, number))
 
     def expire(self, number: int) -> None:
         """End a piece of work that has waited for too long; nothing where it runs."""
@@ -176,7 +176,7 @@ class VideoClient:
     def on_pong(self, pong: Pong) -> None:
         if pong.metrics:
             delta = decode_delta(pong.metrics)
-            self._metrics.merge(Delta(delta.counters, [], delta.histograms))
+            self._metrics.merge(MetricDelta(delta.counters, [], delta.histograms))
 
     def on_end(self, life: Life, error: EngineLostError) -> None:
         self._metrics.set("bireme_engine_up", 0)
@@ -202,7 +202,7 @@ class VideoClient:
             if self._running is None and self._life is not None and self._waiting:
                 work = self._running = self._waiting.popleft()
                 self._metrics.observe("bireme_queue_seconds", time.monotonic() - work.queued_at)
-                self._send(self._life, wire.Generate(self._life.number, work.number, work.generation))
+                self._send(self._life, wire.SubmitDiffusion(self._life.number, work.number, work.generation))
         self._show_queue()
 
     def _show_queue(self) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from bireme.engines.video.base import Frames, OnStep, VideoContext
 from bireme.errors import BiremeError, ConfigError, ResourceExhaustedError
-from bireme.video.wire import Generation, PipelineFacts
+from bireme.video.wire import DiffusionRequest, PipelineFacts
 
 logger = logging.getLogger("bireme.engine")
 TESTED = ("WanPipeline", "LTXPipeline", "FluxPipeline")
@@ -56,7 +56,7 @@ class DiffusionEngine:
         self._warm_up(facts)
         return facts
 
-    def generate(self, work: Generation, on_step: OnStep) -> Frames:
+    def generate(self, work: DiffusionRequest, on_step: OnStep) -> Frames:
         """Pictures are made one after the other, each by its own seed: any of them can be made again alone."""
         import torch
 
@@ -80,7 +80,7 @@ class DiffusionEngine:
     def stop(self) -> None:
         self._pipeline = None
 
-    def _run(self, work: Generation, seed: int, on_step: OnStep) -> Frames:
+    def _run(self, work: DiffusionRequest, seed: int, on_step: OnStep) -> Frames:
         import torch
 
         generator = torch.Generator("cpu").manual_seed(seed)  # the same noise on every device
@@ -95,7 +95,7 @@ class DiffusionEngine:
         result = self._pipeline(**arguments)
         return to_frames(result.frames[0] if hasattr(result, "frames") else result.images)
 
-    def _arguments(self, work: Generation) -> dict[str, Any]:
+    def _arguments(self, work: DiffusionRequest) -> dict[str, Any]:
         """Return what the pipeline's call takes of the work."""
         offered = {
             "prompt": work.prompt,
@@ -142,7 +142,7 @@ class DiffusionEngine:
         """Two steps at a small size: what is wrong with the model shows now, and kernels are compiled."""
         side = max(facts.width_step, 64 // facts.width_step * facts.width_step)
         frames = facts.frame_step + 1 if facts.is_video else 1
-        work = Generation(
+        work = DiffusionRequest(
             prompt="warm-up", width=side, height=side, num_frames=frames, made_frames=frames, fps=facts.fps,
             num_images=0 if facts.is_video else 1, num_steps=2, guidance_scale=facts.guidance_scale, seed=0,
         )  # fmt: skip

@@ -25,7 +25,7 @@ class EngineLink:
 
     def __init__(self, endpoint: str, life: int, metrics: Registry) -> None:
         self._life, self._metrics = life, metrics
-        self._works: queue.SimpleQueue[wire.Generate | None] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[wire.SubmitDiffusion | None] = queue.SimpleQueue()
         self._aborted = 0  # number of the work that is to end
         self._step = 0  # steps done in this life
         self._step_began_at = 0.0  # time.monotonic(); 0: nothing runs
@@ -40,7 +40,7 @@ class EngineLink:
     def fail(self, error: str) -> None:
         self._io.say(Hello(VERSION, self._life, error=error))
 
-    def next(self) -> wire.Generate | None:
+    def next(self) -> wire.SubmitDiffusion | None:
         """Wait for work; None: the process is to end."""
         return self._works.get()
 
@@ -87,7 +87,7 @@ class EngineLink:
     def _obey(self, command: wire.Command) -> None:
         if command.life != self._life:
             return  # meant for another life: its stub has been told that this work is lost
-        if isinstance(command, wire.Generate):
+        if isinstance(command, wire.SubmitDiffusion):
             self._works.put(command)
         else:
             self._aborted = command.number

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from bireme.engines.video.base import Frames, OnStep, VideoContext
-from bireme.video.wire import Generation, PipelineFacts
+from bireme.video.wire import DiffusionRequest, PipelineFacts
 
 _FACTS = PipelineFacts(
     pipeline="MockPipeline", is_video=True, is_tested=True, frame_step=4, width_step=16, height_step=16, width=64,
@@ -29,7 +29,7 @@ class MockVideoEngine:
         time.sleep(self._config.load_ms / 1000)
         return _FACTS
 
-    def generate(self, work: Generation, on_step: OnStep) -> Frames:
+    def generate(self, work: DiffusionRequest, on_step: OnStep) -> Frames:
         for step in range(work.total_steps):
             time.sleep(self._config.step_ms / 1000)
             on_step(step + 1)
@@ -39,7 +39,7 @@ class MockVideoEngine:
     def stop(self) -> None:
         return None
 
-    def _frame(self, work: Generation, index: int) -> Frames:
+    def _frame(self, work: DiffusionRequest, index: int) -> Frames:
         seed = work.seed + index if work.num_images else work.seed
         digest = hashlib.sha256(f"{work.prompt}\0{work.negative_prompt}\0{seed}".encode()).digest()
         frame: Frames = np.empty((work.height, work.width, 3), np.uint8)

@@ -82,7 +82,7 @@ class VideoProcess:
         self._is_stopping = True
         self._link.interrupt()
 
-    def _work(self, number: int, work: wire.Generation) -> None:
+    def _work(self, number: int, work: wire.DiffusionRequest) -> None:
         self._link.began()
         try:
             event: wire.Event = self._generate(number, work)
@@ -98,7 +98,7 @@ class VideoProcess:
         self._link.rested()
         self._link.tell(event)
 
-    def _generate(self, number: int, work: wire.Generation) -> wire.Event:
+    def _generate(self, number: int, work: wire.DiffusionRequest) -> wire.Event:
         assert self._engine is not None
         progress = _Progress(self, number, work.total_steps)
         began = time.monotonic()
@@ -147,7 +147,7 @@ class _Progress:
         self._process.check(self._number)
 
 
-def _encode(frames: Frames, work: wire.Generation) -> tuple[list[bytes], tuple[int, int, int, int] | None]:
+def _encode(frames: Frames, work: wire.DiffusionRequest) -> tuple[list[bytes], tuple[int, int, int, int] | None]:
     if work.num_images:
         return [encode_image(frame, work.output_format) for frame in frames], None
     if work.output_format == "frames":

@@ -10,7 +10,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from bireme.errors import RequestError
-from bireme.kv.transfer.chunks import Plan
+from bireme.kv.transfer.chunks import TransferPlan
 
 DEFAULT_LIMIT_BYTES = 1 << 30
 _T = TypeVar("_T")
@@ -26,7 +26,7 @@ class TransferBuffer(Generic[_T]):
         self.used_bytes = 0
         self._waiting: deque[tuple[_T, int]] = deque()
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: TransferPlan) -> None:
         """Raise RequestError for a transfer that could never start."""
         if self._max_tokens is not None and plan.num_bytes > self.limit_bytes:
             raise RequestError(

@@ -27,13 +27,15 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TransferPlan:
     chunks: tuple[Chunk, ...]
     num_bytes: int
     num_tokens: int  # of the group that moves most
 
 
-def plan_chunks(layout: KvLayout, firsts: Sequence[int], num_tokens: int, chunk_bytes: int = CHUNK_BYTES) -> Plan:
+def plan_chunks(
+    layout: KvLayout, firsts: Sequence[int], num_tokens: int, chunk_bytes: int = CHUNK_BYTES
+) -> TransferPlan:
     """Split rows [firsts[group], num_tokens) of every group. Raises RequestError when `firsts` does not fit."""
     if len(firsts) != len(layout.groups):
         raise RequestError(f"firsts: {len(firsts)} entries; the KV layout has {len(layout.groups)} groups")
@@ -48,4 +50,4 @@ def plan_chunks(layout: KvLayout, firsts: Sequence[int], num_tokens: int, chunk_
             last = min(begin + step, num_tokens)
             chunks.append(Chunk(index, begin, last, at, at + (last - begin) * row))
             at += (last - begin) * row
-    return Plan(tuple(chunks), at, num_tokens - min(firsts, default=num_tokens))
+    return TransferPlan(tuple(chunks), at, num_tokens - min(firsts, default=num_tokens))

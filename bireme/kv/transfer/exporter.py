@@ -28,7 +28,7 @@ from bireme.errors import (
 from bireme.kv.transfer import wire
 from bireme.kv.transfer.base import KvLayout
 from bireme.kv.transfer.buffer import TransferBuffer
-from bireme.kv.transfer.chunks import Plan, plan_chunks
+from bireme.kv.transfer.chunks import TransferPlan, plan_chunks
 from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.lease import LeaseState, LeaseTable, TableLease
 from bireme.kv.transfer.process import Process
@@ -38,7 +38,7 @@ from bireme.metrics import Registry
 logger = logging.getLogger("bireme.kv.transfer")
 
 
-class Stage(enum.Enum):
+class LeaseStage(enum.Enum):
     WAITING = "waiting"  # for room in the buffer
     COPYING = "copying"
     OFFERED = "offered"
@@ -51,11 +51,11 @@ class Outgoing:
     identity: bytes
     number: int
     lease: TableLease
-    plan: Plan
+    plan: TransferPlan
     chunk_bytes: int
     importer: Process
     began_at: float = field(default_factory=time.monotonic)
-    stage: Stage = Stage.WAITING
+    stage: LeaseStage = LeaseStage.WAITING
     file: SharedFile | None = None
     is_over: bool = False  # the copy stops at the next chunk
     num_ended_before: int = 0  # transfers that had ended when this one was admitted
@@ -129,7 +129,7 @@ class Exporter:
         """Refuse what waits and stop the copies; files go when the copier has ended."""
         self._table.close()
         for transfer in list(self._outgoing.values()):
-            if transfer.stage is not Stage.OFFERED:
+            if transfer.stage is not LeaseStage.OFFERED:
                 self._refuse(transfer.identity, transfer.number, UnavailableError("the prefill engine is stopping"))
             self._end(transfer)
 
@@ -170,7 +170,7 @@ class Exporter:
             )
         return self._table.claim(claim.lease_id, claim.generation)
 
-    def _plan(self, claim: wire.Claim, lease: TableLease) -> Plan:
+    def _plan(self, claim: wire.Claim, lease: TableLease) -> TransferPlan:
         check_layouts(self._layout, claim.layout)
         if claim.num_tokens != lease.num_tokens:
             raise RequestError(f"num_tokens: {claim.num_tokens} claimed; the lease holds {lease.num_tokens}")
@@ -180,7 +180,7 @@ class Exporter:
 
     def _on_ack(self, ack: wire.Ack) -> None:
         transfer = self._find(ack.lease_id, ack.generation)
-        if transfer is None or transfer.stage is not Stage.OFFERED:
+        if transfer is None or transfer.stage is not LeaseStage.OFFERED:
             logger.info("transfer event=late_ack")
             return
         if transfer.lease.ack():
@@ -204,7 +204,7 @@ class Exporter:
         if transfer is None:
             return
         self._metrics.add("bireme_kv_transfer_failures_total", 1, "timeout")
-        if transfer.stage is not Stage.OFFERED:
+        if transfer.stage is not LeaseStage.OFFERED:
             error = DeadlineExceededError(
                 "no room in the KV transfer buffer in time; raise cache_transceiver_config.max_tokens_in_buffer"
                 " or kv_transfer_timeout_ms"
@@ -224,7 +224,7 @@ class Exporter:
 
     def _admit(self) -> None:
         while (transfer := self._buffer.admit()) is not None:
-            transfer.stage = Stage.COPYING
+            transfer.stage = LeaseStage.COPYING
             transfer.num_ended_before = self._num_ended
             self._copier.submit(self._copy(transfer))
 
@@ -258,7 +258,7 @@ class Exporter:
             file.unmap()
 
     def _on_copied(self, transfer: Outgoing, error: BiremeError | None) -> None:
-        transfer.stage = Stage.OFFERED  # whatever comes: the copier has done with it
+        transfer.stage = LeaseStage.OFFERED  # whatever comes: the copier has done with it
         if transfer.is_over:
             self._end(transfer)
         elif error is None:
@@ -278,13 +278,13 @@ class Exporter:
         return self._buffer.used_bytes > transfer.plan.num_bytes or self._num_ended > transfer.num_ended_before
 
     def _wait_again(self, transfer: Outgoing) -> None:
-        transfer.stage = Stage.WAITING
+        transfer.stage = LeaseStage.WAITING
         self._buffer.put_back(transfer, transfer.plan.num_bytes)
         if not self._buffer.used_bytes:
             self._admit()
 
     def _offer(self, transfer: Outgoing) -> None:
-        transfer.stage = Stage.OFFERED
+        transfer.stage = LeaseStage.OFFERED
         transfer.lease.restart_timer()
         name = transfer.file.name if transfer.file else ""
         offer = wire.Offer(transfer.number, name, transfer.plan.num_bytes, transfer.chunk_bytes)
@@ -298,11 +298,11 @@ class Exporter:
     def _end(self, transfer: Outgoing) -> None:
         """Give back room and file, now or when the copier has reached the next chunk."""
         transfer.is_over = True
-        if transfer.stage is Stage.COPYING:
+        if transfer.stage is LeaseStage.COPYING:
             return
         self._num_ended += 1
         del self._outgoing[transfer.lease.lease_id]
-        if transfer.stage is Stage.WAITING:
+        if transfer.stage is LeaseStage.WAITING:
             self._buffer.withdraw(transfer)
         else:
             self._buffer.free(transfer.plan.num_bytes)

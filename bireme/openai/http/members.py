@@ -16,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from bireme.metrics import Delta
+from bireme.metrics import MetricDelta
 
 _TIMEOUT_S = 1.0
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Delta).decode
+_decode = msgspec.msgpack.Decoder(MetricDelta).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Member:
         """Return this process's part of a limit for all of them, at least 1."""
         return None if limit is None else max(1, math.ceil(limit / self.count))
 
-    async def tell(self, totals: Callable[[], Delta]) -> asyncio.AbstractServer:
+    async def tell(self, totals: Callable[[], MetricDelta]) -> asyncio.AbstractServer:
         """Answer the others from now on."""
 
         async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -70,13 +70,13 @@ class Member:
         path.unlink(missing_ok=True)  # of one that died
         return await asyncio.start_unix_server(answer, path)
 
-    async def ask(self) -> list[Delta]:
+    async def ask(self) -> list[MetricDelta]:
         """Return the totals of the others; without those that do not answer."""
         numbers = [number for number in range(self.count) if number != self.number]
         answers = await asyncio.gather(*(self._ask(number) for number in numbers))
         return [answer for answer in answers if answer is not None]
 
-    async def _ask(self, number: int) -> Delta | None:
+    async def _ask(self, number: int) -> MetricDelta | None:
         try:
             return _decode(await asyncio.wait_for(_read(self._path(number)), _TIMEOUT_S))
         except (OSError, asyncio.TimeoutError, msgspec.MsgspecError):

@@ -17,19 +17,21 @@ from bireme.openai.http.call import Call, ClientGoneError
 from bireme.openai.http.error_replies import is_internal, reply_of, shutting_down
 from bireme.openai.http.event_stream import EventStream
 from bireme.openai.text.served_model import ServedModel
-from bireme.pipelines.sequence import Sequence
+from bireme.pipelines.sequence import SequenceRunner
 from bireme.pipelines.side_by_side import count_request
 
 logger = logging.getLogger("bireme.openai")
 Streams = set[EventStream]  # those under way, for comments
 
 
-async def answer_whole(call: Call, work: Awaitable[list[Sequence]]) -> list[Sequence]:
+async def answer_whole(call: Call, work: Awaitable[list[SequenceRunner]]) -> list[SequenceRunner]:
     """Return the ended sequences. Raises ClientGoneError, and what the work raises."""
     return await call.unless_gone(work)
 
 
-async def answer_events(call: Call, work: Awaitable[list[Sequence]], stream: EventStream, streams: Streams) -> str:
+async def answer_events(
+    call: Call, work: Awaitable[list[SequenceRunner]], stream: EventStream, streams: Streams
+) -> str:
     """Write events until all are out; return the finish reason, or the code of the error that was told.
 
     Raises what goes wrong before the first event, and ClientGoneError.

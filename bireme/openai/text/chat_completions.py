@@ -9,7 +9,7 @@ from bireme.openai.http.event_stream import PREFIX, SUFFIX, EventStream
 from bireme.openai.http.pace import Pacer
 from bireme.openai.text.answering import Streams, answer_events, answer_whole, counted, note_usage
 from bireme.openai.text.served_model import Models, ServedModel
-from bireme.pipelines.chat_answer import Heading, WholeAnswer
+from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_request import REFUSED, ChatBody, ChatRequest, check_chat
 from bireme.pipelines.chat_stream import ChunkTemplate, StreamedAnswer
 from bireme.pipelines.json_body import decode_body
@@ -34,7 +34,7 @@ class ChatCompletions:
                 await self._whole(call, model, request)
 
     async def _whole(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
-        answer = WholeAnswer(Heading.of(model.name), request.sampling.params.n, request.return_timing)
+        answer = WholeAnswer(ResponseMeta.of(model.name), request.sampling.params.n, request.return_timing)
         work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt)
         sequences = await answer_whole(call, work)
         call.notes["outcome"] = sequences[0].finish_reason
@@ -43,7 +43,7 @@ class ChatCompletions:
 
     async def _stream(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
         n = request.sampling.params.n
-        template = ChunkTemplate(Heading.of(model.name), n, request.include_usage, PREFIX, SUFFIX)
+        template = ChunkTemplate(ResponseMeta.of(model.name), n, request.include_usage, PREFIX, SUFFIX)
         stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
         answer = StreamedAnswer(template, stream, n, request.include_usage, request.return_timing)
         work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt)

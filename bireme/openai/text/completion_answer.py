@@ -10,7 +10,7 @@ import msgspec
 
 from bireme.messages import TokenLogprobs, Usage
 from bireme.openai.http.event_stream import PREFIX, SUFFIX, EventStream
-from bireme.pipelines.chat_answer import Heading, encode_json, ignore_news
+from bireme.pipelines.chat_answer import ResponseMeta, encode_json, ignore_news
 from bireme.pipelines.chat_usage import timing_json, usage_json
 from bireme.pipelines.token_logprobs import LOWEST, TokenTexts
 from bireme.text.output import News, PlainText, Reader, TokenDelta
@@ -68,7 +68,7 @@ def without_tokens(delta: TokenDelta) -> TokenDelta:
 class CompletionTemplate:
     """Makes the events of one answer; only the text is encoded."""
 
-    def __init__(self, heading: Heading, count: int, include_usage: bool) -> None:
+    def __init__(self, heading: ResponseMeta, count: int, include_usage: bool) -> None:
         self._head = b'%b{"id":"%b","object":"text_completion","created":%d,"model":%b,"choices":[' % (
             PREFIX,
             heading.id.encode(),
@@ -141,7 +141,7 @@ class StreamedCompletion:
 class WholeCompletion:
     """Collects deltas."""
 
-    def __init__(self, heading: Heading, echoes: list[str], columns: list[LogprobColumns] | None) -> None:
+    def __init__(self, heading: ResponseMeta, echoes: list[str], columns: list[LogprobColumns] | None) -> None:
         self._heading, self._columns = heading, columns
         self._texts = [[echo] for echo in echoes]
         self._prompts: list[list[TokenLogprobs | None]] = [[] for _ in echoes]  # of their tokens

@@ -21,20 +21,20 @@ from bireme.openai.text.completion_answer import (
 )
 from bireme.openai.text.completion_request import REFUSED, CompletionBody, CompletionRequest, check_completion
 from bireme.openai.text.served_model import Models, ServedModel
-from bireme.pipelines.chat_answer import Heading
+from bireme.pipelines.chat_answer import ResponseMeta
 from bireme.pipelines.json_body import decode_body
-from bireme.pipelines.sequence import Sequence, Work
+from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
 from bireme.pipelines.side_by_side import Output, run_sequences
 from bireme.request import Ids, check_ids, check_prompt_tokens
 from bireme.sampling import expand
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _CompletionJob:
     """A request, encoded: n works a prompt, one after the other."""
 
     request: CompletionRequest
-    works: list[Work]
+    works: list[SequenceRequest]
     echoes: list[str]  # one a work
     num_prompt_tokens: int
 
@@ -62,7 +62,7 @@ class Completions:
             else:
                 await self._whole(call, model, job)
 
-    async def _prepare(self, call: Call, model: ServedModel, request: CompletionRequest) -> _Job:
+    async def _prepare(self, call: Call, model: ServedModel, request: CompletionRequest) -> _CompletionJob:
         prompts = [await self._encode(model, prompt, at) for at, prompt in enumerate(request.prompts)]
         num_prompt_tokens = sum(map(len, prompts))
         call.tenant.take_prompt(num_prompt_tokens)
@@ -70,7 +70,7 @@ class Completions:
         params = request.sampling.resolve(lambda text: tokenizer.encode(text, add_special_tokens=False))
         timeout_s = model.recipe.pipeline.request_timeout_s
         works = [
-            Work(
+            SequenceRequest(
                 prompt=prompt,
                 sampling=single,
                 cache_salt=request.cache_salt,
@@ -81,7 +81,7 @@ class Completions:
             for single in expand(params)
         ]
         texts = [_echo(model, prompt, params) if request.echo else "" for prompt in request.prompts]
-        return _Job(request, works, [text for text in texts for _ in range(params.n)], num_prompt_tokens)
+        return _CompletionJob(request, works, [text for text in texts for _ in range(params.n)], num_prompt_tokens)
 
     async def _encode(self, model: ServedModel, prompt: str | list[int], at: int) -> Ids:
         if isinstance(prompt, str):
@@ -90,16 +90,16 @@ class Completions:
         check_prompt_tokens(len(ids), model.recipe.limits)
         return ids
 
-    async def _whole(self, call: Call, model: ServedModel, job: _Job) -> None:
-        answer = WholeCompletion(Heading.of(model.name, "cmpl"), job.echoes, _columns(model, job))
+    async def _whole(self, call: Call, model: ServedModel, job: _CompletionJob) -> None:
+        answer = WholeCompletion(ResponseMeta.of(model.name, "cmpl"), job.echoes, _columns(model, job))
         sequences = await answer_whole(call, self._run(call, model, job, answer))
         call.notes["outcome"] = sequences[0].finish_reason
         note_usage(call, answer.usages, job.num_prompt_tokens)
         await call.reply(200, answer.json(job.n, job.request.return_timing))
 
-    async def _stream(self, call: Call, model: ServedModel, job: _Job) -> None:
+    async def _stream(self, call: Call, model: ServedModel, job: _CompletionJob) -> None:
         request = job.request
-        template = CompletionTemplate(Heading.of(model.name, "cmpl"), len(job.works), request.include_usage)
+        template = CompletionTemplate(ResponseMeta.of(model.name, "cmpl"), len(job.works), request.include_usage)
         stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
         answer = StreamedCompletion(template, stream, job.echoes, _columns(model, job))
         answer.n, answer.include_usage, answer.has_timing = job.n, request.include_usage, request.return_timing
@@ -108,8 +108,8 @@ class Completions:
         note_usage(call, answer.usages, job.num_prompt_tokens)
 
     async def _run(
-        self, call: Call, model: ServedModel, job: _Job, answer: StreamedCompletion | WholeCompletion
-    ) -> list[Sequence]:
+        self, call: Call, model: ServedModel, job: _CompletionJob, answer: StreamedCompletion | WholeCompletion
+    ) -> list[SequenceRunner]:
         outputs: list[Output] = [functools.partial(answer.add, index) for index in range(len(job.works))]
         readers = [answer.reader(index) for index in range(len(job.works))]
         if not job.request.wants_tokens:
@@ -126,7 +126,7 @@ def _prompt_only(output: Output) -> Output:
     return lambda delta: output(without_tokens(delta))
 
 
-def _columns(model: ServedModel, job: _Job) -> list[LogprobColumns] | None:
+def _columns(model: ServedModel, job: _CompletionJob) -> list[LogprobColumns] | None:
     num_top = job.request.logprobs
     if num_top is None:
         return None

@@ -14,7 +14,7 @@ from bireme.openai.http.error_replies import HttpError
 from bireme.pipelines.chat_service import ChatService
 from bireme.pipelines.services import Services
 from bireme.sampling import check_defaults
-from bireme.text.tokenizer import Tokenizer, recipe_tokenizer
+from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
 from bireme.workers.base import WorkerClient
 from bireme.workers.remote import RemoteWorkers
 
@@ -22,7 +22,7 @@ from bireme.workers.remote import RemoteWorkers
 class ServedModel:
     """One tritonserver's language model."""
 
-    def __init__(self, recipe: Recipe, workers: WorkerClient, tokenizer: Tokenizer, metrics: Registry) -> None:
+    def __init__(self, recipe: Recipe, workers: WorkerClient, tokenizer: TextTokenizer, metrics: Registry) -> None:
         check_defaults(recipe)
         self.recipe, self.workers, self.tokenizer = recipe, workers, tokenizer
         self.name = recipe.served_model_name or recipe.name

@@ -17,7 +17,7 @@ from bireme.openai.keys import Tenant
 from bireme.openai.video.job_store import Job
 from bireme.openai.video.served_video import ServedVideo
 from bireme.pipelines.video_request import VideoRequest
-from bireme.pipelines.video_service import Progress, Result
+from bireme.pipelines.video_service import VideoProgress, VideoResult
 from bireme.video.wire import Details
 
 logger = logging.getLogger("bireme.openai")
@@ -68,7 +68,7 @@ class _JobRun:
     def __init__(self, model: ServedVideo, request: VideoRequest, tenant: str) -> None:
         self.id = f"video_{uuid.uuid4().hex}"
         self._model, self._request, self._tenant = model, request, tenant
-        self._progress = Progress()
+        self._progress = VideoProgress()
         self._news = asyncio.Event()
         self._accepting = asyncio.Lock()
         self.accepted: asyncio.Future[Job] = asyncio.get_running_loop().create_future()
@@ -91,7 +91,7 @@ class _JobRun:
             if not self.accepted.done():
                 self.accepted.cancel()
 
-    async def _run(self, reporter: asyncio.Future[None]) -> Result:
+    async def _run(self, reporter: asyncio.Future[None]) -> VideoResult:
         """Return the result; when the reporter ends (the job was deleted elsewhere), end with it."""
         work = asyncio.ensure_future(self._model.service.run(self._request.ask, self._take))
         try:
@@ -105,7 +105,7 @@ class _JobRun:
             with contextlib.suppress(asyncio.CancelledError, BiremeError):
                 await work
 
-    def _take(self, progress: Progress) -> None:
+    def _take(self, progress: VideoProgress) -> None:
         self._progress = progress
         self._news.set()
 
@@ -135,7 +135,7 @@ class _JobRun:
                 await asyncio.to_thread(add, self.id, self._tenant, self._model.name, prompt, text)
             )
 
-    async def _complete(self, result: Result) -> None:
+    async def _complete(self, result: VideoResult) -> None:
         await self._accept(result.details)  # where it was so quick that nothing has been reported yet
         file = await self._model.delivery.store(result.parts[0], result.details.output_format)
         tree = msgspec.to_builtins(result.details) | {"inference_time_s": result.inference_time_s}

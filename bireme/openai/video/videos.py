@@ -21,7 +21,7 @@ from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.json_body import decode_body
 from bireme.pipelines.video import heading_of
 from bireme.pipelines.video_request import REFUSED, JobBody, VideoBody, VideoRequest, check_video
-from bireme.pipelines.video_service import Progress, Result, result_tree
+from bireme.pipelines.video_service import VideoProgress, VideoResult, result_tree
 
 PATH = "/v1/videos"
 _MOST_LISTED = 100
@@ -113,10 +113,10 @@ class Videos:
 
     async def _stream(self, call: Call, model: ServedVideo, request: VideoRequest) -> None:
         """What is refused is refused with its status: the first event is the worker's."""
-        latest: list[Progress] = []
+        latest: list[VideoProgress] = []
         news = asyncio.Event()
 
-        def take(progress: Progress) -> None:
+        def take(progress: VideoProgress) -> None:
             latest[:] = [progress]
             news.set()
 
@@ -144,7 +144,7 @@ class Videos:
             task.cancel()
 
     async def _write_news(
-        self, call: Call, news: asyncio.Event, latest: list[Progress], heading: dict[str, Any]
+        self, call: Call, news: asyncio.Event, latest: list[VideoProgress], heading: dict[str, Any]
     ) -> None:
         """Wait for progress and write it; a comment where there is none for long."""
         try:
@@ -167,7 +167,9 @@ async def _tell(call: Call, error: BiremeError) -> None:
     await call.write_events(PREFIX + reply_of(error).body + SUFFIX + DONE, True)
 
 
-async def _answer(model: ServedVideo, request: VideoRequest, result: Result, heading: dict[str, Any]) -> dict[str, Any]:
+async def _answer(
+    model: ServedVideo, request: VideoRequest, result: VideoResult, heading: dict[str, Any]
+) -> dict[str, Any]:
     data = await model.delivery.data(result, request)
     done = {"object": "video", "status": "completed", "progress": 100}
     return heading | done | result_tree(result) | {"data": data}

@@ -269,10 +269,10 @@ def _wait(condition) -> None:
 
 
 def test_pictures_have_positions_of_their_own_length():
-    from bireme.engines.torch.pictures import Pictures
+    from bireme.engines.torch.pictures import SequencePictures
     from bireme.multimodal.mrope import rope_positions
     from bireme.multimodal.wire import OpenedItem
 
     items = (OpenedItem("0" * 64, 6, 2, (1, 4, 6), None),)
-    pictures = Pictures(items, rope_positions(10, items, 2))
+    pictures = SequencePictures(items, rope_positions(10, items, 2))
     assert np.array_equal(pictures.positions(9, 12), np.broadcast_to([6, 7, 8], (3, 3)))

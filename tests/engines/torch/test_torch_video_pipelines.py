@@ -10,7 +10,7 @@ from bireme.config import EngineConfig, VideoConfig
 from bireme.engines.video.base import AbortedError, VideoContext
 from bireme.engines.video.diffusion import DiffusionEngine, pipeline_name, to_frames
 from bireme.errors import BiremeError, ConfigError
-from bireme.video.rules import Ask, resolve
+from bireme.video.rules import RequestedVideo, resolve
 
 TRAINED = tiny_pipelines.CHECKOUT / "models" / "tiny-video"
 
@@ -28,7 +28,7 @@ def wan():
 def run(engine, facts, **fields):
     steps = []
     config = VideoConfig(size="64x64", num_inference_steps=2, max_sequence_length=32)
-    work = resolve(Ask(prompt="a red circle", seed=fields.pop("seed", 1), **fields), facts, config)
+    work = resolve(RequestedVideo(prompt="a red circle", seed=fields.pop("seed", 1), **fields), facts, config)
     return engine.generate(work, steps.append), steps
 
 
@@ -47,7 +47,7 @@ def test_a_seed_makes_the_same_frames_again_and_another_others(wan):
 def test_what_is_not_wanted_any_more_ends_after_its_step_and_the_next_work_is_right(wan):
     engine, facts = wan
     before, _ = run(engine, facts, num_frames=5)
-    work = resolve(Ask(prompt="x", num_inference_steps=50), facts, VideoConfig(size="64x64"))
+    work = resolve(RequestedVideo(prompt="x", num_inference_steps=50), facts, VideoConfig(size="64x64"))
     seen = []
 
     def stop(step):

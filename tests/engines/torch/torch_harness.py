@@ -11,7 +11,7 @@ import numpy as np
 
 from bireme.config import CacheTransceiverConfig, EngineConfig, KvCacheConfig, SchedulerConfig
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Delta, EngineContext
+from bireme.engines.base import EngineContext, StepOutput
 from bireme.engines.torch.engine import TorchEngine
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs
@@ -36,7 +36,7 @@ class Result:
         assert self.is_over.wait(WAIT_S), "the request does not end"
         return self.finishes[0]
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: StepOutput) -> None:
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs or []
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
@@ -130,7 +130,7 @@ class Harness:
         self.engine._post(done.set)
         assert done.wait(WAIT_S)
 
-    def _emit(self, step: int, deltas: list[Delta]) -> None:
+    def _emit(self, step: int, deltas: list[StepOutput]) -> None:
         for delta in deltas:
             self.results[delta.key].take(delta)
 

@@ -6,8 +6,8 @@ import datetime
 from types import SimpleNamespace
 
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.trtllm.accounts import Accounts
-from bireme.engines.trtllm.run import Call, Run
+from bireme.engines.trtllm.metrics import TrtllmMetrics
+from bireme.engines.trtllm.run import GenerateArguments, Run
 from bireme.errors import KvTransferError, to_message
 from bireme.messages import EngineRequest, Finish, SamplingParams
 from bireme.metrics import Registry
@@ -18,10 +18,10 @@ PARAMS = DisaggregatedParams(worker="prefill", life=1, lease_id=1, generation=1,
 def usage(prompt_tokens=80, cached_tokens=0, **perf):
     """Return the usage of a request whose result has `cached_tokens` and request_perf_metrics."""
     request = EngineRequest(prompt=b"\0" * 4 * prompt_tokens, sampling=SamplingParams(max_tokens=9))
-    run = Run(key=(0, 1), request=request, call=Call([1] * prompt_tokens, None), stop_ids=())
+    run = Run(key=(0, 1), request=request, call=GenerateArguments([1] * prompt_tokens, None), stop_ids=())
     output = SimpleNamespace(request_perf_metrics=SimpleNamespace(**perf))
     run.result = SimpleNamespace(outputs=[output], cached_tokens=cached_tokens)
-    return Accounts(Registry("decode"), "decode", tokens_per_block=32).usage(run, run.arrived_at + 1.0)
+    return TrtllmMetrics(Registry("decode"), "decode", tokens_per_block=32).usage(run, run.arrived_at + 1.0)
 
 
 def test_where_reused_tokens_are_not_told_reused_blocks_are_counted():
@@ -43,11 +43,11 @@ def ended(error="", **timing):
     """Return the transfer series of a request whose KV came from a prefill."""
     registry = Registry("decode")
     request = EngineRequest(prompt=b"\0" * 320, sampling=SamplingParams(max_tokens=9), request_type="generation_only")
-    run = Run(key=(0, 1), request=request, call=Call([1] * 80, None), stop_ids=(), params=PARAMS)
+    run = Run(key=(0, 1), request=request, call=GenerateArguments([1] * 80, None), stop_ids=(), params=PARAMS)
     run.first_token_at = 0.0 if error else run.arrived_at + 1.0
     perf = SimpleNamespace(timing_metrics=SimpleNamespace(**timing)) if timing else None
     run.result = SimpleNamespace(outputs=[SimpleNamespace(request_perf_metrics=perf)], cached_tokens=0)
-    accounts = Accounts(registry, "decode", tokens_per_block=32)
+    accounts = TrtllmMetrics(registry, "decode", tokens_per_block=32)
     usage = accounts.usage(run, run.arrived_at + 1.0)
     accounts.finished(run, Finish("error" if error else "stop", usage, error), run.arrived_at + 2.0)
     delta = registry.take_delta()

@@ -7,17 +7,17 @@ import re
 
 import pytest
 
-from bireme.engines.trtllm.guides import Guides, choice_regex
+from bireme.engines.trtllm.guides import TrtllmGuides, choice_regex
 from bireme.errors import RequestError
 
-FREE = Guides("xgrammar", any_whitespace=True)  # of JSON
+FREE = TrtllmGuides("xgrammar", any_whitespace=True)  # of JSON
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}, "s": {"type": "string", "maxLength": 3}}}
 
 
 @pytest.fixture(scope="module")
 def guides():
     pytest.importorskip("xgrammar")
-    return Guides("xgrammar", any_whitespace=False)
+    return TrtllmGuides("xgrammar", any_whitespace=False)
 
 
 def accepts(grammar, text):
@@ -71,7 +71,7 @@ def test_a_grammar_that_xgrammar_does_not_read_back_is_left_to_tensorrt_llm(guid
 
 
 def test_llguidance_gets_the_schema_itself():
-    assert Guides("llguidance", any_whitespace=False).fields({"json": SCHEMA}) == {"json": SCHEMA}
+    assert TrtllmGuides("llguidance", any_whitespace=False).fields({"json": SCHEMA}) == {"json": SCHEMA}
 
 
 REASONED = [
@@ -101,7 +101,7 @@ def test_an_end_of_reasoning_that_repeats_itself_is_found_where_it_first_ends(gu
 @pytest.mark.parametrize("backend, guide", [("xgrammar", {"structural_tag": "{}"}), ("llguidance", {"regex": "a"})])
 def test_where_reasoning_can_not_be_left_free_it_is_refused_with_the_way_out(backend, guide):
     with pytest.raises(RequestError, match="use a structural_tag that has it as a part"):
-        Guides(backend, any_whitespace=False).fields({**guide, "reasoning_end": "</think>"})
+        TrtllmGuides(backend, any_whitespace=False).fields({**guide, "reasoning_end": "</think>"})
 
 
 def test_a_choice_matches_itself_and_nothing_else():

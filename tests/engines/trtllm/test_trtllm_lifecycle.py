@@ -13,7 +13,7 @@ from engine_fixtures import wait_for
 
 from bireme.engines.trtllm import lifecycle, processes
 from bireme.engines.trtllm.arguments import Arguments
-from bireme.engines.trtllm.lifecycle import HealthMonitor
+from bireme.engines.trtllm.lifecycle import LlmMonitor
 from bireme.errors import ConfigError, UnavailableError
 
 
@@ -24,7 +24,7 @@ class Llm:
 
 def watch(llm):
     reasons = []
-    monitor = HealthMonitor(llm, reasons.append, interval_s=0.02)
+    monitor = LlmMonitor(llm, reasons.append, interval_s=0.02)
     monitor.start()
     return monitor, reasons
 

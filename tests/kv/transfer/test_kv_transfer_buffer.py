@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bireme.errors import RequestError
 from bireme.kv.transfer.buffer import DEFAULT_LIMIT_BYTES, TransferBuffer
-from bireme.kv.transfer.chunks import Plan
+from bireme.kv.transfer.chunks import TransferPlan
 
 
 @given(st.lists(st.integers(1, 100), max_size=50))
@@ -26,7 +26,7 @@ def test_everything_that_fits_is_admitted_in_order(sizes):
 
 def test_without_a_limit_of_its_own_a_huge_transfer_goes_alone():
     buffer: TransferBuffer[str] = TransferBuffer(None, 1)
-    buffer.check(Plan((), 3 * DEFAULT_LIMIT_BYTES, 1))
+    buffer.check(TransferPlan((), 3 * DEFAULT_LIMIT_BYTES, 1))
     buffer.enqueue("small", 1)
     buffer.enqueue("huge", 3 * DEFAULT_LIMIT_BYTES)
     buffer.enqueue("next", 1)
@@ -37,7 +37,7 @@ def test_without_a_limit_of_its_own_a_huge_transfer_goes_alone():
 
 def test_with_a_limit_a_larger_transfer_is_refused():
     with pytest.raises(RequestError, match=r"11 tokens \(22 bytes\); the buffer holds 10 tokens \(20 bytes\)"):
-        TransferBuffer[str](10, 2).check(Plan((), 22, 11))
+        TransferBuffer[str](10, 2).check(TransferPlan((), 22, 11))
 
 
 def test_an_item_put_back_is_the_next_and_a_withdrawn_one_never_comes():

@@ -14,7 +14,7 @@ from bireme.messages import FinishReason, Usage
 from bireme.metrics import Registry
 
 
-class Accounts:
+class TorchMetrics:
     def __init__(self, metrics: Registry, worker: str) -> None:
         self._metrics = metrics
         self._worker = worker

@@ -14,7 +14,7 @@ from bireme.messages import Finish, Usage
 from bireme.metrics import Registry
 
 
-class Accounts:
+class TrtllmMetrics:
     """Used from the event loop's thread."""
 
     def __init__(self, metrics: Registry, worker: str, tokens_per_block: int) -> None:

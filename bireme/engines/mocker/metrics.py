@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import time
 
-from bireme.engines.mocker.blocks import BlockPool
-from bireme.engines.mocker.sequence import Sequence
+from bireme.engines.mocker.blocks import MockBlockPool
+from bireme.engines.mocker.sequence import MockSequence
 from bireme.messages import Finish
 from bireme.metrics import Registry
 
 
-class Accounts:
+class MockMetrics:
     """Used from the engine's thread alone."""
 
     def __init__(self, metrics: Registry) -> None:
         self._metrics = metrics
 
-    def admitted(self, one: Sequence) -> None:
+    def admitted(self, one: MockSequence) -> None:
         num_prompt = one.num_prompt - one.request.num_resumed
         self._metrics.observe("bireme_queue_seconds", one.admitted_at - one.arrived_at)
         self._metrics.observe("bireme_prompt_tokens", num_prompt)
         self._metrics.add("bireme_prompt_tokens_total", num_prompt)
         self._metrics.add("bireme_cached_prompt_tokens_total", one.num_cached)
 
-    def delivered(self, one: Sequence) -> None:
+    def delivered(self, one: MockSequence) -> None:
         """The first token is there."""
         if not one.request.num_resumed:
             self._metrics.observe("bireme_time_to_first_token_seconds", one.first_token_at - one.arrived_at)
 
-    def finished(self, one: Sequence, finish: Finish) -> None:
+    def finished(self, one: MockSequence, finish: Finish) -> None:
         now = time.monotonic()
         outcome = finish.error.partition(":")[0] if finish.error else finish.reason
         self._metrics.add("bireme_requests_total", 1, outcome)
@@ -37,7 +37,7 @@ class Accounts:
         if finish.reason == "cancelled":
             self._metrics.add("bireme_cancellations_total")
 
-    def gaps(self, decoding: list[Sequence], before: float, now: float) -> None:
+    def gaps(self, decoding: list[MockSequence], before: float, now: float) -> None:
         """All have got a token now; those that were in the step before, which ended at `before`, also then."""
         fresh = [one.decode_at for one in decoding if one.decode_at > before]
         if len(decoding) > len(fresh):
@@ -49,7 +49,7 @@ class Accounts:
         self._metrics.observe("bireme_engine_step_seconds", seconds)
         self._metrics.add("bireme_generated_tokens_total", num_tokens)
 
-    def levels(self, pool: BlockPool) -> None:
+    def levels(self, pool: MockBlockPool) -> None:
         self._metrics.set("bireme_kv_blocks_used", pool.num_used)
         self._metrics.set("bireme_kv_blocks_cached", pool.num_cached)
         self._metrics.set("bireme_kv_blocks_total", pool.num_blocks)
