@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tokenizers import TextTokenizer as Inner
+from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
 from bireme.config import Recipe

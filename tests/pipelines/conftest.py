@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import TextTokenizer as Inner
+from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models
 
 from bireme.config import Recipe, WorkerEntry

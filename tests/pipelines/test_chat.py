@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import TextTokenizer as Inner
+from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
 from bireme.config import Recipe

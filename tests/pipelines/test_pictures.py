@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 from tokenizers import Regex, decoders, models, pre_tokenizers
-from tokenizers import TextTokenizer as Inner
+from tokenizers import Tokenizer as Inner
 
 from bireme.config import Recipe
 from bireme.conversion import convert

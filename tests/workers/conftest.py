@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from tokenizers import TextTokenizer as Inner
+from tokenizers import Tokenizer as Inner
 from tokenizers import models
 from tritonclient.grpc import service_pb2
 
