@@ -80,6 +80,7 @@ class Launch:
         self._process = subprocess.Popen(
             command, cwd=CHECKOUT, env=os.environ | own, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # under nohup it would stay ignored
         )  # fmt: skip
         assert self._process.stdout is not None
         fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)

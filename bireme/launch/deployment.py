@@ -349,10 +349,13 @@ class Deployment:
                 return self._give_up()
             self._console.event("server_restart", "warning", in_s=delay)
             try:
-                self._stop_watching()
-                self.server.kill()
-                self.run.clear()
-                if self._stopping.wait(delay):
+                try:
+                    self._stop_watching()
+                    self.server.kill()
+                    self.run.clear()
+                finally:
+                    self._stopping.wait(delay)  # also after a failure: what the machine lacks now it may have then
+                if self._stopping.is_set():
                     break
                 self._start_server()
                 self._say_ready()

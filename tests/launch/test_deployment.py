@@ -131,6 +131,18 @@ def test_a_launch_that_ran_out_of_descriptors_still_heals_when_it_has_some_again
     served.wait_for(lambda: served.status() == "ready")
 
 
+def test_a_server_that_died_while_the_launch_was_out_of_descriptors_is_started_when_it_has_some(served):
+    pid, killed = served.process.pid, served.server_pid()
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        os.kill(killed, signal.SIGKILL)
+        served.wait_for(lambda: served.log.read_text().count("server_start_failed") >= 2)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    served.wait_for(lambda: served.server_pid() not in (0, killed) and served.status() == "ready")
+
+
 def test_a_failing_canary_makes_a_worker_not_ready_until_it_works_again(served):
     fault = served.run_folder() / "fault-decode_1"
     fault.write_text("fail")
@@ -163,7 +175,7 @@ def test_a_killed_server_is_started_again(served):
     killed = served.server_pid()
     os.kill(killed, signal.SIGKILL)
     served.wait_for(lambda: served.server_pid() not in (0, killed) and served.status() == "ready")
-    (told,) = [line for line in served.log.read_text().splitlines() if "server_died" in line]
+    told = [line for line in served.log.read_text().splitlines() if "server_died" in line][-1]
     assert "code=-9" in told and "Non-graceful" not in told
 
 
