@@ -24,7 +24,7 @@ import tempfile
 import time
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads of neighbours cost steps
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads of neighbors cost steps
 
 import numpy as np
 import torch

@@ -81,7 +81,7 @@ class MockerConfig(Settings, frozen=True, kw_only=True):
 
 
 class EngineConfig(Settings, frozen=True, kw_only=True):
-    """Engine YAML, TensorRT-LLM's key names. Which engine honours what: bireme/engines/config.py."""
+    """Engine YAML, TensorRT-LLM's key names. Which engine honors what: bireme/engines/config.py."""
 
     max_batch_size: Positive | None = None
     max_num_tokens: Positive | None = None

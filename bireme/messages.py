@@ -59,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: tuple[str, ...] = ()  # strings; found by the detokeniser, not by the engine
+    stop: tuple[str, ...] = ()  # strings; found by the detokenizer, not by the engine
     stop_token_ids: tuple[int, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be produced
     end_id: int | None = None  # None: the model's own end-of-sequence ids

@@ -148,7 +148,7 @@ class StageContext:
 
 
 class Stage(Protocol):
-    """One Triton model's behaviour.
+    """One Triton model's behavior.
 
     1. `start` once, before the model is ready; may take as long as loading takes; raises ConfigError.
     2. `handle` once a request, as a task of the adapter's loop; what it raises becomes the error

@@ -178,15 +178,15 @@ class Campaign:
         observer.start()
         try:
             time.sleep(DRAIN_LOAD_S)
-            signalled = time.monotonic()
+            signaled = time.monotonic()
             send_signal(launch.pid, number)
-            waiting = ThreadPoolExecutor(1).submit(self._await_exit, launch, signalled)
+            waiting = ThreadPoolExecutor(1).submit(self._await_exit, launch, signaled)
             time.sleep(2.0)
             self._stop(observer)
             waiting.result()
         finally:
             observer.kill()
-        found = judge_drain(observer.seen.requests, signalled)
+        found = judge_drain(observer.seen.requests, signaled)
         if self._outcome.exit_code is None:
             found.append(Violation("stop", f"serve.py had not ended {STOP_S:.0f} s after {number.name}"))
             return self._outcome.violations.extend(found)
@@ -199,9 +199,9 @@ class Campaign:
         if problem := observer.stop():
             self._outcome.violations.append(Violation("load", problem))
 
-    def _await_exit(self, launch: Launch, signalled: float) -> None:
+    def _await_exit(self, launch: Launch, signaled: float) -> None:
         self._outcome.exit_code = launch.wait(STOP_S)
-        self._outcome.stop_s = round(time.monotonic() - signalled, 1)
+        self._outcome.stop_s = round(time.monotonic() - signaled, 1)
 
     def _take(self, observer: Observer, hits: Sequence[Hit]) -> None:
         outcome, seen, first = self._outcome, observer.seen, len(self._outcome.hits)

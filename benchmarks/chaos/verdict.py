@@ -138,11 +138,11 @@ def longest_lie_s(seen: Seen, hit: Hit, ways: Mapping[str, Way]) -> float:
     )
 
 
-def judge_drain(requests: Sequence[Request], signalled: float) -> list[Violation]:
+def judge_drain(requests: Sequence[Request], signaled: float) -> list[Violation]:
     """What ran when the stop was asked for ends as it should; what came later is refused honestly."""
     found = []
     for request in requests:
-        if request.outcome in ("wrong", "hung") or (request.outcome == "failed" and request.began < signalled):
+        if request.outcome in ("wrong", "hung") or (request.outcome == "failed" and request.began < signaled):
             found.append(Violation("stop", f"under way at the stop: {request.way}: {request.outcome} {request.error}"))
         elif request.outcome == "failed" and not HONEST.search(request.error):
             found.append(Violation("stop", f"after the stop: {request.way}: {request.error}"))

@@ -86,7 +86,7 @@ def make_chat_workload(expect: Expect, model_path: str, *, num_prompts: int, max
 
 
 def tokenizer_text(model_path: str | Path) -> TokensToText:
-    """Return the Hugging Face tokenizer's own decoding of whole answers: an oracle apart from bireme's detokeniser."""
+    """Return the Hugging Face tokenizer's own decoding of whole answers: an oracle apart from bireme's detokenizer."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))

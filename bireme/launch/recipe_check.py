@@ -128,7 +128,7 @@ def _from_text(text: str, keys: Keys, tree: Any, source: YamlSource) -> Finding:
 
 
 def _check_engines(recipe: Recipe, source: YamlSource) -> Iterator[Finding]:
-    """What an engine can't honour; TensorRT-LLM's YAMLs have a check of their own, with more to say."""
+    """What an engine can't honor; TensorRT-LLM's YAMLs have a check of their own, with more to say."""
     for stage, entry in recipe.workers.items():
         if entry.engine == "trtllm":
             continue

@@ -184,14 +184,14 @@ class Sampler(Generic[Key]):
         if biased:
             places = self._places([(i, row.bias_ids) for i, row in biased])
             flat.index_add_(0, places, self._tensor(np.concatenate([row.bias_values for _, row in biased])))
-        penalised = [(i, row) for i, row in enumerate(rows) if row.counts is not None and len(row.counts.ids)]
-        if penalised:
-            self._penalise(flat, penalised)
+        penalized = [(i, row) for i, row in enumerate(rows) if row.counts is not None and len(row.counts.ids)]
+        if penalized:
+            self._penalize(flat, penalized)
         banned = [(i, ids) for i, row in enumerate(rows) if len(ids := row.banned())]
         if banned:
             flat.index_fill_(0, self._places(banned), float("-inf"))
 
-    def _penalise(self, flat: torch.Tensor, rows: list[tuple[int, Row]]) -> None:
+    def _penalize(self, flat: torch.Tensor, rows: list[tuple[int, Row]]) -> None:
         places, subtract, divide = [], [], []
         for i, row in rows:
             counts = row.counts

@@ -59,7 +59,7 @@ class ImageEncoder(Protocol):
         """Return the 64 hexadecimal digits that name a picture's embeddings: content, model, processor, dtype."""
 
     def prepare(self, pixels: Any) -> PreparedImage:
-        """Scale and normalise (height, width, 3) uint8. Raises RequestError."""
+        """Scale and normalize (height, width, 3) uint8. Raises RequestError."""
 
     def encode(self, batch: Sequence[Any]) -> list[EmbeddingRows]: ...
 

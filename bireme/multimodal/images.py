@@ -143,9 +143,9 @@ def _turn_of(image: Image.Image) -> Image.Transpose | None:
 
 
 def _from_16_bit(image: Image.Image) -> Pixels:
-    """Scale 16-bit grey to 8; convert() would clip all above 255 to white."""
-    grey: npt.NDArray[Any] = np.asarray(image).astype(np.uint32)
-    result = np.minimum((grey + 128) // 257, 255).astype(np.uint8)
+    """Scale 16-bit gray to 8; convert() would clip all above 255 to white."""
+    gray: npt.NDArray[Any] = np.asarray(image).astype(np.uint32)
+    result = np.minimum((gray + 128) // 257, 255).astype(np.uint8)
     if (transparent := image.info.get("transparency")) is not None:
-        result[grey == transparent] = 255
+        result[gray == transparent] = 255
     return result

@@ -1,7 +1,7 @@
 """A media URL taken apart, strictly: what two parsers could read differently is refused, not repaired.
 
 Backslashes, user names, control characters, numeric hosts that are not four plain decimals (2130706433,
-0x7f.1, 0177.0.0.1, 127.1) and non-ASCII hosts (which normalise to digits and dots) have no use in a picture's
+0x7f.1, 0177.0.0.1, 127.1) and non-ASCII hosts (which normalize to digits and dots) have no use in a picture's
 address, and each has led some client past its own check. Errors do not repeat the URL.
 """
 

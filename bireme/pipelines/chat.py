@@ -1,7 +1,7 @@
 """chat: an OpenAI chat completion request in, its answer out; chunks where the request says `"stream": true`.
 
 The same code as the OpenAI frontend's /v1/chat/completions. Chunks carry no framing: one response, one JSON
-object; a reader who falls behind gets neighbouring pieces of text as one chunk.
+object; a reader who falls behind gets neighboring pieces of text as one chunk.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prompts of chats and completions as token ids: short ones at once, long ones on a few threads.
 
-Rendering and encoding happen where the tokenizer is anyway for detokenising: a call of the tokenizer model
+Rendering and encoding happen where the tokenizer is anyway for detokenizing: a call of the tokenizer model
 would cost more than the work. Encoding releases the GIL.
 """
 

@@ -68,7 +68,7 @@ class Push(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """What a sequence needs to run, checked and tokenised."""
+    """What a sequence needs to run, checked and tokenized."""
 
     prompt: Ids  # CPU 1D
     sampling: SamplingParams  # n is 1, a seed is drawn

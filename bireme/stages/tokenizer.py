@@ -28,7 +28,7 @@ _MAX_THREADS = 4
 _INLINE_CHARACTERS = 1024  # encoding these takes about as long as a thread switch
 _CHAT_ONLY = ("tools", "chat_template_kwargs")
 
-Tokenised = tuple[list[int], str]  # ids, prompt
+Tokenized = tuple[list[int], str]  # ids, prompt
 
 
 class Tokenizer:
@@ -90,7 +90,7 @@ class Tokenizer:
         check_prompt_text("text_input", text, self._limits, self._tokenizer.longest_token_bytes)
         return text
 
-    async def _in_pool(self, work: Callable[[], Tokenised], cancelled: Cancelled) -> Tokenised:
+    async def _in_pool(self, work: Callable[[], Tokenized], cancelled: Cancelled) -> Tokenized:
         """Run on the stage's threads. Raises ResourceExhaustedError when too much waits already."""
         assert self._pool is not None
         limit = self._limits.max_concurrent_requests
@@ -102,11 +102,11 @@ class Tokenizer:
         finally:
             self._num_pending -= 1
 
-    def _encode(self, text: str) -> Tokenised:
+    def _encode(self, text: str) -> Tokenized:
         assert self._tokenizer is not None
         return self._tokenizer.encode(text), text
 
-    def _encode_chat(self, values: dict[str, Any]) -> Tokenised:
+    def _encode_chat(self, values: dict[str, Any]) -> Tokenized:
         assert self._tokenizer is not None
         for name in ("messages", *_CHAT_ONLY):
             if name in values:
@@ -124,10 +124,10 @@ class Tokenizer:
         return self._tokenizer.encode_chat(prompt), text
 
 
-def _unless(cancelled: Cancelled, work: Callable[[], Tokenised]) -> Callable[[], Tokenised]:
+def _unless(cancelled: Cancelled, work: Callable[[], Tokenized]) -> Callable[[], Tokenized]:
     """Skip what nobody waits for any more."""
 
-    def run() -> Tokenised:
+    def run() -> Tokenized:
         if cancelled:
             raise RequestCancelledError("the client is gone")
         return work()

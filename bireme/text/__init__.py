@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizer, chat template, incremental detokeniser, stop strings."""
+"""Text and tokens: tokenizer, chat template, incremental detokenizer, stop strings."""

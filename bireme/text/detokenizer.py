@@ -74,7 +74,7 @@ class TableDetokenizer:
 
 
 class WindowDetokenizer:
-    """For decoders that look at neighbours: decodes the last few tokens again with every token.
+    """For decoders that look at neighbors: decodes the last few tokens again with every token.
 
     The news is the window's text beyond what is out. An unfinished character shows as one U+FFFD at the end,
     so that one is held back.

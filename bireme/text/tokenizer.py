@@ -98,7 +98,7 @@ class TextTokenizer:
         return token in self._special_ids
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a new incremental detokeniser for one sequence. The first call tabulates the vocabulary
+        """Return a new incremental detokenizer for one sequence. The first call tabulates the vocabulary
         (0.4 s for 150,000 tokens), so whoever serves calls it once before it is ready.
         """
         table = self._table_without_special if skip_special_tokens else self._table
@@ -174,7 +174,7 @@ def _download(path: str) -> Path:
         ) from error
     try:
         return Path(snapshot_download(path, allow_patterns=list(_FILES)))
-    except Exception as error:  # network, authorisation, missing repository: the hub's own text says which
+    except Exception as error:  # network, authorization, missing repository: the hub's own text says which
         raise ConfigError(f"{path} can't be downloaded: {type(error).__name__}: {error}") from error
 
 

@@ -210,7 +210,7 @@ class Stream:
 
 
 def _merge(responses: list[Response]) -> list[Response]:
-    """Merge neighbours as far as they let themselves be merged; the order stays."""
+    """Merge neighbors as far as they let themselves be merged; the order stays."""
     merged: list[Response] = []
     for response in responses:
         both = merged[-1].merge(response) if merged else None

@@ -134,8 +134,8 @@ def test_a_stub_may_take_the_server_along_seconds_later_and_no_engine_may():
 
 def test_a_stop_in_order_loses_nothing_that_was_under_way():
     lost, refused = request("chat", began=99.0), request("chat", error="HTTP 503: stopping", began=101.0)
-    assert [item.kind for item in judge_drain([lost, refused], signalled=100.0)] == ["stop"]
-    assert judge_drain([refused], signalled=100.0) == []
+    assert [item.kind for item in judge_drain([lost, refused], signaled=100.0)] == ["stop"]
+    assert judge_drain([refused], signaled=100.0) == []
 
 
 def test_a_way_is_down_from_its_first_failed_probe_to_the_next_that_is_answered():

@@ -149,7 +149,7 @@ def test_garbage_does_not_hurt_the_engine(client, payload):
     assert client.life == life
 
 
-def test_a_malformed_submit_is_answered_and_its_neighbours_run(client):
+def test_a_malformed_submit_is_answered_and_its_neighbors_run(client):
     bus = Bus(client)
     good = encode(Submit(2, make_request()))
     batch = encode([client.life, [["s", 1, {"prompt": 5}], msgspec.msgpack.decode(good), ["unknown"]]])

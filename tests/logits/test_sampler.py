@@ -196,7 +196,7 @@ def test_end_of_sequence_and_stop_ids_wait_for_min_tokens():
     assert [sampler.sample(rows(1), ["r"]).tokens[0] for _ in range(3)] == [20, 20, 2]
 
 
-def test_placeholders_outside_the_vocabulary_are_not_penalised():
+def test_placeholders_outside_the_vocabulary_are_not_penalized():
     sampler = Sampler(VOCAB)
     sampler.add("r", SamplingParams(repetition_penalty=1.5), [VOCAB + 10**9, -1, 3])
     assert sampler.sample(rows(1), ["r"]).tokens[0] >= 0

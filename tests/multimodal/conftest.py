@@ -20,7 +20,7 @@ for module in ("aiohttp", "PIL", "blake3"):
 
 @pytest.fixture
 def png() -> Callable[..., bytes]:
-    """Return a function: mode, size, colour -> an encoded picture."""
+    """Return a function: mode, size, color -> an encoded picture."""
     from PIL import Image
 
     def make(mode: str = "RGB", size: tuple[int, int] = (4, 3), color: Any = "red", kind: str = "PNG") -> bytes:

@@ -26,7 +26,7 @@ from bireme.multimodal.encoding import EncodedRows, EncoderService
 from bireme.multimodal.wire import EncodeJob, EncodeSource, seal_handle
 
 HIDDEN = 4
-BAD = 66  # a picture of this colour can't be encoded
+BAD = 66  # a picture of this color can't be encoded
 
 
 @dataclass
@@ -47,13 +47,13 @@ class ArrayRows:
 
 @dataclass
 class Ready:
-    colour: int
+    color: int
     num_tokens: int = 2
     grid: None = None
 
 
 class CountingEncoder:
-    """Two tokens a picture, filled with its colour. `hold` keeps batches waiting until `go_on`."""
+    """Two tokens a picture, filled with its color. `hold` keeps batches waiting until `go_on`."""
 
     hidden_size = HIDDEN
 
@@ -71,9 +71,9 @@ class CountingEncoder:
     def encode(self, batch):
         assert self.hold.wait(10)
         self.batches.append(len(batch))
-        if any(one.colour == BAD for one in batch):
+        if any(one.color == BAD for one in batch):
             raise RuntimeError("no such colour")
-        return [ArrayRows(np.full((2, HIDDEN), one.colour, np.float32)) for one in batch]
+        return [ArrayRows(np.full((2, HIDDEN), one.color, np.float32)) for one in batch]
 
     def read_embeddings(self, content):
         return EncodedRows(content.hex(), ArrayRows(np.zeros((2, HIDDEN), np.float32)), None)
@@ -142,9 +142,9 @@ def bench():
         one.share.close()
 
 
-def png(colour=10, size=(3, 2)):
+def png(color=10, size=(3, 2)):
     file = io.BytesIO()
-    Image.new("RGB", size, (colour, 0, 0)).save(file, "PNG")
+    Image.new("RGB", size, (color, 0, 0)).save(file, "PNG")
     return file.getvalue()
 
 
@@ -186,7 +186,7 @@ def test_pictures_of_several_requests_share_a_batch_up_to_the_limit(bench):
     one.encoder.hold.clear()
     first = one.begin(png(1))[1]
     wait_for(lambda: one.service.step_began_at)
-    waits = [one.begin(png(colour))[1] for colour in range(2, 8)]
+    waits = [one.begin(png(color))[1] for color in range(2, 8)]
     wait_for(lambda: len(one.service._waiting) == 6)
     one.encoder.hold.set()
     assert all(wait().pictures for wait in (first, *waits))

@@ -32,8 +32,8 @@ def png_chunk(kind, body):
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
-def png_of(width, height, idat=b"", bits=8, colour=2):
-    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0))
+def png_of(width, height, idat=b"", bits=8, color=2):
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, color, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + png_chunk(b"IDAT", idat) + png_chunk(b"IEND", b"")
 
 
@@ -75,26 +75,26 @@ def test_a_transparent_palette_entry_is_flattened_on_white():
     assert pixels_of(encoded(image, transparency=0)).tolist() == [[[255, 255, 255], [0, 0, 255]]]
 
 
-def test_a_transparent_colour_is_flattened_on_white():
+def test_a_transparent_color_is_flattened_on_white():
     image = Image.new("RGB", (2, 1), (255, 0, 0))
     image.putpixel((1, 0), (0, 0, 255))
     assert pixels_of(encoded(image, transparency=(255, 0, 0))).tolist() == [[[255, 255, 255], [0, 0, 255]]]
 
 
-def test_sixteen_bit_grey_is_scaled_not_clipped():
-    grey = np.array([[0, 32768, 65535, 300]], np.uint16)
-    assert pixels_of(encoded(Image.fromarray(grey)))[0, :, 0].tolist() == [0, 128, 255, 1]
+def test_sixteen_bit_gray_is_scaled_not_clipped():
+    gray = np.array([[0, 32768, 65535, 300]], np.uint16)
+    assert pixels_of(encoded(Image.fromarray(gray)))[0, :, 0].tolist() == [0, 128, 255, 1]
 
 
-def test_a_transparent_grey_of_sixteen_bits_is_flattened_on_white():
+def test_a_transparent_gray_of_sixteen_bits_is_flattened_on_white():
     rows = zlib.compress(b"\0" + struct.pack(">3H", 0, 300, 65535))
-    plain = png_of(3, 1, rows, bits=16, colour=0)
+    plain = png_of(3, 1, rows, bits=16, color=0)
     content = plain[:33] + png_chunk(b"tRNS", struct.pack(">H", 300)) + plain[33:]
     assert pixels_of(plain)[0, :, 0].tolist() == [0, 1, 255]
     assert pixels_of(content)[0, :, 0].tolist() == [0, 255, 255]
 
 
-def test_sixteen_bit_colour_is_scaled():
+def test_sixteen_bit_color_is_scaled():
     row = b"\0" + struct.pack(">6H", 0, 32768, 65535, 65535, 0, 257)
     pixels = pixels_of(png_of(2, 1, zlib.compress(row), bits=16))
     assert np.abs(pixels[0].astype(int) - [[0, 128, 255], [255, 0, 1]]).max() <= 1
@@ -107,7 +107,7 @@ def test_cmyk_becomes_rgb():
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
 def test_of_an_animation_the_first_frame_is_taken(kind):
-    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue", "green")]
+    frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue", "green")]
     content = encoded(frames[0], kind, save_all=True, append_images=frames[1:], duration=10, lossless=True)
     pixels = pixels_of(content)
     assert pixels.shape == (4, 4, 3) and pixels[2, 2].tolist() == [255, 0, 0]

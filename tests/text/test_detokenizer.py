@@ -137,7 +137,7 @@ def test_special_tokens_have_no_text_when_they_are_skipped():
     assert joined(table(BYTE_LEVEL), [tokens]) == "a<|end|>"
 
 
-def test_a_decoder_that_looks_at_neighbours_has_no_table():
+def test_a_decoder_that_looks_at_neighbors_has_no_table():
     assert vocabulary.build(WORD_PIECE) is None
 
 

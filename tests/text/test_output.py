@@ -15,7 +15,7 @@ LETTERS = [chr(code) for code in range(97, 123)]
 
 
 class Letters:
-    """A detokeniser of one letter a token; 26 and above are bytes of an unfinished character."""
+    """A detokenizer of one letter a token; 26 and above are bytes of an unfinished character."""
 
     def __init__(self):
         self.held = 0

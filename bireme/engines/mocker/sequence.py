@@ -112,7 +112,7 @@ class MockSequence:
         return token
 
     def logprobs(self, tokens: list[int]) -> list[TokenLogprobs] | None:
-        """Return made-up log probabilities: the chosen token -0.1, its k - 1 neighbours -3, -4, ..."""
+        """Return made-up log probabilities: the chosen token -0.1, its k - 1 neighbors -3, -4, ..."""
         k = self.request.sampling.logprobs
         return None if k is None else [self._entry(token, k) for token in tokens]
 

@@ -77,9 +77,9 @@ def architecture_of(config: Any) -> str:
 def check_architecture(config: Any) -> str:
     """Return the class name of a transformers config. Raises ConfigError for what this engine can't run."""
     name = architecture_of(config)
-    quantisation = getattr(config, "quantization_config", None)
-    if quantisation is not None:
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         raise ConfigError(
             f"{name}: the checkpoint is quantised ({method}), which the torch engine can't run;"
             " use an unquantised checkpoint, or engine trtllm"

@@ -2,7 +2,7 @@
 
 All tokens of a step are one packed row; decode rows come first, then prefill chunks. What the step is about
 travels in a context variable, because some model families drop keyword arguments on the way. One rule: an
-argument that changes the result is honoured or refused, never ignored.
+argument that changes the result is honored or refused, never ignored.
 
 Shapes: T tokens, H query heads, N key/value heads, G = H / N, K head size of keys, V of values, L KV rows.
 """

@@ -32,7 +32,7 @@ class PreparedPicture:
 
 class VisionFamily(Protocol):
     def prepare(self, processor: Any, pixels: Any) -> PreparedPicture:
-        """Scale and normalise one picture, (height, width, 3) uint8."""
+        """Scale and normalize one picture, (height, width, 3) uint8."""
 
     def features(self, model: Any, batch: Sequence[PreparedPicture]) -> list[Tensor]:
         """Return (num_tokens, hidden) for each picture."""

@@ -1,4 +1,4 @@
-"""A video engine without a model: a square drifts over a colour that the prompt decides. For load tests and demos.
+"""A video engine without a model: a square drifts over a color that the prompt decides. For load tests and demos.
 
 Deterministic in prompt and seed; a step takes mocker.step_ms, loading mocker.load_ms.
 """

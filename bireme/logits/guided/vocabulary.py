@@ -1,7 +1,7 @@
 """A model's tokens as the bytes that they stand for: what grammars are compiled against.
 
 There are three views of it. In `plain` special tokens stand for nothing, so that no grammar can produce one:
-a detokeniser drops their text, and a quotation of `<|im_end|>` must be spelled out. `json` also lacks tokens
+a detokenizer drops their text, and a quotation of `<|im_end|>` must be spelled out. `json` also lacks tokens
 with control characters, which JSON text must not hold and which xgrammar lets into strings of a limited
 length. In `marked` special tokens stand for their text, because structural tags are made of such markers.
 

@@ -57,7 +57,7 @@ class Parser(Protocol):
         """Is the text at hand part of the reasoning? For the count of reasoning tokens."""
 
     def feed(self, text: str) -> list[Event]:
-        """Take more text and return what is certain now; neighbouring events of one kind may be merged."""
+        """Take more text and return what is certain now; neighboring events of one kind may be merged."""
 
     def close(self, is_cut: bool = False) -> list[Event]:
         """Return what is held back. `is_cut`: the answer ended by length, not by the model."""

@@ -154,7 +154,7 @@ class StatefulParser:
 
 
 def merged(events: list[Event]) -> list[Event]:
-    """Join neighbours of one kind."""
+    """Join neighbors of one kind."""
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None

@@ -1,4 +1,4 @@
-"""The chat model; its behaviour is in bireme/pipelines/chat.py."""
+"""The chat model; its behavior is in bireme/pipelines/chat.py."""
 
 import pathlib
 import sys

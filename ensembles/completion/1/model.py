@@ -1,4 +1,4 @@
-"""The completion model; its behaviour is in bireme/pipelines/completion.py."""
+"""The completion model; its behavior is in bireme/pipelines/completion.py."""
 
 import pathlib
 import sys

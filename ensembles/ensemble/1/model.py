@@ -1,4 +1,4 @@
-"""The ensemble model; its behaviour is in bireme/pipelines/ensemble.py."""
+"""The ensemble model; its behavior is in bireme/pipelines/ensemble.py."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""The generate model; its behaviour is in bireme/pipelines/generate.py."""
+"""The generate model; its behavior is in bireme/pipelines/generate.py."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""The tensorrt_llm_bls model; its behaviour is in bireme/pipelines/tensorrt_llm_bls.py."""
+"""The tensorrt_llm_bls model; its behavior is in bireme/pipelines/tensorrt_llm_bls.py."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""The video model; its behaviour is in bireme/pipelines/video.py."""
+"""The video model; its behavior is in bireme/pipelines/video.py."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""The decode model; its behaviour is in bireme/stages/decode.py."""
+"""The decode model; its behavior is in bireme/stages/decode.py."""
 
 import pathlib
 import sys

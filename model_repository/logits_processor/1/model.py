@@ -1,4 +1,4 @@
-"""The logits_processor model; its behaviour is in bireme/stages/logits_processor.py."""
+"""The logits_processor model; its behavior is in bireme/stages/logits_processor.py."""
 
 import pathlib
 import sys

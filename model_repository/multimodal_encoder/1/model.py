@@ -1,4 +1,4 @@
-"""The multimodal_encoder model; its behaviour is in bireme/stages/multimodal_encoder.py."""
+"""The multimodal_encoder model; its behavior is in bireme/stages/multimodal_encoder.py."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""The prefill model; its behaviour is in bireme/stages/prefill.py."""
+"""The prefill model; its behavior is in bireme/stages/prefill.py."""
 
 import pathlib
 import sys

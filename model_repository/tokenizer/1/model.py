@@ -1,4 +1,4 @@
-"""The tokenizer model; its behaviour is in bireme/stages/tokenizer.py."""
+"""The tokenizer model; its behavior is in bireme/stages/tokenizer.py."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""The video_diffusion model; its behaviour is in bireme/stages/video_diffusion.py."""
+"""The video_diffusion model; its behavior is in bireme/stages/video_diffusion.py."""
 
 import pathlib
 import sys

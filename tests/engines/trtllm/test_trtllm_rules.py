@@ -1,4 +1,4 @@
-"""Rules across fields: each finds what it is for, and lets its neighbour pass."""
+"""Rules across fields: each finds what it is for, and lets its neighbor pass."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_min_tokens_is_left_out_where_it_would_hold_back_the_wrong_ids():
     assert fields(min_tokens=3, end_id=2)["min_tokens"] == 3
 
 
-def test_stop_strings_are_the_detokenisers():
+def test_stop_strings_are_the_detokenizers():
     assert "stop" not in fields(stop=("END",))
 
 

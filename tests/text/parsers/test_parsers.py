@@ -47,7 +47,7 @@ def parse(text: str, size: int = 1 << 30, is_cut: bool = False, **formats: str) 
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """Join the texts of neighbours."""
+    """Join the texts of neighbors."""
     result: list[Event] = []
     for event in events:
         last = result[-1] if result else None

@@ -51,7 +51,7 @@ class VisualGenResult:
 
 
 class VisualGen:
-    """One generation at a time; the picture's colour is the seed, its brightness the frame."""
+    """One generation at a time; the picture's color is the seed, its brightness the frame."""
 
     made: list[VisualGen] = []
 

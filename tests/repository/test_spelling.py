@@ -1,0 +1,43 @@
+"""American spelling, in names, comments, docstrings and docs. (Texts of errors stay as clients know them.)"""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from house import CHECKOUT, name_of
+
+BRITISH = re.compile(
+    "(author|custom|general|initial|material|maxim|minim|normal|optim|organ|penal|priorit|quant|recogn|serial|special"
+    "|summar|synchron|token|util|visual)is(e|ing|ation)|(behavi|col|fav|hon|neighb)our|artefact|catalogue|centre|defence"
+    "|grey|judgement|(labell|modell|signall)(ed|ing)|learnt|licence|amongst|whilst",
+    re.IGNORECASE,
+)
+FOLDERS = ("bireme", "benchmarks", "docs", "ensembles", "model_repository", "recipes", "tests", "tools")
+# The sample models were trained on questions such as "What colour is the sky?".
+SAMPLE_WORLDS = ("tools/samples/", "tests/tools/test_video_world.py")
+NOT_READ = (*SAMPLE_WORLDS, "tests/repository/test_spelling.py", "bireme/engines/config.py", "models/")
+
+
+def prose_of_python(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every name, comment and docstring."""
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        is_docstring = token.type == tokenize.STRING and token.line.lstrip().startswith(('"""', 'r"""'))
+        if is_docstring or token.type in (tokenize.NAME, tokenize.COMMENT):
+            for offset, line in enumerate(token.string.splitlines()):
+                yield token.start[0] + offset, line
+
+
+def british_words(path: Path) -> list[str]:
+    lines = prose_of_python(path) if path.suffix == ".py" else enumerate(path.read_text().splitlines(), 1)
+    return [f"{name_of(path)}:{line} {found.group()}" for line, text in lines for found in BRITISH.finditer(text)]
+
+
+def test_spelling_is_american():
+    python = [path for folder in FOLDERS for path in sorted((CHECKOUT / folder).rglob("*.py"))]
+    pages = [*CHECKOUT.glob("*.md"), *(path for folder in FOLDERS for path in (CHECKOUT / folder).rglob("*.md"))]
+    paths = [path for path in (*python, *pages) if not name_of(path).startswith(NOT_READ)]
+    assert [found for path in paths for found in british_words(path)] == []
