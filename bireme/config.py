@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 DEFAULT_RECIPE = CHECKOUT / "recipes" / "tiny"
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+SeqLen = Annotated[int, msgspec.Meta(ge=2)]  # a prompt of one token, and one that is generated
 Duration = Annotated[float, msgspec.Meta(ge=0)]  # its unit is in the field's name
 PositiveDuration = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -23,26 +25,83 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Base of every settings block."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What an engine does with a key of its YAML."""
+
+    kind: Literal["honored", "harmless", "refused"]
+    reason: str = ""  # of a refusal, with the remedy
+    accepted: tuple[Any, ...] = ()  # values that a refused key may have all the same
+
+
+class Engines:
+    """Stands beside a key, or a block of keys, that not every engine honors; an engine it does not name does."""
+
+    def __init__(self, **rules: Rule) -> None:
+        self.rules = rules
+
+
+HARMLESS = Rule("harmless")
+UNREAD_EVENTS = "requests are placed in turns, whatever workers hold: nothing reads KV events, and they cost time"
+UNREAD_EVENTS_REMEDY = "remove it"
+_NOT_MOCKER = Engines(mocker=HARMLESS)
+_SPEED_ELSEWHERE = Engines(torch=HARMLESS, mocker=HARMLESS)
+
+
+def _not_torch(reason: str, *accepted: Any) -> Engines:
+    return Engines(torch=Rule("refused", reason, accepted), mocker=HARMLESS)
+
+
+_ONE_GPU = _not_torch("one GPU per engine; set 1 and use `replicas`, or engine: trtllm")
+_LLM_ARGS = Rule(
+    "refused", "TensorRT-LLM's arguments stand at the top of an engine YAML; move them there and set engine: trtllm"
+)
+
+
 class KvCacheConfig(Settings, frozen=True, kw_only=True):
     tokens_per_block: Positive = 32
     enable_block_reuse: bool = True
     max_tokens: Positive | None = None  # tokens the pool holds; None: from free_gpu_memory_fraction, or 1 GiB on CPU
-    free_gpu_memory_fraction: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.9
-    max_attention_window: tuple[int, ...] | None = None  # repeated over the layers; None: the model's own
-    event_buffer_max_size: NotNegative = 0  # KV events kept for readers; 0: none are recorded
-    dtype: str = "auto"
-    enable_partial_reuse: bool = False
-    host_cache_size: int | None = None
+    free_gpu_memory_fraction: Annotated[float, msgspec.Meta(gt=0, lt=1), _NOT_MOCKER] = 0.9
+    # repeated over the layers; None: the model's own
+    max_attention_window: Annotated[tuple[int, ...] | None, _NOT_MOCKER] = None
+    # KV events kept for readers; 0: none are recorded
+    event_buffer_max_size: Annotated[NotNegative, _not_torch(f"{UNREAD_EVENTS}; {UNREAD_EVENTS_REMEDY}")] = 0
+    dtype: Annotated[
+        str,
+        _not_torch(
+            "the KV pool has the model's dtype; set auto, or use engine: trtllm", "float32", "float16", "bfloat16"
+        ),
+    ] = "auto"
+    enable_partial_reuse: Annotated[bool, _SPEED_ELSEWHERE] = False
+    host_cache_size: Annotated[
+        int | None, _not_torch("blocks are not offloaded to host memory; remove it, or use engine: trtllm", 0)
+    ] = None
 
 
 class SchedulerConfig(Settings, frozen=True, kw_only=True):
-    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"] = "GUARANTEED_NO_EVICT"
+    capacity_scheduler_policy: Annotated[
+        Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"],
+        _not_torch(
+            "new requests join a running batch here; set GUARANTEED_NO_EVICT", "GUARANTEED_NO_EVICT", "MAX_UTILIZATION"
+        ),
+    ] = "GUARANTEED_NO_EVICT"
     max_queue_size: Positive = 1024  # waiting requests; one more is refused with RESOURCE_EXHAUSTED
     max_queue_time_s: Duration = 0.0  # waiting longer ends with DEADLINE_EXCEEDED; 0: no limit
 
 
 class CacheTransceiverConfig(Settings, frozen=True, kw_only=True):
-    backend: Literal["DEFAULT", "SHM", "NIXL", "UCX", "MPI", "MOONCAKE"] | None = None  # DEFAULT: shm on one host
+    # DEFAULT: shm on one host
+    backend: Annotated[
+        Literal["DEFAULT", "SHM", "NIXL", "UCX", "MPI", "MOONCAKE"] | None,
+        Engines(
+            trtllm=Rule(
+                "refused",
+                "TensorRT-LLM moves KV itself and has no shm backend; set DEFAULT, NIXL, UCX, MPI or MOONCAKE",
+                ("DEFAULT", "NIXL", "UCX", "MPI", "MOONCAKE"),
+            )
+        ),
+    ] = None
     max_tokens_in_buffer: Positive | None = None  # bounded transfer buffer, in tokens; must hold the longest prompt
     kv_transfer_timeout_ms: Positive = 60_000  # a lease nobody claimed is freed after this
 
@@ -77,32 +136,40 @@ class MockerConfig(Settings, frozen=True, kw_only=True):
     prefill_ms_per_token: Duration = 0.0
     load_ms: Duration = 0.0
     vocab_size: NotNegative = 0  # 0: the tokenizer's
-    max_seq_len: Positive = 1 << 20
+    max_seq_len: SeqLen = 1 << 20
 
 
 class EngineConfig(Settings, frozen=True, kw_only=True):
-    """Engine YAML, TensorRT-LLM's key names. Which engine honors what: bireme/engines/config.py."""
+    """Engine YAML, TensorRT-LLM's key names, with the range of each and the engines that do not honor it."""
 
     max_batch_size: Positive | None = None
     max_num_tokens: Positive | None = None
-    max_seq_len: Positive | None = None
+    max_seq_len: SeqLen | None = None
     max_input_len: Positive | None = None
-    dtype: str = "auto"
-    enable_chunked_prefill: bool = True
-    trust_remote_code: bool = False
-    attn_backend: str | None = None
-    disable_overlap_scheduler: bool = False
+    dtype: Annotated[str, _NOT_MOCKER] = "auto"
+    enable_chunked_prefill: Annotated[bool, _NOT_MOCKER] = True
+    trust_remote_code: Annotated[
+        bool, _not_torch("no code of a checkpoint is run; remove it, or use engine: trtllm")
+    ] = False
+    attn_backend: Annotated[str | None, _SPEED_ELSEWHERE] = None
+    disable_overlap_scheduler: Annotated[bool, _SPEED_ELSEWHERE] = False
     # None: requests with guided_decoding are refused
-    guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = "xgrammar"
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
+    guided_decoding_backend: Annotated[
+        Literal["xgrammar", "llguidance"] | None,
+        _not_torch("compiled with xgrammar here; set xgrammar", None, "xgrammar"),
+    ] = "xgrammar"
+    tensor_parallel_size: Annotated[int, _ONE_GPU] = 1
+    pipeline_parallel_size: Annotated[int, _ONE_GPU] = 1
     kv_cache_config: KvCacheConfig = KvCacheConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
     cache_transceiver_config: CacheTransceiverConfig = CacheTransceiverConfig()
-    guided_decoding_config: GuidedDecodingConfig = GuidedDecodingConfig()
-    multimodal_config: MultimodalConfig = MultimodalConfig()
-    mocker: MockerConfig = MockerConfig()
-    llm_args: dict[str, Any] = {}  # engine trtllm: the whole YAML, for TensorRT-LLM; load_recipe fills it
+    guided_decoding_config: Annotated[GuidedDecodingConfig, Engines(trtllm=HARMLESS, mocker=HARMLESS)] = (
+        GuidedDecodingConfig()
+    )
+    multimodal_config: Annotated[MultimodalConfig, Engines(trtllm=HARMLESS, mocker=HARMLESS)] = MultimodalConfig()
+    mocker: Annotated[MockerConfig, Engines(torch=HARMLESS, trtllm=HARMLESS)] = MockerConfig()
+    # engine trtllm: the whole YAML, for TensorRT-LLM; load_recipe fills it
+    llm_args: Annotated[dict[str, Any], Engines(torch=_LLM_ARGS, mocker=_LLM_ARGS)] = {}
 
 
 class WorkerEntry(Settings, frozen=True, kw_only=True):

@@ -14,12 +14,12 @@ from bireme.errors import ConfigError
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
-def convert(tree: Any, kind: type[_S], where: str) -> _S:
+def convert(tree: Any, kind: type[_S], where: str = "") -> _S:
     """Turn plain data into settings. Raises ConfigError naming file, key, value and, for a typo, the nearest key."""
     try:
         return msgspec.convert(tree, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {_explain(str(error), kind, tree)}") from error
+        raise ConfigError(f"{where}{': ' if where else ''}{_explain(str(error), kind, tree)}") from error
 
 
 def keys_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -64,8 +64,13 @@ def _choices_at(kind: type[msgspec.Struct], path: str) -> tuple[str, ...]:
     block, _, name = path.rpartition(".")
     fields = msgspec.structs.fields(_struct_at(kind, block))
     annotation = next((field.type for field in fields if field.encode_name == name), None)
-    parts = (annotation, *get_args(annotation))
-    return next((get_args(part) for part in parts if get_origin(part) is Literal), ())
+    return _literals_in(annotation)
+
+
+def _literals_in(annotation: Any) -> tuple[str, ...]:
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return next(filter(None, (_literals_in(part) for part in get_args(annotation))), ())
 
 
 def _value_at(tree: Any, path: str) -> Any:

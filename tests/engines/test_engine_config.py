@@ -1,20 +1,41 @@
-"""The table of engine keys."""
+"""Which keys each engine honors, and what values make sense."""
 
 from __future__ import annotations
 
+from typing import get_args
+
+import msgspec
 import pytest
 
-from bireme.config import CacheTransceiverConfig, EngineConfig, KvCacheConfig, MockerConfig, WorkerEntry
-from bireme.engines.config import TABLES, all_keys, check_engine_config
+from bireme.config import CacheTransceiverConfig, EngineConfig, Engines, KvCacheConfig, MockerConfig, WorkerEntry
+from bireme.engines.config import check_engine_config, rules_of
 from bireme.errors import ConfigError
 
-
-@pytest.mark.parametrize("engine", TABLES)
-def test_every_key_has_a_rule_on_every_engine(engine):
-    assert {key for key, _ in all_keys(EngineConfig())} == set(TABLES[engine])
+ENGINES = get_args(next(field.type for field in msgspec.structs.fields(WorkerEntry) if field.name == "engine"))
 
 
-@pytest.mark.parametrize("engine", TABLES)
+def rules_beside(kind):
+    """Return what stands beside the keys of a settings class and of its blocks."""
+    for field in msgspec.structs.fields(kind):
+        yield from (part for part in get_args(field.type) if isinstance(part, Engines))
+        if isinstance(field.default, msgspec.Struct):
+            yield from rules_beside(type(field.default))
+
+
+def test_the_rules_beside_keys_name_engines_that_there_are():
+    assert {name for engines in rules_beside(EngineConfig) for name in engines.rules} <= set(ENGINES)
+
+
+def test_a_key_that_says_nothing_is_honored_by_every_engine():
+    assert {rules_of(engine)["max_batch_size"].kind for engine in ENGINES} == {"honored"}
+
+
+def test_a_rule_beside_a_block_holds_for_all_its_keys():
+    kinds = {key: rule.kind for key, rule in rules_of("torch").items() if key.startswith("mocker.")}
+    assert kinds == dict.fromkeys((f"mocker.{name}" for name in MockerConfig.__struct_fields__), "harmless")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_defaults_pass_without_a_word(engine):
     assert check_engine_config(WorkerEntry(engine=engine)) == ()
 
@@ -46,7 +67,11 @@ def test_a_refused_key_may_have_its_accepted_values():
     [
         (EngineConfig(max_batch_size=0), "max_batch_size: 0; 1 or more"),
         (EngineConfig(mocker=MockerConfig(step_ms=float("nan"))), "mocker.step_ms: nan"),
-        (EngineConfig(kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=1.5)), "free_gpu_memory_fraction: 1.5"),
+        (
+            EngineConfig(kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=1.0)),
+            "kv_cache_config.free_gpu_memory_fraction: 1.0; less than 1",
+        ),
+        (EngineConfig(max_seq_len=1), "max_seq_len: 1; 2 or more"),
         (EngineConfig(max_input_len=100, max_seq_len=100), "max_input_len: 100; max_seq_len 100"),
         (
             EngineConfig(cache_transceiver_config=CacheTransceiverConfig(kv_transfer_timeout_ms=0)),

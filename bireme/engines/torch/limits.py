@@ -135,11 +135,8 @@ def _share(block_bytes: Sequence[int], caps: Sequence[int], budget: int, most: i
 
 
 def _pool_bytes(config: EngineConfig, device: torch.device) -> int:
-    fraction = config.kv_cache_config.free_gpu_memory_fraction
-    if not 0 < fraction < 1:
-        raise ConfigError(f"kv_cache_config.free_gpu_memory_fraction: {fraction}; between 0 and 1, e.g. 0.9")
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * fraction)
+        return int(torch.cuda.mem_get_info(device)[0] * config.kv_cache_config.free_gpu_memory_fraction)
     return _CPU_POOL_BYTES
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from bireme.config import Recipe, WorkerEntry
-from bireme.engines.config import UNREAD_EVENTS, UNREAD_EVENTS_REMEDY
+from bireme.config import UNREAD_EVENTS, UNREAD_EVENTS_REMEDY, Recipe, WorkerEntry
 from bireme.engines.trtllm.config import check_arguments, prepared
 from bireme.engines.trtllm.contract import PROFILES, VERSIONS
 from bireme.engines.trtllm.problems import NOTHING, Problem
