@@ -18,7 +18,7 @@ from bireme.errors import BiremeError, DeadlineExceededError, RequestError, Reso
 from bireme.logits.application import LogitsJob, apply
 from bireme.messages import ProcessorCall
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "logits_processors.md"
+DOC = Path(__file__).resolve().parents[2] / "docs" / "custom_processors.md"
 LOGGER = logging.getLogger("bireme.test")
 VOCAB = 16
 

@@ -27,7 +27,7 @@ RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 OUTSIDE = {"launch", "openai"}
 # What the stubs load: must stay light.
 STUB_PARTS = ("stages", "pipelines", "text", "workers", "triton", "discovery")
-TORCH_HOMES = ("engines/torch", "engines/trtllm", "engines/video", "kv/transfer", "logits", "multimodal", "video")
+TORCH_HOMES = ("engines/torch", "engines/trtllm", "engines/video", "logits")
 HEAVY = ("torch", "transformers", "tensorrt_llm", "diffusers", "nixl")
 FORBIDDEN_CALLS = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
 

@@ -1,0 +1,33 @@
+"""What the pages say of the checkout: paths that exist, an alphabetical glossary."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from house import CHECKOUT
+
+PAGES = ("CONTRIBUTING.md", "README.md", "docs/architecture.md", "docs/engine_process.md", "docs/glossary.md")
+TOP = ("benchmarks", "bireme", "docs", "ensembles", "model_repository", "recipes", "tests", "tools")
+
+
+def text_of(page: str) -> str:
+    path = CHECKOUT / page
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_that_a_page_names_exist(page):
+    quoted = re.findall(rf"`((?:{'|'.join(TOP)})/[\w./-]*)`", text_of(page))
+    assert [path for path in quoted if not (CHECKOUT / path).exists()] == []
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").glob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([\w./-]+)\)", page.read_text())]
+    assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_glossary_is_in_alphabetical_order():
+    terms = [line.split("|")[1].strip().lower() for line in text_of("docs/glossary.md").splitlines() if "|" in line]
+    assert terms[2:] == sorted(terms[2:])
