@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from bireme.engine_kinds import ENGINE_KINDS, EngineKind, EngineName
 from bireme.errors import ConfigError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -175,7 +176,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
 class WorkerEntry(Settings, frozen=True, kw_only=True):
     """One stage's workers."""
 
-    engine: Literal["torch", "trtllm", "mocker"] = "torch"
+    engine: EngineName = "torch"
     engine_config: EngineConfig = EngineConfig()  # in YAML also the name of a file beside recipe.yaml
     engine_args: dict[str, Any] = {}  # merged over engine_config, block by block; empty once the recipe is loaded
     engine_version: str = ""  # of TensorRT-LLM, that engine_config is written for: 1.2 or 1.3; "": both
@@ -184,6 +185,10 @@ class WorkerEntry(Settings, frozen=True, kw_only=True):
     num_threads: Positive | None = None  # CPU threads an engine process; None: an equal share of the cores
     devices: tuple[NotNegative, ...] = ()  # GPUs: CUDA_VISIBLE_DEVICES of the engine process; empty: all
     env: dict[str, str] = {}
+
+    @property
+    def kind(self) -> EngineKind:
+        return ENGINE_KINDS[self.engine]
 
 
 class Limits(Settings, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ import yaml
 from bireme import llm_args
 from bireme.config import CHECKOUT, DEFAULT_RECIPE, WORKER_STAGES, EngineConfig, Recipe, WorkerEntry, find_model
 from bireme.conversion import convert, keys_of
+from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import ConfigError
 
 logger = logging.getLogger("bireme.recipe_files")
@@ -107,7 +108,10 @@ def _merge_engine_args(tree: dict[str, Any]) -> None:
 
 
 def _split_llm_args(worker: Any, folder: Path) -> None:
-    if isinstance(worker, dict) and worker.get("engine") == "trtllm":
+    if not isinstance(worker, dict):
+        return
+    kind = next((kind for name, kind in ENGINE_KINDS.items() if name == worker.get("engine")), None)
+    if kind is not None and kind.has_llm_args:
         config = worker.get("engine_config", {})
         if isinstance(config, dict):
             llm_args.inline(config, folder, _read_yaml, lambda name: find_model(name, str(folder)))
@@ -173,7 +177,7 @@ def _check_encoder(workers: Mapping[str, WorkerEntry]) -> None:
     encoder = workers["multimodal_encoder"]
     for name in ("prefill", "decode"):
         entry = workers.get(name)
-        if entry is None or entry.engine == "mocker":
+        if entry is None or not entry.kind.needs_model:
             continue
         if entry.engine_config.dtype != encoder.engine_config.dtype:
             raise ConfigError(

@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bireme.config import DEFAULT_RECIPE
+from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import LEVELS, Console
@@ -129,7 +130,7 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", help="folder with recipe.yaml; default BIREME_RECIPE, else recipes/tiny")
     parser.add_argument("--model", metavar="FOLDER_OR_HUB_ID", help="serve this model without a recipe")
     parser.add_argument("--disaggregated", action="store_true", help="with --model: prefill and decode apart")
-    parser.add_argument("--engine", choices=("torch", "trtllm", "mocker"), default="torch", help="with --model")
+    parser.add_argument("--engine", choices=tuple(ENGINE_KINDS), default="torch", help="with --model")
     parser.add_argument(
         "--override", default=os.environ.get("BIREME_OVERRIDE", ""), metavar="JSON", help="over the recipe"
     )

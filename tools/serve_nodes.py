@@ -90,7 +90,7 @@ def spanning_engine(recipe: Recipe, gpus_per_node: int) -> tuple[str, int, int]:
     for stage, entry in recipe.workers.items():
         yaml = Yaml(prepared(entry.engine_config.llm_args), stage, "1.2", is_disaggregated=False)
         gpus = gpus_per_node or int(yaml.number("gpus_per_node", GPUS_PER_NODE))
-        if entry.engine == "trtllm" and yaml.world_size > gpus:
+        if entry.kind.has_llm_args and yaml.world_size > gpus:
             found.append((stage, yaml.world_size, gpus))
     if not found:
         raise ConfigError(

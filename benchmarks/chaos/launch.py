@@ -113,7 +113,7 @@ class Launch:
             elif "bireme.openai" in arguments:
                 found[_frontend_role(arguments)] = pid
         for pid, arguments in lines.items():
-            if "bireme.engines.child.worker" in arguments and (model := models.get(_parent(pid), "")):
+            if "bireme.engines.worker" in arguments and (model := models.get(_parent(pid), "")):
                 found[f"{model}.engine"] = pid
         return found
 

@@ -24,7 +24,7 @@ def roles(server_pid: int) -> dict[str, int]:
         if model := stub_model(arguments):
             models[pid] = model
             found[f"{model}.stub"] = pid
-        elif "bireme.engines.child.worker" in arguments:
+        elif "bireme.engines.worker" in arguments:
             found[f"{models.get(parent(pid), 'unknown')}.engine"] = pid
     return found
 

@@ -1,4 +1,4 @@
-"""What every engine does, inside the engine process (`bireme.engines.child.worker`).
+"""What every engine does, inside the engine process (`bireme.engines.worker`).
 
 An engine speaks tokens only. It is driven from the worker's IO thread (`submit`, `abort`, `take_*`,
 `progress`: quick and thread-safe) and works on a thread of its own; what it makes goes out through

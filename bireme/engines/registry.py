@@ -1,27 +1,45 @@
-"""Which engines there are, and how one is made."""
+"""How an engine is made: each kind's package bireme/engines/<name> has `create` and `create_video`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
+from bireme.config import stage_of
+from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import ConfigError
 
 if TYPE_CHECKING:
     from bireme.engines.base import Engine, EngineContext
+    from bireme.engines.child.process import EngineProcess
+    from bireme.engines.video.base import VideoContext, VideoEngine
+    from bireme.engines.video.process import VideoProcess
+
+
+def create_process(worker: str, endpoint: str, life: int) -> EngineProcess | VideoProcess:
+    """Make what runs a worker's engine process."""
+    if stage_of(worker) == "video_diffusion":
+        from bireme.engines.video.process import VideoProcess
+
+        return VideoProcess(worker, endpoint, life, create_video_engine)
+    from bireme.engines.child.process import EngineProcess
+
+    return EngineProcess(worker, endpoint, life, create_engine)
 
 
 def create_engine(name: str, context: EngineContext) -> Engine:
     """Make the engine that a recipe names; only its own libraries are imported. Raises ConfigError."""
-    if name == "mocker":
-        from bireme.engines.mocker.engine import MockEngine
-
-        return MockEngine(context)
-    if name not in ("torch", "trtllm"):
-        raise ConfigError(f"engine: {name!r}; known engines: torch, trtllm, mocker")
-    import importlib
-
-    module = importlib.import_module(f"bireme.engines.{name}")
-    if not hasattr(module, "create"):
-        raise ConfigError(f"engine: {name} is not part of this build; use torch or mocker")
-    engine: Engine = module.create(context)
+    engine: Engine = _package(name).create(context)
     return engine
+
+
+def create_video_engine(name: str, context: VideoContext) -> VideoEngine:
+    """Make the video engine that a recipe names; only its own libraries are imported. Raises ConfigError."""
+    engine: VideoEngine = _package(name).create_video(context)
+    return engine
+
+
+def _package(name: str) -> Any:
+    if name not in ENGINE_KINDS:
+        raise ConfigError(f"engine: {name!r}; known engines: {', '.join(ENGINE_KINDS)}")
+    return importlib.import_module(f"bireme.engines.{name}")

@@ -37,15 +37,6 @@ _MAX_SOCKET_PATH = 107  # bytes of a Unix socket's address
 _LONGEST_SOCKET_NAME = 40
 # What the engine process imports of bireme's own requirements; this environment has them.
 _OF_EVERY_ENGINE = ("msgspec", "numpy", "tokenizers", "xxhash", "yaml", "zmq")
-# distribution that holds the module -> how to get it
-_ENGINE_MODULES = {
-    "torch": (("torch", "transformers", "safetensors"), "pip install -e .[torch]"),
-    "trtllm": (
-        ("tensorrt_llm",),
-        "use the image that docker/Dockerfile.trtllm makes, or name an environment that has it in BIREME_ENGINE_PYTHON",
-    ),
-    "mocker": ((), ""),
-}
 _FIND_MODULES = "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if u.find_spec(m) is None))"
 
 
@@ -128,10 +119,10 @@ def check_engines(recipe: Recipe, environment: Mapping[str, str] = os.environ) -
     """The engines' packages, looked for without importing them, where the engine processes will look."""
     problems: dict[str, None] = {}  # two workers of one engine miss the same
     for stage, entry in sorted(recipe.workers.items()):
-        needs = [(f"engine {entry.engine}", *_ENGINE_MODULES[entry.engine])]
+        needs = [(f"engine {entry.engine}", entry.kind.modules, entry.kind.remedy)]
         needs.append(("an engine process", _OF_EVERY_ENGINE, "`PYTHON -m pip install -e .` with its python"))
         if stage == "video_diffusion":
-            modules = ("av", "PIL", *(("diffusers", "accelerate") if entry.engine == "torch" else ()))
+            modules = ("av", "PIL", *entry.kind.video_modules)
             needs.append(("workers.video_diffusion", modules, "pip install -e .[video]"))
         try:
             for what, modules, remedy in needs:
@@ -168,9 +159,9 @@ def check_model(recipe: Recipe) -> list[str]:
     problems = []
     try:
         if text or not recipe.workers:
-            needs_weights = any(entry.engine != "mocker" for entry in text)
+            needs_weights = any(entry.kind.needs_model for entry in text)
             problems += _check_folder(Path(recipe.model_path), lambda path: _check_model_folder(path, needs_weights))
-        if (video := recipe.workers.get("video_diffusion")) and video.engine != "mocker":
+        if (video := recipe.workers.get("video_diffusion")) and video.kind.needs_model:
             problems += _check_folder(Path(recipe.worker_model_path("video_diffusion")), _check_pipeline_folder)
     except ConfigError as error:
         problems.append(str(error))

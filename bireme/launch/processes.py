@@ -15,7 +15,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _STUB = "triton_python_backend_stub"
-_ENGINE = "bireme.engines.child.worker"
+_ENGINE = "bireme.engines.worker"
 _GONE = (FileNotFoundError, ProcessLookupError)
 
 

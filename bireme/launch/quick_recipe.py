@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from bireme.engine_kinds import ENGINE_KINDS, EngineName
 from bireme.errors import ConfigError
 
 
-def write_recipe(folder: Path, model: str, *, disaggregated: bool = False, engine: str = "torch") -> Path:
+def write_recipe(folder: Path, model: str, *, disaggregated: bool = False, engine: EngineName = "torch") -> Path:
     """Write recipe.yaml for a model into `folder`/<the model's name> and return that folder. Raises ConfigError."""
     path = Path(model)
     if path.is_dir():
@@ -24,16 +25,12 @@ def write_recipe(folder: Path, model: str, *, disaggregated: bool = False, engin
     return recipe
 
 
-def _tree(model: str, disaggregated: bool, engine: str) -> dict[str, Any]:
+def _tree(model: str, disaggregated: bool, engine: EngineName) -> dict[str, Any]:
     stages = ("prefill", "decode") if disaggregated else ("decode",)
     workers = {stage: {"engine": engine, "engine_config": _config(stage, disaggregated, engine)} for stage in stages}
     return {"model": model, "workers": workers}
 
 
-def _config(stage: str, disaggregated: bool, engine: str) -> dict[str, Any]:
+def _config(stage: str, disaggregated: bool, engine: EngineName) -> dict[str, Any]:
     config: dict[str, Any] = {"cache_transceiver_config": {"backend": "DEFAULT"}} if disaggregated else {}
-    if engine == "trtllm":
-        config["enable_chunked_prefill"] = True  # without, prompts beyond max_num_tokens are refused
-        if stage == "prefill":
-            config["disable_overlap_scheduler"] = True  # 1.2 has none on workers that only prefill
-    return config
+    return config | dict(ENGINE_KINDS[engine].quick_config.get(stage, {}))

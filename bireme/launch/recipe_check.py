@@ -130,7 +130,7 @@ def _from_text(text: str, keys: Keys, tree: Any, source: YamlSource) -> Finding:
 def _check_engines(recipe: Recipe, source: YamlSource) -> Iterator[Finding]:
     """What an engine can't honor; TensorRT-LLM's YAMLs have a check of their own, with more to say."""
     for stage, entry in recipe.workers.items():
-        if entry.engine == "trtllm":
+        if entry.kind.has_llm_args:
             continue
         below: Keys = ("workers", stage, "engine_config")
         for key, value, text in refusals(entry):

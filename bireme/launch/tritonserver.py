@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from bireme import own_process
 from bireme.config import Recipe
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch import processes
@@ -44,21 +45,12 @@ from bireme.recipe_files import load_recipe
 
 _TAIL_LINES = 400
 _SHOWN_LINES = 30
-_ECHOES = ("Non-graceful termination detected", "bireme parent_lost")
+_ECHO = "Non-graceful termination detected"
 # Blocked BLS calls and sends share a model's pool threads; what is not for BLS is left to the sends.
 _THREADS_FOR_SENDS = 32
 # More would let more BLS calls wait at once, but each response then wakes another cold thread: with 256, twice
 # the context switches and a fifth fewer tokens at 256 streams (measured on 2 cores).
 THREAD_POOL_SIZE = 64
-# Runs the program with SIGKILL as its parent-death signal. A program of its own rather than preexec_fn,
-# which may deadlock in a process with threads.
-_LEASHED = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)
-if os.getppid() != int(sys.argv[1]):
-    os._exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class ServerStartError(BiremeError):
@@ -205,7 +197,7 @@ class Server:
 
     def tail(self, lines: int = _SHOWN_LINES) -> str:
         """Return the last lines that the server and its stubs wrote, but for what stubs say when a server dies."""
-        told = [line for line in self._tail if not any(echo in line for echo in _ECHOES)]
+        told = [line for line in self._tail if _ECHO not in line]
         return "\n".join(told[-lines:])
 
     def exit_error(self) -> ServerStartError:
@@ -242,7 +234,8 @@ class Server:
     def _spawn(self, prepared: PreparedStart) -> subprocess.Popen[str]:
         # start_new_session: Ctrl-C in a terminal reaches the launcher alone, and the group can be killed whole.
         environment = prepared.environment | self._own_environment()
-        leashed = [sys.executable, "-I", "-S", "-c", _LEASHED, str(os.getpid())]
+        # A program of its own rather than preexec_fn, which may deadlock in a process with threads.
+        leashed = [sys.executable, "-I", "-S", own_process.__file__, str(os.getpid())]
         newer = newer_flags(self._installation, prepared, self.options.allow_client_shm)
         return subprocess.Popen(
             [*leashed, str(prepared.binary), *self._arguments(), *prepared.arguments, *newer, *self.options.arguments],

@@ -45,7 +45,7 @@ def picture_model_of(recipe: Recipe) -> PictureModel | None:
     except ConfigError:
         return None
     decode = recipe.workers.get("decode")
-    return None if decode is None or decode.engine == "mocker" else picture_model(folder)
+    return picture_model(folder) if decode is not None and decode.kind.needs_model else None
 
 
 _DEFAULT_PLACEHOLDERS = {"llava": 32000, "qwen2_5_vl": 151655}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import logging
 import os
 import signal
@@ -28,12 +27,12 @@ from bireme.openai.app import Frontend
 from bireme.openai.http.connection import Connection
 from bireme.openai.http.group_folder import wait_for_successor
 from bireme.openai.http.members import Member, shared_socket
-from bireme.openai.http.parent import end_with_parent
 from bireme.openai.http.process_group import run_group
 from bireme.openai.keys import ApiKeys, load_keys
 from bireme.openai.logs import set_up_logs
 from bireme.openai.text.served_model import Models, connect
 from bireme.openai.video.served_video import VideoModels, connect_video
+from bireme.own_process import freeze_gc, watch_parent
 from bireme.recipe_files import load_recipe
 from bireme.workers.channel import server_address
 
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     set_up_logs(options.log_level, options.json_logs, options.access_log)
     if options.parent:
-        end_with_parent(options.parent, _successor(options.member, options.launch))
+        watch_parent(_end_as_orphan(options.member, options.launch), options.parent)
     if options.processes > 1 and options.member is None:
         given = sys.argv[1:] if arguments is None else arguments
         return run_group(given, options.processes, options.parent, options.drain_timeout)
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         logger.error("%s", error)
         return WRONG
-    calm_collector()
+    freeze_gc(collect_less=True)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn drains, then raises the signal once more
         signal.signal(number, lambda *_: None)
     server.run(listeners)
@@ -89,11 +88,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _successor(member: Member | None, launch: int) -> Callable[[], None]:
-    """Return what waits, after the parent's death, until this process is not needed any more."""
-    if member is None or not launch:
-        return lambda: None
-    return functools.partial(wait_for_successor, member.folder, launch, started_at(launch))
+def _end_as_orphan(member: Member | None, launch: int) -> Callable[[], None]:
+    """Return what ends this process after its parent's death: as soon as it is not needed any more."""
+    began_at = started_at(launch) if launch else None
+
+    def end() -> None:
+        try:
+            if member is not None and launch:
+                wait_for_successor(member.folder, launch, began_at)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return end
 
 
 def _positive(text: str) -> int:
@@ -119,13 +125,6 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     keys = _keys(options.api_keys, recipes[0], options.member)
     frontend = Frontend(models, metrics, config, keys, options.member, videos)
     return _Server(_uvicorn_config(frontend, options, config), frontend, options.member)
-
-
-def calm_collector() -> None:
-    """Leave out what lives as long as the process, and look at the rest less often than every 700 objects."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
 
 
 class _Server(uvicorn.Server):

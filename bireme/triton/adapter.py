@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -23,10 +23,11 @@ from bireme.config import WORKER_STAGES, Recipe, missing_worker, stage_of
 from bireme.discovery.pulse import BEAT_S, Pulse, own_pulse
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, drop_frames
 from bireme.metrics import Registry
+from bireme.own_process import freeze_gc, watch_parent
 from bireme.recipe_files import load_recipe
 from bireme.specs import ModelSpec
 from bireme.stages.absent import absent_stage
-from bireme.triton import lifeline, logs
+from bireme.triton import logs
 from bireme.triton.autocomplete import complete_config
 from bireme.triton.bls import BlsClient
 from bireme.triton.cancels import CancelPoller
@@ -61,7 +62,8 @@ class Adapter:
         """Load the recipe and start the stage; takes as long as that takes. What fails is the load's error."""
         self._model_name = args["model_name"]
         logs.configure(self._model_name)
-        lifeline.watch_parent()
+        # A crashed tritonserver leaves its stubs waiting in shared memory for ever, deaf to SIGTERM.
+        watch_parent(functools.partial(os._exit, 1))
         try:
             recipe = load_recipe()
             self._build(recipe)
@@ -73,7 +75,7 @@ class Adapter:
             logger.error("load_failed model=%s error=%r", self._model_name, error)
             self.finalize()
             raise pb_utils.TritonModelException(_load_error(error)) from error
-        _calm_collector()
+        freeze_gc(collect_less=True)
         logger.info("ready model=%s recipe=%s", self._model_name, recipe.name)
 
     def execute(self, requests: list[Any]) -> None:
@@ -270,10 +272,3 @@ def _load_error(error: Exception) -> str:
     if isinstance(error, BiremeError):
         return f"{error.code}: {error}"
     return f"{type(error).__name__}: {error}"
-
-
-def _calm_collector() -> None:
-    """What is loaded by now stays: no collection looks at it again, and there are fewer of them."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 10)

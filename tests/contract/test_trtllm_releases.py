@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bireme.config import EngineConfig
-from bireme.engines.video import create_video_engine
+from bireme.engines.registry import create_video_engine
 from bireme.engines.video.base import VideoContext
 from bireme.errors import ConfigError
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from bireme.config import EngineConfig
+from bireme.engines.registry import create_video_engine
 from bireme.engines.trtllm.visual_gen import VisualGenEngine, facts_of, params_of
-from bireme.engines.video import create_video_engine
 from bireme.engines.video.base import AbortedError, VideoContext
 from bireme.errors import BiremeError, ConfigError, RequestError
 from bireme.video.wire import DiffusionRequest

@@ -42,9 +42,7 @@ def start_client(tmp_path: Path) -> Iterator[Callable[..., EngineClient]]:
     folder.mkdir()
 
     def start(recipe: Recipe, worker: str = "decode") -> EngineClient:
-        client = EngineClient(
-            recipe, worker, Registry(worker), logging.getLogger("test"), run_dir=folder, watch_parent=False
-        )
+        client = EngineClient(recipe, worker, Registry(worker), logging.getLogger("test"), run_dir=folder)
         clients.append(client)
         client.start()
         return client

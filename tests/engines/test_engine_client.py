@@ -359,7 +359,7 @@ def test_a_long_run_directory_still_gets_sockets(make_recipe, tmp_path):
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
     recipe = make_recipe()
-    client = EngineClient(recipe, "decode", Registry("decode"), logging.getLogger("test"), folder, watch_parent=False)
+    client = EngineClient(recipe, "decode", Registry("decode"), logging.getLogger("test"), folder)
     try:
         client.start()
         sink = Collector()

@@ -70,7 +70,7 @@ def start(tmp_path):
         tree = {"model": "none", "workers": {"video_diffusion": entry}, "video": video, "supervisor": timing}
         recipe = convert(tree, Recipe, "test")
         client = VideoClient(
-            recipe, "video_diffusion", Registry("video_diffusion"), logging.getLogger("test"), tmp_path, False
+            recipe, "video_diffusion", Registry("video_diffusion"), logging.getLogger("test"), tmp_path
         )
         clients.append(client)
         client.start()

@@ -63,7 +63,7 @@ def run_worker(tmp_path, stub):
         command = [
             sys.executable,
             "-m",
-            "bireme.engines.child.worker",
+            "bireme.engines.worker",
             "--worker",
             "decode",
             "--endpoint",
@@ -132,7 +132,7 @@ def test_the_engine_dies_with_its_stub(make_recipe, tmp_path):
         from bireme.engines.stub.client import EngineClient
         from bireme.metrics import Registry
         recipe = load_recipe({str(tmp_path)!r}, override="")
-        client = EngineClient(recipe, "decode", Registry(), logging.getLogger(), Path({str(folder)!r}), False)
+        client = EngineClient(recipe, "decode", Registry(), logging.getLogger(), Path({str(folder)!r}))
         client.start()
         print(client.pid, flush=True)
         time.sleep(60)
@@ -151,11 +151,13 @@ def test_a_stub_whose_server_has_died_ends_itself_and_its_engine(make_recipe, tm
     folder = tmp_path / "run"
     folder.mkdir()
     stub_program = f"""
-        import logging, os, time
+        import functools, logging, os, time
         from pathlib import Path
+        from bireme.own_process import watch_parent
         from bireme.recipe_files import load_recipe
         from bireme.engines.stub.client import EngineClient
         from bireme.metrics import Registry
+        watch_parent(functools.partial(os._exit, 1))
         recipe = load_recipe({str(tmp_path)!r}, override="")
         client = EngineClient(recipe, "decode", Registry(), logging.getLogger(), Path({str(folder)!r}))
         client.start()
@@ -176,7 +178,7 @@ def test_a_stub_whose_server_has_died_ends_itself_and_its_engine(make_recipe, tm
 
 def test_nothing_heavy_is_imported_before_the_parent_is_known():
     heavy = {"numpy", "torch", "zmq", "msgspec"}
-    program = f"import bireme.engines.child.worker, sys; print([name for name in {heavy} if name in sys.modules])"
+    program = f"import bireme.engines.worker, sys; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

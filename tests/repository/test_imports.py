@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import get_args
 
 import pytest
-from house import CHECKOUT, MODULES, PACKAGE, Import, imports_of, name_of
+from house import CHECKOUT, MODULES, PACKAGE, Import, imports_of, name_of, tree_of
+
+from bireme.engine_kinds import ENGINE_KINDS, EngineName
 
 # Lower may not import higher. Modules of one row may import each other.
 ROWS = (
-    ("errors",),
+    ("errors", "engine_kinds", "own_process"),
     ("specs", "messages", "sampling", "guides", "request", "disagg", "config", "conversion", "metrics", "types")
     + ("stop_signals",),
     ("recipe_files", "llm_args"),
@@ -22,6 +27,19 @@ ROWS = (
     ("stages", "pipelines"),
     ("triton",),
 )
+ENGINES = PACKAGE / "engines"
+# The same inside engines/: strictly downwards, so that no two folders import each other.
+ENGINE_ROWS = (
+    ("base", "config", "digests"),
+    ("stub",),
+    ("child",),
+    ("logits", "video"),
+    ("mocker", "torch"),
+    ("trtllm",),
+    ("registry",),
+    ("worker",),
+)
+ENGINE_NAMES = {repr(name) for name in get_args(EngineName)}
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 # Outside the rows: programs that start others, and the frontend, which can run on another machine.
 OUTSIDE = {"launch", "openai"}
@@ -62,6 +80,47 @@ def test_imports_point_downwards():
 
 def test_every_part_of_the_package_has_its_place_in_the_order():
     assert {part_of(path) for path in MODULES} - {"__init__"} <= RANK.keys() | OUTSIDE
+
+
+def test_imports_among_engines_point_downwards():
+    rank = {name: rank for rank, row in enumerate(ENGINE_ROWS) for name in row}
+
+    def is_upwards(path: Path, found: Import) -> bool:
+        part, target = path.relative_to(ENGINES).parts[0].removesuffix(".py"), found.module.split(".")[2:3]
+        if found.is_for_types or not found.module.startswith("bireme.engines.") or part == target[0]:
+            return False
+        return rank[target[0]] >= rank[part]
+
+    assert (
+        breaches((path for path in ENGINES.rglob("*.py") if path.parent != ENGINES or path.stem in rank), is_upwards)
+        == []
+    )
+
+
+def test_engines_has_few_entries_and_each_its_place_in_the_order():
+    entries = {path.name.removesuffix(".py") for path in ENGINES.iterdir()} - {"__init__", "__pycache__"}
+    assert entries == {name for row in ENGINE_ROWS for name in row}
+    assert len(entries) <= 12
+
+
+def test_no_code_but_its_own_asks_for_an_engine_by_its_name():
+    """What differs between engines stands in engine_kinds.py."""
+    named = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in [*MODULES, *sorted((CHECKOUT / "tools").rglob("*.py"))]
+        if not any(PACKAGE / "engines" / name in path.parents for name in get_args(EngineName))
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Compare) and "engine" in ast.unparse(node)
+        if any(ast.unparse(part) in ENGINE_NAMES for part in ast.walk(node))
+    ]
+    assert named == []
+
+
+def test_each_kind_of_engine_has_its_package():
+    assert tuple(ENGINE_KINDS) == get_args(EngineName)
+    for name in ENGINE_KINDS:
+        package = importlib.import_module(f"bireme.engines.{name}")
+        assert callable(package.create) and callable(package.create_video)
 
 
 def test_triton_s_module_is_imported_in_one_folder_only():

@@ -74,7 +74,7 @@ class Served:
             arguments = processes.command_line(pid)
             if model := processes.stub_model(arguments):
                 found[model] = pid
-            elif "bireme.engines.child.worker" in arguments:
+            elif "bireme.engines.worker" in arguments:
                 found["engine of " + arguments[arguments.index("--worker") + 1]] = pid
             elif "bireme.openai" in arguments:
                 member = arguments[arguments.index("--member") + 1][0] if "--member" in arguments else ""

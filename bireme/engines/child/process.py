@@ -6,14 +6,15 @@ a native call that takes minutes would hold up a Python handler, and nothing is 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
-import gc
 import logging
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +27,11 @@ from bireme.engines.base import Engine, EngineContext
 from bireme.engines.child.server import EngineServer
 from bireme.engines.child.validate import Gate
 from bireme.engines.config import check_engine_config
-from bireme.engines.registry import create_engine
 from bireme.engines.stub.environment import given_recipe, num_threads
 from bireme.errors import ConfigError, to_message
 from bireme.kv.transfer.base import KvTransfer
-from bireme.messages import Capacity
 from bireme.metrics import Registry
+from bireme.own_process import freeze_gc
 from bireme.stop_signals import on_stop_signal
 
 if TYPE_CHECKING:
@@ -47,14 +47,16 @@ _SWITCH_INTERVAL_S = 0.001  # a Python-heavy step must not hold up the IO thread
 class EngineProcess:
     """Run once, on the main thread."""
 
-    def __init__(self, worker: str, endpoint: str, life: int) -> None:
+    def __init__(
+        self, worker: str, endpoint: str, life: int, create_engine: Callable[[str, EngineContext], Engine]
+    ) -> None:
         self._worker = worker
         self._life = life
         self._metrics = Registry(worker)
         self._server = EngineServer(endpoint, life, self._metrics)
+        self._create_engine = create_engine
         self._engine: Engine | None = None
-        self._transfer: KvTransfer | None = None
-        self._share: EmbeddingShare | None = None
+        self._parts = contextlib.ExitStack()  # what ends with the process, the engine first
         self._records: list[tuple[Path, WorkerRecord]] = []
         self._has_ended = threading.Event()
         self._began_at = time.monotonic()
@@ -71,8 +73,7 @@ class EngineProcess:
         except Exception as error:
             return self._give_up(error)
         on_stop_signal(lambda number: self._has_ended.set())
-        gc.collect()
-        gc.freeze()  # what the load has made stays: no collection in a step needs to look at it
+        freeze_gc()  # no collection in a step needs to look at what the load has made
         assert self._engine is not None
         self._server.open(self._engine, gate)
         logger.info("engine_ready life=%d load_s=%.2f", self._life, gate.capacity.load_s)
@@ -90,13 +91,21 @@ class EngineProcess:
         if entry is None:
             raise ConfigError(f"{self._worker} is not in recipe {recipe.name}; workers: {', '.join(recipe.workers)}")
         check_engine_config(entry)
-        self._transfer = self._make_transfer(entry, folder)
-        self._share = self._make_share(recipe, entry, folder)
-        self._engine = create_engine(entry.engine, self._context(recipe, entry))
+        transfer = self._make_transfer(entry, folder)
+        share = self._make_share(recipe, entry, folder)
+        self._engine = self._create_engine(entry.engine, self._context(recipe, entry, transfer, share))
+        self._parts.callback(self._engine.stop)
         capacity = self._engine.start(self._server.emit)
         if not capacity.load_s:
             capacity = msgspec.structs.replace(capacity, load_s=time.monotonic() - self._began_at)
-        self._publish(folder, capacity)
+        record = WorkerRecord(
+            worker=self._worker,
+            life=self._life,
+            pid=os.getpid(),
+            transfer_endpoint=transfer.endpoint if transfer else "",
+            tokens_per_block=capacity.tokens_per_block,
+        )
+        self._publish(folder, record)
         return Gate(
             stage_of(self._worker),
             capacity,
@@ -106,17 +115,19 @@ class EngineProcess:
             entry.engine_config.max_input_len,
         )
 
-    def _context(self, recipe: Recipe, entry: WorkerEntry) -> EngineContext:
+    def _context(
+        self, recipe: Recipe, entry: WorkerEntry, transfer: KvTransfer | None, share: EmbeddingShare | None
+    ) -> EngineContext:
         return EngineContext(
             worker=self._worker,
             stage=stage_of(self._worker),
             model_path=_model_path(recipe, entry),
             config=entry.engine_config,
             metrics=self._metrics,
-            transfer=self._transfer,
+            transfer=transfer,
             num_threads=num_threads(recipe, entry),
             life=self._life,
-            share=self._share,
+            share=share,
             hosts_encoder=recipe.encoder_stage == stage_of(self._worker),
             media=recipe.media,
         )
@@ -125,13 +136,13 @@ class EngineProcess:
         """Return None for a model of text alone."""
         from bireme.multimodal.model_config import picture_model
 
-        if entry.engine == "mocker" or picture_model(recipe.model_path) is None:
+        if not entry.kind.needs_model or picture_model(recipe.model_path) is None:
             return None
-        from bireme.kv import transfer
+        from bireme.kv.transfer import create_transfer
         from bireme.multimodal.embedding_share import SUFFIX, EmbeddingShare, ShareMetrics
 
         name = self._worker + SUFFIX
-        moves = transfer.create_transfer(
+        moves = create_transfer(
             "DEFAULT",  # the processes of one deployment share a host; KV may go by another backend
             run_dir=folder,
             worker=name,
@@ -140,16 +151,18 @@ class EngineProcess:
             metrics=ShareMetrics(self._metrics, name),
         )
         record = WorkerRecord(worker=name, life=self._life, pid=os.getpid(), transfer_endpoint=moves.endpoint)
-        self._publish_record(folder, record)
-        return EmbeddingShare(moves, name, self._life)
+        self._publish(folder, record)
+        share = EmbeddingShare(moves, name, self._life)
+        self._parts.callback(share.close)
+        return share
 
     def _make_transfer(self, entry: WorkerEntry, folder: Path) -> KvTransfer | None:
         transceiver = entry.engine_config.cache_transceiver_config
-        if transceiver.backend is None or entry.engine == "trtllm":  # TensorRT-LLM moves its KV itself
+        if transceiver.backend is None or entry.kind.moves_own_kv:
             return None
-        from bireme.kv import transfer
+        from bireme.kv.transfer import create_transfer
 
-        return transfer.create_transfer(
+        transfer = create_transfer(
             transceiver.backend,
             run_dir=folder,
             worker=self._worker,
@@ -157,19 +170,10 @@ class EngineProcess:
             config=transceiver,
             metrics=self._metrics,
         )
+        self._parts.callback(transfer.close)
+        return transfer
 
-    def _publish(self, folder: Path, capacity: Capacity) -> None:
-        endpoint = self._transfer.endpoint if self._transfer else ""
-        record = WorkerRecord(
-            worker=self._worker,
-            life=self._life,
-            pid=os.getpid(),
-            transfer_endpoint=endpoint,
-            tokens_per_block=capacity.tokens_per_block,
-        )
-        self._publish_record(folder, record)
-
-    def _publish_record(self, folder: Path, record: WorkerRecord) -> None:
+    def _publish(self, folder: Path, record: WorkerRecord) -> None:
         run.publish(folder, record)
         self._records.append((folder, record))
 
@@ -200,12 +204,10 @@ class EngineProcess:
             time.sleep(0.005)
 
     def _stop(self) -> None:
-        for part in (self._engine, self._transfer, self._share):
-            try:
-                if part is not None:
-                    part.stop() if part is self._engine else part.close()  # type: ignore[union-attr]
-            except Exception:
-                logger.exception("stop_failed part=%s", type(part).__name__)
+        try:
+            self._parts.close()  # a part that fails keeps none of the others
+        except Exception:
+            logger.exception("stop_failed life=%d", self._life)
         self._server.close()
 
 
@@ -222,7 +224,7 @@ def start_log(worker: str) -> None:
 
 def _model_path(recipe: Recipe, entry: WorkerEntry) -> str:
     """The mocker needs no model, only its tokenizer's folder, and that only when it exists."""
-    if entry.engine != "mocker":
+    if entry.kind.needs_model:
         return recipe.model_path
     try:
         return recipe.tokenizer_path

@@ -9,7 +9,7 @@ import argparse
 import socket
 import sys
 
-from bireme.engines.child.worker import die_with_parent
+from bireme.own_process import die_with_parent
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -69,16 +69,14 @@ class EngineClient:
         metrics: Registry,
         logger: logging.Logger,
         run_dir: Path | None = None,
-        watch_parent: bool = True,
     ) -> None:
-        """`watch_parent`: end this process when its parent (tritonserver) has died."""
         if recipe.entry(worker_name) is None:
             raise ConfigError(f"{worker_name} is not in recipe {recipe.name}")
         self._worker = worker_name
         self._metrics = metrics
         self._logger = logger
         folder = run_dir or run.run_dir()
-        self._supervisor = Supervisor(recipe, worker_name, folder, self, logger, watch_parent)
+        self._supervisor = Supervisor(recipe, worker_name, folder, self, logger)
         self._lock = threading.Lock()  # guards the session's change, and registering with sending
         self._session: _Session | None = None
         self._numbers = itertools.count(1)

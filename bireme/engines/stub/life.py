@@ -61,7 +61,7 @@ class Life:
 
     def spawn(self, python: str, environment: dict[str, str]) -> None:
         """Start the child in a session of its own. Raises ConfigError when the python can't be run."""
-        command = [python, "-m", "bireme.engines.child.worker", "--worker", self.worker, "--endpoint", self.endpoint]
+        command = [python, "-m", "bireme.engines.worker", "--worker", self.worker, "--endpoint", self.endpoint]
         command += ["--life", str(self.number), "--parent", str(os.getpid())]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)

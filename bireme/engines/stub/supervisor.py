@@ -10,7 +10,6 @@ fails is not tried again: whoever called `start` is told why.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
@@ -30,7 +29,6 @@ from bireme.errors import BiremeError, ConfigError, EngineLostError, Unavailable
 from bireme.messages import CONTROL, STUB, VERSION, Commands, Hello, Ping, Pong, decode_control, encode, frame, split
 
 _FRAMES_A_TURN = 256  # an engine without pauses must not keep this thread from pinging it
-_PARENT_POLL_S = 0.5
 _STACKS_S = 0.2  # for the child to write its threads' stacks before it is killed
 _STOP_S = 5.0  # from SIGTERM to SIGKILL
 
@@ -58,9 +56,7 @@ class Owner(Protocol):
 class Supervisor:
     """`start` once, `stop` once."""
 
-    def __init__(
-        self, recipe: Recipe, worker: str, run_dir: Path, owner: Owner, logger: logging.Logger, watch_parent: bool
-    ) -> None:
+    def __init__(self, recipe: Recipe, worker: str, run_dir: Path, owner: Owner, logger: logging.Logger) -> None:
         self._recipe = recipe
         self._worker = worker
         self._run_dir = run_dir
@@ -68,7 +64,6 @@ class Supervisor:
         self._logger = logger
         self._config = recipe.supervisor
         self._restarts = RestartPolicy(self._config)
-        self._parent = os.getppid() if watch_parent else 0
         self._number = 0
         self._stopping = threading.Event()
         self._has_started = threading.Event()  # ready for the first time, or failed
@@ -111,8 +106,8 @@ class Supervisor:
                 return
             delay_s = self._plan_restart(str(error))
             if delay_s is None:
-                self._sleep(float("inf"))  # the parent is watched still
-            elif self._sleep(delay_s):
+                self._stopping.wait()
+            elif not self._stopping.wait(delay_s):
                 self._owner.on_restart(cause)
 
     def _run_life(self) -> tuple[BiremeError, str]:
@@ -159,7 +154,6 @@ class Supervisor:
     def _await_hello(self, life: Life) -> BiremeError | None:
         """Read until the child is ready or has failed; only the start's own time limit counts."""
         while not self._stopping.is_set():
-            self._check_parent()
             has_exited = life.has_exited()  # before reading: what it said last is read after its end
             for data in life.frames():
                 message = _control(data)
@@ -203,7 +197,6 @@ class Supervisor:
             now = time.monotonic()
             if now - pinged_at >= self._config.ping_interval_s:
                 pinged_at, count = now, count + 1
-                self._check_parent()
                 self._ping(life, count)
                 if (verdict := heartbeat.look()) is not None:
                     self._execute(life, verdict)
@@ -264,15 +257,6 @@ class Supervisor:
         )
         return config.slow_restart_s
 
-    def _sleep(self, seconds: float) -> bool:
-        """Return false as soon as the supervisor is to stop."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            self._check_parent()
-            if self._stopping.wait(min(left, _PARENT_POLL_S)):
-                return False
-        return not self._stopping.is_set()
-
     def _give_up(self, reason: str) -> None:
         self._state = (
             f"{self._worker} stays down: {reason}; find the cause in the log,"
@@ -294,12 +278,6 @@ class Supervisor:
             f"the engine process of {self._worker} ended before it was ready ({how}); its messages stand in the log"
             " above; BIREME_ENGINE_PYTHON names the python it runs on"
         )
-
-    def _check_parent(self) -> None:
-        """End this process when tritonserver has died: Triton leaves its stubs behind. The child dies along."""
-        if self._parent and os.getppid() != self._parent:
-            self._logger.error("parent_lost worker=%s parent=%d", self._worker, self._parent)
-            os._exit(1)
 
     @property
     def _transfer_timeout_s(self) -> float:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bireme.engines.base import Engine, EngineContext
+    from bireme.engines.video.base import VideoContext, VideoEngine
 
 
 def create(context: EngineContext) -> Engine:
@@ -15,6 +16,13 @@ def create(context: EngineContext) -> Engine:
     from bireme.engines.torch.engine import TorchEngine
 
     return TorchEngine(context)
+
+
+def create_video(context: VideoContext) -> VideoEngine:
+    """Make the video engine; diffusers is imported when it starts."""
+    from bireme.engines.video.diffusion import DiffusionEngine
+
+    return DiffusionEngine(context)
 
 
 def _encoder(context: EngineContext) -> Engine:

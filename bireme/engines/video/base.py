@@ -6,7 +6,7 @@
    An engine that can't report steps says so in its facts; what is cancelled then ends with its work.
 3. `stop` frees everything; also after a failed start.
 
-Another engine is added by a module bireme/engines/<name> with `create_video(context) -> VideoEngine`.
+engines/registry.py makes it: `bireme.engines.<name>.create_video(context)`.
 """
 
 from __future__ import annotations

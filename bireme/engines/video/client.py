@@ -67,16 +67,14 @@ class VideoClient:
         metrics: Registry,
         logger: logging.Logger,
         run_dir: Path | None = None,
-        watch_parent: bool = True,
     ) -> None:
-        """`watch_parent`: end this process when its parent (tritonserver) has died."""
         if recipe.entry(worker) is None:
             raise ConfigError(f"{worker} is not in recipe {recipe.name}")
         self._worker, self._metrics, self._logger = worker, metrics, logger
         self._config = recipe.video
         patient = msgspec.structs.replace(recipe.supervisor, stall_timeout_s=recipe.video.step_timeout_s)
         patient_recipe = msgspec.structs.replace(recipe, supervisor=patient)
-        self._supervisor = Supervisor(patient_recipe, worker, run_dir or run.run_dir(), self, logger, watch_parent)
+        self._supervisor = Supervisor(patient_recipe, worker, run_dir or run.run_dir(), self, logger)
         self._lock = threading.Lock()  # guards what follows
         self._life: Life | None = None
         self._facts: wire.PipelineFacts | None = None

@@ -7,19 +7,19 @@ SIGTERM ends the work under way at its next step, and the process with it.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
 import signal
 import time
+from collections.abc import Callable
 
 from bireme.config import stage_of
 from bireme.engines.child.process import EXIT_CONFIG, start_log
 from bireme.engines.stub.environment import given_recipe, num_threads
-from bireme.engines.video import create_video_engine
 from bireme.engines.video.base import AbortedError, Frames, VideoContext, VideoEngine
 from bireme.engines.video.link import EngineLink
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, to_message
 from bireme.metrics import Registry
+from bireme.own_process import freeze_gc
 from bireme.stop_signals import on_stop_signal
 from bireme.video import wire
 from bireme.video.encoding import encode_image, encode_video
@@ -30,8 +30,11 @@ logger = logging.getLogger("bireme.engine")
 class VideoProcess:
     """Run once, on the main thread."""
 
-    def __init__(self, worker: str, endpoint: str, life: int) -> None:
+    def __init__(
+        self, worker: str, endpoint: str, life: int, create_engine: Callable[[str, VideoContext], VideoEngine]
+    ) -> None:
         self._worker, self._life = worker, life
+        self._create_engine = create_engine
         self._metrics = Registry(worker)
         self._link = EngineLink(endpoint, life, self._metrics)
         self._engine: VideoEngine | None = None
@@ -50,8 +53,7 @@ class VideoProcess:
         except Exception as error:
             return self._give_up(error)
         on_stop_signal(lambda number: self._request_stop())
-        gc.collect()
-        gc.freeze()
+        freeze_gc()
         self._link.ready(facts)
         took = time.monotonic() - began
         logger.info("engine_ready life=%d pipeline=%s load_s=%.2f", self._life, facts.pipeline, took)
@@ -67,9 +69,9 @@ class VideoProcess:
         entry = recipe.entry(self._worker)
         if entry is None:
             raise ConfigError(f"{self._worker} is not in recipe {recipe.name}; workers: {', '.join(recipe.workers)}")
-        model_path = recipe.worker_model_path(stage_of(self._worker)) if entry.engine != "mocker" else ""
+        model_path = recipe.worker_model_path(stage_of(self._worker)) if entry.kind.needs_model else ""
         context = VideoContext(self._worker, model_path, entry.engine_config, num_threads(recipe, entry))
-        return create_video_engine(entry.engine, context)
+        return self._create_engine(entry.engine, context)
 
     def _give_up(self, error: Exception) -> int:
         is_expected = isinstance(error, ConfigError)

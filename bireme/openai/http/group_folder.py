@@ -2,7 +2,7 @@
 
 A parent holds its folder's lock for as long as it lives. The members of a dead one serve on, so that the port stays
 open, until the launch has started the next group and that one serves: it tells them, they drain and end. Where no
-launch would start one, they end at once (parent.py).
+launch would start one, they end at once.
 """
 
 from __future__ import annotations

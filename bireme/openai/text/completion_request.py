@@ -111,7 +111,7 @@ def _check_scores_prompts(recipe: Recipe) -> None:
     """TensorRT-LLM's prompt log probabilities are of the likeliest tokens, the prompt's own may be missing."""
     for stage in ("prefill", "decode"):
         worker = recipe.workers.get(stage)
-        if worker is not None and worker.engine == "trtllm":
+        if worker is not None and not worker.kind.scores_prompts:
             raise RequestError(
                 "echo: not together with logprobs here: TensorRT-LLM gives log probabilities of the likeliest prompt"
                 " tokens alone, not of the prompt's own; leave out one of them, or serve with engine torch"

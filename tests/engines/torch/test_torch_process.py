@@ -32,9 +32,7 @@ def start(folder: Path, model: str, worker: str, config: dict[str, Any]) -> Engi
     recipe = load_recipe(folder, override="")
     run_dir = folder / "run"
     run_dir.mkdir(exist_ok=True)
-    client = EngineClient(
-        recipe, worker, Registry(worker), logging.getLogger("test"), run_dir=run_dir, watch_parent=False
-    )
+    client = EngineClient(recipe, worker, Registry(worker), logging.getLogger("test"), run_dir=run_dir)
     client.start()
     return client
 

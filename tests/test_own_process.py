@@ -1,4 +1,4 @@
-"""A stub does not outlive its server."""
+"""A process does not outlive its parent."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import time
 
 _STUB = """
 import time
-from bireme.triton.lifeline import watch_parent
+import functools, os
+from bireme.own_process import watch_parent
 
-watch_parent()
+watch_parent(functools.partial(os._exit, 1))
 print("on", flush=True)
 time.sleep(60)
 """

@@ -1,0 +1,46 @@
+"""The kinds of engines, as facts: what everything that is no engine asks about one, instead of its name.
+
+A kind is an entry here and a package bireme/engines/<name>, from which engines/registry.py makes its engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+EngineName = Literal["torch", "trtllm", "mocker"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    needs_model: bool = True  # a model's files; without them it sees no pictures either
+    moves_own_kv: bool = False  # no `KvTransfer` of ours
+    has_llm_args: bool = False  # its YAML holds TensorRT-LLM's arguments, which have checks of their own
+    scores_prompts: bool = True  # log probabilities of the prompt's own tokens
+    modules: tuple[str, ...] = ()  # that its process imports
+    remedy: str = ""  # how to get these
+    video_modules: tuple[str, ...] = ()  # that it imports besides, to make videos
+    quick_config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # stage -> what serve.py --model sets
+
+
+ENGINE_KINDS: dict[EngineName, EngineKind] = {
+    "torch": EngineKind(
+        modules=("torch", "transformers", "safetensors"),
+        remedy="pip install -e .[torch]",
+        video_modules=("diffusers", "accelerate"),
+    ),
+    "trtllm": EngineKind(
+        moves_own_kv=True,
+        has_llm_args=True,
+        scores_prompts=False,
+        modules=("tensorrt_llm",),
+        remedy="use the image that docker/Dockerfile.trtllm makes, or name an environment that has it in"
+        " BIREME_ENGINE_PYTHON",
+        quick_config={  # unchunked, prompts beyond max_num_tokens are refused; 1.2 overlaps nothing where it prefills
+            "prefill": {"enable_chunked_prefill": True, "disable_overlap_scheduler": True},
+            "decode": {"enable_chunked_prefill": True},
+        },
+    ),
+    "mocker": EngineKind(needs_model=False),
+}

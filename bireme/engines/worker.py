@@ -1,0 +1,38 @@
+"""The engine process: `python -m bireme.engines.worker --worker decode --endpoint ipc:///run/x ...`.
+
+Recipe and override come from the environment as load_recipe reads them (a supervisor hands its own
+recipe over instead, see stub/environment.py), the run directory from BIREME_RUN_DIR. By hand, leave --parent out.
+Nothing heavy is imported before the process is tied to its parent (own_process.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+
+from bireme.own_process import die_with_parent
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    if options.parent:
+        die_with_parent(options.parent)
+    from bireme.engines.registry import create_process
+
+    return create_process(options.worker, options.endpoint, options.life).run()
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bireme.engines.worker", description="Runs one worker's engine.")
+    parser.add_argument("--worker", required=True, help="the Triton model's name: decode, decode_1, prefill, ...")
+    parser.add_argument("--endpoint", required=True, help="prefix of the two sockets, e.g. ipc:///tmp/engine")
+    parser.add_argument("--life", type=int, default=1, help="number of this life, unique within the worker")
+    parser.add_argument("--parent", type=int, default=0, help="process id to live and die with; 0: none")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    status = main()
+    gc.unfreeze()  # what a process has frozen for good, libraries would report as leaked
+    sys.exit(status)

@@ -1,0 +1,56 @@
+"""What each of our long-lived processes sees to for itself: it ends with its parent, and it collects little garbage.
+
+Nothing heavy is imported here. A death signal that is set after slow imports misses a parent that has died
+meanwhile, and leaves an orphan with a GPU. As a program it runs another one so:
+
+    python -I -S own_process.py PARENT PROGRAM ARGUMENT...
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1
+_CHECK_S = 0.5
+
+
+def die_with_parent(parent: int) -> None:
+    """Get SIGKILL when the thread that started this process ends; exit now if its process is gone already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(f"parent {parent} has died before this process started")
+
+
+def watch_parent(on_death: Callable[[], None], parent: int = 0) -> None:
+    """Call `on_death` from a thread of its own soon after `parent` (0: the present one) has died.
+
+    For a process whose parent's threads come and go: a death signal follows the thread that forked.
+    """
+    parent = parent or os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_CHECK_S)
+        on_death()
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def freeze_gc(collect_less: bool = False) -> None:
+    """Keep what is loaded by now out of all collections. `collect_less`: not one every 700 objects, either."""
+    gc.collect()
+    gc.freeze()
+    if collect_less:
+        gc.set_threshold(10_000, 10, 10)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])
