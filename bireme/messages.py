@@ -266,10 +266,6 @@ def split(data: bytes) -> tuple[int, memoryview]:
     return U32.unpack_from(data)[0], memoryview(data)[4:]
 
 
-def pack_steps(payloads: list[bytes]) -> bytes:
-    return b"".join([part for payload in payloads for part in (U32.pack(len(payload)), payload)])
-
-
 def pack_welcome(welcome: Welcome) -> bytes:
     payload = encode(welcome)
     return U32.pack(WELCOME | len(payload)) + payload
@@ -283,12 +279,4 @@ def unpack_bus(data: bytes) -> Iterator[Step | Welcome]:
         end = at + 4 + (head & ~WELCOME)
         item = view[at + 4 : end]
         yield decode_welcome(item) if head & WELCOME else decode_step(item)
-        at = end
-
-
-def unpack_steps(data: bytes) -> Iterator[Step]:
-    view, at = memoryview(data), 0
-    while at < len(view):
-        end = at + 4 + U32.unpack_from(view, at)[0]
-        yield decode_step(view[at + 4 : end])
         at = end

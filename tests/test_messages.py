@@ -26,12 +26,10 @@ from bireme.messages import (
     Usage,
     Welcome,
     frame,
-    pack_steps,
     pack_welcome,
     split,
     temperature_of,
     unpack_bus,
-    unpack_steps,
 )
 
 CAPACITY = Capacity(
@@ -93,20 +91,24 @@ def test_columns_of_different_length_are_an_error():
         list(Step(1, 2, [5, 6], [50]).deltas())
 
 
+def packed(*steps: Step) -> bytes:
+    """Return them as a decode stub sends them."""
+    return b"".join(messages.U32.pack(len(data)) + data for data in map(messages.encode, steps))
+
+
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=20))
 def test_packed_steps_come_out_in_order(numbers):
     steps = [Step(1, number, [number], [number]) for number in numbers]
-    assert list(unpack_steps(pack_steps([messages.encode(step) for step in steps]))) == steps
+    assert list(unpack_bus(packed(*steps))) == steps
 
 
 def test_late_steps_coalesce_by_appending():
-    first, second = (pack_steps([messages.encode(Step(1, number))]) for number in (1, 2))
-    assert [step.number for step in unpack_steps(first + second)] == [1, 2]
+    assert [step.number for step in unpack_bus(packed(Step(1, 1)) + packed(Step(1, 2)))] == [1, 2]
 
 
 def test_a_subscription_opens_with_its_welcome():
     welcome = Welcome(VERSION, "secret", 3, CAPACITY)
-    items = list(unpack_bus(pack_welcome(welcome) + pack_steps([messages.encode(Step(3, 1))])))
+    items = list(unpack_bus(pack_welcome(welcome) + packed(Step(3, 1))))
     assert items == [welcome, Step(3, 1)]
 
 
@@ -118,9 +120,9 @@ def test_control_messages_survive_the_wire(control):
 
 
 def test_a_truncated_step_is_an_error_and_not_half_a_step():
-    data = pack_steps([messages.encode(Step(1, 2, [5], [50]))])
+    data = packed(Step(1, 2, [5], [50]))
     with pytest.raises((msgspec.DecodeError, ValueError)):
-        list(unpack_steps(data[:-1]))
+        list(unpack_bus(data[:-1]))
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode([1, [["x"]]])])

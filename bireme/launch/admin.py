@@ -32,9 +32,6 @@ class AdminClient:
     def is_live(self, timeout_s: float = 1.0) -> bool:
         return self._answers("/v2/health/live", timeout_s)
 
-    def is_model_ready(self, model: str, timeout_s: float = 1.0) -> bool:
-        return self._answers(f"/v2/models/{model}/ready", timeout_s)
-
     def load(self, model: str, timeout_s: float = 900.0) -> None:
         """Load a model and wait until it is ready. Raises BiremeError with the reason that the model gave."""
         self._post(f"/v2/repository/models/{model}/load", timeout_s)

@@ -63,10 +63,6 @@ class TextTokenizer:
         """The most bytes of a text that one token can stand for; None: any number."""
         return longest_token_bytes(self._inner)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._templates)
-
     def token_id(self, token: str) -> int | None:
         """Return the id of a token given by its text, for example an end-of-sequence token."""
         token_id: int | None = self._inner.token_to_id(token)

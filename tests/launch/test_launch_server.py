@@ -66,7 +66,7 @@ def test_model_control_is_refused_without_the_key(server):
     other = type(server.admin)(server.http, server.metrics, "")
     with pytest.raises(Exception, match="restricted"):
         other.unload("echo")
-    assert server.admin.is_model_ready("echo")
+    assert server.admin.index()["echo"][0] == "READY"
 
 
 def test_stopping_leaves_no_process_no_shared_memory_and_no_folder(tmp_path, recipe):
