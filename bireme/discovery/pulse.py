@@ -1,10 +1,10 @@
-"""A sign of life: a process that serves counts on, in a file of eight bytes, as long as the loop turns that serves.
+"""A sign of life: a counter in a file of eight bytes, which a process moves on while its event loop turns.
 
     pulse = own_pulse()   # None outside of a launch
     pulse.beat()          # every BEAT_S, on that loop; `run` does
 
-The file lies in /dev/shm under the launch's prefix (BIREME_SHM_PREFIX) rather than in its run folder: writing it again
-needs no space, and whoever has it open does not notice its removal.
+The file lies in /dev/shm under the launch's prefix (BIREME_SHM_PREFIX) rather than in its run folder: rewriting it
+needs no space, and a reader that has it open keeps it after its removal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Pulse:
             await asyncio.sleep(BEAT_S)
 
     def remove(self) -> None:
-        """Say that there will be no further beats, in good order. The descriptor stays open: a late beat finds it."""
+        """Announce that there will be no further beats. The descriptor stays open for a late beat."""
         self._path.unlink(missing_ok=True)
 
 
@@ -57,7 +57,7 @@ class PulseReader:
             return None
 
     def count(self) -> int | None:
-        """Return the beats so far; None once the pulse was removed: silence then means nothing."""
+        """Return the beats so far; None: the pulse was removed, and silence means nothing."""
         if not os.fstat(self._descriptor).st_nlink:
             return None
         return int.from_bytes(os.pread(self._descriptor, _NUM_BYTES, 0), "little")
@@ -71,7 +71,7 @@ def pulse_path(prefix: str, pid: int) -> Path:
 
 
 def own_pulse() -> Pulse | None:
-    """Return this process's; None where no launch watches it, and where /dev/shm takes no file."""
+    """Return this process's pulse; None where no launch watches it, or /dev/shm takes no file."""
     prefix = os.environ.get("BIREME_SHM_PREFIX")
     if not prefix:
         return None

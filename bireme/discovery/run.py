@@ -1,8 +1,8 @@
 """The run directory: what the processes of one deployment on one host share.
 
-BIREME_RUN_DIR, which serve.py sets; otherwise $XDG_RUNTIME_DIR or /tmp, `bireme-<uid>/<pid of tritonserver>`
-(all stubs of a server have it as parent). Mode 0700. Holds the HMAC key, sockets and one JSON a worker.
-Each file has one writer and is replaced atomically.
+BIREME_RUN_DIR, which serve.py sets; otherwise $XDG_RUNTIME_DIR or /tmp, `bireme-<uid>/<pid of tritonserver>` (all stubs
+of a server have it as parent). Mode 0700. Holds the HMAC key, sockets and one JSON a worker. Each file has one writer
+and is replaced atomically.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run_dir() -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Refuse a directory that somebody else put in a shared place: ours holds the key and the sockets."""
+    """Refuse a directory that another user made in a shared place: ours holds the key and the sockets."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"{folder} belongs to another user; set BIREME_RUN_DIR to a directory of your own")
@@ -64,7 +64,7 @@ def deployment_key(folder: Path) -> bytes:
     draft.touch(mode=0o600)
     draft.write_bytes(secrets.token_bytes(KEY_BYTES))
     try:
-        os.link(draft, path)  # fails when another process was first: then its key counts
+        os.link(draft, path)  # fails when another process was first: its key counts
     except FileExistsError:
         pass
     finally:
@@ -89,7 +89,7 @@ def publish(folder: Path, record: WorkerRecord) -> None:
 
 
 def restore(folder: Path, record: WorkerRecord) -> bool:
-    """Publish it again if it is gone; return whether it was. Raises OSError."""
+    """Publish the record again if it is gone; return whether it was. Raises OSError."""
     if (folder / f"{record.worker}.json").exists():
         return False
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""KV blocks: hashing, events, reuse, routing by overlap and transfer between engines."""
+"""KV blocks: allocation and reuse, hashes, events, placement of requests, transfer between engines."""

@@ -1,12 +1,11 @@
 """Which KV blocks a request holds, in each group of layers that share an attention window.
 
-A group with a window only holds the blocks that the next token can still see: the others are freed as
-decode advances (and stay reusable while cached), and a prefix hit needs only the visible ones.
+A group with a window holds only the blocks that the next token can see: decode frees the others as it advances (they
+stay reusable while cached), and a prefix hit needs only the visible ones.
 
-A *reservation* promises a request its worst case. Of a group that sees everything a request keeps what it
-takes, so what is promised beyond that must be available, and a block shared by many counts once. With a
-window, a request lets go of a shared block and needs another while its sharer keeps the first: there every
-request counts with all that it may hold.
+A *reservation* promises a request its worst case. In a group without a window a request keeps its blocks, so only what
+is promised beyond them must be available, and a shared block counts once. In a group with a window a request frees a
+shared block and needs another while the sharer keeps the first, so each request counts with all that it may hold.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class GroupSpec:
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """One request's blocks: `blocks[group][i]` holds tokens [i * size, (i + 1) * size), NULL where none is held."""
+    """One request's blocks: `blocks[group][i]` holds tokens [i * size, (i + 1) * size); NULL: not held."""
 
     blocks: list[list[int]]
     first: list[int]  # per group, index of the first block held
@@ -40,7 +39,7 @@ class BlockTable:
     seed: int
     lora_name: str
     cache_salt: str
-    media: tuple[hashing.MediaSpan, ...] = ()  # pictures in the prompt; blocks that show others are others
+    media: tuple[hashing.MediaSpan, ...] = ()  # pictures in the prompt; part of the blocks' hashes
     hashes: list[bytes] = field(default_factory=list)  # of full blocks
     event_hashes: list[int] = field(default_factory=list)
     num_committed: int = 0  # blocks offered for reuse
@@ -74,8 +73,6 @@ class BlockManager:
         self._promised = [0] * len(self.groups)  # reserved and not held yet
         self._claimed = [0] * len(self.groups)  # reserved or held, whichever is more, shared blocks as often as held
 
-    # -- what there is
-
     @property
     def num_blocks(self) -> int:
         return sum(pool.num_blocks for pool in self.pools)
@@ -94,7 +91,7 @@ class BlockManager:
         return max(0, position - window + 1) if window else 0
 
     def worst_case(self, num_tokens: int, chunk: int) -> list[int]:
-        """Return, per group, the most blocks held at once by a request that grows to `num_tokens` in steps <= chunk."""
+        """Return, per group, the most blocks that a request holds when it grows to `num_tokens` in steps <= `chunk`."""
         size = self.tokens_per_block
         whole = -(-num_tokens // size)
         return [
@@ -104,8 +101,6 @@ class BlockManager:
 
     def can_ever_hold(self, need: Sequence[int]) -> bool:
         return all(count <= spec.num_blocks for count, spec in zip(need, self.groups, strict=True))
-
-    # -- a request's life
 
     def open(self, lora_name: str = "", cache_salt: str = "", media: tuple[hashing.MediaSpan, ...] = ()) -> BlockTable:
         """Return an empty table. Only requests of the same LoRA and salt share blocks."""
@@ -144,7 +139,7 @@ class BlockManager:
         return count * size
 
     def reserve(self, table: BlockTable, need: Sequence[int]) -> bool:
-        """Promise `need` blocks per group (those held count), in place of what was. False, and no change: no room."""
+        """Promise `need` blocks per group (held ones included), in place of what was. False: no room, no change."""
         for group, count in enumerate(need):
             if max(count, table.num_held(group)) - table.claim(group) > self._room(group):
                 return False
@@ -183,8 +178,8 @@ class BlockManager:
     ) -> None:
         """Offer the blocks that are full with computed tokens for reuse.
 
-        `valid_from`: per group, the first token whose row was written. An import leaves out what the window
-        hides, which may be the first rows of a block: such a block serves its request and nobody else.
+        `valid_from`: per group, the first token whose row was written. An import leaves out hidden rows, which may be
+        the first of a block: such a block is not offered.
         """
         full = num_computed // self.tokens_per_block
         if full <= table.num_committed or not self._enable_reuse:
@@ -204,15 +199,15 @@ class BlockManager:
             hidden = min(self.first_visible(group, position) // self.tokens_per_block, end)
             if hidden > first:
                 with self._counted(table, group):
-                    # Shallowest first: of what slid out, a later hit needs the blocks just before its end.
+                    # Shallowest first: a later hit needs the last of the hidden blocks longest.
                     self._free(table, group, range(first, hidden))
                     table.first[group] = hidden
 
     def release(self, table: BlockTable) -> None:
-        """Free everything and drop the reservation; the table is empty again and may be used anew."""
+        """Free everything and drop the reservation; the empty table may be used again."""
         for group in range(len(self.pools)):
             with self._counted(table, group):
-                # Deepest first: of a cached chain the leaves are evicted before what they hang on.
+                # Deepest first: the leaves of a cached chain are evicted before their parents.
                 self._free(table, group, range(len(table.blocks[group]) - 1, table.first[group] - 1, -1))
                 table.blocks[group], table.first[group], table.reserved[group] = [], 0, 0
         table.num_committed = 0
@@ -225,13 +220,11 @@ class BlockManager:
                 table.reserved[group] = 0
         self.num_released += 1
 
-    # -- inside
-
     def _evictor(self, window: int) -> Callable[[int], None] | None:
         return functools.partial(self.events.removed, window) if self.events is not None else None
 
     def _room(self, group: int) -> int:
-        """Return how many blocks can still be promised or taken; below zero while a match is being weighed."""
+        """Return how many blocks can still be promised or taken; negative between `match` and `reserve`."""
         pool = self.pools[group]
         if self.groups[group].window:
             return pool.num_blocks - self._claimed[group]
@@ -239,7 +232,7 @@ class BlockManager:
 
     @contextmanager
     def _counted(self, table: BlockTable, group: int) -> Iterator[None]:
-        """Keep the sums right around a change of what the table holds or has reserved."""
+        """Keep the sums right while the table changes."""
         self._promised[group] -= table.claim(group) - table.num_held(group)
         self._claimed[group] -= table.claim(group)
         yield
@@ -259,7 +252,6 @@ class BlockManager:
             self.num_released += 1
 
     def _hash(self, table: BlockTable, tokens: Sequence[int], count: int) -> None:
-        """Extend the table's hashes to `count` full blocks."""
         size = self.tokens_per_block
         for index in range(len(table.hashes), count):
             raw = hashing.token_bytes(tokens[index * size : (index + 1) * size])

@@ -1,7 +1,7 @@
-"""The KV blocks of one attention window: free, referenced, or kept for reuse until their room is needed.
+"""The KV blocks of one attention window: free, referenced, or cached until their room is needed.
 
-Block 0 is the null block: it is never allocated and stays zero, so that padding has something to point at.
-A block that has a hash and no reference is *cached*; the least recently used of them is evicted first.
+Block 0 is the null block: never allocated, all zeros, the target of padding. A block with a hash and no reference is
+*cached*; the least recently used one is evicted first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        self._on_evict = on_evict  # gets the public hash of the block that goes
+        self._on_evict = on_evict  # gets the public hash of the evicted block
         self._free = list(range(num_blocks, NULL, -1))  # a stack: a block used before is warm in memory
         self._references = [0] * (num_blocks + 1)
         self._hashes: dict[int, bytes] = {}
@@ -28,7 +28,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can still hand out: free ones and cached ones."""
+        """Blocks that `allocate` can still return: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -43,7 +43,7 @@ class BlockPool:
         return self._references[block]
 
     def allocate(self) -> int:
-        """Return a block with one reference and no hash. There must be one available."""
+        """Return a block with one reference and no hash. One must be available."""
         block = self._free.pop() if self._free else self._evict()
         self._references[block] = 1
         return block
@@ -59,7 +59,7 @@ class BlockPool:
         self._references[block] += 1
 
     def free(self, block: int) -> None:
-        """Drop one reference; the last one makes the block cached (if it has a hash) or free."""
+        """Drop one reference; after the last one the block is cached (if it has a hash) or free."""
         self._references[block] -= 1
         assert self._references[block] >= 0, f"block {block} freed twice"
         if self._references[block]:
@@ -70,7 +70,7 @@ class BlockPool:
             self._free.append(block)
 
     def commit(self, block: int, digest: bytes, event_hash: int | None) -> bool:
-        """Name a full block so that others can find it. False when it, or another with this hash, is known already."""
+        """Give a full block its hash, so that others find it. False: it has one, or another block has this hash."""
         if digest in self._blocks or block in self._hashes:
             return False
         self._hashes[block] = digest

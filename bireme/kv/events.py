@@ -1,6 +1,6 @@
-"""What happened to KV blocks, for routers: recorded by the engine's thread, drained by any other.
+"""Events of KV blocks, for routers: recorded by the engine's thread, drained by any other.
 
-The buffer is bounded: when nobody drains it the oldest events go, and the gap in the event ids tells.
+The buffer is bounded: without a reader the oldest events are dropped, and the gap in the event ids shows it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class BlocksCleared:
-    """Events were lost: what readers know of this rank's blocks is void."""
+    """Events were lost: what readers know of this rank's blocks is invalid."""
 
     event_id: int
     dp_rank: int = 0
@@ -74,7 +74,7 @@ class EventBuffer:
             self.num_removed += 1
 
     def drain(self) -> list[KvEvent]:
-        """Return and forget what is buffered, oldest first."""
+        """Return the buffered events, oldest first, and empty the buffer."""
         with self._lock:
             events = list(self._events)
             self._events.clear()

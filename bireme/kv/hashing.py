@@ -1,8 +1,8 @@
-"""Two hashes of a KV block: one to trust, one to tell.
+"""The two hashes of a KV block.
 
-*Reuse* is keyed by chained SHA-256: another tenant must not be able to make a block that collides.
-*Events and routing* use the public 64-bit form (XXH3-64, seed 1337) that vLLM's and Dynamo's consumers
-of KV events read; it is equal across workers and restarts. Both chain over full blocks only.
+*Reuse* is keyed by chained SHA-256, so that no tenant can make a block that collides with another's. *Events and
+routing* use the public 64-bit form (XXH3-64, seed 1337) that vLLM's and Dynamo's consumers of KV events read; it is
+equal across workers and restarts. Both chain over full blocks only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def token_bytes(tokens: Iterable[int]) -> bytes:
 
 
 def reuse_root(*parts: str) -> bytes:
-    """Return the parent of a chain's first block: what must be equal for blocks to be shared."""
+    """Return the parent hash of first blocks: only chains with equal parts share blocks."""
     digest = hashlib.sha256(b"bireme kv 1")
     for part in parts:
         raw = part.encode()
@@ -41,9 +41,9 @@ def reuse_root(*parts: str) -> bytes:
 
 
 def reuse_hash(parent: bytes, tokens: bytes, media: bytes = b"") -> bytes:
-    """Return the key of one full block: 32 bytes that stand for its tokens and all before them.
+    """Return the 32-byte key of a full block, from its tokens and all before them.
 
-    `media` stands for what its placeholder tokens show, a multiple of 40 bytes: see media_bytes.
+    `media`: see media_bytes.
     """
     return hashlib.sha256(parent + tokens + media).digest()
 
@@ -67,12 +67,12 @@ def media_in(spans: Sequence[MediaSpan], first: int, last: int) -> list[MediaSpa
 
 
 def media_bytes(spans: Sequence[MediaSpan], first: int) -> bytes:
-    """Return what tells a block that begins at `first` apart by its pictures: each digest, and where it begins."""
+    """Return the pictures' part of the hash of a block that begins at `first`: digest and start of each, 40 bytes."""
     return b"".join(span.digest + (span.first - first).to_bytes(8, "little", signed=True) for span in spans)
 
 
 def event_seed(lora_name: str = "", cache_salt: str = "") -> int:
-    """Return the seed of a namespace; LoRA and salt move it, so that equal tokens hash apart."""
+    """Return the seed for a LoRA and salt, so that equal tokens of different ones hash apart."""
     seed = SEED
     if lora_name:
         seed += xxhash.xxh3_64_intdigest(lora_name.encode(), 0)
@@ -82,20 +82,19 @@ def event_seed(lora_name: str = "", cache_salt: str = "") -> int:
 
 
 def local_hash(tokens: bytes, seed: int = SEED, media: Sequence[int] = ()) -> int:
-    """Return the hash of a block's own tokens (little-endian u32) and of the media in it, without its prefix."""
+    """Return the hash of a block's own tokens (little-endian u32) and media, without its prefix."""
     extra = b"".join(item.to_bytes(8, "little") for item in sorted(media))
     return xxhash.xxh3_64_intdigest(tokens + extra, seed)
 
 
 def sequence_hash(parent: int | None, local: int) -> int:
-    """Return the public hash of a block with its prefix; the first block's is its local hash."""
+    """Return the public hash of a block with its prefix; for a first block its local hash."""
     if parent is None:
         return local
     return xxhash.xxh3_64_intdigest(_PAIR.pack(parent, local), SEED)
 
 
 def local_hashes(tokens: Sequence[int], block_size: int, seed: int = SEED) -> list[int]:
-    """Return the local hash of every full block."""
     return [
         local_hash(token_bytes(tokens[at : at + block_size]), seed)
         for at in range(0, len(tokens) - block_size + 1, block_size)
@@ -103,7 +102,6 @@ def local_hashes(tokens: Sequence[int], block_size: int, seed: int = SEED) -> li
 
 
 def sequence_hashes(tokens: Sequence[int], block_size: int, seed: int = SEED) -> list[int]:
-    """Return the chained public hash of every full block."""
     chain: list[int] = []
     for local in local_hashes(tokens, block_size, seed):
         chain.append(sequence_hash(chain[-1] if chain else None, local))

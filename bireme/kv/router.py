@@ -1,7 +1,7 @@
 """Which workers serve a request.
 
-A `Router` decides placements and is told what became of them; pipelines ask it and keep no accounts of
-their own. The first implementation goes round the recipe's replicas and passes by those known to be down.
+A `Router` decides placements and is told how they went; pipelines keep no accounts of their own. `RoundRobin` takes the
+recipe's replicas in turn and skips those known to be down.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from bireme.config import Recipe
 from bireme.errors import UnavailableError
 
-DOWN_S = 1.0  # a worker that was lost is passed by for so long, unless it is the only one
+DOWN_S = 1.0  # how long a lost worker is skipped, unless it is the only one
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,6 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """What a placement may depend on."""
-
     prompt: npt.NDArray[np.int32]  # CPU 1D
     cache_salt: str = ""
     lora_name: str = ""
@@ -42,7 +40,7 @@ class Router(Protocol):
     def place(self, request: RoutingRequest, *, avoid: Collection[str] = ()) -> Placement:
         """Choose workers, none of `avoid` if there is another. Raises UnavailableError without a decode worker.
 
-        Every placement is ended by `finished`.
+        `finished` must follow every placement.
         """
 
     def prefilled(self, placement: Placement) -> None:

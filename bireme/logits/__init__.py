@@ -1,1 +1,1 @@
-"""Choosing tokens: one registry of logits processors and the sampler that engines use. Torch comes lazily."""
+"""Choosing tokens: a registry of logits processors, and the sampler that engines use. Imports no torch itself."""

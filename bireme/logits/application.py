@@ -1,7 +1,7 @@
-"""Processors applied to logits that came from somewhere else: what the logits_processor model computes.
+"""Processors applied to logits of another origin: what the logits_processor model computes.
 
-The same registry, factories and classes as the sampler's, called in the same way; nothing is kept between
-jobs, so a processor is made anew for each row of each job and knows of the past what the row's history says.
+Registry, factories and classes are the sampler's. Nothing is kept between jobs: each row of each job gets new
+processors, which know only the row's history.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LogitsJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def warm_up() -> None:
-    """Import torch and set it up. Raises ConfigError when it is not there."""
+    """Import torch and set it up. Raises ConfigError when it is missing."""
     try:
         import torch
     except ImportError as error:
@@ -50,7 +50,7 @@ def warm_up() -> None:
 
 
 def apply(job: LogitsJob) -> Logits:
-    """Return new logits (rows, vocab_size). Raises RequestError naming a processor, or INTERNAL what one raised."""
+    """Return new logits (rows, vocab_size). Raises RequestError naming a processor, or INTERNAL for what one raised."""
     import torch
 
     logits_RV = np.frombuffer(job.logits, np.float32).reshape(job.num_rows, job.vocab_size).copy()
@@ -66,6 +66,6 @@ def apply(job: LogitsJob) -> Logits:
 def _call(processor: BaseLogitsProcessor, token_ids: list[int], row: torch.Tensor) -> None:
     try:
         processor(token_ids, row)
-    except Exception as error:  # a user's code; whatever it raises ends this request alone
+    except Exception as error:  # user code may raise anything; only this request ends
         name = type(processor).__name__
         raise BiremeError(f"logits processor {name}: {type(error).__name__}: {error}") from error

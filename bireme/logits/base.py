@@ -1,16 +1,16 @@
 """The logits processor protocol: Dynamo's `BaseLogitsProcessor`, plus a context at creation.
 
-A processor belongs to one sequence and may keep state. It is made by a factory
-`factory(context, **arguments)`, then called once a step:
+A processor belongs to one sequence and may keep state. A factory `factory(context, **arguments)` makes it, then it is
+called once a step:
 
     processor(token_ids, logits)    # token_ids: prompt and generated tokens so far, do not change it
                                     # logits: float32 tensor (vocab,), to be changed in place
 
-What it raises ends that request with INTERNAL, and no other. After a migration it is made anew and sees
-the resumed tokens in `token_ids`: state that does not follow from `token_ids` is lost then.
+What it raises ends that request with INTERNAL, and no other. After a migration it is made again and sees the resumed
+tokens in `token_ids`: other state is lost.
 
-A factory whose processors do not look at `token_ids` says `reads_token_ids = False`: an engine that begins a step
-before it knows the last token can run those alone (TensorRT-LLM's overlap scheduler).
+A factory whose processors do not read `token_ids` says `reads_token_ids = False`: an engine that begins a step before
+it knows the last token can run only those (TensorRT-LLM's overlap scheduler).
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorContext:
-    """What a processor may know of its sequence."""
-
     request_id: str
     vocab_size: int
     num_prompt_tokens: int

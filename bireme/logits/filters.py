@@ -1,15 +1,14 @@
-"""Temperature, top-k, top-p and min-p as one threshold a row, and the draw itself; twice.
+"""Temperature, top-k, top-p and min-p as one threshold a row, and the draw, each for GPU and CPU.
 
-Each filter keeps the tokens at or above some value, so together they are the largest of those values.
-Exact ties (frequent in bf16) are kept or dropped together: the outcome does not depend on how a sort breaks
-them, hence not on device or batch. The draw is the inverse of the cumulative distribution in the order of
-token ids, with one uniform number a token. Order and meaning are transformers': temperature, top-k, top-p
-among the survivors, then min-p.
+Each filter keeps the tokens at or above some value, so together they keep those above the largest. Exact ties (frequent
+in bf16) are kept or dropped together: the outcome does not depend on the order of a sort, hence not on device or batch.
+The draw inverts the cumulative distribution in the order of token ids, with one uniform number a token. Order and
+meaning are transformers': temperature, top-k, top-p among the survivors, then min-p.
 
-`draw_batch` works on all rows at once, for GPUs, where sorting and summing a vocabulary is cheap.
-`draw_row` is for CPUs, in numpy: it stays in cache, sorts only the likeliest tokens while they suffice, and
-sums blocks instead of accumulating the vocabulary; several times quicker there than torch on the batch.
-Both give the same tokens, but for numbers that fall on a rounding error between two.
+`draw_batch` works on all rows at once, for GPUs, where sorting and summing a vocabulary is cheap. `draw_row` is for
+CPUs, in numpy: it stays in cache, sorts only the likeliest tokens while they suffice, and sums blocks instead of the
+whole vocabulary; several times faster there than torch on the batch. Both give the same tokens, except for numbers on a
+rounding error between two.
 
 Suffixes: R rows, V vocabulary.
 """
@@ -35,7 +34,7 @@ _BLOCK = 256  # tokens summed at once
 
 
 def draw_row(logits_V: Logits, row: Row, uniform: float) -> int:
-    """Return a token id; the logits (finite maximum) are used up."""
+    """Return a token id; overwrites the logits (finite maximum)."""
     logits_V -= logits_V.max()  # at most 0 from here on: no temperature overflows
     logits_V /= np.float32(row.temperature)
     threshold = math.log(row.min_p) if row.min_p else -math.inf
@@ -86,7 +85,7 @@ def _block_starts(size: int) -> npt.NDArray[np.int64]:
 
 
 def draw_batch(logits_RV: torch.Tensor, rows: Sequence[Row], uniforms_R: npt.NDArray[np.float64]) -> list[int]:
-    """Return a token id for each row; the logits (float32, finite maxima) are used up."""
+    """Return a token id for each row; overwrites the logits (float32, finite maxima)."""
     import torch
 
     def column(values: Sequence[float]) -> torch.Tensor:
@@ -111,7 +110,7 @@ def draw_batch(logits_RV: torch.Tensor, rows: Sequence[Row], uniforms_R: npt.NDA
 def nucleus_of_batch(scaled_RV: torch.Tensor, top_k_R1: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
     """Return the smallest value of each row's nucleus among its top k, (rows, 1); from one sort of all rows.
 
-    top_p 1 or more keeps every token of the top k, also those whose probability is 0 in float32.
+    top_p >= 1 keeps every token of the top k, also those of probability 0 in float32.
     """
     sorted_RV = scaled_RV.sort(-1, descending=True).values
     is_kept_RV = sorted_RV >= sorted_RV.gather(1, top_k_R1 - 1)

@@ -10,7 +10,7 @@ from bireme.messages import TokenLogprob, TokenLogprobs
 if TYPE_CHECKING:
     import torch
 
-LEAST = -9999.0  # in place of minus infinity, which JSON has not; OpenAI's and vLLM's value
+LEAST = -9999.0  # instead of minus infinity, which JSON lacks; OpenAI's and vLLM's value
 _ROWS_AT_ONCE = 64  # of a long prompt: bounds the float32 copy
 
 

@@ -1,8 +1,7 @@
 """Bireme's own logits processors, one class each: what every sampling parameter means, in its plainest form.
 
-A request may name them in `logits_processors`, and the `logits_processor` model serves them on their own.
-For the sampling parameters of a request the sampler does the same for all rows at once; tests hold the two,
-and transformers' classes, equal.
+A request may name them in `logits_processors`, and the `logits_processor` model serves them. For sampling parameters
+the sampler does the same for all rows at once; tests hold both equal to each other and to transformers' classes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Random numbers that depend on (seed, position) alone: Philox4x32-10.
 
-A stream's n-th token uses the uniform number at counter n under the key `seed`, whatever else is in the
-batch and whichever engine draws it; so a migrated or preempted stream goes on exactly. Philox is the
-counter-based generator of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
-(SC 2011), ten rounds as there and in CUDA; one draw a token makes its speed irrelevant.
+A stream's n-th token uses the uniform number at counter n under the key `seed`, in any batch and on any engine; so a
+migrated or preempted stream goes on exactly. Philox is the counter-based generator of Salmon, Moraes, Dror and Shaw,
+"Parallel random numbers: as easy as 1, 2, 3" (SC 2011), ten rounds as there and in CUDA.
 """
 
 from __future__ import annotations

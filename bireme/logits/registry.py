@@ -1,7 +1,7 @@
 """Logits processors by name: bireme's own, those registered in code, and those of installed packages.
 
-A package offers one by an entry point of the group `bireme.logits_processors` (name -> factory, see
-base.py). Bireme's own names can't be taken by others.
+A package offers one by an entry point of the group `bireme.logits_processors` (name -> factory, see base.py). Bireme's
+own names can't be taken.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def known() -> list[str]:
 
 
 def reads_token_ids(name: str) -> bool:
-    """Whether a processor looks at the tokens so far, which it need not say. Raises RequestError for an unknown one."""
+    """Whether a processor reads the tokens so far (default: it does). Raises RequestError for an unknown one."""
     return bool(getattr(_factory(name), "reads_token_ids", True))
 
 

@@ -1,7 +1,7 @@
-"""What the sampler remembers of one sequence between steps, in numpy and Python; knows no tensors.
+"""What the sampler keeps of one sequence between steps, in numpy and Python, without tensors.
 
-Everything that changes logits at few places (penalties, bias, bans) is kept sparse, as token ids and
-values, so that a row costs what it uses and not the size of the vocabulary.
+Penalties, bias and bans change few logits, so they are kept as token ids and values: a row costs what it uses, not the
+size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TokenCounts:
         return self._outputs[: self._size]
 
     def see(self, tokens: Iterable[int]) -> None:
-        """Count prompt tokens. Placeholders of media lie outside the vocabulary and are passed over."""
+        """Count prompt tokens. Placeholders of media lie outside the vocabulary and are skipped."""
         for token in set(tokens):
             if 0 <= token < self._vocab_size:
                 self._slot(token)
@@ -64,7 +64,7 @@ class TokenCounts:
 
 
 class Row:
-    """One sequence: its parameters in the form the sampler needs, and its history where something needs it."""
+    """One sequence: its parameters in the sampler's form, and its history where one is needed."""
 
     __slots__ = (
         "_banned_always",
@@ -160,7 +160,7 @@ class Row:
         return np.concatenate(parts)
 
     def append(self, token: int) -> None:
-        """Take a generated token into the history. Raises RequestError when the guide does not allow it."""
+        """Add a generated token to the history. Raises RequestError when the guide does not allow it."""
         if self.guidance is not None:
             self.guidance.accept(token)
         self.num_output += 1

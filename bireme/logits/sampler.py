@@ -1,14 +1,14 @@
 """Chooses the next token of every row of a step. One Sampler belongs to one engine thread.
 
-The order is: logit bias; repetition, frequency and presence penalty; bad words and, until min_tokens,
-stop ids masked; the request's own processors; what its guide does not allow masked; temperature; top-k;
-top-p; min-p; draw. A guide that is complete ends the answer, whatever min_tokens says. Log probabilities
-are those of the model itself, before all of that, as in OpenAI's API and vLLM's default.
+The order is: logit bias; repetition, frequency and presence penalty; bad words and, until min_tokens, stop ids masked;
+the request's own processors; its guide's mask; temperature; top-k; top-p; min-p; draw. A complete guide ends the
+answer, even before min_tokens. Log probabilities are the model's own, before all of that, as in OpenAI's API and vLLM's
+default.
 
-Repetition counts prompt and output, presence and frequency count output alone (vLLM, TensorRT-LLM).
-Bad words are matched over prompt and output (transformers). A row's result depends on its own logits,
-history, seed and position, never on the rest of the batch. A row whose logits are unusable (NaN, or
-everything masked) or whose processor raised is reported in `Sampled.errors`, and the others go on.
+Repetition counts prompt and output, presence and frequency count output alone (vLLM, TensorRT-LLM). Bad words are
+matched over prompt and output (transformers). A row's result depends on its own logits, history, seed and position,
+never on the rest of the batch. A row with unusable logits (NaN, or all masked) or a failed processor is reported in
+`Sampled.errors`, and the others go on.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Sampler(Generic[Key]):
         eos_ids: Sequence[int] = (),
         guidance: Guidance | None = None,
     ) -> None:
-        """Start, or after a preemption restart, a sequence. Raises RequestError as `check` does.
+        """Start a sequence, or restart it after a preemption. Raises RequestError as `check` does.
 
         `guidance` has taken `output_ids` already, and is the sampler's from now on.
         """
@@ -89,11 +89,11 @@ class Sampler(Generic[Key]):
         self._rows[key] = Row(params, prompt_ids, output_ids, eos_ids, self._vocab_size, processors, guidance)
 
     def remove(self, key: Key) -> None:
-        """Forget a sequence; one that is unknown is ignored."""
+        """Forget a sequence; unknown ones are ignored."""
         self._rows.pop(key, None)
 
     def sample(self, logits: torch.Tensor, keys: Sequence[Key]) -> Sampled:
-        """Choose one token a row of `logits` (rows, vocab), any float dtype; it is left unchanged."""
+        """Choose one token a row of `logits` (rows, vocab), any float dtype, unchanged."""
         logits = logits[:, : self._vocab_size]  # heads may be padded
         rows = [self._rows[key] for key in keys]
         tokens = [NO_TOKEN] * len(rows)
@@ -127,7 +127,7 @@ class Sampler(Generic[Key]):
         return create(params.logits_processors, context)
 
     def _argmax(self, logits: torch.Tensor, at: list[int], tokens: list[int]) -> None:
-        """Fill in the greedy tokens of rows without any processing; unusable rows stay NO_TOKEN."""
+        """Fill in the greedy tokens of rows without processing; unusable rows stay NO_TOKEN."""
         if self._is_cpu:
             # torch's argmax is single-threaded scalar code on CPU, several times slower than numpy's in fp32
             array = logits.float().numpy()
@@ -146,13 +146,13 @@ class Sampler(Generic[Key]):
     ) -> None:
         """Edit the float32 copy `work` (rows, vocab) in place and choose from it."""
         guided = [index for index, row in enumerate(rows) if row.guidance is not None]
-        bitmask = self._fill(guided, rows, at, errors)  # first: a complete guide overrules min_tokens
+        bitmask = self._fill(guided, rows, at, errors)  # first: a complete guide overrides min_tokens
         self._edit(work, rows)
         for index, row in enumerate(rows):
             for processor in row.processors:
                 try:
                     processor(row.history or [], work[index])
-                except Exception as error:  # a user's code; whatever it raises ends this request alone
+                except Exception as error:  # user code may raise anything; only this request ends
                     name = type(processor).__name__
                     errors[at[index]] = BiremeError(f"logits processor {name}: {type(error).__name__}: {error}")
                     work[index].fill_(float("nan"))
@@ -165,7 +165,7 @@ class Sampler(Generic[Key]):
             tokens[at[i]] = token
 
     def _fill(self, guided: list[int], rows: list[Row], at: list[int], errors: dict[int, BiremeError]) -> Bitmask:
-        """Return what the guides of these rows allow; a row whose guide fails is let go of with its error."""
+        """Return what the guides of these rows allow; a row whose guide fails is removed with its error."""
         bitmask = allocate(len(guided), self._vocab_size)
         for position, index in enumerate(guided):
             guidance = rows[index].guidance
@@ -206,7 +206,7 @@ class Sampler(Generic[Key]):
         flat[where] = (values / factor).where(values > 0, values * factor) - self._tensor(np.concatenate(subtract))
 
     def _draw(self, work: torch.Tensor, drawn: list[int], rows: list[Row]) -> list[int]:
-        """Return a token for each of the rows `drawn`; their logits are used up."""
+        """Return a token for each of the rows `drawn`; overwrites their logits."""
         if not drawn:
             return []
         numbers = uniforms([rows[i].seed for i in drawn], [rows[i].num_output for i in drawn])
@@ -226,7 +226,7 @@ class Sampler(Generic[Key]):
 
 
 def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Return these rows; without a copy when they are all."""
+    """Return these rows; all of them without a copy."""
     return tensor if len(rows) == len(tensor) else tensor[rows]
 
 

@@ -1,10 +1,9 @@
-"""KV rows from a prefill engine to a decode engine, behind one interface.
+"""KV rows from a prefill engine to a decode engine: the interface.
 
-The exporter leases: RESERVED (prefill queued or running) -> EXPORTED (rows complete, blocks pinned) ->
-CLAIMED (a decode engine is copying) -> ACKED | EXPIRED | ABORTED. Only the exporting process changes a
-lease, on a timer of its own; claim and acknowledgement travel on the transfer's control socket between
-the engine processes. Rows are addressed by token position, not by block, so that both sides may have
-different block sizes and the importer can skip what it already holds.
+The exporter leases: RESERVED (prefill queued or running) -> EXPORTED (rows complete, blocks pinned) -> CLAIMED (a
+decode engine is copying) -> ACKED | EXPIRED | ABORTED. Only the exporting process changes a lease, by its own timer;
+claim and acknowledgement go over the transfer's control socket. Rows are addressed by token position, not by block, so
+that both sides may have different block sizes and the importer can skip rows that it holds.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvLayout(msgspec.Struct, frozen=True, array_like=True):
-    """What both sides must agree on; compared at claim, a mismatch names the field."""
+    """What both sides must agree on; a mismatch is refused at the claim, with the field's name."""
 
     model: str  # digest or name: different models never exchange KV
     dtype: str
@@ -62,16 +61,16 @@ class Lease(Protocol):
         """RESERVED -> EXPORTED: rows [0, num_tokens) may be read, from another thread, until released."""
 
     def abort(self) -> None:
-        """End it now, or when the copy that is under way has ended. Harmless after the end."""
+        """End it now, or when the current copy ends. Harmless after the end."""
 
 
 class Fetch(Protocol):
     def cancel(self) -> None:
-        """Give up; `done` still comes (RequestCancelledError), after the last write."""
+        """Give up; `done` is still called (RequestCancelledError), after the last write."""
 
 
 def fetch_failure(error: BiremeError) -> BiremeError:
-    """Return what `done` is told: that time, room or the exporter was missing says nothing about this engine."""
+    """Return the error for `done`: lack of time, of room or of the exporter is not this engine's fault."""
     is_foreign = isinstance(error, (UnavailableError, DeadlineExceededError, ResourceExhaustedError))
     return KvTransferError(str(error)) if is_foreign and not isinstance(error, EngineLostError) else error
 

@@ -1,7 +1,7 @@
 """Admission to the bounded transfer buffer, first come first served.
 
-What never fits is refused at the door, so the head of the queue always fits once the buffer has drained:
-waiting ends, whatever the sizes.
+What can never fit is refused at once, so the head of the queue always fits into the drained buffer and no wait is
+endless.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TransferBuffer(Generic[_T]):
         self._waiting.append((item, num_bytes))
 
     def admit(self) -> _T | None:
-        """Return the head of the queue if there is room for it (its bytes are in use from now), else None."""
+        """Return the head of the queue if it fits (its bytes are in use from now), else None."""
         if not self._waiting:
             return None
         item, num_bytes = self._waiting[0]
@@ -50,12 +50,12 @@ class TransferBuffer(Generic[_T]):
         return item
 
     def put_back(self, item: _T, num_bytes: int) -> None:
-        """Undo an admission; the item is the head again."""
+        """Undo an admission: the item is the head again."""
         self.free(num_bytes)
         self._waiting.appendleft((item, num_bytes))
 
     def withdraw(self, item: _T) -> None:
-        """Take an item that waits out of the queue."""
+        """Remove a waiting item."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] is not item)
 
     def free(self, num_bytes: int) -> None:

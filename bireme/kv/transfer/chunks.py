@@ -1,7 +1,7 @@
 """How the rows of one transfer lie in its shared-memory file.
 
-Both sides compute the same plan from the same four values, so no offsets travel. A chunk is the unit of
-copying: a large transfer gives way to others after each.
+Both sides compute the plan from the same four values, so no offsets are sent. A chunk is the unit of copying: after
+each, other transfers get their turn.
 """
 
 from __future__ import annotations

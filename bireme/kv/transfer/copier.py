@@ -1,7 +1,7 @@
 """The thread on which a transfer copies and calls the engine back.
 
-One rule: all callbacks of an engine (read, write, done, release) run here, one at a time, so an engine
-need not guard them against each other. Tasks are generators and take turns after each `yield`.
+All callbacks of an engine (read, write, done, release) run here, one at a time, so an engine need not guard them
+against each other. Tasks are generators that take turns at each `yield`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Copier:
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Queue a copy; it moves on by one `yield` a turn."""
+        """Queue a copy; it runs to its next `yield` in each turn."""
         with self._changed:
             self._tasks.append(task)
             self._changed.notify()
 
     def call(self, callback: Callable[[], None]) -> None:
-        """Queue a callback, ahead of the copies. After the end it runs on the caller's thread: none is lost."""
+        """Queue a callback, ahead of the copies. After `close` it runs on the caller's thread."""
         with self._changed:
             if not self._has_ended:
                 self._calls.append(callback)
@@ -87,5 +87,5 @@ def _guard(callback: Callable[[], None]) -> None:
     try:
         callback()
     except Exception:
-        # An engine's callback that breaks its contract must not end the thread that all others need.
+        # A failing callback must not end the thread that all transfers need.
         logger.exception("transfer event=callback_failed")

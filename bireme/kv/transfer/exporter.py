@@ -1,7 +1,7 @@
-"""The exporting side: answers claims with files full of rows.
+"""The exporting side: answers claims with files of rows.
 
-Runs on the control thread; only `_copy` runs on the copier. A transfer waits for room, is copied, is
-offered, and ends with the importer's ack, its cancel, its death or its silence, or with the lease.
+Runs on the control thread; only `_copy` runs on the copier. A transfer waits for room, is copied, is offered, and ends
+with the importer's ack or cancel, its death or timeout, or with the lease.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Exporter:
         self._metrics.set("bireme_kv_transfer_buffer_bytes", self._buffer.used_bytes)
 
     def close(self) -> None:
-        """Refuse what waits and stop the copies; files go when the copier has ended."""
+        """Refuse what waits and stop the copies; files are removed when the copier has ended."""
         self._table.close()
         for transfer in list(self._outgoing.values()):
             if transfer.stage is not LeaseStage.OFFERED:
@@ -190,7 +190,7 @@ class Exporter:
     def _on_cancel(self, identity: bytes, cancel: wire.Cancel) -> None:
         transfer = self._find(cancel.lease_id, cancel.generation)
         if transfer is not None and (transfer.identity, transfer.number) != (identity, cancel.number):
-            return  # a replay gives up: the first claim goes on
+            return  # a replay; the first claim goes on
         lease = self._table.find(cancel.lease_id, cancel.generation)
         if lease is not None:
             lease.abort()
@@ -258,7 +258,7 @@ class Exporter:
             file.unmap()
 
     def _on_copied(self, transfer: Outgoing, error: BiremeError | None) -> None:
-        transfer.stage = LeaseStage.OFFERED  # whatever comes: the copier has done with it
+        transfer.stage = LeaseStage.OFFERED  # in any case: the copier has finished with it
         if transfer.is_over:
             self._end(transfer)
         elif error is None:
@@ -267,14 +267,14 @@ class Exporter:
         elif isinstance(error, ResourceExhaustedError) and self._may_find_room(transfer):
             self._wait_again(transfer)
         else:
-            if transfer.lease.state is LeaseState.CLAIMED:  # otherwise prefill itself gave it up
+            if transfer.lease.state is LeaseState.CLAIMED:  # otherwise prefill itself aborted it
                 self._metrics.add("bireme_kv_transfer_failures_total", 1, error.code.lower())
             transfer.lease.abort()
             self._refuse(transfer.identity, transfer.number, error)
             self._end(transfer)
 
     def _may_find_room(self, transfer: Outgoing) -> bool:
-        """Others hold, or have held since, what was missing: /dev/shm is smaller than the buffer."""
+        """Whether the missing room is, or was, held by other transfers: /dev/shm is smaller than the buffer."""
         return self._buffer.used_bytes > transfer.plan.num_bytes or self._num_ended > transfer.num_ended_before
 
     def _wait_again(self, transfer: Outgoing) -> None:
@@ -296,7 +296,7 @@ class Exporter:
         self._reply(identity, wire.encode(wire.Refuse(number, to_message(error))))
 
     def _end(self, transfer: Outgoing) -> None:
-        """Give back room and file, now or when the copier has reached the next chunk."""
+        """Free room and file, now or when the copier reaches the next chunk."""
         transfer.is_over = True
         if transfer.stage is LeaseStage.COPYING:
             return

@@ -3,8 +3,8 @@
     network = FakeNetwork()
     prefill, decode = network.join("prefill"), network.join("decode")
 
-Nothing expires by itself: `expire_leases` does. `hold` keeps fetches unclaimed until `resume`;
-`fail_with` makes every later fetch fail.
+Nothing expires by itself: call `expire_leases`. `hold` keeps fetches unclaimed until `resume`; `fail_with` makes every
+later fetch fail.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FakeNetwork:
         self.members: dict[str, FakeTransfer] = {}
 
     def join(self, worker: str, life: int = 1, chunk_bytes: int = 4096) -> FakeTransfer:
-        """Make a worker's transfer; a later life takes the place of an earlier one."""
+        """Make a worker's transfer; a later life replaces an earlier one."""
         self.members[worker] = FakeTransfer(self, worker, life, chunk_bytes)
         return self.members[worker]
 
@@ -96,7 +96,7 @@ class FakeTransfer:
         self._is_held = False
 
     def expire_leases(self) -> int:
-        """Let every exported or claimed lease run out of time. Returns how many did."""
+        """Expire every exported or claimed lease. Returns how many."""
         self._now += 2.0
         return len(self.leases.expire())
 

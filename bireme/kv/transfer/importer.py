@@ -1,7 +1,7 @@
 """The importing side: claims leases and writes the rows that come.
 
-Runs on the control thread; only `_write_rows` and `done` run on the copier. A fetch is claimed, then
-either written or failed; `done` is called once, after the last write.
+Runs on the control thread; only `_write_rows` and `done` run on the copier. A fetch is claimed, then written or failed;
+`done` is called once, after the last write.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ShmFetch:
         self._wake = wake
 
     def cancel(self) -> None:
-        """Give up, also before the claim was sent; the exporter is told, so that its blocks are freed at once."""
+        """Give up, also before the claim was sent; the exporter is told and frees its blocks at once."""
         if self.stopped is None:
             self.stopped = RequestCancelledError("the KV transfer was cancelled")
             self._wake(self)
@@ -124,7 +124,7 @@ class Importer:
         return not self._fetches and not self._peers
 
     def begin(self, fetch: ShmFetch) -> None:
-        """Claim. What goes wrong comes through `done`."""
+        """Claim. Errors come through `done`."""
         self._number += 1
         fetch.number = self._number
         self._fetches[fetch.number] = fetch
@@ -159,7 +159,7 @@ class Importer:
             self._copier.submit(self._write_rows(fetch, message))
 
     def tick(self) -> None:
-        """Fail the claims whose exporter died or stays silent; forget dead peers."""
+        """Fail the claims whose exporter died or is silent; forget dead peers."""
         dead = {peer.endpoint for peer in self._peers.values() if not peer.process.is_alive()}
         now = time.monotonic()
         for fetch in [fetch for fetch in self._fetches.values() if not fetch.is_writing]:

@@ -3,9 +3,9 @@
     RESERVED -> EXPORTED -> CLAIMED -> ACKED
         any live state -> ABORTED        EXPORTED, CLAIMED -> EXPIRED
 
-A lease is claimed once; its id is random, so that nobody claims what was not handed to him. One rule:
-`release` is called exactly once, and never while rows are being read. RESERVED has no time limit: the
-engine owns the request and ends it by export or abort. EXPORTED and CLAIMED have the same limit each.
+A lease is claimed once; its id is random, so that it can't be guessed. `release` is called exactly once, and never
+while rows are being read. RESERVED has no time limit: the engine ends it by export or abort. EXPORTED and CLAIMED have
+the same limit each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from bireme.errors import NotFoundError
 from bireme.kv.transfer.base import Read
 
-REMEMBERED = 4096  # ended leases of which the end is still known, for the error's text
+REMEMBERED = 4096  # ended leases whose end is still known, for error texts
 
 
 class LeaseState(enum.Enum):
@@ -68,7 +68,7 @@ class TableLease:
         self._is_copying = False
 
     def export(self, num_tokens: int, read: Read) -> None:
-        """RESERVED -> EXPORTED. After the lease's end (an abort won the race) it does nothing."""
+        """RESERVED -> EXPORTED. Does nothing after the lease's end (an abort was first)."""
         with self._table.lock:
             if self.state not in LIVE:
                 return
@@ -77,7 +77,7 @@ class TableLease:
             self._table.move(self, LeaseState.EXPORTED)
 
     def abort(self) -> None:
-        """Any live state -> ABORTED. Blocks are freed now, or when the copy that is under way has ended."""
+        """Any live state -> ABORTED. Blocks are freed now, or when the current copy ends."""
         self._table.end(self, LeaseState.ABORTED)
 
     def ack(self) -> bool:
@@ -94,7 +94,7 @@ class TableLease:
             return self._read
 
     def end_copy(self) -> None:
-        """Free the blocks: a lease is copied once, whether the copy was completed or not."""
+        """Free the blocks: a lease is copied once, completely or not."""
         with self._table.lock:
             self._is_copying = False
             self._table.release(self)
@@ -148,7 +148,7 @@ class LeaseTable:
             return lease
 
     def claim(self, lease_id: int, generation: int) -> TableLease:
-        """EXPORTED -> CLAIMED. Raises NotFoundError saying what became of it."""
+        """EXPORTED -> CLAIMED. Raises NotFoundError with the lease's end."""
         with self.lock:
             lease = self._live.get(lease_id)
             if lease is None or lease.generation != generation or lease.state is not LeaseState.EXPORTED:

@@ -17,7 +17,7 @@ class Mailbox:
         self._is_closed = False
 
     def post(self, letter: Callable[[], None]) -> bool:
-        """Queue it. Returns False after close: then it will not run."""
+        """Queue it. False after `close`: it will not run."""
         with self._lock:
             if self._is_closed:
                 return False

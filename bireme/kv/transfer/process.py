@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class Process:
-    """A process seen alive once. A zombie counts as dead, and so does a later process with the same id."""
+    """A process that was alive once. A zombie counts as dead, and so does a later process with the same id."""
 
     __slots__ = ("_started", "pid")
 
@@ -19,7 +19,7 @@ class Process:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the start time in ticks since boot, as text; None when there is no such process or it has ended."""
+    """Return the start time in ticks since boot, as text; None: no such process, or it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

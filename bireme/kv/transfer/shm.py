@@ -1,9 +1,9 @@
 """KV transfer between engine processes of one host, through files in /dev/shm.
 
-The exporter copies rows into a fresh file, the importer maps it, copies them out and acknowledges, the
-exporter unlinks. Two threads: the control thread owns the sockets, the leases' timers and both roles'
-state, and never copies; the copier does all copying and calls the engine back. So acknowledgements are
-served while copies run, and a full buffer always drains. docs/kv_transfer.md has the protocol.
+The exporter copies rows into a fresh file, the importer maps it, copies them out and acknowledges, the exporter
+unlinks. The control thread owns the sockets, the leases' timers and both roles' state, and never copies; the copier
+does all copying and calls the engine back. So acknowledgements are served during copies, and a full buffer always
+drains. The protocol: docs/kv_transfer.md.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class ShmTransfer:
         return router
 
     def _bind_again(self) -> None:
-        """Somebody has deleted the socket: peers that are connected stay so, new ones need it."""
+        """Someone has deleted the socket: connected peers stay so, new ones need it."""
         self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(zmq.ZMQError):  # there is nothing to unlink
             self._router.unbind(self.endpoint)
@@ -265,5 +265,5 @@ def _guard(step: Callable[[], None]) -> None:
     try:
         step()
     except Exception:
-        # One message or timer that fails must not end the thread on which all transfers depend.
+        # A failing message or timer must not end the thread that all transfers need.
         logger.exception("transfer event=control_failed")

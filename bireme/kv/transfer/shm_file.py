@@ -1,7 +1,7 @@
 """Shared-memory files: names, creation, mapping, sweeping.
 
-Whoever created a file unlinks it. The names carry run and worker, so that the supervisor of a killed
-engine finds what it left: `sweep(run_dir, worker)`.
+The creator of a file unlinks it. The names carry run and worker, so that the supervisor finds what a killed engine
+left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 
 
 def file_prefix(run_dir: Path, worker: str) -> str:
-    """Return how the names of all files of a worker begin, whatever its life; no other worker's do."""
+    """Return the common start of a worker's file names in all its lives; no other worker's files begin so."""
     run = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:12]
     return f"bireme-{run}-{worker}-"
 
@@ -72,7 +72,7 @@ class SharedFile:
     def open(cls, name: str, num_bytes: int) -> SharedFile:
         """Map another engine's file. Raises FileNotFoundError, or BiremeError for a wrong size."""
         path = SHM_DIR / name
-        # Writable, though nobody writes: torch.frombuffer warns about read-only memory.
+        # Writable, though only read: torch.frombuffer warns about read-only memory.
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             size = os.fstat(descriptor).st_size
@@ -84,7 +84,7 @@ class SharedFile:
             os.close(descriptor)
 
     def unmap(self) -> None:
-        # A callback that kept its memoryview holds the mapping until it drops it; that is its memory, not ours.
+        # A callback that kept its memoryview keeps the mapping.
         with contextlib.suppress(BufferError):
             self.view.release()
             self._map.close()

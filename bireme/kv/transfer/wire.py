@@ -30,7 +30,7 @@ class Claim(msgspec.Struct, array_like=True, tag="claim", frozen=True):
 
 
 class Ack(msgspec.Struct, array_like=True, tag="ack", frozen=True):
-    """The importer has every row; the file may go."""
+    """The importer has every row; the file may be removed."""
 
     lease_id: int
     generation: int

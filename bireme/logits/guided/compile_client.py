@@ -1,6 +1,6 @@
 """The parent's end of a helper process: one question at a time, each with a time limit.
 
-A helper that is late, has died or answers nonsense is killed; the next question starts a fresh one.
+A helper that is late, dead or answers nonsense is killed; the next question starts a new one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CompileClient:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._views: set[str] = set()  # vocabularies that the process has been sent
+        self._views: set[str] = set()  # vocabularies that the process has received
         self._is_closed = False
 
     def compile(self, request: dict[str, Any], info: str, seconds: float, max_bytes: int) -> bytes:
@@ -57,13 +57,13 @@ class CompileClient:
         return answer[1:]
 
     def kill(self) -> None:
-        """End the process, and any question to it; none is started again."""
+        """End the process and its current question; no other is started."""
         self._is_closed = True
         if self._process is not None:
             self._process.kill()
 
     def close(self) -> None:
-        """End the process and let go of its pipes; by the owner."""
+        """End the process and close its pipes; by the owner."""
         self.kill()
         self._end()
 
@@ -101,7 +101,7 @@ class CompileClient:
             return "no process"
         ended = process.poll()
         if ended is None:
-            # What has closed its pipe is about to go by itself: its own end says more than our signal.
+            # It closed its pipe, so it is about to exit: its own exit code says more than our signal.
             try:
                 ended = process.wait(0.2) if _has_hung_up(process) else None
             except subprocess.TimeoutExpired:

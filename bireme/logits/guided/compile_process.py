@@ -1,13 +1,13 @@
 """The process that compiles grammars: `python -m bireme.logits.guided.compile_process`, started by compiler.py.
 
-A grammar comes from a client, and compiling it is native code that can take for ever, take all memory or
-overflow its stack. Here it costs a process that its parent replaces. Frames, both ways: u32 length, then
+A grammar comes from a client, and compiling it is native code that may never end, take all memory or overflow its
+stack. Here that costs only a process, which its parent replaces. Frames, both ways: u32 length, then
     in    JSON {"seconds": limit, "view": name, "info": its tokenizer info or null, "kind", "text", "any_whitespace"}
-    out   one byte, `+` or `-`, then the compiled grammar as JSON, or why there is none
-An alarm ends the process a little after the limit, also when its parent is no longer there to do so.
+    out   one byte, `+` or `-`, then the compiled grammar as JSON, or the reason why there is none
+An alarm ends the process a little after the limit, also when its parent is gone.
 
-torch and transformers stay out: xgrammar needs them only for masks and for reading tokenizers, and without
-them the process starts in a fraction of the time and memory.
+torch and transformers stay out: xgrammar needs them only for masks and tokenizers, and the process starts in a fraction
+of the time and memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALARM_GRACE_S = 2.0
 
 def main() -> int:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever native code prints must not get between the frames
+    os.dup2(2, 1)  # native code's prints must not get between the frames
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(5)  # the engine's steps come first
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 class Compiler:
-    """Holds the vocabularies that it was sent."""
+    """Holds the vocabularies that it has received."""
 
     def __init__(self) -> None:
         self._views: dict[str, Any] = {}
@@ -92,7 +92,7 @@ class Compiler:
 
 
 def bound_whitespace(tag: Any) -> Any:
-    """Allow one character of white space between the parts of a tag's JSON, where the tag does not say otherwise."""
+    """Allow one white space character between the parts of a tag's JSON, unless the tag says otherwise."""
     found = [tag]
     while found:
         node = found.pop()

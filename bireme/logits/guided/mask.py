@@ -1,4 +1,4 @@
-"""Packed masks on logits, on whatever device these are."""
+"""Packed masks on logits, on any device."""
 
 from __future__ import annotations
 

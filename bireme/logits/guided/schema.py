@@ -1,7 +1,7 @@
-"""What of JSON Schema can be held to: a keyword that xgrammar passes over in silence is refused by its name.
+"""Which JSON schemas can be enforced: keywords that xgrammar silently ignores are refused by name.
 
-The walk knows where schemas are inside a schema, so that a property named `not` is just a property, and it does
-not recurse.
+The walk knows where schemas are inside a schema, so that a property named `not` is just a property, and it does not
+recurse.
 """
 
 from __future__ import annotations

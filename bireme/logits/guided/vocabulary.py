@@ -1,12 +1,12 @@
-"""A model's tokens as the bytes that they stand for: what grammars are compiled against.
+"""A model's tokens as bytes: what grammars are compiled against.
 
-There are three views of it. In `plain` special tokens stand for nothing, so that no grammar can produce one:
-a detokenizer drops their text, and a quotation of `<|im_end|>` must be spelled out. `json` also lacks tokens
-with control characters, which JSON text must not hold and which xgrammar lets into strings of a limited
-length. In `marked` special tokens stand for their text, because structural tags are made of such markers.
+There are three views. In `plain` special tokens have no text, so that no grammar can produce one: a detokenizer drops
+their text, and a quoted `<|im_end|>` must be spelled out. `json` also lacks tokens with control characters, which JSON
+text must not hold and which xgrammar allows in strings of a limited length. In `marked` special tokens have their text,
+because structural tags consist of such markers.
 
-xgrammar takes surrogates (U+D800 to U+DFFF, bytes ED A0 to ED BF) for characters; UTF-8 has none (RFC 3629,
-section 3), and each would become three replacement characters in the answer. Hence the halves named here.
+xgrammar takes surrogates (U+D800 to U+DFFF, bytes ED A0 to ED BF) for characters; UTF-8 has none (RFC 3629, section 3),
+and each would become three replacement characters in the answer. Hence the half tokens below.
 """
 
 from __future__ import annotations
