@@ -1,9 +1,8 @@
-"""Shared by all tests: programs in tools/ can be imported, sample models are made once, property tests repeat."""
+"""Shared by all tests: sample models are made once, property tests repeat."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +10,7 @@ import hypothesis
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(CHECKOUT / "tools"))
 os.environ.setdefault("BIREME_OPENAI_PORT", "0")  # launches of tests share the machine; who wants it names a port
-# pytest puts this folder on the path, and tests/triton would then pass for the package `triton`: torch asks for it.
-sys.path[:] = [entry for entry in sys.path if entry != str(CHECKOUT / "tests")]
 
 # The same code gets the same verdict. `make fuzz` looks for what these examples miss.
 hypothesis.settings.register_profile("same", derandomize=True)
@@ -25,6 +21,6 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 @pytest.fixture(scope="session")
 def sample_model() -> Callable[[str], Path]:
     """Return the folder of a small random model by its architecture: llama, qwen3 or gemma3."""
-    from make_sample_model import make
+    from tools.make_sample_model import make
 
     return lambda arch="llama": make(CHECKOUT / "models" / f"tiny-{arch}", arch)

@@ -15,16 +15,20 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from samples.picture_world import Thing, draw, png
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.samples.picture_world import Thing, draw, png
 
 SIZE = (1280, 820)
 LIMIT_S = 30

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-import sys
-from pathlib import Path
 
 import grpc
 import pytest
 from tritonclient.grpc import service_pb2 as pb
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.load.workload import make_workload
 

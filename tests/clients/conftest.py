@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
-
-import clients
-from openai_served import served
+from tests.server.openai_served import served
+from tools import clients
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).parent / "programs"

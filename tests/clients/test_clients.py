@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from perf_analyzer import libraries_folder, link_libraries
+
+from tools.perf_analyzer import libraries_folder, link_libraries
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]

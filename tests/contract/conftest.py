@@ -10,12 +10,8 @@ from typing import Any
 
 import pytest
 
-for folder in (Path(__file__).parent, Path(__file__).parents[1] / "engines"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-import stand_in_workers  # noqa: E402
-from trtllm_harness import Harness  # noqa: E402
+from tests.contract import stand_in_workers
+from tests.contract.trtllm_harness import Harness
 
 # What a test that needs the stand-in's own doings has in its source.
 HOOKS = ("TRTLLM_STAND_IN", "STEP_MS", "TRANSFER_MS", "_executor", "monkeypatch", "env=", "stand_in_workers.STAND_IN")

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import stand_in_workers
 import yaml
-from contract_drift import drift
-from describe_api import USED
+
+from tests.contract import stand_in_workers
+from tests.contract.contract_drift import drift
+from tests.contract.describe_api import USED
 
 CONTRACT = Path(__file__).resolve().parents[2] / "bireme" / "engines" / "trtllm" / "contract.yaml"
 DESCRIBE = Path(__file__).parent / "describe_api.py"

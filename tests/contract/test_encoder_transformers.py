@@ -11,9 +11,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-import stand_in_workers
 
 from bireme.config import CHECKOUT
+from tests.contract import stand_in_workers
 
 PROGRAM = Path(__file__).parent / "encoder_counts.py"
 OLDEST = ("transformers==4.57.1", "huggingface_hub<1", "tokenizers>=0.22,<=0.23.0")  # of TensorRT-LLM 1.2
@@ -55,8 +55,7 @@ def test_the_torch_engine_s_attention_which_needs_a_later_transformers_stays_out
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Picture models as they are published: written by transformers 4."""
-    sys.path.insert(0, str(CHECKOUT / "tests" / "engines" / "torch"))
-    import picture_models
+    from tests.engines.torch import picture_models
 
     made = []
     for make in (picture_models.llava, picture_models.qwen2_5_vl):

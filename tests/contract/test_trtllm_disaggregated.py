@@ -7,13 +7,13 @@ import time
 
 import msgspec
 import pytest
-from engine_fixtures import wait_for
-from trtllm_harness import PROMPT
 
 from bireme import disagg
 from bireme.engines.trtllm.disaggregation import RequestIds, export, restore
 from bireme.errors import ConfigError, KvTransferError, NotFoundError, RequestError, from_message
 from bireme.messages import ProcessorCall
+from tests.contract.trtllm_harness import PROMPT
+from tests.engines.engine_fixtures import wait_for
 
 KEY = b"k" * 32
 APART = {"cache_transceiver_config": {"backend": "DEFAULT", "max_tokens_in_buffer": 8192}}

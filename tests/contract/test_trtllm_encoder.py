@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from trtllm_harness import engine_config
 
 from bireme.engines.base import EngineContext
 from bireme.engines.torch.checkpoint import open_checkpoint
@@ -19,6 +18,7 @@ from bireme.engines.trtllm import create
 from bireme.engines.trtllm.encoder import HandleEncoder, TrtllmEncoderEngine, handles_of, make_multimodal_encoder
 from bireme.errors import BiremeError, ConfigError
 from bireme.metrics import Registry
+from tests.contract.trtllm_harness import engine_config
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-vlm"
 

@@ -7,11 +7,11 @@ import threading
 import time
 
 import pytest
-from engine_fixtures import wait_for
 
 from bireme.engines.trtllm import lifecycle
 from bireme.errors import ConfigError, ResourceExhaustedError, UnavailableError
 from bireme.messages import FinishReason
+from tests.engines.engine_fixtures import wait_for
 
 PROMPT = list(range(400, 480))
 

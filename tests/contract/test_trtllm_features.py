@@ -6,8 +6,6 @@ import itertools
 import re
 
 import pytest
-from engine_fixtures import wait_for
-from trtllm_harness import PROMPT, UNSET
 
 from bireme.config import Limits
 from bireme.engines.child.validate import Gate
@@ -19,6 +17,8 @@ from bireme.kv.events import BlocksStored
 from bireme.messages import EngineRequest, ProcessorCall, SamplingParams
 from bireme.metrics import Registry
 from bireme.text.tokenizer import load_tokenizer
+from tests.contract.trtllm_harness import PROMPT, UNSET
+from tests.engines.engine_fixtures import wait_for
 
 
 def last_call(harness):

@@ -6,12 +6,12 @@ import json
 import re
 from pathlib import Path
 
-import make_dashboard
 import pytest
 import yaml
 
 from bireme.config import CHECKOUT
 from bireme.metrics import TABLE
+from tools import make_dashboard
 
 DOCKER = CHECKOUT / "docker"
 DASHBOARD = json.loads(make_dashboard.DASHBOARD.read_text())

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from dockerfile_steps import Build, StepError, base_environment, steps_of
-from made_environments import add_distribution, make_environment
 
 from bireme.config import CHECKOUT
+from tests.docker.dockerfile_steps import Build, StepError, base_environment, steps_of
+from tests.docker.made_environments import add_distribution, make_environment
 
 DOCKERFILE = CHECKOUT / "docker" / "Dockerfile.trtllm"
 STAND_IN = CHECKOUT / "tests" / "contract" / "stand_in" / "tensorrt_llm"

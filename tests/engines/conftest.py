@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_fixtures import VOCAB_SIZE
 
 from bireme.config import Recipe
 from bireme.engines.stub.client import EngineClient
 from bireme.metrics import Registry
 from bireme.recipe_files import load_recipe
+from tests.engines.engine_fixtures import VOCAB_SIZE
 
 
 @pytest.fixture

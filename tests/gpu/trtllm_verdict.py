@@ -33,11 +33,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "tests" / "contract")]
+sys.path.insert(0, str(CHECKOUT))
 
 import yaml  # noqa: E402
-from contract_drift import drift  # noqa: E402
-from describe_api import USED  # noqa: E402
 
 from bireme.config import Recipe  # noqa: E402
 from bireme.engines.stub.environment import find_python  # noqa: E402
@@ -48,6 +46,8 @@ from bireme.launch.installation import find_installation  # noqa: E402
 from bireme.launch.ports import free_ports  # noqa: E402
 from bireme.launch.recipe_check import check_folder  # noqa: E402
 from bireme.recipe_files import load_recipe, recipe_tree  # noqa: E402
+from tests.contract.contract_drift import drift  # noqa: E402
+from tests.contract.describe_api import USED  # noqa: E402
 
 GOOD, BAD, NOTHING_TO_TRY = 0, 1, 2
 PROMPT = "The Rhine is a river that rises in the Alps and"

@@ -1,7 +1,7 @@
 """A checkout of the tests' own, with models that need no engine, and a program that serves it.
 
 The decode model generates one token, publishes the metrics that health is judged by, and obeys a file of
-faults in its run folder. As a program: `python galley.py FOLDER FIRST_PORT` is serve.py on that checkout.
+faults in its run folder. As a program: `python -m tests.launch.galley FOLDER FIRST_PORT` is serve.py on that checkout.
 """
 
 import sys
@@ -84,14 +84,12 @@ def build(folder: Path) -> Path:
 
 
 def main(folder: Path, port: int) -> int:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-    import serve
-
     from bireme.launch import Ports
     from bireme.launch.canaries import CanarySettings
     from bireme.launch.console import Console
     from bireme.launch.deployment import Deployment, DeploymentSettings
     from bireme.recipe_files import load_recipe
+    from tools import serve
 
     settings = DeploymentSettings(
         recipe=load_recipe(folder / "recipe"),

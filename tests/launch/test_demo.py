@@ -1,10 +1,10 @@
 """The demo: its arithmetic, and how it leaves a server."""
 
-import demo
 import pytest
 
 from bireme.errors import RequestError
 from bireme.launch.tritonserver import start_server
+from tools import demo
 
 
 def test_the_speed_counts_the_tokens_after_the_first_piece():

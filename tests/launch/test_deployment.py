@@ -12,11 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-import galley
 import pytest
 
+from bireme.config import CHECKOUT
 from bireme.launch import processes
 from bireme.launch.run_folder import SHM, default_base
+from tests.launch import galley
 
 pytestmark = pytest.mark.server
 
@@ -32,7 +33,7 @@ class Served:
         self.before = leftovers()
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, galley.__file__, folder, str(PORT)], stdout=stream, stderr=stream,
+                [sys.executable, "-m", galley.__name__, folder, str(PORT)], cwd=CHECKOUT, stdout=stream, stderr=stream,
                 preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # under nohup it would be ignored
             )  # fmt: skip
 

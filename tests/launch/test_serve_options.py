@@ -1,10 +1,10 @@
 """serve.py's options and exit codes, without a server."""
 
 import pytest
-import serve
 
 from bireme.launch.run_folder import RunFolder, default_base
 from bireme.recipe_files import load_recipe
+from tools import serve
 
 
 def test_a_recipe_and_a_model_together_are_refused(capsys):

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-if str(Path(__file__).parent) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).parent))
 
 for module in ("aiohttp", "PIL", "blake3"):
     pytest.importorskip(module)

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from bireme.discovery import run
 from bireme.launch import Server, free_ports, start_server
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
-from triton_client import Client
+from tests.server.triton_client import Client
 
 pytestmark = pytest.mark.server
 PORTS = range(23200, 23300)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from house import CHECKOUT
+
+from tests.repository.house import CHECKOUT
 
 PAGES = ("CONTRIBUTING.md", "README.md", "docs/architecture.md", "docs/engine_process.md", "docs/glossary.md")
 TOP = ("benchmarks", "bireme", "docs", "ensembles", "model_repository", "recipes", "tests", "tools")

@@ -6,9 +6,9 @@ import ast
 import re
 
 import pytest
-from house import CHECKOUT, MODULES, functions_of, name_of, tree_of
 
 from bireme.metrics import TABLE
+from tests.repository.house import CHECKOUT, MODULES, functions_of, name_of, tree_of
 
 MAX_FILE_LINES = 700
 VAGUE = {"utils", "util", "helper", "helpers", "misc", "common", "manager2", "data", "info"}
@@ -51,13 +51,6 @@ def test_a_class_name_stands_for_one_thing():
 
 def test_no_file_is_a_heap():
     assert [name_of(path) for path in MODULES if len(path.read_text().splitlines()) > MAX_FILE_LINES] == []
-
-
-def test_modules_of_the_tests_have_names_of_their_own():
-    """Test folders are not packages, so pytest and `import` find modules by their bare names."""
-    paths = [path for path in (CHECKOUT / "tests").rglob("*.py") if path.stem not in ("conftest", "__init__")]
-    names = [path.stem for path in paths]
-    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
 
 
 def test_function_names_are_plain():

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from house import CHECKOUT, MODULES, PACKAGE, Import, imports_of, name_of, tree_of
 
 from bireme.engine_kinds import ENGINE_KINDS, EngineName
+from tests.repository.house import CHECKOUT, MODULES, PACKAGE, Import, imports_of, name_of, tree_of
 
 # Lower may not import higher. Modules of one row may import each other.
 ROWS = (

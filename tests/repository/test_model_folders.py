@@ -6,10 +6,10 @@ import importlib
 import re
 
 import pytest
-from house import CHECKOUT, MODEL_FOLDERS, PYTHON_MODELS, parse_pbtxt
 
 from bireme.specs import MODELS, PIPELINES, STAGES
 from bireme.triton.autocomplete import tensor_config
+from tests.repository.house import CHECKOUT, MODEL_FOLDERS, PYTHON_MODELS, parse_pbtxt
 
 MAX_MODEL_LINES = 12
 ENSEMBLES = [folder for folder in MODEL_FOLDERS if folder not in PYTHON_MODELS]

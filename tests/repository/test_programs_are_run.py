@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from house import CHECKOUT
 
-sys.path.insert(0, str(CHECKOUT / "tests" / "server"))
-from programs import ELSEWHERE, RUNS
+from tests.repository.house import CHECKOUT
+from tests.server.programs import ELSEWHERE, RUNS
 
 
 def programs() -> set[str]:

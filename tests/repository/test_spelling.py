@@ -8,7 +8,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from house import CHECKOUT, name_of
+from tests.repository.house import CHECKOUT, name_of
 
 BRITISH = re.compile(
     "(author|custom|general|initial|material|maxim|minim|normal|optim|organ|penal|priorit|quant|recogn|serial|special"

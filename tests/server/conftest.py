@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,21 +13,10 @@ import pytest
 import yaml
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-for folder in (CHECKOUT / "tools", *(CHECKOUT / "tests" / name for name in ("contract", "docker", "server"))):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
 
 TINY_CHATS = [  # trtllm: on the stand-in of tests/contract
     (engine, recipe) for engine in ("torch", "trtllm") for recipe in ("recipes/tiny-chat", "recipes/tiny-chat-disagg")
 ]
-
-
-@pytest.fixture(scope="session")
-def sample_model() -> Callable[[str], Path]:
-    """Return a function: architecture -> folder of a small random model, made once."""
-    from make_sample_model import make
-
-    return lambda arch: make(CHECKOUT / "models" / f"tiny-{arch}", arch)
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +82,7 @@ def chat_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """tiny-chat with its frontend, as tools/serve.py runs them: one for all tests of the OpenAI API that can
     share it. A test may kill its engine or frontend (both come back), and leaves it idle.
     """
-    from openai_served import served
+    from tests.server.openai_served import served
 
     with served("recipes/tiny-chat", tmp_path_factory.mktemp("chat") / "log") as running:
         yield running
@@ -105,8 +93,8 @@ def tiny_chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """tiny-chat with its frontend on each engine, aggregated and disaggregated: the tests of all modules that only
     ask run on one before the next is started.
     """
-    import stand_in_workers
-    from openai_served import served
+    from tests.contract import stand_in_workers
+    from tests.server.openai_served import served
 
     engine, recipe = request.param
     ports = {"http": 24670, "grpc": 24671, "metrics": 24672, "health": 24673, "openai": 24674}
@@ -119,9 +107,8 @@ def tiny_chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="session")
 def shared(sample_model: Callable[[str], Path], write_recipe: Callable[..., Path]) -> Iterator[Callable[[str], Any]]:
     """Return a function: name of a deployment in shared_deployments -> its server, which ends with the session."""
-    from shared_deployments import recipe_of
-
     from bireme.launch.tritonserver import Server, start_server
+    from tests.server.shared_deployments import recipe_of
 
     made: list[ExitStack] = []
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import stand_in_workers
+from tests.contract import stand_in_workers
 
 CONTEXT = 512  # tokens, of `..._text`
 STEP_MS = 20

@@ -11,13 +11,13 @@ import urllib.error
 import urllib.request
 
 import pytest
-import show_config
-from triton_client import Client, inputs_of
 from tritonclient.utils import InferenceServerException
 
 from bireme.config import CHECKOUT
 from bireme.launch import ServerStartError, free_ports, start_server
 from bireme.specs import MODELS
+from tests.server.triton_client import Client, inputs_of
+from tools import show_config
 
 pytestmark = pytest.mark.server
 PORTS = range(23100, 23200)

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import stand_in_workers
 import tritonclient.grpc as grpcclient
-from shared_deployments import CONTEXT
-from triton_client import Client
 from tritonclient.utils import InferenceServerException
-from watch import is_idle, until
+
+from tests.contract import stand_in_workers
+from tests.server.shared_deployments import CONTEXT
+from tests.server.triton_client import Client
+from tests.server.watch import is_idle, until
 
 pytestmark = pytest.mark.server
 

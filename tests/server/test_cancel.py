@@ -10,10 +10,11 @@ import time
 from typing import Any
 
 import pytest
-import stand_in_workers
-from shared_deployments import STEP_MS
-from triton_client import Client
-from watch import held, is_idle, total, until
+
+from tests.contract import stand_in_workers
+from tests.server.shared_deployments import STEP_MS
+from tests.server.triton_client import Client
+from tests.server.watch import held, is_idle, total, until
 
 pytestmark = pytest.mark.server
 
@@ -74,7 +75,8 @@ def _streaming(model: str) -> dict[str, bool]:
 
 def test_cancelling_a_unary_completion_stops_the_engine(server: Any) -> None:
     import tritonclient.grpc as grpcclient
-    from triton_client import inputs_of
+
+    from tests.server.triton_client import inputs_of
 
     with grpcclient.InferenceServerClient(server.grpc) as client:
         inputs = inputs_of("completion", {"input_ids": PROMPT, "max_tokens": 5000})

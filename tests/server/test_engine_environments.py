@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dockerfile_steps import Build, StepError, base_environment
-from made_environments import make_engine_environment, make_triton_environment
 
 from bireme.launch import processes
 from bireme.launch.ports import free_ports
+from tests.docker.dockerfile_steps import Build, StepError, base_environment
+from tests.docker.made_environments import make_engine_environment, make_triton_environment
 
 pytestmark = pytest.mark.server
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -10,12 +10,12 @@ import time
 from typing import Any
 
 import pytest
-import stand_in_workers
-from shared_deployments import faults_keys
-from triton_client import Client
-from watch import is_idle, total, until
 
 from bireme.engines.mocker.tokens import expected_tokens, printable_ids
+from tests.contract import stand_in_workers
+from tests.server.shared_deployments import faults_keys
+from tests.server.triton_client import Client
+from tests.server.watch import is_idle, total, until
 
 pytestmark = pytest.mark.server
 

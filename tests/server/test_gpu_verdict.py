@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from made_environments import make_engine_environment, make_triton_environment
+
+from tests.docker.made_environments import make_engine_environment, make_triton_environment
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 CHECKOUT = Path(__file__).resolve().parents[2]

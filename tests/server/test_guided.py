@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_in_workers
-from triton_client import Client
 from tritonclient.utils import InferenceServerException
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines" / "torch"))
-from schemas import make_schemas
+from tests.contract import stand_in_workers
+from tests.engines.torch.schemas import make_schemas
+from tests.server.triton_client import Client
 
 pytest.importorskip("xgrammar")
 jsonschema = pytest.importorskip("jsonschema")

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
-from triton_client import Client, inputs_of
 from tritonclient.utils import InferenceServerException
 
 from bireme.logits.application import LogitsJob, apply
 from bireme.messages import ProcessorCall
+from tests.server.triton_client import Client, inputs_of
 
 pytestmark = pytest.mark.server
 VOCAB = 40

@@ -7,7 +7,8 @@ from collections import Counter
 import httpx
 import openai
 import pytest
-from samples.chat_world import examples
+
+from tools.samples.chat_world import examples
 
 pytestmark = pytest.mark.server
 COUNT = 40  # tasks a kind

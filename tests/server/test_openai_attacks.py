@@ -5,8 +5,9 @@ import socket
 import time
 
 import pytest
-from openai_served import PORTS, call, chat, gauge, settled, wait_for
-from raw_http import RawHttp, post, statuses
+
+from tests.server.openai_served import PORTS, call, chat, gauge, settled, wait_for
+from tests.server.raw_http import RawHttp, post, statuses
 
 pytestmark = pytest.mark.server
 PORT = PORTS["openai"]

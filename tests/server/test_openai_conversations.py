@@ -6,7 +6,8 @@ from collections import Counter
 
 import openai
 import pytest
-from samples.chat_world import TOOLS, examples
+
+from tools.samples.chat_world import TOOLS, examples
 
 pytestmark = pytest.mark.server
 COUNT = 30  # held-out conversations a kind

@@ -6,8 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from openai_served import PORTS, chat
-from triton_client import Stream
+
+from tests.server.openai_served import PORTS, chat
+from tests.server.triton_client import Stream
 
 pytestmark = pytest.mark.server
 DOCS = [Path("docs/openai.md"), Path("README.md")]

@@ -12,8 +12,9 @@ import time
 import jsonschema
 import openai
 import pytest
-from openai_served import PORTS, URL, call, chat, engine_of, gauge, kill, settled, wait_for
 from pydantic import BaseModel
+
+from tests.server.openai_served import PORTS, URL, call, chat, engine_of, gauge, kill, settled, wait_for
 
 pytestmark = pytest.mark.server
 WORDS = "Count from 1 to 9."

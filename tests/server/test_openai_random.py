@@ -4,14 +4,12 @@ import asyncio
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import openai
 import pytest
-from openai_served import URL, call
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines" / "torch"))
-from schemas import make_schemas
+from tests.engines.torch.schemas import make_schemas
+from tests.server.openai_served import URL, call
 
 jsonschema = pytest.importorskip("jsonschema")
 pytestmark = [pytest.mark.server, pytest.mark.slow]

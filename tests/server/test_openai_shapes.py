@@ -6,8 +6,9 @@ import urllib.request
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai_served import URL, call, chat
-from openai_shapes import check
+
+from tests.server.openai_served import URL, call, chat
+from tests.server.openai_shapes import check
 
 pytestmark = pytest.mark.server
 SUM = "What is 12 + 30?"

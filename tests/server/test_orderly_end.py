@@ -69,7 +69,7 @@ def send_malformed_and_cancel(address):
 @pytest.fixture(scope="module")
 def ended(launched):
     """What became of a long stream and of a later request, the exit code and the log."""
-    from triton_client import Client
+    from tests.server.triton_client import Client
 
     assert "no_such_output" in send_malformed_and_cancel(launched.grpc)
     client = Client(launched.grpc)

@@ -10,9 +10,17 @@ import time
 import numpy as np
 import openai
 import pytest
-from openai_served import engine_of, gauge, kill, series, served, wait_for
-from picture_questions import answers_of_transformers, chat_messages, data_url, held_out, num_right, picture_part
-from samples.picture_world import dialogues, png
+
+from tests.server.openai_served import engine_of, gauge, kill, series, served, wait_for
+from tests.server.picture_questions import (
+    answers_of_transformers,
+    chat_messages,
+    data_url,
+    held_out,
+    num_right,
+    picture_part,
+)
+from tools.samples.picture_world import dialogues, png
 
 pytestmark = pytest.mark.server
 PORTS = {"http": 24210, "grpc": 24211, "metrics": 24212, "health": 24213, "openai": 24214}

@@ -10,10 +10,10 @@ import subprocess
 import sys
 
 import pytest
-from programs import RUNS
 
 from bireme.config import CHECKOUT
 from bireme.launch import free_ports
+from tests.server.programs import RUNS
 
 pytestmark = pytest.mark.server
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHECKOUT
 
 from bireme.errors import ConfigError
 from bireme.launch import processes
@@ -27,6 +26,7 @@ from bireme.launch.ports import free_ports
 from bireme.launch.preflight import check_engines, check_model
 from bireme.launch.run_folder import SHM, default_base
 from bireme.recipe_files import load_recipe
+from tests.server.conftest import CHECKOUT
 
 pytestmark = pytest.mark.server
 

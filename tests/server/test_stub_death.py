@@ -9,9 +9,6 @@ import time
 from typing import Any
 
 import pytest
-from test_faults import Run
-from triton_client import Client
-from watch import until
 
 from bireme.engines.mocker.tokens import expected_tokens, printable_ids
 from bireme.launch import free_ports
@@ -19,6 +16,9 @@ from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
 from bireme.launch.deployment import Deployment, DeploymentSettings
 from bireme.recipe_files import load_recipe
+from tests.server.test_faults import Run
+from tests.server.triton_client import Client
+from tests.server.watch import until
 
 pytestmark = pytest.mark.server
 

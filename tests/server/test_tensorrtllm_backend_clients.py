@@ -10,10 +10,10 @@ import sys
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from triton_client import Client
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from bireme.config import CHECKOUT
+from tests.server.triton_client import Client
 
 pytestmark = pytest.mark.server
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import stand_in_workers
-from triton_client import Client
 from tritonclient.utils import InferenceServerException
+
+from tests.contract import stand_in_workers
+from tests.server.triton_client import Client
 
 pytestmark = pytest.mark.server
 

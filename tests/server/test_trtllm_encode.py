@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_in_workers
-from picture_questions import answers_of_transformers, chat_messages, held_out
-from triton_client import Client
+
+from tests.contract import stand_in_workers
+from tests.server.picture_questions import answers_of_transformers, chat_messages, held_out
+from tests.server.triton_client import Client
 
 pytestmark = pytest.mark.server
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-vlm"

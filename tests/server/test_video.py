@@ -10,9 +10,9 @@ import time
 import numpy as np
 import openai
 import pytest
-from openai_served import engine_of, kill, served, wait_for
-from samples.video_world import read
-from video_served import (
+
+from tests.server.openai_served import engine_of, kill, served, wait_for
+from tests.server.video_served import (
     PORTS,
     PROMPT,
     URL,
@@ -25,6 +25,7 @@ from video_served import (
     settled_steps,
     stream,
 )
+from tools.samples.video_world import read
 
 pytestmark = pytest.mark.server
 LONG = {"prompt": PROMPT, "num_inference_steps": 100, "num_frames": 65}

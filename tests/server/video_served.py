@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
-from openai_served import gauge
+
+from tests.server.openai_served import gauge
 
 PORTS = {"http": 24310, "grpc": 24311, "metrics": 24312, "health": 24313, "openai": 24314}
 URL = f"http://127.0.0.1:{PORTS['openai']}"

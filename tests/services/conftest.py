@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
-
-from openai_served import Served, served
-from playground_page import Page
-from playground_servers import PORTS, RECIPE, URL, ScriptedFrontend
-from screenshots import browser
+from tests.server.openai_served import Served, served
+from tests.services.playground_page import Page
+from tests.services.playground_servers import PORTS, RECIPE, URL, ScriptedFrontend
+from tools.screenshots import browser
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,9 +2,10 @@
 
 import pytest
 from axe_core_python.selenium import Axe
-from playground_page import NARROW, WIDE
-from playground_servers import URL
 from selenium.webdriver.common.keys import Keys
+
+from tests.services.playground_page import NARROW, WIDE
+from tests.services.playground_servers import URL
 
 FROM_THE_TOP = (
     "const top = document.createElement('a'); top.tabIndex = 0; document.body.prepend(top); top.focus(); top.remove()"

@@ -3,9 +3,10 @@
 import json
 import re
 
-from openai_served import gauge, wait_for
-from playground_servers import PORTS
 from selenium.webdriver.common.keys import Keys
+
+from tests.server.openai_served import gauge, wait_for
+from tests.services.playground_servers import PORTS
 
 STORY = "Continue the story: Once upon a time, Rosa lost a red kite in the forest."
 NEVER_ENDING = '{"bireme": {"ignore_eos": true}}'

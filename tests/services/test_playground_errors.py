@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from playground_servers import further_frontend
 from selenium.webdriver.common.keys import Keys
+
+from tests.services.playground_servers import further_frontend
 
 NEVER_ENDING = '{"bireme": {"ignore_eos": true}}'
 

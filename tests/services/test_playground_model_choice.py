@@ -3,9 +3,10 @@
 import json
 
 import pytest
-from samples.picture_world import dialogues, png
 from selenium.webdriver.common.keys import Keys
-from test_playground_scripted import say
+
+from tests.services.test_playground_scripted import say
+from tools.samples.picture_world import dialogues, png
 
 TEXT_ONLY = "scripted reads text only. Choose other, or go on without pictures."
 

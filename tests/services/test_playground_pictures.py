@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai_served import served
 from PIL import Image
-from playground_page import Page
-from samples.picture_world import Dialogue, dialogues, png
 from selenium.webdriver.common.keys import Keys
+
+from tests.server.openai_served import served
+from tests.services.playground_page import Page
+from tools.samples.picture_world import Dialogue, dialogues, png
 
 PORTS = {"http": 24700, "grpc": 24701, "metrics": 24702, "health": 24703, "openai": 24704}
 URL = f"http://127.0.0.1:{PORTS['openai']}/"

@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
-from openai_served import served
-from playground_page import Page
+
+from tests.server.openai_served import served
+from tests.services.playground_page import Page
 
 PORTS = {"http": 24330, "grpc": 24331, "metrics": 24332, "health": 24333, "openai": 24334}
 URL = f"http://127.0.0.1:{PORTS['openai']}/"

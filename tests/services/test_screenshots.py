@@ -3,9 +3,8 @@
 import subprocess
 import sys
 
-from playground_servers import URL
-
 from bireme.config import CHECKOUT
+from tests.services.playground_servers import URL
 
 
 def test_a_picture_of_the_playground_is_made(deployment, tmp_path):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import chaos
 import pytest
 
 from benchmarks.chaos.campaign import Outcome
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.records import Hit
 from benchmarks.chaos.verdict import Violation
+from tools import chaos
 
 
 def outcome_of(violations):

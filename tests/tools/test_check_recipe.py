@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import check_recipe
 import pytest
 import yaml
 
 from bireme.config import CHECKOUT
 from bireme.launch.recipe_check import Finding, check_folder
+from tools import check_recipe
 
 RECIPES = sorted(path.parent for path in (CHECKOUT / "recipes").glob("*/recipe.yaml"))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zipfile
 
-import clients
 import pytest
 import yaml
+
+from tools import clients
 
 pytestmark = pytest.mark.slow
 METADATA = "Metadata-Version: 2.1\nName: mine\nVersion: 1\n"

@@ -1,8 +1,9 @@
 import json
 
-import make_sample_model
 import pytest
-from make_sample_model import STAMP, SampleModelError, make
+
+from tools import make_sample_model
+from tools.make_sample_model import STAMP, SampleModelError, make
 
 SMALL = {"hidden": 32, "intermediate": 32, "layers": 2, "heads": 2, "vocab": 600, "head_dim": 16}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 
 import pytest
-import serve_nodes
 
 from bireme.errors import ConfigError
 from bireme.recipe_files import load_recipe
+from tools import serve_nodes
 
 WIDE = "recipes/deepseek-r1-wide-ep"
 

@@ -6,9 +6,10 @@ import queue
 from collections.abc import Iterator
 from typing import Any
 
-import adapter_stages
 import numpy as np
 import tritonclient.grpc as grpcclient
+
+from tests.triton import adapter_stages
 
 _NUMPY = {"INT32": np.int32, "FP32": np.float32, "BYTES": np.object_}
 _SPECS = {stage.spec.name: stage.spec for stage in adapter_stages.STAGES}

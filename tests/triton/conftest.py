@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import adapter_stages
 import pytest
-from adapter_client import Client
 
 from bireme.config import Recipe, WorkerEntry
 from bireme.launch import Server, free_ports, start_server
 from bireme.launch.installation import find_installation
+from tests.triton import adapter_stages
+from tests.triton.adapter_client import Client
 
-HERE = Path(__file__).resolve().parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 PORTS = range(23100, 23200)
 MODEL = """\
 import sys
 
-sys.path[:0] = [{checkout!r}, {here!r}]
+sys.path.insert(0, {checkout!r})
 
-import adapter_stages
 from bireme.triton import as_triton_model
+from tests.triton import adapter_stages
 
 TritonPythonModel = as_triton_model(adapter_stages.{stage})
 """
@@ -33,7 +33,7 @@ def write_repository(folder: Path) -> Path:
         version = folder / stage.spec.name / "1"
         version.mkdir(parents=True)
         (version.parent / "config.pbtxt").write_text(CONFIG)
-        source = MODEL.format(checkout=str(HERE.parents[1]), here=str(HERE), stage=stage.__name__)
+        source = MODEL.format(checkout=str(CHECKOUT), stage=stage.__name__)
         (version / "model.py").write_text(source)
     return folder
 

@@ -8,13 +8,13 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from recording import Recorder
 
 from bireme.specs import CHAT
 from bireme.stages.absent import AbsentStage
 from bireme.triton import as_triton_model
 from bireme.triton.event_loop import EventLoop
 from bireme.triton.streams import Stream
+from tests.triton.recording import Recorder
 
 
 class Moody(AbsentStage):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import time
 
-import adapter_stages
 import pytest
 
 from bireme.errors import BiremeError
 from bireme.triton.autocomplete import tensor_config
+from tests.triton import adapter_stages
 
 pytestmark = pytest.mark.server
 

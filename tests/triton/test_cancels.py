@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
-from recording import Recorder
 
 from bireme.triton.cancels import CancelPoller
 from bireme.triton.streams import Stream
+from tests.triton.recording import Recorder
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from recording import Recorder, Words
 
 from bireme.triton import sender as sender_module
 from bireme.triton.sender import BURST_REST_S, BUSY_TURN, LONGEST_REST_S, length_of_rest
 from bireme.triton.senders import Senders
 from bireme.triton.streams import Stream
+from tests.triton.recording import Recorder, Words
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
-import show_config
 
 from bireme.specs import DECODE, TOKENIZER, ModelSpec
 from bireme.triton.autocomplete import tensor_config
+from tools import show_config
 
 
 def config_of(spec: ModelSpec) -> dict:

@@ -6,11 +6,11 @@ import threading
 
 import numpy as np
 import pytest
-from recording import Recorder, Words
 
 from bireme.errors import RequestError
 from bireme.triton.streams import Stream
 from bireme.types import TensorResponse
+from tests.triton.recording import Recorder, Words
 
 
 def make_stream(outlet: Recorder, *, is_decoupled: bool = True, limit: int = 1000) -> tuple[Stream, list[Stream]]:

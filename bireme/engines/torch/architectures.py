@@ -1,7 +1,7 @@
 """Which transformers classes this engine runs: those whose greedy output was proved equal to `generate`.
 
 A class is fit when every layer calls the attention interface, keeps no other state between tokens, and
-passes its window, softcap and sinks along. tests/engines/torch/test_torch_architectures.py proves each.
+passes its window, softcap and sinks along. tests/engines/torch/test_architectures.py proves each.
 """
 
 from __future__ import annotations

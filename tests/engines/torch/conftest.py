@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 class TinyModel:
     """A model folder and its oracle."""
 
     def __init__(self, folder: Path, model_type: str, **changes: object) -> None:
-        import tiny_models
+        from tests.engines.torch import tiny_models
 
         self.path = tiny_models.save(folder, model_type, **changes)
         self.module = tiny_models.build(model_type, **changes)
@@ -23,7 +20,7 @@ class TinyModel:
 
     def expect(self, prompts: list[list[int]], num_tokens: int = 48, eos: int | None = None) -> list[list[int]]:
         """Return generate's greedy tokens."""
-        import tiny_models
+        from tests.engines.torch import tiny_models
 
         found = []
         for prompt in prompts:
@@ -37,8 +34,9 @@ class TinyModel:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
     """Return the tiny model of a name: llama, qwen3 or gemma3 (window 32)."""
-    import tiny_models
     import torch
+
+    from tests.engines.torch import tiny_models
 
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models")

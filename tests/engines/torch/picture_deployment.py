@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from PIL import Image
-from torch_harness import Harness, Result, request
 
 from bireme import disagg
 from bireme.config import EngineConfig, Limits
@@ -32,6 +31,7 @@ from bireme.multimodal.wire import (
     encode_job,
     encode_multimodal,
 )
+from tests.engines.torch.torch_harness import Harness, Result, request
 
 KEY = b"k" * 32
 PLACEHOLDER = 5

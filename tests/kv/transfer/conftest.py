@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_side import Child, Side, files_of
 
 from bireme.kv.transfer.shm import sweep
+from tests.kv.transfer.kv_side import Child, Side, files_of
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import signal
 import threading
 
 import pytest
-from kv_side import files_of, wait_until
 
 from bireme.errors import KvTransferError, UnavailableError
 from bireme.kv.transfer.process import Process
 from bireme.kv.transfer.shm import file_prefix, sweep
 from bireme.kv.transfer.shm_file import SHM_DIR
+from tests.kv.transfer.kv_side import files_of, wait_until
 
 
 def test_rows_go_from_one_process_to_another(make_child, decode):

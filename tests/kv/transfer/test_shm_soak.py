@@ -6,9 +6,9 @@ import random
 import time
 
 import pytest
-from kv_side import files_of, wait_until
 
 from bireme.errors import BiremeError, DeadlineExceededError
+from tests.kv.transfer.kv_side import files_of, wait_until
 
 
 @pytest.mark.parametrize(("seed", "timeout_ms"), [(7, 60_000), (8, 1500)])

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from kv_side import LAYOUT, Side, files_of, wait_until
 
 from bireme.discovery import run
 from bireme.errors import (
@@ -26,6 +25,7 @@ from bireme.errors import (
 from bireme.kv.transfer import create_transfer
 from bireme.kv.transfer.base import GroupLayout, KvLayout
 from bireme.kv.transfer.shm import ShmTransfer
+from tests.kv.transfer.kv_side import LAYOUT, Side, files_of, wait_until
 
 
 def test_every_row_arrives_as_it_was_exported(prefill, decode):

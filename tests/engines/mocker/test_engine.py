@@ -1,0 +1,250 @@
+"""The mocker alone, in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+
+import msgspec
+import pytest
+
+from bireme.config import EngineConfig, KvCacheConfig, MockerConfig, SchedulerConfig
+from bireme.engines.base import EngineContext
+from bireme.engines.mocker.engine import MockEngine
+from bireme.engines.mocker.tokens import expected_tokens, plain_ids, printable_ids
+from bireme.engines.registry import create_engine
+from bireme.errors import ConfigError, ResourceExhaustedError, UnavailableError
+from bireme.messages import SamplingParams
+from bireme.metrics import Registry
+from tests.engines.engine_fixtures import PROMPT, VOCAB_SIZE, make_request, wait_for
+
+
+class Emitted:
+    """Collects what an engine emits."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.finishes: dict[int, object] = {}
+        self.deltas: list[object] = []
+        self.batches: list[int] = []
+        self.times: list[float] = []
+
+    def __call__(self, step, deltas, plain=None) -> None:
+        self.times.append(time.monotonic())
+        self.batches.append(len(deltas) + (len(plain.keys) if plain else 0))
+        for key, token in zip(plain.keys, plain.tokens, strict=True) if plain else ():
+            assert key[1] not in self.finishes
+            self.tokens[key[1]].append(token)
+        for delta in deltas:
+            number = delta.key[1]
+            assert number not in self.finishes
+            self.deltas.append(delta)
+            self.tokens[number] += delta.tokens
+            if delta.finish is not None:
+                self.finishes[number] = delta.finish
+
+    def finish_of(self, number):
+        wait_for(lambda: number in self.finishes)
+        return self.finishes[number]
+
+
+@pytest.fixture
+def start():
+    engines: list[MockEngine] = []
+
+    def make(config: EngineConfig | None = None, **mocker) -> tuple[MockEngine, Emitted, Registry]:
+        settings = MockerConfig(**({"vocab_size": VOCAB_SIZE, "step_ms": 1.0} | mocker))
+        config = msgspec.structs.replace(config or EngineConfig(), mocker=settings)
+        metrics, emitted = Registry("decode"), Emitted()
+        engine = create_engine("mocker", EngineContext("decode", "decode", "", config, metrics))
+        engines.append(engine)
+        engine.capacity = engine.start(emitted)
+        return engine, emitted, metrics
+
+    yield make
+    for engine in engines:
+        engine.stop()
+
+
+def test_tokens_depend_on_prompt_and_position_alone(start):
+    engine, emitted, _ = start()
+    engine.submit((0, 1), make_request(max_tokens=300), None)
+    engine.submit((0, 2), make_request([*PROMPT, 5], 10), None)
+    assert emitted.finish_of(1).reason == emitted.finish_of(2).reason == "length"
+    assert emitted.tokens[1] == expected_tokens(PROMPT, 300)
+    assert emitted.tokens[2] == expected_tokens([*PROMPT, 5], 10)
+
+
+def test_expected_tokens_are_stable_and_avoid_the_first_ids():
+    tokens = expected_tokens(PROMPT, 1000)
+    assert tokens[:4] == expected_tokens(PROMPT, 4)
+    assert tokens[500:] == expected_tokens(PROMPT, 500, first=500)
+    assert min(tokens) >= 300
+    assert len(set(tokens)) > 900
+
+
+def test_the_pace_does_not_drift(start):
+    engine, emitted, _ = start(step_ms=2.0)
+    engine.submit((0, 1), make_request(max_tokens=100), None)
+    emitted.finish_of(1)
+    gaps = (emitted.times[-1] - emitted.times[0]) / 99
+    assert gaps >= 0.0019  # never ahead of the model; how far behind depends on the machine
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_delivered(start):
+    engine, emitted, _ = start()
+    answer = expected_tokens(PROMPT, 20)
+    sampling = SamplingParams(max_tokens=20, stop_token_ids=(answer[7],))
+    engine.submit((0, 1), make_request(sampling=sampling), None)
+    finish = emitted.finish_of(1)
+    assert (finish.reason, finish.stop_token_id) == ("stop", answer[7])
+    assert emitted.tokens[1] == answer[:7]
+
+
+def test_min_tokens_puts_the_stop_off(start):
+    engine, emitted, _ = start()
+    answer = expected_tokens(PROMPT, 20)
+    sampling = SamplingParams(max_tokens=20, min_tokens=12, stop_token_ids=(answer[7],))
+    engine.submit((0, 1), make_request(sampling=sampling), None)
+    assert emitted.finish_of(1).reason == "length"
+
+
+def test_log_probs_come_one_entry_a_token(start):
+    engine, emitted, _ = start()
+    sampling = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=0)
+    engine.submit((0, 1), make_request(sampling=sampling), None)
+    emitted.finish_of(1)
+    first = emitted.deltas[0]
+    assert [entry[0][0] for entry in first.logprobs] == first.tokens
+    assert len(first.logprobs[0]) == 3
+    assert len(first.prompt_logprobs) == len(PROMPT) - 1
+
+
+def test_a_repeated_prompt_hits_the_prefix_cache(start):
+    engine, emitted, _ = start(EngineConfig(kv_cache_config=KvCacheConfig(tokens_per_block=16)))
+    for number in (1, 2):
+        engine.submit((0, number), make_request(max_tokens=2), None)
+        emitted.finish_of(number)
+    engine.submit((0, 3), make_request(max_tokens=2, cache_salt="other"), None)
+    cached = [emitted.finish_of(number).usage.cached_tokens for number in (1, 2, 3)]
+    assert cached == [0, 48, 0]
+
+
+def test_a_full_pool_makes_requests_wait(start):
+    engine, emitted, _ = start(EngineConfig(kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=128)))
+    for number in (1, 2, 3):
+        engine.submit((0, number), make_request([number] * 20, 60), None)
+    for number in (1, 2, 3):
+        assert emitted.finish_of(number).reason == "length"
+    assert max(emitted.batches) == 1
+
+
+def test_a_request_larger_than_the_pool_is_refused(start):
+    engine, emitted, _ = start(EngineConfig(kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=128)))
+    engine.submit((0, 1), make_request(max_tokens=100), None)
+    assert "the pool has 8" in emitted.finish_of(1).error
+
+
+def test_a_full_queue_refuses_at_once(start):
+    config = EngineConfig(max_batch_size=1, scheduler_config=SchedulerConfig(max_queue_size=2))
+    engine, emitted, _ = start(config, step_ms=20.0)
+    engine.submit((0, 1), make_request(max_tokens=1000), None)
+    wait_for(lambda: emitted.tokens[1])
+    engine.submit((0, 2), make_request(), None)
+    engine.submit((0, 3), make_request(), None)
+    with pytest.raises(ResourceExhaustedError, match="max_queue_size is 2"):
+        engine.submit((0, 4), make_request(), None)
+
+
+def test_a_queue_time_limit_and_a_deadline_end_requests(start):
+    config = EngineConfig(max_batch_size=1, scheduler_config=SchedulerConfig(max_queue_time_s=0.05))
+    engine, emitted, _ = start(config)
+    engine.submit((0, 1), make_request(max_tokens=100_000, timeout_ms=300), None)
+    engine.submit((0, 2), make_request(), None)
+    assert emitted.finish_of(2).error.startswith("DEADLINE_EXCEEDED: queue time")
+    finish = emitted.finish_of(1)
+    assert (finish.reason, finish.error.split(" have")[0]) == ("timeout", "DEADLINE_EXCEEDED: timeout_ms: 300")
+
+
+def test_higher_priority_goes_first(start):
+    engine, emitted, _ = start(EngineConfig(max_batch_size=1), step_ms=5.0)
+    engine.submit((0, 1), make_request(max_tokens=10), None)
+    wait_for(lambda: emitted.tokens[1])
+    engine.submit((0, 2), make_request(max_tokens=1, priority=0.1), None)
+    engine.submit((0, 3), make_request(max_tokens=1, priority=0.9), None)
+    emitted.finish_of(2)
+    assert list(emitted.finishes) == [1, 3, 2]
+
+
+def test_a_long_prompt_is_prefilled_in_chunks(start):
+    engine, emitted, _ = start(EngineConfig(max_num_tokens=16))
+    engine.submit((0, 1), make_request(max_tokens=1), None)
+    emitted.finish_of(1)
+    assert engine.progress().step == 4  # 50 tokens, 16 a step
+
+
+def test_blocks_are_free_after_aborts(start):
+    engine, emitted, metrics = start()
+    for number in range(1, 20):
+        engine.submit((0, number), make_request([number] * 40, 10_000), None)
+    wait_for(lambda: emitted.tokens[19])
+    for number in range(1, 20):
+        engine.abort((0, number))
+    assert {emitted.finish_of(number).reason for number in range(1, 20)} == {"cancelled"}
+    gauge = lambda: {name: value for name, _, value in metrics.take_delta().gauges}  # noqa: E731
+    wait_for(lambda: gauge()["bireme_kv_blocks_used"] == 0)
+
+
+def test_a_draining_engine_refuses(start):
+    engine, _, _ = start()
+    engine.drain()
+    with pytest.raises(UnavailableError, match="draining"):
+        engine.submit((0, 1), make_request(), None)
+
+
+def test_as_fast_as_it_can_means_no_sleep(start):
+    engine, emitted, _ = start(step_ms=0.0)
+    engine.submit((0, 1), make_request(max_tokens=5000), None)
+    emitted.finish_of(1)
+    assert emitted.tokens[1] == expected_tokens(PROMPT, 5000)
+
+
+def test_submits_from_many_threads_all_end(start):
+    engine, emitted, _ = start(step_ms=0.0)
+
+    def submit(base: int) -> None:
+        for i in range(50):
+            engine.submit((0, base + i), make_request([base + i], 3), None)
+
+    threads = [threading.Thread(target=submit, args=(1000 * n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait_for(lambda: len(emitted.finishes) == 200)
+    numbers = [1000 * n + i for n in range(1, 5) for i in range(50)]
+    assert {finish.reason for finish in emitted.finishes.values()} == {"length"}
+    assert dict(emitted.tokens) == {number: expected_tokens([number], 3) for number in numbers}
+
+
+def test_printable_ids_decode_to_plain_text(sample_model):
+    folder = sample_model()
+    ids, vocab_size = printable_ids(str(folder))
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [tokenizer.decode([int(token)]) for token in ids]
+    assert all(text.isascii() and text.isprintable() and text.strip() for text in texts)
+    assert 300 <= ids.min() and ids.max() < vocab_size
+
+
+def test_without_a_tokenizer_the_vocabulary_must_be_named(start):
+    with pytest.raises(ConfigError, match="set mocker.vocab_size"):
+        start(vocab_size=0)
+
+
+def test_an_unknown_engine_is_refused():
+    with pytest.raises(ConfigError, match="known engines: torch, trtllm, mocker"):
+        create_engine("vllm", None)
+    assert plain_ids(100)[0] == 0

@@ -1,0 +1,243 @@
+"""Prefill and decode in two engines, KV moved by the in-process transfer: equal output, no block or lease left."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from bireme.errors import RequestError, UnavailableError
+from bireme.kv.transfer.fake import FakeNetwork
+from tests.engines.torch.torch_harness import MIXED, Harness, Result, make_prompts, request
+
+PROMPTS = make_prompts(*MIXED)
+
+
+class Pair:
+    """A prefill and a decode engine."""
+
+    def __init__(self, path: str, prefill_size: int = 32, decode_size: int = 16, **settings: object) -> None:
+        network = FakeNetwork()
+        self.transfers = [network.join("prefill"), network.join("decode")]
+        common = {"max_num_tokens": 64} | settings
+        self.prefill = Harness(path, self.transfers[0], "prefill", tokens_per_block=prefill_size, **common)
+        self.decode = Harness(path, self.transfers[1], "decode", tokens_per_block=decode_size, **common)
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for engine, transfer in zip((self.prefill, self.decode), self.transfers, strict=True):
+            engine.engine.stop()
+            transfer.close()
+
+    def begin(self, prompt: list[int], max_tokens: int = 48, **fields: object) -> Result:
+        result = self.prefill.submit(request(prompt, max_tokens, request_type="context_only", **fields))
+        assert result.finish.error == ""
+        return result
+
+    def go_on(self, prompt: list[int], first: Result, max_tokens: int = 48, **fields: object) -> Result:
+        asked = request(prompt, max_tokens, request_type="generation_only", **fields)
+        return self.decode.submit(asked, first.exported)
+
+    def run(self, prompts: list[list[int]], **fields: object) -> list[list[int]]:
+        firsts = [self.begin(prompt, **fields) for prompt in prompts]
+        results = [self.go_on(prompt, first, **fields) for prompt, first in zip(prompts, firsts, strict=True)]
+        assert [result.finish.error for result in results] == [""] * len(prompts)
+        return [result.tokens for result in results]
+
+    def assert_nothing_is_held(self) -> None:
+        self.transfers[0]._copier.close(5)  # releases have been called
+        for engine in (self.prefill, self.decode):
+            engine.engine.stop()
+            for action in engine.engine._take():
+                action()
+            assert engine.manager.num_referenced == 0
+        assert len(self.transfers[0].leases) == 0
+
+
+@pytest.mark.parametrize(("prefill_size", "decode_size"), [(32, 16), (16, 32), (8, 24)])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_disaggregated_output_equals_generate(tiny, name, prefill_size, decode_size):
+    model = tiny(name)
+    with Pair(model.path, prefill_size, decode_size) as pair:
+        assert pair.run(PROMPTS) == model.expect(PROMPTS)
+        pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rows_that_decode_holds_are_not_fetched(tiny, name):
+    model = tiny(name)
+    with Pair(model.path) as pair:
+        expected = pair.decode.run([request(prompt) for prompt in PROMPTS])
+        asked = []
+        fetch = pair.transfers[1].fetch
+        pair.transfers[1].fetch = lambda params, firsts, *rest: asked.append(firsts[0]) or fetch(params, firsts, *rest)
+        assert pair.run(PROMPTS) == expected == model.expect(PROMPTS)
+        assert asked == [len(prompt) // 16 * 16 for prompt in PROMPTS]
+        pair.assert_nothing_is_held()
+
+
+def test_a_resumed_request_is_disaggregated_like_any_other(tiny):
+    model = tiny("gemma3")
+    expected = model.expect(PROMPTS[:4])
+    with Pair(model.path) as pair:
+        for prompt, tokens in zip(PROMPTS, expected, strict=False):
+            first = pair.begin(prompt + tokens[:9], num_resumed=9)
+            result = pair.go_on(prompt + tokens[:9], first, num_resumed=9)
+            assert (result.finish.error, result.tokens) == ("", tokens[9:])
+            assert result.finish.usage.completion_tokens == 48
+
+
+def test_prefill_answers_with_one_token_and_its_cost(tiny):
+    model = tiny("llama")
+    with Pair(model.path) as pair:
+        first = pair.begin(PROMPTS[2], logprobs=2)
+        assert (first.finish.reason, first.tokens) == ("not_finished", model.expect([PROMPTS[2]])[0][:1])
+        assert first.exported is not None and first.exported.num_tokens == 45
+        result = pair.go_on(PROMPTS[2], first, logprobs=2)
+        assert result.finish.usage.prefill_worker == "prefill" and result.finish.usage.transfer_ms > 0
+        assert len(result.logprobs) == 48 and result.logprobs[0] == first.logprobs[0]
+
+
+def test_sampling_goes_on_from_prefill_exactly(tiny):
+    model = tiny("llama")
+    fields = {"temperature": 0.8, "seed": 11, "frequency_penalty": 0.5}
+    with Pair(model.path) as pair:
+        whole = pair.decode.run([request(PROMPTS[6], **fields)])
+        assert pair.run([PROMPTS[6]], **fields) == whole
+
+
+def test_a_first_token_that_is_the_last_needs_no_transfer(tiny):
+    model = tiny("llama")
+    token = model.expect([PROMPTS[2]])[0][0]
+    with Pair(model.path) as pair:
+        pair.transfers[1].fail_with = UnavailableError("no transfer may be needed")
+        first = pair.begin(PROMPTS[2], stop_token_ids=(token,))
+        assert (first.finish.reason, first.finish.stop_token_id, first.tokens) == ("stop", token, [])
+        result = pair.go_on(PROMPTS[2], first, stop_token_ids=(token,))
+        assert (result.finish.reason, result.finish.stop_token_id, result.tokens) == ("stop", token, [])
+        once = pair.begin(PROMPTS[3], max_tokens=1)
+        assert (once.finish.reason, pair.go_on(PROMPTS[3], once, max_tokens=1).finish.reason) == ("length", "length")
+        pair.assert_nothing_is_held()
+
+
+def test_params_of_another_prompt_are_refused(tiny):
+    with Pair(tiny("llama").path) as pair:
+        first = pair.begin(PROMPTS[2])
+        with pytest.raises(RequestError, match="another prompt"):
+            pair.go_on(PROMPTS[2][::-1], first)
+        with pytest.raises(RequestError, match="another prompt"):
+            pair.go_on(PROMPTS[2], first, cache_salt="x")
+
+
+def test_a_lease_serves_once(tiny):
+    with Pair(tiny("llama").path) as pair:
+        first = pair.begin(PROMPTS[2])
+        assert pair.go_on(PROMPTS[2], first).finish.reason == "length"
+        again = pair.go_on(PROMPTS[2], first)
+        assert again.finish.error.startswith("NOT_FOUND")
+        pair.assert_nothing_is_held()
+
+
+def test_an_expired_lease_frees_its_blocks_and_decode_says_so(tiny):
+    with Pair(tiny("llama").path) as pair:
+        first = pair.begin(PROMPTS[2])
+        assert pair.prefill.manager.num_referenced == 2
+        pair.transfers[0].expire_leases()
+        assert pair.go_on(PROMPTS[2], first).finish.error.startswith("NOT_FOUND")
+        pair.assert_nothing_is_held()
+
+
+def test_an_abort_of_a_finished_prefill_ends_its_lease(tiny):
+    with Pair(tiny("llama").path) as pair:
+        first = pair.begin(PROMPTS[2])
+        pair.prefill.abort(first)
+        pair.prefill.settle()
+        assert pair.go_on(PROMPTS[2], first).finish.error.startswith("NOT_FOUND")
+        pair.assert_nothing_is_held()
+
+
+def test_an_abort_during_the_transfer_ends_after_it(tiny):
+    with Pair(tiny("llama").path) as pair:
+        pair.transfers[1].hold()
+        result = pair.go_on(PROMPTS[2], pair.begin(PROMPTS[2]))
+        pair.decode.abort(result)
+        assert (result.finish.reason, result.tokens) == ("cancelled", [])
+        pair.transfers[0].expire_leases()
+        pair.assert_nothing_is_held()
+
+
+def test_a_deadline_during_the_transfer_ends_as_timeout(tiny):
+    with Pair(tiny("llama").path) as pair:
+        pair.transfers[1].hold()
+        result = pair.go_on(PROMPTS[2], pair.begin(PROMPTS[2]), timeout_ms=50)
+        assert (result.finish.reason, result.tokens) == ("timeout", [])
+        pair.transfers[0].expire_leases()
+        pair.assert_nothing_is_held()
+
+
+def test_a_lost_prefill_worker_ends_as_unavailable(tiny):
+    with Pair(tiny("llama").path) as pair:
+        first = pair.begin(PROMPTS[2])
+        pair.transfers[1].fail_with = UnavailableError("prefill is gone")
+        assert pair.go_on(PROMPTS[2], first).finish.error == "UNAVAILABLE: KV transfer failed: prefill is gone"
+
+
+def test_decode_claims_only_when_it_has_room(tiny):
+    model = tiny("llama")
+    with Pair(model.path, max_batch_size=1) as pair:
+        busy = pair.decode.submit(request(PROMPTS[3], 400))
+        assert busy.has_tokens.wait(30)
+        result = pair.go_on(PROMPTS[2], pair.begin(PROMPTS[2]))
+        assert [state.value for state, count in pair.transfers[0].leases.counts().items() if count] == ["exported"]
+        pair.decode.abort(busy)
+        assert (result.finish.error, [result.tokens]) == ("", model.expect([PROMPTS[2]]))
+
+
+def test_preempted_imports_are_computed_again_and_equal(tiny):
+    model = tiny("gemma3")
+    queue = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    with Pair(model.path, max_tokens=320, queue=queue) as pair:
+        results = []
+        for prompt in PROMPTS:
+            results.append(pair.go_on(prompt, pair.begin(prompt)))
+        assert [result.finish.error for result in results] == [""] * len(PROMPTS)
+        assert [result.tokens for result in results] == model.expect(PROMPTS)
+        pair.assert_nothing_is_held()
+
+
+def test_params_must_hold_exactly_one_token(tiny):
+    with Pair(tiny("llama").path) as pair:
+        first = pair.begin(PROMPTS[2])
+        first.exported = msgspec.structs.replace(first.exported, first_gen_tokens=())
+        with pytest.raises(RequestError, match="one token with it"):
+            pair.go_on(PROMPTS[2], first)
+
+
+def test_a_key_may_be_used_again_while_its_first_lease_is_out(tiny):
+    with Pair(tiny("llama").path) as pair:
+        firsts = []
+        for prompt in PROMPTS[2:4]:
+            firsts.append(pair.begin(prompt))
+            pair.prefill.results.clear()  # so that the harness numbers from 1 again
+        for prompt, first in zip(PROMPTS[2:4], firsts, strict=True):
+            assert pair.go_on(prompt, first).finish.error == ""
+        pair.assert_nothing_is_held()
+
+
+def test_stopping_decode_during_a_transfer_ends_the_request(tiny):
+    with Pair(tiny("llama").path) as pair:
+        pair.transfers[1].hold()
+        result = pair.go_on(PROMPTS[2], pair.begin(PROMPTS[2]))
+        pair.decode.settle()
+        pair.decode.engine.stop()
+        assert result.finish.error.startswith("UNAVAILABLE")
+        assert pair.decode.manager.num_referenced == 0
+
+
+def test_a_window_block_that_was_fetched_in_part_is_not_reused(tiny):
+    model = tiny("gemma3")
+    prompt = PROMPTS[4]  # 150 tokens: window rows come from 119 on, in the middle of a block
+    with Pair(model.path) as pair:
+        assert pair.run([prompt]) == model.expect([prompt])
+        assert pair.decode.run([request(prompt[:147])]) == model.expect([prompt[:147]])

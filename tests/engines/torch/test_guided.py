@@ -1,0 +1,290 @@
+"""Guided decoding in the torch engine, on random weights: whatever the model wants, the guide holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from bireme.config import GuidedDecodingConfig
+from bireme.errors import RequestError
+from bireme.kv.transfer.fake import FakeNetwork
+from bireme.text.parsers import TOOLS
+from bireme.text.parsers.base import CallArguments, CallStart, Content, ParserRequest
+from tests.engines.torch.schemas import make_schemas
+from tests.engines.torch.torch_harness import Harness, Result, make_prompts, request
+
+pytest.importorskip("xgrammar")
+MODEL = Path(__file__).parents[3] / "models" / "tiny-llama"
+TOKENIZER = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json")) if MODEL.exists() else None
+PROMPT = make_prompts(9, seed=3)[0]
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["a", "b"]}, "size": {"type": "integer", "minimum": 0, "maximum": 999}},
+    "required": ["kind", "size"],
+    "additionalProperties": False,
+}
+pytestmark = pytest.mark.skipif(TOKENIZER is None, reason="models/tiny-llama is missing: make models")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Harness]:
+    config = GuidedDecodingConfig(compile_timeout_s=20, num_processes=1)
+    with Harness(str(MODEL), guided_decoding_config=config) as harness:
+        yield harness
+
+
+def guided(raw: dict[str, Any], max_tokens: int = 160, **fields: Any) -> Any:
+    return request(PROMPT, max_tokens, **{"ignore_eos": False, "guided_decoding": raw} | fields)
+
+
+def text_of(result: Result) -> str:
+    """Return the answer's text; it must have ended by its guide."""
+    finish = result.finish
+    assert (finish.reason, finish.error, finish.stop_token_id in (2, 4)) == ("stop", "", True)
+    return TOKENIZER.decode(result.tokens, skip_special_tokens=True)
+
+
+def answer(engine: Harness, raw: dict[str, Any], **fields: Any) -> str:
+    return text_of(engine.submit(guided(raw, **fields)))
+
+
+def error_of(engine: Harness, raw: dict[str, Any], **fields: Any) -> str:
+    finish = engine.submit(guided(raw, **fields)).finish
+    assert finish.reason == "error"
+    return finish.error
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_to_200_random_schemas_are_valid(engine: Harness, temperature: float):
+    jsonschema = pytest.importorskip("jsonschema")
+    schemas = make_schemas(200, seed=int(temperature))
+    sampling = {"temperature": temperature, "seed": 1}
+    results = [engine.submit(guided({"json": schema}, 300, **sampling)) for schema in schemas[:60]]
+    for at in range(60, 200, 60):
+        [result.finish for result in results]
+        results += [engine.submit(guided({"json": schema}, 300, **sampling)) for schema in schemas[at : at + 60]]
+    for schema, result in zip(schemas, results, strict=True):
+        jsonschema.validate(json.loads(text_of(result)), schema)
+
+
+def test_a_regex_is_matched_as_a_whole(engine: Harness):
+    assert re.fullmatch(r"[a-z]{3,6}-[0-9]{4}", answer(engine, {"regex": "[a-z]{3,6}-[0-9]{4}"}))
+
+
+def test_a_choice_is_one_of_its_texts(engine: Harness):
+    assert answer(engine, {"choice": ["north", "south west", "ünï"]}) in ("north", "south west", "ünï")
+
+
+def test_a_grammar_is_followed(engine: Harness):
+    text = answer(engine, {"grammar": 'root ::= "(" [a-c] (root | "") ")"'}, temperature=2.0, seed=4)
+    assert re.fullmatch(r"(\([a-c])+\)+", text) and text.count("(") == text.count(")")
+
+
+def test_a_json_object_is_an_object(engine: Harness):
+    result = engine.submit(guided({"json_object": True}, 60, temperature=1.0, seed=3))
+    assert result.finish.reason in ("stop", "length")
+    text = TOKENIZER.decode(result.tokens)
+    assert text.startswith("{") and (result.finish.reason == "length" or isinstance(json.loads(text), dict))
+
+
+def test_a_structural_tag_has_its_markers(engine: Harness):
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "tag",
+            "begin": "<tool_call>",
+            "content": {"type": "json_schema", "json_schema": SCHEMA},
+            "end": "</tool_call>",
+        },
+    }
+    result = engine.submit(guided({"structural_tag": tag}))
+    assert result.finish.error == ""
+    text = TOKENIZER.decode(result.tokens, skip_special_tokens=False)
+    assert json.loads(re.fullmatch(r"<tool_call>(.*)</tool_call>", text)[1])["kind"] in ("a", "b")
+
+
+def test_reasoning_passes_freely_and_the_guide_follows(engine: Harness):
+    raw = {"regex": "[0-9]{3}", "reasoning_end": "</think>"}
+    thinking = engine.submit(guided(raw, 20, bad_token_ids=((9,),)))  # the end never comes
+    free = engine.run([request(PROMPT, 20, bad_token_ids=((2,), (4,), (9,)))])[0]
+    assert (thinking.finish.reason, thinking.tokens) == ("length", free)
+    # Until the end of the reasoning, as another engine would have made it.
+    asked = request([*PROMPT, 100, 101, 9], 30, ignore_eos=False, guided_decoding=raw, num_resumed=3)
+    assert re.fullmatch(r"\s{0,4}[0-9]{3}", text_of(engine.submit(asked)))
+
+
+def test_a_guide_overrules_min_tokens_at_its_end_only(engine: Harness):
+    assert answer(engine, {"choice": ["abc"]}, min_tokens=50) == "abc"
+    long = engine.submit(guided({"regex": "[a-z ]+"}, 60, min_tokens=40, temperature=1.0, seed=1))
+    assert long.finish.error == "" and len(long.tokens) >= 40
+
+
+FUNCTIONS = ({"name": "store", "parameters": SCHEMA}, {"name": "now"})
+
+
+@pytest.mark.parametrize("name", [name for name in TOOLS if name != "pythonic"])
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_calls_under_a_tool_guide_are_read_back(engine: Harness, name: str, is_parallel: bool):
+    guide = TOOLS[name].guide(FUNCTIONS, is_parallel)
+    result = engine.submit(guided(guide, 300, temperature=1.0, seed=8))
+    assert result.finish.error == "" and (is_parallel or result.finish.reason == "stop")
+    parser = TOOLS[name].parser(ParserRequest(FUNCTIONS))
+    text = TOKENIZER.decode(result.tokens, skip_special_tokens=False)
+    events = [*parser.feed(text), *parser.close(result.finish.reason == "length")]
+    names = [event.name for event in events if isinstance(event, CallStart)]
+    assert names and set(names) <= {"store", "now"}
+    assert is_parallel or len(names) == 1
+    first = json.loads("".join(event.text for event in events if isinstance(event, CallArguments) and event.index == 0))
+    assert set(first) == ({"kind", "size"} if names[0] == "store" else set()), text
+    assert not [event for event in events if isinstance(event, Content)], text
+
+
+def test_bans_that_leave_nothing_are_named(engine: Harness):
+    ids = tuple((token,) for token in range(4096) if "a" in (TOKENIZER.decode([token]) or ""))
+    text = error_of(engine, {"regex": "a+"}, bad_token_ids=ids)
+    assert text.startswith("INVALID_ARGUMENT: guided_decoding") and "exclude every token" in text
+
+
+def test_guided_and_free_requests_share_a_batch(engine: Harness):
+    alone = engine.run([request(PROMPT, 40)])[0]
+    results = [engine.submit(guided({"json": SCHEMA})) for _ in range(4)]
+    beside = [engine.submit(request(PROMPT, 40)) for _ in range(4)]
+    assert len({text_of(result) for result in results}) == 1
+    assert [one.finish.error or one.tokens for one in beside] == [alone] * 4
+
+
+def test_logprobs_are_the_model_s_own(engine: Harness):
+    result = engine.submit(guided({"choice": ["north"]}, logprobs=2))
+    assert text_of(result) == "north"
+    assert [entry[0][0] for entry in result.logprobs] == result.tokens
+    assert all(entry[0][1] <= 0 for entry in result.logprobs)
+
+
+def test_an_equal_guide_is_compiled_once(engine: Harness):
+    counts = engine.engine._loaded.guides.compiler.counts
+    answer(engine, {"regex": "once[0-9]"})
+    compiled = counts.compiled
+    for _ in range(3):
+        answer(engine, {"regex": "once[0-9]"})
+    assert counts.compiled == compiled
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"ignore_eos": True}, "ignore_eos: with guided_decoding"),
+        ({"guided_decoding": {"sql": ""}}, "exactly one of"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(engine: Harness, fields: dict[str, Any], words: str):
+    with pytest.raises(RequestError, match=words):
+        engine.submit(
+            guided(**{"raw": {"regex": "a"}} | fields) if "ignore_eos" in fields else guided(fields["guided_decoding"])
+        )
+
+
+def test_a_guide_can_be_switched_off():
+    with Harness(str(MODEL), guided_decoding_backend=None) as harness, pytest.raises(RequestError, match="backend"):
+        harness.submit(guided({"regex": "a"}))
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+HOPELESS: dict[str, dict[str, Any]] = {
+    "refers_to_itself": {"json": {"$ref": "#"}},
+    "recursive": {"json": {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}},
+    "240_deep": {"json": nested(240)},
+    "huge_enum": {"json": {"enum": [f"value number {at}" for at in range(100_000)]}},
+    "1e9_items": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000_000}},
+    "1e9_characters": {"json": {"type": "string", "minLength": 1_000_000_000}},
+    "redos": {"regex": "((a+)+|(a|a)*)*b(.*.*.*)*c"},
+    "large_repeat": {"regex": "(([a-z]{1,1000}){1,1000}){1,1000}"},
+    "left_recursion": {"grammar": 'root ::= root root "a" | root | ""'},
+    "deep_grammar": {"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000},
+    "deep_regex": {"regex": "(" * 20_000 + "a" + ")" * 20_000},
+    "alternatives": {
+        "json": {"anyOf": [{"type": "object", "properties": {f"p{a}": {"type": "integer"}}} for a in range(2000)]}
+    },
+}
+
+
+@pytest.mark.parametrize("name", HOPELESS)
+def test_a_hopeless_guide_neither_ends_the_engine_nor_holds_others_up(name: str):
+    config = GuidedDecodingConfig(compile_timeout_s=1.5, num_processes=1)
+    with Harness(str(MODEL), guided_decoding_config=config, max_seq_len=512) as engine:
+        expected = engine.run([request(PROMPT, 8)])[0]
+        hopeless = engine.submit(guided(HOPELESS[name], 64))
+        gaps = []
+        while not hopeless.is_over.is_set():
+            began = time.monotonic()
+            assert engine.run([request(PROMPT, 8)])[0] == expected
+            gaps.append(time.monotonic() - began)
+        assert hopeless.finish.reason in ("length", "stop", "error")
+        assert hopeless.finish.error.startswith(("INVALID_ARGUMENT: guided_decoding", "")), hopeless.finish.error
+        assert answer(engine, {"choice": ["still here"]}) == "still here"
+
+
+def test_a_schema_deeper_than_python_s_stack_is_refused(engine: Harness):
+    with pytest.raises(RequestError, match="recursion"):
+        engine.submit(guided({"json": nested(800)}))
+
+
+def test_an_abort_reaches_a_request_whose_guide_is_being_compiled():
+    config = GuidedDecodingConfig(num_processes=1)
+    with Harness(str(MODEL), guided_decoding_config=config) as engine:
+        waiting = engine.submit(guided(HOPELESS["huge_enum"]))
+        late = engine.submit(guided({"regex": "a"}, timeout_ms=50))
+        engine.abort(waiting)
+        assert waiting.finish.reason == "cancelled"
+        assert late.finish.reason in ("timeout", "stop")
+
+
+RAWS: tuple[dict[str, Any], ...] = (
+    {"json": SCHEMA},
+    {"regex": "[a-f0-9]{12}"},
+    {"choice": ["alpha", "beta"]},
+    {"regex": "[0-9]{3}x", "reasoning_end": "zzz"},
+)
+
+
+def test_disaggregated_answers_equal_aggregated_ones(engine: Harness):
+    network = FakeNetwork()
+    transfers = [network.join("prefill"), network.join("decode")]
+    workers = [Harness(str(MODEL), one, name) for one, name in zip(transfers, ("prefill", "decode"), strict=True)]
+    for raw in RAWS:
+        sampling = {"temperature": 0.8, "seed": 5}
+        whole = engine.submit(guided(raw, 40, **sampling))
+        first = workers[0].submit(guided(raw, 40, request_type="context_only", **sampling))
+        assert first.finish.error == ""
+        second = workers[1].submit(guided(raw, 40, request_type="generation_only", **sampling), first.exported)
+        assert (second.finish.reason, second.tokens) == (whole.finish.reason, whole.tokens)
+    for worker, transfer in zip(workers, transfers, strict=True):
+        worker.engine.stop()
+        transfer.close()
+
+
+@pytest.mark.parametrize("raw", RAWS, ids=lambda raw: next(iter(raw)))
+def test_a_resumed_stream_goes_on_exactly(engine: Harness, raw: dict[str, Any]):
+    sampling = {"temperature": 0.8, "seed": 6, "ignore_eos": False, "guided_decoding": raw}
+    whole = engine.submit(request(PROMPT, 40, **sampling))
+    assert whole.finish.error == ""
+    for at in range(1, len(whole.tokens)):
+        resumed = engine.submit(request([*PROMPT, *whole.tokens[:at]], 40, num_resumed=at, **sampling))
+        assert (resumed.finish.reason, whole.tokens[:at] + resumed.tokens) == (whole.finish.reason, whole.tokens)
+
+
+def test_resumed_tokens_that_the_guide_does_not_allow_are_refused(engine: Harness):
+    asked = request([*PROMPT, 100, 101], 40, num_resumed=2, ignore_eos=False, guided_decoding={"json": SCHEMA})
+    assert "is not allowed here" in engine.submit(asked).finish.error
