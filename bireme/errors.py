@@ -17,6 +17,7 @@ text itself says the code: `UNAVAILABLE: prefill is not in recipe tiny`.
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 
@@ -130,6 +131,23 @@ def from_message(message: str) -> BiremeError:
     if separator and kind is not None:
         return kind(text)
     return BiremeError(message)
+
+
+_CODED = re.compile(rf"\b(?:{'|'.join(_BY_CODE)}): .*", re.DOTALL)
+_GONE = ("not ready", "not healthy", "unknown model", "no available", "is not found")  # Triton's words for a model
+
+
+def find_error(message: str) -> BiremeError | None:
+    """Return the error whose `CODE: text` stands in what Triton or gRPC made of it, if one does."""
+    coded = _CODED.search(message)
+    return from_message(coded.group()) if coded else None
+
+
+def parse_error(message: str) -> BiremeError:
+    """Return what an error text of Triton's says; a model that is not there is UNAVAILABLE."""
+    if (error := find_error(message)) is not None:
+        return error
+    return UnavailableError(message) if any(words in message for words in _GONE) else BiremeError(message)
 
 
 def one_line(error: BaseException, max_chars: int = 500) -> str:

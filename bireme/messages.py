@@ -16,7 +16,7 @@ is refused with UNAVAILABLE, never lost and never run unseen.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -195,6 +195,38 @@ class Step(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
         for request, count in zip(self.requests, self.counts, strict=True):
             yield request, self.tokens[at : at + count]
             at += count
+
+
+def deliver(step: Step, sinks: dict[int, Sink], on_failure: Callable[[int, Exception], None]) -> None:
+    """Hand a step's tokens, then its finishes, to the sinks of their requests; the finished are taken out of `sinks`.
+
+    `on_failure` is told of a sink that raised, in the handler of its exception; the others go on.
+    """
+    if step.counts is None and step.logprobs is None and step.prompt_logprobs is None:  # the path that has to be quick
+        find = sinks.get
+        for number, token in zip(step.requests, step.tokens, strict=True):
+            sink = find(number)
+            if sink is not None:
+                try:
+                    sink.push((token,))
+                except Exception as error:
+                    on_failure(number, error)
+    else:
+        logprobs, prompts = step.logprobs or {}, dict(step.prompt_logprobs or {})
+        pushes = [(number, tokens, prompts.pop(number, None)) for number, tokens in step.deltas()]
+        pushes += [(number, [], entries) for number, entries in prompts.items()]
+        for number, tokens, entries in pushes:
+            if (sink := sinks.get(number)) is not None:
+                try:
+                    sink.push(tokens, logprobs.get(number), entries)
+                except Exception as error:
+                    on_failure(number, error)
+    for number, finish in step.finished.items():
+        if (sink := sinks.pop(number, None)) is not None:
+            try:
+                sink.finish(finish)
+            except Exception as error:
+                on_failure(number, error)
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,7 +89,9 @@ _REQUEST = (
     _in("cache_salt", "BYTES"),
     _in("request_id", "BYTES"),
     _in("abort", "BOOL"),
+    _in("ping", "BOOL"),
 )
+_STATE = _out("state", "BYTES")  # answers a ping: ready; the error UNAVAILABLE says what else
 
 TOKENIZER = ModelSpec(
     "tokenizer",
@@ -117,6 +119,7 @@ PREFILL = ModelSpec(
         _out("prompt_log_probs", "BYTES"),
         _out("usage", "BYTES"),
         _out("embedding_handles", "BYTES"),  # of an encode, where this worker has the vision tower
+        _STATE,
     ),
 )
 
@@ -143,6 +146,7 @@ DECODE = ModelSpec(
         _out("usage", "BYTES"),
         _out("index", "INT32"),
         _out("steps", "UINT8", (-1,)),
+        _STATE,
     ),
     decoupled=True,
 )
@@ -155,6 +159,7 @@ MULTIMODAL_ENCODER = ModelSpec(
         _in("return_embeddings", "BOOL"),
         _in("request_id", "BYTES"),
         _in("abort", "BOOL"),
+        _in("ping", "BOOL"),
         _in("engine_request", "UINT8", (-1,)),  # msgpack EngineRequest, from pipelines: instead of all the others
     ),
     outputs=(
@@ -162,6 +167,7 @@ MULTIMODAL_ENCODER = ModelSpec(
         _out("embeddings", "BYTES"),
         _out("shapes", "INT32", (-1, 2)),
         _out("hashes", "BYTES", (-1,)),
+        _STATE,
     ),
 )
 

@@ -7,9 +7,12 @@ from bireme.errors import (
     BiremeError,
     EngineLostError,
     KvTransferError,
+    NotFoundError,
+    RequestError,
     UnavailableError,
     from_message,
     one_line,
+    parse_error,
     to_message,
 )
 
@@ -63,3 +66,30 @@ def test_the_reason_of_a_foreign_error_may_stand_after_its_first_line():
     error = ValueError("Validation error for 'validate_architecture':\n    ValueError: 65 is not 4 * n\n")
     assert one_line(error) == "Validation error for 'validate_architecture': ValueError: 65 is not 4 * n"
     assert one_line(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "text"),
+    [
+        ("INVALID_ARGUMENT: top_p: 3", RequestError, "top_p: 3"),
+        ("Failed to process the request(s): NOT_FOUND: lease 7\ngone", NotFoundError, "lease 7\ngone"),
+        (
+            "in ensemble 'x', UNAVAILABLE: prefill is not in recipe tiny",
+            UnavailableError,
+            "prefill is not in recipe tiny",
+        ),
+        ("Stub process 'dec_0' is not healthy.", UnavailableError, "Stub process 'dec_0' is not healthy."),
+        ("Failed for execute the inference request. Model 'dec' is not ready.", UnavailableError, "Failed for execute"),
+        (
+            "Model prefill - Error when running inference: Server not ready",
+            UnavailableError,
+            "Model prefill",
+        ),  # it ends
+        ("Request for unknown model: 'x' is not found", UnavailableError, "Request for unknown model"),
+        ("something else", BiremeError, "something else"),
+    ],
+)
+def test_an_error_keeps_its_code_through_triton(message, kind, text):
+    error = parse_error(message)
+    assert type(error) is kind
+    assert str(error).startswith(text)

@@ -25,6 +25,7 @@ from bireme.messages import (
     TokenLogprob,
     Usage,
     Welcome,
+    deliver,
     frame,
     pack_welcome,
     split,
@@ -149,3 +150,49 @@ def test_malformed_commands_are_decode_errors(payload):
 )
 def test_the_temperature_follows_from_what_is_asked_for(params, temperature):
     assert temperature_of(SamplingParams(**params)) == temperature
+
+
+class Pushed:
+    """A sink that keeps what it is given; `broken`: a request number whose sink raises."""
+
+    def __init__(self, broken=False):
+        self.broken, self.pushes, self.finishes = broken, [], []
+
+    def push(self, tokens, logprobs=None, prompt_logprobs=None):
+        if self.broken:
+            raise ValueError("broken")
+        self.pushes.append((list(tokens), logprobs, prompt_logprobs))
+
+    def finish(self, finish):
+        self.finishes.append(finish)
+        if self.broken:
+            raise ValueError("broken at the end")
+
+
+ENTRY = [TokenLogprob(50, -0.5, 7)]
+END = Finish("stop", Usage())
+
+
+def test_tokens_and_finishes_come_to_their_sinks():
+    sinks, failures = {5: Pushed(), 6: Pushed()}, []
+    five = sinks[5]
+    deliver(Step(1, 2, [5, 6, 9], [50, 60, 90], finished={5: END, 9: END}), sinks, failures.append)
+    assert (five.pushes, five.finishes) == ([([50], None, None)], [END])
+    assert list(sinks) == [6] and sinks[6].pushes == [([60], None, None)]  # 9 is nobody's
+
+
+def test_log_probabilities_come_with_their_tokens_and_those_of_a_prompt_also_without():
+    sinks = {5: Pushed(), 6: Pushed()}
+    step = Step(1, 2, [5], [50, 51], [2], logprobs={5: [ENTRY, ENTRY]}, prompt_logprobs={6: [ENTRY]})
+    deliver(step, sinks, lambda number, error: None)
+    assert sinks[5].pushes == [([50, 51], [ENTRY, ENTRY], None)]
+    assert sinks[6].pushes == [([], None, [ENTRY])]
+
+
+@pytest.mark.parametrize("counts", [None, [1, 1]])
+def test_a_sink_that_raises_is_told_of_and_the_others_go_on(counts):
+    sinks, failures = {5: Pushed(broken=True), 6: Pushed()}, []
+    step = Step(1, 2, [5, 6], [50, 60], counts, finished={5: END})
+    deliver(step, sinks, lambda number, error: failures.append((number, str(error))))
+    assert failures == [(5, "broken"), (5, "broken at the end")]
+    assert sinks[6].pushes == [([60], None, None)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 from benchmarks.load.meter import LoadError, Trace
 from benchmarks.load.workload import TEMPERATURE
 from bireme.messages import EngineRequest, Finish, SamplingParams
 from bireme.workers.bus import Bus, BusRequest
-from bireme.workers.channel import open_channel
+from bireme.workers.grpc import GrpcChannel
 
 STALL_TIMEOUT_S = 30.0
 
@@ -19,16 +18,15 @@ STALL_TIMEOUT_S = 30.0
 class TokenBus:
     def __init__(self, target: str, worker: str = "decode") -> None:
         self.target, self.worker = target, worker
-        self._tickets: dict[int, BusRequest] = {}
-        self._channel: Any = None
+        self._requests: dict[int, BusRequest] = {}
+        self._channel = GrpcChannel(target)
 
     async def open(self) -> None:
-        self._channel = open_channel(self.target)
-        self._bus = Bus(self.worker, self.target, lambda: self._channel, STALL_TIMEOUT_S, metrics=None)
+        self._bus = Bus(self.worker, self._channel, STALL_TIMEOUT_S, metrics=None)
 
     async def request(self, slot: int, trace: Trace) -> None:
         sink = TraceSink(trace)
-        self._tickets[slot] = self._bus.submit(make_request(trace), sink)
+        self._requests[slot] = self._bus.submit(make_request(trace), sink)
         try:
             await sink.ended
         except asyncio.CancelledError:
@@ -36,8 +34,8 @@ class TokenBus:
             raise
 
     def drop(self, slot: int) -> None:
-        if ticket := self._tickets.get(slot):
-            ticket.abort()
+        if request := self._requests.get(slot):
+            request.abort()
 
     async def close(self) -> None:
         await self._bus.close()

@@ -34,7 +34,7 @@ from bireme.openai.text.served_model import Models, connect
 from bireme.openai.video.served_video import VideoModels, connect_video
 from bireme.own_process import freeze_gc, watch_parent
 from bireme.recipe_files import load_recipe
-from bireme.workers.channel import server_address
+from bireme.workers.grpc import server_address
 
 WRONG = 2
 _BACKLOG = 2048

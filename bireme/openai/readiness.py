@@ -12,7 +12,6 @@ from bireme.errors import BiremeError, drop_frames
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.openai.video.served_video import VideoModels
 from bireme.workers.base import UnreachableError, WorkerClient
-from bireme.workers.remote import RemoteWorkers
 
 READY = "ready"
 _KEPT_S = 1.0
@@ -63,8 +62,6 @@ async def _workers(model: ServedModel) -> dict[str, str]:
 
 
 async def _state(workers: WorkerClient, name: str) -> str:
-    if not isinstance(workers, RemoteWorkers):
-        return READY
     try:
         await asyncio.wait_for(workers.check(name), _TIMEOUT_S)
     except asyncio.TimeoutError:

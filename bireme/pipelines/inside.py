@@ -9,7 +9,8 @@ from bireme.sampling import check_defaults
 from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
 from bireme.types import StageContext
 from bireme.workers.base import WorkerClient
-from bireme.workers.local import LocalWorkers
+from bireme.workers.client import Workers
+from bireme.workers.grpc import GrpcChannel
 
 
 def make_services(
@@ -25,5 +26,5 @@ def make_services(
     if workers is None:
         if context.call_async is None:
             raise UnavailableError(f"{context.model_name}: no way to call other models")
-        workers = LocalWorkers(context.call_async, recipe.pipeline.stall_timeout_s, metrics=context.metrics)
+        workers = Workers(GrpcChannel(), recipe.pipeline.stall_timeout_s, context.metrics, context.call_async)
     return Services(recipe, workers, RoundRobin.of(recipe), context.metrics), tokenizer

@@ -33,6 +33,8 @@ class VideoWorker(Protocol):
     def generate(self, worker: str, tensors: Mapping[str, bytes | Array]) -> Any:
         """Return an asynchronous generator of responses' tensors."""
 
+    async def is_ready(self, worker: str) -> bool: ...
+
     async def close(self) -> None: ...
 
 

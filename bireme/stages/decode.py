@@ -3,6 +3,7 @@
 What a request is, its tensors say:
     subscribe                            a token bus subscription: open; with `consumer`: keep, close
     consumer + commands                  a command batch of a subscription, passed on to the engine unread
+    ping                                 is the engine ready? `state`, or the error UNAVAILABLE
     abort + request_id                   stop a plain request
     input_ids (+ sampling tensors)       a plain request: aggregated, or with disaggregated_params taking over
                                          a prefill; resumed_output_ids were generated before
@@ -56,6 +57,8 @@ class Decode(EngineStage[EngineClient]):
             await self._serve_bus(values, send, cancelled)
         elif "commands" in values or "consumer" in values:
             self._command(values)
+        elif values.get("ping"):
+            self._answer_ping(send)
         elif values.get("abort"):
             self._abort(request_id_of(values))
         else:

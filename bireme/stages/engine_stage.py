@@ -10,11 +10,13 @@ import logging
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+
 from bireme.config import Recipe
 from bireme.errors import UnavailableError
 from bireme.metrics import Registry
 from bireme.stages.requests import RequestNames
-from bireme.types import StageContext
+from bireme.types import Send, StageContext, TensorResponse
 
 
 class ChildEngine(Protocol):
@@ -59,6 +61,11 @@ class EngineStage(Generic[E]):
     def _engine(self) -> E:
         assert self._given is not None, "start first"
         return self._given
+
+    def _answer_ping(self, send: Send) -> None:
+        """Say that the stub lives and its engine takes requests. Raises UnavailableError when that is not so."""
+        self._check_ready()
+        send(TensorResponse({"state": np.array([b"ready"], np.object_)}))
 
     def _check_ready(self) -> None:
         """Raises UnavailableError with what the engine is doing instead."""

@@ -2,7 +2,8 @@
 
 Unary. `images` are URLs, data: URLs or the bytes of a file; `embeddings` is a safetensors file that a client
 computed, in place of one picture. The answer names, for each, hash, tokens and a signed handle good for one fetch.
-`abort` with a request id stops an encode. The engine, in its child process, fetches and decodes the pictures.
+`abort` with a request id stops an encode, `ping` asks for the engine's `state`. The engine, in its child process,
+fetches and decodes the pictures.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class MultimodalEncoder(EngineStage[EngineClient]):
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         plain = Inputs({name: array for name, array in inputs.items() if name not in _RAW}, info_of(inputs))
         values = read_tensors(plain, self.spec)
+        if values.get("ping"):
+            return self._answer_ping(send)
         if values.get("abort"):
             return self._abort(request_id_of(values), send)
         request = self._request(inputs, values)

@@ -2,7 +2,7 @@
 
 Unary. The answer carries signed disaggregated_params, which name the lease. `abort` with a request id stops
 a prefill, and also frees the lease of one that has been answered: what is left then is found by its id
-until the lease would have expired anyway.
+until the lease would have expired anyway. `ping` asks for the engine's `state`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Prefill(EngineStage[EngineClient]):
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         values = read_tensors(inputs, self.spec)
         self._forget_expired()
+        if values.get("ping"):
+            return self._answer_ping(send)
         if values.get("abort"):
             return self._abort(request_id_of(values), send)
         request = parse_stage_request(values, inputs, self._context.recipe, self._encode)

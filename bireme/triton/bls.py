@@ -17,11 +17,10 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from bireme.config import stage_of
-from bireme.errors import ConfigError
+from bireme.errors import ConfigError, parse_error
 from bireme.specs import MODELS
 from bireme.triton.daemon_threads import DaemonThreads
 from bireme.types import Tensors
-from bireme.workers.channel import parse_error
 
 DEFAULT_THREADS = 24
 VARIABLE = "BIREME_BLS_THREADS"

@@ -65,4 +65,10 @@ class WorkerClient(Protocol):
     def capacity(self, worker: str) -> Capacity | None:
         """Return what a decode worker's engine takes, if it has been heard of."""
 
+    async def check(self, worker: str) -> None:
+        """Return when the worker takes requests: Triton has the model, its stub answers and its engine is up.
+
+        Raises UnavailableError with what the server or the worker says; waits for as long as a dead stub is silent.
+        """
+
     async def close(self) -> None: ...

@@ -3,7 +3,7 @@
 A `Session` is one gRPC stream with one subscription, which lasts for one life of the worker's engine.
 Commands that pile up while a write is under way go out together; whole engine steps come in and each
 request's sink is called on the loop's thread. A `Bus` keeps the current session of one worker, opens it
-with the first request and closes it a second after the last (Triton does not exit while a stream is open).
+with the first request; it closes a second after the last (Triton does not exit while a stream is open).
 Triton 2.51 keeps about a kilobyte of every response until the request that it answers has ended, and a
 subscription is such a request: after RENEW_AFTER responses new requests go to a new session, and the old
 one closes with its last.
@@ -23,8 +23,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from bireme.errors import (
     BiremeError,
@@ -32,6 +34,7 @@ from bireme.errors import (
     NotFoundError,
     UnavailableError,
     drop_frames,
+    parse_error,
     to_message,
 )
 from bireme.messages import (
@@ -49,11 +52,13 @@ from bireme.messages import (
     Submit,
     Usage,
     Welcome,
+    deliver,
     encode,
     unpack_bus,
 )
 from bireme.metrics import Registry
-from bireme.workers.channel import infer_request, leave, parse_error, rpc_error, stream_method
+from bireme.types import Array
+from bireme.workers.grpc import GrpcChannel, infer_request, leave, rpc_error
 
 logger = logging.getLogger("bireme.bus")
 IDLE_S = 1.0  # without requests for so long, a session closes
@@ -69,71 +74,55 @@ class BusRequest:
 
     __slots__ = ("failure", "heard_at", "is_replaced", "number", "request", "session", "sink", "was_sent")
 
+    session: Session
+
     def __init__(self, request: EngineRequest, sink: Sink) -> None:
         self.request, self.sink = request, sink
         self.number = 0
-        self.session: Session | None = None  # None: it has ended
         self.was_sent = False
         self.is_replaced = False  # it was passed on to a second session
-        self.heard_at = 0.0  # its last tokens came; 0: none yet, so that it can be sent again unseen
+        self.heard_at = 0.0  # 0: no tokens have come, so that it can be sent again unseen
         self.failure: BiremeError | None = None
 
     def abort(self) -> None:
-        if self.session is not None:
-            self.session.abort(self)
+        self.session.abort(self)
 
     def fail(self, error: BiremeError) -> None:
         """End it from this side."""
-        self.session, self.failure = None, error
+        self.failure = error
         self.sink.finish(Finish("error", Usage(), error=to_message(error)))
 
 
 class Bus:
     """The way to one decode worker."""
 
-    def __init__(
-        self, worker: str, address: str, channel: Callable[[], Any], stall_timeout_s: float, metrics: Registry | None
-    ) -> None:
-        self.worker, self.address, self.stall_timeout_s = worker, address, stall_timeout_s
-        self._metrics = metrics
-        self.channel = channel
+    def __init__(self, worker: str, channel: GrpcChannel, stall_timeout_s: float, metrics: Registry | None) -> None:
+        self.worker, self.channel, self.stall_timeout_s, self.metrics = worker, channel, stall_timeout_s, metrics
         self.capacity: Capacity | None = None  # of the last life that was seen
-        self._session: Session | None = None
+        self._session: Session | None = None  # takes new requests
         self._closing: set[Session] = set()
 
     def submit(self, request: EngineRequest, sink: Sink) -> BusRequest:
-        ticket = BusRequest(request, sink)
-        self.place(ticket)
-        return ticket
+        submitted = BusRequest(request, sink)
+        self.session().submit(submitted)
+        return submitted
 
-    def place(self, ticket: BusRequest) -> None:
+    def session(self) -> Session:
+        """Return the session for new requests, opened now if there is none."""
         if self._session is None:
             self._session = Session(self)
-        self._session.submit(ticket)
+        return self._session
 
     async def check(self) -> None:
         """Return when the worker takes requests. Raises what a request would be told, UNAVAILABLE as a rule."""
-        if self._session is None:
-            self._session = Session(self)
-        if (error := await asyncio.shield(self._session.opened)) is not None:
+        if (error := await asyncio.shield(self.session().opened)) is not None:
             raise error
 
-    def note_gap(self, seconds: float, num_streams: int = 1) -> None:
-        """Count the time between two deliveries, of all streams at once for which it was the same."""
-        if self._metrics is not None:
-            self._metrics.observe("bireme_inter_token_latency_seconds", seconds, times=num_streams)
-
     def retire(self, session: Session) -> None:
-        """The session takes no more requests."""
+        """The session takes no new requests."""
         if self._session is session:
             self._session = None
         self._closing.add(session)
-
-    def renew(self, session: Session) -> None:
-        """New requests go to a new session, opened now; this one goes on with those that it has."""
-        if self._session is session:
-            self._session = Session(self)
-            self._closing.add(session)
 
     def ended(self, session: Session) -> None:
         self._closing.discard(session)
@@ -152,7 +141,8 @@ class Session:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._tickets: dict[int, BusRequest] = {}
+        self._requests: dict[int, BusRequest] = {}  # by number
+        self._sinks: dict[int, Sink] = {}  # theirs
         self._numbers = 0
         self._outbox: list[Submit | Abort | Drop | Ping | Drain] = []
         self._wake = asyncio.Event()
@@ -161,40 +151,57 @@ class Session:
         self._is_open = True  # takes commands
         self.opened: asyncio.Future[BiremeError | None] = asyncio.get_running_loop().create_future()
         self._num_responses = 0
-        self._tick_s = min(IDLE_S / 2, bus.stall_timeout_s / 4)
-        self._said_at = self._heard_at = self._heard_before = self._busy_at = time.monotonic()
+        self._interval_s = min(IDLE_S / 2, bus.stall_timeout_s / 4)
+        self._sent_at = self._heard_at = self._busy_at = self._tokens_at = time.monotonic()
+        self._latest: list[int] = []  # requests of the last tokens, which came at _tokens_at
+        self._latest_set: set[int] = set()
         self.task = asyncio.get_running_loop().create_task(self._run(), name=f"bus-{bus.worker}")
 
     # Called by requests
 
-    def submit(self, ticket: BusRequest) -> None:
+    def submit(self, request: BusRequest) -> None:
         self._numbers += 1
-        ticket.number, ticket.session = self._numbers, self
-        self._tickets[ticket.number] = ticket
-        self._outbox.append(Submit(ticket.number, ticket.request))
-        self._wake.set()
+        request.number, request.session = self._numbers, self
+        self._requests[request.number], self._sinks[request.number] = request, request.sink
+        self._send_later(Submit(request.number, request.request))
 
-    def abort(self, ticket: BusRequest) -> None:
-        if not ticket.was_sent:
-            self._tickets.pop(ticket.number, None)
-            self._outbox = [command for command in self._outbox if getattr(command, "number", 0) != ticket.number]
-            ticket.session = None
-            ticket.sink.finish(Finish("cancelled", Usage()))
+    def abort(self, request: BusRequest) -> None:
+        """Stop a request; harmless after its end."""
+        if request.number not in self._sinks:
             return
-        self._outbox.append(Abort(ticket.number))
-        self._wake.set()
+        if request.was_sent:
+            return self._send_later(Abort(request.number))
+        self._forget(request.number)
+        self._outbox = [command for command in self._outbox if getattr(command, "number", 0) != request.number]
+        request.sink.finish(Finish("cancelled", Usage()))
 
     def shut(self) -> None:
         """Fail everything and close; for the end of the process."""
         self._end(UnavailableError(f"{self._bus.worker}: this process is shutting down; try again"))
+
+    def _send_later(self, command: Submit | Abort) -> None:
+        self._outbox.append(command)
         self._wake.set()
 
-    # The session's life
+    def _forget(self, number: int) -> BusRequest | None:
+        self._sinks.pop(number, None)
+        return self._requests.pop(number, None)
+
+    # From its opening to its end
 
     async def _run(self) -> None:
+        """Subscribe, read and write until something ends that, leave. The remaining requests are told what it was."""
         error: BiremeError = EngineLostError(f"{self._bus.worker}: the token bus was closed")
+        tasks: list[asyncio.Future[None]] = []
         try:
-            error = await self._serve()
+            if (refusal := await self._subscribe()) is not None:
+                error = refusal
+                return
+            tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            error = self._reason(done)
+            self._end(error)
+            await self._unsubscribe(*tasks)
         except asyncio.CancelledError:
             raise
         except Exception as wrong:
@@ -203,95 +210,106 @@ class Session:
         finally:
             self._end(error)
             drop_frames(error)
+            for task in tasks:  # a read or write that is still under way takes the stream along
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             if self._call is not None:
                 self._call.cancel()  # does nothing to a stream that has been left in good order
             self._bus.ended(self)
 
-    async def _serve(self) -> BiremeError:
-        """Open, work, close. Returns what the remaining requests are told."""
+    async def _subscribe(self) -> BiremeError | None:
+        """Open the stream and the subscription. Returns why there is none."""
         import grpc
 
+        async def subscribe() -> None:
+            await self._send(subscribe=b"open")
+            while self._welcome is None:
+                if not await self._receive():
+                    raise UnavailableError(f"{self._bus.worker}: the stream ended before the subscription; try again")
+
         try:
-            self._call = stream_method(self._bus.channel())()
-            await asyncio.wait_for(self._subscribe(), OPEN_TIMEOUT_S)
+            self._call = self._bus.channel.stream()
+            await asyncio.wait_for(subscribe(), OPEN_TIMEOUT_S)
         except asyncio.TimeoutError:
             return UnavailableError(f"{self._bus.worker}: no answer in {OPEN_TIMEOUT_S:g} s; its stub stands still")
         except grpc.aio.AioRpcError as error:
             drop_frames(error)
-            return rpc_error(error, self._bus.address)
+            return rpc_error(error, self._bus.channel.address)
         except BiremeError as error:
             self._end(error)
             await leave(self._call, LEAVE_S)
             return error
-        reader = asyncio.ensure_future(self._read())
-        writer = asyncio.ensure_future(self._write())
-        try:
-            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-            reason = self._outcome(done)
-            self._end(reason)
-            await self._unsubscribe(reader, writer)
-            return reason
-        finally:  # a read or write that is still under way takes the stream along
-            reader.cancel()
-            writer.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
+        return None
 
-    async def _subscribe(self) -> None:
-        await self._call.write(infer_request(self._bus.worker, {"subscribe": b"open"}))
-        while self._welcome is None:
-            if not await self._receive():
-                raise UnavailableError(f"{self._bus.worker}: the stream ended before the subscription; try again")
-
-    async def _read(self) -> BiremeError:
-        while await self._receive():
-            pass
-        return EngineLostError(f"{self._bus.worker}: the token bus was closed by the server")
-
-    async def _receive(self) -> bool:
-        """Take one response off the stream; false at its end. Raises the error that it carries."""
+    async def _unsubscribe(self, reader: asyncio.Future[None], writer: asyncio.Future[None]) -> None:
+        """Close the subscription in good order, if the stub still answers: the server then ends the stream."""
         import grpc
 
-        response = await self._call.read()
-        if response is grpc.aio.EOF:
-            return False
-        if response.error_message:
-            raise parse_error(response.error_message)
-        self._heard_before, self._heard_at = self._heard_at, time.monotonic()
-        for item in unpack_bus(response.infer_response.raw_output_contents[0]):
-            if isinstance(item, Step):
-                self._take(item)
-            else:
-                self._greet(item)
-        self._num_responses += 1
-        if self._num_responses == RENEW_AFTER:
-            self._bus.renew(self)
-        return True
+        await asyncio.wait({writer}, timeout=LEAVE_S)
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._send(subscribe=b"close"), LEAVE_S)
+            await self._call.done_writing()
+            await asyncio.wait({reader}, timeout=LEAVE_S)
+            if reader.done():
+                await leave(self._call, LEAVE_S)
 
-    def _greet(self, welcome: Welcome) -> None:
-        if welcome.version != VERSION:
-            raise UnavailableError(
-                f"{self._bus.worker}: speaks version {welcome.version} of the token bus, this process {VERSION};"
-                " run the same build on both sides"
-            )
-        self._welcome, self._bus.capacity = welcome, welcome.capacity
+    def _reason(self, done: Iterable[asyncio.Future[None]]) -> BiremeError:
+        """Return why reading or writing has ended, as the remaining requests are to see it."""
+        import grpc
+
+        for future in done:
+            error = future.exception()
+            if isinstance(error, (EngineLostError, NotFoundError)):
+                return error
+            if isinstance(error, BiremeError):
+                return EngineLostError(f"{self._bus.worker}: {error}")
+            if isinstance(error, (grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+                return EngineLostError(f"{self._bus.worker}: the connection to {self._bus.channel.address} broke")
+            if error is not None:
+                raise error
+        return EngineLostError(f"{self._bus.worker}: the token bus was closed")
+
+    def _end(self, error: BiremeError) -> None:
+        """Take no more requests; tell those that remain, or pass them on to a new session."""
+        self._is_open = False
+        self._wake.set()  # the writer sees that it is over
+        self._bus.retire(self)
         if not self.opened.done():
-            self.opened.set_result(None)
+            self.opened.set_result(error)
+        requests, self._requests, self._sinks = self._requests, {}, {}
+        for request in requests.values():
+            if isinstance(error, NotFoundError) and not (request.heard_at or request.is_replaced):
+                request.is_replaced = True  # once is enough
+                request.was_sent = False
+                self._bus.session().submit(request)
+            elif isinstance(error, EngineLostError) and not request.was_sent:
+                request.fail(UnavailableError(str(error)))  # it has lost nothing
+            else:
+                request.fail(EngineLostError(str(error)) if isinstance(error, NotFoundError) else error)
+
+    # Out
 
     async def _write(self) -> None:
         """Send what piled up; return when there has been nothing to do for IDLE_S."""
-        ticked_at = time.monotonic()
+        checked_at = time.monotonic()
         while self._is_open:
-            if time.monotonic() - ticked_at > self._tick_s:
-                ticked_at = time.monotonic()
-                await self._tick()
+            if time.monotonic() - checked_at > self._interval_s:
+                checked_at = time.monotonic()
+                await self._check_signs()
             elif self._outbox:
-                await self._send_commands(self._batch())
+                commands = self._next_batch()
+                for command in commands:
+                    if isinstance(command, Submit) and (request := self._requests.get(command.number)) is not None:
+                        request.was_sent = True
+                assert self._welcome is not None
+                self._sent_at = self._busy_at = time.monotonic()
+                await self._send(commands=np.frombuffer(encode(Commands(self._welcome.life, commands)), np.uint8))
             else:
                 self._wake.clear()
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._tick_s)
+                    await asyncio.wait_for(self._wake.wait(), self._interval_s)
 
-    def _batch(self) -> list[Submit | Abort | Drop | Ping | Drain]:
+    def _next_batch(self) -> list[Submit | Abort | Drop | Ping | Drain]:
         """Take what is to go out next; big prompts are spread over several messages."""
         num_bytes = 0
         for at, command in enumerate(self._outbox):
@@ -302,152 +320,108 @@ class Session:
         commands, self._outbox = self._outbox, []
         return commands
 
-    async def _send_commands(self, commands: list[Submit | Abort | Drop | Ping | Drain]) -> None:
-        import numpy as np
-
-        assert self._welcome is not None
-        for command in commands:
-            if isinstance(command, Submit) and (ticket := self._tickets.get(command.number)) is not None:
-                ticket.was_sent = True
-        payload = np.frombuffer(encode(Commands(self._welcome.life, commands)), np.uint8)
-        consumer = self._welcome.consumer.encode()
-        self._said_at = self._busy_at = time.monotonic()
-        await self._call.write(infer_request(self._bus.worker, {"consumer": consumer, "commands": payload}))
-
-    async def _tick(self) -> None:
-        """Go when idle, give up when the stub is silent, say that we are here."""
+    async def _check_signs(self) -> None:
+        """Close when idle, give up when the stub is silent, say `keep` when this side has been."""
         now = time.monotonic()
-        if self._tickets:
+        if self._requests:
             self._busy_at = now
             if now - self._heard_at > self._bus.stall_timeout_s:
                 raise EngineLostError(
                     f"{self._bus.worker}: no news for {now - self._heard_at:.1f} s;"
                     f" pipeline.stall_timeout_s is {self._bus.stall_timeout_s:g}"
                 )
-            if now - self._said_at >= min(KEEPALIVE_S, self._bus.stall_timeout_s / 4):
-                self._said_at = now
-                await self._say(b"keep")
+            if now - self._sent_at >= min(KEEPALIVE_S, self._bus.stall_timeout_s / 4):
+                self._sent_at = now
+                await self._send(subscribe=b"keep")
         elif now - self._busy_at >= IDLE_S:
             self._is_open = False
             self._bus.retire(self)
 
-    async def _say(self, verb: bytes) -> None:
-        assert self._welcome is not None
-        consumer = self._welcome.consumer.encode()
-        await self._call.write(infer_request(self._bus.worker, {"subscribe": verb, "consumer": consumer}))
+    async def _send(self, **tensors: bytes | Array) -> None:
+        if self._welcome is not None:
+            tensors["consumer"] = self._welcome.consumer.encode()
+        await self._call.write(infer_request(self._bus.worker, tensors))
 
-    async def _unsubscribe(self, reader: asyncio.Future[BiremeError], writer: asyncio.Future[None]) -> None:
-        """Close the subscription in good order, if the stub still answers: the server then ends the stream."""
+    # In
+
+    async def _read(self) -> None:
+        while await self._receive():
+            pass
+
+    async def _receive(self) -> bool:
+        """Take one response off the stream; false at its end. Raises the error that it carries."""
         import grpc
 
-        self._wake.set()  # the writer sees that it is over
-        await asyncio.wait({writer}, timeout=LEAVE_S)
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._say(b"close"), LEAVE_S)
-            await self._call.done_writing()
-            await asyncio.wait({reader}, timeout=LEAVE_S)
-            if reader.done():
-                await leave(self._call, LEAVE_S)
-
-    def _outcome(self, done: Iterable[asyncio.Future[Any]]) -> BiremeError:
-        """Return the reason for the end as the remaining requests are to see it."""
-        import grpc
-
-        for future in done:
-            error = future.exception()
-            if isinstance(error, (EngineLostError, NotFoundError)):
-                return error
-            if isinstance(error, BiremeError):
-                return EngineLostError(f"{self._bus.worker}: {error}")
-            if isinstance(error, (grpc.aio.AioRpcError, asyncio.InvalidStateError)):
-                return EngineLostError(f"{self._bus.worker}: the connection to {self._bus.address} broke")
-            if error is not None:
-                raise error
-        return EngineLostError(f"{self._bus.worker}: the token bus was closed")
-
-    def _end(self, error: BiremeError) -> None:
-        """Take no more requests; tell those that remain, or pass them on to a new session."""
-        self._is_open = False
-        self._bus.retire(self)
-        if not self.opened.done():
-            self.opened.set_result(error)
-        tickets, self._tickets = self._tickets, {}
-        for ticket in tickets.values():
-            if isinstance(error, NotFoundError) and not (ticket.heard_at or ticket.is_replaced):
-                ticket.is_replaced = True  # once is enough
-                ticket.was_sent = False
-                self._bus.place(ticket)
+        response = await self._call.read()
+        if response is grpc.aio.EOF:
+            return False
+        if response.error_message:
+            raise parse_error(response.error_message)
+        self._heard_at = time.monotonic()
+        steps: list[Step] = []
+        for item in unpack_bus(response.infer_response.raw_output_contents[0]):
+            if isinstance(item, Step):
+                steps.append(item)
             else:
-                ticket.fail(_told(error, ticket))
+                self._on_welcome(item)
+        self._on_steps(steps)
+        self._num_responses += 1
+        if self._num_responses == RENEW_AFTER and self._is_open:
+            self._bus.retire(self)  # it goes on with the requests that it has
+            self._bus.session()
+        return True
 
-    # Steps
+    def _on_welcome(self, welcome: Welcome) -> None:
+        if welcome.version != VERSION:
+            raise UnavailableError(
+                f"{self._bus.worker}: speaks version {welcome.version} of the token bus, this process {VERSION};"
+                " run the same build on both sides"
+            )
+        self._welcome, self._bus.capacity = welcome, welcome.capacity
+        if not self.opened.done():
+            self.opened.set_result(None)
 
-    def _take(self, step: Step) -> None:
-        tickets = self._tickets
-        if step.counts is None and step.logprobs is None and step.prompt_logprobs is None:
-            self._take_plain(step)
-        else:
-            self._take_rich(step)
-        for number, finish in step.finished.items():
-            if (ticket := tickets.pop(number, None)) is not None:
-                ticket.session = None
-                ticket.sink.finish(finish)
-        if step.lost:
-            raise EngineLostError(f"{self._bus.worker}: its engine died or was restarted with the request in flight")
+    def _on_steps(self, steps: list[Step]) -> None:
+        """Deliver what came in one response."""
+        self._note_gaps(steps)
+        for step in steps:
+            deliver(step, self._sinks, self._sink_failed)
+            for number in step.finished:
+                self._forget(number)
+            if step.lost:
+                raise EngineLostError(
+                    f"{self._bus.worker}: its engine died or was restarted with the request in flight"
+                )
 
-    def _take_plain(self, step: Step) -> None:
-        """One token a request: the path that has to be quick."""
-        find, now, before, same = self._tickets.get, self._heard_at, self._heard_before, 0
-        for number, token in zip(step.requests, step.tokens, strict=True):
-            ticket = find(number)
-            if ticket is not None:
-                if ticket.heard_at == before:
-                    same += 1
-                elif ticket.heard_at != now:
-                    self._note_gap(ticket)
-                ticket.heard_at = now
-                try:
-                    ticket.sink.push((token,))
-                except Exception as error:
-                    self._break(ticket, error)
-        if same:
-            self._bus.note_gap(now - before, same)
+    def _note_gaps(self, steps: list[Step]) -> None:
+        """Count the time since each stream's last tokens: for those that were among the last ones it is the same."""
+        now, before = self._heard_at, self._tokens_at
+        latest = steps[0].requests if len(steps) == 1 else [number for step in steps for number in step.requests]
+        if not latest:
+            return
+        num_new = 0
+        if latest != self._latest:  # else the same streams again, as a rule
+            heard = set(latest)
+            for number in heard ^ self._latest_set:
+                is_new = number in heard
+                num_new += is_new
+                if (request := self._requests.get(number)) is not None:
+                    if is_new and request.heard_at:
+                        self._observe_gap(now - request.heard_at)
+                    request.heard_at = now if is_new else before
+            self._latest, self._latest_set = latest, heard
+        num_same = len(self._latest_set) - num_new
+        self._tokens_at = now
+        if num_same:
+            self._observe_gap(now - before, num_same)
 
-    def _note_gap(self, ticket: BusRequest) -> None:
-        """Tokens have come that were not in the delivery before this one."""
-        if ticket.heard_at and ticket.heard_at != self._heard_at:
-            self._bus.note_gap(self._heard_at - ticket.heard_at)
+    def _observe_gap(self, seconds: float, num_streams: int = 1) -> None:
+        if self._bus.metrics is not None:
+            self._bus.metrics.observe("bireme_inter_token_latency_seconds", seconds, times=num_streams)
 
-    def _take_rich(self, step: Step) -> None:
-        logprobs, prompts = step.logprobs or {}, dict(step.prompt_logprobs or {})
-        for number, tokens in step.deltas():
-            if (ticket := self._tickets.get(number)) is not None:
-                self._note_gap(ticket)
-                ticket.heard_at = self._heard_at
-                self._push(ticket, tokens, logprobs.get(number), prompts.pop(number, None))
-        for number, entries in prompts.items():
-            if (ticket := self._tickets.get(number)) is not None:
-                self._push(ticket, (), None, entries)
-
-    def _push(self, ticket: BusRequest, *news: Any) -> None:
-        try:
-            ticket.sink.push(*news)
-        except Exception as error:
-            self._break(ticket, error)
-
-    def _break(self, ticket: BusRequest, error: Exception) -> None:
+    def _sink_failed(self, number: int, error: Exception) -> None:
         """One broken consumer must not take the others along."""
-        logger.exception("sink_failed worker=%s", self._bus.worker)
-        self._tickets.pop(ticket.number, None)
-        self._outbox.append(Abort(ticket.number))
-        self._wake.set()
-        ticket.fail(BiremeError(f"{type(error).__name__}: {error}"))
-
-
-def _told(error: BiremeError, ticket: BusRequest) -> BiremeError:
-    """A request that was never sent has lost nothing."""
-    if isinstance(error, EngineLostError) and not ticket.was_sent:
-        return UnavailableError(str(error))
-    if isinstance(error, NotFoundError):
-        return EngineLostError(str(error))
-    return error
+        logger.error("sink_failed worker=%s", self._bus.worker, exc_info=error)
+        if (request := self._forget(number)) is not None:
+            self._send_later(Abort(number))
+            request.fail(BiremeError(f"{type(error).__name__}: {error}"))

@@ -175,6 +175,9 @@ class FakeWorkers:
     def capacity(self, worker: str) -> Capacity | None:
         return self.capacities.get(worker)
 
+    async def check(self, worker: str) -> None:
+        self._check(worker)
+
     async def close(self) -> None:
         self.is_closed = True
 

@@ -9,19 +9,9 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from bireme.errors import BiremeError, EngineLostError, UnavailableError
+from bireme.errors import BiremeError, EngineLostError, UnavailableError, parse_error
 from bireme.types import Array, Tensors
-from bireme.workers.channel import (
-    infer_request,
-    leave,
-    model_ready,
-    open_channel,
-    outputs_of,
-    parse_error,
-    rpc_error,
-    server_address,
-    stream_method,
-)
+from bireme.workers.grpc import GrpcChannel, infer_request, leave, outputs_of, rpc_error
 
 _LEAVE_S = 1.0  # from a request's end to its stream's
 
@@ -30,13 +20,12 @@ class VideoWorkers:
     """All video workers of one tritonserver. Use it on one loop."""
 
     def __init__(self, stall_timeout_s: float, address: str | None = None) -> None:
-        self._address = address or server_address()
+        self._channel = GrpcChannel(address)
         self._stall_timeout_s = stall_timeout_s
-        self._channel: Any = None
 
     async def generate(self, worker: str, tensors: Mapping[str, bytes | Array]) -> AsyncIterator[Tensors]:
         """Yield the worker's responses. Raises errors.py; closing the iterator cancels the request."""
-        call = stream_method(self._open())()
+        call = self._channel.stream()
         is_over = False
         try:
             await self._guarded(call.write(infer_request(worker, tensors)), worker)
@@ -54,17 +43,14 @@ class VideoWorkers:
                 call.cancel()
 
     async def is_ready(self, worker: str) -> bool:
-        import grpc
-
+        """Return whether the server has the worker; false also when no server answers."""
         try:
-            return await model_ready(self._open(), worker)
-        except grpc.aio.AioRpcError:
+            return await self._channel.is_loaded(worker)
+        except BiremeError:
             return False
 
     async def close(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close()
+        await self._channel.close()
 
     async def _read(self, call: Any, worker: str) -> Any:
         """Return one response; None at the end of the stream."""
@@ -83,14 +69,9 @@ class VideoWorkers:
                 f"{worker}: no news for {self._stall_timeout_s:g} s (pipeline.stall_timeout_s); try again"
             ) from None
         except grpc.aio.AioRpcError as error:
-            raise _as_video(rpc_error(error, self._address), worker) from error
+            raise _as_video(rpc_error(error, self._channel.address), worker) from error
         except asyncio.InvalidStateError as error:  # written to a stream that the server has ended
             raise UnavailableError(f"{worker}: the server closed the stream; try again") from error
-
-    def _open(self) -> Any:
-        if self._channel is None:
-            self._channel = open_channel(self._address)
-        return self._channel
 
 
 def _as_video(error: BiremeError, worker: str) -> BiremeError:

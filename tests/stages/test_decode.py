@@ -142,3 +142,11 @@ async def test_stop_ends_subscriptions_and_the_engine(decode):
         await call.end()
     assert test.engine.is_stopped
     await asyncio.sleep(0)
+
+
+async def test_a_ping_says_whether_the_engine_is_ready(decode):
+    test = await decode()
+    assert (await test.ask(ping=True).end())[0] == {"state": [b"ready"]}
+    test.engine.die()
+    with pytest.raises(UnavailableError, match="being restarted; try again"):
+        await test.ask(ping=True).end()

@@ -119,3 +119,11 @@ async def test_a_lost_engine_is_an_error_to_try_again(encoder):
 async def test_a_wrong_request_is_refused(encoder, values, message):
     with pytest.raises(RequestError, match=message):
         await (await encoder()).ask(**values).end()
+
+
+async def test_a_ping_says_whether_the_engine_is_ready(encoder):
+    bench = await encoder()
+    assert (await bench.ask(ping=True).end())[0] == {"state": [b"ready"]}
+    bench.engine.die()
+    with pytest.raises(UnavailableError, match="being restarted; try again"):
+        await bench.ask(ping=True).end()

@@ -14,7 +14,7 @@ from bireme.errors import (
     UnavailableError,
 )
 from bireme.messages import EngineRequest, Finish, SamplingParams, Usage, encode
-from bireme.workers.unary import prefill_result
+from bireme.workers.client import prefill_result
 
 DONE = Finish("not_finished", Usage(prompt_tokens=2, prefill_ms=3.0), disaggregated_params=b"signed")
 
@@ -135,3 +135,11 @@ async def test_an_engine_that_is_not_ready_refuses(prefill):
     test.engine.die()
     with pytest.raises(UnavailableError):
         await test.ask(input_ids=[1]).end()
+
+
+async def test_a_ping_says_whether_the_engine_is_ready(prefill):
+    test = await prefill()
+    assert (await test.ask(ping=True).end())[0] == {"state": [b"ready"]}
+    test.engine.die()
+    with pytest.raises(UnavailableError, match="being restarted; try again"):
+        await test.ask(ping=True).end()

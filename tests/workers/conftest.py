@@ -21,8 +21,8 @@ from bireme.metrics import Registry
 from bireme.stages.decode import Decode
 from bireme.text.tokenizer import TextTokenizer
 from bireme.types import Cancelled, StageContext
-from bireme.workers.buses import Buses
-from bireme.workers.channel import outputs_of
+from bireme.workers.client import Workers
+from bireme.workers.grpc import GrpcChannel, outputs_of
 
 
 class StubServer:
@@ -109,7 +109,7 @@ class Recorder:
 class BusBench:
     def __init__(self, engine: FakeEngineClient, stage: Decode, server: StubServer, address: str) -> None:
         self.engine, self.stage, self.server, self.address = engine, stage, server, address
-        self.buses = Buses(2.0, address)
+        self.workers = Workers(GrpcChannel(address), 2.0)
 
     async def until(self, condition: Any) -> None:
         """Wait until it holds."""
@@ -134,7 +134,7 @@ async def bus() -> AsyncIterator[BusBench]:
     server = StubServer(stage)
     bench = BusBench(engine, stage, server, f"127.0.0.1:{await server.start()}")
     yield bench
-    await bench.buses.close()
+    await bench.workers.close()
     await stage.stop()
     await server.server.stop(0)
 

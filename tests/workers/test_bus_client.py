@@ -9,7 +9,8 @@ from bireme.messages import EngineRequest, Finish, SamplingParams, Usage
 from bireme.metrics import Registry
 from bireme.workers import bus as bus_module
 from bireme.workers.base import UnreachableError
-from bireme.workers.buses import Buses
+from bireme.workers.client import Workers
+from bireme.workers.grpc import GrpcChannel
 
 REQUEST = EngineRequest(prompt=b"\1\0\0\0", sampling=SamplingParams())
 DONE = Finish("length", Usage())
@@ -17,62 +18,62 @@ DONE = Finish("length", Usage())
 
 async def test_tokens_come_to_the_sink_and_end_with_the_finish(bus, recorder):
     sink = recorder()
-    ticket = bus.buses.decode("decode", REQUEST, sink)
+    request = bus.workers.decode("decode", REQUEST, sink)
     consumer, number = await bus.request_at_engine()
     bus.engine.emit(consumer, {number: 5})
     bus.engine.emit(consumer, {number: 6})
     bus.engine.finish(consumer, number, DONE)
     assert (await sink.end()).reason == "length"
     assert sink.tokens == [5, 6]
-    assert ticket.failure is None and ticket.was_sent
+    assert request.failure is None and request.was_sent
 
 
 async def test_requests_that_come_together_go_out_in_one_message(bus, recorder):
     sinks = [recorder() for _ in range(20)]
     for sink in sinks:
-        bus.buses.decode("decode", REQUEST, sink)
+        bus.workers.decode("decode", REQUEST, sink)
     await bus.until(lambda: len(bus.engine.requests) == 20)
     assert len(bus.engine.payloads) == 1
     assert bus.server.num_streams == 1
 
 
 async def test_capacity_of_the_worker_is_known_after_the_welcome(bus, recorder):
-    bus.buses.decode("decode", REQUEST, recorder())
+    bus.workers.decode("decode", REQUEST, recorder())
     await bus.request_at_engine()
-    assert bus.buses.capacity("decode").vocab_size == 1000
+    assert bus.workers.capacity("decode").vocab_size == 1000
 
 
 async def test_abort_reaches_the_engine(bus, recorder):
     sink = recorder()
-    ticket = bus.buses.decode("decode", REQUEST, sink)
+    request = bus.workers.decode("decode", REQUEST, sink)
     await bus.request_at_engine()
-    ticket.abort()
+    request.abort()
     assert (await sink.end()).reason == "cancelled"
-    ticket.abort()  # harmless
+    request.abort()  # harmless
     assert len(bus.engine.aborted) == 1
 
 
 async def test_abort_before_the_subscription_stands_never_reaches_it(bus, recorder):
     sink = recorder()
-    bus.buses.decode("decode", REQUEST, sink).abort()
+    bus.workers.decode("decode", REQUEST, sink).abort()
     assert (await sink.end()).reason == "cancelled"
-    bus.buses.decode("decode", REQUEST, recorder())
+    bus.workers.decode("decode", REQUEST, recorder())
     assert await bus.request_at_engine() == (1, 2)  # of two requests the second, and no other
     assert len(bus.engine.requests) == 1 and not bus.engine.aborted
 
 
 async def lose_engine(bus, sink):
-    """A request runs when its engine dies; return its ticket and its end."""
-    ticket = bus.buses.decode("decode", REQUEST, sink)
+    """A request runs when its engine dies; return its request and its end."""
+    request = bus.workers.decode("decode", REQUEST, sink)
     await bus.request_at_engine()
     bus.engine.die()
-    return ticket, await sink.end()
+    return request, await sink.end()
 
 
 async def test_engine_death_is_told_as_engine_lost(bus, recorder):
-    ticket, end = await lose_engine(bus, recorder())
+    request, end = await lose_engine(bus, recorder())
     assert end.error.startswith("UNAVAILABLE: engine lost: decode")
-    assert isinstance(ticket.failure, EngineLostError)
+    assert isinstance(request.failure, EngineLostError)
 
 
 async def test_the_next_request_subscribes_to_the_next_life(bus, recorder):
@@ -80,7 +81,7 @@ async def test_the_next_request_subscribes_to_the_next_life(bus, recorder):
     bus.engine.requests.clear()  # those of the life that has ended
     bus.engine.come_back()
     later = recorder()
-    bus.buses.decode("decode", REQUEST, later)
+    bus.workers.decode("decode", REQUEST, later)
     consumer, number = await bus.request_at_engine()
     bus.engine.finish(consumer, number, DONE)
     assert (await later.end()).reason == "length"
@@ -89,10 +90,10 @@ async def test_the_next_request_subscribes_to_the_next_life(bus, recorder):
 async def test_a_refused_subscription_costs_nothing(bus, recorder):
     bus.engine.die()
     sink = recorder()
-    ticket = bus.buses.decode("decode", REQUEST, sink)
+    request = bus.workers.decode("decode", REQUEST, sink)
     assert "being restarted" in (await sink.end()).error
-    assert not ticket.was_sent
-    assert type(ticket.failure) is UnavailableError
+    assert not request.was_sent
+    assert type(request.failure) is UnavailableError
 
 
 async def test_a_refused_subscription_is_left_and_not_cancelled(bus, recorder):
@@ -100,7 +101,7 @@ async def test_a_refused_subscription_is_left_and_not_cancelled(bus, recorder):
     bus.engine.die()
     for _ in range(3):
         sink = recorder()
-        bus.buses.decode("decode", REQUEST, sink)
+        bus.workers.decode("decode", REQUEST, sink)
         await sink.end()
     await bus.until(lambda: bus.server.num_streams == 0)
     assert bus.server.num_cut == 0
@@ -114,52 +115,52 @@ async def test_after_an_engine_s_death_the_stream_is_left_and_not_cancelled(bus,
 
 async def test_a_silent_stub_s_stream_is_cancelled(bus, recorder, monkeypatch):
     monkeypatch.setattr(bus_module, "LEAVE_S", 0.1)
-    buses = Buses(0.2, bus.address)
+    workers = Workers(GrpcChannel(bus.address), 0.2)
     sink = recorder()
-    buses.decode("decode", REQUEST, sink)
+    workers.decode("decode", REQUEST, sink)
     await bus.request_at_engine()
     bus.server.is_deaf = True
     await sink.end()
     await bus.until(lambda: bus.server.num_streams == 0)
     assert bus.server.num_cut == 1
-    await buses.close()
+    await workers.close()
 
 
 async def test_no_server_is_said_with_the_variable_to_set(recorder):
     sink = recorder()
-    ticket = Buses(2.0, "127.0.0.1:1").decode("decode", REQUEST, sink)
+    request = Workers(GrpcChannel("127.0.0.1:1"), 2.0).decode("decode", REQUEST, sink)
     assert "set BIREME_GRPC" in (await sink.end()).error
-    assert isinstance(ticket.failure, UnreachableError)
+    assert isinstance(request.failure, UnreachableError)
 
 
 async def test_a_server_that_goes_away_loses_what_was_sent(bus, recorder):
     sink = recorder()
-    ticket = bus.buses.decode("decode", REQUEST, sink)
+    request = bus.workers.decode("decode", REQUEST, sink)
     await bus.request_at_engine()
     await bus.server.server.stop(0)
     await sink.end()
-    assert isinstance(ticket.failure, EngineLostError)
+    assert isinstance(request.failure, EngineLostError)
 
 
 async def test_a_silent_stub_is_given_up(bus, recorder):
-    buses = Buses(0.2, bus.address)
+    workers = Workers(GrpcChannel(bus.address), 0.2)
     sink = recorder()
-    buses.decode("decode", REQUEST, sink)
+    workers.decode("decode", REQUEST, sink)
     await bus.request_at_engine()
     bus.server.is_deaf = True
     assert "no news for" in (await sink.end()).error
-    await buses.close()
+    await workers.close()
 
 
 async def test_keepalives_keep_a_quiet_request_alive(bus, recorder):
-    buses = Buses(0.2, bus.address)
+    workers = Workers(GrpcChannel(bus.address), 0.2)
     sink = recorder()
-    buses.decode("decode", REQUEST, sink)
+    workers.decode("decode", REQUEST, sink)
     consumer, number = await bus.request_at_engine()
     await asyncio.sleep(0.6)  # three times as long as a silent stub is waited for
     bus.engine.finish(consumer, number, DONE)
     assert (await sink.end()).reason == "length"
-    await buses.close()
+    await workers.close()
 
 
 async def test_an_idle_subscription_is_closed_and_opened_again(bus, recorder, monkeypatch):
@@ -167,7 +168,7 @@ async def test_an_idle_subscription_is_closed_and_opened_again(bus, recorder, mo
     consumers = []
     for _ in range(2):
         sink = recorder()
-        bus.buses.decode("decode", REQUEST, sink)
+        bus.workers.decode("decode", REQUEST, sink)
         consumer, number = await bus.request_at_engine()
         consumers.append(consumer)
         assert list(bus.engine.buses) == [consumer]
@@ -182,13 +183,13 @@ async def test_a_long_used_subscription_is_renewed_and_ends_with_its_last_reques
     monkeypatch.setattr(bus_module, "RENEW_AFTER", 3)  # the welcome is the first
     monkeypatch.setattr(bus_module, "IDLE_S", 0.2)
     old, new = recorder(), recorder()
-    bus.buses.decode("decode", REQUEST, old)
+    bus.workers.decode("decode", REQUEST, old)
     consumer, number = await bus.request_at_engine()
     bus.engine.emit(consumer, {number: 5})
     await bus.until(lambda: old.tokens == [5])
     bus.engine.emit(consumer, {number: 6})
     await bus.until(lambda: bus.server.num_streams == 2)
-    bus.buses.decode("decode", REQUEST, new)
+    bus.workers.decode("decode", REQUEST, new)
     await bus.until(lambda: len(bus.engine.requests) == 2)
     bus.engine.emit(consumer, {number: 7})
     bus.engine.finish(consumer, number, DONE)
@@ -200,7 +201,7 @@ async def test_a_long_used_subscription_is_renewed_and_ends_with_its_last_reques
 
 async def test_a_subscription_that_the_stub_closed_is_replaced_unseen(bus, recorder):
     first = recorder()
-    bus.buses.decode("decode", REQUEST, first)
+    bus.workers.decode("decode", REQUEST, first)
     consumer, number = await bus.request_at_engine()
     bus.engine.finish(consumer, number, DONE)
     await first.end()
@@ -208,7 +209,7 @@ async def test_a_subscription_that_the_stub_closed_is_replaced_unseen(bus, recor
         subscription.end()
     await asyncio.sleep(0.05)
     second = recorder()
-    bus.buses.decode("decode", REQUEST, second)
+    bus.workers.decode("decode", REQUEST, second)
     consumer, number = await bus.request_at_engine()
     bus.engine.finish(consumer, number, DONE)
     assert (await second.end()).reason == "length"
@@ -216,12 +217,12 @@ async def test_a_subscription_that_the_stub_closed_is_replaced_unseen(bus, recor
 
 async def test_one_broken_sink_does_not_take_the_others_along(bus, recorder):
     class Broken(recorder):
-        def push(self, *news):
+        def push(self, *outputs):
             raise ValueError("broken")
 
     broken, sound = Broken(), recorder()
-    bus.buses.decode("decode", REQUEST, broken)
-    bus.buses.decode("decode", REQUEST, sound)
+    bus.workers.decode("decode", REQUEST, broken)
+    bus.workers.decode("decode", REQUEST, sound)
     await bus.until(lambda: len(bus.engine.requests) == 2)
     consumer, _ = next(iter(bus.engine.requests))
     bus.engine.emit(consumer, {1: 5, 2: 6})
@@ -232,9 +233,9 @@ async def test_one_broken_sink_does_not_take_the_others_along(bus, recorder):
 
 async def test_closing_ends_requests_and_subscription(bus, recorder):
     sink = recorder()
-    bus.buses.decode("decode", REQUEST, sink)
+    bus.workers.decode("decode", REQUEST, sink)
     await bus.request_at_engine()
-    await bus.buses.close()
+    await bus.workers.close()
     assert "shutting down" in (await sink.end()).error
     await bus.until(lambda: not bus.engine.buses)
 
@@ -242,7 +243,7 @@ async def test_closing_ends_requests_and_subscription(bus, recorder):
 @pytest.mark.parametrize("life", [0, 7])
 async def test_commands_name_the_life_of_the_welcome(bus, recorder, life):
     bus.engine.number_of_life = life
-    bus.buses.decode("decode", REQUEST, recorder())
+    bus.workers.decode("decode", REQUEST, recorder())
     await bus.request_at_engine()
     from bireme.messages import decode_commands
 
@@ -252,34 +253,34 @@ async def test_commands_name_the_life_of_the_welcome(bus, recorder, life):
 async def test_big_prompts_are_spread_over_several_messages(bus, recorder):
     big = EngineRequest(prompt=b"\1\0\0\0" * (3 << 18), sampling=SamplingParams())
     for _ in range(3):
-        bus.buses.decode("decode", big, recorder())
+        bus.workers.decode("decode", big, recorder())
     await bus.until(lambda: len(bus.engine.requests) == 3)
     assert len(bus.engine.payloads) == 3
 
 
 async def test_a_check_says_whether_requests_would_be_taken(bus):
-    await bus.buses.check("decode")
-    assert bus.buses.capacity("decode").vocab_size == 1000
+    await bus.workers.ping("decode")
+    assert bus.workers.capacity("decode").vocab_size == 1000
     bus.engine.die()
     await asyncio.sleep(0.05)
     with pytest.raises(UnavailableError):
-        await bus.buses.check("decode")
+        await bus.workers.ping("decode")
     bus.engine.come_back()
-    await bus.buses.check("decode")
+    await bus.workers.ping("decode")
 
 
 async def test_a_check_of_a_stub_that_is_stopped_waits(bus):
     bus.server.is_deaf = True
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(bus.buses.check("decode"), 0.3)
+        await asyncio.wait_for(bus.workers.ping("decode"), 0.3)
 
 
 async def test_gaps_are_those_between_deliveries_of_each_stream(bus, recorder):
     metrics = Registry("generate")
-    buses = Buses(2.0, bus.address, metrics)
+    workers = Workers(GrpcChannel(bus.address), 2.0, metrics)
     sinks = [recorder(), recorder()]
     for sink in sinks:
-        buses.decode("decode", REQUEST, sink)
+        workers.decode("decode", REQUEST, sink)
     await bus.until(lambda: len(bus.engine.requests) == 2)
     (consumer, first), (_, second) = bus.engine.requests
     for tokens in ({first: 1}, {first: 2, second: 3}, {first: 4, second: 5}):
@@ -290,4 +291,4 @@ async def test_gaps_are_those_between_deliveries_of_each_stream(bus, recorder):
         )
     ((name, _, counts, seconds),) = metrics.take_delta().histograms
     assert (name, sum(counts)) == ("bireme_inter_token_latency_seconds", 3) and seconds > 0
-    await buses.close()
+    await workers.close()

@@ -39,6 +39,7 @@ from bireme.messages import (
     Submit,
     Usage,
     decode_step,
+    deliver,
     encode,
     frame,
 )
@@ -197,7 +198,7 @@ class EngineClient:
         if session is None:
             return
         if consumer == STUB:
-            self._deliver(session, decode_step(memoryview(data)[4:]))
+            deliver(decode_step(memoryview(data)[4:]), session.sinks, self._sink_failed)
             return
         push = session.buses.get(consumer)
         if push is not None:
@@ -219,8 +220,8 @@ class EngineClient:
         if session is None:
             return
         text = to_message(error)
-        for number, sink in session.sinks.items():
-            self._finish(number, sink, Finish("error", Usage(), text))
+        finished = {number: Finish("error", Usage(), text) for number in session.sinks}
+        deliver(Step(life.number, 0, finished=finished), session.sinks, self._sink_failed)
         lost = encode(Step(life.number, 0, lost=True))
         for push in list(session.buses.values()):
             self._push(push, lost)
@@ -231,48 +232,12 @@ class EngineClient:
     def on_down(self, reason: str) -> None:
         """Nothing waits here for another life."""
 
-    def _deliver(self, session: _Session, step: Step) -> None:
-        if step.counts is None and step.logprobs is None and step.prompt_logprobs is None:
-            self._deliver_plain(session, step)
-        else:
-            self._deliver_rich(session, step)
-        for number, finish in step.finished.items():
-            sink = session.sinks.pop(number, None)
-            if sink is not None:
-                self._finish(number, sink, finish)
-
-    def _deliver_plain(self, session: _Session, step: Step) -> None:
-        """One token a request: the path that has to be quick."""
-        find = session.sinks.get
-        for number, token in zip(step.requests, step.tokens, strict=True):
-            sink = find(number)
-            if sink is not None:
-                try:
-                    sink.push((token,))
-                except Exception:
-                    self._discard(session, number)
-
-    def _deliver_rich(self, session: _Session, step: Step) -> None:
-        logprobs, prompt_logprobs = step.logprobs or {}, step.prompt_logprobs or {}
-        for number, tokens in step.deltas():
-            sink = session.sinks.get(number)
-            if sink is not None:
-                try:
-                    sink.push(tokens, logprobs.get(number), prompt_logprobs.get(number))
-                except Exception:
-                    self._discard(session, number)
-
-    def _discard(self, session: _Session, number: int) -> None:
-        """A sink has raised: its request ends, the others go on. Called in the handler of its exception."""
-        self._logger.exception("sink_failed worker=%s request=%d", self._worker, number)
-        session.sinks.pop(number, None)
-        self._try_send(session, STUB, Abort(number))
-
-    def _finish(self, number: int, sink: Sink, finish: Finish) -> None:
-        try:
-            sink.finish(finish)
-        except Exception:
-            self._logger.exception("sink_failed worker=%s request=%d", self._worker, number)
+    def _sink_failed(self, number: int, error: Exception) -> None:
+        """Its request ends, the others go on."""
+        self._logger.error("sink_failed worker=%s request=%d", self._worker, number, exc_info=error)
+        session = self._session
+        if session is not None and session.sinks.pop(number, None) is not None:
+            self._try_send(session, STUB, Abort(number))
 
     def _push(self, push: Push, payload: bytes) -> None:
         try:

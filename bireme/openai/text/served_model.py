@@ -16,7 +16,8 @@ from bireme.pipelines.services import Services
 from bireme.sampling import check_defaults
 from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
 from bireme.workers.base import WorkerClient
-from bireme.workers.remote import RemoteWorkers
+from bireme.workers.client import Workers
+from bireme.workers.grpc import GrpcChannel
 
 
 class ServedModel:
@@ -44,7 +45,7 @@ def connect(recipe: Recipe, address: str, metrics: Registry) -> ServedModel:
     """Return a model at a tritonserver's gRPC address; connections open with the first request."""
     tokenizer = recipe_tokenizer(recipe)
     tokenizer.detokenizer()  # tabulates the vocabulary now
-    workers = RemoteWorkers(recipe.pipeline.stall_timeout_s, address, metrics)
+    workers = Workers(GrpcChannel(address), recipe.pipeline.stall_timeout_s, metrics)
     return ServedModel(recipe, workers, tokenizer, metrics)
 
 

@@ -28,8 +28,6 @@ class ServedVideo:
         self.delivery = Delivery(files, recipe.video.public_url or url)
 
     async def is_ready(self) -> bool:
-        if not isinstance(self.workers, VideoWorkers):
-            return True
         for worker in self.recipe.replicas("video_diffusion"):
             if await self.workers.is_ready(worker):
                 return True

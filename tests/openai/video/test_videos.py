@@ -46,6 +46,9 @@ class VideoScript:
             raise
         yield {"details": details, "inference_time_s": np.array([0.5]), "video": np.array([data], object)}
 
+    async def is_ready(self, worker):
+        return True
+
     async def close(self):
         return None
 

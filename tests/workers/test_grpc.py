@@ -8,7 +8,7 @@ from grpc.aio import AioRpcError, Metadata
 
 from bireme.errors import NotFoundError
 from bireme.workers.base import UnreachableError
-from bireme.workers.channel import rpc_error
+from bireme.workers.grpc import rpc_error
 
 
 def told(code: grpc.StatusCode, details: str) -> Exception:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from bireme.errors import BiremeError, UnavailableError, from_message
+from bireme.errors import BiremeError, find_error, parse_error
 from bireme.messages import U32
-from bireme.types import Array
+from bireme.types import Array, Tensors
 from bireme.workers.base import UnreachableError
 
 DEFAULT_ADDRESS = "127.0.0.1:8001"
@@ -37,30 +36,59 @@ def server_address() -> str:
     return os.environ.get("BIREME_GRPC") or DEFAULT_ADDRESS
 
 
-def open_channel(address: str) -> Any:
-    import grpc.aio
+class GrpcChannel:
+    """The gRPC endpoint of one tritonserver; connects with the first call. Used on one loop."""
 
-    return grpc.aio.insecure_channel(address, _OPTIONS)
+    def __init__(self, address: str | None = None) -> None:
+        """`address`: None is server_address()."""
+        self.address = address or server_address()
+        self._channel: Any = None
+        self._infer: Any = None
 
+    async def infer(self, model: str, inputs: Tensors) -> Tensors:
+        """Call a unary model. Raises the errors of errors.py."""
+        import grpc
+        from tritonclient.grpc import service_pb2
 
-def stream_method(channel: Any) -> Any:
-    from tritonclient.grpc import service_pb2
+        if self._infer is None:
+            self._infer = self._method("unary_unary", "ModelInfer", service_pb2.ModelInferResponse)
+        try:
+            return outputs_of(await self._infer(infer_request(model, inputs)))
+        except grpc.aio.AioRpcError as error:
+            raise rpc_error(error, self.address) from error
 
-    return channel.stream_stream(
-        _SERVICE + "ModelStreamInfer",
-        request_serializer=service_pb2.ModelInferRequest.SerializeToString,
-        response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
-    )
+    def stream(self) -> Any:
+        """Open a ModelStreamInfer call; what it raises is for `rpc_error`."""
+        from tritonclient.grpc import service_pb2
 
+        return self._method("stream_stream", "ModelStreamInfer", service_pb2.ModelStreamInferResponse)()
 
-def unary_method(channel: Any) -> Any:
-    from tritonclient.grpc import service_pb2
+    async def is_loaded(self, model: str) -> bool:
+        """Return what the server says of a model: yes also of one whose stub is dead. Raises BiremeError."""
+        import grpc
+        from tritonclient.grpc import service_pb2
 
-    return channel.unary_unary(
-        _SERVICE + "ModelInfer",
-        request_serializer=service_pb2.ModelInferRequest.SerializeToString,
-        response_deserializer=service_pb2.ModelInferResponse.FromString,
-    )
+        ask = self._method("unary_unary", "ModelReady", service_pb2.ModelReadyResponse)
+        try:
+            return bool((await ask(service_pb2.ModelReadyRequest(name=model))).ready)
+        except grpc.aio.AioRpcError as error:
+            raise rpc_error(error, self.address) from error
+
+    async def close(self) -> None:
+        channel, self._channel, self._infer = self._channel, None, None
+        if channel is not None:
+            await channel.close()
+
+    def _method(self, kind: str, name: str, answer: Any) -> Any:
+        import grpc.aio
+
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.address, _OPTIONS)
+        return getattr(self._channel, kind)(
+            _SERVICE + name,
+            request_serializer=lambda request: request.SerializeToString(),
+            response_deserializer=answer.FromString,
+        )
 
 
 async def leave(call: Any, limit_s: float) -> None:
@@ -82,28 +110,17 @@ async def leave(call: Any, limit_s: float) -> None:
         call.cancel()
 
 
-async def model_ready(channel: Any, model: str) -> bool:
-    """Return what the server says of a model. Raises grpc.aio.AioRpcError."""
-    from tritonclient.grpc import service_pb2
-
-    ask = channel.unary_unary(
-        _SERVICE + "ModelReady",
-        request_serializer=service_pb2.ModelReadyRequest.SerializeToString,
-        response_deserializer=service_pb2.ModelReadyResponse.FromString,
-    )
-    return bool((await ask(service_pb2.ModelReadyRequest(name=model))).ready)
-
-
-def infer_request(model: str, tensors: Mapping[str, bytes | bool | Array]) -> Any:
-    """Build a request: bytes become BYTES[1], true and false BOOL[1], arrays what they are."""
+def infer_request(model: str, tensors: Mapping[str, bytes | Array]) -> Any:
+    """Build a request: bytes become BYTES[1], arrays what they are."""
     from tritonclient.grpc import service_pb2
 
     request = service_pb2.ModelInferRequest(model_name=model)
     for name, value in tensors.items():
         if isinstance(value, bytes):
             data_type, shape, raw = "BYTES", [1], U32.pack(len(value)) + value
-        elif isinstance(value, bool):
-            data_type, shape, raw = "BOOL", [1], b"\1" if value else b"\0"
+        elif value.dtype.kind == "O":
+            items = [bytes(item) for item in value.reshape(-1)]
+            data_type, shape, raw = "BYTES", list(value.shape), b"".join(U32.pack(len(item)) + item for item in items)
         else:
             data_type, shape, raw = _data_type(value), list(value.shape), value.tobytes()
         request.inputs.add(name=name, datatype=data_type, shape=shape)
@@ -119,38 +136,19 @@ def outputs_of(response: Any) -> dict[str, Array]:
     }
 
 
-def unreachable(address: str, why: object) -> UnreachableError:
-    return UnreachableError(
-        f"no Triton gRPC endpoint at {address} ({why}); set BIREME_GRPC to the host:port of this deployment's server"
-    )
-
-
-_CODED = re.compile(
-    r"\b(?:INTERNAL|INVALID_ARGUMENT|NOT_FOUND|RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|CANCELLED"
-    r"|FAILED_PRECONDITION): .*",
-    re.DOTALL,
-)
-_GONE = ("not ready", "not healthy", "unknown model", "no available", "is not found")
-
-
-def parse_error(message: str) -> BiremeError:
-    """Find `CODE: text` in what Triton made of it; a model that is not there is UNAVAILABLE."""
-    if coded := _CODED.search(message):
-        return from_message(coded.group())
-    if any(words in message for words in _GONE):
-        return UnavailableError(message)
-    return BiremeError(message)
-
-
 def rpc_error(error: Any, address: str) -> BiremeError:
     """Map a grpc.aio.AioRpcError: our own codes inside the text win, a dead connection is unreachable."""
     import grpc
 
     details = error.details() or ""
-    if _CODED.search(details):
-        return parse_error(details)
+    if (coded := find_error(details)) is not None:
+        return coded
     if error.code() == grpc.StatusCode.UNAVAILABLE or details == _WRITE_FAILED:
-        return unreachable(address, details.splitlines()[0] if details else "connection lost")
+        why = details.splitlines()[0] if details else "connection lost"
+        return UnreachableError(
+            f"no Triton gRPC endpoint at {address} ({why}); set BIREME_GRPC to the host:port of this deployment's"
+            " server"
+        )
     parsed = parse_error(details)
     return parsed if parsed.retryable else BiremeError(f"{error.code().name}: {details}")
 

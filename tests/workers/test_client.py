@@ -1,0 +1,189 @@
+"""Unary calls of a frontend to prefill workers that answer, refuse, take their time, or are dead; encodes."""
+
+import asyncio
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+
+from bireme.errors import EngineLostError, RequestCancelledError, RequestError, UnavailableError
+from bireme.messages import EngineRequest, Finish, SamplingParams, Usage
+from bireme.multimodal.wire import EncodeAnswer, EncodeJob, encode_answer
+from bireme.workers.client import Workers, encode_request
+from bireme.workers.grpc import GrpcChannel, infer_request
+
+REQUEST = EngineRequest(prompt=b"\1\0\0\0", sampling=SamplingParams())
+STALL_S = 0.4
+
+
+class PrefillServer:
+    """ModelInfer and ModelReady of a server with one prefill worker."""
+
+    def __init__(self):
+        self.prefill_s = 0.0  # how long a prefill takes
+        self.refusal = ""  # what a ping is told
+        self.is_dead = False  # takes calls and never answers
+        self.num_pings = 0
+
+    async def start(self):
+        self.server = grpc.aio.server()
+        handlers = {
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(
+                self.infer, service_pb2.ModelInferRequest.FromString, service_pb2.ModelInferResponse.SerializeToString
+            ),
+            "ModelReady": grpc.unary_unary_rpc_method_handler(
+                self.ready, service_pb2.ModelReadyRequest.FromString, service_pb2.ModelReadyResponse.SerializeToString
+            ),
+        }
+        self.server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers),)
+        )
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        return f"127.0.0.1:{port}"
+
+    async def ready(self, request, context):
+        return service_pb2.ModelReadyResponse(ready=True)
+
+    async def infer(self, request, context):
+        if self.is_dead:
+            await asyncio.sleep(60)
+        if any(tensor.name == "ping" for tensor in request.inputs):
+            self.num_pings += 1
+            if self.refusal:
+                await context.abort(grpc.StatusCode.INTERNAL, self.refusal)
+            return answer({"state": b"ready"})
+        await asyncio.sleep(self.prefill_s)
+        return answer({"disaggregated_params": b"signed", "output_ids": np.array([7], np.int32), "usage": b"{}"})
+
+
+def answer(tensors):
+    request = infer_request("prefill", tensors)
+    response = service_pb2.ModelInferResponse(raw_output_contents=request.raw_input_contents)
+    for tensor in request.inputs:
+        response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+    return response
+
+
+@pytest.fixture
+async def server():
+    server = PrefillServer()
+    server.address = await server.start()
+    yield server
+    await server.server.stop(0)
+
+
+@pytest.fixture
+async def workers(server):
+    workers = Workers(GrpcChannel(server.address), STALL_S)
+    yield workers
+    await workers.close()
+
+
+async def test_a_prefill_is_answered(server, workers):
+    result = await workers.prefill("prefill", REQUEST, "mine")
+    assert (result.disaggregated_params, result.output_ids, server.num_pings) == (b"signed", (7,), 0)
+
+
+async def test_a_long_prefill_is_waited_for_while_its_worker_lives(server, workers):
+    server.prefill_s = 3 * STALL_S
+    assert (await workers.prefill("prefill", REQUEST, "mine")).output_ids == (7,)
+    assert server.num_pings >= 2
+
+
+async def test_a_prefill_on_a_dead_stub_is_lost(server, workers):
+    server.is_dead = True
+    with pytest.raises(EngineLostError, match="prefill: no news for 0.4 s"):
+        await asyncio.wait_for(workers.prefill("prefill", REQUEST, "mine"), 5)
+
+
+async def test_a_prefill_worker_whose_engine_is_down_is_not_ready(server, workers):
+    await workers.check("prefill")
+    server.refusal = "UNAVAILABLE: prefill: its engine is not ready; try again"
+    with pytest.raises(UnavailableError, match="its engine is not ready"):
+        await workers.check("prefill")
+
+
+async def test_inside_triton_calls_are_the_context_s_and_nobody_pings():
+    asked = []
+
+    async def call(model, inputs):
+        asked.append((model, sorted(inputs)))
+        await asyncio.sleep(3 * STALL_S)
+        return {"disaggregated_params": np.array([b"signed"], object), "output_ids": np.array([7], np.int32),
+                "usage": np.array([b"{}"], object)}  # fmt: skip
+
+    workers = Workers(GrpcChannel("127.0.0.1:1"), STALL_S, call=call)
+    assert (await workers.prefill("prefill", REQUEST, "mine")).output_ids == (7,)
+    assert asked == [("prefill", ["engine_request", "request_id"])]
+
+
+# Encodes on decode workers
+
+
+class OneBus(Workers):
+    """Takes requests of its bus; the test says how they end."""
+
+    failure = None
+    was_sent = True
+
+    def decode(self, worker, request, sink):
+        self.worker, self.request, self.sink = worker, request, sink
+        return self
+
+    def abort(self):
+        self.sink.finish(Finish("cancelled", Usage()))
+
+
+@pytest.fixture
+def bus():
+    return OneBus(GrpcChannel("127.0.0.1:1"), STALL_S)
+
+
+async def begin(bus):
+    running = asyncio.ensure_future(bus.encode("decode_1", EncodeJob(sources=()), "mine", 0))
+    await asyncio.sleep(0)
+    return running
+
+
+async def test_the_answer_comes_with_the_finish(bus):
+    running = await begin(bus)
+    answer = EncodeAnswer(pictures=(), embeddings=b"rows")
+    bus.sink.finish(Finish("stop", Usage(), encoded=encode_answer(answer)))
+    assert await running == answer and (bus.worker, bus.request) == (
+        "decode_1",
+        encode_request(EncodeJob(sources=()), 0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("INVALID_ARGUMENT: images[0]: no", RequestError),
+        ("UNAVAILABLE: it broke down", EngineLostError),  # the engine had it: another may be tried at once
+    ],
+)
+async def test_an_engine_s_error_is_raised(bus, text, kind):
+    running = await begin(bus)
+    bus.sink.finish(Finish("error", Usage(), error=text))
+    with pytest.raises(kind, match=text.partition(": ")[2].replace("[", r"\[")):
+        await running
+
+
+async def test_a_bus_that_never_opened_says_so_itself(bus):
+    running = await begin(bus)
+    bus.failure = UnavailableError("decode_1 is loading")
+    bus.sink.finish(Finish("error", Usage(), error="UNAVAILABLE: decode_1 is loading"))
+    with pytest.raises(UnavailableError) as caught:
+        await running
+    assert caught.value is bus.failure
+
+
+async def test_an_abort_ends_it_once(bus):
+    running = await begin(bus)
+    await bus.abort_encode("decode_1", "mine")
+    await bus.abort_encode("decode_1", "another")
+    with pytest.raises(RequestCancelledError):
+        await running
+    await bus.abort_encode("decode_1", "mine")
