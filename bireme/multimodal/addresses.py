@@ -1,8 +1,8 @@
-"""Which IP addresses media may be fetched from: those that anybody on the Internet can reach, and no others.
+"""Which IP addresses media may be fetched from: only those that anybody on the Internet can reach.
 
-The list is IANA's registries of special-purpose addresses, spelled out because `ipaddress.is_global` differs
-between Python versions and calls multicast global; it is asked all the same, so an address must pass both.
-IPv6 forms that carry an IPv4 address are judged by that address.
+The list is IANA's registries of special-purpose addresses, spelled out because `ipaddress.is_global` differs between
+Python versions and calls multicast global; an address must pass both. IPv6 forms that carry an IPv4 address are judged
+by that address.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_public(address: Address) -> bool:
-    """Return whether media may be fetched from this address."""
     if isinstance(address, ipaddress.IPv4Address):
         return address.is_global and not any(address in network for network in _REFUSED_V4)
     if address.scope_id is not None:

@@ -1,4 +1,4 @@
-"""What an encoder has made: as it leaves the engine process, handles signed, and as it reaches who asked for it."""
+"""What an encoder has made: as it leaves the engine process, handles signed, and as the caller receives it."""
 
 from __future__ import annotations
 

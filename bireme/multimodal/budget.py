@@ -1,4 +1,4 @@
-"""How many encoded bytes the pictures of one request may still take; counted while they arrive."""
+"""How many encoded bytes the pictures of one request may still take; counted as they arrive."""
 
 from __future__ import annotations
 

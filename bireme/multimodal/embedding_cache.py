@@ -1,4 +1,4 @@
-"""Embeddings kept for pictures that come again: least recently used first to go, by bytes.
+"""An LRU cache of pictures' embeddings, bounded by bytes.
 
 Owned by one event loop. A value larger than the whole capacity is not kept; a capacity of 0 keeps nothing.
 """
@@ -30,14 +30,14 @@ class EmbeddingCache(Generic[_V]):
         return len(self._entries)
 
     def get(self, key: str) -> _V | None:
-        """Return the value and make it the most recently used; counts nothing."""
+        """Return the value and make it the most recently used; counts no hit."""
         value = self._entries.get(key)
         if value is not None:
             self._entries.move_to_end(key)
         return value
 
     def put(self, key: str, value: _V) -> None:
-        """Keep a value in place of what the key had; others go until there is room."""
+        """Keep a value in place of what the key had; evicts until there is room."""
         self._drop(key)
         if value.num_bytes <= self.capacity_bytes:
             while self.used_bytes + value.num_bytes > self.capacity_bytes:

@@ -1,7 +1,6 @@
 """Embeddings on their way from the process that made them to the one that computes with them.
 
-The same leases, sockets and files as KV (kv/transfer): a row is one token's embedding, all of one group. So
-shared memory serves one host today, and what carries KV on GPUs or across hosts will carry these as well. In the
+They use the leases, sockets and files of KV (kv/transfer): a row is one token's embedding, all in one group. In the
 process that made them they are handed over without a copy.
 """
 
@@ -76,7 +75,7 @@ class EmbeddingShare:
         self._transfer.start(layout)
 
     def offer(self, owner: Hashable, rows: EmbeddingRows, media_hash: str, grid: Grid | None) -> EmbeddingHandle:
-        """Lease rows out to one fetch, until it ends, `abort`, or the lease's time is over."""
+        """Lease rows to one fetch, until it ends, `abort`, or the lease expires."""
         ids: list[int] = []
         with self._lock:  # release can't come before the lease is known
             lease = self._transfer.reserve(lambda: self._released(owner, ids[0]))
@@ -95,7 +94,7 @@ class EmbeddingShare:
         )
 
     def abort(self, owner: Hashable) -> None:
-        """End the leases that an encode request has left behind."""
+        """End the remaining leases of an encode request."""
         with self._lock:
             leases = [self._offers[number][0] for number in self._owned.get(owner, ()) if number in self._offers]
         for lease in leases:

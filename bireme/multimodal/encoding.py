@@ -1,9 +1,9 @@
 """From an encode job to embeddings under lease: load, look up, batch, encode, offer.
 
-Knows no engine: an `ImageEncoder` does the work, and `EmbeddingShare` holds what it made. Everything runs on one
-event loop in a thread of its own, `media` and `vision` threads beside it; callers post from any thread and are
-called back on the loop. Equal pictures that come at the same time are encoded once, pictures of different
-requests together in a batch. What one picture does wrong ends its own request alone.
+Knows no engine: an `ImageEncoder` does the work, and `EmbeddingShare` holds what it made. Everything runs on one event
+loop in a thread of its own, with `media` and `vision` threads; callers post from any thread and are called back on the
+loop. Equal pictures that come at the same time are encoded once, pictures of different requests together in a batch. A
+bad picture ends only its own request.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PreparedImage(Protocol):
 
 
 class ImageEncoder(Protocol):
-    """An engine's vision tower and what goes before it. `encode` is called from one thread, the others from several."""
+    """An engine's vision tower with its preprocessing. `encode` is called from one thread, the others from several."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -91,7 +91,7 @@ class EncodedPicture:
 
 @dataclass(frozen=True, slots=True)
 class EncodeOutcome:
-    """What a job has come to; the engine process seals the handles."""
+    """The result of a job; the engine process signs the handles."""
 
     pictures: tuple[EncodedPicture, ...]
     hidden_size: int
@@ -146,7 +146,7 @@ class EncoderService:
         return self._num_submitted
 
     def start(self) -> None:
-        """Raises ConfigError for media settings that can't be."""
+        """Raises ConfigError for impossible media settings."""
         for name in ("hits", "misses", "evictions"):
             self._metrics.add(f"bireme_embedding_cache_{name}_total", 0)
         self._cache.publish()
@@ -172,7 +172,7 @@ class EncoderService:
         self._loop.call_soon_threadsafe(self._abort, key)
 
     def stop(self) -> None:
-        """End all jobs with UNAVAILABLE, then the threads. Harmless when called again."""
+        """End all jobs with UNAVAILABLE, then the threads. May be called again."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_STOP_S)
@@ -230,7 +230,7 @@ class EncoderService:
             self._share.abort(key)
 
     async def _serve(self, key: Key, job: EncodeJob, timeout_ms: int, done: Done) -> None:
-        """Run one job and tell its end, whatever it is."""
+        """Run one job and report its end."""
         outcome: EncodeOutcome | BiremeError
         try:
             outcome = await asyncio.wait_for(self._outcome(key, job), timeout_ms / 1000 if timeout_ms else None)
@@ -313,7 +313,7 @@ class EncoderService:
             self._cache.put(name, future.result())
 
     async def _prepare(self, name: str, pixels: Any, future: asyncio.Future[EncodedRows]) -> None:
-        """Make a picture ready and put it into the next batch."""
+        """Prepare a picture and put it into the next batch."""
         try:
             prepared = await self._in(self._processors, lambda: self._encoder.prepare(pixels))
         except asyncio.CancelledError:
@@ -342,7 +342,7 @@ class EncoderService:
             self._is_encoding = False
 
     async def _encode_batch(self, batch: list[_Waiting]) -> None:
-        """A batch that fails is done again picture by picture: the others must not suffer for one."""
+        """A failed batch is done again picture by picture, so that only the bad one fails."""
         try:
             rows = await self._timed([item.prepared for item in batch])
         except asyncio.CancelledError:

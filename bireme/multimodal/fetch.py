@@ -1,12 +1,12 @@
 """Fetches pictures by https and http, from public addresses alone.
 
-A name is looked up once for each connection, every answer is checked, and the connection goes to exactly the
-addresses that were checked: there is no second look-up that could answer differently. The host name stays in
-the Host header and in TLS. The socket's own address is checked once more when it is made, which also covers
-hosts that are addresses and never pass a resolver. Redirects are followed here, each as a URL of its own.
+A name is looked up once for each connection, every answer is checked, and the connection goes to exactly the checked
+addresses: no second look-up could answer differently. The host name stays in the Host header and in TLS. The socket's
+own address is checked once more when it is made, which also covers hosts that are addresses. Redirects are followed
+here, each as a URL of its own.
 
-aiohttp does the HTTP: its resolver and socket factory are public hooks at the two places that matter, it
-follows no environment variables (trust_env is off), and tritonclient brings it anyway.
+aiohttp does the HTTP: its resolver and socket factory are public hooks at the two places that matter, it ignores
+environment variables (trust_env is off), and tritonclient brings it anyway.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]  # host, port -> IP add
 IsAllowed = Callable[[Address], bool]
 
 _CHUNK_BYTES = 64 << 10
-_MAX_LOOKUPS = 8  # threads: a name server that never answers holds one for as long as the system waits
+_MAX_LOOKUPS = 8  # threads: a name server that never answers holds one until the system's timeout
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = {"User-Agent": "bireme", "Accept": "image/*", "Accept-Encoding": "identity"}
 _NOT_PUBLIC = "its host does not resolve to a public address; send the picture as a data: URL"
@@ -45,9 +45,9 @@ class _NotPublic(OSError):
 
 
 class HttpFetcher:
-    """Belongs to one event loop, which it must be made in; `close` ends what is under way.
+    """Belongs to the event loop in which it is made; `close` ends what is in flight.
 
-    Tests give `resolve` and `is_allowed`: the one seam through which a server on this host can be reached.
+    Tests give `resolve` and `is_allowed`: the only seam through which a server on this host can be reached.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class _CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Raises OSError; a name with one address that is not public is refused as a whole: it is an attack."""
+        """Raises OSError. A name with one address that is not public is refused as a whole: it is an attack."""
         addresses = list(dict.fromkeys(await self._resolve(host, port)))
         if not addresses or not all(_is_allowed_text(text, self._is_allowed) for text in addresses):
             logger.warning("media_refused reason=name_not_public")
@@ -192,7 +192,7 @@ async def _read(response: aiohttp.ClientResponse, budget: PictureBudget) -> byte
 
 
 def _fetch_error(error: BaseException) -> RequestError:
-    """Put a failure into words of ours: the library's hold addresses and the URL."""
+    """Return a failure in our words: the library's texts hold addresses and the URL."""
     logger.info("media_fetch_failed kind=%s", type(error).__name__)
     if isinstance(error, aiohttp.ClientSSLError):
         return RequestError("its server's certificate or TLS is not valid")

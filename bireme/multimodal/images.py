@@ -1,8 +1,8 @@
 """Encoded bytes -> RGB pixels, by Pillow, for four formats and within limits.
 
-Nothing is allocated by what a header claims before the claim has been checked. Whatever Pillow raises becomes
-one sentence of ours: its texts hold memory addresses. Every picture ends as 8-bit RGB, turned the way its EXIF
-says, transparency flattened on white, the first frame of several.
+A header's claims are checked before anything is allocated. Whatever Pillow raises becomes one sentence of ours: its
+texts hold memory addresses. Every picture ends as 8-bit RGB, turned as its EXIF says, transparency flattened on white,
+the first frame of several.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bireme.config import MediaLimits
 from bireme.errors import BiremeError, RequestError
 
 FORMATS = "PNG, JPEG, WebP or GIF"
-_HASH_DOMAIN = b"bireme.image.1\0"  # nothing else that is hashed begins like this
+_HASH_DOMAIN = b"bireme.image.1\0"  # no other hash input begins like this
 _WHITE = (255, 255, 255, 255)
 _MAX_JPEG_SCANS = 200  # a progressive picture has about ten; each costs a pass over all pixels
 _EXIF_ORIENTATION = 0x0112
@@ -48,7 +48,7 @@ class DecodedImage:
 
 
 def kind_of(content: bytes) -> str:
-    """Return the format by its first bytes, in Pillow's spelling; "" for everything else."""
+    """Return the format by its first bytes, in Pillow's spelling; "" for others."""
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
         return "PNG"
     if content.startswith(b"\xff\xd8\xff"):
@@ -59,7 +59,7 @@ def kind_of(content: bytes) -> str:
 
 
 def decode_image(content: bytes, limits: MediaLimits) -> DecodedImage:
-    """Return the picture; takes CPU time and memory in proportion to its pixels. Raises RequestError."""
+    """Return the picture; CPU time and memory are proportional to its pixels. Raises RequestError."""
     kind = kind_of(content)
     if not kind:
         raise RequestError(f"not a picture that is understood here; send {FORMATS}")
@@ -84,7 +84,7 @@ def content_hash(pixels: Pixels) -> bytes:
 
 
 def _decode(content: bytes, kind: str, limits: MediaLimits) -> Pixels:
-    if kind == "WEBP":  # Pillow allocates the canvas when it opens one; the others wait for load()
+    if kind == "WEBP":  # Pillow allocates the canvas on opening one; the others wait for load()
         _check_size(_webp_size(content), limits)
     if kind == "JPEG" and content.count(b"\xff\xda") > _MAX_JPEG_SCANS:
         raise RequestError(f"a JPEG of more than {_MAX_JPEG_SCANS} scans; save it anew")
@@ -110,7 +110,6 @@ def _check_size(size: tuple[int, int], limits: MediaLimits) -> None:
 
 
 def _webp_size(content: bytes) -> tuple[int, int]:
-    """Return width and height as the first chunk of a WebP file says."""
     chunk = content[12:16]
     if chunk == b"VP8X":
         low, high = struct.unpack_from("<HB", content, 24), struct.unpack_from("<HB", content, 27)
@@ -135,7 +134,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _turn_of(image: Image.Image) -> Image.Transpose | None:
-    """Return how EXIF says the picture is to be turned; damaged EXIF says nothing."""
+    """Return the turn that EXIF asks for; damaged EXIF asks for none."""
     try:
         return _TURNS.get(image.getexif().get(_EXIF_ORIENTATION, 1))
     except Exception:  # Pillow's EXIF reader raises many kinds; the pixels are good all the same

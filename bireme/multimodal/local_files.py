@@ -1,8 +1,8 @@
-"""Pictures on this host, by file: URL, and only inside the folder that the deployment has named.
+"""Pictures on this host, by file: URL, only inside the folder that the deployment has named.
 
-Links are followed first and the place they end at is what counts; it is asked again of the open file, so that
-a link swapped in between gains nothing. What is outside, missing or unreadable gets one and the same answer:
-a request can't find out what exists.
+Links are resolved first, and the place they end at counts; the open file is asked again, so that a link swapped in
+between gains nothing. What is outside, missing or unreadable gets the same answer: a request can't find out what
+exists.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from bireme.errors import ConfigError, RequestError
 from bireme.multimodal.budget import PictureBudget
 
 _REFUSED = "no such picture in this deployment's allowed_local_media_path"
-# never a terminal, never waits for the writer of a FIFO, never the target of a link put there a moment ago
+# no terminal, no wait for the writer of a FIFO, no target of a link put there meanwhile
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 class LocalFiles:
-    """Reads below one folder. Raises ConfigError when that is not there."""
+    """Reads below one folder. Raises ConfigError when it is missing."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self._root: Path | None = None
@@ -30,7 +30,7 @@ class LocalFiles:
             self._root = _folder(limits.allowed_local_media_path)
 
     def read(self, text: str, budget: PictureBudget) -> bytes:
-        """Return the file's bytes; blocks. The caller counts them. Raises RequestError."""
+        """Return the file's bytes, which the caller counts; blocks. Raises RequestError."""
         if self._root is None:
             raise RequestError("file: URLs are off here (media.allowed_local_media_path); send a data: URL")
         path = _path_of(text)

@@ -1,8 +1,8 @@
-"""The one door through which pictures come in: URLs, data: URLs, files, raw bytes -> RGB pixels.
+"""Where all pictures come in: URLs, data: URLs, files, raw bytes -> RGB pixels.
 
-A source is judged by its first bytes: a known picture format is a picture, `scheme:` a URL, everything else is
-refused. Fetching waits on the loop, decoding runs on a few threads. Errors say which picture and which limit,
-and never repeat a path, a URL, a payload or an address.
+A source is judged by its first bytes: a known picture format is a picture, `scheme:` a URL, everything else is refused.
+Fetching waits on the loop, decoding runs on a few threads. Errors say which picture and which limit, and never repeat a
+path, a URL, a payload or an address.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DECODE_THREADS = 2  # each may hold a few times max_pixels bytes
 
 
 class MediaLoader:
-    """Belongs to one event loop: make it there, `close` it there. Raises ConfigError for a wrong media path."""
+    """Belongs to one event loop: make and `close` it there. Raises ConfigError for a wrong media path."""
 
     def __init__(self, limits: MediaLimits, make_fetcher: Callable[[MediaLimits], HttpFetcher] | None = None) -> None:
         self._limits = limits
@@ -45,8 +45,8 @@ class MediaLoader:
     ) -> list[DecodedImage]:
         """Return the pictures in order. Raises RequestError naming the first that fails; the others stop.
 
-        `numbers` are the pictures' own in the request, for errors; None: they are all there are. `budget` is the
-        request's, where it has more than these.
+        `numbers` are the pictures' numbers in the request, for errors; None: 1, 2, ... `budget` is the request's, if it
+        has more than these.
         """
         if len(sources) > self._limits.max_images:
             raise RequestError(f"{len(sources)} images; at most {self._limits.max_images} (media.max_images)")
@@ -62,7 +62,7 @@ class MediaLoader:
             raise
 
     async def read(self, source: bytes | str, budget: Budget) -> bytes:
-        """Return the bytes of what is no picture (computed embeddings), under the same rules. Raises RequestError."""
+        """Return the bytes of computed embeddings, under the same rules. Raises RequestError."""
         part = budget.picture()
         if isinstance(source, bytes) and source[8:9] == b"{":  # safetensors: a length, then JSON
             part.take(len(source))
@@ -79,7 +79,6 @@ class MediaLoader:
             raise ResourceExhaustedError(f"images[{at}]: no memory for it now; try again") from None
 
     async def _read(self, source: bytes | str, budget: PictureBudget) -> bytes:
-        """Return the encoded picture."""
         if isinstance(source, bytes) and kind_of(source):
             budget.take(len(source))
             return source

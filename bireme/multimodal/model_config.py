@@ -19,7 +19,7 @@ class PictureModel:
 
 
 def picture_model(folder: str) -> PictureModel | None:
-    """Return None for a model of text alone, and for a folder that is not there. Raises ConfigError."""
+    """Return None for a model of text alone, and for a missing folder. Raises ConfigError."""
     try:
         tree = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except OSError:
@@ -39,7 +39,7 @@ def picture_model(folder: str) -> PictureModel | None:
 
 
 def picture_model_of(recipe: Recipe) -> PictureModel | None:
-    """Return what the recipe's model takes; None also where there is no folder, as with a mocker's model."""
+    """Return what the recipe's model takes; None also without a folder (a mocker)."""
     try:
         folder = recipe.model_path
     except ConfigError:

@@ -1,8 +1,7 @@
-"""Rotary positions in three dimensions (time, height, width), as the Qwen-VL family counts them.
+"""Rotary positions in three dimensions (time, height, width), as in the Qwen-VL family.
 
-Text moves all three on together; a picture spreads over its grid from the position where it stands, and the
-text after it goes on from the largest position that the picture has. Equal to transformers' get_rope_index
-for pictures, which tests check.
+Text moves all three on together; a picture spreads over its grid from where it stands, and the text after it goes on
+from the picture's largest position. Equal to transformers' get_rope_index for pictures, which tests check.
 """
 
 from __future__ import annotations

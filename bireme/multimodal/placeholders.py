@@ -1,4 +1,4 @@
-"""Prompts with pictures: one placeholder token a picture becomes as many as it has embeddings."""
+"""Prompts with pictures: each placeholder token becomes as many tokens as its picture has embeddings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Ids = npt.NDArray[np.int32]
 
 
 def expand(ids: Ids, placeholder: int, counts: Sequence[int]) -> tuple[Ids, list[int]]:
-    """Return the expanded ids, and the position in them of each picture's first token.
+    """Return the expanded ids, and the position of each picture's first token in them.
 
-    Raises RequestError when the prompt does not have one placeholder a picture.
+    Raises RequestError unless the prompt has one placeholder a picture.
     """
     places = np.flatnonzero(ids == placeholder)
     if len(places) != len(counts):

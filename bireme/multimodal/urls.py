@@ -1,8 +1,8 @@
-"""A media URL taken apart, strictly: what two parsers could read differently is refused, not repaired.
+"""A media URL, parsed strictly: what two parsers could read differently is refused, not repaired.
 
-Backslashes, user names, control characters, numeric hosts that are not four plain decimals (2130706433,
-0x7f.1, 0177.0.0.1, 127.1) and non-ASCII hosts (which normalize to digits and dots) have no use in a picture's
-address, and each has led some client past its own check. Errors do not repeat the URL.
+Backslashes, user names, control characters, numeric hosts other than four plain decimals (2130706433, 0x7f.1,
+0177.0.0.1, 127.1) and non-ASCII hosts (which normalize to digits and dots) have no use in a picture's address, and each
+has misled some client's check. Errors do not repeat the URL.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def scheme_of(text: str) -> str:
 
 
 def parse_http_url(text: str, limits: MediaLimits) -> HttpUrl:
-    """Check form, scheme and domain. Raises RequestError; whether the address is public is asked on connecting."""
+    """Check form, scheme and domain. Raises RequestError. The address is checked on connecting."""
     if len(text) > MAX_URL_CHARACTERS:
         raise RequestError(f"a URL of {len(text)} characters; at most {MAX_URL_CHARACTERS}, or send a data: URL")
     if "\\" in text or any(character.isspace() or not character.isprintable() for character in text):

@@ -1,9 +1,9 @@
-"""What is said about the pictures of a request, between pipelines, stages and engines.
+"""Messages about the pictures of a request, between pipelines, stages and engines.
 
-A pipeline sends an *encode job* to the worker that has the vision tower and gets, for each picture, its hash,
-its number of tokens and *handles*. A handle names embeddings that wait there under a lease, for one fetch; it
-is signed, so clients can carry it but not make it. The request for prefill or decode then says, as `multimodal`,
-where in the expanded prompt each picture stands, and has a handle for each that is to be computed.
+A pipeline sends an *encode job* to the worker that has the vision tower and gets, for each picture, its hash, its
+number of tokens and *handles*. A handle names embeddings that wait there under a lease, for one fetch; it is signed, so
+clients can carry it but not make it. The request for prefill or decode then says, as `multimodal`, where in the
+expanded prompt each picture stands, with a handle for each that is to be computed.
 
     encode job, encode answer    msgpack, in EngineRequest.multimodal and Finish.encoded
     multimodal                   JSON (the tensor of that name), EngineRequest.multimodal
@@ -147,7 +147,7 @@ def open_handle(text: str, key: bytes) -> EmbeddingHandle:
 
 
 def peek_handle(text: str) -> EmbeddingHandle:
-    """Decode without a look at the signature: lease ids can't be guessed. Raises RequestError."""
+    """Decode without checking the signature: lease ids can't be guessed. Raises RequestError."""
     try:
         return _decode_handle(base64.urlsafe_b64decode(text.partition(".")[0]))
     except (binascii.Error, ValueError) as error:
@@ -179,7 +179,7 @@ def unpack_opened(blob: bytes | None) -> tuple[OpenedItem, ...]:
 
 
 def identity_of(items: tuple[OpenedItem, ...]) -> bytes:
-    """Return bytes that stand for the pictures and their places: equal only when these are."""
+    """Return bytes that stand for the pictures and their places."""
     return b"".join(f"{item.position} {item.num_tokens} {item.grid} {item.hash}\n".encode() for item in items)
 
 

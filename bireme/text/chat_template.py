@@ -1,14 +1,14 @@
 """Chat templates: messages to a prompt, in jinja2's sandbox with the helpers that transformers gives templates.
 
-A template comes with a model and sees only plain JSON data. What it may do is bounded: attributes of Python's
-internals are out of reach, the prompt's size and the rendering time are limited (checked with every piece of
-output). Messages are shown as transformers and vLLM show them: arguments of tool calls as objects, content
-given in text parts as one string (parts of other kinds stay a list), reasoning under each name in use. Templates of
-some vision-language models know parts alone and would pass over a string in silence: they get parts.
+A template comes with a model and sees only plain JSON data. Attributes of Python's internals are out of its reach; the
+prompt's size and the rendering time are limited (checked with every piece of output). Messages have the form of
+transformers and vLLM: arguments of tool calls as objects, content given in text parts as one string (parts of other
+kinds stay a list), reasoning under each name in use. Templates of some vision-language models read only parts and would
+silently skip a string: they get parts.
 
-**Special tokens in user and tool messages are text.** A template writes `<|im_end|>` to end a message; the
-same characters in a user's message must not. `protect` marks them before rendering, and `Prompt` keeps the
-marks, so that the tokenizer encodes these places as ordinary text. Other roles are the application's own.
+**Special tokens in user and tool messages are text.** A template writes `<|im_end|>` to end a message; the same
+characters in a user's message must not. `protect` marks them before rendering, and `Prompt` keeps the marks, so that
+the tokenizer encodes these places as ordinary text. Other roles are the application's own.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Prompt:
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens that it may name."""
+    """A compiled template and the special tokens that it may use."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], max_bytes: int = 8 << 20) -> None:
-        """Compile. Raises ConfigError when the source is not valid."""
+        """Raises ConfigError when the source is not valid."""
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
@@ -75,9 +75,9 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         protected: Sequence[str] = (),
     ) -> Prompt:
-        """Render a conversation. `protected` strings in user and tool messages will stay text.
+        """Render a conversation. `protected` strings in user and tool messages stay text.
 
-        Raises RequestError when the template refuses the messages, and when the prompt gets too large.
+        Raises RequestError when the template refuses the messages, or the prompt gets too large.
         """
         variables = _checked(variables or {})
         shield = _Shield(protected)
@@ -92,7 +92,7 @@ class ChatTemplate:
         return shield.restore(self._render(context))
 
     def _shows(self, content: Any) -> bool:
-        """Say whether the template shows a user's text when it comes in this form."""
+        """Whether the template renders a user's text given in this form."""
         messages = [{"role": "user", "content": content}]
         context = {"documents": None, "add_generation_prompt": True, "tools": None, "messages": messages}
         try:
@@ -115,7 +115,7 @@ class ChatTemplate:
             raise
         except jinja2.TemplateError as error:
             raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
-        except Exception as error:  # templates are code: a message without a field they need raises anything
+        except Exception as error:  # templates are code: a message without a needed field may raise anything
             raise RequestError(
                 f"messages: the model's chat template can't show them: {type(error).__name__}: {error}"
             ) from error
@@ -129,7 +129,7 @@ def _any_of(strings: tuple[str, ...]) -> re.Pattern[str] | None:
 
 
 class _Shield:
-    """Swaps protected strings for marks that no message can know, and back."""
+    """Replaces protected strings by marks that no message can know, and back."""
 
     def __init__(self, protected: Sequence[str]) -> None:
         self._pattern = _any_of(tuple(protected))
@@ -171,7 +171,7 @@ def _checked(variables: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _shown(message: Message, wants_parts: bool) -> Message:
-    """Return the message as templates expect it; the given one is left alone."""
+    """Return the message in the form that templates expect, as a copy."""
     if not wants_parts and message.keys() == _PLAIN and isinstance(message["content"], str):  # nearly every message
         return message
     shown = dict(message)
@@ -206,7 +206,7 @@ def _with_object_arguments(call: Any) -> Any:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here its body is just shown."""
+    """`{% generation %}` marks the assistant's text for training; here its body is just rendered."""
 
     tags = {"generation"}
 
@@ -217,7 +217,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict(...)` in templates: makes one, gives nothing else away."""
+    """`dict(...)` in templates: makes one, exposes nothing else."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -244,7 +244,7 @@ def _environment() -> jinja2.Environment:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter escapes HTML characters; prompts must not be."""
+    """Jinja's own filter escapes HTML characters, which prompts must keep."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

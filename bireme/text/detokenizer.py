@@ -1,10 +1,9 @@
 """Tokens in, text out, piece by piece: no character is split, no space lost, nothing held longer than needed.
 
-What comes out after n tokens depends on those tokens alone, not on how they were cut into pushes. At most
-three bytes, the beginning of a character, are held back; `flush` gives them as U+FFFD. All pieces together
-are what decoding all tokens at once gives. One exception: of a run of byte tokens that is not valid UTF-8
-a SentencePiece decoder makes U+FFFD alone, also of its valid characters; here those stay what they are,
-because they went out before the run's end was known.
+The output after n tokens depends on those tokens alone, not on how they were cut into pushes. At most three bytes, the
+start of a character, are held back; `flush` returns them as U+FFFD. All pieces together are what decoding all tokens at
+once gives, with one exception: for a run of byte tokens that is not valid UTF-8 a SentencePiece decoder makes only
+U+FFFD, also of its valid characters; here those stay, because they went out before the run's end was known.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ class Detokenizer(Protocol):
         """Take tokens and return the text that is certain now. Ids outside the vocabulary have no text."""
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """As `push`, with the text that became certain with each token on its own; none is empty."""
+        """As `push`, split by the token that completed each text; none is empty."""
 
     def flush(self) -> str:
-        """Return what is held back; nothing may be pushed afterwards."""
+        """Return what is held back. Nothing may be pushed afterwards."""
 
 
 class TableDetokenizer:
-    """Looks every token up; UTF-8 is put together here."""
+    """Looks every token up and joins the UTF-8."""
 
     __slots__ = ("_held", "_parts", "_texts")
 
@@ -50,7 +49,7 @@ class TableDetokenizer:
         return "".join(self.pieces(tokens))
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        if not self._held:  # what piled up until it is sent
+        if not self._held:  # tokens that waited for a sender
             try:
                 texts = [self._texts[token] for token in tokens]
             except IndexError:
@@ -76,8 +75,8 @@ class TableDetokenizer:
 class WindowDetokenizer:
     """For decoders that look at neighbors: decodes the last few tokens again with every token.
 
-    The news is the window's text beyond what is out. An unfinished character shows as one U+FFFD at the end,
-    so that one is held back.
+    The new text is the window's text beyond what is out. An unfinished character shows as one U+FFFD at the end, which
+    is held back.
     """
 
     __slots__ = ("_num_out", "_skip", "_tokenizer", "_window")

@@ -1,8 +1,8 @@
-"""Stop strings in a stream of text: found wherever the pieces are cut, never leaked, nothing else delayed.
+"""Stop strings in a stream of text: found across any cut, never leaked, nothing else delayed.
 
-The first stop string to be complete ends the text; of several complete at the same character, the longest.
-Only text that may become a stop string is held back. Each stop string is followed by a Knuth-Morris-Pratt
-automaton, so the cost per character does not depend on lengths, however repetitive text and strings are.
+The first stop string to be complete ends the text; of several complete at the same character, the longest. Only text
+that may become a stop string is held back. Each stop string is followed by a Knuth-Morris-Pratt automaton, so the cost
+per character is constant, however repetitive text and strings are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Follower:
         self.matched = 0  # characters at the end of the text that may become the stop string
 
     def advance(self, text: str) -> int | None:
-        """Take more text; return the index in it after the stop string's last character, if it is complete."""
+        """Take more text; return the index after the stop string's last character, if it is complete."""
         stop, matched = self._stop, self.matched
         if not matched and stop[0] not in text:
             return None

@@ -1,8 +1,8 @@
-"""How much text a token can stand for: what is longer than that many times the context can't fit, unread.
+"""How much text a token can stand for: longer texts than that times the context can't fit and need no encoding.
 
-Only where it is certain: byte-pair encoding with a token for each byte, and nothing around it that drops text. A
-pre-tokenizer may remove blanks, an unknown word of any length may be one token, and an added token may swallow the
-blanks beside it; then there is no such bound.
+Only where it is certain: byte-pair encoding with a token for each byte, and nothing around it that drops text.
+Otherwise there is no bound: a pre-tokenizer may remove blanks, an unknown word of any length may be one token, and an
+added token may swallow the blanks beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEEP_ALL = {"ByteLevel", "Digits", "Metaspace"}  # pre-tokenizers
 
 
 def longest_token_bytes(tokenizer: Any) -> int | None:
-    """Return the most bytes of a text that one token can stand for, of a `tokenizers.Tokenizer`; None: not certain."""
+    """Return the most bytes of a text that one token of a `tokenizers.Tokenizer` can stand for; None: not certain."""
     model = tokenizer.model
     shrinks = _shrinks(_state(tokenizer.normalizer))
     splits = _flat(_state(tokenizer.pre_tokenizer), "pretokenizers")

@@ -1,10 +1,9 @@
 """A model's tokenizer, from its folder, by the `tokenizers` library alone: no torch, no transformers.
 
-`tokenizer.json` is needed; its post-processor alone says whether bos and eos are added (as in transformers 5,
-which passes over tokenizer_config.json's add_bos_token where this file is). `tokenizer_config.json` names the
-special tokens for templates. The chat template is chat_template.jinja, chat_template.json or
-tokenizer_config.json's own, in this order.
-Plain text is encoded as transformers does it, special tokens in it included; in chat messages they are text
+`tokenizer.json` is needed; only its post-processor says whether bos and eos are added (as in transformers 5, which
+ignores tokenizer_config.json's add_bos_token where this file is). `tokenizer_config.json` names the special tokens for
+templates. The chat template is chat_template.jinja, chat_template.json or tokenizer_config.json's own, in this order.
+Plain text is encoded as in transformers, special tokens in it included; in chat messages they are text
 (chat_template.py). A Tokenizer may be used from many threads: encoding releases the GIL.
 """
 
@@ -90,12 +89,12 @@ class TextTokenizer:
         return table.parts[token] if text is None else text.encode()
 
     def is_special(self, token: int) -> bool:
-        """Is it left out of texts that skip special tokens?"""
+        """Whether it is left out of texts that skip special tokens."""
         return token in self._special_ids
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a new incremental detokenizer for one sequence. The first call tabulates the vocabulary
-        (0.4 s for 150,000 tokens), so whoever serves calls it once before it is ready.
+        """Return a new incremental detokenizer for one sequence. The first call tabulates the vocabulary (0.4 s for
+        150,000 tokens), so servers call it once before they are ready.
         """
         table = self._table_without_special if skip_special_tokens else self._table
         return TableDetokenizer(table) if table else WindowDetokenizer(self._inner, skip_special_tokens)
@@ -106,7 +105,7 @@ class TextTokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Return the prompt of a conversation. Raises RequestError when there is no template or it refuses."""
+        """Return the prompt of a conversation. Raises RequestError when there is no template, or it refuses."""
         template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
         if template is None:
             raise RequestError("messages: this model has no chat template; send text_input instead")
@@ -143,7 +142,7 @@ def load_tokenizer(
 
     `chat_template`: a Jinja file in place of the model's own templates. `backend`: what encodes (encoder.py).
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else one text, too, goes to a thread of the library's
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else even one text goes to a thread of the library
     folder = Path(path) if Path(path).is_dir() else _download(path)
     config = _json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     special = {name: text for name in _NAMED if (text := _token_text(config.get(name)))}

@@ -1,11 +1,11 @@
-"""The text of every token, as a table; what tokenizers' decoders do, where that is a matter of single tokens.
+"""The text of every token, as a table: what tokenizers' decoders do, where each token is decoded on its own.
 
-Byte-level BPE (Llama 3, Qwen, GPT) and SentencePiece forms (Llama 2, Mistral, Gemma) are: their decoders
-map each token to bytes on its own, and only UTF-8 joins them. So a token costs one look-up. Other decoders
-(WordPiece and the like) have no table, see detokenizer.py.
+That holds for byte-level BPE (Llama 3, Qwen, GPT) and SentencePiece forms (Llama 2, Mistral, Gemma): their decoders map
+each token to bytes, and only UTF-8 joins them, so a token costs one look-up. Other decoders (WordPiece and the like)
+have no table, see detokenizer.py.
 
-A SentencePiece decoder also drops the very first space of a text. Generated text goes on after a prompt, so
-its first space is part of it and stays.
+A SentencePiece decoder also drops the very first space of a text. Generated text follows a prompt, so its first space
+stays.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def build(tokenizer: Any) -> Vocabulary | None:
 
 
 def _token_bytes(decoder: dict[str, Any] | None) -> TokenBytes | None:
-    """Return what one token contributes under this decoder, if that is all there is to it."""
+    """Return what one token contributes under this decoder; None when it depends on others."""
     if decoder is None:
         return None
     kind = decoder["type"]

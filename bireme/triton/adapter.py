@@ -1,8 +1,8 @@
 """The class that Triton loads: it owns a stage, its event loop and the threads around it.
 
-execute() answers nothing itself, for unary models neither: it hands the requests to the loop and returns,
-so one instance works on any number of them. Each request is a task; whatever becomes of it, its stream
-sends one final flag. No method blocks on a client.
+execute() answers nothing itself, also for unary models: it hands the requests to the loop and returns, so one instance
+works on any number of them. Each request is a task, and its stream always sends one final flag. No method blocks on a
+client.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from bireme.types import Inputs, Stage, StageContext
 
 STOP_LIMIT_S = 5.0  # for stage.stop(); finalize() as a whole takes at most 9 s
 JOIN_LIMIT_S = 1.0  # for each of our own threads
-BURST, BURST_PAUSE_S = 2, 0.008  # so many arrivals at once are a burst: the loop lets more of it pile up
+BURST, BURST_PAUSE_S = 2, 0.008  # from 2 waiting requests on, the loop pauses 8 ms between portions: the GIL is shared
 CANCEL_GRACE_S = 10.0  # a stage that does not react to `cancelled` has its task cancelled after this
 logger = logging.getLogger("bireme.triton")
 
@@ -59,7 +59,7 @@ class Adapter:
         return complete_config(config, cls.spec)
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the recipe and start the stage; takes as long as that takes. What fails is the load's error."""
+        """Load the recipe and start the stage. An error becomes the load's error."""
         self._model_name = args["model_name"]
         logs.configure(self._model_name)
         # A crashed tritonserver leaves its stubs waiting in shared memory for ever, deaf to SIGTERM.
@@ -140,12 +140,10 @@ class Adapter:
             )
         )
 
-    # -- one request, from Triton's thread to the loop
-
     def _accept(self, request: Any) -> None:
         try:
             outlet = TritonOutlet(request.get_response_sender(), self.spec)
-        except Exception:  # there is no way left to answer this one
+        except Exception:  # this request can't be answered any more
             logger.exception("no_response_sender")
             return
         stream = Stream(
@@ -168,7 +166,7 @@ class Adapter:
         self._poller.watch(stream)
 
     def _wake(self) -> None:
-        """Have the loop look at the arrivals; one wake-up for all that piled up."""
+        """Have the loop look at the arrivals; one wake-up for all that wait."""
         with self._wake_lock:
             if self._is_woken or not self._arrivals:
                 return
@@ -189,7 +187,7 @@ class Adapter:
             return None
 
     def _begin_arrivals(self) -> None:
-        """Start what has arrived. In a burst this thread and Triton's take turns instead of fighting for the GIL."""
+        """Start what has arrived. In a burst this thread and Triton's take turns instead of competing for the GIL."""
         if len(self._arrivals) >= BURST:
             self._senders.burst(2 * BURST_PAUSE_S)
             asyncio.get_running_loop().call_later(BURST_PAUSE_S, self._begin_arrivals)
@@ -211,7 +209,7 @@ class Adapter:
             stream.finish(error)
         except asyncio.CancelledError:
             stream.finish(self._cancellation())
-        except BaseException as error:  # SystemExit in a stage must not take the loop along
+        except BaseException as error:  # SystemExit in a stage must not end the loop
             logger.exception("stage_failed model=%s", self._model_name)
             stream.finish(error)
         else:
@@ -242,8 +240,6 @@ class Adapter:
         if cancelled and stage_of(self._model_name) not in WORKER_STAGES:  # a worker's engine counts its own
             self._metrics.add("bireme_cancellations_total", cancelled)
 
-    # -- the end
-
     def _stop_stage(self) -> None:
         try:
             self._loop.run(self._stage.stop(), STOP_LIMIT_S)
@@ -251,7 +247,7 @@ class Adapter:
             logger.exception("stop_failed model=%s", self._model_name)
 
     def _abort_streams(self) -> None:
-        """End what still runs with UNAVAILABLE; the tasks themselves end with the loop."""
+        """End running requests with UNAVAILABLE; their tasks end with the loop."""
         self._refuse_arrivals()
         for stream in list(self._streams):
             stream.finish(UnavailableError(f"{self._model_name} is shutting down"))
@@ -259,7 +255,7 @@ class Adapter:
 
 
 def _limit(task: asyncio.Task[None]) -> None:
-    """See to it that a cancelled request's task ends even if its stage looks away. Any thread."""
+    """Cancel the task of a cancelled request after a grace time, if its stage did not react. Any thread."""
     if not task.done():
         loop = task.get_loop()
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the task

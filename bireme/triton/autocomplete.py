@@ -19,5 +19,4 @@ def complete_config(config: Any, spec: ModelSpec) -> Any:
 
 
 def tensor_config(tensor: TensorSpec) -> dict[str, Any]:
-    """Return name, type and dims as Triton's configuration spells them."""
     return {"name": tensor.name, "data_type": tensor.triton_type, "dims": list(tensor.dims)}

@@ -1,9 +1,9 @@
-"""Unary calls from one model to another of the same server (BLS). Never decoupled ones.
+"""Unary calls from one model to another of the same server (BLS).
 
-A blocked exec() holds one of the backend's pool threads of this model (thread-pool-size, default 32), and so
-does every send: at 32 waiting calls all streams of the model stand still. Hence a bounded number of threads
-(BIREME_BLS_THREADS, which serve.py raises together with thread-pool-size). Reading decoupled BLS streams while
-sending corrupts the stub's heap within seconds, so there is no way to ask for one here.
+A blocked exec() holds one of the backend's pool threads of this model (thread-pool-size, default 32), and so does every
+send: at 32 waiting calls all streams of the model stand still. Hence a bounded number of threads (BIREME_BLS_THREADS,
+which serve.py raises together with thread-pool-size). Decoupled models can't be called: reading their BLS streams while
+sending corrupts the stub's heap within seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Finds out which clients are gone, for all streams of a stub, on one thread.
 
-Triton tells nobody of a cancel: it has to be asked, 30-60 us a question. A stream is asked 100 ms after it
-began and every 100 ms from then on, at most MAX_POLLS a turn, so many streams are asked less often instead
-of the poller taking a core: up to 128 streams every 100 ms, 256 every 200 ms.
+Triton does not report a cancellation: it must be asked, 30-60 us a question. A stream is asked every 100 ms, at most
+MAX_POLLS streams a turn, so that the poller never takes a core: up to 128 streams every 100 ms, 256 every 200 ms.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class CancelPoller:
         while not self._stops:
             if not self._due:
                 self._wakes.clear()
-                if not self._due and not self._stops:  # a watch() between the two would be slept over
+                if not self._due and not self._stops:  # a watch() between the two would be missed
                     self._wakes.wait()
                 continue
             time.sleep(max(TURN_S, min(PERIOD_S, self._due[0][0] - time.monotonic())))

@@ -1,7 +1,7 @@
-"""A pool of threads that never holds the process back.
+"""A pool of threads that never keeps the process from exiting.
 
-concurrent.futures joins its threads when the interpreter ends: one call that waits for a dead model would keep
-the stub from exiting, and Triton waits for that exit without a limit.
+concurrent.futures joins its threads when the interpreter ends: one call that waits for a dead model would keep the stub
+from exiting, and Triton waits for that exit without a limit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _Work = tuple[concurrent.futures.Future[Any], Callable[..., Any], tuple[Any, ...
 
 
 class DaemonThreads(concurrent.futures.Executor):
-    """At most `max_threads` daemon threads, started as they are needed; what is beyond them waits in order."""
+    """At most `max_threads` daemon threads, started when needed; further calls wait in order."""
 
     def __init__(self, max_threads: int, name: str) -> None:
         self._max_threads = max_threads
@@ -43,7 +43,7 @@ class DaemonThreads(concurrent.futures.Executor):
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
-        """Cancel what waits; calls under way go on, and nobody waits for them."""
+        """Cancel what waits; running calls go on, and nobody waits for them."""
         with self._lock:
             self._is_closed = True
         while cancel_futures:

@@ -34,7 +34,7 @@ class EventLoop:
         self._loop.call_soon_threadsafe(callback)
 
     def every(self, period_s: float, callback: Callable[[], None]) -> None:
-        """Run `callback` on the loop now and again and again, as long as the loop turns."""
+        """Run `callback` on the loop every `period_s`, from now until the loop ends."""
 
         def again() -> None:
             self._loop.call_later(period_s, again)
@@ -54,7 +54,7 @@ class EventLoop:
             raise DeadlineExceededError(f"not done within {limit_s} s") from None
 
     def stop(self, limit_s: float) -> None:
-        """Cancel what still runs, then end the thread."""
+        """Cancel the running tasks, then end the thread."""
         self._is_stopping = True
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)

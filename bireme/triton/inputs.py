@@ -1,4 +1,4 @@
-"""Triton's request -> what a stage gets. Copies: the request's memory is gone after execute()."""
+"""Triton's request -> a stage's inputs. Copies: the request's memory is gone after execute()."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _copy(tensor: Any) -> Array:
         array = tensor.as_numpy()
         if array.dtype == object or array.nbytes > LARGE_BYTES:
             return np.array(array)
-        # numpy's own copy lets go of the GIL, and getting it back costs a busy stub more than the copy
+        # numpy's own copy releases the GIL, and getting it back costs a busy stub more than the copy
         return np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)
     except Exception as error:  # pybind raises several kinds, for instance on a device tensor
         raise RequestError(f"{tensor.name()}: the tensor can't be read: {error}") from error

@@ -15,7 +15,7 @@ from bireme.types import Response, Tensors
 
 CHECKS_TENSORS = os.environ.get("BIREME_CHECK_TENSORS") == "1"  # the tests' servers; Triton checks nothing itself
 
-# Triton knows fewer codes than we do: the text says ours, the number is the nearest that clients retry on or not.
+# Triton knows fewer codes: the text has ours, the number is the nearest one, which clients retry alike.
 _TRITON_CODES = {
     "INVALID_ARGUMENT": "INVALID_ARG",
     "NOT_FOUND": "NOT_FOUND",
@@ -48,7 +48,7 @@ class TritonOutlet:
         self._wanted = wanted  # empty: all
 
     def want(self, outputs: frozenset[str]) -> None:
-        """Leave out what the client did not ask for; empty: it asked for all."""
+        """Leave out outputs that the client did not ask for; empty: it asked for all."""
         self._wanted = outputs
 
     def send(self, response: Response, is_final: bool) -> None:
@@ -83,7 +83,7 @@ def triton_error(error: BaseException) -> Any:
 
 
 def make_response(tensors: Iterable[Any], parameters: Mapping[str, Any] | None = None) -> Any:
-    """Build a response; `parameters` are left out where Triton (before 25.02) has none."""
+    """Build a response; Triton before 25.02 has no `parameters`."""
     if parameters:
         try:
             return pb_utils.InferenceResponse(output_tensors=list(tensors), parameters=dict(parameters))

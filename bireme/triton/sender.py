@@ -1,8 +1,8 @@
-"""One of the threads that send responses, with what waits for it.
+"""One of the threads that send responses, with its queues.
 
-A stream's first response and its last go before what other streams have in the middle of theirs: a client
-waits for its first token and, to go on, for its last, while tokens in between are merged as long as they wait.
-After each batch of urgent streams one of the others has its turn, so the middle never starves.
+A stream's first and last response go before the others' middle ones: a client waits for its first token and, to go on,
+for its last, while tokens in between are merged as long as they wait. After each batch of urgent streams one of the
+others has its turn, so the middle never starves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from bireme.triton.streams import Stream
 
-BUSY_TURN = 24  # streams flushed in one go; from here on a sender rests, and what comes meanwhile is merged
+BUSY_TURN = 24  # from this many streams in one turn on, a sender rests, and later responses are merged
 REST = 1.0  # of the time that the turn took
 LONGEST_REST_S = 0.02
 BURST_REST_S = 0.016
@@ -27,7 +27,7 @@ class Sender:
     """Flushes the streams that are put into it, each on this thread alone."""
 
     def __init__(self, name: str, is_burst: Callable[[], bool]) -> None:
-        """`is_burst`: do many requests start right now?"""
+        """`is_burst`: whether many requests start right now."""
         self._urgent: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()  # None: look at the others
         self._others: deque[Stream] = deque()
         self._is_waiting = False  # for either
@@ -60,13 +60,13 @@ class Sender:
         while not self._stops or self._others or not self._urgent.empty():
             if not self._others:
                 self._is_waiting = True
-                if not self._others:  # else one came before it could be seen that we wait
+                if not self._others:  # else one came before this thread was seen to wait
                     self._flush_next(timeout_s=None)
                 self._is_waiting = False
             self._rest(*self._turn())
 
     def _turn(self) -> tuple[int, float]:
-        """Flush everything that is there now; return the number of streams and the time it took."""
+        """Flush all that is there; return the number of streams and the time it took."""
         began_at = time.monotonic()
         count = len(self._others)
         for _ in range(count):
@@ -76,7 +76,7 @@ class Sender:
         return count, time.monotonic() - began_at
 
     def _rest(self, count: int, turn_s: float) -> None:
-        """Let the others' tokens pile up for a while; urgent ones go out."""
+        """Let the others' tokens wait for a while; urgent ones go out."""
         rest_s = length_of_rest(count, turn_s, self._is_burst())
         ends_at = time.monotonic() + rest_s
         while rest_s > 0 and not self._stops:
@@ -84,12 +84,12 @@ class Sender:
             rest_s = ends_at - time.monotonic()
 
     def _flush_urgent(self) -> None:
-        """Flush what is urgent now; what becomes urgent meanwhile waits until one of the others had its turn."""
+        """Flush what is urgent now; what becomes urgent meanwhile waits for one turn of the others."""
         for _ in range(self._urgent.qsize()):
             self._flush_next(timeout_s=0.0)
 
     def _flush_next(self, timeout_s: float | None) -> None:
-        """Flush the next urgent stream, or return when somebody wants the others to be looked at. None: no limit."""
+        """Flush the next urgent stream, or return when the others are to be looked at. None: no limit."""
         try:
             stream = self._urgent.get(timeout=timeout_s) if timeout_s != 0.0 else self._urgent.get_nowait()
         except queue.Empty:
@@ -108,5 +108,5 @@ def length_of_rest(count: int, turn_s: float, is_burst: bool) -> float:
 def _flush(stream: Stream) -> None:
     try:
         stream.flush()
-    except BaseException:  # flush raises nothing; should it, the other streams of this thread go on
+    except BaseException:  # flush raises nothing; should it, the thread's other streams go on
         logger.exception("flush_failed")

@@ -1,9 +1,9 @@
 """The only threads that send responses: a stream always goes to the same one, so its order is kept.
 
-A send is a blocking round trip (90-180 us). While one is under way the streams' buffers fill, and the next
-flush sends them merged; an idle sender sends at once. Four threads saturate the stub (measured), and would
-take all the CPU that there is from the engine and from requests that start: hence the rests (sender.py), after a
-long turn and, while a burst of requests starts, after any; what is urgent does not wait for their end.
+A send is a blocking round trip (90-180 us). Meanwhile the streams' buffers fill, and the next flush sends them merged;
+an idle sender sends at once. Four threads saturate the stub (measured) and would take all CPU from the engine and from
+starting requests: hence the rests (sender.py) after a long turn and, while a burst of requests starts, after any;
+urgent responses do not wait for their end.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Senders:
         return next(self._next).put
 
     def burst(self, seconds: float) -> None:
-        """Requests start for so long from now: leave them the interpreter."""
+        """Requests start for `seconds` from now: rest after every turn."""
         self._burst_ends_at = time.monotonic() + seconds
 
     def stop(self, limit_s: float) -> bool:
-        """Let the threads send what is queued and end. Return False when one did not within the limit."""
+        """Send what is queued, then end the threads. Return False when one did not end within the limit."""
         for sender in self._senders:
             sender.stop()
         deadline = time.monotonic() + limit_s

@@ -1,12 +1,12 @@
-"""One request's way back to its client: what the stage sends piles up here until a sender thread takes it.
+"""The responses of one request: they wait here until a sender thread takes them.
 
-The one rule: whatever happens, exactly one final flag goes out, and nothing is asked of Triton after it.
-`send`, `finish` and `cancel` come from any thread and never block; `flush` runs on the stream's own sender
-thread; `poll` on the cancel poller's. Triton dies of is_cancelled() during or after the final flag
-(SIGSEGV of the whole server), hence the gate around both.
+Whatever happens, exactly one final flag goes out, and nothing is asked of Triton after it. `send`, `finish` and
+`cancel` come from any thread and never block; `flush` runs on the stream's own sender thread; `poll` on the cancel
+poller's. is_cancelled() during or after the final flag crashes Triton (SIGSEGV of the whole server), hence the gate
+around both.
 
-The buffer's limit is for what the senders can't hand over. A client that does not read at all is not seen
-here: Triton's own frontends take every response and keep it in the server's memory without a limit (2.51).
+The buffer's limit covers what the senders can't hand over. A client that never reads is not seen here: Triton's own
+frontends take every response and keep it in the server's memory without a limit (2.51).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Stream:
         self._buffered_bytes = 0
         self._error: BaseException | None = None
         self._is_dirty = False  # its sender knows that there is something to flush
-        self.is_urgent = False  # and that it goes before streams in the middle of their way
+        self.is_urgent = False  # it goes before streams between their first and last response
         self._has_begun = False  # its first response is taken
         self._is_ended = False  # the stage's side: nothing more is taken
         self._is_closed = False  # Triton's side: the final flag is out
@@ -111,7 +111,7 @@ class Stream:
             self._enqueue(self)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the request: what is buffered goes out, then the final flag, with `error` if there is one."""
+        """End the request: the buffer goes out, then the final flag, with `error` if there is one."""
         with self._lock:
             if self._is_ended:
                 if error is not None and not self.cancelled:
@@ -124,7 +124,7 @@ class Stream:
             self._enqueue(self)
 
     def cancel(self) -> None:
-        """The client is gone: drop what is buffered and tell the stage, which ends the request."""
+        """The client is gone: drop the buffer and tell the stage, which ends the request."""
         with self._lock:
             self._buffer, self._buffered_bytes = [], 0
         self.cancelled.set()
@@ -140,7 +140,7 @@ class Stream:
         return not is_cancelled
 
     def flush(self) -> None:
-        """Send what piled up, merged, and the final flag when the request has ended. Raises nothing."""
+        """Send the merged buffer, and the final flag when the request has ended. Raises nothing."""
         with self._lock:
             responses, self._buffer, self._buffered_bytes = self._buffer, [], 0
             is_ended, error = self._is_ended, self._error
@@ -157,7 +157,7 @@ class Stream:
             self._on_close(self)
 
     def _mark(self, is_urgent: bool) -> bool:
-        """Note that there is something to flush. Return whether the sender has to hear of it (again)."""
+        """Note that there is something to flush. Return whether the sender must be told (again)."""
         wakes = not self._is_dirty or (is_urgent and not self.is_urgent)
         self._is_dirty = True
         self.is_urgent = self.is_urgent or is_urgent
@@ -210,7 +210,7 @@ class Stream:
 
 
 def _merge(responses: list[Response]) -> list[Response]:
-    """Merge neighbors as far as they let themselves be merged; the order stays."""
+    """Merge neighboring responses where they can be merged; the order stays."""
     merged: list[Response] = []
     for response in responses:
         both = merged[-1].merge(response) if merged else None

@@ -1,1 +1,1 @@
-"""Videos and pictures apart from any engine: request rules, encoding, results on disk."""
+"""Videos and pictures, without any engine: request rules, encoding, results on disk."""

@@ -21,7 +21,7 @@ def encode_video(frames: Frames, fps: int, output_format: str) -> bytes:
 
 def encode_mp4(frames: Frames, fps: int) -> bytes:
     """Return H.264 in 4:2:0 (every player's form), index first, so that it plays while it loads."""
-    with tempfile.TemporaryDirectory(prefix="bireme-video-") as folder:  # the index is moved by reading the file again
+    with tempfile.TemporaryDirectory(prefix="bireme-video-") as folder:  # moving the index reads the file again
         path = Path(folder) / "video.mp4"
         _write_mp4(path, _even(frames), fps)
         return path.read_bytes()
@@ -34,7 +34,7 @@ def _write_mp4(path: Path, frames: Frames, fps: int) -> None:
         stream: Any = container.add_stream("libx264", rate=fps)
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
-        stream.thread_count = 1  # the engine's threads are counted
+        stream.thread_count = 1  # the engine's threads are limited
         stream.options = {"preset": "veryfast", "crf": "18"}
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
@@ -48,7 +48,7 @@ def _even(frames: Frames) -> Frames:
 
 
 def encode_gif(frames: Frames, fps: int) -> bytes:
-    """Return an endless GIF; its frame times are rounded to hundredths of a second, in sum right."""
+    """Return an endless GIF; frame times are rounded to hundredths of a second, their sum is right."""
     from PIL import Image
 
     pictures = [Image.fromarray(frame) for frame in frames]

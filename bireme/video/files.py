@@ -1,6 +1,6 @@
-"""Results on disk: a folder of files with random names, which are removed when they are old or take too much room.
+"""Results on disk: a folder of files with random names, removed when they are old or take too much room.
 
-A name is the right to read the file (128 random bits), so URLs need no key. Several processes may share a folder:
+The name gives the right to read the file (128 random bits), so URLs need no key. Several processes may share a folder:
 each file is written under another name first, and its age is that of the file system.
 """
 
@@ -68,7 +68,7 @@ class FileStore:
         return self._describe(self._folder / name)
 
     def find(self, name: str) -> StoredFile:
-        """Raises NotFoundError for a name that was never there, or is no longer."""
+        """Raises NotFoundError for an unknown or removed name."""
         if _NAME.fullmatch(name):
             with contextlib.suppress(OSError):
                 file = self._describe(self._folder / name)
@@ -81,7 +81,7 @@ class FileStore:
             (self._folder / name).unlink(missing_ok=True)
 
     def sweep(self, max_bytes: int | None = None) -> int:
-        """Remove what has expired, and the oldest of what is above the limit; return the bytes that are left."""
+        """Remove what has expired, and the oldest files above the limit; return the bytes that are left."""
         limit = self._max_bytes if max_bytes is None else max_bytes
         files, now = sorted(self._files(), key=lambda file: file.expires_at), time.time()
         left = sum(file.num_bytes for file in files)
@@ -104,7 +104,7 @@ class FileStore:
         return found
 
     def _sweep_drafts(self, now: float) -> None:
-        """Remove what a killed process left half-written."""
+        """Remove the half-written files of killed processes."""
         for path in self._folder.glob(".file-*"):
             with contextlib.suppress(OSError):
                 if now - path.stat().st_mtime > _STALE_DRAFT_S:

@@ -1,8 +1,8 @@
-"""From what a request asks to what a pipeline is to do: defaults, limits and rounding.
+"""From a request to the work of a pipeline: defaults, limits and rounding.
 
-Number of frames: `num_frames`, else `seconds` x `fps` (the one that is missing has its default), else the default
-number. A pipeline that makes n * k + 1 frames makes the next such number, and the clip is cut to what was asked.
-Precedence of every value: request, recipe, pipeline. All errors are RequestError: field, value, limit, remedy.
+Number of frames: `num_frames`, else `seconds` x `fps` (the missing one has its default), else the default number. A
+pipeline that makes n * k + 1 frames makes the next such number, and the clip is cut to the requested length. Precedence
+of every value: request, recipe, pipeline. All errors are RequestError: field, value, limit, remedy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIZE = re.compile(r"(\d{1,6})[xX](\d{1,6})")
 
 
 class RequestedVideo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request says; None: nothing. The names are those of video_diffusion's tensors."""
+    """A request's fields; None: not given. The names are those of video_diffusion's tensors."""
 
     prompt: str = ""
     negative_prompt: str | None = None

@@ -1,4 +1,4 @@
-"""What goes between a video stub and its engine process, and how requests and results are told.
+"""Messages between a video stub and its engine process.
 
     command frame   u32 VIDEO + msgpack Command          stub -> engine
     event frame     u32 VIDEO + msgpack Event            engine -> stub
@@ -28,7 +28,7 @@ MEDIA_TYPES = {
 
 
 class PipelineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded pipeline takes, and what it makes unless told otherwise."""
+    """What a loaded pipeline accepts, and its defaults."""
 
     pipeline: str  # its class
     is_video: bool  # false: pictures only
@@ -70,7 +70,7 @@ class DiffusionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was made, as clients are told it (JSON)."""
+    """What was made, in the client's form (JSON)."""
 
     v: int = 1
     size: str

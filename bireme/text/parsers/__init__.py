@@ -41,12 +41,12 @@ _F = TypeVar("_F")
 
 
 def reasoning_format(name: str) -> ReasoningFormat | None:
-    """Return a format by its name; None for "". Raises ConfigError for a name that is not in the table."""
+    """Return a format by its name; None for "". Raises ConfigError for an unknown name."""
     return _find(REASONING, name, "chat.reasoning_parser")
 
 
 def tool_format(name: str) -> ToolFormat | None:
-    """Return a format by its name; None for "". Raises ConfigError for a name that is not in the table."""
+    """Return a format by its name; None for "". Raises ConfigError for an unknown name."""
     return _find(TOOLS, name, "chat.tool_parser")
 
 

@@ -1,8 +1,8 @@
-"""What a model's answer is made of: content, reasoning and tool calls, told apart while it is generated.
+"""The parts of a model's answer (content, reasoning, tool calls), told apart while it is generated.
 
-A parser takes the text of one answer in pieces, cut anywhere, and returns events. One rule: the events put
-together do not depend on how the text was cut, and nothing is held back longer than it may still become a
-marker. Text that only looks like a call (not valid, or of a function that was not offered) comes as content.
+A parser takes the text of one answer in pieces, cut anywhere, and returns events. The events together do not depend on
+the cuts, and text is held back only while it may still become a marker. Text that only looks like a call (not valid, or
+of a function that was not offered) comes as content.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments, as JSON text; the pieces of one call together are one valid JSON object,
-    unless the answer was cut (finish reason length)."""
+    """More of a call's arguments, as JSON text; the pieces of one call together are one valid JSON object, unless the
+    answer was cut (finish reason length).
+    """
 
     index: int
     text: str
@@ -54,7 +55,7 @@ class Parser(Protocol):
 
     @property
     def is_reasoning(self) -> bool:
-        """Is the text at hand part of the reasoning? For the count of reasoning tokens."""
+        """Is the current text part of the reasoning? For the count of reasoning tokens."""
 
     def feed(self, text: str) -> list[Event]:
         """Take more text and return what is certain now; neighboring events of one kind may be merged."""
@@ -82,7 +83,7 @@ class ReasoningFormat(Protocol):
         """Return a parser that takes reasoning out and feeds the rest to `inner`."""
 
     def exempt(self, guide: Guide, request: ParserRequest) -> Guide:
-        """Return a guide that lets reasoning pass freely, where the request's answer begins with it."""
+        """Return a guide that leaves reasoning free, where the request's answer begins with it."""
 
 
 class ToolFormat(Protocol):
@@ -95,5 +96,6 @@ class ToolFormat(Protocol):
     def parser(self, request: ParserRequest) -> Parser: ...
 
     def guide(self, functions: Sequence[Function], is_parallel: bool) -> Guide:
-        """Return a guide under which the answer is one call of one of these functions, or several if
-        `is_parallel`, with arguments by their schemas (tool_choice required or named). Raises RequestError."""
+        """Return a guide that holds the answer to one call of these functions, or several if `is_parallel`, with
+        arguments by their schemas (tool_choice required or named). Raises RequestError.
+        """

@@ -4,7 +4,7 @@
     {"name": "f", "parameters": {...}}; {"name": ...}
     [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]
 
-Where the name comes first, as models are taught, the arguments stream; else a call comes when it is whole.
+The arguments stream where the name comes first, as models are taught; else a call comes whole.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class EnvelopeParser(StatefulParser):
         self._outline, self._num_outlined = JsonStream(), 0
 
     def _head(self, text: str) -> str:
-        """Find the name; where it can't be found early, take the whole object."""
+        """Find the name; if it does not come early, take the whole object."""
         match = _HEAD.match(text, 0, MAX_HEAD)
         if match is not None and match.group(1) in self._names:
             self._start_call(match.group(1))

@@ -1,8 +1,8 @@
 """One JSON object that comes in pieces, checked as it comes.
 
-What it lets out can at any time be completed to valid JSON by `closers`: a key comes out with the beginning
-of its value, numbers and literals when they are whole, strings as they come. Raw control characters in
-strings, which models write, come out escaped; a comma before a closing bracket is dropped.
+Its output can at any time be completed to valid JSON by `closers`: a key comes out with the start of its value, numbers
+and literals when they are whole, strings as they come. Raw control characters in strings, which models write, come out
+escaped; a comma before a closing bracket is dropped.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class JsonStream:
         self._stack = ["}"] if is_open else []
         self._expects = "," if is_open else "{"
         self._out: list[str] = []
-        self._pending: list[str] = []  # taken, not let out yet
+        self._pending: list[str] = []  # taken, not put out yet
         self._held = ""  # the start of an atom or escape
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return (what is let out, what was not taken): the rest after the end, or from where it is no JSON."""
+        """Return (output, text not taken): the rest after the end, or from where it is no JSON."""
         text, self._held = self._held + text, ""
         at = 0
         while at < len(text) and not self.is_done and not self.is_broken:
@@ -48,12 +48,12 @@ class JsonStream:
 
     @property
     def held(self) -> str:
-        """What was taken and not let out."""
+        """What was taken and not put out."""
         return "".join(self._pending) + self._held
 
     @property
     def closers(self) -> str:
-        """What completes the text that was let out."""
+        """What completes the output to valid JSON."""
         return ('"' if self._expects == "string" else "") + "".join(reversed(self._stack))
 
     def _take(self, text: str, at: int) -> int:

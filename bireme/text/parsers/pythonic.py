@@ -1,7 +1,7 @@
 """Calls as a Python list of calls, of Llama 3.2 and 4: [f(city="Paris", days=3), g()].
 
-Read with `ast`, never run: names of functions, keyword arguments, literals of JSON's kinds. A list comes when
-it is whole; one that is anything else is content.
+Parsed with `ast`, never run: names of functions, keyword arguments, literals of JSON's kinds. A list comes when it is
+whole; any other list is content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bireme.text.parsers.base import Function, Guide, Parser, ParserRequest
 from bireme.text.parsers.scan import may_become, skip_blanks
 from bireme.text.parsers.stateful import StatefulParser
 
-MAX_CHARACTERS = 1 << 16  # of one list; Python's parser is not made for more
+MAX_CHARACTERS = 1 << 16  # of one list; a bound for Python's parser
 MAX_DEPTH = 32
 _START = re.compile(r"\[\s{0,64}[A-Za-z_][\w.]{0,127}\(")
 _START_SO_FAR = re.compile(r"\[\s{0,64}(?:[A-Za-z_][\w.]{0,127})?")

@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-A value's JSON type is the one that the function's schema gives its parameter; a text that does not fit stays
-a string. Parameters stream one by one.
+A value's JSON type is that of its parameter in the function's schema; a text that does not fit stays a string.
+Parameters stream one by one.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _is_of(value: Any, names: set[str]) -> bool:
-    """Does a value have one of these types? Strings come as they are, so a quoted one does not count."""
+    """Whether a value has one of these types. Strings come as they are, so a quoted one does not count."""
     if not names:
         return not isinstance(value, str)
     if isinstance(value, bool):

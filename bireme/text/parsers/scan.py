@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MAX_TRIMMED = 64  # white space beside a marker that is taken for layout; more is text
+MAX_TRIMMED = 64  # white space beside a marker that counts as layout; more is text
 
 
 def split(text: str, markers: Sequence[str]) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""What parsers of tool calls have in common: states that take text, events, numbered calls."""
+"""The common part of tool call parsers: states that take text, events, numbered calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ State = Callable[[str], str]  # takes text; returns what the next state has to t
 
 
 class StatefulParser:
-    """A state takes what it can; what can't be decided yet it puts into `_held`, and that stays short."""
+    """A state takes what it can; undecided text goes into `_held`, which stays short."""
 
     is_reasoning = False
     begins: Sequence[str] = ()  # markers that end content
@@ -41,8 +41,6 @@ class StatefulParser:
         self._held = ""
         return self._take()
 
-    # -- content
-
     def _content(self, text: str) -> str:
         before, marker, rest = split(text, self.begins)
         if marker:
@@ -59,19 +57,17 @@ class StatefulParser:
         return ""
 
     def _begin(self, marker: str, rest: str) -> str:
-        """Go into the state behind a marker."""
+        """Enter the state behind a marker."""
         raise NotImplementedError
 
     def _end(self, is_cut: bool) -> None:
-        """Say what is held back, in the state that the text ended in."""
+        """Emit what is held back, in the current state."""
         if self._state == self._content:
             self._say("" if self._is_after_call and self._held.isspace() else self._held)
         elif self._state == self._stream_arguments:
             self._break_off("", is_cut)
         else:
             self._give_up(self._held)
-
-    # -- a call
 
     def _start_call(self, name: str) -> None:
         self._events.append(CallStart(self._num_calls, name))
@@ -85,7 +81,7 @@ class StatefulParser:
             self._events.append(CallArguments(self._num_calls - 1, arguments))
 
     def _await_arguments(self, name: str, header: str) -> None:
-        """The call starts with the { of its arguments; what came for its name is content if there is none."""
+        """The call starts with the { of its arguments; the text since its name is content if there is none."""
         self._name_at_hand = name
         self._raw.append(header)
         self._state = self._open_arguments
@@ -103,7 +99,7 @@ class StatefulParser:
         return start
 
     def _stream_arguments(self, text: str) -> str:
-        """Let the arguments through; then `_after_arguments`. What is no JSON breaks the call off."""
+        """Stream the arguments, then `_after_arguments`. Broken JSON ends the call."""
         out, rest = self._arguments.feed(text)
         self._add(out)
         if self._arguments.is_done:
@@ -116,7 +112,7 @@ class StatefulParser:
         raise NotImplementedError
 
     def _break_off(self, rest: str, is_cut: bool = False) -> str:
-        """Complete the arguments that were let out; what follows is content. A cut answer stays as it is."""
+        """Complete the arguments put out so far; what follows is content. A cut answer stays as it is."""
         held = self._arguments.held
         if is_cut:
             self._add(held)

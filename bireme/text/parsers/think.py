@@ -1,8 +1,7 @@
 """Reasoning between two markers: <think>...</think> of DeepSeek R1, Qwen3 and others.
 
-The template may have opened it already (the prompt ends with the marker), or the model opens it itself as the
-first thing it says. What follows the end is the answer, whatever it looks like. White space beside the
-markers is layout.
+Either the template has opened it (the prompt ends with the marker), or the model opens it first. Everything after the
+end marker is the answer. White space beside the markers is layout.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class ThinkFormat:
 
     begin: str = "<think>"
     end: str = "</think>"
-    is_implied: bool = False  # an answer begins with reasoning even where nobody wrote the first marker
+    is_implied: bool = False  # an answer begins with reasoning even without the first marker
     is_expected: bool = False  # unless the prompt closed it, the model begins with reasoning
     needs_special_tokens: bool = True
 
@@ -76,7 +75,7 @@ class ThinkParser:
         return [*(self._inner.feed(held) if held else []), *self._inner.close(is_cut)]
 
     def _start(self, text: str) -> str:
-        """Pass over the first marker, if it is there."""
+        """Skip the first marker, if there is one."""
         start = skip_blanks(text)
         if start is not None and (not start or may_become(start, self._form.begin)):
             self._held = text
