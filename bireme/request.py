@@ -24,7 +24,8 @@ import numpy.typing as npt
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
 from bireme.messages import SamplingParams
-from bireme.sampling import MAX_INT32, Sampling, nearest, parse_sampling
+from bireme.parameters import MAX_INT32
+from bireme.sampling import Sampling, nearest, parse_sampling
 from bireme.specs import ModelSpec, TensorSpec
 from bireme.types import Array, Tensors, info_of
 
@@ -70,7 +71,7 @@ def parse_generate(inputs: Tensors, spec: ModelSpec, recipe: Recipe) -> Generate
         extras=_extras(values, contract, sampling.params),
         outputs=_vllm_outputs(values) if contract == "vllm" and not info_of(inputs).outputs else None,
         cache_salt=values.get("cache_salt", ""),
-        lora_name=values.get("lora_name", sampling.lora_name),
+        lora_name=sampling.lora_name,
         timeout_ms=timeout_ms(inputs, recipe),
     )
     if _SUMS_AND_LOGPROBS & request.extras and sampling.params.logprobs is None:

@@ -28,18 +28,10 @@ from bireme.config import Limits, Recipe
 from bireme.errors import ConfigError, RequestError
 from bireme.guides import parse_guide
 from bireme.messages import ProcessorCall, SamplingParams, encode, temperature_of
-from bireme.specs import SAMPLING
+from bireme.parameters import ALIASES, BY_NAME, MAX_INT32, NAMES, PARAMETERS, Parameter
 
 Encode = Callable[[str], list[int]]  # text -> token ids, without special tokens
-
-MAX_INT32 = 2**31 - 1
-_SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING)
-_ALIASES = {"random_seed": "seed", "num_return_sequences": "n", "stop_words": "stop"}
 _ID = re.compile("0|[1-9][0-9]*")
-_JSON_NAMES = frozenset(
-    {*_SAMPLING_NAMES, *_ALIASES.values(), "best_of", "logit_bias", "guided_decoding", "lora_name", "use_beam_search"}
-    | {"detokenize", "spaces_between_special_tokens", "early_stopping"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +57,14 @@ class Sampling:
 
 
 def parse_sampling(values: Mapping[str, Any], parameters: Mapping[str, Any], recipe: Recipe) -> Sampling:
-    """Merge all sources of sampling values and check them. Raises RequestError."""
+    """Merge all sources of sampling values, tensors' or JSON's first, and check them. Raises RequestError."""
     layers = (
-        ("", {name: value for name, value in values.items() if name in _SAMPLING_NAMES}),
+        ("", {name: value for name, value in values.items() if name in NAMES}),
         ("sampling_parameters.", _parse_json(values.get("sampling_parameters"))),
-        ("parameter ", {name: value for name, value in parameters.items() if name in _JSON_NAMES}),
+        ("parameter ", {name: value for name, value in parameters.items() if name in NAMES}),
         ("recipe sampling.", recipe.sampling),
     )
     return _build(_merge(layers), recipe.limits)
-
-
-def json_sampling(fields: Mapping[str, Any], recipe: Recipe) -> Sampling:
-    """Check the sampling fields of a JSON request, over the recipe's defaults. Raises RequestError."""
-    return _build(_merge((("", fields), ("recipe sampling.", recipe.sampling))), recipe.limits)
 
 
 def check_defaults(recipe: Recipe) -> None:
@@ -124,15 +111,20 @@ class _Value(NamedTuple):
     raw: Any
 
 
+_Reader = Callable[[_Value, Limits], Any]
+
+
 def _merge(layers: tuple[tuple[str, Mapping[str, Any]], ...]) -> dict[str, _Value]:
     """Return one value a name, from the strongest layer that has it; JSON null is unset."""
     merged: dict[str, _Value] = {}
     for prefix, layer in layers:
+        if not layer:
+            continue
         found: dict[str, _Value] = {}
         for name, raw in layer.items():
             if raw is None:
                 continue
-            canonical, value = _ALIASES.get(name, name), _Value(prefix + name, raw)
+            canonical, value = ALIASES.get(name, name), _Value(prefix + name, raw)
             other = found.get(canonical)
             if other is not None and other.raw != raw:
                 raise RequestError(f"{value.where}: {raw!r} contradicts {other.where}: {other.raw!r}; send one of them")
@@ -156,8 +148,8 @@ def _parse_json(text: str | None) -> Mapping[str, Any]:
 
 def _refuse_unknown(tree: Mapping[str, Any], where: str) -> None:
     for name in tree:
-        if name not in _JSON_NAMES:
-            raise RequestError(f"{where}.{name}: unknown key{nearest(name, sorted(_JSON_NAMES))}")
+        if name not in NAMES:
+            raise RequestError(f"{where}.{name}: unknown key{nearest(name, sorted(NAMES))}")
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -173,7 +165,7 @@ def _short(error: BaseException) -> str:
 # One checker a kind of value
 
 
-def _integer(value: _Value, low: int, high: int, remedy: str) -> int:
+def _integer(value: _Value, low: float, high: float, remedy: str) -> int:
     raw = value.raw
     try:
         number = int(raw) if isinstance(raw, str) else raw
@@ -188,22 +180,19 @@ def _integer(value: _Value, low: int, high: int, remedy: str) -> int:
     return number
 
 
-def _number(value: _Value, low: float, high: float, remedy: str, *, open_low: bool = False) -> float:
-    raw = value.raw
+def _number(value: _Value, parameter: Parameter) -> float:
+    raw, low, high = value.raw, parameter.low, parameter.high
     try:
         number = float(raw) if isinstance(raw, (str, int, float)) and not isinstance(raw, bool) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise _wrong(value, f"send a finite number{_range(low, high, open_low)}")
-    if not low <= number <= high or (open_low and number == low):
-        raise _wrong(value, f"the range is{_range(low, high, open_low)}, {remedy}")
-    return number
-
-
-def _range(low: float, high: float, open_low: bool) -> str:
-    start = f" {'above' if open_low else 'from'} {low:g}"
-    return start if math.isinf(high) else f"{start} to {high:g}"
+    is_open = parameter.is_low_open
+    if math.isfinite(number) and low <= number <= high and not (is_open and number == low):
+        return number
+    allowed = f" {'above' if is_open else 'from'} {low:g}" + ("" if math.isinf(high) else f" to {high:g}")
+    if math.isfinite(number):
+        raise _wrong(value, f"the range is{allowed}, {parameter.advice}")
+    raise _wrong(value, f"send a finite number{allowed}")
 
 
 def _flag(value: _Value) -> bool:
@@ -241,13 +230,6 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _token_ids(value: _Value, limit: int) -> tuple[int, ...]:
-    raw = value.raw if isinstance(value.raw, list) else [value.raw]
-    if len(raw) > limit:
-        raise RequestError(f"{value.where}: {len(raw)} ids; limits.max_stop_token_ids is {limit}, send fewer")
-    return tuple(_integer(_Value(value.where, item), 0, MAX_INT32, "send token ids") for item in raw)
-
-
 def _wrong(value: _Value, remedy: str) -> RequestError:
     return RequestError(f"{value.where}: {str(value.raw)[:80]}; {remedy}")
 
@@ -256,28 +238,48 @@ def _wrong(value: _Value, remedy: str) -> RequestError:
 
 
 def _build(values: dict[str, _Value], limits: Limits) -> Sampling:
-    fields: dict[str, Any] = {}
-    for names, read in _READERS:
-        if not names.isdisjoint(values):  # most requests bring three or four of all the values that there are
-            fields |= read(values, limits)
+    fields = {name: _READERS[name](value, limits) for name, value in values.items() if name in _READERS}
+    beside = {} if _FIELDS.issuperset(fields) else _combine(fields, values, limits)
+    if fields.get("top_p") == 0 and fields.get("top_k"):
+        del fields["top_p"]
     params = SamplingParams(**fields)
-    _check_together(params)
-    _check_travels(params)
-    bad = values.get("bad_words")
-    priority, lora = values.get("priority"), values.get("lora_name")
-    return Sampling(
-        params=params,
-        bad_words=_strings(bad, limits.max_bad_words, "limits.max_bad_words") if bad else (),
-        bias_words=() if _BIAS_WORDS.isdisjoint(values) else _bias_words(values, limits),
-        priority=_number(priority, 0, 1, "higher is served first") if priority else 0.5,
-        lora_name=str(lora.raw) if lora else "",
-    )
+    if params.min_tokens and params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise RequestError(f"min_tokens: {params.min_tokens}; at most max_tokens, {params.max_tokens}")
+    if params.logits_processors or params.guided_decoding is not None:
+        _check_travels(params)
+    return Sampling(params, **beside)
+
+
+def _combine(fields: dict[str, Any], values: dict[str, _Value], limits: Limits) -> dict[str, Any]:
+    """Make fields of SamplingParams, in place, and of Sampling, returned, of what is neither as it was sent."""
+    beside: dict[str, Any] = {name: fields[name] for name in ("bad_words", "priority", "lora_name") if name in fields}
+    words, weights = fields.get("embedding_bias_words", ()), fields.get("embedding_bias_weights", ())
+    if len(words) != len(weights):
+        raise RequestError(
+            f"embedding_bias_words: {len(words)} words, {len(weights)} embedding_bias_weights; send one weight a word"
+        )
+    beside["bias_words"] = tuple(zip(words, weights, strict=True))
+    if fields.get("return_log_probs"):
+        fields.setdefault("logprobs", 0)
+    if (best_of := values.get("best_of")) is not None:
+        n = fields.get("n", 1)
+        _integer(best_of, n, n, "it must equal n: candidates are not ranked")
+    if fields.get("use_beam_search"):
+        raise _wrong(values["use_beam_search"], "beam search is not served; leave it out")
+    if "guided_decoding" not in fields and (guide := _guide_of_pair(values, limits)) is not None:
+        fields["guided_decoding"] = guide
+    end_id = fields.get("end_id")
+    for name in fields.keys() - _FIELDS:
+        del fields[name]
+    if end_id == -1:
+        fields.setdefault("ignore_eos", True)
+    elif end_id is not None:
+        fields["end_id"] = end_id
+    return beside
 
 
 def _check_travels(params: SamplingParams) -> None:
     """What clients nest freely must fit the wire: one value that does not would end everybody's bus session."""
-    if not params.logits_processors and params.guided_decoding is None:
-        return
     try:
         encode((params.logits_processors, params.guided_decoding))
     except (OverflowError, RecursionError, ValueError, TypeError) as error:
@@ -285,77 +287,64 @@ def _check_travels(params: SamplingParams) -> None:
         raise RequestError(f"{where}: {str(error)[:80]}; send numbers of at most 64 bits, not nested deeply") from error
 
 
-def _counts(values: dict[str, _Value], limits: Limits) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if value := values.get("max_tokens"):
-        fields["max_tokens"] = _max_tokens(value, limits)
-    if value := values.get("min_tokens"):
-        fields["min_tokens"] = _integer(value, 0, limits.max_tokens or MAX_INT32, "lower it")
-    if value := values.get("n"):
-        fields["n"] = _integer(value, 1, limits.max_n, "limits.max_n sets the upper end")
-    if value := values.get("logprobs"):
-        fields["logprobs"] = _integer(value, 0, limits.max_logprobs, "limits.max_logprobs sets the upper end")
-    elif (flag := values.get("return_log_probs")) and _flag(flag):
-        fields["logprobs"] = 0
-    if value := values.get("prompt_logprobs"):
-        fields["prompt_logprobs"] = _integer(value, 0, limits.max_logprobs, "limits.max_logprobs sets the upper end")
-    return fields
+_GUIDE_TYPES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
 
 
-def _max_tokens(value: _Value, limits: Limits) -> int:
-    if limits.max_tokens is not None:
-        return _integer(value, 1, limits.max_tokens, "limits.max_tokens sets the upper end")
-    return _integer(value, 1, MAX_INT32, "leave it out for what is left of the context")
+def _guide_of_pair(values: dict[str, _Value], limits: Limits) -> dict[str, Any] | None:
+    """Return tensorrtllm_backend's pair as one guide."""
+    kind, guide = values.get("guided_decoding_guide_type"), values.get("guided_decoding_guide")
+    if kind is None:
+        if guide is not None:
+            raise RequestError(f"{guide.where}: without guided_decoding_guide_type; send {' or '.join(_GUIDE_TYPES)}")
+        return None
+    if not isinstance(kind.raw, str) or kind.raw not in _GUIDE_TYPES:
+        raise _wrong(kind, f"send one of {', '.join(_GUIDE_TYPES)}")
+    if kind.raw == "json":
+        return {"json_object": True}
+    if guide is None:
+        raise RequestError(f"{kind.where}: {kind.raw} without guided_decoding_guide; send the guide's text")
+    return _guide(_Value(guide.where, {_GUIDE_TYPES[kind.raw]: guide.raw}), limits)
 
 
-def _distribution(values: dict[str, _Value], limits: Limits) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if value := values.get("temperature"):
-        fields["temperature"] = _number(value, 0, math.inf, "0 is greedy")
-    if value := values.get("top_k"):
-        fields["top_k"] = max(_integer(value, -1, MAX_INT32, "0 is off"), 0)
-    if value := values.get("top_p"):
-        fields["top_p"] = _number(value, 0, 1, "1 is off")
-        if fields["top_p"] == 0 and fields.get("top_k"):
-            del fields["top_p"]
-    if value := values.get("min_p"):
-        fields["min_p"] = _number(value, 0, 1, "0 is off")
-    if value := values.get("seed"):
-        fields["seed"] = _integer(value, -(2**63), 2**64 - 1, "send an unsigned 64-bit number") % 2**64
-    if value := values.get("repetition_penalty"):
-        fields["repetition_penalty"] = _number(value, 0, math.inf, "1 is off", open_low=True)
-    for name in ("presence_penalty", "frequency_penalty"):
-        if value := values.get(name):
-            fields[name] = _number(value, -2, 2, "0 is off")
-    return fields
+# One reader a name
 
 
-def _ends(values: dict[str, _Value], limits: Limits) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if value := values.get("stop"):
-        fields["stop"] = _strings(
-            value, limits.max_stop_strings, "limits.max_stop_strings", limits.max_stop_string_bytes
-        )
-    if value := values.get("stop_token_ids"):
-        fields["stop_token_ids"] = _token_ids(value, limits.max_stop_token_ids)
-    if value := values.get("end_id"):
-        end_id = _integer(value, -1, MAX_INT32, "-1 is none")
-        fields |= {"ignore_eos": True} if end_id < 0 else {"end_id": end_id}
-    for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-        if value := values.get(name):
-            fields[name] = _flag(value)
-    return fields
+def _ranged(parameter: Parameter) -> _Reader:
+    """Return what reads a value by its row of the table alone."""
+    low = parameter.low if parameter.lowest is None else parameter.lowest
+    high = parameter.high if parameter.data_type == "UINT64" else min(parameter.high, MAX_INT32)
+    if parameter.is_ignored:
+        return lambda value, limits: None
+    if parameter.data_type == "BOOL":
+        return lambda value, limits: _flag(value)
+    if parameter.data_type == "FP32":
+        return lambda value, limits: _number(value, parameter)
+    if not parameter.has_range:
+        raise TypeError(f"{parameter.name}: neither a range nor a reader of its own")
+
+    def read(value: _Value, limits: Limits) -> int:
+        most = getattr(limits, parameter.limit) if parameter.limit else None
+        if most is None:
+            return _integer(value, low, high, parameter.advice)
+        return _integer(value, low, most, f"limits.{parameter.limit} sets the upper end")
+
+    return read
 
 
-def _hooks(values: dict[str, _Value], limits: Limits) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if value := values.get("logit_bias"):
-        fields["logit_bias"] = _logit_bias(value, limits)
-    if value := values.get("logits_processors"):
-        fields["logits_processors"] = _processors(value)
-    if guided := _guided(values, limits):
-        fields["guided_decoding"] = guided
-    return fields
+def _stop(value: _Value, limits: Limits) -> tuple[str, ...]:
+    return _strings(value, limits.max_stop_strings, "limits.max_stop_strings", limits.max_stop_string_bytes)
+
+
+def _token_ids(value: _Value, limits: Limits) -> tuple[int, ...]:
+    raw, limit = value.raw if isinstance(value.raw, list) else [value.raw], limits.max_stop_token_ids
+    if len(raw) > limit:
+        raise RequestError(f"{value.where}: {len(raw)} ids; limits.max_stop_token_ids is {limit}, send fewer")
+    return tuple(_integer(_Value(value.where, item), 0, MAX_INT32, "send token ids") for item in raw)
+
+
+def _weights(value: _Value, limits: Limits) -> tuple[float, ...]:
+    raw = value.raw if isinstance(value.raw, list) else [value.raw]
+    return tuple(_number(_Value(value.where, item), BY_NAME["embedding_bias_weights"]) for item in raw)
 
 
 def _logit_bias(value: _Value, limits: Limits) -> dict[int, float]:
@@ -366,7 +355,7 @@ def _logit_bias(value: _Value, limits: Limits) -> dict[int, float]:
             f"{value.where}: {len(value.raw)} entries; limits.max_logit_bias is {limits.max_logit_bias}, send fewer"
         )
     return {
-        _bias_id(key, value.where): _number(_Value(f"{value.where}.{str(key)[:20]}", bias), -100, 100, "0 is off")
+        _bias_id(key, value.where): _number(_Value(f"{value.where}.{str(key)[:20]}", bias), BY_NAME["logit_bias"])
         for key, bias in value.raw.items()
     }
 
@@ -378,7 +367,7 @@ def _bias_id(key: Any, where: str) -> int:
     return _integer(_Value(f"{where} key", key), 0, MAX_INT32, "send token ids")
 
 
-def _processors(value: _Value) -> tuple[ProcessorCall, ...]:
+def _processors(value: _Value, limits: Limits) -> tuple[ProcessorCall, ...]:
     try:
         raw = json.loads(value.raw) if isinstance(value.raw, str) else value.raw
         return tuple(msgspec.convert(raw, list[ProcessorCall]))
@@ -388,87 +377,36 @@ def _processors(value: _Value) -> tuple[ProcessorCall, ...]:
         ) from error
 
 
-_GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
+def _guide(value: _Value, limits: Limits) -> dict[str, Any]:
+    parse_guide(value.raw, limits, value.where)
+    return dict(value.raw)
 
 
-def _guided(values: dict[str, _Value], limits: Limits) -> dict[str, Any] | None:
-    """Return exactly one guide, from tensorrtllm_backend's pair or vllm's object."""
-    if value := values.get("guided_decoding"):
-        parse_guide(value.raw, limits, value.where)
-        return dict(value.raw)
-    kind, guide = values.get("guided_decoding_guide_type"), values.get("guided_decoding_guide")
-    if kind is None:
-        if guide is not None:
-            raise RequestError(f"{guide.where}: without guided_decoding_guide_type; send {' or '.join(_GUIDE_TYPES)}")
-        return None
-    if kind.raw not in _GUIDE_TYPES:
-        raise _wrong(kind, f"send one of {', '.join(_GUIDE_TYPES)}")
-    if kind.raw == "json":
-        return {"json_object": True}
-    if guide is None:
-        raise RequestError(f"{kind.where}: {kind.raw} without guided_decoding_guide; send the guide's text")
-    guided = {{"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}[kind.raw]: guide.raw}
-    parse_guide(guided, limits, guide.where)
-    return guided
+def _raw(value: _Value, limits: Limits) -> Any:
+    """Read together with others, by `_combine`."""
+    return value.raw
 
 
-def _bias_words(values: dict[str, _Value], limits: Limits) -> tuple[tuple[str, float], ...]:
-    words, weights = values.get("embedding_bias_words"), values.get("embedding_bias_weights")
-    if words is None and weights is None:
-        return ()
-    names = _strings(words, limits.max_logit_bias, "limits.max_logit_bias") if words else ()
-    raw = weights.raw if weights else []
-    numbers = raw if isinstance(raw, list) else [raw]
-    if len(names) != len(numbers):
-        raise RequestError(
-            f"embedding_bias_words: {len(names)} words, {len(numbers)} embedding_bias_weights; send one weight a word"
-        )
-    return tuple(
-        (name, _number(_Value("embedding_bias_weights", number), -100, 100, "0 is off"))
-        for name, number in zip(names, numbers, strict=True)
-    )
-
-
-def _check_harmless(values: dict[str, _Value], limits: Limits) -> dict[str, Any]:
-    """Check what changes nothing here, so that a wrong value is not passed over in silence."""
-    if value := values.get("beam_width"):
-        _integer(value, 1, 1, "beam search is not served; use num_return_sequences for several answers")
-    if value := values.get("length_penalty"):
-        _number(value, -math.inf, math.inf, "it has no effect without beams")
-    if (value := values.get("use_beam_search")) and _flag(value):
-        raise _wrong(value, "beam search is not served; leave it out")
-    if value := values.get("best_of"):
-        n = values.get("n")
-        count = _integer(n, 1, MAX_INT32, "") if n else 1
-        _integer(value, count, count, "it must equal n: candidates are not ranked")
-    return {}
-
-
-_BIAS_WORDS = frozenset({"embedding_bias_words", "embedding_bias_weights"})
-_READERS: tuple[tuple[frozenset[str], Callable[[dict[str, _Value], Limits], dict[str, Any]]], ...] = (
-    (frozenset({"beam_width", "length_penalty", "use_beam_search", "best_of"}), _check_harmless),
-    (frozenset({"max_tokens", "min_tokens", "n", "logprobs", "return_log_probs", "prompt_logprobs"}), _counts),
-    (
-        frozenset({"temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty"})
-        | {"presence_penalty", "frequency_penalty"},
-        _distribution,
-    ),
-    (
-        frozenset({"stop", "stop_token_ids", "end_id", "ignore_eos", "skip_special_tokens"})
-        | {"include_stop_str_in_output"},
-        _ends,
-    ),
-    (
-        frozenset({"logit_bias", "logits_processors", "guided_decoding", "guided_decoding_guide_type"})
-        | {"guided_decoding_guide"},
-        _hooks,
-    ),
-)
-
-
-def _check_together(params: SamplingParams) -> None:
-    if params.min_tokens and params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise RequestError(f"min_tokens: {params.min_tokens}; at most max_tokens, {params.max_tokens}")
+_top_k, _seed = _ranged(BY_NAME["top_k"]), _ranged(BY_NAME["seed"])
+_OWN: dict[str, _Reader] = {
+    "top_k": lambda value, limits: max(_top_k(value, limits), 0),
+    "seed": lambda value, limits: _seed(value, limits) % 2**64,
+    "stop": _stop,
+    "stop_token_ids": _token_ids,
+    "bad_words": lambda value, limits: _strings(value, limits.max_bad_words, "limits.max_bad_words"),
+    "embedding_bias_words": lambda value, limits: _strings(value, limits.max_logit_bias, "limits.max_logit_bias"),
+    "embedding_bias_weights": _weights,
+    "logit_bias": _logit_bias,
+    "logits_processors": _processors,
+    "guided_decoding": _guide,
+    "guided_decoding_guide_type": _raw,
+    "guided_decoding_guide": _raw,
+    "best_of": _raw,
+    "use_beam_search": lambda value, limits: _flag(value),
+    "lora_name": lambda value, limits: str(value.raw),
+}
+_READERS = {row.name: _OWN.get(row.name) or _ranged(row) for row in PARAMETERS}
+_FIELDS = frozenset(row.name for row in PARAMETERS if row.is_field)
 
 
 def _spellings(word: str, encode: Encode) -> set[tuple[int, ...]]:

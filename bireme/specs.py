@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from bireme.parameters import PARAMETERS
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -49,38 +51,10 @@ def _out(name: str, data_type: str, dims: tuple[int, ...] = (1,)) -> TensorSpec:
 
 
 # HTTP does not notice a missing required input, so every input is optional here and the stages check.
-SAMPLING: tuple[TensorSpec, ...] = (
-    _in("max_tokens", "INT32"),
-    _in("min_tokens", "INT32"),
-    _in("temperature", "FP32"),
-    _in("top_k", "INT32"),
-    _in("top_p", "FP32"),
-    _in("min_p", "FP32"),
-    _in("random_seed", "UINT64"),
-    _in("seed", "UINT64"),
-    _in("repetition_penalty", "FP32"),
-    _in("presence_penalty", "FP32"),
-    _in("frequency_penalty", "FP32"),
-    _in("length_penalty", "FP32"),
-    _in("stop_words", "BYTES", (-1,)),
-    _in("bad_words", "BYTES", (-1,)),
-    _in("stop_token_ids", "INT32", (-1,)),
-    _in("embedding_bias_words", "BYTES", (-1,)),
-    _in("embedding_bias_weights", "FP32", (-1,)),
-    _in("end_id", "INT32"),
-    _in("pad_id", "INT32"),
-    _in("ignore_eos", "BOOL"),
-    _in("num_return_sequences", "INT32"),
-    _in("beam_width", "INT32"),
-    _in("return_log_probs", "BOOL"),
-    _in("logprobs", "INT32"),  # how many of the likeliest tokens to return with each token
-    _in("prompt_logprobs", "INT32"),
-    _in("skip_special_tokens", "BOOL"),
-    _in("include_stop_str_in_output", "BOOL"),
-    _in("logits_processors", "BYTES"),  # JSON list of {"name": ..., "args": {...}}
-    _in("guided_decoding_guide_type", "BYTES"),
-    _in("guided_decoding_guide", "BYTES"),
-    _in("priority", "FP32"),
+SAMPLING = tuple(
+    _in(name, parameter.data_type, (-1,) if parameter.is_list else (1,))
+    for parameter in PARAMETERS
+    for name in parameter.tensor_names
 )
 
 _REQUEST = (

@@ -16,11 +16,12 @@ import msgspec
 
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
+from bireme.parameters import BY_NAME, PARAMETERS
 from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelNames, request_options
 from bireme.pipelines.json_body import check_plain, decode_body
 from bireme.pipelines.picture_parts import PICTURE_PARTS, PictureCollector
 from bireme.pipelines.pictures import PictureSource
-from bireme.sampling import Sampling, json_sampling
+from bireme.sampling import Sampling, parse_sampling
 from bireme.text.chat_template import Message
 
 ToolMode = Literal["none", "auto", "required"]
@@ -115,15 +116,13 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False  # vLLM's; load generators send it and read the last chunk's usage
 
 
-class ChatBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):
-    """The request's JSON."""
+class OpenAIBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):
+    """What the JSON of chats and of completions has in common."""
 
-    messages: list[ChatMessage]
     model: str = ""  # the frontend asks for it; inside Triton there is only one
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
@@ -133,6 +132,14 @@ class ChatBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    user: str | None = None
+
+
+class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
+    """The request's JSON."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
@@ -143,7 +150,6 @@ class ChatBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):
     verbosity: Literal["low", "medium", "high"] | None = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
@@ -213,16 +219,14 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
     )
 
 
-_SAME = (
-    "temperature", "top_p", "n", "best_of", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias",
-)  # fmt: skip
+_OPENAI = tuple(row.name for row in PARAMETERS if row.api == "openai")
+_TEMPERATURE = BY_NAME["temperature"]
 
 
 def _sampling(body: ChatBody, options: RequestOptions, recipe: Recipe) -> Sampling:
-    fields = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if max_tokens is not None:
-        fields["max_tokens"] = max_tokens
+    fields: dict[str, Any] = {
+        "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    }
     if (top := body.top_logprobs) is not None:
         if not body.logprobs:
             raise RequestError("top_logprobs: only with logprobs true; send logprobs true as well")
@@ -232,20 +236,22 @@ def _sampling(body: ChatBody, options: RequestOptions, recipe: Recipe) -> Sampli
             )
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
-    return openai_sampling(fields, options, recipe)
+    return openai_sampling(body, fields, options, recipe)
 
 
-def openai_sampling(fields: dict[str, Any], options: RequestOptions, recipe: Recipe) -> Sampling:
-    """Check sampling fields in OpenAI's ranges; temperature is 1 unless request or recipe give another."""
-    temperature = fields.get("temperature")
-    if temperature is not None and not 0 <= temperature <= 2:
-        raise RequestError(f"temperature: {temperature}; the range is 0 to 2, 0 is greedy")
+def openai_sampling(body: OpenAIBody, fields: dict[str, Any], options: RequestOptions, recipe: Recipe) -> Sampling:
+    """Check sampling values, `fields` beside the body's own, in OpenAI's ranges; temperature is 1 unless given."""
+    for name in _OPENAI:
+        if (value := getattr(body, name)) is not None:
+            fields[name] = value
+    low, high, temperature = _TEMPERATURE.low, _TEMPERATURE.openai_high, body.temperature
+    if temperature is not None and not low <= temperature <= high:
+        raise RequestError(f"temperature: {temperature}; the range is {low} to {high}, {_TEMPERATURE.advice}")
     if temperature is None and "temperature" not in recipe.sampling:
         fields["temperature"] = 1.0
     if options.is_greedy:
         fields["temperature"] = 0.0
-    fields |= options.sampling
-    return json_sampling(fields, recipe)
+    return parse_sampling({**fields, **options.sampling}, {}, recipe)
 
 
 def _variables(body: ChatBody, options: RequestOptions, recipe: Recipe) -> dict[str, Any]:

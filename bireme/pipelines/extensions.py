@@ -8,25 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from bireme.errors import RequestError
+from bireme.parameters import PARAMETERS
 from bireme.pipelines.json_body import check_plain
 
+if TYPE_CHECKING:
+    from msgspec import Struct as ForAll
+    from msgspec import Struct as ForNvExt
+else:
 
-class SharedNames(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Taken at the top level and in `bireme`, and mean the same. Unset: the recipe's default, else the engine's."""
+    def _parameters(name: str, api: str, *bases: type[msgspec.Struct]) -> type[msgspec.Struct]:
+        """Make a struct of the parameters that are taken there. Unset: the recipe's default, else the engine's."""
+        fields = [(row.name, row.json_type | None, None) for row in PARAMETERS if row.api == api]
+        return msgspec.defstruct(name, fields, bases=bases, kw_only=True, forbid_unknown_fields=True)
 
-    ignore_eos: bool | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
+    ForNvExt = _parameters("ForNvExt", "nvext")
+    ForAll = _parameters("ForAll", "shared", ForNvExt)
+
+
+class SharedNames(ForAll, kw_only=True, forbid_unknown_fields=True):
+    """Taken at the top level and in `bireme`, and mean the same."""
+
     cache_salt: str | None = None  # prompts with different salts share no KV blocks
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -55,13 +61,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     whitespace_pattern: str | None = None
 
 
-class NvExt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class NvExt(ForNvExt, kw_only=True, forbid_unknown_fields=True):
     """Dynamo's object, as far as it has a meaning here; REFUSED_NAMES has the rest."""
 
-    ignore_eos: bool | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     cache_salt: str | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None

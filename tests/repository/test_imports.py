@@ -19,7 +19,7 @@ from tests.repository.house import CHECKOUT, MODULES, PACKAGE, Import, imports_o
 ROWS = (
     ("errors", "engine_kinds", "own_process"),
     ("specs", "messages", "sampling", "guides", "request", "disagg", "config", "conversion", "metrics", "types")
-    + ("stop_signals",),
+    + ("parameters", "stop_signals"),
     ("recipe_files", "llm_args"),
     ("kv", "text", "logits", "multimodal", "video", "discovery"),
     ("engines",),

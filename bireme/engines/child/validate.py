@@ -22,10 +22,11 @@ from bireme.errors import RequestError
 from bireme.guides import parse_guide
 from bireme.messages import Capacity, EngineRequest, SamplingParams
 from bireme.multimodal.wire import OpenedItem, open_multimodal, pack_opened
+from bireme.parameters import PARAMETERS, Parameter
 
-MAX_SEED = (1 << 64) - 1
 MAX_SALT_CHARACTERS = 1024
 _ANY = 1e9  # finite, and more than any sensible value
+_RANGED = tuple((row.name, row) for row in PARAMETERS if row.is_field and row.has_range)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,20 +200,13 @@ def check_sampling(params: SamplingParams, vocab_size: int, limits: Limits) -> N
     """Check every value on its own. Raises RequestError naming value and limit."""
     if params.n != 1:
         raise RequestError(f"n: {params.n}; an engine runs one sequence a request, the entry expands n")
-    _check_integer("max_tokens", params.max_tokens, 1)
-    _check_integer("min_tokens", params.min_tokens, 0)
-    _check_integer("top_k", params.top_k, 0, remedy="; 0 turns it off")
-    _check_integer("seed", params.seed, 0, MAX_SEED)
-    _check_integer("logprobs", params.logprobs, 0, limits.max_logprobs)
-    _check_integer("prompt_logprobs", params.prompt_logprobs, 0, limits.max_logprobs)
-    _check_number("temperature", params.temperature, 0, _ANY)
-    _check_number("top_p", params.top_p, 0, 1)
-    _check_number("min_p", params.min_p, 0, 1)
-    _check_number("repetition_penalty", params.repetition_penalty, 0, _ANY)
-    if params.repetition_penalty == 0:
-        raise RequestError("repetition_penalty: 0; more than 0, 1 turns it off")
-    _check_number("presence_penalty", params.presence_penalty, -_ANY, _ANY)
-    _check_number("frequency_penalty", params.frequency_penalty, -_ANY, _ANY)
+    for name, row in _RANGED:
+        if (value := getattr(params, name)) is None:
+            continue
+        if row.data_type == "FP32":
+            _check_number(row, value)
+        else:  # limits.max_tokens is seen to where lengths are resolved
+            _check_integer(row, value, getattr(limits, row.limit) if row.limit == "max_logprobs" else row.high)
     if params.guided_decoding is not None:
         parse_guide(params.guided_decoding, limits)
     _check_stops(params, vocab_size, limits)
@@ -238,22 +232,23 @@ def _check_bias(params: SamplingParams, vocab_size: int, limits: Limits) -> None
     _check_count("logit_bias", len(params.logit_bias), limits.max_logit_bias, "limits.max_logit_bias")
     _check_ids("logit_bias", params.logit_bias, vocab_size)
     for bias in params.logit_bias.values():
-        _check_number("logit_bias", bias, -_ANY, _ANY)
+        if not -_ANY <= bias <= _ANY:  # not the table's range: biases of words that share a token add up
+            raise RequestError(f"logit_bias: {bias}; a finite number of at most {_ANY:g} is needed")
 
 
-def _check_integer(name: str, value: int | None, low: int, high: int | None = None, remedy: str = "") -> None:
-    if value is not None and (value < low or (high is not None and value > high)):
-        bounds = f"{low} to {high}" if high is not None else f"{low} or more"
-        raise RequestError(f"{name}: {value}; {bounds}{remedy}")
+def _check_integer(row: Parameter, value: int, high: float) -> None:
+    if not row.low <= value <= high:
+        bounds = f"{row.low} or more" if math.isinf(high) else f"{row.low} to {high}"
+        raise RequestError(f"{row.name}: {value}; {bounds}{'' if row.off is None else f'; {row.off} turns it off'}")
 
 
-def _check_number(name: str, value: float | None, low: float, high: float) -> None:
-    if value is None:
-        return
+def _check_number(row: Parameter, value: float) -> None:
     if not math.isfinite(value):
-        raise RequestError(f"{name}: {value}; a finite number is needed")
-    if not low <= value <= high:
-        raise RequestError(f"{name}: {value}; {low:g} to {high:g}")
+        raise RequestError(f"{row.name}: {value}; a finite number is needed")
+    if not row.low <= value <= min(row.high, _ANY):
+        raise RequestError(f"{row.name}: {value}; {row.low:g} to {min(row.high, _ANY):g}")
+    if row.is_low_open and value == row.low:
+        raise RequestError(f"{row.name}: {value:g}; more than {row.low:g}, {row.off:g} turns it off")
 
 
 def _check_count(name: str, count: int, limit: int, key: str) -> None:

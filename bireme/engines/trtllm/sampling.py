@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from bireme.messages import EngineRequest, SamplingParams, temperature_of
+from bireme.parameters import PARAMETERS
 
 NO_END_ID = -1
-_PLAIN = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _LOGPROBS = ("logprobs", "prompt_logprobs")
-_RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed")
+_RANDOM = tuple(row for row in PARAMETERS if row.is_random)
+PENALTIES = {row.name: row.off for row in PARAMETERS if row.is_field and row.data_type == "FP32" and not row.is_random}
 
 
 def stop_ids(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int, ...]:
@@ -39,7 +40,7 @@ def sampling_fields(request: EngineRequest, eos_ids: Sequence[int]) -> dict[str,
     fields: dict[str, Any] = {
         "max_tokens": 1 if request.request_type == "context_only" else params.max_tokens - request.num_resumed,
         "detokenize": False,
-        **{name: value for name in _PLAIN if (value := getattr(params, name)) is not None},
+        **{name: value for name in PENALTIES if (value := getattr(params, name)) is not None},
         **_distribution(params),
         **_ends(params, eos_ids),
     }
@@ -62,10 +63,10 @@ def needs_own_min_tokens(params: SamplingParams, eos_ids: Sequence[int]) -> bool
 def _distribution(params: SamplingParams) -> dict[str, Any]:
     if not temperature_of(params):
         return {}
-    fields = {name: value for name in _RANDOM if (value := getattr(params, name)) is not None}
-    for name in ("top_k", "min_p"):
-        if fields.get(name) == 0:
-            del fields[name]
+    fields = {row.name: value for row in _RANDOM if (value := getattr(params, row.name)) is not None}
+    for row in _RANDOM:
+        if fields.get(row.name) == row.off == 0:
+            del fields[row.name]
     if "top_k" not in fields and "top_p" not in fields:
         fields["top_p"] = 1.0
     return fields

@@ -13,12 +13,11 @@ from typing import Any
 
 from bireme.engines.trtllm.api import HEEDED_SINCE, Api
 from bireme.engines.trtllm.arguments import Arguments
-from bireme.engines.trtllm.sampling import needs_own_min_tokens
+from bireme.engines.trtllm.sampling import PENALTIES, needs_own_min_tokens
 from bireme.errors import RequestError
 from bireme.logits import registry
 from bireme.messages import EngineRequest, ProcessorCall, SamplingParams
 
-_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _MINUS_INFINITY = float("-inf")
 
 
@@ -73,7 +72,7 @@ class Substitutes:
 
     def _penalties(self, sampling: SamplingParams, fields: dict[str, Any]) -> list[ProcessorCall]:
         calls = []
-        for name, neutral in _NEUTRAL.items():
+        for name, neutral in PENALTIES.items():
             if name in self.unheeded and fields.pop(name, neutral) != neutral:
                 calls.append(ProcessorCall(name, {"penalty": getattr(sampling, name)}))
         return calls

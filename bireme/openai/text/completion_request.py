@@ -9,8 +9,9 @@ import msgspec
 
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
-from bireme.pipelines.chat_request import StreamOptions, openai_sampling
-from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelNames, request_options
+from bireme.parameters import BY_NAME
+from bireme.pipelines.chat_request import OpenAIBody, openai_sampling
+from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, request_options
 from bireme.sampling import Sampling
 
 REFUSED = {
@@ -19,34 +20,17 @@ REFUSED = {
     "max_completion_tokens": "belongs to /v1/chat/completions; send max_tokens",
     **REFUSED_NAMES,
 }
-_SAME = (
-    "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "best_of",
-)  # fmt: skip
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
-_MAX_LOGPROBS = 5
+_MAX_LOGPROBS = BY_NAME["logprobs"].openai_high
 
 
-class CompletionBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):
+class CompletionBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     """The request's JSON."""
 
-    model: str = ""
     prompt: str | list[str | int | list[int]]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    best_of: int | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    logit_bias: dict[str, float] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logprobs: int | None = None
     echo: bool | None = None
     suffix: None = None
-    user: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +71,7 @@ def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
 
 
 def _sampling(body: CompletionBody, options: RequestOptions, recipe: Recipe) -> Sampling:
-    fields: dict[str, Any] = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    fields: dict[str, Any] = {}
     if options.guide is not None:
         fields["guided_decoding"] = options.guide
     if body.logprobs is not None:
@@ -100,7 +84,7 @@ def _sampling(body: CompletionBody, options: RequestOptions, recipe: Recipe) -> 
     fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, limit or _DEFAULT_MAX_TOKENS)
     if body.max_tokens is not None:
         fields["max_tokens"] = body.max_tokens or 1  # engines make one: without_tokens leaves it out
-    sampling = openai_sampling(fields, options, recipe)
+    sampling = openai_sampling(body, fields, options, recipe)
     if body.echo and body.logprobs is not None and sampling.params.max_tokens == 1:
         # Whoever scores a prompt counts on one token after it, and what ends an answer is not delivered as one.
         return replace(sampling, params=msgspec.structs.replace(sampling.params, ignore_eos=True))
