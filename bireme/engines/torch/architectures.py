@@ -1,7 +1,7 @@
 """Which transformers classes this engine runs: those whose greedy output was proved equal to `generate`.
 
-A class is fit when every layer calls the attention interface, keeps no other state between tokens, and
-passes its window, softcap and sinks along. tests/engines/torch/test_architectures.py proves each.
+A class is fit when every layer calls the attention interface, keeps no other state between tokens, and passes its
+window, softcap and sinks along. tests/engines/torch/test_architectures.py proves each.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def check_architecture(config: Any) -> str:
 
 
 def _check_language_model(name: str, config: Any) -> None:
-    """LLaVA is a frame around any language model: that one must be proved as well."""
+    """LLaVA wraps any language model, which must be proved as well."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = config.get_text_config().model_type
@@ -111,10 +111,10 @@ def _reason(name: str) -> str:
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the longest sequence whose rotary embedding does not depend on its length, if there is such a limit.
+    """Return the longest sequence whose rotary embedding does not depend on its length; None: no limit.
 
-    `dynamic` and `longrope` scaling choose their frequencies by the longest position of the whole packed batch;
-    up to the original length they are constant, beyond it requests would disturb each other.
+    `dynamic` and `longrope` scaling choose their frequencies by the longest position of the whole packed batch; up to
+    the original length they are constant, beyond it requests would disturb each other.
     """
     limits = [
         int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)

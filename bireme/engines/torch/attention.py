@@ -1,8 +1,8 @@
-"""Attention over paged KV, in the place of transformers' own: `AttentionInterface` calls `paged_attention`.
+"""Attention over paged KV instead of transformers' own: `AttentionInterface` calls `paged_attention`.
 
-All tokens of a step are one packed row; decode rows come first, then prefill chunks. What the step is about
-travels in a context variable, because some model families drop keyword arguments on the way. One rule: an
-argument that changes the result is honored or refused, never ignored.
+All tokens of a step are one packed row; decode rows come first, then prefill chunks. The step's description is in a
+context variable, because some model families drop keyword arguments. An argument that changes the result is honored or
+refused, never ignored.
 
 Shapes: T tokens, H query heads, N key/value heads, G = H / N, K head size of keys, V of values, L KV rows.
 """
@@ -21,7 +21,7 @@ NAME = "bireme_paged"  # absent from transformers' mask functions, so that no de
 
 
 class AttentionStep(Protocol):
-    """What the attention calls of one forward pass mean."""
+    """How the attention calls of one forward pass are computed."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
         """query (1, H, T, K), key (1, N, T, K), value (1, N, T, V) -> (1, T, H, V)."""
@@ -39,7 +39,7 @@ class Extras:
 
 
 current: ContextVar[AttentionStep] = ContextVar("bireme_attention_step")
-# Given by some families and without effect here: positions are applied already, masks are the step's own.
+# Some families give these; no effect here: positions are applied already, masks are the step's own.
 _HARMLESS = frozenset(
     "position_ids use_cache is_causal output_attentions output_hidden_states cache_position position_embeddings "
     "output_router_logits past_key_values return_dict logits_to_keep".split()
@@ -69,7 +69,7 @@ def paged_attention(
 
 
 def register() -> None:
-    """Make the function known to transformers; harmless when it is already."""
+    """Register the function with transformers; may be called again."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, paged_attention)
@@ -217,7 +217,7 @@ def _gather(pool: Tensor, blocks: Tensor, block_size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """What a layer's attention call looks like, as the probe saw it."""
+    """A layer's attention call, as the probe saw it."""
 
     num_kv_heads: int
     key_size: int
@@ -229,7 +229,7 @@ class LayerGeometry:
 
 @dataclass(slots=True)
 class ProbeStep:
-    """A forward pass without pools that notes each layer's geometry."""
+    """A forward pass without pools that records each layer's geometry."""
 
     seen: dict[int, LayerGeometry] = field(default_factory=dict)
 

@@ -1,7 +1,7 @@
-"""Turns a plan into one packed row of tensors: ids, positions, pool rows, masks. Numpy, without a loop over tokens.
+"""Turns a plan into one packed row of tensors: ids, positions, pool rows, masks. Numpy, no loop over tokens.
 
-Decode rows come first, then chunks in the plan's order. Block tables of running sequences are mirrored in
-one array per group, so that a decode step gathers them at once; only what has grown is copied.
+Decode rows come first, then chunks in the plan's order. Block tables of running sequences are mirrored in one array per
+group, so that a decode step gathers them at once; only new blocks are copied.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _sequences(plan: SchedulerOutput) -> Iterator[Sequence]:
 
 
 def _embeddings(plan: SchedulerOutput) -> list[tuple[int, Tensor]]:
-    """Return the embeddings of pictures in the step's chunks, and where they stand in it."""
+    """Return the embeddings of pictures in the step's chunks, and their places in it."""
     found, begin = [], len(plan.decodes)
     for sequence, count in plan.chunks:
         if sequence.pictures is not None:
@@ -177,7 +177,7 @@ def _embeddings(plan: SchedulerOutput) -> list[tuple[int, Tensor]]:
 
 
 def _logits_rows(plan: SchedulerOutput) -> tuple[list[Sequence], list[int], list[PromptRows]]:
-    """Return who samples, from which tokens of the step logits are wanted, and which of them are for prompts."""
+    """Return the sequences to sample, the tokens whose logits are wanted, and which of these are for prompts."""
     sampled = list(plan.decodes)
     rows = list(range(len(sampled)))
     wanted: list[tuple[Sequence, int, list[int]]] = []

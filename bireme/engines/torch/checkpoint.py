@@ -1,4 +1,4 @@
-"""A model folder: checked before transformers sees it, so that what is wrong is named, then loaded.
+"""A model folder, checked before transformers sees it, so that errors are named, then loaded.
 
 safetensors only. Messages name files by their name in the folder, never by path.
 """
@@ -77,11 +77,11 @@ def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
 
 
 def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """Return an Auto class's model, and what its weights lack or have in another shape. Raises ConfigError."""
+    """Return an Auto class's model, and which of its weights are missing or have another shape. Raises ConfigError."""
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # it would fill the log, as would its tables of what is amiss:
-    transformers_logging.set_verbosity_error()  # that is said by the caller, as an error
+    transformers_logging.disable_progress_bar()  # it would fill the log, as would its tables of what is wrong:
+    transformers_logging.set_verbosity_error()  # the caller reports that, as an error
     try:
         model, report = kind.from_pretrained(
             checkpoint.folder,

@@ -1,4 +1,4 @@
-"""When requests run out of time. Most end before: what is over is swept out, so that the heap stays small."""
+"""The requests' deadlines. Most requests end earlier: their entries are swept, so that the heap stays small."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Deadlines:
             self._sweep_at = max(_SWEEP, 2 * len(self._heap))
 
     def take(self, now: float) -> Iterator[tuple[Sequence, str, bool]]:
-        """Remove and yield what is due: request, what to tell it, whether only its time in the queue is over."""
+        """Remove and yield what is due: request, error text, whether only its time in the queue is over."""
         while self._heap and self._heap[0][0] <= now:
             _, _, sequence, text, is_of_queue = heapq.heappop(self._heap)
             yield sequence, text, is_of_queue

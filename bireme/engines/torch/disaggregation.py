@@ -1,7 +1,7 @@
-"""The two ends of a KV transfer in this engine: rows that a prefill leases out, rows that a decode takes in.
+"""The two ends of a KV transfer in this engine: rows that prefill leases out, rows that decode imports.
 
-Transfers call back on threads of their own: `read` and `write` touch only rows that the engine leaves
-alone meanwhile, everything else is posted to the engine's thread.
+Transfers call back on threads of their own: `read` and `write` touch only rows that the engine leaves alone meanwhile,
+everything else is posted to the engine's thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Post = Callable[[Callable[[], None]], None]  # run it on the engine's thread, be
 
 
 class TorchExporter:
-    """Leases of finished context_only requests; their blocks stay referenced until the transfer lets go."""
+    """Leases of finished context_only requests; their blocks stay referenced until the transfer releases them."""
 
     def __init__(self, transfer: KvTransfer, manager: BlockManager, store: KvStore, post: Post) -> None:
         self._transfer = transfer
@@ -49,7 +49,7 @@ class TorchExporter:
         sequence.lease.export(sequence.computed, read)
 
     def abort(self, key: RequestKey) -> None:
-        """End the lease of a request that is over; unknown keys are ignored."""
+        """End the lease of a finished request; unknown keys are ignored."""
         if (sequence := self._latest.get(key)) is not None and sequence.lease is not None:
             sequence.lease.abort()
 
@@ -73,7 +73,7 @@ class TorchExporter:
         )
 
     def _released(self, sequence: Sequence) -> None:
-        # A lease that ends before its export leaves the blocks with the request, which frees them itself.
+        # A lease that ends before its export leaves the blocks to the request, which frees them itself.
         if self._pinned.pop(sequence.number, None) is not None:
             self._manager.release(sequence.table)
         if self._latest.get(sequence.key) is sequence:

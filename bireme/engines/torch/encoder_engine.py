@@ -78,7 +78,7 @@ class EncoderEngine:
 
 
 class EncodeJobs:
-    """Encode requests of an engine, from submit to finish: whichever engine has the vision tower holds one."""
+    """Encode requests of an engine, from submit to finish; held by any engine with the vision tower."""
 
     def __init__(self, context: EngineContext, encoder: PictureEncoder, emit: Emit) -> None:
         assert context.share is not None

@@ -1,7 +1,7 @@
 """The torch engine: a core, the thread that drives it, and the inbox between that thread and all others.
 
-One rule: nothing but the engine's thread touches the core. `submit` checks a request on the caller's thread,
-against what never changes, and posts it.
+Only the engine's thread touches the core. `submit` checks a request on the caller's thread, against what never changes,
+and posts it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("bireme.engines.torch")
 
 EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
-_STOP_S = 10.0  # how long `stop` waits for the step under way
+_STOP_S = 10.0  # how long `stop` waits for the current step
 _COPY_S = 2.0  # how long stopping waits for KV copies that were cancelled
 Action = Callable[[], None]
 
@@ -54,7 +54,7 @@ class TorchEngine:
         self._emit = emit
         self._loaded = LoadedEngine(self._context, self._post)
         if self._loaded.encoder is not None:
-            from bireme.engines.torch.encoder_engine import EncodeJobs  # Pillow, aiohttp: for pictures alone
+            from bireme.engines.torch.encoder_engine import EncodeJobs  # Pillow, aiohttp: only for pictures
 
             self._jobs = EncodeJobs(self._context, self._loaded.encoder, emit)
         self._thread = threading.Thread(target=self._run, args=(self._loaded.core,), name="engine", daemon=True)
@@ -67,7 +67,7 @@ class TorchEngine:
         if request.request_type == "encode_only":
             self._encode(key, request)
             return
-        self._check_open(loaded)  # before the work of checking it
+        self._check_open(loaded)  # before the costly check
         sequence = loaded.admission.admit(key, request, disaggregated)
         with self._wake:
             self._check_open(loaded)
@@ -112,8 +112,6 @@ class TorchEngine:
         if self._jobs is not None:
             self._jobs.service.stop()
 
-    # -- any thread
-
     def _post(self, action: Action) -> None:
         with self._wake:
             self._inbox.append(action)
@@ -130,15 +128,13 @@ class TorchEngine:
         if self._is_draining or self._is_stopping:
             raise UnavailableError(f"{worker} is draining; send it to another worker, or try again")
         waiting = loaded.core.num_waiting + self._num_submitted
-        # Who finds a place in the batch at once does not wait.
+        # A request that finds a place in the batch at once does not wait.
         places = limits.max_batch_size - loaded.core.num_running
         if waiting >= limits.max_queue_size + places:
             raise ResourceExhaustedError(
                 f"queue: {waiting} requests wait; scheduler_config.max_queue_size is {limits.max_queue_size};"
                 " try again later"
             )
-
-    # -- the engine's thread
 
     def _run(self, core: EngineCore) -> None:
         import torch
@@ -155,7 +151,7 @@ class TorchEngine:
             self._wind_up(core)
 
     def _turn(self, core: EngineCore) -> None:
-        """Take what came in, do a step, tell the news; sleep when there is nothing to do."""
+        """Take the inbox, run a step, emit its output; sleep when there is nothing to do."""
         self._obey()
         core.expire(time.monotonic())
         self._step_began_at = time.monotonic()
@@ -171,7 +167,7 @@ class TorchEngine:
         for action in self._take():
             try:
                 action()
-            except Exception:  # one request's defect: the others must not suffer
+            except Exception:  # one request's defect must not end the others
                 logger.exception("action_failed action=%r", action)
 
     def _take(self) -> list[Action]:
@@ -210,10 +206,10 @@ class TorchEngine:
             self._emit(core.num_steps, news)
 
     def _give_up(self, core: EngineCore, error: Exception) -> None:
-        """End all requests and the process: the supervisor starts a fresh one."""
+        """End all requests and the process: the supervisor starts a new one."""
         logger.critical("engine_broken error=%r", error, exc_info=error)
         self._is_draining = True
         core.fail_all(EngineLostError(f"{self._context.worker} broke down and is being restarted"))
         self._publish(core)
-        time.sleep(0.1)  # the IO thread sends the ends before the process goes
+        time.sleep(0.1)  # the IO thread sends the ends before the process exits
         self._die(EXIT_BROKEN)

@@ -1,7 +1,7 @@
-"""Guided decoding in this engine: who may ask for it, and guides made ready while their requests wait.
+"""Guided decoding in this engine: which requests may use it, and guides compiled while their requests wait.
 
-A guide is compiled off the engine's thread; its request waits in the engine, where abort and deadline reach
-it, and joins the queue when the guide is there.
+A guide is compiled off the engine's thread; its request waits in the engine, where abort and deadline reach it, and
+joins the queue when the guide is ready.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bireme.logits.guided.vocabulary import TokenTable, make_table
 from bireme.messages import SamplingParams
 from bireme.text import vocabulary
 
-# The gate has checked the recipe's limits; what is left here is to read the guide.
+# The gate has checked the recipe's limits; only the guide is left to read.
 _ANY_SIZE = Limits(max_guide_bytes=1 << 31, max_guide_depth=1 << 31, max_guide_choices=1 << 31)
 Done = Callable[[Request, BiremeError | None], None]
 
@@ -53,7 +53,7 @@ class TorchGuides:
         parse_guide(sampling.guided_decoding, _ANY_SIZE)
 
     def prepare(self, request: Request, eos_ids: Sequence[int], done: Done) -> None:
-        """Compile the request's guide and give it its guidance; `done` is posted then, or with what went wrong."""
+        """Compile the request's guide and give it its guidance; then `done` is posted, with any error."""
         guide = parse_guide(request.sampling.guided_decoding, _ANY_SIZE)
 
         def answer(compiled: Any) -> None:

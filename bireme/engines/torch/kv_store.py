@@ -1,7 +1,7 @@
-"""The KV tensors of all layers, as rows of one token each, and their movement to and from transfers.
+"""The KV tensors of all layers, as rows of one token each, and their copies to and from transfers.
 
-Layers that share a window share block ids; each layer has its own two tensors (keys, values) of
-(blocks * tokens_per_block, heads * size). Block 0 is padding and stays zero.
+Layers that share a window share block ids; each layer has its own two tensors (keys, values) of (blocks *
+tokens_per_block, heads * size). Block 0 is padding and stays zero.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class KvStore:
             at = end
 
     def clear(self, num_rows: int) -> None:
-        """Zero the first rows, which warm-up wrote; not all, which would take memory for rows never used."""
+        """Zero the first rows, which warm-up wrote; not all, which would take memory for unused rows."""
         for tensor in (*self.keys, *self.values):
             tensor[:num_rows].zero_()
 
@@ -116,8 +116,8 @@ class KvStore:
         return [tensor for layer in self.groups[group].layers for tensor in (self.keys[layer], self.values[layer])]
 
     def _empty(self, rows: int, size: int, dtype: torch.dtype) -> Tensor:
-        # Zeroed, because padding is attended to with weight zero, and zero times NaN is NaN. On CPU the
-        # system hands out zero pages on first use, so this costs nothing before.
+        # Zeroed, because padding is attended to with weight zero, and zero times NaN is NaN. On CPU the system hands
+        # out zero pages on first use, so this costs nothing before.
         return torch.zeros(rows, size, dtype=dtype, device=self.device)
 
 

@@ -1,4 +1,4 @@
-"""What one engine can take, worked out from its settings, the model and the memory; refusals name the key."""
+"""What one engine can take, computed from its settings, the model and the memory; refusals name the key."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EngineLimits:
 
 
 def resolve_limits(config: EngineConfig, model_config: Any, device: torch.device) -> EngineLimits:
-    """Fill in what the settings leave open. Raises ConfigError naming key, value and remedy."""
+    """Fill in unset values. Raises ConfigError naming key, value and remedy."""
     max_seq_len = _max_seq_len(config, model_config)
     max_num_tokens = _at_least_one("max_num_tokens", config.max_num_tokens, _NUM_TOKENS.get(device.type, 2048))
     max_batch_size = _at_least_one("max_batch_size", config.max_batch_size, min(_BATCH_SIZE, max_num_tokens))
@@ -90,8 +90,8 @@ def pool_sizes(
 ) -> list[int]:
     """Return the number of blocks per group.
 
-    Layers that see everything get as many tokens as there is memory for; layers with a window no more than the
-    largest batch can hold at once, twice over, so that there is something left for reuse.
+    Layers without a window get as many tokens as there is memory for; layers with one at most twice what the largest
+    batch can hold at once, so that something is left for reuse.
     """
     size = limits.tokens_per_block
     caps = [_window_cap(group.window, limits) for group in groups]
@@ -122,7 +122,7 @@ def _window_cap(window: int, limits: EngineLimits) -> int:
 
 
 def _share(block_bytes: Sequence[int], caps: Sequence[int], budget: int, most: int) -> list[int]:
-    """Give every group the same number of blocks, but none more than its cap; what that saves goes to the others."""
+    """Give every group the same number of blocks, at most its cap; the saved ones go to the others."""
     capped: dict[int, int] = {}
     while True:
         left = budget - sum(count * block_bytes[group] for group, count in capped.items())

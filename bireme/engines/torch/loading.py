@@ -36,7 +36,7 @@ logger = logging.getLogger("bireme.engines.torch")
 
 
 class LoadedEngine:
-    """A core, what it can take, and who checks requests for it."""
+    """A core, its capacity, and the admission of its requests."""
 
     def __init__(self, context: EngineContext, post: Post) -> None:
         began = time.monotonic()

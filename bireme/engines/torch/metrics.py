@@ -1,7 +1,7 @@
-"""What requests cost: the usage that ends each of them, and the engine's metrics.
+"""Accounts: the usage that ends each request, and the engine's metrics.
 
-`prompt_tokens` leaves resumed tokens out and `completion_tokens` counts them; the token that ended a
-request is in neither, because it is not delivered.
+`prompt_tokens` leaves resumed tokens out and `completion_tokens` counts them; the token that ended a request is in
+neither, because it is not delivered.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TorchMetrics:
         self._metrics.add("bireme_generated_tokens_total", num_tokens)
 
     def levels(self, manager: BlockManager, num_running: int, num_waiting: int, num_preemptions: int) -> None:
-        """Set the gauges; called once a step and when the engine falls idle."""
+        """Set the gauges; called once a step and when the engine becomes idle."""
         self._metrics.set("bireme_requests_running", num_running)
         self._metrics.set("bireme_requests_waiting", num_waiting)
         self._metrics.set("bireme_kv_blocks_used", manager.num_referenced)

@@ -22,7 +22,7 @@ from bireme.multimodal.embedding_share import EmbeddingRows
 from bireme.multimodal.encoding import EncodedRows
 from bireme.multimodal.wire import Grid
 
-_DOMAIN = b"bireme.embeddings.1\0"  # nothing else that is hashed begins like this
+_DOMAIN = b"bireme.embeddings.1\0"  # no other hash input begins like this
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _GRID = "image_grid_thw"
 
@@ -52,7 +52,7 @@ class PictureEncoder:
         return self._name(b"picture", content_hash)
 
     def prepare(self, pixels: Any) -> PreparedPicture:
-        # A copy: torch warns about memory that it could not write to, and decoded pictures are such.
+        # A copy: decoded pictures are read-only, and torch warns about such memory.
         return self._family.prepare(self._processor, pixels.copy())
 
     def encode(self, batch: Sequence[PreparedPicture]) -> list[EmbeddingRows]:
@@ -61,7 +61,7 @@ class PictureEncoder:
             return [TensorRows(one.to("cpu", self.dtype).contiguous()) for one in features]
 
     def warm_up(self) -> None:
-        """One small picture through the tower, so that nobody waits for kernels and lazy imports."""
+        """Encode one small picture, so that no request waits for kernels and lazy imports."""
         import numpy as np
 
         (rows,) = self.encode([self.prepare(np.zeros((56, 56, 3), np.uint8))])

@@ -1,4 +1,4 @@
-"""What an engine for pictures has beside its language model: embeddings to fetch, and maybe the vision tower."""
+"""What an engine for pictures has beside its language model: embeddings to fetch, and perhaps the vision tower."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from bireme.multimodal.model_config import picture_model
 
 @dataclass(slots=True)
 class PictureSide:
-    """What a model that takes pictures has beside its language model."""
-
     language_model: VisionLanguageModel
     placeholder: int
     merge_size: int
@@ -35,7 +33,7 @@ class PictureSide:
 def make_picture_side(
     context: EngineContext, checkpoint: Checkpoint, model: Any, device: torch.device, post: Post, limits: EngineLimits
 ) -> PictureSide:
-    """Raises ConfigError. Of a worker that encodes elsewhere the vision tower is dropped."""
+    """Raises ConfigError. The vision tower is dropped where another worker encodes."""
     described = picture_model(str(checkpoint.folder))
     if described is None:
         raise ConfigError(f"{checkpoint.name}: config.json has no vision_config; fetch the checkpoint again")

@@ -1,7 +1,7 @@
 """Embeddings for the sequences of an engine that takes pictures.
 
-They are fetched before the sequence joins the queue, and let go of when its prompt has been computed (or at its
-end, where it may have to be computed again). How many bytes all sequences hold is bounded.
+They are fetched before the sequence joins the queue, and freed when its prompt has been computed (or at its end, if it
+may have to be computed again). The bytes of all sequences together are bounded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PictureStore:
         self.held_bytes = 0
 
     def check(self, pictures: SequencePictures) -> None:
-        """Raise ResourceExhaustedError where there is no room for its embeddings. From any thread."""
+        """Raise ResourceExhaustedError when there is no room for its embeddings. From any thread."""
         need = self._num_bytes(pictures)
         if self.held_bytes + need > self._max_held_bytes:
             raise ResourceExhaustedError(
@@ -63,7 +63,7 @@ class PictureStore:
                 pictures.fetches.append(fetch)
 
     def release(self, sequence: Sequence) -> None:
-        """Let go of the embeddings; fetches under way are given up."""
+        """Free the embeddings and cancel running fetches."""
         pictures = sequence.pictures
         if pictures is None or not pictures.held_bytes:
             return

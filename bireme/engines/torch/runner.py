@@ -1,7 +1,7 @@
-"""Runner A: an unmodified transformers model whose attention reads and writes our pools.
+"""An unmodified transformers model whose attention reads and writes our pools.
 
-The pools are allocated from what a probe pass sees in the attention calls, not from names in the
-configuration: families spell heads and windows in too many ways.
+The pools are allocated from what a probe pass sees in the attention calls, not from names in the configuration:
+families spell heads and windows in too many ways.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _forward(
     logits_rows: Tensor,
     embeddings: Sequence[tuple[int, Tensor]] = (),
 ) -> Tensor:
-    """`embeddings` take the place of those of the ids, from the given place on: pictures."""
+    """`embeddings` (of pictures) replace those of the ids, from the given place on."""
     with torch.inference_mode(), _entered(step):
         inputs = {"input_ids": ids}
         if embeddings:

@@ -1,9 +1,9 @@
-"""Decides what the next step works on: who decodes, who prefills how much, who is let in.
+"""Decides what the next step works on: which requests decode, prefill, are admitted.
 
-A step has a token budget. Decodes come first, then prefills under way, then waiting requests by rank; the
-first that does not fit stops the queue, so that nobody starves. GUARANTEED_NO_EVICT lets a request in only
-with its worst case reserved. MAX_UTILIZATION reserves the tokens it has and, when decode runs out of
-blocks, preempts from the lowest rank: the request goes back to the queue and is computed again.
+A step has a token budget. Decodes come first, then running prefills, then waiting requests by rank; the first that does
+not fit stops the queue, so that none starves. GUARANTEED_NO_EVICT admits a request only with its worst case reserved.
+MAX_UTILIZATION reserves the tokens it has and, when decode runs out of blocks, preempts from the lowest rank: the
+request goes back to the queue and is computed again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bireme.kv.block_manager import BlockManager
 class SchedulerOutput:
     decodes: list[Sequence] = field(default_factory=list)  # one token each
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # so many tokens of each
-    imports: list[Sequence] = field(default_factory=list)  # let in; their KV is to be fetched
+    imports: list[Sequence] = field(default_factory=list)  # admitted; their KV is to be fetched
     budget: int = 0
 
     @property
@@ -57,7 +57,7 @@ class Scheduler:
         return plan
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is; its blocks stay with it."""
+        """Remove a sequence, wherever it is; it keeps its blocks."""
         self.waiting.remove(sequence)
         if sequence.slot >= 0:
             self.running.remove(sequence)
@@ -66,7 +66,7 @@ class Scheduler:
         sequence.state = SequenceStatus.FINISHED
 
     def prefilled(self, sequence: Sequence) -> None:
-        """Give back what was reserved for the windows of prefill chunks: from now on it takes one token a step."""
+        """Free the reservation for prefill chunks: from now on it takes one token a step."""
         if not self._limits.may_preempt:
             self._manager.reserve(sequence.table, self._manager.worst_case(sequence.worst_length, 1))
 
@@ -86,9 +86,9 @@ class Scheduler:
             plan.budget -= count
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Return how many tokens of a prefill go into what is left of the step; 0: none."""
+        """Return how many tokens of a prefill fit into the rest of the step; 0: none."""
         pending = sequence.num_pending
-        # Without chunking a prompt waits for a step that takes it whole; what was preempted may be longer.
+        # Without chunking a prompt waits for a step that takes it whole; a preempted one may be longer.
         if not self._limits.enable_chunked_prefill and budget < pending <= self._limits.max_num_tokens:
             return 0
         if sequence.wants_prompt_logprobs:  # all its logits are kept: chunks bound their memory
@@ -96,7 +96,7 @@ class Scheduler:
         return min(budget, pending)
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Grow, preempting lower ranks if need be. False: it was preempted itself, or has to wait."""
+        """Grow, preempting lower ranks if need be. False: it was preempted itself, or must wait."""
         manager, table = self._manager, sequence.table
         if len(table.blocks[0]) * manager.tokens_per_block >= num_tokens:
             return True

@@ -1,7 +1,7 @@
-"""One request inside the engine: its tokens, how far they are computed, the blocks it holds, its times.
+"""One request inside the engine: its tokens, how many are computed, its blocks, its times.
 
-Owned by the engine's thread. `tokens` is the prompt, then everything generated, resumed tokens first;
-`computed` of them have their KV in the pool. The last token is always still to be computed.
+Owned by the engine's thread. `tokens` is the prompt, then everything generated, resumed tokens first; `computed` of
+them have their KV in the pool. The last token is always still to be computed.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Sequence:
     slot: int = -1  # row of the batch's block tables
     mirrored: list[int] = field(default_factory=list)  # per group, blocks copied to that row
     is_sampling: bool = False  # the sampler knows it
-    guidance: Guidance | None = None  # there before it joins the queue, if it asks for guided decoding
+    guidance: Guidance | None = None  # set before it joins the queue, if the request has a guide
     wants_prompt_logprobs: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     fetch: Fetch | None = None
     imported_from: list[int] = field(default_factory=list)  # per group, the first row that was fetched
-    ending: tuple[FinishReason, str] | None = None  # what an import under way will end with
+    ending: tuple[FinishReason, str] | None = None  # how it ends when its import has stopped
     num_cached: int = -1  # tokens found in the pool at first admission; -1: not admitted yet
     scheduled_at: float = 0.0
     imported_at: float = 0.0
@@ -68,12 +68,12 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens generated, resumed ones among them."""
+        """Generated tokens, resumed ones included."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def worst_length(self) -> int:
-        """KV rows at the most: the last token is never computed."""
+        """Most KV rows it may need: the last token is never computed."""
         if self.request.request_type == "context_only":
             return len(self.tokens)
         return max(len(self.tokens), self.num_prompt + self.max_tokens - 1)

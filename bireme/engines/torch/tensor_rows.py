@@ -1,4 +1,4 @@
-"""A picture's embeddings as this engine holds them, and how they travel."""
+"""A picture's embeddings in this engine's form, and how they are read for a transfer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bireme.multimodal.embedding_share import embedding_layout
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
-    """Embeddings in memory that any process can be given."""
+    """Embeddings in host memory."""
 
     tensor: Tensor  # (num_tokens, hidden), contiguous, CPU
 

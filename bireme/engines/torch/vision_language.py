@@ -1,7 +1,7 @@
-"""The language model of a vision-language checkpoint, in the form that runner and probe know: ids or
-embeddings in, logits of some rows out.
+"""The language model of a vision-language checkpoint, in the form that runner and probe know: ids or embeddings in,
+logits of some rows out.
 
-Only the language model's attention is ours; the vision tower, if it is there, keeps its own.
+Only the language model's attention is ours; the vision tower, if there is one, keeps its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class VisionLanguageModel:
         self.whole.set_attn_implementation({"text_config": name})
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return (1, T, hidden); the caller's to change."""
+        """Return (1, T, hidden), which the caller may change."""
         rows: Tensor = self._inner.get_input_embeddings()(ids)
         return rows
 

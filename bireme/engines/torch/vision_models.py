@@ -1,8 +1,8 @@
-"""The vision-language models that are served, and how each turns pixels into embeddings.
+"""The supported vision-language models, and how each turns pixels into embeddings.
 
-A family is listed once tests have proved its outputs equal to transformers' generate; all others are refused by
-name. What a family does: scale a picture with the model's own image processor, count its tokens, and run the
-vision tower and projector over a batch.
+A family is listed once tests have proved its outputs equal to transformers' generate; all others are refused by name. A
+family scales a picture with the model's own image processor, counts its tokens, and runs the vision tower and projector
+over a batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VISION_PARTS = ("vision_tower", "multi_modal_projector", "visual")  # attributes
 
 @dataclass(frozen=True, slots=True)
 class PreparedPicture:
-    """One picture as its image processor has left it."""
+    """One picture as its image processor has made it."""
 
     pixels: Tensor  # LLaVA: (1, 3, height, width); Qwen2.5-VL: (patches, values of a patch); float32, CPU
     num_tokens: int

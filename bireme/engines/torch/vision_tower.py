@@ -1,7 +1,7 @@
 """The vision tower and projector of a checkpoint, alone: the language model's weights are never read.
 
-The model is built from a configuration whose language model has no layers and a vocabulary of one token, and
-loaded by transformers itself, so that names of tensors, buffers and dtypes are its own business.
+The model is built from a configuration whose language model has no layers and a vocabulary of one token, and loaded by
+transformers itself, which knows the names of tensors, buffers and dtypes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bireme.errors import ConfigError
 
 
 def load_vision_tower(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
-    """Return the conditional-generation model with nothing in it but its vision parts. Raises ConfigError."""
+    """Return the conditional-generation model with only its vision parts. Raises ConfigError."""
     from transformers import AutoModelForImageTextToText
 
     config = _without_language(checkpoint.config)

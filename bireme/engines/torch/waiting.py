@@ -1,4 +1,4 @@
-"""The queue of requests that wait for room: by priority, first come first served within one."""
+"""The queue of waiting requests: by priority, first come first served within one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bireme.engines.torch.sequence import Sequence
 
 
 class WaitingQueue:
-    """A heap by `Sequence.rank`; what is removed from the middle is passed over when it comes up."""
+    """A heap by `Sequence.rank`; removed entries are skipped when they come up."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, int], int, Sequence]] = []

@@ -1,6 +1,6 @@
-"""The first forward passes, before anybody waits: allocators, kernels and lazy imports meet their shapes here.
+"""The first forward passes, before any request: allocators, kernels and lazy imports meet their shapes here.
 
-Runs on empty pools with blocks that are nobody's, and zeroes them afterwards.
+Runs on empty pools with unowned blocks, and zeroes them afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_TOKENS = 512  # enough to choose kernels and grow the allocator; a full bu
 def warm_up(
     runner: HfRunner, builder: BatchBuilder, manager: BlockManager, store: KvStore, limits: EngineLimits
 ) -> None:
-    """Do a prefill, and a decode step of the largest batch that fits."""
+    """Run a prefill, and a decode step of the largest batch that fits."""
     size = manager.tokens_per_block
     room = min(spec.num_blocks for spec in manager.groups) * size
     num_tokens = max(1, min(_MOST_TOKENS, limits.max_num_tokens, limits.max_seq_len - 1, room))

@@ -1,7 +1,7 @@
 """The names of tensorrt_llm that this engine uses, and what the installed release knows of them.
 
-Its one rule: every difference between releases is found here: by looking at signatures and fields, and by the
-version where neither tells. tensorrt_llm is imported in `load` and not before.
+Every difference between releases is found here: by signatures and fields, and by the version where neither tells.
+tensorrt_llm is imported only in `load`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ LOG_LEVELS = {
     "CRITICAL": "INTERNAL_ERROR",
     "FATAL": "INTERNAL_ERROR",
 }
-# What SamplingParams of every release have and the default sampler, TorchSampler, does not heed in older ones. 1.3
-# learned it in several steps (PRs 16052, 16485, 17172); its first release that was read with all of it:
+# What SamplingParams of every release have and the default sampler, TorchSampler, ignores in older ones. 1.3 learned it
+# in several steps (PRs 16052, 16485, 17172); its first release that was read with all of it:
 _UNHEEDED = frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty", "bad_token_ids", "seed"})
 HEEDED_SINCE = "1.3.0rc29"
-OTHER_SAMPLER_UNTIL = "1.3.0rc26"  # sampler_type TRTLLMSampler, which heeds all of it
+OTHER_SAMPLER_UNTIL = "1.3.0rc26"  # sampler_type TRTLLMSampler, which supports all of it
 # Before it KV events name neither the salt nor the adapter that a block belongs to.
 _OWNERS_SINCE = "1.3.0rc29"
 _OVERLAPPED_PREFILL_SINCE = "1.3"
@@ -60,7 +60,7 @@ class Api:
 
     @property
     def unheeded(self) -> frozenset[str]:
-        """The fields of SamplingParams that the default sampler takes and does not heed."""
+        """The fields of SamplingParams that the default sampler accepts and ignores."""
         return frozenset() if is_since(self.version, HEEDED_SINCE) else _UNHEEDED
 
     @property
@@ -85,7 +85,7 @@ def is_since(version: str, other: str) -> bool:
 def _order(version: str) -> tuple[float, ...]:
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?rc(\d+))?", version)
     if not match:
-        return (math.inf,)  # a build without a number is somebody's newest
+        return (math.inf,)  # a build without a number is a development version
     major, minor, patch, candidate = match.groups()
     is_bare = patch is None and candidate is None  # 1.3: all of 1.3, its candidates included
     last = float(candidate) if candidate else 0.0 if is_bare else math.inf
@@ -93,7 +93,7 @@ def _order(version: str) -> tuple[float, ...]:
 
 
 def load(backend: str) -> Api:
-    """Import tensorrt_llm. Raises ConfigError when it is not there or lacks what is needed."""
+    """Import tensorrt_llm. Raises ConfigError when it, or something needed in it, is missing."""
     set_log_level(os.environ)
     try:
         version = importlib.import_module("tensorrt_llm").__version__
@@ -128,6 +128,6 @@ def field_names(kind: Any) -> frozenset[str]:
 
 
 def set_log_level(environment: Any) -> None:
-    """Give TensorRT-LLM bireme's own level, unless TLLM_LOG_LEVEL says another."""
+    """Give TensorRT-LLM bireme's own level, unless TLLM_LOG_LEVEL is set."""
     level = environment.get("BIREME_LOG_LEVEL", "INFO").upper()
     environment.setdefault("TLLM_LOG_LEVEL", LOG_LEVELS.get(level, "INFO"))

@@ -1,7 +1,7 @@
-"""What the LLM is made with: the engine YAML's arguments, bireme's defaults, and what a backend can't take.
+"""The arguments of the LLM: the engine YAML's, bireme's defaults, without what a backend can't take.
 
-Pure: dictionaries in, dictionaries out. What is mapped has a warning here; what is left out has had its one from
-the check of the YAML (config.py, rules.py).
+Pure: dictionaries in, dictionaries out. Mapped keys are warned of here, dropped ones in the check of the YAML
+(config.py, rules.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCHEDULER: dict[str, Any] = {
         "dynamic_batch_moving_average_window": 128,
     },
 }
-# TensorRT-LLM's own values of what is not set.
+# TensorRT-LLM's own defaults.
 MAX_BATCH_SIZE = 2048
 MAX_NUM_TOKENS = 8192
 TOKENS_PER_BLOCK = 32
@@ -65,7 +65,7 @@ class Arguments:
 
     @property
     def has_overlap(self) -> bool:
-        """Whether a step begins before the last one's tokens have been looked at: TensorRT-LLM's default."""
+        """Whether a step begins before the last one's tokens are known: TensorRT-LLM's default."""
         return not self.values.get("disable_overlap_scheduler")
 
     @property
@@ -113,7 +113,7 @@ def _add_defaults(values: dict[str, Any]) -> None:
     values.setdefault("enable_iter_perf_stats", True)  # the gauges on /metrics come from there
     transceiver = values.get("cache_transceiver_config")
     if isinstance(transceiver, Mapping) and transceiver.get("backend") is not None:
-        # 1.2 waits for ever by default, and so would the prefill's blocks.
+        # 1.2 waits forever by default, and so would the prefill's blocks.
         values["cache_transceiver_config"] = {"kv_transfer_timeout_ms": KV_TRANSFER_TIMEOUT_MS} | dict(transceiver)
 
 

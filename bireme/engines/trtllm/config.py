@@ -1,7 +1,7 @@
 """From a recipe's engine YAML to the keyword arguments of TensorRT-LLM's `LLM`, checked on the way.
 
-Its one rule: nothing here imports tensorrt_llm or needs a GPU, so that a recipe can be checked anywhere.
-TensorRT-LLM's own class looks at the GPU when it is made; contract.py and rules.py stand in for it.
+Nothing here imports tensorrt_llm or needs a GPU, so that a recipe can be checked anywhere. TensorRT-LLM's own class
+looks at the GPU when it is made; contract.py and rules.py replace its checks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OWN: tuple[Path, ...] = (
     ("multimodal_config",),
     ("mocker",),
 )
-# Keys that TensorRT-LLM takes and that mean nothing, or harm, with token ids in and out.
+# Keys that TensorRT-LLM takes and that have no effect, or harm, with token ids in and out.
 _SERVE_ONLY = "trtllm-serve makes text with it; bireme's engine speaks tokens, so it is left out"
 LEFT_OUT: dict[str, tuple[str, str]] = {
     "num_postprocess_workers": (_SERVE_ONLY, "remove it"),
@@ -55,12 +55,12 @@ FOREIGN: dict[str, tuple[str, str]] = {
 
 
 def llm_arguments(config: EngineConfig, model: str, stage: str, version: str = contract.FLOOR) -> dict[str, Any]:
-    """Return every keyword argument of `LLM`: the YAML's, with aliases resolved and bireme's own keys left out.
+    """Return every keyword argument of `LLM`: the YAML's, with aliases resolved and without bireme's own keys.
 
-    What the YAML does not set is absent, so that TensorRT-LLM's (and the model's) defaults hold; `backend` is
-    there when the YAML names one (`_autodeploy`). `stage` is prefill, decode, multimodal_encoder or
-    video_diffusion; `version` is tensorrt_llm.__version__. Logs each warning once. Raises ConfigError with every
-    error, one a line: key, value, reason, remedy.
+    Keys that the YAML does not set are absent, so that TensorRT-LLM's (and the model's) defaults hold; `backend` is
+    there when the YAML names one (`_autodeploy`). `stage` is prefill, decode, multimodal_encoder or video_diffusion;
+    `version` is tensorrt_llm.__version__. Logs each warning once. Raises ConfigError with every error, one a line: key,
+    value, reason, remedy.
     """
     transceiver = config.cache_transceiver_config.backend
     found = check_arguments(config.llm_args, stage, version, is_disaggregated=transceiver is not None)
@@ -91,7 +91,7 @@ def class_of(tree: Mapping[str, Any]) -> str:
 
 
 def prepared(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what goes to TensorRT-LLM: a copy with aliases in their places, without ours and what is left out."""
+    """Return TensorRT-LLM's part of the YAML: a copy with aliases resolved, without our keys and dropped ones."""
     result: dict[str, Any] = copy_of(tree)
     for name, path in ALIASES.items():
         if name in result:
@@ -109,7 +109,7 @@ def copy_of(tree: Any) -> Any:
 
 
 def put(tree: dict[str, Any], path: Path, value: Any) -> None:
-    """Set a value where the YAML has none; a block that is no mapping is left to the contract."""
+    """Set a value that the YAML lacks; a block that is no mapping is left to the contract."""
     *blocks, name = path
     for block in blocks:
         inner = tree.setdefault(block, {})
@@ -120,7 +120,7 @@ def put(tree: dict[str, Any], path: Path, value: Any) -> None:
 
 
 def remove(tree: dict[str, Any], path: Path) -> None:
-    """Take a key out, and a block that held nothing else with it."""
+    """Remove a key, and its block if that is empty then."""
     name, *rest = path
     inner = tree.get(name)
     if not rest:
@@ -156,7 +156,7 @@ def _said_twice(tree: Mapping[str, Any]) -> list[Problem]:
 
 
 def _tolerate_newer(found: list[Problem], version: str) -> list[Problem]:
-    """A release after the contract's may know more keys; it will itself refuse what it doesn't know."""
+    """A release after the contract's may know more keys; it refuses unknown ones itself."""
     match = re.match(r"(\d+)\.(\d+)", version)
     assert match is not None
     newest = tuple(map(int, contract.PROFILES[-1].split(".")))

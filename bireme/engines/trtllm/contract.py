@@ -1,7 +1,7 @@
 """TensorRT-LLM's settings classes by release, read from contract.yaml, and the check of a YAML against them.
 
-Its one rule: what the installed package would refuse when it is constructed, this refuses without it, on a
-machine with no GPU. Every finding is reported, not only the first.
+What the installed package would refuse when it is constructed, this refuses without it, on a machine without a GPU.
+Every finding is reported, not only the first.
 
     problems = validate({"kv_cache_config": {"fraction": 0.5}}, "LlmArgs", "1.2.1")
 """
@@ -46,7 +46,7 @@ class Field:
 
 @functools.cache
 def contract() -> dict[str, Any]:
-    """Return contract.yaml as it stands. Callers must not change it."""
+    """Return contract.yaml. Callers must not change it."""
     tree: dict[str, Any] = yaml.safe_load(CONTRACT.read_text(encoding="utf-8"))
     return tree
 
@@ -207,7 +207,7 @@ def _elsewhere(name: str, class_name: str, release: str) -> tuple[str, str] | No
     return None
 
 
-# Keys of older releases, and options of trtllm-serve that look like keys: why not, and what instead.
+# Keys of older releases, and options of trtllm-serve that look like keys: the reason, and the remedy.
 _OLD = "a key of older releases"
 RETIRED: dict[str, tuple[str, str]] = {
     "build_config": ("the PyTorch backend builds no engine", "move its limits to the top level"),

@@ -1,8 +1,8 @@
-"""TensorRT-LLM's DisaggregatedParams to ours and back. Pure, but for the classes it is given.
+"""TensorRT-LLM's DisaggregatedParams to ours and back.
 
-bytes travel as base64, log probabilities as lists of {token_id, logprob, rank}; every other field that this
-release has and that is set travels by name in `engine_state`, so that a field of a later release passes too.
-Handles of embeddings are for prefill alone and never go on to decode.
+bytes travel as base64, log probabilities as lists of {token_id, logprob, rank}; every other set field of this release
+travels by name in `engine_state`, so that fields of later releases pass too. Handles of embeddings are for prefill
+alone and never go on to decode.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EPOCH_S = 1_577_836_800  # 2020-01-01
 
 
 def export(given: Any, api: Api) -> dict[str, Any]:
-    """Return the fields of our DisaggregatedParams that a context_only result's params fill; {}: it exported nothing.
+    """Return the fields of our DisaggregatedParams that a context_only result fills; {}: it exported nothing.
 
     A result has params from its start, the request's own. Only its opaque state (C++ transceiver) or the endpoint of
     the exporter (Python transceiver) say that there is KV to fetch; disagg_request_id is ours.
@@ -104,13 +104,13 @@ def _hash_of(text: str) -> int:
 
 
 class Claims:
-    """Which exports this engine has taken. TensorRT-LLM would wait for one that is gone until its time is over."""
+    """Which exports this engine has claimed. TensorRT-LLM would wait for a missing one until its time limit."""
 
     def __init__(self) -> None:
         self._claimed: dict[tuple[str, int, int], float] = {}  # -> when the export ends anyway
 
     def claim(self, params: DisaggregatedParams) -> None:
-        """Raises NotFoundError for an export that was taken before, or whose time is over."""
+        """Raises NotFoundError for an export that was claimed before, or has expired."""
         now = time.time()
         if params.expires_at and now > params.expires_at:
             raise NotFoundError("disaggregated_params: the prefill has freed this KV, its time was over; prefill again")

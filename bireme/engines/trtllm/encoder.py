@@ -1,8 +1,8 @@
 """The engine of a multimodal_encoder worker on TensorRT-LLM: its MultimodalEncoder in place of our vision tower.
 
-Everything around it is the same as on the torch engine: jobs, cache, leases. MultimodalEncoder answers with
-handles of tensors in the memory of its worker process; each is opened once, here, and its rows go to shared
-memory, because a handle serves one reader on one host while our leases are cancelled, counted and timed.
+Jobs, cache and leases are the torch engine's. MultimodalEncoder answers with handles of tensors in its worker process;
+each is opened once, here, and its rows go to shared memory, because a handle serves one reader on one host while our
+leases are cancelled, counted and timed.
 """
 
 from __future__ import annotations

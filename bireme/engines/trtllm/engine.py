@@ -1,9 +1,9 @@
 """The TensorRT-LLM engine: an LLM object, and the event loop on which its requests live.
 
-One rule: whatever concerns a request happens on the loop's thread. `submit` plans a request on the caller's
-thread and posts it. A request that TensorRT-LLM refuses ends alone. Any other error, and errors of requests that
-one of our own shares (faults.py), mean that the engine is dying: the process ends at once, without teardown (which
-may block on a dead rank), and its supervisor fails what was in flight and starts another.
+Requests are touched only on the loop's thread; `submit` plans a request on the caller's thread and posts it. A request
+that TensorRT-LLM refuses ends alone. Any other error, and errors of requests that one of our own shares (faults.py),
+mean that the engine is dying: the process ends at once, without teardown (which may block on a dead rank), and its
+supervisor fails the open requests and starts another.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TrtllmEngine:
         requests, loaded = self._requests, self._loaded
         if requests is None or loaded is None:
             return EngineProgress(0, 0.0, 0, 0)
-        # An iteration counts as well: a prompt that takes many gives no news until its last.
+        # An iteration counts as well: a prompt of many iterations has no output until its last.
         step = requests.num_steps + loaded.iterations.num_seen
         num_waiting = min(max(0, requests.num_open - loaded.num_places), requests.num_unanswered)
         return EngineProgress(step, 0.0, num_waiting, requests.num_open - num_waiting)
@@ -104,13 +104,13 @@ class TrtllmEngine:
                 # Every request has ended and nothing is kept: with a large model this is the ordinary end.
                 logger.info("llm_shutdown_cut_short limit_s=%g next=its processes are killed", lifecycle.SHUTDOWN_S)
                 self._kill_workers()
-                self._die(0)  # the interpreter's own end would wait for it
+                self._die(0)  # the interpreter's own shutdown would wait for it
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(1)
 
     def fail(self, reason: str) -> None:
-        """End the process, from any thread: its supervisor fails what is in flight and starts another."""
+        """End the process, from any thread: its supervisor fails the open requests and starts another."""
         with self._lock:
             if self._is_stopping:
                 return

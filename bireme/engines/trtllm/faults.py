@@ -1,9 +1,8 @@
 """Whether errors of requests are the engine's.
 
-After a CUDA or NCCL fault TensorRT-LLM's process lives on, up to late 1.3 calls itself healthy, and answers every
-request with an error of its own, in the form of a request's fault. A wrong request's error looks the same, and its
-text is partly the client's. So suspicion alone ends nothing: it sends a request of our own, and what that one meets
-is the engine's.
+After a CUDA or NCCL fault TensorRT-LLM's process stays alive, calls itself healthy (up to late 1.3), and answers every
+request with an error in the form of a request's fault. A wrong request's error looks the same, and its text is partly
+the client's. So a suspicion only sends a request of our own: if that fails, the engine is at fault.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger("bireme.engines.trtllm")
 
-FAILURES_IN_A_ROW = 3  # without an answer in between
+FAILURES_IN_A_ROW = 3  # without a success in between
 _OF_THE_DEVICE = re.compile(r"CUDA|NCCL|illegal memory access|device-side assert|unspecified launch failure", re.I)
 
 
@@ -35,7 +34,7 @@ class FaultWatch:
         self._num_failures = 0
 
     def request_failed(self, text: str) -> None:
-        """Take note of an error that ended a request, the canary's included."""
+        """Note an error that ended a request, the canary's included."""
         self._num_failures += 1
         is_suspect = self._num_failures >= FAILURES_IN_A_ROW or _OF_THE_DEVICE.search(text)
         if is_suspect and self._probing is None:

@@ -1,7 +1,7 @@
 """The type notation of contract.yaml: `int >= 1 | null`, `list[str]`, `AUTO | CUTLASS`, `float 0..1`, `KvCacheConfig`.
 
-Its one rule: a quoted number is no number. TensorRT-LLM's pydantic models would take "8" for 8; a recipe that
-says so means something else than it says, so it is refused here.
+A quoted number is no number: TensorRT-LLM's pydantic models would take "8" for 8, but a recipe that says so is refused
+here as a likely mistake.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What TensorRT-LLM tells of its iterations: statistics and KV events, read on a thread with a loop of its own.
+"""TensorRT-LLM's iteration statistics and KV events, read on a thread with a loop of its own.
 
-Both are queues that reading empties, so this is their one reader; everybody else asks here. While nothing
-comes in, the reads become rarer.
+Reading empties both queues, so this is their only reader; everything else asks here. Without input the reads become
+rarer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bireme.metrics import Registry
 
 logger = logging.getLogger("bireme.engines.trtllm")
 
-MAX_BATCH = 256  # items of one read: an engine without pauses must not keep the other reader from its turn
+MAX_BATCH = 256  # items of one read, so that both readers get their turn
 STATS_PAUSE_S = (0.01, 0.1)  # least and most between two reads
 EVENTS_PAUSE_S = (0.005, 0.02)
 _RETRY_S = 1.0
@@ -79,7 +79,7 @@ class Iterations:
         return events
 
     def request_begins(self, prompt: Sequence[int]) -> None:
-        """Of a salted or an adapter's request, before TensorRT-LLM has it: its blocks are nobody else's."""
+        """Of a request with a salt or adapter, before TensorRT-LLM has it: its blocks are not to be shared."""
         if self._has_events:
             self._reader.expect_owned(prompt)
 
@@ -110,7 +110,7 @@ class Iterations:
     async def _read(
         self, name: str, ask: Callable[..., Any], take: Callable[[Mapping[str, Any]], None], pauses: tuple[float, float]
     ) -> None:
-        """Read a queue until the end; an error of the engine's is told, and tried again."""
+        """Read a queue until the end; an engine's error is logged, and the read repeated."""
         pause = pauses[0]
         while not self._stops.is_set():
             try:
@@ -123,7 +123,7 @@ class Iterations:
             await asyncio.sleep(pause)
 
     def _tell_failure(self, name: str, error: Exception) -> None:
-        """Log the first of a kind with its traceback, and after that the count at each power of ten."""
+        """Log the first of a kind with its traceback, then the count at each power of ten."""
         kind = type(error).__name__
         self._failures[name, kind] += 1
         count = self._failures[name, kind]
@@ -133,7 +133,7 @@ class Iterations:
             logger.error("read_failed queue=%s kind=%s count=%d error=%s", name, kind, count, error)
 
     async def _drain(self, ask: Callable[..., Any], take: Callable[[Mapping[str, Any]], None]) -> int:
-        """Take what is there. Asked with a timeout, the shared result of 1.2 and 1.3 would end once and for all."""
+        """Take what is there. Asked with a timeout, the shared result of 1.2 and 1.3 would end for good."""
         count = 0
         with contextlib.suppress(asyncio.QueueEmpty, asyncio.TimeoutError, TimeoutError):
             async for item in ask(timeout=0):
@@ -144,7 +144,7 @@ class Iterations:
         return count
 
     def _take_stats(self, stats: Mapping[str, Any]) -> None:
-        """Set what this release tells; a field that is missing leaves its gauge alone."""
+        """Take what this release reports; a missing field leaves its gauge unchanged."""
         self.num_seen += 1
         self._last_at = time.monotonic()
         blocks, rank = stats.get("kvCacheStats") or {}, int(stats.get("attentionDpRank") or 0)

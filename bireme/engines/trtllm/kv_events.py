@@ -1,13 +1,12 @@
 """TensorRT-LLM's KV events to ours: public hashes, widest window, full blocks only. Pure.
 
-Theirs name blocks by a hash of their own (unsigned 64 bits, which may arrive signed, or hexadecimal text);
-ours by the public one, chained from the tokens, so that it is equal across workers and engines. Event ids
-count up by one a rank; a gap means lost events, and so does one that can't be read: what readers know of this rank is
-void then.
+Theirs name blocks by a hash of their own (unsigned 64 bits, which may arrive signed, or hexadecimal text); ours by the
+public one, chained from the tokens, so that it is equal across workers and engines. Event ids count up by one a rank. A
+gap, or an event that can't be read, means lost events: what readers know of this rank is invalid then.
 
-A block with a picture in it has no public hash here: KV cache manager V2 names the picture's places by a digest. And
-before they name their owners, events of a salted request or of an adapter's look like anybody's: `expect_owned` says
-which prompts are such, so that their blocks are not published under hashes of plain prompts.
+A block with a picture in it has no public hash here: KV cache manager V2 names the picture's places by a digest.
+Releases whose events do not name their owners show a salted or an adapter's request like any other: `expect_owned` says
+which prompts these are, so that their blocks are not published under hashes of plain prompts.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class KvEventReader:
             self._owned.popitem(last=False)
 
     def read(self, event: Mapping[str, Any]) -> list[KvEvent]:
-        """Return what an event means to readers; often nothing. One that can't be read voids its rank."""
+        """Return our event, often none. One that can't be read voids its rank."""
         rank = 0
         try:
             rank = int(event.get("attention_dp_rank") or 0)
@@ -93,7 +92,7 @@ class KvEventReader:
         return [BlocksCleared(self._number(), rank)]
 
     def _announce(self, window: Any) -> None:
-        """Attention windows of different layers have events of their own; only the widest tells what is reusable."""
+        """Attention windows of different layers have events of their own; only the widest shows what is reusable."""
         if isinstance(window, int) and not self._is_settled:
             self._window = max(self._window or 0, window)
 
@@ -109,7 +108,7 @@ class KvEventReader:
         if parent is not None:
             public_parent = self._public.get((rank, unsigned(parent)))
             if public_parent is None:
-                return []  # its beginning was lost, or lies in a partial block: it can't be named
+                return []  # its beginning was lost, or lies in a partial block: it has no name
         chain = self._chain(blocks, rank, public_parent, hashing.event_seed(lora_name, salt))
         if not (lora_name or salt):
             chain = self._without_owned(chain, is_beginning=parent is None)
@@ -135,7 +134,7 @@ class KvEventReader:
         return found
 
     def _without_owned(self, chain: list[_Link], *, is_beginning: bool) -> list[_Link]:
-        """Leave out an expected chain: all of it from its beginning on, or what it adds to a plain one."""
+        """Leave out an expected chain: the whole of it, or what it adds to a plain one."""
         for at, (_, block) in enumerate(chain):
             if count := self._owned.pop(block.block_hash, 0):
                 if count > 1:

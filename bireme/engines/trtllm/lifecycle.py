@@ -1,4 +1,4 @@
-"""The LLM object: made, asked for what it can hold, watched, and shut down in bounded time."""
+"""The LLM object: made, measured, watched, and shut down in bounded time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def num_blocks(llm: Any, arguments: Arguments) -> int:
 
 
 def shut_down(llm: Any, limit_s: float = SHUTDOWN_S) -> bool:
-    """Return whether it came to an end in time: with a dead rank it may block for ever."""
+    """Return whether it ended in time: with a dead rank it may block forever."""
     thread = threading.Thread(target=_shut_down, args=(llm,), name="trtllm-shutdown", daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -73,9 +73,9 @@ def _shut_down(llm: Any) -> None:
 
 
 class LlmMonitor:
-    """Asks the LLM whether it is well, and looks whether its worker processes live; on its own thread.
+    """Checks on a thread of its own whether the LLM is healthy and its worker processes live.
 
-    TensorRT-LLM may call itself healthy when a rank was killed, so its processes are looked at as well.
+    TensorRT-LLM may call itself healthy when a rank was killed, so its processes are checked as well.
     """
 
     def __init__(self, llm: Any, fail: Callable[[str], None], interval_s: float = HEALTH_INTERVAL_S) -> None:

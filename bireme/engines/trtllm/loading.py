@@ -1,4 +1,4 @@
-"""From an engine YAML to an LLM that is ready to serve, and what it can take."""
+"""From an engine YAML to an LLM that is ready to serve, and its capacity."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def load(context: EngineContext) -> Loaded:
     began = time.monotonic()
     api = api_of.load(backend_of(context.config.llm_args))
     arguments = complete(llm_arguments(context.config, context.model_path, context.stage, api.version))
-    # What is wrong with files is said before the long load.
+    # Errors in files are reported before the long load.
     read_facts(context.model_path, None)
     adapters = Adapters(arguments.block("lora_config").get("lora_dir") or (), api.lora_request)
     llm = lifecycle.make_llm(api, arguments)
@@ -90,9 +90,9 @@ def _iterations(context: EngineContext, api: Api, arguments: Arguments, llm: Any
 
 
 def measured(loaded: Loaded, timeout_s: float) -> Capacity:
-    """Return the capacity with what only the running engine tells: a pool smaller than max_seq_len cuts it.
+    """Return the capacity with what only the running engine knows: a pool smaller than max_seq_len limits it.
 
-    TensorRT-LLM cuts it by itself, with a warning in the worker's log, and from then on ends requests early. Where
+    TensorRT-LLM applies that limit with a warning in the worker's log, and from then on ends requests early. Where
     attention windows are narrower than the context, a sequence may be longer than the pool.
     """
     capacity, arguments = loaded.capacity, loaded.arguments

@@ -1,8 +1,8 @@
 """Logits processors inside TensorRT-LLM: one object a request, with TensorRT-LLM's call and bireme's processors.
 
-It travels to TensorRT-LLM's worker process by pickle, so it holds names and arguments only; the processors
-themselves are made at the first call, in that process. An error in a processor must not escape there: it is
-logged once, and that request's logits stay as the model made them from then on.
+It travels to TensorRT-LLM's worker process by pickle, so it holds names and arguments only; the processors are made
+there, at the first call. An error in a processor must not escape: it is logged once, and that request's logits stay as
+the model made them from then on.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LogitsAdapter:
             _check_shape(logits)
             with _on_stream(stream_ptr, logits):
                 self._apply(logits, token_ids[0])
-        except Exception:  # it would end the engine, and everybody's requests with it
+        except Exception:  # it would end the engine, with every request
             self._has_failed = True
             names = ",".join(call.name for call in self._calls)
             logger.exception("logits_processor_failed request=%s processors=%s", client_id, names)

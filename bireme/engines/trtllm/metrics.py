@@ -1,7 +1,7 @@
-"""What requests cost: the usage that ends each of them, and bireme's own metrics of this engine.
+"""Accounts: the usage that ends each request, and bireme's own metrics of this engine.
 
-Times are of wall clocks here; with `return_perf_metrics` TensorRT-LLM's own say how long a request was
-queued and how long its KV was on the way.
+Times are of wall clocks here; with `return_perf_metrics` TensorRT-LLM's own give a request's time in the queue and of
+its KV transfer.
 """
 
 from __future__ import annotations

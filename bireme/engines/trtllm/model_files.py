@@ -1,7 +1,6 @@
-"""What config.json and generation_config.json of a model say: vocabulary, context, end-of-sequence ids.
+"""A model's config.json and generation_config.json: vocabulary, context, end-of-sequence ids.
 
-Read as JSON, without transformers: TensorRT-LLM has its own ideas of a model's classes, these files are all
-that both read.
+Read as JSON, without transformers, whose classes TensorRT-LLM does not share.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rules across the workers of one recipe: what prefill and decode must agree on, and who shares a GPU.
+"""Rules across the workers of one recipe: what prefill and decode must agree on, and how they share GPUs.
 
-Its one rule: each worker's YAML has passed rules.py by itself; here only what takes two to go wrong.
+Each worker's YAML has passed rules.py by itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
 
 
 def _check_pictures(recipe: Recipe) -> Iterator[Problem]:
-    """Whoever computes prompts must take what the encoder made."""
+    """A worker that computes prompts must take what the encoder made."""
     stage = "prefill" if "prefill" in recipe.workers else "decode"
     entry = recipe.workers.get(stage)
     if "multimodal_encoder" in recipe.workers and entry is not None and entry.engine == "trtllm":
@@ -53,7 +53,7 @@ def _check_pictures(recipe: Recipe) -> Iterator[Problem]:
 
 
 def check_worker(entry: WorkerEntry, stage: str, *, is_disaggregated: bool) -> list[Problem]:
-    """Check one worker's YAML for the release it is written for; for all of them where it doesn't say."""
+    """Check one worker's YAML for its release; for all of them where it names none."""
     if entry.engine_version and entry.engine_version not in PROFILES:
         reason = "not a release that bireme knows"
         return [Problem(("engine_version",), entry.engine_version, reason, f"set one of {', '.join(PROFILES)}")]
@@ -66,7 +66,7 @@ def check_worker(entry: WorkerEntry, stage: str, *, is_disaggregated: bool) -> l
 
 
 def gpus_of(recipe: Recipe) -> int:
-    """Return how many GPUs a host needs for the recipe: those that it names, or those that its engines multiply to."""
+    """Return how many GPUs a host needs for the recipe: those it names, or those that its engines multiply to."""
     named = [device for entry in recipe.workers.values() for device in entry.devices]
     if named:
         return max(named) + 1

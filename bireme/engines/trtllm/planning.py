@@ -82,7 +82,7 @@ class Planner:
         )
 
     def _kind(self, request: EngineRequest) -> str:
-        """A prefill whose one token is all that was asked for exports nothing: nobody would fetch it."""
+        """A prefill whose one token is all that was requested exports nothing: decode will not come."""
         left = (request.sampling.max_tokens or 0) - request.num_resumed
         is_whole = request.request_type == "context_only" and left == 1
         return "context_and_generation" if is_whole else request.request_type
@@ -111,7 +111,7 @@ class Planner:
             )
 
     def _check_disaggregated(self, kind: str) -> None:
-        """TensorRT-LLM would not refuse these: they end its worker, and everybody's requests with it."""
+        """TensorRT-LLM would not refuse these: they end its worker, with every request."""
         if not self._arguments.has_transceiver:
             raise RequestError(
                 f"request_type: {kind}; this engine has no cache transceiver; set cache_transceiver_config.backend, or"
@@ -165,7 +165,7 @@ class Planner:
         return values
 
     def _more(self, request: EngineRequest, params: DisaggregatedParams | None, kind: str) -> dict[str, Any]:
-        """Return the further arguments that are set, of those that this release has."""
+        """Return the further arguments that are set and that this release has."""
         more: dict[str, Any] = {}
         if request.cache_salt:
             more["cache_salt"] = request.cache_salt
@@ -187,7 +187,7 @@ class Planner:
         return more
 
     def _tell_priority(self) -> None:
-        """Warn once when TensorRT-LLM will not heed priorities: the request is served all the same."""
+        """Warn once when TensorRT-LLM ignores priorities: the request is served all the same."""
         if self._is_priority_told:
             return
         self._is_priority_told = True

@@ -1,4 +1,4 @@
-"""What is wrong with an engine YAML: where, what stands there, why that can't be served, what to do instead."""
+"""What is wrong with an engine YAML: place, value, reason, remedy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Problem:
 
 
 def show(value: Any) -> str:
-    """Return the value as it reads in YAML, cut where it is long."""
+    """Return the value as YAML shows it, cut where it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's worker processes below this one, as /proc tells: MPI starts them, and nobody reports their end."""
+"""TensorRT-LLM's worker processes below this one, from /proc: MPI starts them, and their end is not reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def workers_below(root: int | None = None) -> dict[int, int]:
 
 
 def kill(members: Mapping[int, int]) -> int:
-    """SIGKILL those that still live; return how many. What holds a GPU must be gone before the next life loads."""
+    """SIGKILL those that still live; return how many. They hold the GPU that the next life needs."""
     count = 0
     for pid, started in members.items():
         if started_at(pid) == started:

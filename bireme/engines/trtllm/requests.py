@@ -1,7 +1,6 @@
 """The requests in TensorRT-LLM: begun, followed, aborted and ended, on the event loop's thread.
 
-Their news is gathered while the loop runs the tasks of one turn and goes out in one piece, at most one entry
-a request.
+Their output is gathered while the loop runs the tasks of one turn and emitted at once, at most one entry a request.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from bireme.messages import Finish, FinishReason
 logger = logging.getLogger("bireme.engines.trtllm")
 
 WARM_UP_KEY: RequestKey = (0, 0)
-_DEFERRED_GRACE_S = 30.0  # beyond the transfer's own time limit; then a deferred abort goes through after all
+_DEFERRED_GRACE_S = 30.0  # beyond the transfer's own time limit; then a deferred abort is carried out after all
 _REASONS: dict[str, FinishReason] = {
     "stop": "stop",
     "length": "length",
@@ -79,15 +78,13 @@ class Requests:
         return self.num_open - self._num_answered
 
     async def warm_up(self) -> None:
-        """Generate one token for nobody: the first starts the engine's own loop, later ones show that it still runs."""
+        """Generate one token of our own: the first starts the engine's loop, later ones show that it still runs."""
         loaded = self._loaded
         sampling = loaded.api.sampling_params(max_tokens=1, end_id=-1, ignore_eos=True, detokenize=False)
         result = self._generate(
             GenerateArguments([1], sampling, streaming=False, more={"cache_salt": "bireme warm-up"})
         )
         await result
-
-    # -- beginnings
 
     def begin(self, run: Run) -> None:
         """Hand a planned request to TensorRT-LLM, which checks it at once."""
@@ -148,10 +145,10 @@ class Requests:
             text = f"queue time: no token after {limit_s:g} s (scheduler_config.max_queue_time_s); try again later"
             run.timers.append(self._loop.call_later(limit_s, self._expire, run, text, True))
 
-    # -- news
-
     async def _follow(self, run: Run) -> None:
-        """Read a request to its end. What iteration raises is the engine's death, unless it is known to be local."""
+        """Read a request to its end. An iteration that raises is the engine's death, unless the error is known to be
+        local.
+        """
         try:
             async for result in run.result:
                 self._take(run, result)
@@ -239,15 +236,13 @@ class Requests:
             **fields,
         )
 
-    # -- ends
-
     def abort(self, key: RequestKey) -> None:
         """End a request; unknown keys are ignored. KV that was exported is freed by its own time limit."""
         if (run := self._runs.get(key)) is not None:
             self._stop(run, "cancelled", "")
 
     async def end_all(self, limit_s: float) -> None:
-        """Abort everything and wait a little for the ends; what is left is told that the worker stopped."""
+        """Abort everything and wait a little for the ends; the rest is told that the worker stopped."""
         for run in list(self._runs.values()):
             self._stop(run, "error", to_message(EngineLostError(f"{self._context.worker} has stopped")))
         if self._tasks:
@@ -313,10 +308,8 @@ class Requests:
     def _break(self, error: Exception) -> None:
         self._fail(f"{type(error).__name__}: {error}")
 
-    # -- out
-
     def _tell(self, delta: StepOutput) -> None:
-        """Gather; what one turn of the loop brings goes out together."""
+        """Gather the deltas of one turn of the loop, to emit them together."""
         if not self._news:
             self._loop.call_soon(self._flush)
         known = self._news.get(delta.key)

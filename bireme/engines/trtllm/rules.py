@@ -1,7 +1,7 @@
-"""Rules across the fields of one engine YAML: what TensorRT-LLM takes field by field and can't run, or runs badly.
+"""Rules across the fields of one engine YAML: what TensorRT-LLM accepts field by field and can't run, or runs badly.
 
-Its one rule: a rule says why. An error is what fails or hangs; a warning what works and hurts. Rules read the
-YAML after aliases are resolved; what is no mapping where one belongs has been reported by the contract already.
+Each rule gives its reason. An error fails or hangs; a warning works and hurts. Rules read the YAML after aliases are
+resolved; the contract has reported blocks that are no mappings.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Yaml:
         self.is_disaggregated = is_disaggregated
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value at a dotted key; the default where it, or a block on the way, is missing or null."""
+        """Return the value at a dotted key; the default where it, or a block above it, is missing or null."""
         found: Any = self.tree
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -90,7 +90,7 @@ class Yaml:
 
     @property
     def draft_len(self) -> int:
-        """Tokens that are drafted for each one that is sure."""
+        """Draft tokens for each sure one."""
         if self.get("speculative_config.decoding_type") == "MTP":
             own = self.number("speculative_config.num_nextn_predict_layers")
             return int(own or self.number("speculative_config.max_draft_len", 1))
@@ -104,9 +104,6 @@ class Yaml:
         sizes = [size for size in self.get("cuda_graph_config.batch_sizes", ()) if isinstance(size, int)]
         largest = max(sizes) if sizes else self.number("cuda_graph_config.max_batch_size") or _DEFAULT_GRAPH_BATCH
         return int(min(largest, self.number("max_batch_size", largest)))
-
-
-# parallelism
 
 
 def moe_sizes_are_counts(yaml: Yaml) -> Iterator[Problem]:
@@ -160,9 +157,6 @@ def helix_has_the_kv_cache_s_blocks(yaml: Yaml) -> Iterator[Problem]:
         yield yaml.problem("cp_config.tokens_per_block", reason, f"set {size}")
 
 
-# experts
-
-
 def expert_slots_divide_by_the_ranks(yaml: Yaml) -> Iterator[Problem]:
     slots, ranks = yaml.number("moe_config.load_balancer.num_slots"), yaml.number("moe_expert_parallel_size", 1)
     if slots and ranks and slots % ranks:
@@ -190,9 +184,6 @@ def wide_expert_parallelism_needs_attention_dp(yaml: Yaml) -> Iterator[Problem]:
     if yaml.get("moe_config.backend") == "WIDEEP" and not yaml.get("enable_attention_dp"):
         reason = "WIDEEP exchanges tokens between data-parallel attention ranks"
         yield yaml.problem("moe_config.backend", reason, "set enable_attention_dp: true, or another backend")
-
-
-# limits
 
 
 def long_prompts_need_chunks(yaml: Yaml) -> Iterator[Problem]:
@@ -227,9 +218,6 @@ def the_input_leaves_room_for_output(yaml: Yaml) -> Iterator[Problem]:
         yield yaml.problem("max_input_len", reason, f"set at most {whole - 1}")
 
 
-# CUDA graphs
-
-
 def graph_sizes_are_said_once(yaml: Yaml) -> Iterator[Problem]:
     sizes, largest = yaml.get("cuda_graph_config.batch_sizes"), yaml.number("cuda_graph_config.max_batch_size")
     if not sizes or not largest:
@@ -261,9 +249,6 @@ def graphs_fit_the_batch(yaml: Yaml) -> Iterator[Problem]:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-# speculation
 
 
 def drafting_has_what_it_needs(yaml: Yaml) -> Iterator[Problem]:
@@ -315,9 +300,6 @@ def eagle_reuses_no_blocks(yaml: Yaml) -> Iterator[Problem]:
         yield yaml.problem(key, reason, "set false, or measure the acceptance with it", is_warning=True)
 
 
-# KV cache
-
-
 def windows_limit_reuse(yaml: Yaml) -> Iterator[Problem]:
     windows = [size for size in yaml.get("kv_cache_config.max_attention_window", ()) if _is_int(size)]
     longest = yaml.number("max_seq_len")
@@ -351,9 +333,6 @@ def block_managers_share_whole_blocks(yaml: Yaml) -> Iterator[Problem]:
     if yaml.largest_graph_batch:
         reason = "kvbm's published configurations run without CUDA graphs: it hooks into the forward pass"
         yield yaml.problem("cuda_graph_config", reason, "set null, or test it with graphs", is_warning=True)
-
-
-# disaggregation
 
 
 def prefill_runs_without_overlap(yaml: Yaml) -> Iterator[Problem]:
@@ -412,9 +391,6 @@ def adapters_are_untested_in_disaggregation(yaml: Yaml) -> Iterator[Problem]:
         reason = "TensorRT-LLM's feature matrix calls LoRA with disaggregated serving untested"
         key = "lora_config" if yaml.get("lora_config") else "enable_lora"
         yield yaml.problem(key, reason, "test it before you rely on it", is_warning=True)
-
-
-# _autodeploy
 
 
 def autodeploy_leaves_out(yaml: Yaml) -> Iterator[Problem]:
@@ -485,7 +461,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_rules(yaml: Yaml) -> list[Problem]:
-    """Return what the rules say; of what is left out for AutoDeploy that alone."""
+    """Return the findings; for AutoDeploy only those about dropped keys."""
     found = []
     if yaml.is_autodeploy:
         found, yaml = list(autodeploy_leaves_out(yaml)), yaml.without(NOT_IN_AUTODEPLOY)

@@ -1,7 +1,7 @@
-"""One request on its way through TensorRT-LLM: what was asked, how far it is, what it has cost.
+"""One request in TensorRT-LLM: its arguments, its progress, its account.
 
-Its one rule: results are read through cursors. TensorRT-LLM hands out the same growing object again and
-again, its own `*_diff` go stale, and at the end it takes stop tokens off: a cursor never moves back.
+Results are read through cursors. TensorRT-LLM returns the same growing object again and again, its own `*_diff` become
+stale, and at the end it takes stop tokens off: a cursor never moves back.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Run:
         return self.kind == "generation_only" and not self.has_answered
 
     def read(self, output: Any, now: float) -> StepOutput:
-        """Return the news of an output that has changed; the token that ended it is not among them."""
+        """Return the delta of a changed output; the token that ended it is not in it."""
         tokens, entries = self.cursors.read(output)
         if output.finish_reason == "stop" and tokens and self._has_ended_with(tokens[-1], output.stop_reason):
             tokens.pop()
@@ -112,7 +112,7 @@ class Run:
         return delta
 
     def _has_ended_with(self, token: int, stop_reason: Any) -> bool:
-        """An end id is left in place and has no stop reason; a stop id is its own, and has been taken off by now."""
+        """An end id is left in place and has no stop reason; a stop id is its own reason, and has been taken off."""
         return token == stop_reason if isinstance(stop_reason, int) else token in self.stop_ids
 
     def _logprobs(self, tokens: list[int], entries: list[Any] | None) -> list[TokenLogprobs]:
@@ -124,7 +124,7 @@ class Run:
         ]
 
     def carried(self, token: int) -> TokenLogprobs:
-        """Return what prefill said of its token: a release may not pass that on to decode."""
+        """Return prefill's data of its token: a release may not pass it on to decode."""
         first = self.params.first_gen_log_probs if self.params is not None else None
         if first and first[0] and first[0][0][0] == token:
             return first[0][: 1 + (self.request.sampling.logprobs or 0)]

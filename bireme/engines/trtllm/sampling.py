@@ -34,7 +34,7 @@ def stop_ids(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int, ...
 
 
 def sampling_fields(request: EngineRequest, eos_ids: Sequence[int]) -> dict[str, Any]:
-    """Return SamplingParams' keyword arguments, but for guide, bias and processors."""
+    """Return SamplingParams' keyword arguments, except guide, bias and processors."""
     params = request.sampling
     assert params.n == 1 and params.max_tokens is not None, "the gate resolves max_tokens, the entry expands n"
     fields: dict[str, Any] = {

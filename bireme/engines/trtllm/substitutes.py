@@ -1,8 +1,7 @@
-"""What the installed sampler does not heed, served by bireme's own logits processors, or refused with the remedy.
+"""What the installed sampler ignores, served by bireme's own logits processors, or refused with the remedy.
 
-Its one rule: nothing that a request asks for is passed over. SamplingParams take every field in every release, and
-the default sampler of 1.2 ignores some; bad words of several tokens and several stop ids under `min_tokens` no
-release serves at all.
+Nothing that a request asks for is silently dropped. SamplingParams accept every field in every release, and the default
+sampler of 1.2 ignores some; no release supports bad words of several tokens, or several stop ids under `min_tokens`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Substitutes:
     version: str
     unheeded: frozenset[str]
     has_other_sampler: bool
-    has_overlap: bool  # a step begins before the last one's token is known to processors
+    has_overlap: bool  # a step begins before processors know the last token
     has_speculation: bool
 
     @classmethod
@@ -43,9 +42,9 @@ class Substitutes:
         )
 
     def apply(self, request: EngineRequest, fields: dict[str, Any], eos_ids: Sequence[int]) -> list[ProcessorCall]:
-        """Take out of SamplingParams' fields what would be ignored; return the processors to run, in order.
+        """Take ignored fields out of SamplingParams' fields; return the processors to run instead, in order.
 
-        `fields` gets a "logit_bias" for what a bias can do. Raises RequestError for what nothing here can serve.
+        `fields` gets a "logit_bias" for what a bias can do. Raises RequestError for what can't be served.
         """
         sampling = request.sampling
         if "seed" in self.unheeded and not sampling.is_seed_drawn and fields.pop("seed", None) is not None:

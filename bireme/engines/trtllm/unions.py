@@ -1,7 +1,7 @@
 """Settings whose class a key chooses: speculative_config by decoding_type, sparse_attention_config by algorithm.
 
-Its one rule: the installed release decides. Up to 1.2 those keys are no fields of the classes, which refuse
-them, so a mapping has to be made into its class with `from_dict`; later releases take the mapping.
+The installed release decides. Up to 1.2 those keys are no fields of the classes, which refuse them, so a mapping must
+be converted with `from_dict`; later releases take the mapping.
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ def choose_classes(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, base in _UNIONS.items():
         from_dict = getattr(getattr(classes, base, None), "from_dict", None)
         if from_dict is not None and isinstance(result.get(name), Mapping):
-            result[name] = from_dict(copy.deepcopy(result[name]))  # a copy: it takes the choosing key out
+            result[name] = from_dict(copy.deepcopy(result[name]))  # a copy: it removes the choosing key
     return result

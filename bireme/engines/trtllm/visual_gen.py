@@ -1,7 +1,7 @@
 """TensorRT-LLM's VisualGen (from 1.3 on) as a video engine.
 
-It tells no steps and can't be interrupted: what is cancelled ends with its work. Pictures are made one after the
-other, each by its own seed, as on the torch engine, so that any of them can be made again alone.
+It reports no steps and can't be interrupted: cancelled work runs to its end. Pictures are made one after the other,
+each by its own seed, as on the torch engine, so that each can be made again alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bireme.errors import BiremeError, ConfigError, RequestError
 from bireme.video.wire import DiffusionRequest, PipelineFacts
 
 logger = logging.getLogger("bireme.engine")
-# Found in the environment, these make VisualGen wait for ranks that somebody else starts.
+# With these in the environment VisualGen waits for ranks that something else starts.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS")
 _FRAME_STEPS = {"LTXPipeline": 8, "LTX2Pipeline": 8}  # frames to a latent; others: 4
 _SIZE_STEPS = {"LTXPipeline": 32, "LTX2Pipeline": 32}  # others: 16
@@ -60,7 +60,7 @@ class VisualGenEngine:
             frames = self._run(work, work.seed, "video")[0]
         else:
             frames = np.concatenate([self._run(work, work.seed + i, "image")[:1] for i in range(work.num_images)])
-        on_step(work.total_steps)  # nobody wants it any more: what comes after is left out
+        on_step(work.total_steps)  # cancelled: the remaining parts are left out
         return frames
 
     def stop(self) -> None:
@@ -92,7 +92,7 @@ def drop_launchers(environment: MutableMapping[str, str]) -> None:
 
 
 def params_of(work: DiffusionRequest, seed: int) -> dict[str, Any]:
-    """Return VisualGenParams' keyword arguments; what the work leaves open is the pipeline's."""
+    """Return VisualGenParams' keyword arguments; unset values are the pipeline's own."""
     fields: dict[str, Any] = {
         "height": work.height,
         "width": work.width,
@@ -108,7 +108,7 @@ def params_of(work: DiffusionRequest, seed: int) -> dict[str, Any]:
 
 
 def facts_of(name: str, defaults: Any) -> PipelineFacts:
-    """Return what requests are held against; `defaults`: the loaded pipeline's VisualGenParams."""
+    """Return the facts that requests are checked against; `defaults`: the loaded pipeline's VisualGenParams."""
     size_step = _SIZE_STEPS.get(name, 16)
     return PipelineFacts(
         pipeline=name,
