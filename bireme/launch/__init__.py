@@ -1,4 +1,4 @@
-"""Starting and watching a tritonserver from outside: for tools and tests, never imported by a stub."""
+"""Starts and watches a tritonserver from outside: for tools and tests, never imported by a stub."""
 
 from bireme.launch.ports import Ports, free_ports
 from bireme.launch.tritonserver import Server, ServerOptions, ServerStartError, start_server

@@ -12,7 +12,7 @@ from bireme.errors import BiremeError, UnavailableError
 ADMIN_HEADER = "bireme-admin-key"
 # What only the launcher may call: loading and unloading, tracing, log settings.
 RESTRICTED_APIS = ("model-repository", "trace", "logging")
-# Triton's refusal of a restricted API names the header that it expects: this one names the remedy.
+# Triton's refusal of a restricted API names the header that it expects; this text names the remedy.
 SHM_HEADER = "start-serve-py-with-allow-client-shm"
 _PROXY_FREE = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

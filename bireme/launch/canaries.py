@@ -1,7 +1,7 @@
-"""Rounds of canaries through every way that a request can take, and what became of each way's last one.
+"""Rounds of canaries over every path that a request can take, and the last result of each path.
 
-Ways: each pairing of a prefill with a decode worker (in turns: every worker in every round), each decode worker where
-there is no prefill, each pipeline, and the OpenAI frontend. A way that real requests have just gone needs no canary.
+Paths: each pairing of a prefill with a decode worker (in turns: every worker in every round), each decode worker where
+there is no prefill, each pipeline, and the OpenAI frontend. A path that has just served requests needs no canary.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from bireme.launch.series import WorkerSeries
 from bireme.multimodal.model_config import picture_model_of
 
 OPENAI = "openai"
-_AGAIN_S = 1.0  # after a failure: readiness returns with whoever failed
+_AGAIN_S = 1.0  # after a failure, so that readiness returns soon
 _VIDEO_INTERVAL_S = 60.0  # a frame costs a GPU more than two tokens
-_MAX_SILENCES = 3  # canaries in a row without an answer, nothing moved: the stub hangs
+_MAX_SILENCES = 3  # canaries in a row without an answer or any progress: the stub hangs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class OpenAIWay:
     """How canaries reach the frontend."""
 
     address: str
-    key: str  # that it takes from its launcher
+    key: str  # the frontend takes it from its launcher
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class WayHealth:
     due_at: float = 0.0
     silences: int = 0  # in a row
     successes: int = 0
-    told: str = ""  # error that the log has
+    told: str = ""  # the error that was logged
 
     @property
     def problem(self) -> str:
@@ -91,12 +91,12 @@ class Canaries:
         return tuple(self._paths)
 
     def problem(self, name: str) -> str:
-        """Why nothing comes through there; empty where it does, and before the first canary."""
+        """Why the last canary failed there; empty before the first, and after a good one."""
         way = self._ways.get(name)
         return way.problem if way else ""
 
     def successes(self, name: str) -> int:
-        """Return how many canaries have come through there."""
+        """Return how many canaries have succeeded there."""
         return self._ways[name].successes
 
     def turn(self) -> float:
@@ -113,7 +113,7 @@ class Canaries:
         return min(interval_s, _AGAIN_S) if any(way.problem for way in self._ways.values()) else interval_s
 
     def _probes(self) -> dict[str, Callable[[CanaryPrompt], CanaryResult]]:
-        """Return how to go each way that a deployment may have."""
+        """Return a probe for each path that the deployment may have."""
         http, timeout_s = self._http, self._settings.timeout_s
         found: dict[str, Callable[[CanaryPrompt], CanaryResult]] = {
             "completion": lambda prompt: canary.probe_text(http, "completion", prompt, timeout_s),
@@ -142,7 +142,7 @@ class Canaries:
         return self._prompt is not None
 
     def _pairs(self) -> list[tuple[str, str]]:
-        """Return this round's (prefill, decode): each worker at least once, other pairings in the next round."""
+        """Return this round's (prefill, decode) pairs: each worker at least once, other pairings in the next round."""
         prefills = [name for name in self._recipe.replicas("prefill") if not self._is_down(name)] or [""]
         decodes = [name for name in self._recipe.replicas("decode") if not self._is_down(name)]
         if not decodes:
@@ -189,7 +189,7 @@ class Canaries:
     def _take(self, name: str, result: CanaryResult) -> None:
         way = self._ways[name]
         if self.is_stopping or result.is_unreachable or self._is_down(name):
-            return  # the end of a process is no news of the way
+            return  # the end of a process says nothing of the path
         if result.is_silent and self._is_anybody_busy():
             return  # it queues behind others' work
         if result.is_refused:
@@ -210,7 +210,7 @@ class Canaries:
             self._on_hung(name, f"{_MAX_SILENCES} canaries without an answer")
 
     def _is_anybody_busy(self) -> bool:
-        """Does a worker make steps for requests that it has?"""
+        """Whether a worker makes steps for requests that it has."""
         now = self._series()
         return any(
             series.queued and (old := self._ways[name].series) is not None and series.steps != old.steps
@@ -220,12 +220,12 @@ class Canaries:
 
 
 def _does_work(series: WorkerSeries | None, last: WorkerSeries | None, has_prefill: bool) -> bool:
-    """Has a decode worker made steps since, for requests that still run, and taken over KV where it is to?"""
+    """Whether a decode worker has since made steps for running requests, and imported KV where it should."""
     if series is None or last is None or not series.queued or series.steps == last.steps:
         return False
     return not has_prefill or series.imported > last.imported
 
 
 def _has_served(series: WorkerSeries | None, last: WorkerSeries | None) -> bool:
-    """Has a request ended well since, besides the last canary?"""
+    """Whether a request has ended well since, besides the last canary."""
     return series is not None and last is not None and series.served - last.served > 1

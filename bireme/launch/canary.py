@@ -1,7 +1,7 @@
-"""Tiny generations that prove a way through the deployment, each with a cache_salt of its own: it finds and leaves no
-reusable KV.
+"""Tiny generations that prove a path through the deployment.
 
-One that is refused as a wrong request proves nothing about the deployment: the canary is at fault, and nobody is down.
+Each has a cache_salt of its own, so that it finds and leaves no reusable KV. One that is refused as a wrong request
+says nothing about the deployment, and takes nothing down.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CanaryResult:
 
 @dataclass(frozen=True, slots=True)
 class PairResult:
-    """Of a prompt's way through prefill, transfer and decode; at most one of the two is at fault."""
+    """The result of prefill, transfer and decode; at most one of the two is at fault."""
 
     prefill: CanaryResult
     decode: CanaryResult | None  # None: it was not asked
@@ -56,10 +56,7 @@ class CanaryPrompt:
 
 
 def make_prompt(http_address: str, tokenizer: str, num_tokens: int, timeout_s: float) -> CanaryPrompt:
-    """Return a prompt of `num_tokens`, as the deployment's tokenizer sees it; its text may have more.
-
-    Raises BiremeError.
-    """
+    """Return a prompt of `num_tokens`, by the deployment's tokenizer; its text may have more. Raises BiremeError."""
     text = _TEXT
     while True:
         answer = _ask(http_address, f"/v2/models/{tokenizer}/generate", {"text_input": text}, timeout_s)
@@ -107,7 +104,7 @@ def probe_text(http_address: str, model: str, prompt: CanaryPrompt, timeout_s: f
 def probe_chat(
     http_address: str, model: str, prompt: CanaryPrompt, has_picture: bool, timeout_s: float
 ) -> CanaryResult:
-    """Chat; with a picture where the model takes one, so that the encoder has its part."""
+    """Chat; with a picture where the model takes one, so that the encoder takes part."""
     content: Any = prompt.text
     if has_picture:
         picture = {"type": "image_url", "image_url": {"url": _picture_url()}}
@@ -123,7 +120,7 @@ def probe_video(http_address: str, model: str, timeout_s: float) -> CanaryResult
 
 
 def probe_openai(address: str, model: str, key: str, prompt: CanaryPrompt, timeout_s: float) -> CanaryResult:
-    """Complete by way of the OpenAI frontend. `key`: one that it takes from its launcher, where it asks for keys."""
+    """Complete through the OpenAI frontend. `key`: one that it takes from its launcher, where it asks for keys."""
     request = {"model": model, "prompt": prompt.text, **_openai_sampling()}
     return _ask(address, "/v1/completions", request, timeout_s, {"Authorization": f"Bearer {key}"}).result
 
@@ -195,7 +192,7 @@ def _failure(status: int, error: Any) -> CanaryResult:
 
 
 def _picture_url() -> str:
-    """Return a gray PNG as a data URL; its shade is drawn, so that no cache of embeddings knows it."""
+    """Return a gray PNG as a data URL; its shade is random, so that no cache of embeddings knows it."""
     row = b"\0" + bytes([secrets.randbelow(256)]) * 3 * _PICTURE_SIDE
     header = struct.pack(">IIBBBBB", _PICTURE_SIDE, _PICTURE_SIDE, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(row * _PICTURE_SIDE)), (b"IEND", b""))

@@ -1,8 +1,8 @@
-"""What a launch says: its own events and tritonserver's lines, each with its source, as text or JSON.
+"""The log of a launch: its own events and tritonserver's lines, each with its source, as text or JSON.
 
-Nobody who says something waits for the reader of the log (journald, `docker logs`, a pipe): lines are queued and one
-thread writes them. What a reader that stands still leaves no room for is dropped and counted. Lines of tritonserver
-and of models that come by the hundred a second and differ in their digits alone are counted, too, not passed on.
+Logging never waits for the reader of the log (journald, `docker logs`, a pipe): lines are queued and one thread writes
+them. What does not fit behind a stopped reader is dropped and counted. Lines of tritonserver and of models that come by
+the hundred a second and differ only in their digits are counted, too, not passed on.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _MODEL_LEVELS: Mapping[str, Level] = {
     "E": "error",
     "C": "error",
 }
-_BOILERPLATE = re.compile(r"^([+|]|\s*$|Signal \(\d+\) received)")  # tables at the start, its word at the end
-# Said on every machine without a GPU; nothing is wrong.
+_BOILERPLATE = re.compile(r"^([+|]|\s*$|Signal \(\d+\) received)")  # tables at the start, its words at the end
+# Logged on every machine without a GPU; nothing is wrong.
 _CPU_NOISE = ("CudaDriverHelper", "unable to create stream", "initialize NVML", "DCGM unable", "pinned memory")
-_MAX_QUEUED_CHARS = 4 << 20  # that the reader of the log has not taken yet
-_TICK_S = 1.0  # in which lines are counted that are alike
+_MAX_QUEUED_CHARS = 4 << 20  # not taken yet by the reader of the log
+_TICK_S = 1.0  # in which equal lines are counted
 _MAX_ALIKE = 100  # in a tick; one in the tick after
 _SHOWN_CHARS = 200
 _DIGITS = str.maketrans("", "", "0123456789")
 
 
 class Repeats:
-    """Lines that differ in their digits alone, counted a tick long."""
+    """Lines that differ only in their digits, counted for a tick."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -72,7 +72,7 @@ class Repeats:
 
 
 class Console:
-    """Thread-safe. At the end of the process what is queued gets a moment to be written."""
+    """Thread-safe. At the end of the process the queue gets a moment to be written."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Console:
         self._writer = GuardedThread("console", self._write_queued, self)
 
     def event(self, name: str, level: Level = "info", **fields: object) -> None:
-        """Say something of the launcher's own: `name key=value ...`."""
+        """Log an event of the launcher's own: `name key=value ...`."""
         self._write(level, "serve", name, fields)
 
     def triton_line(self, line: str) -> None:
@@ -139,7 +139,7 @@ class Console:
                 self._start_writer()
 
     def flush(self, timeout_s: float = 2.0) -> None:
-        """Wait until what was said is written, if its reader takes it in time."""
+        """Wait until the queue is written, if its reader takes it in time."""
         deadline = time.monotonic() + timeout_s
         self._has_lines.set()
         while (self._queue or self._is_writing) and time.monotonic() < deadline:
@@ -153,7 +153,7 @@ class Console:
             self._writer.revive()
 
     def _write_queued(self) -> None:
-        """One turn of the writer: it alone waits for the reader of the log."""
+        """One turn of the writer, the only one that waits for the reader of the log."""
         self._has_lines.wait(_TICK_S)
         with self._lock:
             self._has_lines.clear()
@@ -195,7 +195,7 @@ def _write_all(data: bytes) -> None:
     while rest:
         try:
             rest = rest[os.write(descriptor, rest) :]
-        except BlockingIOError:  # somebody else has made it non-blocking
+        except BlockingIOError:  # another process has made it non-blocking
             select.select([], [descriptor], [], 1.0)
         except OSError:  # the reader has gone: serving goes on
             return

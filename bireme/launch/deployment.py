@@ -1,10 +1,10 @@
-"""A served recipe: one tritonserver kept alive, its models loaded, its stubs healed, its health told.
+"""A served recipe: one tritonserver kept alive, its models loaded, its stubs healed, its health reported.
 
     with Deployment(settings, console) as deployment:
         deployment.supervise()
 
-Ready means that every port answers, the OpenAI frontend's too. A server that dies is started again with back-off, in
-an emptied run folder; when it keeps dying, the deployment gives up and says so.
+Ready means that every port answers, the OpenAI frontend's too. A server that dies is started again with back-off, in an
+emptied run folder; when it keeps dying, the deployment gives up.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _MAX_BACKOFF_S = 30.0
 _READY_LOOK_S = 0.05
 _SHORT_STOP_S = 3.0
 _TOUCH_S = 600.0
-_RUN_FOLDER_S = 1.0  # how soon what somebody deleted is there again
+_RUN_FOLDER_S = 1.0  # how soon deleted files are there again
 _EXIT_S = 10.0  # of a server without models: Triton looks once a second
-_DEATH_S = 5.0  # from the end of its connections to that of a process that dies, with its core
+_DEATH_S = 5.0  # from the close of its connections to the end of a dying process, with its core dump
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Deployment:
 
     @property
     def server(self) -> Server:
-        """The present life of the server."""
+        """The current server."""
         assert self._server is not None, "the deployment was not started"
         return self._server
 
@@ -122,8 +122,8 @@ class Deployment:
     def start(self) -> None:
         """Check what is needed, start the server, load the models. Raises PreflightError, ServerStartError.
 
-        A server that is killed by a signal meanwhile is started again, as it is later: 2.51 at times aborts in a
-        load on a machine that is much too busy (a lock of its shared memory not had within ten seconds).
+        A server that is killed by a signal meanwhile is started again, as it is later: 2.51 sometimes aborts in a load
+        on a very busy machine (a lock of its shared memory not had within ten seconds).
         """
         settings = self.settings
         ports = {f"--{name}-port": getattr(settings.ports, name) for name in ("http", "grpc", "metrics")}
@@ -195,7 +195,7 @@ class Deployment:
         self._run_problem = ""
 
     def _drain(self) -> float:
-        """Let requests under way end; return how long the server's own end may take.
+        """Let running requests end; return how long the server's own end may take.
 
         While models still load there is nothing to drain, and Triton would wait for the loads.
         """
@@ -211,14 +211,14 @@ class Deployment:
         return _EXIT_S if is_empty else _SHORT_STOP_S
 
     def kill(self) -> None:
-        """End at once what `stop` would wait for."""
+        """End at once, without `stop`'s waits."""
         if (frontend := self._frontend) is not None:
             frontend.kill()
         if self._server is not None:
             self._server.kill()
 
     def health(self) -> dict[str, Any]:
-        """Return what /health/ready says."""
+        """Return the state for /health/ready."""
         return self._ready()[1]
 
     def __enter__(self) -> Deployment:
@@ -235,7 +235,7 @@ class Deployment:
         self.stop()
 
     def _start_server(self) -> None:
-        """One life: start, load, watch. On failure nothing of it is left. Raises ServerStartError."""
+        """Start, load, watch. On failure nothing of the server is left. Raises ServerStartError."""
         began = self._began_at = time.monotonic()
         link_models(self.run.path / "models", self.settings.recipe, self.settings.checkout)
         server = Server(self._options(), self.run, installation=self._installation, on_line=self._console.triton_line)
@@ -328,7 +328,7 @@ class Deployment:
             watchdog.stop()
 
     def _say_ready(self) -> None:
-        """Wait until it is so."""
+        """Log `ready` once it is so."""
         while not self._stopping.is_set() and self.server.is_running and not self._ready()[0]:
             self._stopping.wait(_READY_LOOK_S)
         if self._stopping.is_set() or not self.server.is_running:
@@ -341,7 +341,7 @@ class Deployment:
         self._console.event("ready", seconds=seconds, **ways, health=health)
 
     def _restart(self) -> bool:
-        """Start another life; return False when it is time to give up."""
+        """Start another server; return False when it is time to give up."""
         self._console.event("server_died", "error", code=self.server.returncode, last_lines=self.server.tail(5))
         while not self._stopping.is_set():
             delay = self._backoff_s()

@@ -1,6 +1,6 @@
-"""The ports that a launch opened: does each still answer?
+"""The ports that a launch opened, and whether each still answers.
 
-A port whose process stands still takes connections as before, so each is asked for something light.
+A stopped process's port still takes connections, so each is asked for something light.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Door:
 
     @property
     def problem(self) -> str:
-        """Why nobody comes in here; empty while it answers."""
+        """Why nothing answers there; empty while it does."""
         silent_s = self._clock() - self._answered_at
         if self._is_refused:
             return self._error
@@ -75,7 +75,7 @@ def get(address: str, path: str, timeout_s: float) -> bytes:
 
 
 def ask_grpc(address: str) -> Ask:
-    """Return a question that a gRPC server answers before any call: which HTTP/2 settings it has."""
+    """Return a question that a gRPC server answers before any call: its HTTP/2 settings."""
     host, _, port = address.rpartition(":")
 
     def ask(timeout_s: float) -> None:

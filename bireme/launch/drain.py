@@ -1,9 +1,9 @@
-"""The models of a server that is to end: nothing new is taken, what runs ends, then each model is unloaded.
+"""The models of a server that is to end: new requests are refused, running ones end, then each model is unloaded.
 
-Triton is told to exit only after that. At SIGTERM it stops at once to take what a pipeline says to decode about a
-stream under way, so a long stream of `generate` would be cut within seconds; and 2.51 goes on counting some requests
-that no model has (a malformed one on a gRPC stream that is then cancelled), for which its exit waits the whole
-time-out. Whether anything runs is therefore asked of the stubs.
+Only then Triton is told to exit. At SIGTERM it would at once refuse what a pipeline says to decode about a running
+stream, so a long stream of `generate` would be cut within seconds; and 2.51 goes on counting some requests that no
+model has (a malformed one on a gRPC stream that is then cancelled), for which its exit waits the whole timeout. So the
+stubs are asked whether anything runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bireme.errors import BiremeError
 from bireme.launch.admin import AdminClient
 from bireme.launch.console import Console
 
-_LOOK_S = 0.4  # longer than what the stubs say takes to reach /metrics
+_LOOK_S = 0.4  # longer than the stubs' figures take to reach /metrics
 _LOOKS = 2  # without a request, one after the other: between two workers a request is with neither
 _UNLOAD_S = 10.0  # a stub's own end takes at most 9 s
 
@@ -37,7 +37,7 @@ def drain(
             return False
         _unload(admin, workers)
         stuck = _wait_unloaded(admin)
-    except BiremeError:  # the server is gone, or was told to go
+    except BiremeError:  # the server is gone, or was told to exit
         return False
     if stuck:
         console.event(

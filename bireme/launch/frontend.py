@@ -33,7 +33,7 @@ _MODULES = ("uvicorn", "uvloop", "httptools")
 _START_TIMEOUT_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _STEADY_S = 60.0  # after so long a life the pause is short again
-_STALL_S = 60.0  # without a sign of life, whatever it does
+_STALL_S = 60.0  # without a sign of life, even if it uses CPU
 _GRACE_S = 5.0  # beyond the drain, before the process is killed
 
 
@@ -63,7 +63,7 @@ class FrontendProcess:
         self._began_at = self._start_at = 0.0
         self._pause_s = _FIRST_PAUSE_S
         self._answers_before = 0  # of this life
-        self.key = secrets.token_hex(32)  # that the frontend takes from us where it asks for keys
+        self.key = secrets.token_hex(32)  # the frontend takes it from us where it asks for keys
         self.door = Door("openai", ask_http(self.address, "/health/live"))
         self._watch = ProcessWatch(self.roles, self._end, settings.shm_prefix, _STALL_S)
 
@@ -84,10 +84,10 @@ class FrontendProcess:
 
     @property
     def problem(self) -> str:
-        """Why connections to its port are not served; empty while all are."""
+        """Why its port is not fully served; empty while it is."""
         members = self._watch.problems()
         hanging = [problem for problem in members.values() if "has ended" not in problem]
-        if hanging:  # it keeps its part of the connections
+        if hanging:  # its share of the connections hangs
             return hanging[0]
         if len(members) == self._watch.num_processes:
             return next(iter(members.values()), self.door.problem)
@@ -128,7 +128,7 @@ class FrontendProcess:
         self._caller = self._threads.start("frontend-door", self.door.turn, INTERVAL_S)
 
     def stop(self) -> None:
-        """Let requests under way end, then end it. Harmless when called again."""
+        """Let running requests end, then end it. May be called again."""
         self._stopping.set()
         for thread in filter(None, (self._keeper, self._caller)):
             thread.stop()
@@ -146,7 +146,7 @@ class FrontendProcess:
             process.wait()
 
     def kill(self) -> None:
-        """End at once what `stop` would wait for."""
+        """End at once, without `stop`'s waits."""
         if self._process is not None:
             self._process.kill()
 
@@ -160,7 +160,7 @@ class FrontendProcess:
         self.stop()
 
     def _keep(self) -> None:
-        """One turn: start it again if it has ended, after a pause that doubles; look whether it lives."""
+        """One turn: start it again if it has ended, after a pause that doubles; check whether it hangs."""
         assert self._process is not None
         now = time.monotonic()
         if (code := self._process.poll()) is None:

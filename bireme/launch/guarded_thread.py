@@ -1,12 +1,12 @@
-"""Threads of a launch that must not end: an error ends one turn, not the thread, and a thread that is gone is seen.
+"""Threads of a launch that must not end: an error ends one turn, not the thread, and a dead thread is noticed.
 
     threads = GuardedThreads(console)
     poll = threads.start("health", self._poll, interval_s=1.0)
     ...
     poll.stop()
 
-What goes wrong is logged once a kind, then at each tenfold count of it, and when it is over. Whoever supervises the
-launch calls `revive` now and then, and `problems` where readiness is told.
+An error is logged once a kind, then at each tenfold count of it, and when it is over. The supervisor of the launch
+calls `revive` now and then, and readiness reads `problems`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Turn = Callable[[], float | None]
 class GuardedThread:
     """Calls `turn` until `stop`, `interval_s` after the last one's end, or after the seconds that it returned.
 
-    A turn that waits for anything does so on `stopping`, or for no longer than `stop` may take.
+    A turn that waits does so on `stopping`, or for no longer than `stop` may take.
     """
 
     def __init__(self, name: str, turn: Turn, console: Console, interval_s: float = 0.0) -> None:
@@ -45,20 +45,20 @@ class GuardedThread:
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Wait for the turn under way, at most `timeout_s`. Harmless when called again, or before `start`."""
+        """Wait for the current turn, at most `timeout_s`. Harmless when called again, or before `start`."""
         self.stopping.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
     @property
     def problem(self) -> str:
-        """Why this thread does nothing; empty while it runs, and once it was stopped."""
+        """Why this thread does not run; empty while it does, and after `stop`."""
         if self.stopping.is_set() or self._thread.is_alive():
             return ""
         return f"thread {self.name} {'has ended' if self._thread.ident else 'was not started'}"
 
     def revive(self) -> None:
-        """Start it if it has not been, or again if it has ended unasked; called on one thread."""
+        """Start it if it has not been, or again if it has died; called on one thread."""
         if not self.problem:
             return
         has_run, thread = self._thread.ident is not None, self._new_thread()
@@ -99,14 +99,14 @@ class GuardedThread:
 
 
 class GuardedThreads:
-    """All of a launch's, so that one place sees whether they live."""
+    """All threads of a launch, so that one place checks them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._threads: list[GuardedThread] = []
 
     def start(self, name: str, turn: Turn, interval_s: float = 0.0) -> GuardedThread:
-        """Start another one. Where the system has no thread left just now, `revive` starts it later."""
+        """Start another one. If the system has no thread left, `revive` starts it later."""
         thread = GuardedThread(name, turn, self._console, interval_s)
         self._threads = [*(other for other in self._threads if not other.stopping.is_set()), thread]
         try:
@@ -120,6 +120,6 @@ class GuardedThreads:
         return {thread.name: thread.problem for thread in self._threads if thread.problem}
 
     def revive(self) -> None:
-        """Start again what has ended unasked. Raises RuntimeError when the system has no thread left."""
+        """Start dead threads again. Raises RuntimeError when the system has no thread left."""
         for thread in self._threads:
             thread.revive()

@@ -1,9 +1,9 @@
-"""The truth about readiness: does every door answer, every process live, every way through the deployment serve?
+"""The truth about readiness: every port answers, every process lives, every path through the deployment serves.
 
-Triton itself calls a model READY whose stub has died, so load balancers should ask here instead. What is looked at:
-the ports that the launch opened (doors.py), signs of life of each process (process_watch.py), each worker's own series
-(engine up, steps made), and canaries through each worker, pipeline and the frontend (canaries.py). A process that
-hangs is ended here; whoever starts it again when it dies does so then.
+Triton itself calls a model READY whose stub has died, so load balancers should ask here instead. Checked are the ports
+that the launch opened (doors.py), signs of life of each process (process_watch.py), each worker's own series (engine
+up, steps made), and canaries through each worker, pipeline and the frontend (canaries.py). A process that hangs is
+killed here; its owner starts it again.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from bireme.multimodal.model_config import picture_model_of
 
 _SERVER = "tritonserver"
 _ENGINE = "/engine"
-_PUBLISHED_S = 0.6  # until the metrics page tells of an engine's end
+_PUBLISHED_S = 0.6  # until the metrics page shows an engine's end
 
 
 @dataclass(slots=True)
 class WorkerHealth:
-    """What a worker says of itself on the metrics page."""
+    """A worker's state on the metrics page."""
 
     engine_up: bool | None = None
     steps: float | None = None
     queued: float = 0.0
     moved_at: float = field(default_factory=time.monotonic)  # when a step was last seen, or nothing was queued
     engine_pid: int | None = None
-    doubted_until: float = 0.0  # its engine has just ended, which the page may not say yet
+    doubted_until: float = 0.0  # its engine has just ended, which the page may not show yet
 
     def take(self, series: WorkerSeries) -> None:
         now = time.monotonic()
@@ -101,19 +101,19 @@ class HealthMonitor:
             self._running.append(self._threads.start("canary", self._canaries.turn))
 
     def stop(self) -> None:
-        """A canary under way is not waited for: its server is about to end."""
+        """Does not wait for a running canary: its server is about to end."""
         self._is_stopping = self._canaries.is_stopping = True
         for thread in self._running:
             thread.stop(timeout_s=0)
 
     def busy_models(self) -> list[str]:
-        """Return the models that have requests under way, by what their own stubs and engines say.
+        """Return the models that have running requests, by their own stubs and engines.
 
-        Most streams of decode are subscriptions of the token bus, however idle: there the engine's count holds.
+        Most streams of decode are subscriptions of the token bus, even when idle: there the engine's count holds.
         """
         try:
             series = worker_series(self._server.metrics_text())
-        except BiremeError:  # too busy to say, or gone
+        except BiremeError:  # too busy to answer, or gone
             return list(self._models) if self._server.is_running else []
         return [
             name
@@ -176,7 +176,7 @@ class HealthMonitor:
         return self._canaries.problem(name)
 
     def _is_down(self, name: str) -> bool:
-        """Is a model known not to serve, whatever a canary may find?"""
+        """Whether a model is known not to serve, whatever a canary may find."""
         if name == OPENAI:
             return self._frontend is None or bool(self._frontend.door.problem)
         if not self._server.is_running or not self._watchdog.is_alive(name):
@@ -201,7 +201,7 @@ class HealthMonitor:
         return "degraded" if has_lost_members or any(problems.values()) else "ready"
 
     def _is_essential(self, stage: str) -> bool:
-        """Without prefill workers, decode does their work, unless the recipe forbids it or they look at pictures."""
+        """Without prefill workers, decode does their work, unless the recipe forbids it or they encode pictures."""
         if stage != "prefill":
             return True
         looks_at_pictures = self._has_pictures and self._recipe.encoder_stage == stage

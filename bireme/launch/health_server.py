@@ -63,6 +63,6 @@ def _handler(routes: dict[str, Report]) -> type[http.server.BaseHTTPRequestHandl
             self.wfile.write(payload)
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Probes come each second: they are not worth a line."""
+            """Probes come each second, too often for a line each."""
 
     return Handler

@@ -1,10 +1,9 @@
 """Where tritonserver is, and the environment in which it starts.
 
-Looked for in this order: BIREME_TRITONSERVER (a binary with `backends/` beside its `bin/`), PATH,
-/opt/tritonserver, the nvidia-pytriton wheel. The wheel's binaries are not made to be run from
-site-packages, so a private folder gets a backend directory of three symlinks (symlinks, because the
-libraries' run path is relative to where the real files are) and one symlink to the libpython that the
-stub needs (one file rather than its whole folder, which may hold an older libstdc++).
+Looked for in this order: BIREME_TRITONSERVER (a binary with `backends/` beside its `bin/`), PATH, /opt/tritonserver,
+the nvidia-pytriton wheel. The wheel's binaries are not made to run from site-packages, so a private folder gets a
+backend directory of three symlinks (symlinks, because the libraries' run path is relative to the real files) and one
+symlink to the libpython that the stub needs (one file, because its folder may hold an older libstdc++).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Installation:
 
 
 def find_installation(environment: Mapping[str, str] = os.environ) -> Installation:
-    """Return the tritonserver to run. Raises ConfigError with what was looked for."""
+    """Return the tritonserver to run. Raises ConfigError with the places searched."""
     named = environment.get("BIREME_TRITONSERVER")
     if named:
         if not os.access(named, os.X_OK) or Path(named).is_dir():
@@ -70,13 +69,13 @@ def find_installation(environment: Mapping[str, str] = os.environ) -> Installati
 
 
 def _installation_of(binary: Path) -> Installation:
-    """A wheel's binary is told by the stubs for several Pythons beside it, which an ordinary server has not."""
+    """A wheel's binary has stubs for several Pythons beside it, an ordinary server has not."""
     root = binary.parent.parent
     return Installation(binary, root if (root / "python_backend_stubs").is_dir() else None)
 
 
 def _wheel_root() -> Path | None:
-    # Importing pytriton would take half a second and start nothing that is needed here.
+    # Importing pytriton would take half a second and start things not needed here.
     spec = importlib.util.find_spec("pytriton")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         root = Path(folder) / "tritonserver"
@@ -87,7 +86,7 @@ def _wheel_root() -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStart:
-    """What a start needs beside the user's own choices."""
+    """What a start needs beside the user's options."""
 
     binary: Path
     arguments: tuple[str, ...]
@@ -129,7 +128,7 @@ def _prepare_wheel(
 
 
 def _venv_first(environment: Mapping[str, str]) -> dict[str, str]:
-    """The stub takes its packages from the first `python3` on PATH; PYTHONHOME would point it elsewhere."""
+    """The stub takes its packages from the first `python3` on PATH; PYTHONHOME would override that."""
     result = dict(environment)
     result.pop("PYTHONHOME", None)
     result["PATH"] = f"{sys.prefix}/bin:{result.get('PATH', os.defpath)}"
@@ -174,7 +173,7 @@ def missing_libraries(prepared: PreparedStart) -> list[str]:
 
 
 def newer_flags(installation: Installation, prepared: PreparedStart, allow_client_shm: bool = False) -> tuple[str, ...]:
-    """Return the flags that the wheel's 2.51 does not know and later servers need; `--help` says which they have."""
+    """Return the flags that the wheel's 2.51 does not know and later servers need; `--help` lists them."""
     if installation.is_wheel:
         return ()
     listing = subprocess.run(

@@ -1,7 +1,7 @@
 """Triton's configuration of a Python model, written out whole.
 
 What a config.pbtxt leaves out, Triton asks the model for (auto_complete_config), in a stub of its own that it starts
-before the real one: about a second a model, on 2.51 one model after the other. A launch knows the answer.
+before the real one: about a second a model, on 2.51 one model after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ENSEMBLE = re.compile(r'^\s*platform\s*:\s*"ensemble"', re.MULTILINE)
 
 
 def whole_config(text: str, spec: ModelSpec) -> str:
-    """Return a config.pbtxt with what `spec` says; `text` itself where it says some of it by itself."""
+    """Return a config.pbtxt with the contents of `spec`; `text` itself where it has some of it already."""
     if _KEY.search(text):
         return text
     inputs = [f"input {_tensor(tensor)}" for tensor in spec.inputs]
@@ -28,7 +28,7 @@ def whole_config(text: str, spec: ModelSpec) -> str:
 
 
 def are_whole(repository: Path) -> bool:
-    """Is there nothing that Triton would have to ask one of the models?"""
+    """Whether Triton need not ask any of the models."""
     return all(_is_whole(path.read_text()) for path in repository.glob("*/config.pbtxt"))
 
 

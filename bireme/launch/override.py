@@ -18,8 +18,8 @@ from bireme.recipe_files import deep_merge
 def add_settings(override: str, settings: Sequence[str]) -> str:
     """Return the override's JSON with KEY=VALUE settings merged over it, in their order.
 
-    A key is dotted from the top of recipe.yaml; a value is YAML, so `[0, 1]` is a list and `null` is nothing.
-    Raises ConfigError for what is neither.
+    A key is dotted from the top of recipe.yaml; a value is YAML, so `[0, 1]` is a list and `null` is nothing. Raises
+    ConfigError.
     """
     if not settings:
         return override

@@ -1,6 +1,6 @@
-"""What a launch needs, checked before it begins: each thing that is missing is one message with its remedy.
+"""What a launch needs, checked before it begins: each missing thing is one message with its remedy.
 
-Checks return messages instead of raising, so that a newcomer sees all that is missing at once.
+Checks return messages instead of raising, so that all of them show at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHM_MIB_TRANSFER = 64  # KV on its way from a prefill to a decode worker, for e
 _RUN_FOLDER_MIB = 32
 _MAX_SOCKET_PATH = 107  # bytes of a Unix socket's address
 _LONGEST_SOCKET_NAME = 40
-# What the engine process imports of bireme's own requirements; this environment has them.
+# The engine process's imports among bireme's own requirements; this environment has them.
 _OF_EVERY_ENGINE = ("msgspec", "numpy", "tokenizers", "xxhash", "yaml", "zmq")
 _FIND_MODULES = "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if u.find_spec(m) is None))"
 
@@ -86,7 +86,7 @@ def check_platform(platform: str = sys.platform) -> list[str]:
 
 
 def check_installation(installation: Installation) -> list[str]:
-    """What the wheel's tritonserver needs; an ordinary installation brings it along."""
+    """The wheel's tritonserver needs libraries; an ordinary installation brings them along."""
     if not installation.is_wheel:
         return []
     problems = check_numpy(_version_of("numpy"))
@@ -116,7 +116,7 @@ def _version_of(distribution: str) -> str | None:
 
 
 def check_engines(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The engines' packages, looked for without importing them, where the engine processes will look."""
+    """The engines' packages, looked up without importing them, where the engine processes will look."""
     problems: dict[str, None] = {}  # two workers of one engine miss the same
     for stage, entry in sorted(recipe.workers.items()):
         needs = [(f"engine {entry.engine}", entry.kind.modules, entry.kind.remedy)]
@@ -134,7 +134,7 @@ def check_engines(recipe: Recipe, environment: Mapping[str, str] = os.environ) -
 
 
 def _missing(modules: tuple[str, ...], environment: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
-    """Return those that the engine's python has not: this one, unless a variable changes that. Raises ConfigError."""
+    """Return those that the engine's python lacks: this one, unless a variable changes that. Raises ConfigError."""
     whole = {**environment, **own}
     if PYTHON_VARIABLE not in whole and "PYTHONPATH" not in own:
         return [module for module in modules if importlib.util.find_spec(module) is None]
@@ -150,7 +150,7 @@ def _missing(modules: tuple[str, ...], environment: Mapping[str, str], own: Mapp
 
 
 def check_arguments(recipe: Recipe) -> list[str]:
-    """What TensorRT-LLM would refuse in its workers' YAMLs; a large model's load would tell it minutes later."""
+    """What TensorRT-LLM would refuse in its workers' YAMLs, minutes into a large model's load."""
     return list(map(str, errors(pair_rules.check_recipe(recipe))))
 
 
@@ -169,7 +169,7 @@ def check_model(recipe: Recipe) -> list[str]:
 
 
 def _check_folder(folder: Path, check: Callable[[Path], list[str]]) -> list[str]:
-    return check(folder) if folder.is_dir() else []  # a hub id: whether it can be fetched is known when it is
+    return check(folder) if folder.is_dir() else []  # a hub id: fetching it will show whether it exists
 
 
 def _check_pipeline_folder(folder: Path) -> list[str]:
@@ -247,7 +247,7 @@ def check_ports(ports: Mapping[str, int], host: str = "127.0.0.1") -> list[str]:
 
 
 def _holder(port: int) -> str:
-    """Return " by pid 12 (name)" where /proc tells, else nothing."""
+    """Return " by pid 12 (name)" where /proc shows it, else nothing."""
     for pid in port_holders(port):
         return f" by pid {pid} ({' '.join(command_line(pid))[:80] or 'unknown'})"
     return ""

@@ -1,7 +1,7 @@
-"""Watches the processes of a launch for signs of life, and ends those that hang: their owners start them again.
+"""Watches the processes of a launch for signs of life, and kills those that hang: their owners start them again.
 
-What counts as a sign is each process's own: its pulse (discovery/pulse.py), or the answers that it gives. A process
-without either is ended only when it is stopped. What hung means, vital_signs.py says.
+Each process has its own sign: its pulse (discovery/pulse.py), or the answers that it gives. A process without either is
+killed only when it is stopped. vital_signs.py defines hung.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ProcessWatch:
     """`turn` every LOOK_S, on one thread; `problems` from any."""
 
     def __init__(self, find: Find, end: End, pulse_prefix: str, stall_s: float) -> None:
-        """`end` kills a process that hangs; it is called again, a moment later, as long as that goes on hanging."""
+        """`end` kills a process that hangs; it is called again, a moment later, while the process still hangs."""
         self._find, self._end = find, end
         self._pulse_prefix, self._stall_s = pulse_prefix, stall_s
         self._watched: dict[str, _Watched] = {}
@@ -44,7 +44,7 @@ class ProcessWatch:
         self._signs: dict[str, Callable[[], int]] = {}
 
     def take_sign(self, name: str, sign: Callable[[], int]) -> None:
-        """What shows that `name` lives, in place of a pulse: a number that grows with each answer."""
+        """A sign of `name` in place of a pulse: a number that grows with each answer."""
         self._signs[name] = sign
 
     def turn(self) -> None:
@@ -61,7 +61,7 @@ class ProcessWatch:
         return len(self._watched)
 
     def problems(self) -> dict[str, str]:
-        """Return name -> what is wrong; looked at now. Where /proc can't be read, nothing is known to be wrong."""
+        """Return name -> what is wrong now. Where /proc can't be read, nothing is known to be wrong."""
         return {name: problem for name, one in list(self._watched.items()) if (problem := _problem(one))}
 
     def close(self) -> None:
@@ -94,5 +94,5 @@ class ProcessWatch:
 def _problem(one: _Watched) -> str:
     try:
         return f"process {one.pid} has ended" if one.has_ended else one.signs.problem
-    except OSError:  # no descriptor or no memory left here: that is no fault of theirs
+    except OSError:  # this process has no descriptor or memory left: no fault of theirs
         return ""

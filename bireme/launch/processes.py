@@ -1,7 +1,7 @@
-"""Process trees on Linux, read from /proc: who runs below a server, and how to end all of it.
+"""Process trees on Linux, from /proc: what runs below a server, and how to end all of it.
 
-Only "no such file" and "no such process" mean that a process is gone. Whatever else goes wrong with looking (no
-descriptor left, no memory) is raised as the OSError that it is: an error of looking is no death.
+Only "no such file" and "no such process" mean that a process is gone. Any other failure to look (no descriptor left, no
+memory) is raised as its OSError and is no death.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def state(pid: int) -> str:
 
 
 def started_at(pid: int) -> int | None:
-    """Return the start time in clock ticks, which with the pid names a process for good; None: no such process."""
+    """Return the start time in clock ticks, which with the pid identifies a process; None: no such process."""
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
@@ -63,7 +63,7 @@ def cpu_ticks(pid: int) -> int:
 
 
 def has_waiting_thread(pid: int) -> bool:
-    """Return whether a thread waits for a CPU or for a disk: it would go on if the machine let it."""
+    """Return whether a thread waits for a CPU or for a disk, so that only the machine holds it up."""
     for task in _listing(_PROC / str(pid) / "task"):
         try:
             if (task / "stat").read_text().rsplit(")", 1)[1].split()[0] in ("R", "D"):
@@ -117,7 +117,7 @@ def stubs(server_pid: int) -> dict[str, list[int]]:
 def stub_model(arguments: list[str]) -> str | None:
     """Return the model of a stub's command line: .../decode/1/model.py ... decode_0_0 -> decode; None: no instance.
 
-    The stub that completes a model's configuration before its load carries the bare model name instead.
+    The stub that completes a model's configuration before its load has the bare model name instead.
     """
     if not arguments or not arguments[0].endswith(_STUB):
         return None

@@ -1,6 +1,6 @@
 """Everything that is wrong with a recipe, found without an engine, a GPU or the model: file, line, key, value, remedy.
 
-Its one rule: one run tells all. What a loader would stop at is noted, taken out, and the rest is read on.
+One run reports all: what a loader would stop at is noted and taken out, and the rest is read on.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _check_rules(recipe: Recipe, tree: dict[str, Any], source: YamlSource, folde
 
 
 def _make(folder: Path, tree: dict[str, Any], source: YamlSource) -> tuple[Recipe | None, list[Finding]]:
-    """Make the recipe; what stands in the way is noted and taken out, until it can be made or nothing helps."""
+    """Make the recipe; each error is noted and its key taken out, until it can be made or nothing helps."""
     found: list[Finding] = []
     while len(found) < _MOST_FINDINGS:
         try:
@@ -109,7 +109,7 @@ def _split_message(text: str, folder: Path) -> tuple[Keys, str]:
 
 
 def _take_out(tree: Any, keys: Keys) -> bool:
-    """Remove the key; whether there was one."""
+    """Remove the key; return whether there was one."""
     *blocks, name = keys
     for block in blocks:
         tree = tree.get(block) if isinstance(tree, dict) else None
@@ -128,7 +128,7 @@ def _from_text(text: str, keys: Keys, tree: Any, source: YamlSource) -> Finding:
 
 
 def _check_engines(recipe: Recipe, source: YamlSource) -> Iterator[Finding]:
-    """What an engine can't honor; TensorRT-LLM's YAMLs have a check of their own, with more to say."""
+    """Keys that an engine can't honor; TensorRT-LLM's YAMLs have a check of their own, with more detail."""
     for stage, entry in recipe.workers.items():
         if entry.kind.has_llm_args:
             continue
@@ -185,7 +185,7 @@ def _finding(
 
 
 def _read_sources(folder: Path) -> YamlSource:
-    """Read recipe.yaml and the files that it names, as far as they are there; the loader tells what is not."""
+    """Read recipe.yaml and the files that it names, as far as they exist; the loader reports missing ones."""
     source = read_source(folder / "recipe.yaml")
     workers = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     workers = workers.get("workers") if isinstance(workers, dict) else None

@@ -1,7 +1,7 @@
 """The model repository of one launch: a folder a worker, with its whole configuration and a link to its code.
 
-Triton addresses models by name and can't choose an instance by cost, so each replica is a model of its
-own: the code of `decode`, `decode_1`, ... is that of model_repository/decode.
+Triton addresses models by name and can't choose an instance by cost, so each replica is a model of its own: `decode`,
+`decode_1`, ... share the code of model_repository/decode.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def link_models(folder: Path, recipe: Recipe, checkout: Path = CHECKOUT) -> tupl
 
 
 def _link(model: Path, source: Path, spec: ModelSpec | None) -> None:
-    if spec is None:  # a declarative ensemble says all by itself
+    if spec is None:  # a declarative ensemble has its whole configuration
         model.symlink_to(source)
         return
     model.mkdir()
@@ -43,8 +43,9 @@ def _link(model: Path, source: Path, spec: ModelSpec | None) -> None:
 
 
 def _compile(model: Path) -> None:
-    """Write the byte code that the first load would write: it changes the folder, and Triton would take that for a
-    new version of the model and load it again when an ensemble that uses it is loaded."""
+    """Write the byte code that the first load would write: that changes the folder, and Triton would take it for a new
+    version of the model and load it again when an ensemble that uses it is loaded.
+    """
     compileall.compile_dir(model / "1", maxlevels=0, quiet=2)
 
 

@@ -1,10 +1,10 @@
-"""The run folder of one launch: key, sockets, model links; and the sweeping of all that a launch leaves.
+"""The run folder of one launch (key, sockets, model links), and the removal of all that a launch leaves.
 
-A folder is `bireme-<uid>/<pid>-<random>` under $XDG_RUNTIME_DIR or /tmp, mode 0700. Its owner holds a lock
-in it, so that the next launch can tell a folder whose owner was killed (and remove it, with its shared
-memory) from one in use, also by another container that shares the file system. Cleaners of temporary files find the
-folder itself locked (systemd-tmpfiles asks for that) and all in it new (others go by age); what is taken away
-nevertheless, as logind does at a logout, the owner brings back.
+A folder is `bireme-<uid>/<pid>-<random>` under $XDG_RUNTIME_DIR or /tmp, mode 0700. Its owner holds a lock in it, so
+that the next launch can tell a folder whose owner was killed (and remove it, with its shared memory) from one in use,
+also by another container that shares the file system. Cleaners of temporary files find the folder itself locked
+(systemd-tmpfiles asks for that) and its files new (others go by age); the owner restores what is removed nevertheless,
+as logind does at a logout.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from bireme.launch import processes
 SHM = Path("/dev/shm")
 _LOCK = "lock"
 _RECIPE = "recipe"  # of a launch without a recipe folder: needed for as long as the launch lasts
-_OWN = (_RECIPE, "models", "backends", "lib")  # folders that the launcher fills; the rest is its children's
+_OWN = (_RECIPE, "models", "backends", "lib")  # folders that the launcher fills; its children make the rest
 
 
 class RunFolder:
-    """Owned by one process; `remove` takes back everything that carries its name."""
+    """Owned by one process; `remove` deletes everything that carries its name."""
 
     def __init__(self, base: Path | None = None) -> None:
         """Make a new folder, and sweep those that killed launches left. Raises ConfigError."""
@@ -50,21 +50,21 @@ class RunFolder:
 
     @property
     def shm_prefix(self) -> str:
-        """How the names of this launch's files in /dev/shm begin."""
+        """The common start of the names of this launch's files in /dev/shm."""
         return _shm_prefix(self.path)
 
     def sweep_shared_memory(self) -> list[str]:
-        """Unlink the launch's files in /dev/shm, once no process uses them; return their names."""
+        """Unlink the launch's files in /dev/shm once no process uses them; return their names."""
         return _sweep_shared_memory(self.path)
 
     def remember(self) -> None:
-        """Note what the launcher has put here, all small, for `restore`."""
+        """Note the launcher's own small files here, for `restore`."""
         with self._mutex:
             paths = [path for name in _OWN for path in (self.path / name).rglob("*")]
             self._own = {path: _content(path) for path in paths if path.is_symlink() or path.is_file()}
 
     def restore(self) -> int:
-        """Bring back folder, lock and what was noted, where somebody has deleted it; return how much was missing."""
+        """Restore deleted files: folder, lock and what was noted. Return how many were missing."""
         with self._mutex:
             is_gone = self._lock is None or not os.fstat(self._lock).st_nlink
             if is_gone:
@@ -83,14 +83,14 @@ class RunFolder:
             return len(missing) + is_gone
 
     def touch(self) -> None:
-        """Make all that is in it look new."""
+        """Make all files in it look new."""
         for folder, folders, files in os.walk(self.path):
             for name in (*folders, *files, "."):
                 with contextlib.suppress(OSError):  # gone meanwhile, or a link's target is another user's
                     os.utime(Path(folder, name), follow_symlinks=False)
 
     def clear(self) -> None:
-        """Empty it for another life of the server; make it again where somebody has deleted it."""
+        """Empty it for the next server; make it again if it was deleted."""
         self.sweep_shared_memory()
         with self._mutex:
             self._own = {path: content for path, content in self._own.items() if path.is_relative_to(self._recipe)}
@@ -103,7 +103,7 @@ class RunFolder:
                 entry.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Take back everything that carries its name, processes that were stopped and can't end included."""
+        """Delete everything that carries its name, stopped processes that can't end included."""
         with contextlib.suppress(OSError):  # /proc can't be read just now
             processes.kill_all(_orphans(self.path))
         self.sweep_shared_memory()
@@ -112,7 +112,7 @@ class RunFolder:
             os.close(self._lock)
             os.close(self._folder_lock)
             self._lock = None
-        with contextlib.suppress(OSError):  # the last one out removes the user's folder as well
+        with contextlib.suppress(OSError):  # the last launch removes the user's folder as well
             self.path.parent.rmdir()
 
 
@@ -121,7 +121,7 @@ def default_base() -> Path:
 
 
 def sweep_stale(base: Path) -> list[Path]:
-    """Remove the run folders of launches that are no more, and their shared memory; return the folders."""
+    """Remove the run folders of dead launches, and their shared memory; return the folders."""
     swept = []
     for folder in _launches(base):
         lock = _take_lock(folder)
@@ -136,7 +136,7 @@ def sweep_stale(base: Path) -> list[Path]:
 
 
 def _orphans(folder: Path) -> Iterator[tuple[int, int | None]]:
-    """Yield what is left of a launch: who waits inside its dead server's IPC, or was stopped, never ends by itself."""
+    """Yield what never ends by itself: stopped processes, and those that wait in their dead server's IPC."""
     prefix = _shm_prefix(folder)
     for pid in processes.all_pids():
         with contextlib.suppress(PermissionError):  # another user's

@@ -1,4 +1,4 @@
-"""Reads the few series of Triton's /metrics page that health is judged by."""
+"""The few series of Triton's /metrics page by which health is judged."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class WorkerSeries:
     engine_up: bool | None = None
     steps: float | None = None  # engine steps so far
     queued: float = 0.0  # requests running or waiting
-    streams: float = 0.0  # requests that the stub has not answered to the end
+    streams: float = 0.0  # requests that the stub has not fully answered
     served: float = 0.0  # requests that ended well
-    imported: float = 0.0  # bytes of KV taken over from others
+    imported: float = 0.0  # bytes of KV imported from others
 
 
 def worker_series(text: str) -> dict[str, WorkerSeries]:

@@ -1,10 +1,10 @@
-"""One running tritonserver: its flags, start with useful errors, stop that leaves nothing behind.
+"""One running tritonserver: its flags, start with useful errors, stop without remains.
 
     with start_server("recipes/tiny") as server:
         client = tritonclient.grpc.InferenceServerClient(server.grpc)
 
-The process dies with the one that started it: it asks the kernel for SIGKILL when its parent thread ends,
-and that thread is a permanent one of the Server's own (the kernel means the thread, not the process).
+The process dies with the one that started it: it asks the kernel for SIGKILL when its parent thread ends, and that
+thread is a permanent one of the Server's own (the kernel means the thread, not the process).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from bireme.recipe_files import load_recipe
 _TAIL_LINES = 400
 _SHOWN_LINES = 30
 _ECHO = "Non-graceful termination detected"
-# Blocked BLS calls and sends share a model's pool threads; what is not for BLS is left to the sends.
+# Blocked BLS calls and sends share a model's pool threads; the threads not for BLS are left to the sends.
 _THREADS_FOR_SENDS = 32
-# More would let more BLS calls wait at once, but each response then wakes another cold thread: with 256, twice
-# the context switches and a fifth fewer tokens at 256 streams (measured on 2 cores).
+# More would let more BLS calls wait at once, but each response then wakes another cold thread: with 256, twice the
+# context switches and a fifth fewer tokens at 256 streams (measured on 2 cores).
 THREAD_POOL_SIZE = 64
 
 
@@ -58,7 +58,7 @@ class ServerStartError(BiremeError):
 
 
 class ServerDiedError(ServerStartError):
-    """tritonserver was ended by a signal while it started: by its own doing, or the kernel's for want of memory."""
+    """A signal ended tritonserver while it started: its own abort, or the kernel's for want of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +168,9 @@ class Server:
         self.run.sweep_shared_memory()
 
     def note_members(self) -> None:
-        """Remember what runs below the server now, so that it can be ended should the server be gone first.
+        """Remember what runs below the server now, so that it can be ended if the server dies first.
 
-        Where /proc can't be read just now, what was noted before has to do.
+        Where /proc can't be read now, the last note remains.
         """
         if self.is_running:
             with contextlib.suppress(OSError):
@@ -196,7 +196,7 @@ class Server:
         return self.admin.metrics_text()
 
     def tail(self, lines: int = _SHOWN_LINES) -> str:
-        """Return the last lines that the server and its stubs wrote, but for what stubs say when a server dies."""
+        """Return the last lines of the server and its stubs, without what stubs say when a server dies."""
         told = [line for line in self._tail if _ECHO not in line]
         return "\n".join(told[-lines:])
 
@@ -280,7 +280,7 @@ class Server:
         return [f"{flag}={restricted}" for flag in flags for restricted in lists]
 
     def _completion(self) -> list[str]:
-        """Models that say all by themselves load faster when Triton does not look for more."""
+        """Models with whole configurations load faster when Triton does not ask for more."""
         options = self.options
         has_more = any("model-repository" in argument or "model-store" in argument for argument in options.arguments)
         if has_more or not all(map(are_whole, options.repositories)):
@@ -294,7 +294,7 @@ class Server:
             for line in stream:
                 line = line.rstrip("\n")
                 self._tail.append(line)
-                # Whatever is wrong with a log, its pipe must be emptied: the server waits for that.
+                # Even a faulty log's pipe must be emptied: the server waits for that.
                 with contextlib.suppress(Exception):
                     if log is not None:
                         print(line, file=log, flush=True)
@@ -359,8 +359,8 @@ def start_server(
 ) -> Iterator[Server]:
     """Run a tritonserver of its own for the length of the block: own ports, run folder, log file.
 
-    All models and replicas of the recipe are loaded, or those named in `models` (explicit mode, so that
-    they can be loaded and unloaded). `repositories` replaces the recipe's model folders.
+    All models and replicas of the recipe are loaded, or those named in `models` (explicit mode, so that they can be
+    loaded and unloaded). `repositories` replaces the recipe's model folders.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, override)

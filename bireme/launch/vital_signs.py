@@ -1,10 +1,10 @@
-"""Does a process stand still? Told by what the kernel says of it: one that is only slow is never taken for hung.
+"""Whether a process hangs, judged by the kernel's figures: one that is only slow is never taken for hung.
 
 A process is hung when
     it is stopped (SIGSTOP), for STOPPED_S; one that a debugger holds is not
     it has given no sign of life for SILENT_S, and in all that time hardly used a CPU, nor ever waited for one
-    it has given no sign of life for the stall limit, whatever it does: it runs in circles
-Time in which the watcher itself did not run counts for nobody: a machine that slept has no hung processes.
+    it has given no sign of life for the stall limit, even if it uses CPU: it loops
+Time in which the watcher itself did not run does not count: a machine that slept has no hung processes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from bireme.launch import processes
 
 STOPPED_S = SILENT_S = 5.0
 NOTICED_S = 4.0  # of silence: not ready
-_LONGEST_LOOK_S = 1.0  # what lies between two looks counts as this much at most
-_IDLE_SHARE = 0.02  # of one CPU: threads that wake up to look around use less
+_LONGEST_LOOK_S = 1.0  # the time between two looks counts as this much at most
+_IDLE_SHARE = 0.02  # of one CPU: threads that only wake up to check use less
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 class VitalSigns:
-    """Those of one process. `look` regularly; the rest tells what was seen."""
+    """Those of one process. `look` regularly; the other methods give the result."""
 
     def __init__(self, pid: int, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.pid = pid

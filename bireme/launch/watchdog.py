@@ -1,7 +1,7 @@
-"""Heals what this Triton never heals itself: a model whose stub process has died.
+"""Heals what Triton never heals itself: a model whose stub process has died.
 
-Such a model still says READY, its streams hang and each new request fails. Unload plus load brings a new
-stub, also while the old one hangs in UNLOADING; load alone does nothing. Models that call it keep running.
+Such a model still says READY, its streams hang and each new request fails. Unload plus load brings a new stub, also
+while the old one hangs in UNLOADING; load alone does nothing. Models that call it keep running.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MAX_BACKOFF_S = 30.0
 
 @dataclass(slots=True)
 class StubState:
-    """One model's stub as the watchdog last saw it."""
+    """A model's stub as last seen."""
 
     pid: int | None = None
-    start: int | None = None  # with the pid names the process for good
+    start: int | None = None  # with the pid identifies the process
     restarts: int = 0
     failures: int = 0  # loads that failed in a row
     retry_at: float = 0.0
@@ -38,10 +38,10 @@ class StubState:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the stub runs; where /proc can't be read just now, what was seen last."""
+        """Whether the stub runs; the last answer where /proc can't be read now."""
         try:
             self.was_alive = bool(self.pid is not None and processes.survivors([(self.pid, self.start)]))
-        except OSError:  # no descriptor or no memory left here: that is no death over there
+        except OSError:  # this process has no descriptor or memory left: the stub is not dead
             pass
         return self.was_alive
 
@@ -65,7 +65,7 @@ class StubWatchdog:
         self._thread = self._threads.start("stub-watchdog", self._look, _INTERVAL_S)
 
     def stop(self) -> None:
-        """A load under way is not waited for: its server is about to end."""
+        """Does not wait for a running load: its server is about to end."""
         self._is_stopping = True
         if self._thread is not None:
             self._thread.stop()
@@ -91,7 +91,7 @@ class StubWatchdog:
             processes.kill_all([(state.pid, state.start)])
 
     def _is_server_alive(self) -> bool:
-        # Asked of the kernel: the server's own word comes a moment later, its stubs' end before that.
+        # The kernel knows first: the server's own log line comes a moment later, its stubs' end before that.
         return self._server.is_running and processes.is_alive(self._server.pid)
 
     def _look(self) -> None:

@@ -1,7 +1,7 @@
 """Where each key of a YAML file stands, so that a finding can name file and line.
 
-Its one rule: it never fails on a file that YAML can read; a key that is written twice, which YAML's readers
-pass over in silence, is reported.
+It never fails on a file that YAML can read; a key that is written twice, which YAML readers silently accept, is
+reported.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class YamlSource:
     repeated: list[Repeated] = field(default_factory=list)
 
     def include(self, keys: Keys, other: YamlSource) -> None:
-        """Take over another file's keys below `keys`, which names that file here."""
+        """Add another file's keys below `keys`, which names that file here."""
         self.places |= {(*keys, *inner): place for inner, place in other.places.items() if inner}
         self.repeated += [Repeated((*keys, *one.keys), one.first, one.second) for one in other.repeated]
 
     def find(self, keys: Keys) -> Place:
-        """Return where a key stands; of one that is missing, where its block begins."""
+        """Return where a key stands; for a missing one, where its block begins."""
         while keys and keys not in self.places:
             keys = keys[:-1]
         return self.places.get(keys, Place(self.file, 1))
@@ -70,7 +70,7 @@ def read_source(file: Path) -> YamlSource:
 
 
 def _walk(node: yaml.Node, keys: Keys, within: tuple[yaml.Node, ...] = ()) -> Iterator[tuple[Keys, yaml.Node]]:
-    """Yield each key's path and the key's own node; of a block within itself (an alias can say that) the first."""
+    """Yield each key's path and node; for a block within itself (by an alias) only the first."""
     if not isinstance(node, yaml.MappingNode) or any(node is outer for outer in within):
         return
     for key, value in node.value:
