@@ -29,8 +29,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning th
 import numpy as np
 import torch
 
-from bireme.config import EngineConfig, KvCacheConfig
+from bireme.config import EngineConfig, KvCacheConfig, Limits
 from bireme.engines.base import EngineContext
+from bireme.engines.child.validate import Gate
 from bireme.engines.torch.loading import LoadedEngine
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.metrics import Registry
@@ -187,12 +188,13 @@ def prefill_times(loaded: LoadedEngine, model: Any, prompts: Any, options: argpa
 
 
 def submit(loaded: LoadedEngine, prompts: Any, max_tokens: int, attempt: int) -> None:
+    gate = Gate("decode", loaded.capacity, Limits(), b"")
     for number, prompt in enumerate(prompts):
         request = EngineRequest(
             prompt=(prompt % 32000).astype("<i4").tobytes(),
             sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         )
-        loaded.core.add(loaded.admission.admit((attempt, number + 1), request, None))
+        loaded.core.add(loaded.admission.admit((attempt, number + 1), gate.admit(request)))
 
 
 def continuous_batching(model: Any, prompts: Any, steps: int) -> float:

@@ -10,9 +10,10 @@ import os
 
 from benchmarks.load.meter import LoadError, Trace
 from benchmarks.load.token_bus import TraceSink, make_request
-from bireme.config import EngineConfig, KvCacheConfig, MockerConfig
+from bireme.config import EngineConfig, KvCacheConfig, Limits, MockerConfig
 from bireme.engines.base import EngineContext, PlainTokens, RequestKey, StepOutput
 from bireme.engines.child.step_log import VARIABLE
+from bireme.engines.child.validate import Gate
 from bireme.engines.registry import create_engine
 from bireme.errors import BiremeError
 from bireme.messages import STUB
@@ -42,14 +43,17 @@ class InProcess:
 
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
-        self._engine.start(lambda step, deltas, plain=None: loop.call_soon_threadsafe(self._take, deltas, plain))
+        capacity = self._engine.start(
+            lambda step, deltas, plain=None: loop.call_soon_threadsafe(self._take, deltas, plain)
+        )
+        self._gate = Gate("decode", capacity, Limits(), b"")
 
     async def request(self, slot: int, trace: Trace) -> None:
         self._count += 1
         key = self._keys[slot] = (STUB, self._count)
         sink = self._sinks[key] = TraceSink(trace)
         try:
-            self._engine.submit(key, make_request(trace), None)
+            self._engine.submit(key, self._gate.admit(make_request(trace)))
             await sink.ended
         except BiremeError as error:
             raise LoadError(str(error)) from error

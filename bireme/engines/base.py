@@ -5,7 +5,7 @@ An engine speaks tokens only. It is driven from the worker's IO thread (`submit`
 `emit`, one call an engine step, which never blocks.
 
 1. `start` loads and warms up; returns what it can take. Raises ConfigError with the remedy.
-2. `submit` takes a checked request; every one ends with exactly one Finish.
+2. `submit` takes a request that the gate has admitted; every one ends with exactly one Finish.
 3. `abort` takes effect between steps and also yields a Finish (reason cancelled); unknown keys are ignored.
 4. `drain` refuses new requests; what runs is finished.
 5. `stop` ends the thread and frees everything; also after a failed start.
@@ -16,17 +16,43 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
 from bireme.config import EngineConfig, MediaLimits
 from bireme.disagg import DisaggregatedParams
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import Capacity, EngineRequest, Finish, TokenLogprobs
 from bireme.metrics import Registry
+from bireme.multimodal.wire import OpenedItem
 
 if TYPE_CHECKING:
     from bireme.multimodal.embedding_share import EmbeddingShare
     from bireme.multimodal.encoding import EncodeOutcome
 
 RequestKey = tuple[int, int]  # consumer, the consumer's number
+
+
+class AdmittedRequest(msgspec.Struct, frozen=True, eq=False):
+    """A request that has passed the gate (child/validate.py): an engine checks only what it alone can tell."""
+
+    request: EngineRequest  # its sampling's max_tokens and min_tokens are resolved
+    ids: npt.NDArray[np.int32]  # CPU 1D: prompt and resumed tokens, of the vocabulary; encode_only: none
+    params: DisaggregatedParams | None = None  # opened; generation_only has them, and they belong to this prompt
+    pictures: tuple[OpenedItem, ...] = ()  # opened, in the order of positions
+    digest: str = ""  # binds disaggregated_params to their prompt; context_and_generation has none
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt, without resumed ones."""
+        return len(self.ids) - self.request.num_resumed
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens to generate at the most, resumed ones among them."""
+        assert self.request.sampling.max_tokens is not None, "the gate resolves it"
+        return self.request.sampling.max_tokens
 
 
 @dataclass(slots=True)
@@ -38,7 +64,7 @@ class StepOutput:
     logprobs: list[TokenLogprobs] | None = None  # one entry a token
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish: Finish | None = None
-    exported: DisaggregatedParams | None = None  # context_only, with its finish; the worker signs it
+    exported: DisaggregatedParams | None = None  # context_only, with its finish; the worker adds the digest, signs it
     encoded: EncodeOutcome | None = None  # encode_only, with its finish; the worker signs its handles
 
 
@@ -69,7 +95,7 @@ class EngineProgress:
 class Engine(Protocol):
     def start(self, emit: Emit) -> Capacity: ...
 
-    def submit(self, key: RequestKey, request: EngineRequest, disaggregated: DisaggregatedParams | None) -> None:
+    def submit(self, key: RequestKey, admitted: AdmittedRequest) -> None:
         """Queue it. Raises ResourceExhaustedError when the queue is full, RequestError when it can never run."""
 
     def abort(self, key: RequestKey) -> None: ...

@@ -56,20 +56,8 @@ class Sampler(Generic[Key]):
         self._rows: dict[Key, Row] = {}
 
     def check(self, params: SamplingParams, eos_ids: Sequence[int] = ()) -> None:
-        """Raise RequestError for what only the model's vocabulary and this process's plug-ins can tell."""
-        self._check_ids(params)
+        """Raise RequestError for what only this process's plug-ins can tell."""
         self._processors(params, "check", 0, eos_ids)
-
-    def _check_ids(self, params: SamplingParams) -> None:
-        ids = {
-            "logit_bias": params.logit_bias,
-            "bad_token_ids": [token for sequence in params.bad_token_ids for token in sequence],
-            "stop_token_ids": params.stop_token_ids,
-        }
-        for name, tokens in ids.items():
-            wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
-            if wrong is not None:
-                raise RequestError(f"{name}: token id {wrong} is not in the vocabulary, 0 to {self._vocab_size - 1}")
 
     def add(
         self,
@@ -82,9 +70,8 @@ class Sampler(Generic[Key]):
     ) -> None:
         """Start a sequence, or restart it after a preemption. Raises RequestError as `check` does.
 
-        `guidance` has taken `output_ids` already, and is the sampler's from now on.
+        The ids in `params` are of the vocabulary. `guidance` has taken `output_ids` already, and is the sampler's now.
         """
-        self._check_ids(params)
         processors = self._processors(params, str(key), len(prompt_ids), eos_ids)
         self._rows[key] = Row(params, prompt_ids, output_ids, eos_ids, self._vocab_size, processors, guidance)
 

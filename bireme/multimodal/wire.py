@@ -7,7 +7,6 @@ expanded prompt each picture stands, with a handle for each that is to be comput
 
     encode job, encode answer    msgpack, in EngineRequest.multimodal and Finish.encoded
     multimodal                   JSON (the tensor of that name), EngineRequest.multimodal
-    opened items                 msgpack: the same once the engine process has checked it
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Multimodal(msgspec.Struct, frozen=True, kw_only=True):
     items: tuple[MediaItem, ...]
 
 
-class OpenedItem(msgspec.Struct, frozen=True, array_like=True):
+class OpenedItem(msgspec.Struct, frozen=True):
     """A MediaItem whose handle has been checked and opened."""
 
     hash: str
@@ -97,7 +96,6 @@ _json = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
 _decode_multimodal = msgspec.json.Decoder(Multimodal).decode
 _decode_handle = msgspec.json.Decoder(EmbeddingHandle).decode
-_decode_opened = msgspec.msgpack.Decoder(tuple[OpenedItem, ...]).decode
 _decode_job = msgspec.msgpack.Decoder(EncodeJob).decode
 _decode_answer = msgspec.msgpack.Decoder(EncodeAnswer).decode
 _decode_answer_json = msgspec.json.Decoder(EncodeAnswer).decode
@@ -168,14 +166,6 @@ def open_multimodal(blob: bytes, key: bytes) -> tuple[OpenedItem, ...]:
         raise RequestError(f"multimodal: {len(request.items)} items; at most {MAX_ITEMS}")
     opened = [_open_item(at, item, key) for at, item in enumerate(request.items)]
     return tuple(sorted(opened, key=lambda item: item.position))
-
-
-def pack_opened(items: tuple[OpenedItem, ...]) -> bytes:
-    return _pack(items)
-
-
-def unpack_opened(blob: bytes | None) -> tuple[OpenedItem, ...]:
-    return _decode_opened(blob) if blob else ()
 
 
 def identity_of(items: tuple[OpenedItem, ...]) -> bytes:

@@ -81,7 +81,7 @@ def test_a_runtime_that_a_backend_does_not_have_is_told_at_the_start(make_engine
 
 def test_what_would_end_the_worker_is_refused_before_it(make_engine, profile):
     alone, overlapped = make_engine(), make_engine(disable_overlap_scheduler=False, **APART)
-    with pytest.raises(RequestError, match="request_type: context_only; this engine has no cache transceiver"):
+    with pytest.raises(RequestError, match="request_type: context_only, but this worker moves no KV"):
         alone.ask(request_type="context_only")
     if profile == "1.2.1":
         with pytest.raises(RequestError, match="can't prefill alone beside its overlap scheduler"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
 
+import msgspec
 import pytest
 
 from bireme.engines.trtllm import lifecycle
@@ -175,6 +177,8 @@ def test_what_tensorrt_llm_refuses_ends_that_request_alone(make_engine, monkeypa
 
 def test_a_request_error_while_it_runs_ends_that_request_alone(make_engine):
     harness = make_engine(kv_cache_config={"max_tokens": 256})
+    unlimited = msgspec.structs.replace(harness.capacity, max_seq_len=1 << 20, num_blocks=0)
+    harness.gate = dataclasses.replace(harness.gate, capacity=unlimited)
     for _ in range(5):  # more in a row than look like a fault of the engine's
         finish = harness.ask(PROMPT * 4).wait()
         assert finish.error.startswith("INTERNAL: TensorRT-LLM: Prompt length (320) exceeds maximum input length")

@@ -7,14 +7,12 @@ import re
 
 import pytest
 
-from bireme.config import Limits
-from bireme.engines.child.validate import Gate
 from bireme.engines.trtllm import iterations as iterations_module
 from bireme.engines.trtllm import loading
-from bireme.errors import ConfigError, NotFoundError, RequestError
+from bireme.errors import ConfigError, RequestError
 from bireme.kv import hashing
 from bireme.kv.events import BlocksStored
-from bireme.messages import EngineRequest, ProcessorCall, SamplingParams
+from bireme.messages import ProcessorCall
 from bireme.metrics import Registry
 from bireme.text.tokenizer import load_tokenizer
 from tests.contract.trtllm_harness import PROMPT, UNSET
@@ -113,7 +111,7 @@ def test_an_adapter_is_named_by_its_folder(make_engine, tmp_path):
     harness.tokens(lora_name="chemist")
     given = last_call(harness)["lora_request"]
     assert (given.lora_name, given.lora_int_id, given.lora_path) == ("chemist", 2, str(tmp_path / "chemist"))
-    with pytest.raises(NotFoundError, match="lora_config.lora_dir has poet, chemist"):
+    with pytest.raises(RequestError, match="no adapter 'nobody'; this worker has poet, chemist"):
         harness.ask(lora_name="nobody")
 
 
@@ -375,8 +373,5 @@ def test_a_buffer_without_reuse_is_refused_before_the_load(make_engine):
 
 
 def test_max_input_len_is_enforced_at_the_gate(make_engine):
-    harness = make_engine(max_input_len=50)
-    gate = Gate("decode", harness.capacity, Limits(), b"k" * 32, max_input_len=harness.config.max_input_len)
-    request = EngineRequest(prompt=b"\1\0\0\0" * 60, sampling=SamplingParams(max_tokens=1))
     with pytest.raises(RequestError, match="60 tokens; max_input_len is 50"):
-        gate.admit(request)
+        make_engine(max_input_len=50).ask([1] * 60)

@@ -6,18 +6,21 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from bireme import llm_args
-from bireme.config import EngineConfig
+from bireme.config import EngineConfig, Limits
 from bireme.conversion import convert, keys_of
-from bireme.disagg import DisaggregatedParams
+from bireme.disagg import DisaggregatedParams, seal
 from bireme.engines.base import EngineContext, StepOutput
+from bireme.engines.child.validate import Gate
 from bireme.engines.trtllm.engine import TrtllmEngine
 from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs
 from bireme.metrics import Registry
 
 PROMPT = list(range(400, 480))
+KEY = b"k" * 32
 UNSET = object()  # instead of a value of the harness' own
 
 
@@ -31,6 +34,7 @@ class Answer:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.digest = ""
         self.tokens: list[int] = []
         self.deltas: list[StepOutput] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -49,7 +53,9 @@ class Answer:
             self.has_tokens.set()
         if delta.finish is not None:
             assert self.finish is None, "a request ends once"
-            self.finish, self.exported = delta.finish, delta.exported
+            self.finish = delta.finish
+            if delta.exported is not None:
+                self.exported = msgspec.structs.replace(delta.exported, prompt_digest=self.digest)
             self._has_ended.set()
 
     def wait(self, timeout_s: float = 60.0) -> Finish:
@@ -74,6 +80,8 @@ class Harness:
         )
         self.engine = TrtllmEngine(self.context, die=self._die)
         self.capacity = self.engine.start(self._emit)
+        has_transfer = self.config.cache_transceiver_config.backend is not None
+        self.gate = Gate("", self.capacity, Limits(), KEY, has_transfer, self.config.max_input_len)
 
     @property
     def llm(self) -> Any:
@@ -88,7 +96,11 @@ class Harness:
         self._count += 1
         answer = self._answers[self._count] = Answer(self._count)
         request = EngineRequest(prompt=data, sampling=sampling, **request_fields)
-        self.engine.submit((0, self._count), request, params)
+        if params is not None:
+            request = msgspec.structs.replace(request, disaggregated_params=seal(params, KEY))
+        admitted = self.gate.admit(request)
+        answer.digest = admitted.digest
+        self.engine.submit((0, self._count), admitted)
         return answer
 
     def tokens(self, *args: Any, **kwargs: Any) -> list[int]:

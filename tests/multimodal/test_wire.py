@@ -9,10 +9,8 @@ from bireme.multimodal.wire import (
     identity_of,
     open_handle,
     open_multimodal,
-    pack_opened,
     peek_handle,
     seal_handle,
-    unpack_opened,
 )
 
 KEY = b"k" * 32
@@ -75,11 +73,6 @@ def test_a_handle_serves_the_picture_that_it_was_made_for(changes):
 def test_a_malformed_request_says_what_is_wrong(blob, message):
     with pytest.raises(RequestError, match=message):
         open_multimodal(blob, KEY)
-
-
-def test_opened_items_survive_the_way_into_the_engine():
-    items = opened(item(), item(position=20, handle=None))
-    assert unpack_opened(pack_opened(items)) == items and unpack_opened(None) == ()
 
 
 def test_the_identity_is_of_pictures_and_places_not_of_handles():

@@ -30,7 +30,7 @@ ROWS = (
 ENGINES = PACKAGE / "engines"
 # The same inside engines/: strictly downwards, so that no two folders import each other.
 ENGINE_ROWS = (
-    ("base", "config", "digests"),
+    ("base", "config"),
     ("stub",),
     ("child",),
     ("logits", "video"),

@@ -105,9 +105,7 @@ class StepEncoder:
 
     def _sign(self, delta: StepOutput, finish: Finish, record: Record) -> Finish:
         if delta.exported is not None:
-            exported = delta.exported
-            if not exported.prompt_digest:
-                exported = msgspec.structs.replace(exported, prompt_digest=record.digest)
+            exported = msgspec.structs.replace(delta.exported, prompt_digest=record.digest)
             finish.disaggregated_params = disagg.seal(exported, self._key)
         if delta.encoded is not None:
             finish.encoded = seal_outcome(delta.encoded, self._key)

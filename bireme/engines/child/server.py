@@ -22,7 +22,6 @@ from bireme.engines.child.columns import StepEncoder
 from bireme.engines.child.io_thread import IoThread
 from bireme.engines.child.ledger import Ledger
 from bireme.engines.child.validate import Gate
-from bireme.engines.digests import request_digest
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
@@ -170,16 +169,13 @@ class EngineServer:
         try:
             service = self._check_service(life)
             self._check_number(key)
-            request, params = service.gate.admit(submit.request)
+            admitted = service.gate.admit(submit.request)
         except BiremeError as error:
             self._refuse(key, error)
             return
-        digest = ""
-        if request.request_type == "context_only":
-            digest = request_digest(request)
-        self._ledger.enter(key, digest)
+        self._ledger.enter(key, admitted.digest)
         try:
-            service.engine.submit(key, request, params)
+            service.engine.submit(key, admitted)
         except BiremeError as error:
             self._ledger.leave(key)
             self._refuse(key, error)

@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from bireme import disagg
 from bireme.config import Limits
-from bireme.engines.digests import request_digest
+from bireme.engines.base import AdmittedRequest
 from bireme.errors import RequestError
 from bireme.guides import parse_guide
 from bireme.messages import Capacity, EngineRequest, SamplingParams
-from bireme.multimodal.wire import OpenedItem, open_multimodal, pack_opened
+from bireme.multimodal.wire import OpenedItem, identity_of, open_multimodal
 from bireme.parameters import PARAMETERS, Parameter
 
 MAX_SALT_CHARACTERS = 1024
@@ -46,20 +46,25 @@ class Gate:
         held = self.capacity.num_blocks * self.capacity.tokens_per_block
         return min(self.capacity.max_seq_len, held) if held else self.capacity.max_seq_len
 
-    def admit(self, request: EngineRequest) -> tuple[EngineRequest, disagg.DisaggregatedParams | None]:
-        """Return the request with its lengths resolved, and its opened params. Raises RequestError."""
+    def admit(self, request: EngineRequest) -> AdmittedRequest:
+        """Check everything that the engine need not be asked about, and open what is sealed. Raises RequestError."""
         if request.request_type == "encode_only" or not self.capacity.vocab_size:
-            return self._admit_encode(request), None
-        num_prompt = self._check_prompt(request)
+            return AdmittedRequest(self._admit_encode(request), np.zeros(0, np.int32))
+        ids = self._prompt_ids(request)
         self._check_request(request)
-        request = self._open_pictures(request, num_prompt - request.num_resumed)
+        pictures = self._open_pictures(request, ids[: len(ids) - request.num_resumed])
         check_sampling(request.sampling, self.capacity.vocab_size, self.limits)
-        sampling = self._resolve_lengths(request, num_prompt)
-        params = self._open_params(request, num_prompt)
-        return msgspec.structs.replace(request, sampling=sampling), params
+        sampling = self._resolve_lengths(request, len(ids) - request.num_resumed)
+        self._check_type(request)
+        digest = ""
+        if request.request_type != "context_and_generation":
+            media = identity_of(pictures)
+            digest = disagg.prompt_digest(request.prompt, request.cache_salt, request.lora_name, media)
+        params = self._open_params(request.disaggregated_params, len(ids), digest)
+        return AdmittedRequest(msgspec.structs.replace(request, sampling=sampling), ids, params, pictures, digest)
 
-    def _check_prompt(self, request: EngineRequest) -> int:
-        """Return the number of prompt tokens, resumed ones included."""
+    def _prompt_ids(self, request: EngineRequest) -> npt.NDArray[np.int32]:
+        """Return the prompt's ids, resumed ones included."""
         if len(request.prompt) % 4:
             raise RequestError(f"prompt: {len(request.prompt)} bytes; int32 ids take a multiple of 4")
         ids = np.frombuffer(request.prompt, "<i4")
@@ -76,7 +81,7 @@ class Gate:
                 f"prompt: token id {ids[at]} at position {at};"
                 f" ids of this model are 0 to {self.capacity.vocab_size - 1}"
             )
-        return len(ids)
+        return ids
 
     def _check_length(self, num_prompt: int, num_own: int) -> None:
         if num_prompt >= self.context:
@@ -101,7 +106,8 @@ class Gate:
                 f"cache_salt: {len(request.cache_salt)} characters; the limit is {MAX_SALT_CHARACTERS}; send a digest"
             )
         if request.lora_name and request.lora_name not in self.capacity.lora_names:
-            raise RequestError(f"lora_name: no adapter {request.lora_name[:100]!r}; this worker has none, leave it out")
+            known = ", ".join(self.capacity.lora_names) or "none, leave it out"
+            raise RequestError(f"lora_name: no adapter {request.lora_name[:100]!r}; this worker has {known}")
 
     def _admit_encode(self, request: EngineRequest) -> EngineRequest:
         if request.request_type != "encode_only":
@@ -112,26 +118,26 @@ class Gate:
             raise RequestError(f"timeout_ms: {request.timeout_ms}; 0 (none) or more")
         return request
 
-    def _open_pictures(self, request: EngineRequest, num_own: int) -> EngineRequest:
-        """Return the request with its pictures checked against the prompt and their handles opened."""
+    def _open_pictures(self, request: EngineRequest, prompt: npt.NDArray[np.int32]) -> tuple[OpenedItem, ...]:
+        """Return the pictures, checked against the prompt, with their handles opened."""
         placeholder = self.capacity.image_token_id
         if placeholder is None:
             if request.multimodal is not None:
                 raise RequestError("multimodal: this worker's model takes text only; leave it out")
-            return request
+            return ()
         items = open_multimodal(request.multimodal, self.key) if request.multimodal is not None else ()
-        _check_places(items, np.frombuffer(request.prompt, "<i4")[:num_own] == placeholder)
+        _check_places(items, prompt == placeholder)
         if request.request_type != "generation_only" and any(item.handle is None for item in items):
             raise RequestError(
                 "multimodal: a picture without handle; only generation_only, whose KV comes from prefill, has none"
             )
-        return msgspec.structs.replace(request, multimodal=pack_opened(items) if items else None)
+        return items
 
     def _resolve_lengths(self, request: EngineRequest, num_prompt: int) -> SamplingParams:
         asked, limit = request.sampling.max_tokens, self.limits.max_tokens
         if asked is not None and limit is not None and asked > limit:
             raise RequestError(f"max_tokens: {asked}; limits.max_tokens is {limit}; ask for less or raise it")
-        left = self.context - (num_prompt - request.num_resumed)
+        left = self.context - num_prompt
         granted = min(value for value in (asked, limit, left) if value is not None)
         if granted <= request.num_resumed:
             raise RequestError(
@@ -144,21 +150,18 @@ class Gate:
             min_tokens = min(min_tokens, granted)
         return msgspec.structs.replace(request.sampling, max_tokens=granted, min_tokens=min_tokens)
 
-    def _open_params(self, request: EngineRequest, num_prompt: int) -> disagg.DisaggregatedParams | None:
-        self._check_type(request)
-        if request.disaggregated_params is None:
+    def _open_params(self, blob: bytes | None, num_tokens: int, digest: str) -> disagg.DisaggregatedParams | None:
+        if blob is None:
             return None
-        params = disagg.unseal(request.disaggregated_params, self.key)
+        params = disagg.unseal(blob, self.key)
         if params.request_type != "generation_only":
             raise RequestError(f"disaggregated_params: made for {params.request_type}, not for generation_only")
-        digest = request_digest(request)
-        if params.num_tokens != num_prompt or (params.prompt_digest and params.prompt_digest != digest):
+        if params.num_tokens != num_tokens or params.prompt_digest != digest:
             raise RequestError(
                 "disaggregated_params: they belong to another prompt, cache_salt or lora_name;"
                 " send what prefill was sent"
             )
-        vocab_size = self.capacity.vocab_size
-        _check_ids("disaggregated_params.first_gen_tokens", params.first_gen_tokens, vocab_size)
+        _check_ids("disaggregated_params.first_gen_tokens", params.first_gen_tokens, self.capacity.vocab_size)
         return params
 
     def _check_type(self, request: EngineRequest) -> None:

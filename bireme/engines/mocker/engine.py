@@ -17,7 +17,15 @@ import time
 from collections.abc import Callable
 
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Emit, EngineContext, EngineProgress, PlainTokens, RequestKey, StepOutput
+from bireme.engines.base import (
+    AdmittedRequest,
+    Emit,
+    EngineContext,
+    EngineProgress,
+    PlainTokens,
+    RequestKey,
+    StepOutput,
+)
 from bireme.engines.child.step_log import StepLog
 from bireme.engines.mocker.blocks import Holding, MockBlockPool
 from bireme.engines.mocker.metrics import MockMetrics
@@ -34,7 +42,7 @@ from bireme.errors import (
     to_message,
 )
 from bireme.kv.transfer.base import Lease
-from bireme.messages import Capacity, EngineRequest, Finish, FinishReason
+from bireme.messages import Capacity, Finish, FinishReason
 
 logger = logging.getLogger("bireme.engine")
 MAX_BATCH_SIZE = 1024
@@ -99,8 +107,8 @@ class MockEngine:
             dtype="int32",
         )
 
-    def submit(self, key: RequestKey, request: EngineRequest, disaggregated: DisaggregatedParams | None) -> None:
-        if request.sampling.guided_decoding is not None:
+    def submit(self, key: RequestKey, admitted: AdmittedRequest) -> None:
+        if admitted.request.sampling.guided_decoding is not None:
             raise RequestError("guided_decoding: the mocker does not choose its tokens; leave it out")
         with self._lock:
             if self._is_draining:
@@ -113,7 +121,7 @@ class MockEngine:
             self._num_queued += 1
             self._num_submitted += 1
             order = self._num_submitted
-        sequence = MockSequence(key, request, disaggregated, self._ids, order)
+        sequence = MockSequence(key, admitted, self._ids, order)
         self._inbox.put(lambda: self._enqueue(sequence))
 
     def abort(self, key: RequestKey) -> None:
@@ -190,15 +198,6 @@ class MockEngine:
             action()
 
     def _enqueue(self, sequence: MockSequence) -> None:
-        needed = self._pool.blocks_for(sequence.num_total)
-        if needed > self._pool.num_blocks:
-            error = RequestError(
-                f"max_tokens: prompt and answer take {needed} KV blocks; the pool has {self._pool.num_blocks};"
-                " ask for less or raise kv_cache_config.max_tokens"
-            )
-            self._leave_queue()
-            self._end(sequence, "error", error)
-            return
         if self._context.config.kv_cache_config.enable_block_reuse:
             salt = f"{sequence.request.cache_salt}\0{sequence.request.lora_name}"
             sequence.block_keys = self._pool.keys(sequence.request.prompt, salt)

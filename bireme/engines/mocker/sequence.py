@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
+from dataclasses import InitVar, dataclass, field
 
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import RequestKey
+from bireme.engines.base import AdmittedRequest, RequestKey
 from bireme.engines.mocker.blocks import Holding
 from bireme.engines.mocker.rows import MockKvRows
 from bireme.engines.mocker.tokens import Ids, prompt_digest, tokens_at
@@ -31,10 +28,12 @@ class MockSequenceStatus(enum.Enum):
 @dataclass(slots=True, eq=False)
 class MockSequence:
     key: RequestKey
-    request: EngineRequest
-    params: DisaggregatedParams | None
+    admitted: InitVar[AdmittedRequest]
     ids: Ids  # what tokens are chosen from
     order: int
+    request: EngineRequest = field(init=False)
+    params: DisaggregatedParams | None = field(init=False)
+    prompt_ids: Ids = field(init=False)  # with resumed tokens
     state: MockSequenceStatus = MockSequenceStatus.WAITING
     holding: Holding | None = None
     block_keys: list[bytes] = field(default_factory=list)
@@ -51,19 +50,20 @@ class MockSequence:
     num_generated: int = 0  # delivered, resumed ones included
     digest: int = 0
     num_prompt: int = 0  # with resumed tokens
-    max_tokens: int = 0
+    max_tokens: int = 0  # resumed ones among them
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
     plain_until: int = 0  # generated tokens after the first one and before this one are all that is wanted of it
     _ahead: list[int] = field(default_factory=list)
     _ahead_at: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, admitted: AdmittedRequest) -> None:
+        self.request, self.params, self.prompt_ids = admitted.request, admitted.params, admitted.ids
         sampling = self.request.sampling
-        self.num_prompt = len(self.request.prompt) // 4
+        self.num_prompt = len(admitted.ids)
         self.num_generated = self.request.num_resumed
-        self.digest = prompt_digest(self.request.prompt[: len(self.request.prompt) - 4 * self.num_generated])
-        self.max_tokens = sampling.max_tokens or 0
+        self.digest = prompt_digest(self.request.prompt[: 4 * admitted.num_prompt])
+        self.max_tokens = admitted.max_tokens
         self.min_tokens = sampling.min_tokens or 0
         stops = set(sampling.stop_token_ids)
         if sampling.end_id is not None and not sampling.ignore_eos:
@@ -87,10 +87,6 @@ class MockSequence:
         if self.request.request_type == "context_only":
             return self.num_prompt
         return self.num_prompt - self.request.num_resumed + self.max_tokens
-
-    @property
-    def prompt_ids(self) -> npt.NDArray[np.int32]:
-        return np.frombuffer(self.request.prompt, "<i4")
 
     def next_token(self) -> int:
         """Return the token after those delivered; the caller counts it when it is delivered."""

@@ -94,12 +94,8 @@ class EngineCore:
         self._num_added += 1
         sequence.number = self._num_added
         self._sequences[sequence.key] = sequence
-        if sequence.num_output >= sequence.max_tokens:
-            # A migrated request that had all its tokens and lost only its end.
-            self._finish(sequence, "length", StepOutput(sequence.key))
-            return
         if sequence.request.request_type == "context_only":
-            assert self._parts.exporter is not None, "admission lets no context_only through without a transfer"
+            assert self._parts.exporter is not None, "the gate lets no context_only through without a transfer"
             self._parts.exporter.reserve(sequence)
         self._watch(sequence)
         if sequence.pictures is not None and sequence.pictures.is_to_be_computed:

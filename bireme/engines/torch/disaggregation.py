@@ -11,7 +11,6 @@ from functools import partial
 
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey
-from bireme.engines.digests import request_digest
 from bireme.engines.torch.kv_store import KvStore
 from bireme.engines.torch.sequence import Sequence
 from bireme.errors import BiremeError
@@ -66,7 +65,6 @@ class TorchExporter:
             first_gen_tokens=(token,),
             first_gen_log_probs=(logprobs,) if logprobs is not None else None,
             ctx_request_id=sequence.key[1],
-            prompt_digest=request_digest(sequence.request),
             prefill_ms=usage.prefill_ms,
             queue_ms=usage.queue_ms,
             cached_tokens=usage.cached_tokens,

@@ -8,13 +8,12 @@ import time
 
 import torch
 
-from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Emit, EngineContext, EngineProgress, RequestKey, StepOutput
+from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey, StepOutput
 from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, open_checkpoint
 from bireme.engines.torch.picture_encoder import PictureEncoder
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.vision_tower import load_vision_tower
-from bireme.errors import BiremeError, ConfigError, RequestError, UnavailableError, to_message
+from bireme.errors import BiremeError, ConfigError, UnavailableError, to_message
 from bireme.messages import Capacity, EngineRequest, Finish, FinishReason, Usage
 from bireme.multimodal.encoding import EncodeOutcome, EncoderService
 from bireme.multimodal.model_config import picture_model
@@ -51,13 +50,11 @@ class EncoderEngine:
         logger.info("encoder_loaded model=%s parameters=%d load_s=%.1f", checkpoint.name, num_parameters, load_s)
         return capacity_of(context, checkpoint, encoder, load_s)
 
-    def submit(self, key: RequestKey, request: EngineRequest, disaggregated: DisaggregatedParams | None) -> None:
-        if request.request_type != "encode_only":
-            raise RequestError(f"request_type: {request.request_type}; an encoder takes encode_only")
+    def submit(self, key: RequestKey, admitted: AdmittedRequest) -> None:
         assert self._jobs is not None
         if self._is_draining:
             raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
-        self._jobs.submit(key, request)
+        self._jobs.submit(key, admitted.request)
 
     def abort(self, key: RequestKey) -> None:
         assert self._jobs is not None

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Emit, EngineContext, EngineProgress, RequestKey
+from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey
 from bireme.engines.torch.core import BrokenEngineError, EngineCore
 from bireme.engines.torch.loading import LoadedEngine
 from bireme.engines.torch.sequence import Sequence
@@ -61,14 +60,14 @@ class TorchEngine:
         self._thread.start()
         return self._loaded.capacity
 
-    def submit(self, key: RequestKey, request: EngineRequest, disaggregated: DisaggregatedParams | None) -> None:
+    def submit(self, key: RequestKey, admitted: AdmittedRequest) -> None:
         loaded = self._loaded
         assert loaded is not None, "start first"
-        if request.request_type == "encode_only":
-            self._encode(key, request)
+        if admitted.request.request_type == "encode_only":
+            self._encode(key, admitted.request)
             return
         self._check_open(loaded)  # before the costly check
-        sequence = loaded.admission.admit(key, request, disaggregated)
+        sequence = loaded.admission.admit(key, admitted)
         with self._wake:
             self._check_open(loaded)
             self._num_submitted += 1

@@ -50,7 +50,6 @@ class TorchGuides:
             raise RequestError("ignore_eos: with guided_decoding the guide says where the answer ends; leave it out")
         if not eos_ids:
             raise RequestError("guided_decoding: the model has no end-of-sequence id; send end_id")
-        parse_guide(sampling.guided_decoding, _ANY_SIZE)
 
     def prepare(self, request: Request, eos_ids: Sequence[int], done: Done) -> None:
         """Compile the request's guide and give it its guidance; then `done` is posted, with any error."""

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from bireme.kv.hashing import MediaSpan
 from bireme.kv.transfer.base import Fetch
-from bireme.messages import EngineRequest
 from bireme.multimodal.mrope import Positions, rope_positions
-from bireme.multimodal.wire import OpenedItem, unpack_opened
+from bireme.multimodal.wire import OpenedItem
 
 
 @dataclass(slots=True, eq=False)
@@ -58,9 +57,8 @@ class SequencePictures:
         return int(self.rope[:, -1].max()) + 1 - self.rope.shape[1]
 
 
-def pictures_of(request: EngineRequest, num_prompt: int, merge_size: int) -> SequencePictures | None:
+def pictures_of(items: tuple[OpenedItem, ...], num_prompt: int, merge_size: int) -> SequencePictures | None:
     """Return None for a request without pictures."""
-    items = unpack_opened(request.multimodal)
     if not items:
         return None
     rope = rope_positions(num_prompt, items, merge_size) if merge_size else None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bireme.errors import ConfigError, NotFoundError
+from bireme.errors import ConfigError
 
 
 class Adapters:
@@ -28,9 +28,6 @@ class Adapters:
         return tuple(self._paths)
 
     def request(self, name: str) -> Any:
-        """Return TensorRT-LLM's LoRARequest. Raises NotFoundError."""
-        if name not in self._paths:
-            known = ", ".join(self._paths) or "none"
-            raise NotFoundError(f"lora_name: no adapter {name[:100]!r}; lora_config.lora_dir has {known}")
+        """Return TensorRT-LLM's LoRARequest."""
         number, folder = self._paths[name]
         return self._request(name, number, folder)

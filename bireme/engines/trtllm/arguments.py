@@ -69,10 +69,6 @@ class Arguments:
         return not self.values.get("disable_overlap_scheduler")
 
     @property
-    def has_transceiver(self) -> bool:
-        return self.block("cache_transceiver_config").get("backend") is not None
-
-    @property
     def transfer_timeout_ms(self) -> int:
         return int(self.block("cache_transceiver_config").get("kv_transfer_timeout_ms") or KV_TRANSFER_TIMEOUT_MS)
 

@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Emit, EngineContext, EngineProgress, RequestKey
+from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey
 from bireme.engines.trtllm import lifecycle, processes
 from bireme.engines.trtllm.loading import Loaded, load, measured
 from bireme.engines.trtllm.requests import Requests
 from bireme.errors import ResourceExhaustedError, UnavailableError
 from bireme.kv.events import KvEvent
-from bireme.messages import Capacity, EngineRequest
+from bireme.messages import Capacity
 
 logger = logging.getLogger("bireme.engines.trtllm")
 
@@ -61,11 +60,11 @@ class TrtllmEngine:
         self._health.start()
         return loaded.capacity
 
-    def submit(self, key: RequestKey, request: EngineRequest, disaggregated: DisaggregatedParams | None) -> None:
+    def submit(self, key: RequestKey, admitted: AdmittedRequest) -> None:
         loaded, requests = self._loaded, self._requests
         assert loaded is not None and requests is not None, "start first"
         self._check_open(loaded, requests)
-        run = loaded.planner.plan(key, request, disaggregated)
+        run = loaded.planner.plan(key, admitted)
         requests.num_submitted += 1
         self._loop.call_soon_threadsafe(requests.begin, run)
 

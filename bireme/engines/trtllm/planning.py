@@ -10,10 +10,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import RequestKey
+from bireme.engines.base import AdmittedRequest, RequestKey
 from bireme.engines.trtllm import disaggregation
 from bireme.engines.trtllm.adapters import Adapters
 from bireme.engines.trtllm.api import Api
@@ -61,9 +59,10 @@ class Planner:
         self._claims = Claims()
         self._is_priority_told = False
 
-    def plan(self, key: RequestKey, request: EngineRequest, params: DisaggregatedParams | None) -> Run:
-        """Raises RequestError, or NotFoundError for an adapter or an export that is not there."""
-        prompt: list[int] = np.frombuffer(request.prompt, "<i4").tolist()  # Python's integers: numpy's are refused
+    def plan(self, key: RequestKey, admitted: AdmittedRequest) -> Run:
+        """Raises RequestError, or NotFoundError for an export that is not there."""
+        request, params = admitted.request, admitted.params
+        prompt: list[int] = admitted.ids.tolist()  # Python's integers: numpy's are refused
         kind = self._kind(request)
         self._check(request, prompt, kind)
         self._check_logprobs(request, kind)
@@ -89,8 +88,11 @@ class Planner:
 
     def _check(self, request: EngineRequest, prompt: list[int], kind: str) -> None:
         arguments = self._arguments
-        if kind != "context_and_generation":
-            self._check_disaggregated(kind)
+        if kind == "context_only" and arguments.has_overlap and not self._api.overlaps_prefill:
+            raise RequestError(  # TensorRT-LLM would not refuse it: it ends its worker, with every request
+                f"request_type: {kind}; TensorRT-LLM {self._api.version} can't prefill alone beside its overlap"
+                " scheduler; set disable_overlap_scheduler: true, or send it to a prefill worker"
+            )
         if (
             len(prompt) > arguments.max_num_tokens
             and not arguments.values.get("enable_chunked_prefill")
@@ -108,19 +110,6 @@ class Planner:
         if request.sampling.prompt_logprobs is not None and request.request_type == "generation_only":
             raise RequestError(
                 "prompt_logprobs: prefill makes them, and its answer has them; leave it out of generation_only"
-            )
-
-    def _check_disaggregated(self, kind: str) -> None:
-        """TensorRT-LLM would not refuse these: they end its worker, with every request."""
-        if not self._arguments.has_transceiver:
-            raise RequestError(
-                f"request_type: {kind}; this engine has no cache transceiver; set cache_transceiver_config.backend, or"
-                " send context_and_generation"
-            )
-        if kind == "context_only" and self._arguments.has_overlap and not self._api.overlaps_prefill:
-            raise RequestError(
-                f"request_type: {kind}; TensorRT-LLM {self._api.version} can't prefill alone beside its overlap"
-                " scheduler; set disable_overlap_scheduler: true, or send it to a prefill worker"
             )
 
     def _check_logprobs(self, request: EngineRequest, kind: str) -> None:

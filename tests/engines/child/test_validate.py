@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import pytest
 
 from bireme import disagg
@@ -36,30 +35,30 @@ def params_for(request, **fields) -> bytes:
 
 
 def test_unset_max_tokens_is_what_is_left_of_the_context():
-    request, _ = gate().admit(make_request(max_tokens=None))
-    assert request.sampling.max_tokens == 128 - len(PROMPT)
+    admitted = gate().admit(make_request(max_tokens=None))
+    assert admitted.max_tokens == 128 - len(PROMPT)
 
 
 def test_huge_max_tokens_is_clamped_to_the_context():
-    request, _ = gate().admit(make_request(max_tokens=1 << 40))
-    assert request.sampling.max_tokens == 128 - len(PROMPT)
+    admitted = gate().admit(make_request(max_tokens=1 << 40))
+    assert admitted.max_tokens == 128 - len(PROMPT)
 
 
 def test_a_small_pool_limits_the_context():
     small = msgspec.structs.replace(CAPACITY, num_blocks=2)
-    request, _ = Gate("decode", small, Limits(), KEY).admit(make_request(max_tokens=None))
-    assert request.sampling.max_tokens == 64 - len(PROMPT)
+    admitted = Gate("decode", small, Limits(), KEY).admit(make_request(max_tokens=None))
+    assert admitted.max_tokens == 64 - len(PROMPT)
 
 
 def test_resumed_tokens_count_as_generated():
-    request, _ = gate().admit(make_request(max_tokens=None, num_resumed=10))
-    assert request.sampling.max_tokens == 128 - len(PROMPT) + 10
+    admitted = gate().admit(make_request(max_tokens=None, num_resumed=10))
+    assert admitted.max_tokens == 128 - len(PROMPT) + 10
 
 
 def test_min_tokens_follows_a_clamped_max_tokens():
     sampling = SamplingParams(max_tokens=500, min_tokens=400)
-    request, _ = gate().admit(make_request(sampling=sampling))
-    assert request.sampling.min_tokens == request.sampling.max_tokens == 78
+    admitted = gate().admit(make_request(sampling=sampling))
+    assert admitted.request.sampling.min_tokens == admitted.max_tokens == 78
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_the_recipes_limits_are_errors_not_clamps():
         gate(limits=limits).admit(make_request([1], 11))
     with pytest.raises(RequestError, match="prompt: 50 tokens; limits.max_prompt_tokens is 20"):
         gate(limits=limits).admit(make_request())
-    assert gate(limits=limits).admit(make_request([1], None))[0].sampling.max_tokens == 10
+    assert gate(limits=limits).admit(make_request([1], None)).max_tokens == 10
     with pytest.raises(RequestError, match="max_input_len is 8"):
         gate(max_input_len=8).admit(make_request())
 
@@ -144,7 +143,7 @@ def test_an_unknown_adapter_is_refused():
 def test_signed_params_of_the_same_prompt_are_opened():
     request = make_request(request_type="generation_only")
     request = msgspec.structs.replace(request, disaggregated_params=params_for(request, first_gen_tokens=(5,)))
-    _, params = gate().admit(request)
+    params = gate().admit(request).params
     assert params is not None
     assert params.first_gen_tokens == (5,)
 
@@ -153,6 +152,7 @@ def test_signed_params_of_the_same_prompt_are_opened():
     ("fields", "text"),
     [
         ({"num_tokens": 7}, "they belong to another prompt"),
+        ({"prompt_digest": ""}, "they belong to another prompt"),
         ({"request_type": "context_only"}, "made for context_only"),
         ({"first_gen_tokens": (2000,)}, "first_gen_tokens: token id 2000"),
     ],
@@ -165,5 +165,20 @@ def test_params_that_do_not_fit_are_refused(fields, text):
 
 
 def test_ids_at_both_ends_of_the_vocabulary_pass():
-    request, _ = gate().admit(make_request([0, 1999]))
-    assert np.frombuffer(request.prompt, np.int32).tolist() == [0, 1999]
+    admitted = gate().admit(make_request([0, 1999]))
+    assert admitted.ids.tolist() == [0, 1999]
+
+
+def test_a_disaggregated_request_is_hashed_once_and_others_never(monkeypatch):
+    hashed = []
+    digest = disagg.prompt_digest
+    monkeypatch.setattr(disagg, "prompt_digest", lambda *parts: hashed.append(parts) or digest(*parts))
+    gate().admit(make_request())
+    assert hashed == []
+    admitted = gate("prefill").admit(make_request(request_type="context_only"))
+    assert admitted.digest == digest(admitted.request.prompt, "", "") and len(hashed) == 1
+
+
+def test_resumed_tokens_are_among_the_ids_and_not_of_the_prompt():
+    admitted = gate().admit(make_request(max_tokens=None, num_resumed=10))
+    assert (admitted.ids.tolist(), admitted.num_prompt) == (PROMPT, len(PROMPT) - 10)

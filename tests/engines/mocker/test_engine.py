@@ -9,8 +9,9 @@ from collections import defaultdict
 import msgspec
 import pytest
 
-from bireme.config import EngineConfig, KvCacheConfig, MockerConfig, SchedulerConfig
+from bireme.config import EngineConfig, KvCacheConfig, Limits, MockerConfig, SchedulerConfig
 from bireme.engines.base import EngineContext
+from bireme.engines.child.validate import Gate
 from bireme.engines.mocker.engine import MockEngine
 from bireme.engines.mocker.tokens import expected_tokens, plain_ids, printable_ids
 from bireme.engines.registry import create_engine
@@ -67,10 +68,15 @@ def start():
         engine.stop()
 
 
+def submit(engine, number: int, request) -> None:
+    """Submit what the gate makes of it, as the engine's process does."""
+    engine.submit((0, number), Gate("decode", engine.capacity, Limits(), b"k").admit(request))
+
+
 def test_tokens_depend_on_prompt_and_position_alone(start):
     engine, emitted, _ = start()
-    engine.submit((0, 1), make_request(max_tokens=300), None)
-    engine.submit((0, 2), make_request([*PROMPT, 5], 10), None)
+    submit(engine, 1, make_request(max_tokens=300))
+    submit(engine, 2, make_request([*PROMPT, 5], 10))
     assert emitted.finish_of(1).reason == emitted.finish_of(2).reason == "length"
     assert emitted.tokens[1] == expected_tokens(PROMPT, 300)
     assert emitted.tokens[2] == expected_tokens([*PROMPT, 5], 10)
@@ -86,7 +92,7 @@ def test_expected_tokens_are_stable_and_avoid_the_first_ids():
 
 def test_the_pace_does_not_drift(start):
     engine, emitted, _ = start(step_ms=2.0)
-    engine.submit((0, 1), make_request(max_tokens=100), None)
+    submit(engine, 1, make_request(max_tokens=100))
     emitted.finish_of(1)
     gaps = (emitted.times[-1] - emitted.times[0]) / 99
     assert gaps >= 0.0019  # never ahead of the model; how far behind depends on the machine
@@ -96,7 +102,7 @@ def test_a_stop_token_ends_the_answer_and_is_not_delivered(start):
     engine, emitted, _ = start()
     answer = expected_tokens(PROMPT, 20)
     sampling = SamplingParams(max_tokens=20, stop_token_ids=(answer[7],))
-    engine.submit((0, 1), make_request(sampling=sampling), None)
+    submit(engine, 1, make_request(sampling=sampling))
     finish = emitted.finish_of(1)
     assert (finish.reason, finish.stop_token_id) == ("stop", answer[7])
     assert emitted.tokens[1] == answer[:7]
@@ -106,14 +112,14 @@ def test_min_tokens_puts_the_stop_off(start):
     engine, emitted, _ = start()
     answer = expected_tokens(PROMPT, 20)
     sampling = SamplingParams(max_tokens=20, min_tokens=12, stop_token_ids=(answer[7],))
-    engine.submit((0, 1), make_request(sampling=sampling), None)
+    submit(engine, 1, make_request(sampling=sampling))
     assert emitted.finish_of(1).reason == "length"
 
 
 def test_log_probs_come_one_entry_a_token(start):
     engine, emitted, _ = start()
     sampling = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=0)
-    engine.submit((0, 1), make_request(sampling=sampling), None)
+    submit(engine, 1, make_request(sampling=sampling))
     emitted.finish_of(1)
     first = emitted.deltas[0]
     assert [entry[0][0] for entry in first.logprobs] == first.tokens
@@ -124,9 +130,9 @@ def test_log_probs_come_one_entry_a_token(start):
 def test_a_repeated_prompt_hits_the_prefix_cache(start):
     engine, emitted, _ = start(EngineConfig(kv_cache_config=KvCacheConfig(tokens_per_block=16)))
     for number in (1, 2):
-        engine.submit((0, number), make_request(max_tokens=2), None)
+        submit(engine, number, make_request(max_tokens=2))
         emitted.finish_of(number)
-    engine.submit((0, 3), make_request(max_tokens=2, cache_salt="other"), None)
+    submit(engine, 3, make_request(max_tokens=2, cache_salt="other"))
     cached = [emitted.finish_of(number).usage.cached_tokens for number in (1, 2, 3)]
     assert cached == [0, 48, 0]
 
@@ -134,34 +140,34 @@ def test_a_repeated_prompt_hits_the_prefix_cache(start):
 def test_a_full_pool_makes_requests_wait(start):
     engine, emitted, _ = start(EngineConfig(kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=128)))
     for number in (1, 2, 3):
-        engine.submit((0, number), make_request([number] * 20, 60), None)
+        submit(engine, number, make_request([number] * 20, 60))
     for number in (1, 2, 3):
         assert emitted.finish_of(number).reason == "length"
     assert max(emitted.batches) == 1
 
 
-def test_a_request_larger_than_the_pool_is_refused(start):
+def test_a_request_that_fills_the_pool_is_served(start):
     engine, emitted, _ = start(EngineConfig(kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=128)))
-    engine.submit((0, 1), make_request(max_tokens=100), None)
-    assert "the pool has 8" in emitted.finish_of(1).error
+    submit(engine, 1, make_request(max_tokens=100))
+    assert emitted.finish_of(1).usage.completion_tokens == 128 - len(PROMPT)
 
 
 def test_a_full_queue_refuses_at_once(start):
     config = EngineConfig(max_batch_size=1, scheduler_config=SchedulerConfig(max_queue_size=2))
     engine, emitted, _ = start(config, step_ms=20.0)
-    engine.submit((0, 1), make_request(max_tokens=1000), None)
+    submit(engine, 1, make_request(max_tokens=1000))
     wait_for(lambda: emitted.tokens[1])
-    engine.submit((0, 2), make_request(), None)
-    engine.submit((0, 3), make_request(), None)
+    submit(engine, 2, make_request())
+    submit(engine, 3, make_request())
     with pytest.raises(ResourceExhaustedError, match="max_queue_size is 2"):
-        engine.submit((0, 4), make_request(), None)
+        submit(engine, 4, make_request())
 
 
 def test_a_queue_time_limit_and_a_deadline_end_requests(start):
     config = EngineConfig(max_batch_size=1, scheduler_config=SchedulerConfig(max_queue_time_s=0.05))
     engine, emitted, _ = start(config)
-    engine.submit((0, 1), make_request(max_tokens=100_000, timeout_ms=300), None)
-    engine.submit((0, 2), make_request(), None)
+    submit(engine, 1, make_request(max_tokens=100_000, timeout_ms=300))
+    submit(engine, 2, make_request())
     assert emitted.finish_of(2).error.startswith("DEADLINE_EXCEEDED: queue time")
     finish = emitted.finish_of(1)
     assert (finish.reason, finish.error.split(" have")[0]) == ("timeout", "DEADLINE_EXCEEDED: timeout_ms: 300")
@@ -169,17 +175,17 @@ def test_a_queue_time_limit_and_a_deadline_end_requests(start):
 
 def test_higher_priority_goes_first(start):
     engine, emitted, _ = start(EngineConfig(max_batch_size=1), step_ms=5.0)
-    engine.submit((0, 1), make_request(max_tokens=10), None)
+    submit(engine, 1, make_request(max_tokens=10))
     wait_for(lambda: emitted.tokens[1])
-    engine.submit((0, 2), make_request(max_tokens=1, priority=0.1), None)
-    engine.submit((0, 3), make_request(max_tokens=1, priority=0.9), None)
+    submit(engine, 2, make_request(max_tokens=1, priority=0.1))
+    submit(engine, 3, make_request(max_tokens=1, priority=0.9))
     emitted.finish_of(2)
     assert list(emitted.finishes) == [1, 3, 2]
 
 
 def test_a_long_prompt_is_prefilled_in_chunks(start):
     engine, emitted, _ = start(EngineConfig(max_num_tokens=16))
-    engine.submit((0, 1), make_request(max_tokens=1), None)
+    submit(engine, 1, make_request(max_tokens=1))
     emitted.finish_of(1)
     assert engine.progress().step == 4  # 50 tokens, 16 a step
 
@@ -187,7 +193,7 @@ def test_a_long_prompt_is_prefilled_in_chunks(start):
 def test_blocks_are_free_after_aborts(start):
     engine, emitted, metrics = start()
     for number in range(1, 20):
-        engine.submit((0, number), make_request([number] * 40, 10_000), None)
+        submit(engine, number, make_request([number] * 40, 10_000))
     wait_for(lambda: emitted.tokens[19])
     for number in range(1, 20):
         engine.abort((0, number))
@@ -200,12 +206,12 @@ def test_a_draining_engine_refuses(start):
     engine, _, _ = start()
     engine.drain()
     with pytest.raises(UnavailableError, match="draining"):
-        engine.submit((0, 1), make_request(), None)
+        submit(engine, 1, make_request())
 
 
 def test_as_fast_as_it_can_means_no_sleep(start):
     engine, emitted, _ = start(step_ms=0.0)
-    engine.submit((0, 1), make_request(max_tokens=5000), None)
+    submit(engine, 1, make_request(max_tokens=5000))
     emitted.finish_of(1)
     assert emitted.tokens[1] == expected_tokens(PROMPT, 5000)
 
@@ -213,11 +219,11 @@ def test_as_fast_as_it_can_means_no_sleep(start):
 def test_submits_from_many_threads_all_end(start):
     engine, emitted, _ = start(step_ms=0.0)
 
-    def submit(base: int) -> None:
+    def submit_many(base: int) -> None:
         for i in range(50):
-            engine.submit((0, base + i), make_request([base + i], 3), None)
+            submit(engine, base + i, make_request([base + i], 3))
 
-    threads = [threading.Thread(target=submit, args=(1000 * n,)) for n in range(1, 5)]
+    threads = [threading.Thread(target=submit_many, args=(1000 * n,)) for n in range(1, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -7,11 +7,9 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 from PIL import Image
 
-from bireme import disagg
 from bireme.config import EngineConfig, Limits
 from bireme.engines.base import EngineContext
 from bireme.engines.child.validate import Gate
@@ -31,9 +29,8 @@ from bireme.multimodal.wire import (
     encode_job,
     encode_multimodal,
 )
-from tests.engines.torch.torch_harness import Harness, Result, request
+from tests.engines.torch.torch_harness import KEY, Harness, Result, request
 
-KEY = b"k" * 32
 PLACEHOLDER = 5
 
 
@@ -55,6 +52,7 @@ class EncoderHarness(Harness):
         self.engine: Any = EncoderEngine(context)
         self.results = {}
         self.capacity = self.engine.start(self._emit)
+        self.gate = Gate("multimodal_encoder", self.capacity, Limits(), KEY)
 
 
 class Deployment:
@@ -130,10 +128,6 @@ class Deployment:
         assert result.finish.error == "", result.finish
         return result.tokens
 
-    def gate(self, name: str) -> Gate:
-        harness = self.engines[name]
-        return Gate(name, harness.capacity, Limits(), KEY, has_transfer=self.has_prefill)
-
     def num_leases(self) -> int:
         return sum(len(transfer.leases) for transfer in (*self.mm.members.values(), *self.kv.members.values()))
 
@@ -142,16 +136,8 @@ class Deployment:
         return sum(value for found, _, value in counters if found == name)
 
     def _submit(self, name: str, asked: EngineRequest, exported: Any = None) -> Result:
-        gate = self.gate(name)
-        if exported is not None:
-            asked = _with_params(asked, exported)
-        admitted, params = gate.admit(asked)
-        return self.engines[name].submit(admitted, params)
+        return self.engines[name].submit(asked, exported)
 
     def _share(self, name: str) -> EmbeddingShare:
         self.shares[name] = EmbeddingShare(self.mm.join(f"{name}-mm"), f"{name}-mm", 1)
         return self.shares[name]
-
-
-def _with_params(asked: EngineRequest, exported: Any) -> EngineRequest:
-    return msgspec.structs.replace(asked, disaggregated_params=disagg.seal(exported, KEY))

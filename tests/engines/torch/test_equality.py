@@ -98,14 +98,6 @@ def test_a_resumed_request_goes_on_as_if_undisturbed(tiny, name):
             assert engine.run(resumed) == [tokens[cut:] for tokens in expected]
 
 
-def test_a_resumed_request_that_was_complete_ends_at_once(tiny):
-    model = tiny("llama")
-    with Harness(model.path) as engine:
-        result = engine.submit(request([5, 6, *range(10, 14)], max_tokens=4, num_resumed=4))
-        assert (result.finish.reason, result.tokens) == ("length", [])
-        assert (result.finish.usage.prompt_tokens, result.finish.usage.completion_tokens) == (2, 4)
-
-
 def test_a_resumed_sampled_request_with_penalties_goes_on_exactly(tiny):
     model = tiny("llama")
     settings = {"temperature": 0.9, "seed": 7, "repetition_penalty": 1.3, "presence_penalty": 0.4, "top_p": 0.95}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from bireme.config import GuidedDecodingConfig
+from bireme.config import GuidedDecodingConfig, Limits
 from bireme.errors import RequestError
 from bireme.kv.transfer.fake import FakeNetwork
 from bireme.text.parsers import TOOLS
@@ -30,13 +30,14 @@ SCHEMA = {
     "required": ["kind", "size"],
     "additionalProperties": False,
 }
+ANY_SIZE = Limits(max_guide_bytes=1 << 31, max_guide_depth=1 << 31, max_bad_words=4096)
 pytestmark = pytest.mark.skipif(TOKENIZER is None, reason="models/tiny-llama is missing: make models")
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Harness]:
     config = GuidedDecodingConfig(compile_timeout_s=20, num_processes=1)
-    with Harness(str(MODEL), guided_decoding_config=config) as harness:
+    with Harness(str(MODEL), limits=ANY_SIZE, guided_decoding_config=config) as harness:
         yield harness
 
 
@@ -223,7 +224,7 @@ HOPELESS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", HOPELESS)
 def test_a_hopeless_guide_neither_ends_the_engine_nor_holds_others_up(name: str):
     config = GuidedDecodingConfig(compile_timeout_s=1.5, num_processes=1)
-    with Harness(str(MODEL), guided_decoding_config=config, max_seq_len=512) as engine:
+    with Harness(str(MODEL), limits=ANY_SIZE, guided_decoding_config=config, max_seq_len=512) as engine:
         expected = engine.run([request(PROMPT, 8)])[0]
         hopeless = engine.submit(guided(HOPELESS[name], 64))
         gaps = []
@@ -243,7 +244,7 @@ def test_a_schema_deeper_than_python_s_stack_is_refused(engine: Harness):
 
 def test_an_abort_reaches_a_request_whose_guide_is_being_compiled():
     config = GuidedDecodingConfig(num_processes=1)
-    with Harness(str(MODEL), guided_decoding_config=config) as engine:
+    with Harness(str(MODEL), limits=ANY_SIZE, guided_decoding_config=config) as engine:
         waiting = engine.submit(guided(HOPELESS["huge_enum"]))
         late = engine.submit(guided({"regex": "a"}, timeout_ms=50))
         engine.abort(waiting)

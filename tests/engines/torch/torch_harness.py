@@ -1,4 +1,4 @@
-"""Drives a TorchEngine as the worker does: submits requests and collects what it emits."""
+"""Drives a TorchEngine as its process does: requests pass the gate, and what it emits is collected."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from bireme.config import CacheTransceiverConfig, EngineConfig, KvCacheConfig, SchedulerConfig
-from bireme.disagg import DisaggregatedParams
+from bireme.config import CacheTransceiverConfig, EngineConfig, KvCacheConfig, Limits, SchedulerConfig
+from bireme.disagg import DisaggregatedParams, seal
 from bireme.engines.base import EngineContext, StepOutput
+from bireme.engines.child.validate import Gate
 from bireme.engines.torch.engine import TorchEngine
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs
 from bireme.metrics import Registry
 
 WAIT_S = 60.0
+KEY = b"k" * 32
 
 
 @dataclass
 class Result:
+    digest: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -40,7 +44,8 @@ class Result:
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs or []
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
-        self.exported = delta.exported or self.exported
+        if delta.exported is not None:
+            self.exported = msgspec.structs.replace(delta.exported, prompt_digest=self.digest)
         self.encoded = delta.encoded or self.encoded
         if delta.tokens:
             self.has_tokens.set()
@@ -66,6 +71,7 @@ class Harness:
         worker: str = "decode",
         queue: dict[str, Any] | None = None,
         context: dict[str, Any] | None = None,
+        limits: Limits | None = None,
         **settings: Any,
     ) -> None:
         own = set(KvCacheConfig.__struct_fields__) - set(EngineConfig.__struct_fields__)
@@ -87,6 +93,7 @@ class Harness:
         )
         self.results: dict[tuple[int, int], Result] = {}
         self.capacity = self.engine.start(self._emit)
+        self.gate = Gate("", self.capacity, limits or Limits(), KEY, transfer is not None, config.max_input_len)
 
     def __enter__(self) -> Harness:
         return self
@@ -104,10 +111,13 @@ class Harness:
         return self.core._parts.manager
 
     def submit(self, what: EngineRequest, params: DisaggregatedParams | None = None) -> Result:
+        if params is not None:
+            what = msgspec.structs.replace(what, disaggregated_params=seal(params, KEY))
+        admitted = self.gate.admit(what)
         key = (0, len(self.results) + 1)
-        result = self.results[key] = Result()
+        result = self.results[key] = Result(admitted.digest)
         try:
-            self.engine.submit(key, what, params)
+            self.engine.submit(key, admitted)
         except Exception:
             del self.results[key]
             raise

@@ -51,7 +51,6 @@ def test_a_transfer_has_a_time_limit():
     assert complete(given).values["cache_transceiver_config"]["kv_transfer_timeout_ms"] == 60_000
     own = {"cache_transceiver_config": {"backend": "UCX", "kv_transfer_timeout_ms": 5}}
     assert complete(own).transfer_timeout_ms == 5
-    assert complete({"cache_transceiver_config": {"backend": None}}).has_transceiver is False
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "vllm"])
