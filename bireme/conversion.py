@@ -1,4 +1,4 @@
-"""Plain data to settings classes, and what an operator is told when it does not fit."""
+"""Plain data to settings classes, with errors for operators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def keys_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _explain(text: str, kind: type[msgspec.Struct], tree: Any) -> str:
-    """Put msgspec's message the way an operator needs it: key, value, what is allowed."""
+    """Explain msgspec's message to an operator: key, value, what is allowed."""
     text, _, path = text.partition(" - at `$")
     path = path.strip("`").lstrip(".")
     unknown = re.match(r"Object contains unknown field `(.+?)`", text)
@@ -80,7 +80,7 @@ def _value_at(tree: Any, path: str) -> Any:
 
 
 def _struct_at(kind: type[msgspec.Struct], where: str) -> type[msgspec.Struct]:
-    """Follow a path like workers[...].engine_config to the settings class there."""
+    """Return the settings class at a path like workers[...].engine_config."""
     for part in filter(None, where.replace("[...]", "").split(".")):
         name = part.split("[")[0]
         field = next((field for field in msgspec.structs.fields(kind) if field.encode_name == name), None)

@@ -1,7 +1,7 @@
 """DisaggregatedParams: what prefill hands to decode, signed so that clients can carry it but not make it.
 
-It names a worker, a lease and its generation, never an address: workers' addresses come from discovery.
-Wire form: base64url(JSON) + "." + base64url(HMAC-SHA256 of the first part), as ASCII bytes.
+It names a worker, a lease and its generation, never an address: workers' addresses come from discovery. Wire form:
+base64url(JSON) + "." + base64url(HMAC-SHA256 of the first part), as ASCII bytes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def sign(payload: bytes, key: bytes) -> bytes:
 
 
 def verify(name: str, blob: bytes, key: bytes, maker: str) -> bytes:
-    """Return what was signed. Raises RequestError, which begins with `name`; the check takes constant time."""
+    """Return the signed payload. Raises RequestError, which begins with `name`; the check takes constant time."""
     text, separator, signature = bytes(blob).rpartition(b".")
     if not separator or not hmac.compare_digest(signature, _signature(text, key)):
         raise RequestError(f"{name}: bad signature; pass on what this deployment's {maker} returned, unchanged")
@@ -87,7 +87,7 @@ def verify(name: str, blob: bytes, key: bytes, maker: str) -> bytes:
 def prompt_digest(prompt: bytes, cache_salt: str, lora_name: str, media: bytes = b"") -> str:
     """Return the digest that binds params to their prompt.
 
-    `prompt`: int32 little-endian ids; `media`: what stands for its pictures (multimodal/wire.py).
+    `prompt`: int32 little-endian ids; `media`: bytes that stand for its pictures (multimodal/wire.py).
     """
     digest = hashlib.sha256()
     for part in (prompt, cache_salt.encode(), lora_name.encode(), *([media] if media else [])):

@@ -1,4 +1,4 @@
-"""The kinds of engines, as facts: what everything that is no engine asks about one, instead of its name.
+"""The kinds of engines, as facts that other code asks for instead of an engine's name.
 
 A kind is an entry here and a package bireme/engines/<name>, from which engines/registry.py makes its engines.
 """
@@ -14,13 +14,13 @@ EngineName = Literal["torch", "trtllm", "mocker"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    needs_model: bool = True  # a model's files; without them it sees no pictures either
-    moves_own_kv: bool = False  # no `KvTransfer` of ours
+    needs_model: bool = True  # a model's files; without them it takes no pictures either
+    moves_own_kv: bool = False  # without our `KvTransfer`
     has_llm_args: bool = False  # its YAML holds TensorRT-LLM's arguments, which have checks of their own
     scores_prompts: bool = True  # log probabilities of the prompt's own tokens
-    modules: tuple[str, ...] = ()  # that its process imports
+    modules: tuple[str, ...] = ()  # imported by its process
     remedy: str = ""  # how to get these
-    video_modules: tuple[str, ...] = ()  # that it imports besides, to make videos
+    video_modules: tuple[str, ...] = ()  # imported besides, to make videos
     quick_config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # stage -> what serve.py --model sets
 
 

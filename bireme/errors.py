@@ -29,13 +29,13 @@ class BiremeError(Exception):
 
 
 class RequestError(BiremeError):
-    """The request cannot be served as it was asked."""
+    """The request cannot be served as given."""
 
     code = "INVALID_ARGUMENT"
 
 
 class NotFoundError(BiremeError):
-    """What the request names does not exist (any more)."""
+    """What the request names does not exist, or no longer."""
 
     code = "NOT_FOUND"
 
@@ -48,7 +48,7 @@ class ResourceExhaustedError(BiremeError):
 
 
 class UnavailableError(BiremeError):
-    """The worker that should serve this is not there now."""
+    """The worker that should serve this is not available now."""
 
     code = "UNAVAILABLE"
     retryable = True
@@ -59,7 +59,7 @@ class EngineLostError(UnavailableError):
 
 
 class KvTransferError(UnavailableError):
-    """The KV of a prefill did not reach decode: prefill, or what lies between the two, is at fault."""
+    """The KV of a prefill did not reach decode: prefill, or the transport, is at fault."""
 
 
 class DeadlineExceededError(BiremeError):
@@ -75,7 +75,7 @@ class RequestCancelledError(BiremeError):
 
 
 class ConfigError(BiremeError):
-    """A recipe, engine YAML or model folder can't be served as it stands."""
+    """A recipe, engine YAML or model folder can't be served."""
 
     code = "FAILED_PRECONDITION"
 
@@ -96,9 +96,9 @@ _BY_CODE: dict[str, type[BiremeError]] = {
 
 
 def drop_frames(error: BaseException) -> None:
-    """Called by whoever ends an error: answers it, or goes on in spite of it.
+    """Call it where an error is handled: answered, or ignored.
 
-    A task or future keeps its exception, the exception its traceback's frames, and a frame as a rule that very task
+    A task or future keeps its exception, the exception its traceback's frames, and a frame often that very task
     (asyncio.wait_for's own does on Python 3.11): the request with its body would stay until a collection.
     """
     open_ends: list[BaseException | None] = [error]
@@ -109,7 +109,7 @@ def drop_frames(error: BaseException) -> None:
             open_ends += [one.__cause__, one.__context__]
 
 
-# So that the difference to a worker that was not there, or refused, survives the wire.
+# A worker that was not there, and one that refused, must differ on the wire as well.
 _MARKS: dict[type[BiremeError], str] = {EngineLostError: "engine lost: ", KvTransferError: "KV transfer failed: "}
 
 
@@ -138,19 +138,19 @@ _GONE = ("not ready", "not healthy", "unknown model", "no available", "is not fo
 
 
 def find_error(message: str) -> BiremeError | None:
-    """Return the error whose `CODE: text` stands in what Triton or gRPC made of it, if one does."""
+    """Return the error whose `CODE: text` stands in a text of Triton's or gRPC's; None without one."""
     coded = _CODED.search(message)
     return from_message(coded.group()) if coded else None
 
 
 def parse_error(message: str) -> BiremeError:
-    """Return what an error text of Triton's says; a model that is not there is UNAVAILABLE."""
+    """Return the error of Triton's text; a missing model is UNAVAILABLE."""
     if (error := find_error(message)) is not None:
         return error
     return UnavailableError(message) if any(words in message for words in _GONE) else BiremeError(message)
 
 
 def one_line(error: BaseException, max_chars: int = 500) -> str:
-    """Return a foreign exception's text without line breaks: validators say the reason after the first one."""
+    """Return a foreign exception's text without line breaks: validators give the reason after the first one."""
     lines = (line.strip() for line in str(error).splitlines())
     return " ".join(filter(None, lines))[:max_chars] or type(error).__name__

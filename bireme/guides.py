@@ -1,4 +1,4 @@
-"""What `guided_decoding` may say: one guide, checked and in one canonical form. Knows no grammar library.
+"""The contents of `guided_decoding`: one guide, checked and in one canonical form. Knows no grammar library.
 
     {"json": SCHEMA}             a JSON schema, as an object or as its text
     {"json_object": true}        any JSON object
@@ -7,8 +7,8 @@
     {"choice": [TEXT, ...]}      exactly one of these
     {"structural_tag": TAG}      xgrammar's structural tags, as an object or as its text
 
-Beside it `"reasoning_end": TEXT` leaves everything up to and including this text free, whatever the model
-thinks there; white space after it is free as well. Then the guide holds.
+Beside it, `"reasoning_end": TEXT` leaves everything up to and including this text free, and white space after it. Then
+the guide holds.
 
 The entry and the engine both check with `parse_guide`: sizes and depth here, the meaning where it is compiled.
 """
@@ -76,7 +76,7 @@ def _text_of(kind: str, value: object, limits: Limits, where: str) -> str:
 
 
 def _json_text(value: object, limits: Limits, where: str) -> str:
-    """Return a schema or tag as JSON text; the order of its keys stays, it is the order of properties."""
+    """Return a schema or tag as JSON text; its keys keep their order, which is the order of properties."""
     if isinstance(value, str):
         _check_bytes(value, limits, where)
         try:
@@ -134,7 +134,7 @@ def _check_unicode(text: str, where: str) -> None:
 
 
 def _check_depth(tree: object, limits: Limits, where: str) -> None:
-    """Walk without recursion: the depth of what a client sends is not bounded by our stack."""
+    """Walk without recursion: a client's JSON may be deeper than our stack."""
     level, depth = [tree], 0
     while level:
         depth += 1

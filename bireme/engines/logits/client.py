@@ -1,8 +1,8 @@
 """The stub's side: jobs wait in a queue, one thread hands them to the child and keeps it alive.
 
-The child starts with the first job and ends after a while without any: a deployment that never uses the model
-pays nothing for it. The thread is the one that forks, because the child's death signal follows it. A job that
-kills or hangs the child fails alone; the next one gets a new child, with the back-off of every engine.
+The child starts with the first job and ends after a while without any: a deployment that never uses the model pays
+nothing for it. The thread forks the child, because the child's death signal follows the thread. A job that kills or
+hangs the child fails alone; the next one gets a new child, with the back-off of every engine.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LogitsClient:
         return future
 
     def stop(self) -> None:
-        """End the child; what waits ends with UNAVAILABLE. Harmless when called again."""
+        """End the child; what waits ends with UNAVAILABLE. May be called again."""
         with self._lock:
             self._is_stopped = True
             thread = self._thread
@@ -139,7 +139,7 @@ class LogitsClient:
             future.set_result(result)
 
     def _exchange(self, job: LogitsJob) -> bytes:
-        """Return the child's answer. Raises errors.py; a child that did not answer is gone afterwards."""
+        """Return the child's answer. Raises errors.py; after a missing answer the child is gone."""
         if self._stop.is_set():
             raise UnavailableError(_STOPPED)
         child = self._child or self._start_child()
@@ -232,7 +232,7 @@ class _Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> str:
-        """Reap it; a child that has ended already keeps its own way of ending."""
+        """Reap it; a child that has ended already keeps its own exit status."""
         self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return describe_exit(self.process.wait(0.2))

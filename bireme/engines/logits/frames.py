@@ -1,4 +1,4 @@
-"""What stub and child say to each other over their socket pair: length-prefixed msgpack, one answer a job."""
+"""Messages of stub and child over their socket pair: length-prefixed msgpack, one answer a job."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import msgspec
 from bireme.logits.application import LogitsJob
 
 _LENGTH = struct.Struct("<Q")
-_MAX_FRAME_BYTES = 8 << 30  # more is a stream out of step, not a job
+_MAX_FRAME_BYTES = 8 << 30  # more means a corrupt stream
 
 
 class LogitsReply(msgspec.Struct, frozen=True):
-    """The child's: logits, or an error in its wire form. The first of a life is empty: it is ready."""
+    """The child's answer: logits, or an error in its wire form. The first one is empty: it is ready."""
 
     logits: bytes = b""
     error: str = ""

@@ -1,4 +1,4 @@
-"""The child: `python -m bireme.engines.logits.worker --socket FD --parent PID`; started by the stub alone.
+"""The child: `python -m bireme.engines.logits.worker --socket FD --parent PID`; started only by the stub.
 
 It takes one job after the other from the inherited socket, and ends when the other side closes it.
 """

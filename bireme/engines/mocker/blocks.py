@@ -1,4 +1,4 @@
-"""The mocker's KV capacity: blocks counted as a real pool would, with a prefix cache, and no bytes in them."""
+"""The mocker's KV capacity: blocks counted as a real pool would, with a prefix cache, without bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Holding:
 
 
 class MockBlockPool:
-    """Owned by the engine's thread. Worst case is taken at admission, so nothing is ever evicted from a request."""
+    """Owned by the engine's thread. The worst case is taken at admission, so no request loses blocks."""
 
     def __init__(self, num_blocks: int, tokens_per_block: int, is_reusing: bool) -> None:
         self.num_blocks = num_blocks
@@ -65,7 +65,7 @@ class MockBlockPool:
         return Holding(list(shared), needed)
 
     def publish(self, holding: Holding, keys: list[bytes]) -> None:
-        """Make computed prompt blocks available to others; one that another request published first is shared."""
+        """Offer computed prompt blocks to others; one that another request published first is shared."""
         for key in keys[len(holding.shared) :]:
             self._cached.pop(key, None)
             self._references[key] = self._references.get(key, 0) + 1

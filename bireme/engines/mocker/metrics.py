@@ -24,7 +24,7 @@ class MockMetrics:
         self._metrics.add("bireme_cached_prompt_tokens_total", one.num_cached)
 
     def delivered(self, one: MockSequence) -> None:
-        """The first token is there."""
+        """The first token is delivered."""
         if not one.request.num_resumed:
             self._metrics.observe("bireme_time_to_first_token_seconds", one.first_token_at - one.arrived_at)
 
@@ -38,7 +38,7 @@ class MockMetrics:
             self._metrics.add("bireme_cancellations_total")
 
     def gaps(self, decoding: list[MockSequence], before: float, now: float) -> None:
-        """All have got a token now; those that were in the step before, which ended at `before`, also then."""
+        """All got a token now; those in the step before, which ended at `before`, also then."""
         fresh = [one.decode_at for one in decoding if one.decode_at > before]
         if len(decoding) > len(fresh):
             self._metrics.observe("bireme_inter_token_latency_seconds", now - before, times=len(decoding) - len(fresh))

@@ -1,8 +1,7 @@
 """The mocker's clock: steps end at absolute deadlines, so that their pace does not drift.
 
-It stands for a GPU, which keeps its pace while CPUs are busy. Where the kernel lets it (CAP_SYS_NICE) its
-thread is a real-time one: as an ordinary one it waited 2-6 ms for a CPU in every 30th step, beside the stubs of 256
-streams on two cores.
+It stands for a GPU, which keeps its pace while CPUs are busy. Where the kernel allows it (CAP_SYS_NICE) its thread is a
+real-time one: an ordinary one waited 2-6 ms for a CPU in every 30th step, beside the stubs of 256 streams on two cores.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Pace:
     def sharpen(self, step_ms: float) -> None:
         """Let this thread wake on time: the kernel's default slack of 50 us shows in every step.
 
-        Without a pace, or with one CPU, a real-time thread would leave the others nothing.
+        Without a pace, or with one CPU, a real-time thread would starve the others.
         """
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
         if step_ms > 0 and len(os.sched_getaffinity(0)) > 1:
@@ -43,7 +42,7 @@ class Pace:
         self._due_at = 0.0
 
     def step(self, began: float, duration_s: float) -> None:
-        """Sleep to the end of a step. Up to one step of lateness is caught up with, more is forgotten."""
+        """Sleep to the end of a step. Up to one step of lateness is made up, more is dropped."""
         self._due_at = max((self._due_at or began) + duration_s, began)
         left = self._due_at - time.monotonic()
         if left > _COARSE_S:

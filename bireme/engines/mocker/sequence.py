@@ -53,7 +53,7 @@ class MockSequence:
     max_tokens: int = 0  # resumed ones among them
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
-    plain_until: int = 0  # generated tokens after the first one and before this one are all that is wanted of it
+    plain_until: int = 0  # of the generated tokens after the first and before this one only the ids are wanted
     _ahead: list[int] = field(default_factory=list)
     _ahead_at: int = 0
 
@@ -98,7 +98,7 @@ class MockSequence:
         return self._ahead[at]
 
     def plain_token(self) -> int | None:
-        """Return and count the next token when there is nothing to say but the token itself; None otherwise."""
+        """Return and count the next token when only its id is wanted; None otherwise."""
         count = self.num_generated
         if not self.request.num_resumed < count < self.plain_until:
             return None

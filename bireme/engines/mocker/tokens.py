@@ -36,7 +36,7 @@ def prompt_digest(prompt: bytes) -> int:
 
 def tokens_at(digest: int, first: int, n: int, ids: Ids) -> list[int]:
     """Return generated tokens [first, first + n) of the prompt with this digest."""
-    x = np.arange(first + 1, first + n + 1, dtype=np.uint64) * GOLDEN + np.uint64(digest)  # wraps around, as meant
+    x = np.arange(first + 1, first + n + 1, dtype=np.uint64) * GOLDEN + np.uint64(digest)  # wraps around on purpose
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     x ^= x >> np.uint64(31)

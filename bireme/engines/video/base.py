@@ -1,9 +1,9 @@
-"""What every video engine does, inside the engine process.
+"""The interface of every video engine, inside the engine process.
 
 1. `start` loads and warms up; returns what the pipeline takes. Raises ConfigError with the remedy.
-2. `generate` does one piece of work, on the thread that called `start`; one at a time. It calls `on_step` after
-   each denoising step; when that raises, it stops there, frees what the work held and lets the exception through.
-   An engine that can't report steps says so in its facts; what is cancelled then ends with its work.
+2. `generate` does one piece of work, on the thread that called `start`; one at a time. It calls `on_step` after each
+  denoising step; when that raises, it stops there, frees what the work held and lets the exception through. An engine
+  that can't report steps says so in its facts; cancelled work then runs to its end.
 3. `stop` frees everything; also after a failed start.
 
 engines/registry.py makes it: `bireme.engines.<name>.create_video(context)`.
@@ -26,7 +26,7 @@ OnStep = Callable[[int], None]  # denoising steps done, of Generation.total_step
 
 
 class AbortedError(Exception):
-    """Raised by `on_step` when nobody wants the work any more."""
+    """Raised by `on_step` when the work was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)

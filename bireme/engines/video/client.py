@@ -1,7 +1,7 @@
-"""What a video stub holds of its engine: a bounded queue, and one piece of work at a time in the engine process.
+"""A video stub's engine: a bounded queue, and one piece of work at a time in the engine process.
 
-The queue is here, not in the engine: a process that dies takes only the work under way along (EngineLostError,
-which may be tried again), and what waits goes on with the next one. Sinks are called from any thread, quickly.
+The queue is here, not in the engine: a dying process loses only the current work (EngineLostError, which may be tried
+again), and what waits goes on with the next one. Sinks are called from any thread, quickly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bireme.video import wire
 
 
 class WorkSink(Protocol):
-    """Takes what becomes of one piece of work; exactly one of `made` and `failed` ends it. Must not raise."""
+    """Receives the progress of one piece of work; exactly one of `made` and `failed` ends it. Must not raise."""
 
     def queued(self, position: int) -> None:
         """`position` pieces of work go first."""
@@ -94,7 +94,7 @@ class VideoClient:
 
     @property
     def facts(self) -> wire.PipelineFacts:
-        """What the pipeline takes, also while its process is started again. Raises UnavailableError."""
+        """What the pipeline takes, also while its process is restarted. Raises UnavailableError."""
         if self._facts is None:
             raise UnavailableError(self._supervisor.state)
         return self._facts
@@ -111,7 +111,7 @@ class VideoClient:
         self._supervisor.start()
 
     def stop(self) -> None:
-        """End the engine process; all work ends with UNAVAILABLE. Harmless when called again."""
+        """End the engine process; all work ends with UNAVAILABLE. May be called again."""
         self._supervisor.stop()
         self._fail_all(UnavailableError(f"{self._worker} is stopping; try again"))
 
@@ -131,14 +131,14 @@ class VideoClient:
         return work.number
 
     def abort(self, number: int) -> None:
-        """Stop a piece of work: at once where it waits, after the step under way where it runs."""
+        """Stop a piece of work: at once where it waits, after the current step where it runs."""
         self._leave_queue(number, RequestCancelledError("the request was aborted"))
         with self._lock:
             if self._running is not None and self._running.number == number and self._life is not None:
                 self._send(self._life, wire.AbortDiffusion(self._life.number, number))
 
     def expire(self, number: int) -> None:
-        """End a piece of work that has waited for too long; nothing where it runs."""
+        """End a piece of work that has waited for too long; does nothing to a running one."""
         limit = self._config.max_queue_time_s
         self._leave_queue(
             number, DeadlineExceededError(f"not begun in {limit:g} s (video.max_queue_time_s); try later")
@@ -195,7 +195,7 @@ class VideoClient:
     # The queue
 
     def _advance(self) -> None:
-        """Hand the next piece of work to the engine when it is free; tell the others where they are."""
+        """Hand the next piece of work to the idle engine; tell the others their positions."""
         with self._lock:
             if self._running is None and self._life is not None and self._waiting:
                 work = self._running = self._waiting.popleft()

@@ -1,6 +1,6 @@
-"""Pipelines of diffusers as a video engine: the class is read from model_index.json, what it takes from the pipeline.
+"""Pipelines of diffusers as a video engine: the class is read from model_index.json, its arguments from the pipeline.
 
-Tested: Wan and LTX (video), Flux (pictures). Others that diffusers loads are accepted and named untested. Code of a
+Tested: Wan and LTX (video), Flux (pictures). Others that diffusers loads are accepted and logged as untested. Code of a
 checkpoint is never run, and weights are read from safetensors alone.
 """
 
@@ -23,7 +23,7 @@ from bireme.video.wire import DiffusionRequest, PipelineFacts
 logger = logging.getLogger("bireme.engine")
 TESTED = ("WanPipeline", "LTXPipeline", "FluxPipeline")
 INSTALL = "pip install -e .[video]"
-_SIZE_STEPS = {"WanPipeline": 16, "LTXPipeline": 32}  # what the classes insist on, whatever their autoencoder
+_SIZE_STEPS = {"WanPipeline": 16, "LTXPipeline": 32}  # required by the classes, whatever their autoencoder
 _FPS = {"LTXPipeline": 24, "CogVideoXPipeline": 8, "HunyuanVideoPipeline": 24, "MochiPipeline": 30}  # others: 16
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -57,7 +57,7 @@ class DiffusionEngine:
         return facts
 
     def generate(self, work: DiffusionRequest, on_step: OnStep) -> Frames:
-        """Pictures are made one after the other, each by its own seed: any of them can be made again alone."""
+        """Pictures are made one after the other, each by its own seed, so that each can be made again alone."""
         import torch
 
         try:
@@ -96,7 +96,7 @@ class DiffusionEngine:
         return to_frames(result.frames[0] if hasattr(result, "frames") else result.images)
 
     def _arguments(self, work: DiffusionRequest) -> dict[str, Any]:
-        """Return what the pipeline's call takes of the work."""
+        """Return the work as arguments of the pipeline's call."""
         offered = {
             "prompt": work.prompt,
             "negative_prompt": work.negative_prompt,
@@ -139,7 +139,7 @@ class DiffusionEngine:
         )
 
     def _warm_up(self, facts: PipelineFacts) -> None:
-        """Two steps at a small size: what is wrong with the model shows now, and kernels are compiled."""
+        """Two steps at a small size: a faulty model fails now, and kernels are compiled."""
         side = max(facts.width_step, 64 // facts.width_step * facts.width_step)
         frames = facts.frame_step + 1 if facts.is_video else 1
         work = DiffusionRequest(
@@ -212,7 +212,7 @@ def frame_step(pipeline: Any) -> int:
 
 
 def size_step(pipeline: Any, name: str) -> int:
-    """Return what width and height are multiples of: pixels of a latent times latents of a patch."""
+    """Return the divisor of width and height: pixels of a latent times latents of a patch."""
     names = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
     pixels = next((int(value) for found in names if (value := getattr(pipeline, found, None))), 8)
     patch = getattr(getattr(pipeline, "transformer", None), "config", {}).get("patch_size", 1)
@@ -224,7 +224,7 @@ def size_step(pipeline: Any, name: str) -> int:
 
 
 def to_frames(values: Any) -> Frames:
-    """Return uint8 of floats between 0 and 1, (T, H, W, 3). Raises BiremeError for what is no number."""
+    """Return floats between 0 and 1 as uint8, (T, H, W, 3). Raises BiremeError for NaN."""
     frames = np.asarray(values, np.float32)
     if not np.isfinite(frames).all():
         raise BiremeError("the pipeline made NaN or infinity; set dtype: float32 or bfloat16 in the engine's YAML")

@@ -1,4 +1,4 @@
-"""The engine process's side of the sockets: one IO thread that answers pings, also while a step is under way.
+"""The engine process's side of the sockets: one IO thread that answers pings, also during a step.
 
 Commands for the engine go into a queue that its thread reads; an abort takes effect at once, by number. No frame,
 however malformed, ends the process.
@@ -72,7 +72,7 @@ class EngineLink:
         self._io.close()
 
     def take(self, data: bytes) -> None:
-        """Obey a frame of the stub's."""
+        """Handle a frame of the stub's."""
         try:
             consumer, payload = split(data)
             if consumer == wire.VIDEO:

@@ -1,7 +1,7 @@
 """The life of a video engine process: IO thread first, then load and warm-up, hello, one piece of work at a time.
 
-Everything that the engine does happens on the main thread (CUDA contexts like it there).
-SIGTERM ends the work under way at its next step, and the process with it.
+The engine runs on the main thread, as CUDA contexts prefer. SIGTERM ends the current work at its next step, and then
+the process.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class VideoProcess:
         return wire.Made(number, parts, shape, seconds)
 
     def check(self, number: int) -> None:
-        """Raises AbortedError when the work is not wanted any more."""
+        """Raises AbortedError when the work was cancelled."""
         if self._is_stopping or self._link.is_aborted(number):
             raise AbortedError
 
@@ -128,7 +128,7 @@ class VideoProcess:
 
 
 class _Progress:
-    """Counts one work's steps, tells of them, and ends the work when it is aborted. An OnStep."""
+    """An OnStep: counts and reports one work's steps, and ends the work when it is aborted."""
 
     def __init__(self, process: VideoProcess, number: int, total: int) -> None:
         self._process, self._number, self._total = process, number, total
