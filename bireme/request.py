@@ -102,26 +102,22 @@ def _read(tensor: TensorSpec, array: Array) -> Any:
     kinds = {"BYTES": "OSU", "BOOL": "b", "FP32": "f"}.get(tensor.data_type, "iu")
     if array.dtype.kind not in kinds:
         raise RequestError(f"{tensor.name}: data type {array.dtype}; send {tensor.data_type}")
-    if tensor.dims == (1,):
-        if array.size != 1:
-            raise RequestError(f"{tensor.name}: shape {list(array.shape)}; send exactly one value, shape [1]")
-        return _scalar(tensor, array.reshape(-1)[0])
-    if array.ndim > 2 or (array.ndim == 2 and array.shape[0] != 1):
+    is_single = tensor.dims == (1,)
+    if is_single and array.size != 1:
+        raise RequestError(f"{tensor.name}: shape {list(array.shape)}; send exactly one value, shape [1]")
+    if not is_single and (array.ndim > 2 or (array.ndim == 2 and array.shape[0] != 1)):
         raise RequestError(f"{tensor.name}: shape {list(array.shape)}; send one row, shape [n]")
     flat = array.reshape(-1)
+    if tensor.kind == "array":
+        return flat
+    items = flat.tolist()
     if tensor.data_type == "BYTES":
-        return [_text(tensor.name, item) for item in flat]
-    return flat if tensor.name in _ID_TENSORS else flat.tolist()
+        items = [_bytes(item) if tensor.kind == "bytes" else _text(tensor.name, item) for item in items]
+    return items[0] if is_single else items
 
 
-_ID_TENSORS = frozenset({"input_ids", "resumed_output_ids", "commands", "engine_request"})
-_RAW = frozenset({"disaggregated_params", "multimodal", "subscribe", "consumer"})  # bytes, not text
-
-
-def _scalar(tensor: TensorSpec, item: Any) -> Any:
-    if tensor.name in _RAW:
-        return item if isinstance(item, bytes) else str(item).encode()
-    return _text(tensor.name, item) if tensor.data_type == "BYTES" else item.item()
+def _bytes(item: str | bytes) -> bytes:
+    return item.encode() if isinstance(item, str) else bytes(item)
 
 
 def _text(name: str, item: Any) -> str:

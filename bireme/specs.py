@@ -9,8 +9,11 @@ flags are vllm_backend's, so that clients of both work unchanged.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from bireme.parameters import PARAMETERS
+
+Kind = Literal["value", "bytes", "array"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,8 @@ class TensorSpec:
     data_type: str  # without Triton's TYPE_ prefix: BOOL, UINT8, INT32, INT64, UINT32, UINT64, FP16, FP32, BYTES
     dims: tuple[int, ...]  # -1 varies
     optional: bool = False
+    # what a stage gets of an input: a number, flag or text, or a list of them; BYTES that need not be text; numpy's own
+    kind: Kind = "value"
 
     @property
     def triton_type(self) -> str:
@@ -42,8 +47,8 @@ class ModelSpec:
         return self._inputs.get(name)
 
 
-def _in(name: str, data_type: str, dims: tuple[int, ...] = (1,)) -> TensorSpec:
-    return TensorSpec(name, data_type, dims, optional=True)
+def _in(name: str, data_type: str, dims: tuple[int, ...] = (1,), kind: Kind = "value") -> TensorSpec:
+    return TensorSpec(name, data_type, dims, optional=True, kind=kind)
 
 
 def _out(name: str, data_type: str, dims: tuple[int, ...] = (1,)) -> TensorSpec:
@@ -58,7 +63,7 @@ SAMPLING = tuple(
 )
 
 _REQUEST = (
-    _in("multimodal", "BYTES"),
+    _in("multimodal", "BYTES", kind="bytes"),
     _in("lora_name", "BYTES"),
     _in("cache_salt", "BYTES"),
     _in("request_id", "BYTES"),
@@ -81,11 +86,13 @@ TOKENIZER = ModelSpec(
 PREFILL = ModelSpec(
     "prefill",
     inputs=(
-        _in("input_ids", "INT32", (-1,)),
+        _in("input_ids", "INT32", (-1,), "array"),
         *SAMPLING,
         *_REQUEST,
-        _in("resumed_output_ids", "INT32", (-1,)),
-        _in("engine_request", "UINT8", (-1,)),  # msgpack EngineRequest, from pipelines: instead of all the others
+        _in("resumed_output_ids", "INT32", (-1,), "array"),
+        _in(
+            "engine_request", "UINT8", (-1,), "array"
+        ),  # msgpack EngineRequest, from pipelines: instead of all the others
     ),
     outputs=(
         _out("disaggregated_params", "BYTES"),
@@ -100,15 +107,15 @@ PREFILL = ModelSpec(
 DECODE = ModelSpec(
     "decode",
     inputs=(
-        _in("input_ids", "INT32", (-1,)),
+        _in("input_ids", "INT32", (-1,), "array"),
         *SAMPLING,
         *_REQUEST,
-        _in("disaggregated_params", "BYTES"),
-        _in("resumed_output_ids", "INT32", (-1,)),
+        _in("disaggregated_params", "BYTES", kind="bytes"),
+        _in("resumed_output_ids", "INT32", (-1,), "array"),
         # the token bus
-        _in("subscribe", "BYTES"),
-        _in("consumer", "BYTES"),
-        _in("commands", "UINT8", (-1,)),
+        _in("subscribe", "BYTES", kind="bytes"),
+        _in("consumer", "BYTES", kind="bytes"),
+        _in("commands", "UINT8", (-1,), "array"),
     ),
     outputs=(
         _out("output_ids", "INT32", (-1,)),
@@ -128,13 +135,15 @@ DECODE = ModelSpec(
 MULTIMODAL_ENCODER = ModelSpec(
     "multimodal_encoder",
     inputs=(
-        _in("images", "BYTES", (-1,)),
-        _in("embeddings", "BYTES"),
+        _in("images", "BYTES", (-1,), "bytes"),
+        _in("embeddings", "BYTES", kind="bytes"),
         _in("return_embeddings", "BOOL"),
         _in("request_id", "BYTES"),
         _in("abort", "BOOL"),
         _in("ping", "BOOL"),
-        _in("engine_request", "UINT8", (-1,)),  # msgpack EngineRequest, from pipelines: instead of all the others
+        _in(
+            "engine_request", "UINT8", (-1,), "array"
+        ),  # msgpack EngineRequest, from pipelines: instead of all the others
     ),
     outputs=(
         _out("embedding_handles", "BYTES"),
@@ -149,7 +158,7 @@ MULTIMODAL_ENCODER = ModelSpec(
 LOGITS_PROCESSOR = ModelSpec(
     "logits_processor",
     inputs=(
-        _in("input_ids", "INT32", (-1,)),  # histories of all rows, one after the other
+        _in("input_ids", "INT32", (-1,), "array"),  # histories of all rows, one after the other
         _in("input_lengths", "INT32", (-1,)),  # tokens of each row's history; needed for more than one row
         _in("num_prompt_tokens", "INT32", (-1,)),  # of each history: how many are the prompt; default 0
         _in("end_id", "INT32", (-1,)),  # end-of-sequence ids; default: the model's
@@ -193,7 +202,7 @@ VIDEO_DIFFUSION = ModelSpec(
 
 _TEXT_IN = (
     _in("text_input", "BYTES"),
-    _in("input_ids", "INT32", (-1,)),
+    _in("input_ids", "INT32", (-1,), "array"),
     *SAMPLING,
     _in("sampling_parameters", "BYTES"),
     _in("exclude_input_in_output", "BOOL"),

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 from bireme import specs
+from bireme.request import read_tensors
 from bireme.specs import MODELS, PIPELINES, STAGES
+from bireme.types import Inputs
 
 DATA_TYPES = {"INT32", "INT64", "UINT8", "UINT32", "UINT64", "FP16", "FP32", "BYTES", "BOOL"}
 
@@ -54,3 +57,16 @@ def test_sampling_means_the_same_in_every_model():
 def test_an_input_is_found_by_name():
     assert MODELS["decode"].input("top_k").data_type == "INT32"
     assert MODELS["decode"].input("nope") is None
+
+
+def test_numbers_that_are_no_text_are_read_as_arrays_and_bytes_as_bytes():
+    inputs = [tensor for spec in MODELS.values() for tensor in spec.inputs]
+    assert {tensor.data_type for tensor in inputs if tensor.kind == "bytes"} == {"BYTES"}
+    assert {tensor.data_type for tensor in inputs if tensor.kind == "array"} == {"INT32", "UINT8"}
+
+
+def test_an_input_is_read_as_its_spec_says():
+    images = read_tensors(Inputs({"images": np.array([b"\xff", b"a"], object)}), MODELS["multimodal_encoder"])
+    assert images == {"images": [b"\xff", b"a"]}
+    commands = read_tensors(Inputs({"commands": np.array([1], np.uint8)}), MODELS["decode"])["commands"]
+    assert isinstance(commands, np.ndarray)

@@ -8,7 +8,7 @@ fetches and decodes the pictures.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,9 +22,7 @@ from bireme.specs import MULTIMODAL_ENCODER, ModelSpec
 from bireme.stages.encoding import answer_json, run_encode
 from bireme.stages.engine_stage import EngineStage
 from bireme.stages.requests import StageRequest, parse_stage_request, request_id_of
-from bireme.types import Array, Cancelled, Inputs, Send, TensorResponse, Tensors, info_of
-
-_RAW = ("images", "embeddings")  # bytes that need not be text
+from bireme.types import Array, Cancelled, Send, TensorResponse, Tensors
 
 
 class MultimodalEncoder(EngineStage[EngineClient]):
@@ -36,8 +34,7 @@ class MultimodalEncoder(EngineStage[EngineClient]):
         super().__init__(EngineClient, engine)
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
-        plain = Inputs({name: array for name, array in inputs.items() if name not in _RAW}, info_of(inputs))
-        values = read_tensors(plain, self.spec)
+        values = read_tensors(inputs, self.spec)
         if values.get("ping"):
             return self._answer_ping(send)
         if values.get("abort"):
@@ -50,7 +47,7 @@ class MultimodalEncoder(EngineStage[EngineClient]):
     def _request(self, inputs: Tensors, values: Mapping[str, Any]) -> StageRequest:
         if "engine_request" in values:
             return parse_stage_request(values, inputs, self._context.recipe, lambda text: [])
-        job = EncodeJob(sources=_sources(inputs), inline=bool(values.get("return_embeddings")))
+        job = EncodeJob(sources=_sources(values), inline=bool(values.get("return_embeddings")))
         engine = EngineRequest(
             prompt=b"",
             sampling=SamplingParams(),
@@ -67,19 +64,15 @@ class MultimodalEncoder(EngineStage[EngineClient]):
         send(TensorResponse(_tensors(EncodeAnswer(pictures=()), False)))
 
 
-def _sources(inputs: Tensors) -> tuple[EncodeSource, ...]:
-    if ("images" in inputs) == ("embeddings" in inputs):
-        given = "both" if "images" in inputs else "neither"
+def _sources(values: Mapping[str, Any]) -> tuple[EncodeSource, ...]:
+    if ("images" in values) == ("embeddings" in values):
+        given = "both" if "images" in values else "neither"
         raise RequestError(f"{given} of images and embeddings were sent; send exactly one of them")
-    if "images" in inputs:
-        return tuple(EncodeSource("image", content) for content in _contents("images", inputs["images"]))
-    return tuple(EncodeSource("embeddings", content) for content in _contents("embeddings", inputs["embeddings"]))
-
-
-def _contents(name: str, array: Array) -> Sequence[bytes]:
-    if array.dtype.kind not in "OSU" or not array.size:
-        raise RequestError(f"{name}: {array.dtype} of shape {list(array.shape)}; send BYTES, at least one")
-    return [item.encode() if isinstance(item, str) else bytes(item) for item in array.reshape(-1).tolist()]
+    if "embeddings" in values:
+        return (EncodeSource("embeddings", values["embeddings"]),)
+    if not values["images"]:
+        raise RequestError("images: empty; send BYTES, at least one")
+    return tuple(EncodeSource("image", content) for content in values["images"])
 
 
 def _tensors(answer: EncodeAnswer, has_embeddings: bool) -> dict[str, Array]:
