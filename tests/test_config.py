@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ def plain_environment(monkeypatch):
 def write(tmp_path):
     """Write recipe.yaml (and engine YAMLs by name) and return the folder."""
 
-    def write(text: str | bytes | dict, **engines: str) -> Path:
+    def write(text, **engines):
         folder = tmp_path / "galley"
         folder.mkdir(exist_ok=True)
         if isinstance(text, dict):
@@ -41,7 +40,7 @@ def write(tmp_path):
     return write
 
 
-def disaggregated(prefill: dict | None = None, decode: dict | None = None, **more) -> dict:
+def disaggregated(prefill=None, decode=None, **more):
     """Return a recipe of both stages; the arguments are added to their engine configs."""
     workers = {
         name: {"engine": "mocker", "engine_config": READY | (own or {})}
@@ -50,7 +49,7 @@ def disaggregated(prefill: dict | None = None, decode: dict | None = None, **mor
     return {"workers": workers} | more
 
 
-def refusal(folder: Path, override: str = "") -> str:
+def refusal(folder, override=""):
     with pytest.raises(ConfigError) as caught:
         load_recipe(folder, override)
     return str(caught.value)

@@ -17,7 +17,7 @@ from bireme.errors import (
 )
 
 
-def tree(kind: type[BiremeError] = BiremeError) -> list[type[BiremeError]]:
+def tree(kind=BiremeError):
     return [kind, *(inner for child in kind.__subclasses__() for inner in tree(child))]
 
 

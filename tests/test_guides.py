@@ -13,7 +13,7 @@ from bireme.guides import parse_guide
 LIMITS = Limits(max_guide_bytes=1000, max_guide_depth=10, max_guide_choices=3)
 
 
-def deep(levels: int) -> Any:
+def deep(levels):
     tree: Any = {}
     for _ in range(levels):
         tree = {"a": tree}
@@ -61,7 +61,7 @@ def test_the_end_of_the_reasoning_does_not_change_the_grammar():
         ({"regex": "a", "reasoning_end": "x" * 257}, "at most 256 characters"),
     ],
 )
-def test_a_wrong_guide_is_refused_with_its_remedy(raw: Any, words: str):
+def test_a_wrong_guide_is_refused_with_its_remedy(raw, words):
     with pytest.raises(RequestError, match="guided_decoding") as caught:
         parse_guide(raw, LIMITS)
     assert words in str(caught.value)

@@ -92,7 +92,7 @@ def test_columns_of_different_length_are_an_error():
         list(Step(1, 2, [5, 6], [50]).deltas())
 
 
-def packed(*steps: Step) -> bytes:
+def packed(*steps):
     """Return them as a decode stub sends them."""
     return b"".join(messages.U32.pack(len(data)) + data for data in map(messages.encode, steps))
 

@@ -21,7 +21,7 @@ CHANGES = st.lists(
 )
 
 
-def change(registry: Registry, act: str, value: int) -> None:
+def change(registry, act, value):
     if act == "add":
         registry.add(COUNTER, value)
     elif act == "set":
@@ -85,11 +85,11 @@ def test_threads_lose_nothing():
     registry, merged = Registry("decode"), Registry("decode")
     stop = threading.Event()
 
-    def publish() -> None:
+    def publish():
         while not stop.is_set():
             merged.merge(registry.take_delta())
 
-    def hammer() -> None:
+    def hammer():
         for _ in range(5000):
             registry.add(COUNTER)
             registry.observe(HISTOGRAM, 0.5)

@@ -25,7 +25,7 @@ time.sleep(60)
 """
 
 
-def is_running(pid: int) -> bool:
+def is_running(pid):
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"

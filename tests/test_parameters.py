@@ -26,7 +26,7 @@ PLAYGROUND = Path(bireme.openai.__file__).parent / "playground" / "js" / "fields
 by_name = {"ids": lambda row: row.name}
 
 
-def fields_of(kind) -> set[str]:
+def fields_of(kind):
     return {field.encode_name for field in msgspec.structs.fields(kind)}
 
 

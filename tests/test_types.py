@@ -34,7 +34,7 @@ def test_no_callback_is_lost_or_doubled_when_threads_race():
     for _ in range(50):
         cancelled, calls, gate = Cancelled(), [], threading.Barrier(3)
 
-        def register(cancelled=cancelled, calls=calls, gate=gate) -> None:
+        def register(cancelled=cancelled, calls=calls, gate=gate):
             gate.wait()
             for _ in range(20):
                 cancelled.on_set(lambda: calls.append(1))

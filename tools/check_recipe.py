@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -61,7 +62,7 @@ def recipe_folders(path: Path) -> list[Path]:
     return sorted(entry.parent for entry in path.glob("*/recipe.yaml"))
 
 
-def is_error(warnings_count: bool):
+def is_error(warnings_count: bool) -> Callable[[Finding], bool]:
     return lambda finding: warnings_count or finding.severity == "error"
 
 

@@ -50,7 +50,9 @@ _decode = msgspec.json.Decoder(Answer).decode
 class OpenAIAnswers(HttpStreams):
     """`model` is the served name; a slow reader takes what has come only now and then."""
 
-    def __init__(self, target: str, model: str, *, is_chat: bool, is_streamed: bool, reads_slowly: bool = False):
+    def __init__(
+        self, target: str, model: str, *, is_chat: bool, is_streamed: bool, reads_slowly: bool = False
+    ) -> None:
         super().__init__(target, model)
         self._is_chat, self._is_streamed, self._reads_slowly = is_chat, is_streamed, reads_slowly
 

@@ -5,41 +5,45 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from benchmarks.load.workload import make_workload
+from benchmarks.load.workload import Workload, make_workload
 
 
-def answer_to(ids, num_tokens):
+def answer_to(ids: Sequence[int], num_tokens: int) -> list[int]:
     """Stand-in for the mocker: tokens that depend on the prompt and the place."""
     return [(sum(ids) + 7 * i) % 1000 for i in range(num_tokens)]
 
 
 @pytest.fixture
-def workload():
+def workload() -> Workload:
     return make_workload(answer_to, num_prompts=8, prompt_tokens=4, max_tokens=6, to_text=spell)
 
 
-def spell(ids):
+def spell(ids: Sequence[int]) -> str:
     return "".join(f"<{token}>" for token in ids)
 
 
 class FakeServer:
     """Streams the right answer, one token a response; `spoil` may change a request's list of responses."""
 
-    def __init__(self):
-        self.spoil = lambda tokens: tokens
+    def __init__(self) -> None:
+        self.spoil: Callable[[list[int]], list[int]] = lambda tokens: tokens
+        self.target = ""
         self.delay_s = 0.0
         self.cancelled = 0
 
-    def responses(self, ids, max_tokens):
+    def responses(self, ids: Sequence[int], max_tokens: int) -> list[tuple[int, bool]]:
         tokens = self.spoil(answer_to(ids, max_tokens))
         return [(token, i + 1 == len(tokens)) for i, token in enumerate(tokens)]
 
-    async def model_stream_infer(self, requests, context):
+    async def model_stream_infer(
+        self, requests: AsyncIterator[pb.ModelInferRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         try:
             async for request in requests:
                 inputs = {
@@ -53,7 +57,7 @@ class FakeServer:
             self.cancelled += 1
             raise
 
-    async def generate_stream(self, reader, writer):
+    async def generate_stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
             assert line.startswith(b"POST /v2/models/generate/generate_stream")
             head = await reader.readuntil(b"\r\n\r\n")
@@ -74,7 +78,7 @@ class FakeServer:
         writer.close()
 
 
-def infer_response(request_id, token, is_last):
+def infer_response(request_id: str, token: int, is_last: bool) -> pb.ModelInferResponse:
     text, reason = spell([token]).encode(), b"length" if is_last else b""
     tensors = {
         "output_ids": ("INT32", struct.pack("<i", token)),
@@ -93,7 +97,7 @@ def infer_response(request_id, token, is_last):
 
 
 @pytest.fixture
-async def grpc_server():
+async def grpc_server() -> AsyncIterator[FakeServer]:
     fake = FakeServer()
     server = grpc.aio.server()
     handler = grpc.stream_stream_rpc_method_handler(
@@ -108,7 +112,7 @@ async def grpc_server():
 
 
 @pytest.fixture
-async def http_server():
+async def http_server() -> AsyncIterator[FakeServer]:
     fake = FakeServer()
     server = await asyncio.start_server(fake.generate_stream, "127.0.0.1", 0)
     fake.target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

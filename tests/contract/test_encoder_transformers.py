@@ -28,14 +28,14 @@ TAKEN = {
 }
 
 
-def loaded_with(module: str) -> list[str]:
+def loaded_with(module):
     code = (
         f"import sys, {module}; print(*(name for name in sys.modules if name.startswith(('bireme.', 'transformers'))))"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
-def taken_of_transformers(module: str) -> set[str]:
+def taken_of_transformers(module):
     path = CHECKOUT / (module.replace(".", "/") + ".py")
     tree = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -71,7 +71,7 @@ def folders(tmp_path_factory):
     return made
 
 
-def facts(python: str, folders: list[Path]) -> dict:
+def facts(python, folders):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, stand_in_workers.STAND_IN)))}
     done = subprocess.run([python, PROGRAM, *folders], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,7 +10,7 @@ import pytest
 
 from bireme.config import EngineConfig
 from bireme.engines.registry import create_video_engine
-from bireme.engines.trtllm.visual_gen import VisualGenEngine, facts_of, params_of
+from bireme.engines.trtllm.visual_gen import facts_of, params_of
 from bireme.engines.video.base import AbortedError, VideoContext
 from bireme.errors import BiremeError, ConfigError, RequestError
 from bireme.video.wire import DiffusionRequest
@@ -34,7 +34,7 @@ def make(profile, model):
     """Return a maker of started engines."""
     made = []
 
-    def make(**yaml) -> VisualGenEngine:
+    def make(**yaml):
         engine = create_video_engine("trtllm", VideoContext("video_diffusion", model, EngineConfig(llm_args=yaml)))
         engine.facts = engine.start()
         made.append(engine)
@@ -100,7 +100,7 @@ def test_the_api_has_no_cancel(make):
 
 
 def test_what_nobody_wants_any_more_ends_after_its_work(make):
-    def gone(step: int) -> None:
+    def gone(step):
         raise AbortedError
 
     with pytest.raises(AbortedError):

@@ -14,7 +14,7 @@ from bireme.errors import ConfigError, NotFoundError
 RECORD = run.WorkerRecord(worker="decode", life=2, pid=7, transfer_endpoint="ipc:///run/x", tokens_per_block=32)
 
 
-def mode(path) -> int:
+def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -20,7 +19,7 @@ EXPRESSIONS = [target["expr"] for panel in GRAPHS for target in panel["targets"]
 RULES = yaml.safe_load((DOCKER / "prometheus" / "alerts.yaml").read_text())["groups"][0]["rules"]
 
 
-def metrics_of(expression: str) -> set[str]:
+def metrics_of(expression):
     """Return the metrics that an expression reads; a histogram's three series count as the histogram."""
     names = set(re.findall(r"\b(?:bireme|trtllm|nv|dynamo)_\w+", expression))
     return {name if name in TABLE else re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
@@ -74,7 +73,7 @@ def test_the_dashboard_s_data_source_is_the_provisioned_one():
 
 
 @pytest.mark.parametrize("file", sorted(DOCKER.glob("Dockerfile*")), ids=lambda file: file.name)
-def test_images_run_without_root_and_say_which_ports_they_use(file: Path):
+def test_images_run_without_root_and_say_which_ports_they_use(file):
     text = file.read_text()
     assert re.search(r"^USER 10001$", text, re.M) and re.search(r"^EXPOSE 8000 8001 8002 8003 9000$", text, re.M)
     assert re.search(r"^FROM \S+:\S+", text, re.M) and ":latest" not in text

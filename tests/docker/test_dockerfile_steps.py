@@ -17,7 +17,7 @@ STAND_IN = CHECKOUT / "tests" / "contract" / "stand_in" / "tensorrt_llm"
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_CONFIG_FILE": "/dev/null"}  # 0: no isolation
 
 
-def make_image(folder: Path, version: str = "1.2.1") -> Build:
+def make_image(folder, version="1.2.1"):
     """Return a build on an image whose Python is a virtual environment that has tensorrt_llm."""
     environment = folder / "opt" / "venv-tritonserver"
     site = make_environment(environment, sys._base_executable, without=("bireme", "editable", "tensorrt_llm"))

@@ -15,12 +15,12 @@ from bireme.kv.hashing import sequence_hashes
 SIZE = 4
 
 
-def manager(full: int = 16, window: int = 0, windowed: int = 16, events: EventBuffer | None = None) -> BlockManager:
+def manager(full=16, window=0, windowed=16, events=None):
     groups = [GroupSpec(0, full)] + ([GroupSpec(window, windowed)] if window else [])
     return BlockManager(groups, SIZE, model="m", events=events)
 
 
-def run(blocks: BlockManager, tokens: list[int], salt: str = "") -> tuple[BlockTable, int]:
+def run(blocks, tokens, salt=""):
     """Match, then compute the rest in one chunk."""
     table = blocks.open(cache_salt=salt)
     matched = blocks.match(table, tokens, len(tokens) - 1)
@@ -163,7 +163,7 @@ def test_a_full_event_buffer_drops_the_oldest_and_the_ids_tell():
 class Traffic(RuleBasedStateMachine):
     """Requests come, compute in chunks, decode and go; blocks stay accounted for whatever the order."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.events = EventBuffer(100_000)
         self.blocks = manager(full=12, window=6, windowed=9, events=self.events)
@@ -171,7 +171,7 @@ class Traffic(RuleBasedStateMachine):
         self.held: list[set[int]] = [set(), set()]
 
     @rule(start=st.integers(0, 2), length=st.integers(1, 30))
-    def arrive(self, start: int, length: int) -> None:
+    def arrive(self, start, length):
         tokens = list(range(start, start + length))
         table = self.blocks.open()
         matched = self.blocks.match(table, tokens, length - 1)
@@ -183,7 +183,7 @@ class Traffic(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0, 100), chunk=st.integers(1, 7))
-    def compute(self, pick: int, chunk: int) -> None:
+    def compute(self, pick, chunk):
         at = pick % len(self.live)
         table, tokens, computed = self.live[at]
         end = min(len(tokens), computed + chunk)
@@ -195,11 +195,11 @@ class Traffic(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0, 100))
-    def leave(self, pick: int) -> None:
+    def leave(self, pick):
         self.blocks.release(self.live.pop(pick % len(self.live))[0])
 
     @invariant()
-    def references_are_those_of_the_tables(self) -> None:
+    def references_are_those_of_the_tables(self):
         for group, pool in enumerate(self.blocks.pools):
             counts: dict[int, int] = {}
             for table, _, _ in self.live:
@@ -212,7 +212,7 @@ class Traffic(RuleBasedStateMachine):
             assert pool.num_available + pool.num_referenced == pool.num_blocks
 
     @invariant()
-    def visible_tokens_have_blocks(self) -> None:
+    def visible_tokens_have_blocks(self):
         for table, _, computed in self.live:
             for group in range(2):
                 first = self.blocks.first_visible(group, computed) // SIZE
@@ -220,14 +220,14 @@ class Traffic(RuleBasedStateMachine):
                 assert len(table.blocks[group]) * SIZE >= computed
 
     @invariant()
-    def promises_can_be_kept(self) -> None:
+    def promises_can_be_kept(self):
         assert all(self.blocks._room(group) >= 0 for group in range(2))
         assert self.blocks._promised == [
             sum(table.claim(group) - table.num_held(group) for table, _, _ in self.live) for group in range(2)
         ]
 
     @invariant()
-    def events_replayed_give_the_held_set(self) -> None:
+    def events_replayed_give_the_held_set(self):
         for event in self.events.drain():
             held = self.held[0 if event.window == 0 else 1]
             if isinstance(event, BlocksRemoved):

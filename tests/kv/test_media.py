@@ -10,22 +10,22 @@ SIZE = 4
 PROMPT = [1, 2, *[5] * 10, 3, 4, 6, 7]  # a picture at tokens 2 to 11
 
 
-def span(name: str, first: int = 2, last: int = 12) -> MediaSpan:
+def span(name, first=2, last=12):
     return MediaSpan(first, last, hashlib.sha256(name.encode()).digest())
 
 
-def manager(**settings) -> BlockManager:
+def manager(**settings):
     return BlockManager([GroupSpec(0, 64)], SIZE, **settings)
 
 
-def keep(blocks: BlockManager, *spans: MediaSpan, salt: str = "") -> None:
+def keep(blocks, *spans, salt=""):
     table = blocks.open("", salt, spans)
     blocks.grow(table, len(PROMPT), 0)
     blocks.commit(table, PROMPT, len(PROMPT))
     blocks.release(table)
 
 
-def found(blocks: BlockManager, *spans: MediaSpan, salt: str = "") -> int:
+def found(blocks, *spans, salt=""):
     return blocks.match(blocks.open("", salt, spans), PROMPT, len(PROMPT))
 
 

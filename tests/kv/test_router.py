@@ -12,7 +12,7 @@ REQUEST = RoutingRequest(np.array([1], np.int32))
 class Clock:
     now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 

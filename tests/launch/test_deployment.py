@@ -28,7 +28,7 @@ LIMIT_S = 60  # of any wait: a hang fails the test, the time itself is no claim
 class Served:
     """galley.py as a process, looked at from outside."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder, log):
         self.log = log
         self.before = leftovers()
         with log.open("wb") as stream:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +31,7 @@ class TritonPythonModel:
 CONFIG = 'backend: "python"\ninstance_group [{ kind: KIND_MODEL count: 1 }]\n'
 
 
-def make_repository(folder: Path, initialize: str = "pass", name: str = "echo") -> Path:
+def make_repository(folder, initialize="pass", name="echo"):
     version = folder / name / "1"
     version.mkdir(parents=True)
     (version / "model.py").write_text(MODEL % initialize)

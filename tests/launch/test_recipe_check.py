@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -27,20 +26,20 @@ RECIPES = (
 VALUES = st.sampled_from([None, True, 0, -1, 7, 0.5, "", "x", "8", [], [1], {}, {"a": 1}, "decode.yaml"])
 
 
-def read(name: str) -> dict[str, Any]:
+def read(name):
     """Return a recipe's files as trees by their names."""
     folder = CHECKOUT / "recipes" / name
     return {path.name: yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))}
 
 
-def paths_of(tree: Any, path: tuple = ()) -> list[tuple]:
+def paths_of(tree, path=()):
     inner = (
         [one for key, value in tree.items() for one in paths_of(value, (*path, key))] if isinstance(tree, dict) else []
     )
     return [path, *inner] if path else inner
 
 
-def change(tree: Any, path: tuple, value: Any, is_removal: bool) -> None:
+def change(tree, path, value, is_removal):
     *blocks, name = path
     for block in blocks:
         tree = tree[block]
@@ -50,7 +49,7 @@ def change(tree: Any, path: tuple, value: Any, is_removal: bool) -> None:
         tree[name] = copy.deepcopy(value)  # a later change may put something into it
 
 
-def write(folder: Path, files: dict[str, Any]) -> Path:
+def write(folder, files):
     for name, tree in files.items():
         (folder / name).write_text(yaml.safe_dump(tree))
     return folder

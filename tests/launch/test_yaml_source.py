@@ -10,7 +10,7 @@ from bireme.launch.yaml_source import Place, read_source
 
 @pytest.fixture
 def read(tmp_path):
-    def read(text: str, name: str = "a.yaml"):
+    def read(text, name="a.yaml"):
         (tmp_path / name).write_text(text)
         return read_source(tmp_path / name)
 

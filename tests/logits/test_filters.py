@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 SIZE = 3000
 
 
-def logits(seed, spread) -> torch.Tensor:
+def logits(seed, spread):
     values = torch.randn(1, SIZE, generator=torch.Generator().manual_seed(seed)) * spread
     return (values * 8).round() / 8 if seed % 2 else values  # with ties, as in bf16
 

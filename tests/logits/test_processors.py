@@ -18,7 +18,7 @@ def made(name, **args):
     return create([ProcessorCall(name, args)], context)[0]
 
 
-def logits(seed) -> torch.Tensor:
+def logits(seed):
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 

@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 VOCAB, PROMPT, EOS = 60, [3, 7, 7, 11], [2]
 
 
-def rows(num_rows, seed=0, scale=3.0) -> torch.Tensor:
+def rows(num_rows, seed=0, scale=3.0):
     return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
 
 
@@ -51,7 +51,7 @@ PARAMS = st.builds(
 )
 
 
-def expected_token(params: SamplingParams, output: list[int], logits: torch.Tensor) -> int:
+def expected_token(params, output, logits):
     """The plain way: processors one after the other, softmax, inverse of the cumulative distribution."""
     calls = [
         ("logit_bias", {"bias": params.logit_bias}, params.logit_bias),

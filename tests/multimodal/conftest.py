@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -66,7 +66,7 @@ class MediaServer:
 
 
 @pytest.fixture
-async def media_server():
+async def media_server() -> AsyncIterator[MediaServer]:
     served = MediaServer()
     listener = await asyncio.start_server(served.serve, "127.0.0.1", 0)
     served.port = listener.sockets[0].getsockname()[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -114,8 +114,8 @@ Make = Callable[..., Any]
 
 
 @pytest.fixture
-def frontend():
-    benches = []
+def frontend() -> Iterator[Make]:
+    benches: list[Frontend] = []
 
     async def make(keys: ApiKeys | None = None, **tree: Any) -> Bench:
         workers, metrics = FakeWorkers(), Registry("frontend")

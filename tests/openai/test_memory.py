@@ -56,7 +56,7 @@ async def prefill_failed(bench, kind):
     await bench.chat().end()
 
 
-async def num_left_behind(act) -> int:
+async def num_left_behind(act):
     """Return how many objects of a hundred requests only the collector could free."""
     await act()  # what is made once is made now
     gc.collect()
@@ -163,7 +163,7 @@ def test_a_thousand_requests_of_a_mebibyte_grow_the_process_by_less_than_20_mb(f
     server, (path, body, key, status) = frontend_without_collector, REQUESTS[name]
     headers = {"authorization": f"Bearer {key}"}
 
-    def send(times: int) -> None:
+    def send(times):
         for _ in range(times):
             assert server.call("POST", path, body, headers)[0] == status
 

@@ -7,12 +7,11 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Iterator
 
 import pytest
 
 from bireme.discovery import run
-from bireme.launch import Server, free_ports, start_server
+from bireme.launch import free_ports, start_server
 from tests.server.triton_client import Client
 
 pytestmark = pytest.mark.server
@@ -21,25 +20,25 @@ PROMPT = {"text_input": "Hello world", "max_tokens": 24}
 
 
 @pytest.fixture(scope="module")
-def server(sample_model) -> Iterator[Server]:
+def server(sample_model):
     sample_model("llama")
     with start_server("recipes/mocker-disagg", ports=free_ports(PORTS)) as running:
         yield running
 
 
 @pytest.fixture
-def client(server) -> Client:
+def client(server):
     return Client(server.grpc)
 
 
-def metric(server: Server, name: str, **labels: str) -> float:
+def metric(server, name, **labels):
     text = urllib.request.urlopen(f"http://{server.metrics}/metrics").read().decode()
     lines = [line for line in text.splitlines() if line.startswith(name + "{")]
     wanted = [line for line in lines if all(f'{key}="{value}"' in line for key, value in labels.items())]
     return sum(float(line.rsplit(" ", 1)[1]) for line in wanted)
 
 
-def until(condition, seconds: float = 20.0) -> None:
+def until(condition, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came true"

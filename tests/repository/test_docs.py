@@ -12,7 +12,7 @@ PAGES = ("CONTRIBUTING.md", "README.md", "docs/architecture.md", "docs/engine_pr
 TOP = ("benchmarks", "bireme", "docs", "ensembles", "model_repository", "recipes", "tests", "tools")
 
 
-def text_of(page: str) -> str:
+def text_of(page):
     path = CHECKOUT / page
     return path.read_text(encoding="utf-8") if path.exists() else ""
 

@@ -31,7 +31,7 @@ def test_every_module_says_what_it_is():
     ] == []
 
 
-def _has_code(tree: ast.Module) -> bool:
+def _has_code(tree):
     return any(not (isinstance(node, ast.ImportFrom) and node.module == "__future__") for node in tree.body)
 
 
@@ -51,6 +51,17 @@ def test_a_class_name_stands_for_one_thing():
 
 def test_no_file_is_a_heap():
     assert [name_of(path) for path in MODULES if len(path.read_text().splitlines()) > MAX_FILE_LINES] == []
+
+
+def test_modules_of_tests_carry_no_annotations():
+    """What others import (support modules, fixtures of a conftest) carries all of them: ruff's ANN."""
+    found = [
+        f"{name_of(path)}:{node.lineno} {node.name}"
+        for path in (CHECKOUT / "tests").rglob("test_*.py")
+        for node in functions_of(path)
+        if node.returns or any(isinstance(child, ast.arg) and child.annotation for child in ast.walk(node.args))
+    ]
+    assert found == []
 
 
 def test_function_names_are_plain():

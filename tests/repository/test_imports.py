@@ -6,14 +6,12 @@ import ast
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from bireme.engine_kinds import ENGINE_KINDS, EngineName
-from tests.repository.house import CHECKOUT, MODULES, PACKAGE, Import, imports_of, name_of, tree_of
+from tests.repository.house import CHECKOUT, MODULES, PACKAGE, imports_of, name_of, tree_of
 
 # Lower may not import higher. Modules of one row may import each other.
 ROWS = (
@@ -50,12 +48,12 @@ HEAVY = ("torch", "transformers", "tensorrt_llm", "diffusers", "nixl")
 FORBIDDEN_CALLS = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
 
 
-def part_of(path: Path) -> str:
+def part_of(path):
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
 
 
-def breaches(paths: Iterable[Path], is_breach) -> list[str]:
+def breaches(paths, is_breach):
     return [
         f"{name_of(path)}:{found.line} imports {found.module}"
         for path in paths
@@ -64,12 +62,12 @@ def breaches(paths: Iterable[Path], is_breach) -> list[str]:
     ]
 
 
-def top(found: Import) -> str:
+def top(found):
     return found.module.split(".")[0]
 
 
 def test_imports_point_downwards():
-    def is_upwards(path: Path, found: Import) -> bool:
+    def is_upwards(path, found):
         if found.is_for_types or top(found) != "bireme" or part_of(path) not in RANK:
             return False
         target = found.module.split(".")[1]
@@ -85,7 +83,7 @@ def test_every_part_of_the_package_has_its_place_in_the_order():
 def test_imports_among_engines_point_downwards():
     rank = {name: rank for rank, row in enumerate(ENGINE_ROWS) for name in row}
 
-    def is_upwards(path: Path, found: Import) -> bool:
+    def is_upwards(path, found):
         part, target = path.relative_to(ENGINES).parts[0].removesuffix(".py"), found.module.split(".")[2:3]
         if found.is_for_types or not found.module.startswith("bireme.engines.") or part == target[0]:
             return False
@@ -124,14 +122,14 @@ def test_each_kind_of_engine_has_its_package():
 
 
 def test_triton_s_module_is_imported_in_one_folder_only():
-    def is_outside(path: Path, found: Import) -> bool:
+    def is_outside(path, found):
         return top(found) == "triton_python_backend_utils" and part_of(path) != "triton"
 
     assert breaches(MODULES, is_outside) == []
 
 
 def test_torch_stays_in_its_homes():
-    def is_misplaced(path: Path, found: Import) -> bool:
+    def is_misplaced(path, found):
         if top(found) not in ("torch", "transformers") or found.is_for_types:
             return False
         return not any(PACKAGE / home in path.parents for home in TORCH_HOMES)
@@ -140,7 +138,7 @@ def test_torch_stays_in_its_homes():
 
 
 def test_tensorrt_llm_is_imported_in_its_engine_only():
-    def is_outside(path: Path, found: Import) -> bool:
+    def is_outside(path, found):
         return top(found) == "tensorrt_llm" and (PACKAGE / "engines" / "trtllm") not in path.parents
 
     assert breaches(MODULES, is_outside) == []

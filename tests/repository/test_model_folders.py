@@ -16,7 +16,7 @@ ENSEMBLES = [folder for folder in MODEL_FOLDERS if folder not in PYTHON_MODELS]
 by_name = {"ids": lambda folder: folder.name}
 
 
-def camel(name: str) -> str:
+def camel(name):
     return "".join(part.capitalize() for part in name.split("_"))
 
 

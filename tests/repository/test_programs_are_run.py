@@ -10,7 +10,7 @@ from tests.repository.house import CHECKOUT
 from tests.server.programs import ELSEWHERE, RUNS
 
 
-def programs() -> set[str]:
+def programs():
     found = [path for part in ("tools", "benchmarks") for path in (CHECKOUT / part).glob("*.py")]
     return {f"{path.parent.name}/{path.name}" for path in found if '__name__ == "__main__"' in path.read_text()}
 

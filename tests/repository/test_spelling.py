@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import re
 import tokenize
-from collections.abc import Iterator
-from pathlib import Path
 
 from tests.repository.house import CHECKOUT, name_of
 
@@ -22,7 +20,7 @@ SAMPLE_WORLDS = ("tools/samples/", "tests/tools/test_video_world.py")
 NOT_READ = (*SAMPLE_WORLDS, "tests/repository/test_spelling.py", "bireme/engines/config.py", "models/")
 
 
-def prose_of_python(path: Path) -> Iterator[tuple[int, str]]:
+def prose_of_python(path):
     """Yield line and text of every name, comment and docstring."""
     for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
         is_docstring = token.type == tokenize.STRING and token.line.lstrip().startswith(('"""', 'r"""'))
@@ -31,7 +29,7 @@ def prose_of_python(path: Path) -> Iterator[tuple[int, str]]:
                 yield token.start[0] + offset, line
 
 
-def british_words(path: Path) -> list[str]:
+def british_words(path):
     lines = prose_of_python(path) if path.suffix == ".py" else enumerate(path.read_text().splitlines(), 1)
     return [f"{name_of(path)}:{line} {found.group()}" for line, text in lines for found in BRITISH.finditer(text)]
 

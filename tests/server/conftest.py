@@ -43,7 +43,7 @@ def start() -> Iterator[Callable[..., Any]]:
 class Reference:
     """Greedy decoding by plain transformers in fp32."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 

@@ -38,7 +38,7 @@ def client(server):
     return Client(server.grpc)
 
 
-def events(server, model: str, body: dict) -> list[dict]:
+def events(server, model, body):
     request = urllib.request.Request(
         f"http://{server.http}/v2/models/{model}/generate_stream", json.dumps(body).encode()
     )
@@ -111,14 +111,14 @@ def test_a_recipe_that_can_not_be_served_is_the_load_error_of_every_model(tmp_pa
     assert text.count("unknown key pipelin; did you mean pipeline?") == len(MODELS), text
 
 
-def gauge(server, name: str, worker: str) -> float:
+def gauge(server, name, worker):
     line = next(
         (line for line in server.metrics_text().splitlines() if line.startswith(f'{name}{{worker="{worker}"}}')), ""
     )
     return float(line.rpartition(" ")[2] or 0)
 
 
-def wait_for_idle(server) -> bool:
+def wait_for_idle(server):
     """Wait until neither the engine nor a stub works on anything; bus subscriptions close after a second."""
     deadline = time.monotonic() + 15
     names = [("bireme_requests_running", "decode"), ("bireme_streams", "generate"), ("bireme_streams", "completion")]

@@ -7,7 +7,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ disaggregated = pytest.mark.parametrize("server", PAIRS, indirect=True)
 
 
 @pytest.fixture(scope="module", params=[*PAIRS, *SHARED])
-def server(request, sample_model, write_recipe, shared) -> Any:
+def server(request, sample_model, write_recipe, shared):
     from bireme.launch.tritonserver import start_server
 
     if request.param in SHARED:
@@ -50,11 +49,11 @@ def server(request, sample_model, write_recipe, shared) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def bystander(server: Any) -> Any:
+def bystander(server):
     """One client that asks the same over and over beside all the bad input, and always gets the same."""
     client, stop, answers = Client(server.grpc), threading.Event(), []
 
-    def ask() -> None:
+    def ask():
         while not stop.is_set():
             answers.append(client.generate("generate", input_ids=PROMPT, max_tokens=30, stream=True)["output_ids"])
 
@@ -68,7 +67,7 @@ def bystander(server: Any) -> Any:
     until(lambda: is_idle(server), 20, "nothing left behind")
 
 
-def _refusal(server: Any, model: str, **values: Any) -> str:
+def _refusal(server, model, **values):
     client = Client(server.grpc)
     with pytest.raises(InferenceServerException) as caught:
         if model in ("completion", "tokenizer", "prefill"):
@@ -113,11 +112,11 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("model", ["generate", "completion"])
-def test_pipelines_refuse_with_code_value_and_field(server: Any, model: str, name: str) -> None:
+def test_pipelines_refuse_with_code_value_and_field(server, model, name):
     _assert_is_refused(server, model, name)
 
 
-def _assert_is_refused(server: Any, model: str, name: str) -> None:
+def _assert_is_refused(server, model, name):
     values, words = BAD[name]
     message = _refusal(server, model, **values)
     assert "INVALID_ARGUMENT: " in message or "NOT_FOUND: " in message, message
@@ -128,46 +127,46 @@ IDS_ONLY = [name for name, (values, _) in BAD.items() if "input_ids" in values a
 
 
 @pytest.mark.parametrize("name", IDS_ONLY)
-def test_decode_refuses_with_code_value_and_field(server: Any, name: str) -> None:
+def test_decode_refuses_with_code_value_and_field(server, name):
     _assert_is_refused(server, "decode", name)
 
 
 @disaggregated
 @pytest.mark.parametrize("name", IDS_ONLY)
-def test_prefill_refuses_with_code_value_and_field(server: Any, name: str) -> None:
+def test_prefill_refuses_with_code_value_and_field(server, name):
     _assert_is_refused(server, "prefill", name)
 
 
-def test_a_huge_max_tokens_is_clamped_to_the_context(server: Any) -> None:
+def test_a_huge_max_tokens_is_clamped_to_the_context(server):
     answer = Client(server.grpc).generate("generate", input_ids=PROMPT, max_tokens=2**31 - 1, ignore_eos=True)
     assert len(answer["output_ids"]) == CONTEXT - len(PROMPT)
     assert answer["finish_reason"] == "length"
 
 
-def _params(server: Any) -> str:
+def _params(server):
     return str(Client(server.grpc).infer("prefill", input_ids=PROMPT, max_tokens=5)["disaggregated_params"])
 
 
 @disaggregated
-def test_forged_params_are_refused(server: Any) -> None:
+def test_forged_params_are_refused(server):
     params = _params(server)
     forged = params[:10] + ("A" if params[10] != "A" else "B") + params[11:]
     assert "INVALID_ARGUMENT" in _refusal(server, "decode", input_ids=PROMPT, disaggregated_params=forged)
 
 
-def test_rubbish_in_place_of_params_is_refused(server: Any) -> None:
+def test_rubbish_in_place_of_params_is_refused(server):
     assert "INVALID_ARGUMENT" in _refusal(server, "decode", input_ids=PROMPT, disaggregated_params="rubbish")
 
 
 @disaggregated
-def test_params_of_another_prompt_are_refused(server: Any) -> None:
+def test_params_of_another_prompt_are_refused(server):
     params = _params(server)
     message = _refusal(server, "decode", input_ids=[*PROMPT[:-1], 999], disaggregated_params=params)
     assert "INVALID_ARGUMENT" in message
 
 
 @disaggregated
-def test_replayed_params_are_refused(server: Any) -> None:
+def test_replayed_params_are_refused(server):
     params = _params(server)
     client = Client(server.grpc)
     first = client.generate("decode", input_ids=PROMPT, max_tokens=5, disaggregated_params=params)
@@ -176,18 +175,18 @@ def test_replayed_params_are_refused(server: Any) -> None:
 
 
 @disaggregated
-def test_params_whose_lease_is_gone_are_refused(server: Any) -> None:
+def test_params_whose_lease_is_gone_are_refused(server):
     params = _params(server)
     time.sleep(LEASE_S + 1)
     assert "NOT_FOUND" in _refusal(server, "decode", input_ids=PROMPT, max_tokens=5, disaggregated_params=params)
 
 
-def test_abort_of_an_unknown_id_is_not_found(server: Any) -> None:
+def test_abort_of_an_unknown_id_is_not_found(server):
     assert "NOT_FOUND" in _refusal(server, "decode", abort=True, request_id="nobody")
 
 
 @disaggregated
-def test_abort_of_an_unknown_id_is_not_found_on_prefill(server: Any) -> None:
+def test_abort_of_an_unknown_id_is_not_found_on_prefill(server):
     assert "NOT_FOUND" in _refusal(server, "prefill", abort=True, request_id="nobody")
 
 
@@ -201,12 +200,12 @@ def test_abort_of_an_unknown_id_is_not_found_on_prefill(server: Any) -> None:
     ],
     ids=["no_consumer", "unknown_consumer", "no_commands", "both"],
 )
-def test_a_misused_bus_answers_with_an_error(server: Any, values: dict[str, Any]) -> None:
+def test_a_misused_bus_answers_with_an_error(server, values):
     message = _refusal(server, "decode", **values)
     assert "INVALID_ARGUMENT" in message or "NOT_FOUND" in message
 
 
-def test_wrong_types_and_shapes_are_errors(server: Any) -> None:
+def test_wrong_types_and_shapes_are_errors(server):
     with grpcclient.InferenceServerClient(server.grpc) as client:
         for name, array, data_type in (
             ("input_ids", np.array([[1, 2]], np.int32), "INT32"),
@@ -220,7 +219,7 @@ def test_wrong_types_and_shapes_are_errors(server: Any) -> None:
                 client.infer("completion", [tensor])
 
 
-def _post(server: Any, path: str, body: bytes) -> tuple[int, str]:
+def _post(server, path, body):
     request = urllib.request.Request(f"http://{server.http}{path}", body, {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=20) as response:
@@ -230,14 +229,14 @@ def _post(server: Any, path: str, body: bytes) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("path", ["/v2/models/generate/generate", "/v2/models/generate/generate_stream"])
-def test_plain_json_over_http_is_refused_with_the_same_text(server: Any, path: str) -> None:
+def test_plain_json_over_http_is_refused_with_the_same_text(server, path):
     status, text = _post(server, path, json.dumps({"text_input": "hi", "max_tokens": -1}).encode())
     assert status == 400
     assert "INVALID_ARGUMENT: max_tokens" in text
 
 
 @pytest.mark.parametrize("model", ["video", "multimodal_encoder", "video_diffusion"])
-def test_what_the_recipe_does_not_have_is_unavailable(server: Any, model: str) -> None:
+def test_what_the_recipe_does_not_have_is_unavailable(server, model):
     inputs = {
         "video": {"request": "{}"},
         "multimodal_encoder": {"request_id": "x"},

@@ -7,7 +7,6 @@ import json
 import random
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ PROMPT = list(range(400, 500))
 
 
 @pytest.fixture(scope="module", params=["mocker", "trtllm", *SHARED])
-def server(request, sample_model, write_recipe, shared) -> Any:
+def server(request, sample_model, write_recipe, shared):
     from bireme.launch.tritonserver import start_server
 
     if request.param in SHARED:
@@ -44,11 +43,11 @@ def server(request, sample_model, write_recipe, shared) -> Any:
         yield server
 
 
-def _generated(server: Any) -> float:
+def _generated(server):
     return total(server, "bireme_generated_tokens_total", worker="decode")
 
 
-def _assert_stops(server: Any) -> None:
+def _assert_stops(server):
     """After a cancel: everything is freed, and no more is generated."""
     time.sleep(PUBLISHED_S)
     until(lambda: is_idle(server), 5, "cancelled request freed")
@@ -58,7 +57,7 @@ def _assert_stops(server: Any) -> None:
 
 
 @pytest.mark.parametrize("model", ["decode", "generate"])
-def test_cancelling_a_grpc_stream_stops_the_engine(server: Any, model: str) -> None:
+def test_cancelling_a_grpc_stream_stops_the_engine(server, model):
     before = _generated(server)
     stream = Client(server.grpc).stream(model, input_ids=PROMPT, max_tokens=5000, **_streaming(model))
     answers = iter(stream)
@@ -69,11 +68,11 @@ def test_cancelling_a_grpc_stream_stops_the_engine(server: Any, model: str) -> N
     assert _generated(server) - before < 5 + 0.5 / STEP_S  # well under what a second would have made
 
 
-def _streaming(model: str) -> dict[str, bool]:
+def _streaming(model):
     return {"stream": True} if model == "generate" else {}
 
 
-def test_cancelling_a_unary_completion_stops_the_engine(server: Any) -> None:
+def test_cancelling_a_unary_completion_stops_the_engine(server):
     import tritonclient.grpc as grpcclient
 
     from tests.server.triton_client import inputs_of
@@ -86,7 +85,7 @@ def test_cancelling_a_unary_completion_stops_the_engine(server: Any) -> None:
         _assert_stops(server)
 
 
-def test_leaving_generate_stream_over_http_stops_the_engine(server: Any) -> None:
+def test_leaving_generate_stream_over_http_stops_the_engine(server):
     connection = http.client.HTTPConnection(server.http)
     body = {"input_ids": PROMPT, "max_tokens": 5000, "stream": True}
     connection.request("POST", "/v2/models/generate/generate_stream", json.dumps(body))
@@ -98,7 +97,7 @@ def test_leaving_generate_stream_over_http_stops_the_engine(server: Any) -> None
     _assert_stops(server)
 
 
-def test_abort_by_request_id_ends_a_decode_stream(server: Any) -> None:
+def test_abort_by_request_id_ends_a_decode_stream(server):
     client = Client(server.grpc)
     answers = iter(client.stream("decode", input_ids=PROMPT, max_tokens=5000, request_id="abort-me"))
     next(answers)
@@ -108,7 +107,7 @@ def test_abort_by_request_id_ends_a_decode_stream(server: Any) -> None:
     _assert_stops(server)
 
 
-def _drain(answers: Any) -> list[Any]:
+def _drain(answers):
     """Read to the end; a CANCELLED error is a way to end."""
     rest = []
     try:
@@ -118,11 +117,11 @@ def _drain(answers: Any) -> list[Any]:
     return rest
 
 
-def test_two_hundred_clients_dropping_at_random_times_leave_nothing(server: Any) -> None:
+def test_two_hundred_clients_dropping_at_random_times_leave_nothing(server):
     rng = random.Random(7)
     plans = [(rng.choice(["decode", "generate"]), rng.uniform(0, 1.5), rng.randrange(1, 300)) for _ in range(200)]
 
-    def drop(model: str, after_s: float, prompt_length: int) -> None:
+    def drop(model, after_s, prompt_length):
         stream = Client(server.grpc).stream(
             model, input_ids=PROMPT[:1] * prompt_length, max_tokens=5000, **_streaming(model)
         )

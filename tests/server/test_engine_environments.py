@@ -10,11 +10,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import requires
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,29 +29,29 @@ PROMPT = list(range(400, 440))
 
 
 @pytest.fixture(scope="module")
-def triton_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+def triton_python(tmp_path_factory):
     return make_triton_environment(tmp_path_factory.mktemp("triton"))
 
 
 @pytest.fixture(scope="module")
-def engine_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+def engine_python(tmp_path_factory):
     return make_engine_environment(tmp_path_factory.mktemp("engine"))
 
 
-def packages_of(python: str, *modules: str) -> list[bool]:
+def packages_of(python, *modules):
     code = "import sys, importlib.util as u; print(*(int(u.find_spec(m) is not None) for m in sys.argv[1:]))"
     found = subprocess.run([python, "-c", code, *modules], cwd="/", capture_output=True, text=True, check=True)
     return [word == "1" for word in found.stdout.split()]
 
 
-def worker() -> dict[str, Any]:
+def worker():
     config = {"dtype": "float32", "max_seq_len": 256, "enable_chunked_prefill": True}
     config |= {"disable_overlap_scheduler": True, "cache_transceiver_config": {"backend": "DEFAULT"}}
     return {"engine": "trtllm", "num_threads": 1, "engine_config": config}
 
 
 @contextlib.contextmanager
-def running(command: list[str], environment: dict[str, str], log: Path, folder: Path = CHECKOUT) -> Iterator[Launch]:
+def running(command, environment, log, folder=CHECKOUT):
     """Run serve.py by `command` until the block ends; it is ready when the block begins."""
     ports, more = free_ports(range(23100, 23180)), free_ports(range(23180, 23240))
     options = [f"--{name}-port={getattr(ports, name)}" for name in ("http", "grpc", "metrics")]
@@ -74,7 +72,7 @@ def running(command: list[str], environment: dict[str, str], log: Path, folder: 
         assert process.wait(LIMIT_S) == 0, log.read_text()[-5000:]
 
 
-def is_ready(port: int) -> bool:
+def is_ready(port):
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=10) as reply:
             return bool(reply.status == 200)
@@ -87,7 +85,7 @@ class Launch:
     pid: int
     http_port: int
 
-    def complete(self, prompt: list[int], max_tokens: int) -> list[int]:
+    def complete(self, prompt, max_tokens):
         body = {"input_ids": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         url = f"http://127.0.0.1:{self.http_port}/v2/models/completion/generate"
         request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
@@ -95,17 +93,17 @@ class Launch:
             found: list[int] = json.loads(reply.read())["output_ids"]
             return found
 
-    def engine_of(self, model: str) -> int:
+    def engine_of(self, model):
         """Return the engine process below the stub of `model`."""
         server = next(pid for pid in processes.descendants(self.pid) if "tritonserver" in command_name(pid))
         return processes.engines(processes.stubs(server)[model][0])[0]
 
-    def environment_of(self, pid: int) -> dict[str, str]:
+    def environment_of(self, pid):
         words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
         return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-def command_name(pid: int) -> str:
+def command_name(pid):
     return Path((processes.command_line(pid) or [""])[0]).name
 
 
@@ -170,7 +168,7 @@ def test_what_the_release_image_s_steps_make_serves_tensorrt_llm(
         assert processes.command_line(launch.engine_of("decode"))[0] == engine_python
 
 
-def newer_python(folder: Path) -> str:
+def newer_python(folder):
     """Return the python of an environment of version 3.12 that has bireme's requirements; skips where there is none."""
     beside = [str(path) for path in Path(sys.base_prefix).parent.glob(f"{NEWER}*/bin/python{NEWER}")]  # pyenv's
     found = next((path for path in (f"python{NEWER}", *beside) if can_run(path)), None)
@@ -185,7 +183,7 @@ def newer_python(folder: Path) -> str:
     return python
 
 
-def can_run(python: str) -> bool:
+def can_run(python):
     try:
         return subprocess.run([python, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0
     except OSError:

@@ -27,7 +27,7 @@ SHARED = {"mocker_aggregated": "mocker_paced", "trtllm_aggregated": "trtllm_pace
 disaggregated = pytest.mark.parametrize("kind", PAIRS, indirect=True)
 
 
-def _start(kind: str, sample_model, write_recipe, migration_limit: int) -> Any:
+def _start(kind, sample_model, write_recipe, migration_limit):
     from bireme.launch.tritonserver import start_server
 
     config = {
@@ -50,12 +50,12 @@ def _start(kind: str, sample_model, write_recipe, migration_limit: int) -> Any:
 
 
 @pytest.fixture(scope="module", params=[*PAIRS, *SHARED])
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def server(kind: str, sample_model, write_recipe, shared) -> Any:
+def server(kind, sample_model, write_recipe, shared):
     if kind in SHARED:
         yield shared(SHARED[kind])
         return
@@ -64,7 +64,7 @@ def server(kind: str, sample_model, write_recipe, shared) -> Any:
 
 
 @pytest.fixture(scope="module")
-def server_without_migration(sample_model, write_recipe) -> Any:
+def server_without_migration(sample_model, write_recipe):
     with _start("mocker", sample_model, write_recipe, migration_limit=0) as server:
         yield server
 
@@ -72,7 +72,7 @@ def server_without_migration(sample_model, write_recipe) -> Any:
 class Run:
     """Streams under way on threads: what each delivered, or the error that ended it, and when."""
 
-    def __init__(self, server: Any, model: str, count: int = STREAMS, **values: Any):
+    def __init__(self, server, model, count=STREAMS, **values):
         self.answers: list[Any] = [None] * count
         self.ended_at = [0.0] * count
         self.tokens = [0] * count
@@ -80,7 +80,7 @@ class Run:
         for thread in self._threads:
             thread.start()
 
-    def _read(self, server: Any, model: str, i: int, values: dict[str, Any]) -> None:
+    def _read(self, server, model, i, values):
         ids: list[int] = []
         try:
             for answer in Client(server.grpc).stream(model, input_ids=[*PROMPT, 300 + i], **values):
@@ -91,7 +91,7 @@ class Run:
             self.answers[i] = error
         self.ended_at[i] = time.monotonic()
 
-    def join(self) -> list[Any]:
+    def join(self):
         for thread in self._threads:
             thread.join(120)
         assert not any(thread.is_alive() for thread in self._threads), "a stream hangs"
@@ -99,7 +99,7 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def expected(kind: str, sample_model, reference) -> Any:
+def expected(kind, sample_model, reference):
     """Return a function: length -> what each of the streams must deliver."""
     if kind.startswith("trtllm"):
         model = reference("llama")
@@ -108,20 +108,20 @@ def expected(kind: str, sample_model, reference) -> Any:
     return lambda length: [expected_tokens([*PROMPT, 300 + i], length, ids) for i in range(STREAMS)]
 
 
-def _hit(server: Any, worker: str, sig: signal.Signals) -> int:
+def _hit(server, worker, sig):
     pid = server.engine_pid(worker)
     os.kill(pid, sig)
     return pid
 
 
-def _engine_pid(server: Any, worker: str) -> int | None:
+def _engine_pid(server, worker):
     try:
         return int(server.engine_pid(worker))
     except Exception:
         return None  # between two lives
 
 
-def _is_up_again(server: Any, worker: str, pid: int) -> bool:
+def _is_up_again(server, worker, pid):
     return _engine_pid(server, worker) not in (None, pid) and total(server, "bireme_engine_up", worker=worker) == 1
 
 
@@ -130,19 +130,17 @@ signals = pytest.mark.parametrize("sig", HITS.values(), ids=HITS)
 
 
 @signals
-def test_streams_of_generate_finish_exactly(server: Any, expected: Any, sig: signal.Signals) -> None:
+def test_streams_of_generate_finish_exactly(server, expected, sig):
     _assert_streams_finish(server, expected, "decode", sig)
 
 
 @disaggregated
 @signals
-def test_streams_of_generate_finish_exactly_when_prefill_is_hit(
-    server: Any, expected: Any, sig: signal.Signals
-) -> None:
+def test_streams_of_generate_finish_exactly_when_prefill_is_hit(server, expected, sig):
     _assert_streams_finish(server, expected, "prefill", sig)
 
 
-def _assert_streams_finish(server: Any, expected: Any, worker: str, sig: signal.Signals) -> None:
+def _assert_streams_finish(server, expected, worker, sig):
     run = Run(server, "generate", max_tokens=LENGTH, stream=True)
     until(lambda: all(count > 10 for count in run.tokens), 20, "streams under way")
     pid = _hit(server, worker, sig)
@@ -153,16 +151,14 @@ def _assert_streams_finish(server: Any, expected: Any, worker: str, sig: signal.
     assert again["output_ids"] == expected(5)[0]
 
 
-def test_new_requests_right_after_a_kill_are_served(kind: str, server: Any, expected: Any) -> None:
+def test_new_requests_right_after_a_kill_are_served(kind, server, expected):
     _hit(server, "decode" if kind in SHARED else "prefill", signal.SIGKILL)
     run = Run(server, "generate", max_tokens=20, stream=True)
     assert run.join() == expected(20)
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
-def test_requests_that_come_while_the_only_decode_engine_goes_wait_for_its_return(
-    server: Any, expected: Any, sig: signal.Signals
-) -> None:
+def test_requests_that_come_while_the_only_decode_engine_goes_wait_for_its_return(server, expected, sig):
     runs = [Run(server, "generate", max_tokens=5, stream=True) for _ in range(3)]
     pid = _hit(server, "decode", sig)
     for _ in range(12):
@@ -172,7 +168,7 @@ def test_requests_that_come_while_the_only_decode_engine_goes_wait_for_its_retur
     until(lambda: _is_up_again(server, "decode", pid), 90, "decode up again")
 
 
-def test_a_deleted_run_folder_is_made_again_and_nothing_fails_meanwhile(kind: str, server: Any, expected: Any) -> None:
+def test_a_deleted_run_folder_is_made_again_and_nothing_fails_meanwhile(kind, server, expected):
     if kind != "mocker":
         pytest.skip("only bireme's own transfer uses files there")
     shutil.rmtree(server.run.path)
@@ -185,7 +181,7 @@ def test_a_deleted_run_folder_is_made_again_and_nothing_fails_meanwhile(kind: st
     until(lambda: total(server, "bireme_kv_transfer_bytes_total", worker="decode") > moved, 20, "KV moves again")
 
 
-def test_direct_decode_streams_end_with_unavailable(server: Any) -> None:
+def test_direct_decode_streams_end_with_unavailable(server):
     run = Run(server, "decode", max_tokens=LENGTH)
     until(lambda: all(count > 3 for count in run.tokens), 20, "streams under way")
     began = time.monotonic()
@@ -196,7 +192,7 @@ def test_direct_decode_streams_end_with_unavailable(server: Any) -> None:
     until(lambda: _is_up_again(server, "decode", pid), 90, "decode up again")
 
 
-def test_past_the_migration_limit_a_stream_ends_with_unavailable(server_without_migration: Any) -> None:
+def test_past_the_migration_limit_a_stream_ends_with_unavailable(server_without_migration):
     server = server_without_migration
     run = Run(server, "generate", max_tokens=LENGTH, stream=True)
     until(lambda: all(count > 10 for count in run.tokens), 20, "streams under way")

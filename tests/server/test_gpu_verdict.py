@@ -40,7 +40,7 @@ def run(pythons, programs, *arguments, gpus=2):
     return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
 
 
-def verdict_of(done) -> dict[str, tuple[str, str]]:
+def verdict_of(done):
     """Return what -> outcome and reason, of the table at the end."""
     lines = done.stdout.rpartition("verdict\n")[2].splitlines()
     rows = [line for line in lines if line[:4] in ("pass", "fail", "skip")]

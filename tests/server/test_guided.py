@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from tritonclient.utils import InferenceServerException
@@ -21,7 +20,7 @@ SCHEMAS = make_schemas(32, seed=7)
 SHARED = {"aggregated": "torch_text", "trtllm_aggregated": "trtllm_text"}
 
 
-def _worker(mode: str) -> dict[str, Any]:
+def _worker(mode):
     config = {"max_batch_size": 16, "max_seq_len": 1024, "cache_transceiver_config": {"backend": "DEFAULT"}}
     if mode.startswith("trtllm"):  # on the stand-in of tests/contract
         return stand_in_workers.worker(config | {"dtype": "float32", "guided_decoding_backend": "xgrammar"})
@@ -29,7 +28,7 @@ def _worker(mode: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=[*SHARED, "disaggregated", "trtllm_disaggregated"])
-def client(request, sample_model, write_recipe, shared) -> Any:
+def client(request, sample_model, write_recipe, shared):
     from bireme.launch.tritonserver import start_server
 
     if request.param in SHARED:
@@ -40,11 +39,11 @@ def client(request, sample_model, write_recipe, shared) -> Any:
         yield Client(server.grpc)
 
 
-def sampling(guide: dict[str, Any], **more: Any) -> str:
+def sampling(guide, **more):
     return json.dumps({"guided_decoding": guide, "max_tokens": 300, "temperature": 1.0, "seed": 3} | more)
 
 
-def ask(client: Client, guide: dict[str, Any], is_streaming: bool, **more: Any) -> dict[str, Any]:
+def ask(client, guide, is_streaming, **more):
     values = {
         "text_input": "Once upon a time",
         "sampling_parameters": sampling(guide, **more),
@@ -56,7 +55,7 @@ def ask(client: Client, guide: dict[str, Any], is_streaming: bool, **more: Any) 
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])
-def test_answers_to_random_schemas_are_valid(client: Client, is_streaming: bool):
+def test_answers_to_random_schemas_are_valid(client, is_streaming):
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda schema: ask(client, {"json": schema}, is_streaming), SCHEMAS))
     for schema, answer in zip(SCHEMAS, answers, strict=True):
@@ -65,7 +64,7 @@ def test_answers_to_random_schemas_are_valid(client: Client, is_streaming: bool)
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])
-def test_streaming_does_not_change_an_answer(client: Client, is_streaming: bool):
+def test_streaming_does_not_change_an_answer(client, is_streaming):
     guide = {"regex": "[a-f]{8}(-[0-9]{4}){3}"}
     first, second = ask(client, guide, True), ask(client, guide, is_streaming)
     assert first["text_output"] == second["text_output"]
@@ -80,7 +79,7 @@ def test_streaming_does_not_change_an_answer(client: Client, is_streaming: bool)
         ("ebnf_grammar", 'root ::= "yes" | "no"', "yes|no"),
     ],
 )
-def test_tensorrtllm_backend_s_tensors_are_understood(client: Client, kind: str, guide: str, pattern: str):
+def test_tensorrtllm_backend_s_tensors_are_understood(client, kind, guide, pattern):
     answer = client.generate(
         text_input="Hello", max_tokens=60, guided_decoding_guide_type=kind, guided_decoding_guide=guide
     )
@@ -96,7 +95,7 @@ def test_tensorrtllm_backend_s_tensors_are_understood(client: Client, kind: str,
         ({"regex": "a" * 300_000}, "limits.max_guide_bytes"),
     ],
 )
-def test_a_wrong_guide_is_the_client_s_mistake(client: Client, guide: dict[str, Any], words: str):
+def test_a_wrong_guide_is_the_client_s_mistake(client, guide, words):
     with pytest.raises(InferenceServerException, match="INVALID_ARGUMENT") as caught:
         ask(client, guide, True)
     assert words in str(caught.value)

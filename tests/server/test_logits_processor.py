@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ CALLS = [
 
 
 @pytest.fixture(scope="module")
-def server(sample_model, write_recipe, start) -> Any:
+def server(sample_model, write_recipe, start):
     engine = {
         "engine": "torch",
         "num_threads": 1,
@@ -44,17 +43,17 @@ def server(sample_model, write_recipe, start) -> Any:
     return start(write_recipe(sample_model("llama"), {"prefill": engine, "decode": engine}))
 
 
-def _rows(count: int) -> Any:
+def _rows(count):
     return np.random.default_rng(count).normal(0, 2, (count, VOCAB)).astype(np.float32)
 
 
-def _ask(server: Any, logits: Any, calls: Any, **ids: Any) -> Any:
+def _ask(server, logits, calls, **ids):
     values = {"logits": logits, "processors": json.dumps(calls), **ids}
     with grpcclient.InferenceServerClient(server.grpc) as client:
         return client.infer("logits_processor", inputs_of("logits_processor", values)).as_numpy("logits")
 
 
-def _refusal(server: Any, *args: Any, **ids: Any) -> str:
+def _refusal(server, *args, **ids):
     with pytest.raises(InferenceServerException) as refused:
         _ask(server, *args, **ids)
     return str(refused.value.message())

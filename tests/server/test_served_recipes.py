@@ -14,9 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,10 +37,10 @@ SERVER = "tritonserver"
 class Served:
     """A launch, looked at from outside."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, ports: dict[str, int]) -> None:
+    def __init__(self, process, log, ports):
         self.process, self.log, self.ports = process, log, ports
 
-    def report(self) -> dict[str, Any]:
+    def report(self):
         connection = http.client.HTTPConnection("127.0.0.1", self.ports["health"], timeout=5)
         try:
             connection.request("GET", "/health/ready")
@@ -52,22 +50,22 @@ class Served:
         finally:
             connection.close()
 
-    def is_ready(self) -> bool:
+    def is_ready(self):
         return bool(self.report()["status"] == "ready")
 
-    def wait_for(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    def wait_for(self, condition, limit_s=LIMIT_S):
         deadline = time.monotonic() + limit_s
         while not condition():
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, f"{self.report()}\n{self.log.read_text()}"
             time.sleep(0.05)
 
-    def serves_every_way(self) -> bool:
+    def serves_every_way(self):
         """Has a canary come through each path?"""
         report = self.report()
         return report["status"] == "ready" and all(path["canaries"] for path in report["paths"].values())
 
-    def pids(self) -> dict[str, int]:
+    def pids(self):
         """Return name -> pid of every process of the launch but serve.py itself."""
         found = {}
         for pid in processes.descendants(self.process.pid):
@@ -83,15 +81,15 @@ class Served:
                 found[SERVER] = pid
         return found
 
-    def is_replaced(self, name: str, pid: int) -> bool:
+    def is_replaced(self, name, pid):
         return self.pids().get(name) not in (None, pid)
 
-    def run_folder(self) -> Path:
+    def run_folder(self):
         return next(default_base().glob(f"{self.process.pid}-*"))
 
 
 @contextlib.contextmanager
-def serving(recipe: str, log: Path, *options: str) -> Iterator[Served]:
+def serving(recipe, log, *options):
     first, more = free_ports(), free_ports()
     ports = {"http": first.http, "grpc": first.grpc, "metrics": first.metrics, "health": more.http, "openai": more.grpc}
     command = [sys.executable, "tools/serve.py", f"recipes/{recipe}", "--canary-interval=1", *options]
@@ -108,7 +106,7 @@ def serving(recipe: str, log: Path, *options: str) -> Iterator[Served]:
             process.wait(LIMIT_S)
 
 
-def skip_unless_it_runs_here(name: str) -> None:
+def skip_unless_it_runs_here(name):
     try:
         recipe = load_recipe(CHECKOUT / "recipes" / name)
         problems = [*check_engines(recipe), *check_model(recipe)]
@@ -118,6 +116,16 @@ def skip_unless_it_runs_here(name: str) -> None:
     problems += [f"{folder} is to be fetched" for folder in folders if not Path(folder).is_dir()]
     if problems:
         pytest.skip("; ".join(problems))
+
+
+def kill_each(served):
+    """Kill one process after the other: each is missed or replaced at once, and back before the next one is killed."""
+    for name, pid in served.pids().items():
+        killed = served.pids().get(name, pid)
+        os.kill(killed, signal.SIGKILL)
+        replaced = functools.partial(served.is_replaced, name, killed)
+        served.wait_for(lambda replaced=replaced: not served.is_ready() or replaced(), NOTICED_S)
+        served.wait_for(lambda replaced=replaced: served.is_ready() and replaced())
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -137,8 +145,17 @@ def test_a_recipe_becomes_ready_and_says_when_a_process_stands_still(name, tmp_p
             assert served.pids()[process] == pid, f"{process} was shot after a moment"
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_killed_process_of_a_recipe_is_noticed_and_replaced(name, tmp_path, sample_model):
+    sample_model("llama")
+    skip_unless_it_runs_here(name)
+    with serving(name, tmp_path / "log") as served:
+        kill_each(served)
+
+
 @pytest.fixture(scope="module")
-def mockers(tmp_path_factory, sample_model) -> Iterator[Served]:
+def mockers(tmp_path_factory, sample_model):
     """A disaggregated deployment with two frontend processes."""
     sample_model("llama")
     with serving("mocker-disagg", tmp_path_factory.mktemp("log") / "log", "--frontend-processes=2") as served:
@@ -146,12 +163,7 @@ def mockers(tmp_path_factory, sample_model) -> Iterator[Served]:
 
 
 def test_each_killed_process_is_noticed_and_replaced(mockers):
-    for name, pid in mockers.pids().items():
-        killed = mockers.pids().get(name, pid)
-        os.kill(killed, signal.SIGKILL)
-        replaced = functools.partial(mockers.is_replaced, name, killed)
-        mockers.wait_for(lambda replaced=replaced: not mockers.is_ready() or replaced(), NOTICED_S)
-        mockers.wait_for(lambda replaced=replaced: mockers.is_ready() and replaced())
+    kill_each(mockers)
 
 
 def test_what_stands_still_for_good_is_replaced(mockers):

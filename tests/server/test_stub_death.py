@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -28,7 +27,7 @@ PROMPT = list(range(400, 480))
 
 
 @pytest.fixture(scope="module")
-def deployment(sample_model, write_recipe) -> Any:
+def deployment(sample_model, write_recipe):
     engine = {"engine": "mocker", "engine_config": {"max_batch_size": 64, "mocker": {"step_ms": 20}}}
     recipe = write_recipe(
         sample_model("llama"), {"decode": engine | {"replicas": 2}}, pipeline={"stall_timeout_s": STALL_S}
@@ -44,7 +43,7 @@ def deployment(sample_model, write_recipe) -> Any:
         supervisor.join(60)
 
 
-def test_pipeline_streams_survive_and_direct_streams_of_the_other_worker_go_on(deployment, sample_model) -> None:
+def test_pipeline_streams_survive_and_direct_streams_of_the_other_worker_go_on(deployment, sample_model):
     until(lambda: all(_answers(deployment.server, model) for model in ("decode", "decode_1")), 60, "both replicas")
     server = deployment.server
     ids, _ = printable_ids(str(sample_model("llama")))
@@ -63,7 +62,7 @@ def test_pipeline_streams_survive_and_direct_streams_of_the_other_worker_go_on(d
     assert max(ended) - killed_at < LENGTH * 0.02 + STALL_S + 15
 
 
-def _answers(server: Any, model: str) -> bool:
+def _answers(server, model):
     try:
         answer = Client(server.grpc).generate(model, input_ids=PROMPT, max_tokens=3)
     except Exception:

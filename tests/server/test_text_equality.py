@@ -38,8 +38,8 @@ class Deployment:
     vocab_size: int
 
 
-def _workers(mode: str) -> dict[str, Any]:
-    def engine(tokens_per_block: int) -> dict[str, Any]:
+def _workers(mode):
+    def engine(tokens_per_block):
         config = {
             "dtype": "float32",
             "max_batch_size": 32,
@@ -61,7 +61,7 @@ def _workers(mode: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
-def deployment(request, sample_model, reference, write_recipe, shared) -> Any:
+def deployment(request, sample_model, reference, write_recipe, shared):
     from bireme.launch.tritonserver import start_server
 
     arch, mode = request.param
@@ -74,12 +74,12 @@ def deployment(request, sample_model, reference, write_recipe, shared) -> Any:
         yield Deployment(Client(server.grpc), model, mode, model.model.config.vocab_size)
 
 
-def _prompts(deployment: Deployment, lengths: list[int], seed: int) -> list[list[int]]:
+def _prompts(deployment, lengths, seed):
     rng = random.Random(seed)
     return [[rng.randrange(300, deployment.vocab_size) for _ in range(length)] for length in lengths]
 
 
-def test_one_request_alone_streamed_and_not(deployment: Deployment) -> None:
+def test_one_request_alone_streamed_and_not(deployment):
     (prompt,) = _prompts(deployment, [45], seed=1)
     expected = deployment.reference.greedy(prompt, 24)
     assert len(set(expected)) > 6  # a model that repeats one token would prove nothing
@@ -90,7 +90,7 @@ def test_one_request_alone_streamed_and_not(deployment: Deployment) -> None:
     assert whole["text_output"] == streamed["text_output"]
 
 
-def test_sixteen_requests_of_mixed_lengths_side_by_side(deployment: Deployment) -> None:
+def test_sixteen_requests_of_mixed_lengths_side_by_side(deployment):
     lengths = [1, 2, 7, 15, 16, 17, 31, 32, 33, 50, 64, 90, 128, 200, 300, 400]
     prompts = _prompts(deployment, lengths, seed=2)
     budgets = [8 + i for i in range(16)]
@@ -105,7 +105,7 @@ def test_sixteen_requests_of_mixed_lengths_side_by_side(deployment: Deployment) 
     assert [answer["output_ids"] for answer in answers] == expected
 
 
-def test_a_reused_prefix_changes_nothing(deployment: Deployment) -> None:
+def test_a_reused_prefix_changes_nothing(deployment):
     (prefix,) = _prompts(deployment, [150], seed=3)
     tails = _prompts(deployment, [5, 40], seed=4)
     for tail in tails:
@@ -119,14 +119,14 @@ def test_a_reused_prefix_changes_nothing(deployment: Deployment) -> None:
         assert cached == 0 if deployment.mode == "no_reuse" else cached >= 128
 
 
-def test_text_is_what_the_tokenizer_makes_of_the_ids(deployment: Deployment) -> None:
+def test_text_is_what_the_tokenizer_makes_of_the_ids(deployment):
     answer = deployment.client.generate("generate", text_input="def main():\n", max_tokens=40, stream=True)
     ids = deployment.client.infer("tokenizer", text_input="def main():\n")["input_ids"]
     assert answer["output_ids"] == deployment.reference.greedy(ids, 40)
     assert json.loads(answer["usage"])["prompt_tokens"] == len(ids)
 
 
-def test_a_logits_processor_forces_its_sequence_wherever_the_engine_runs_any(deployment: Deployment) -> None:
+def test_a_logits_processor_forces_its_sequence_wherever_the_engine_runs_any(deployment):
     calls = json.dumps([{"name": "forced_sequence", "args": {"token_ids": [310, 311, 312]}}])
     request = {"input_ids": [400, 401], "max_tokens": 9, "logits_processors": calls, "stream": True}
     if deployment.mode == "trtllm_disaggregated":
@@ -137,7 +137,7 @@ def test_a_logits_processor_forces_its_sequence_wherever_the_engine_runs_any(dep
     assert (answer["output_ids"], answer["finish_reason"]) == ([310, 311, 312], "stop")
 
 
-def test_a_guided_answer_follows_its_guide(deployment: Deployment) -> None:
+def test_a_guided_answer_follows_its_guide(deployment):
     pytest.importorskip("xgrammar")
     guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[0-9]{5}"}
     answer = deployment.client.generate("generate", text_input="Hello", max_tokens=30, stream=True, **guide)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ QUESTIONS = held_out(4)
 
 
 @pytest.fixture(scope="module")
-def server(write_recipe, start) -> Any:
+def server(write_recipe, start):
     config = {"dtype": "float32", "max_seq_len": 2048, "kv_cache_config": {"max_tokens": 16384}}
     engine = {
         "engine": "torch",
@@ -33,7 +32,7 @@ def server(write_recipe, start) -> Any:
     return start(write_recipe(MODEL, workers, sampling={"temperature": 0}))
 
 
-def test_questions_about_pictures_are_answered_as_by_transformers(server: Any) -> None:
+def test_questions_about_pictures_are_answered_as_by_transformers(server):
     client, answers = Client(server.grpc), []
     for question in QUESTIONS:
         body = {"model": "tiny-vlm", "messages": chat_messages(question), "max_tokens": 100}

@@ -45,7 +45,7 @@ def outputs_of(result: grpcclient.InferResult) -> dict[str, Any]:
 class Stream:
     """One request on a gRPC stream of its own, so that it can be cancelled alone."""
 
-    def __init__(self, address: str, model: str, values: dict[str, Any], timeout: float = 60.0):
+    def __init__(self, address: str, model: str, values: dict[str, Any], timeout: float = 60.0) -> None:
         self.timeout = timeout
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._client = grpcclient.InferenceServerClient(address)
@@ -77,7 +77,7 @@ class Stream:
 
 
 class Client:
-    def __init__(self, address: str):
+    def __init__(self, address: str) -> None:
         self.address = address
 
     def stream(self, model: str, timeout: float = 60.0, **values: Any) -> Stream:

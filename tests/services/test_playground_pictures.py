@@ -5,17 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 from selenium.webdriver.common.keys import Keys
 
 from tests.server.openai_served import served
-from tests.services.playground_page import Page
-from tools.samples.picture_world import Dialogue, dialogues, png
+from tools.samples.picture_world import dialogues, png
 
 PORTS = {"http": 24700, "grpc": 24701, "metrics": 24702, "health": 24703, "openai": 24704}
 URL = f"http://127.0.0.1:{PORTS['openai']}/"
@@ -30,41 +26,41 @@ SENT = """
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def seeing(tmp_path_factory):
     with served("recipes/tiny-vlm-agg", tmp_path_factory.mktemp("pictures") / "log", ports=PORTS):
         yield
 
 
 @pytest.fixture
-def page(seeing: None, visit: Callable[[str], Page]) -> Page:
+def page(seeing, visit):
     opened = visit(URL).open()
     opened.run(SENT)
     return opened
 
 
-def asked_about(kind: str = "colour") -> Dialogue:
+def asked_about(kind="colour"):
     return next(dialogues("playground", 1, True, kind))
 
 
-def picture_of(dialogue: Dialogue, at: int = 0) -> bytes:
+def picture_of(dialogue, at=0):
     return png(dialogue.pictures()[at])
 
 
 @pytest.fixture
-def drawn(tmp_path: Path) -> Path:
+def drawn(tmp_path):
     """A file with the picture that `asked_about()` asks about."""
     path = tmp_path / "drawn.png"
     path.write_bytes(picture_of(asked_about()))
     return path
 
 
-def last_content(page: Page) -> Any:
+def last_content(page):
     """Return the content of the last user message that was sent."""
     messages = json.loads(page.run("return window.sent.at(-1)"))["messages"]
     return [message for message in messages if message["role"] == "user"][-1]["content"]
 
 
-def test_a_question_about_an_attached_picture_is_answered_rightly(page: Page, drawn: Path) -> None:
+def test_a_question_about_an_attached_picture_is_answered_rightly(page, drawn):
     turn = asked_about().turns[0]
     page.attach(drawn)
     assert page.asked(turn.question) == turn.answer
@@ -74,7 +70,7 @@ def test_a_question_about_an_attached_picture_is_answered_rightly(page: Page, dr
     assert picture == {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
 
 
-def test_the_conversation_shows_the_picture_and_the_composer_no_longer(page: Page, drawn: Path) -> None:
+def test_the_conversation_shows_the_picture_and_the_composer_no_longer(page, drawn):
     page.attach(drawn)
     page.asked("Describe the picture.")
     assert page.find(".turn.user .picture").get_attribute("alt") == "Attached picture: drawn.png"
@@ -82,7 +78,7 @@ def test_the_conversation_shows_the_picture_and_the_composer_no_longer(page: Pag
     assert not page.all(".composer .thumbnail")
 
 
-def test_the_next_question_is_about_the_same_picture(page: Page, drawn: Path) -> None:
+def test_the_next_question_is_about_the_same_picture(page, drawn):
     dialogue = asked_about()
     page.attach(drawn)
     first = page.asked(dialogue.turns[0].question)
@@ -92,7 +88,7 @@ def test_the_next_question_is_about_the_same_picture(page: Page, drawn: Path) ->
     assert page.text(".answer:last-child .content") == str(len(dialogue.scenes[0]))
 
 
-def test_two_pictures_go_along_in_their_order(page: Page, tmp_path: Path) -> None:
+def test_two_pictures_go_along_in_their_order(page, tmp_path):
     dialogue = asked_about("two")
     paths = [tmp_path / "first.png", tmp_path / "second.png"]
     for at, path in enumerate(paths):
@@ -103,7 +99,7 @@ def test_two_pictures_go_along_in_their_order(page: Page, tmp_path: Path) -> Non
     assert [base64.b64decode(url.split(",")[1]) for url in urls] == [path.read_bytes() for path in paths]
 
 
-def test_a_removed_picture_is_not_sent(page: Page, drawn: Path) -> None:
+def test_a_removed_picture_is_not_sent(page, drawn):
     page.attach(drawn)
     page.click("[aria-label='Remove picture: drawn.png']")
     assert not page.all(".composer .thumbnail") and page.focused == "prompt"
@@ -111,14 +107,14 @@ def test_a_removed_picture_is_not_sent(page: Page, drawn: Path) -> None:
     assert last_content(page) == "Who are you?"
 
 
-def test_a_picture_is_pasted(page: Page, drawn: Path) -> None:
+def test_a_picture_is_pasted(page, drawn):
     page.click("#prompt")
     page.paste(("image.png", "image/png", drawn.read_bytes()))
     page.until(lambda: page.all(".composer .thumbnail"))
     assert page.asked(asked_about().turns[0].question) == asked_about().turns[0].answer
 
 
-def test_a_picture_is_dropped_anywhere_on_the_page(page: Page, drawn: Path) -> None:
+def test_a_picture_is_dropped_anywhere_on_the_page(page, drawn):
     page.drop("#thread", ("dropped.png", "image/png", drawn.read_bytes()))
     page.until(lambda: page.all(".composer .thumbnail"))
     assert page.focused == "prompt" and not page.all(".dropping")
@@ -126,7 +122,7 @@ def test_a_picture_is_dropped_anywhere_on_the_page(page: Page, drawn: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
-def test_other_kinds_are_told_by_their_bytes(page: Page, tmp_path: Path, kind: str) -> None:
+def test_other_kinds_are_told_by_their_bytes(page, tmp_path, kind):
     path = tmp_path / "named.png"
     asked_about().pictures()[0].save(path, kind)
     page.attach(path)
@@ -146,9 +142,7 @@ def test_other_kinds_are_told_by_their_bytes(page: Page, tmp_path: Path, kind: s
     ],
     ids=["gif", "empty", "damaged", "large"],
 )
-def test_what_can_t_be_sent_is_said_and_the_others_are_taken(
-    page: Page, tmp_path: Path, drawn: Path, content: bytes, problem: str
-) -> None:
+def test_what_can_t_be_sent_is_said_and_the_others_are_taken(page, tmp_path, drawn, content, problem):
     wrong = tmp_path / "a.png"
     wrong.write_bytes(content)
     page.find(".composer .tray .file").send_keys(f"{wrong}\n{drawn}")
@@ -156,7 +150,7 @@ def test_what_can_t_be_sent_is_said_and_the_others_are_taken(
     assert [image.get_attribute("title") for image in page.all(".composer .picture")] == ["drawn.png"]
 
 
-def test_a_picture_is_attached_removed_and_sent_by_keyboard_alone(page: Page, drawn: Path) -> None:
+def test_a_picture_is_attached_removed_and_sent_by_keyboard_alone(page, drawn):
     page.run("document.querySelector('.tray .file').addEventListener('click', () => (window.hasAsked = true))")
     page.press(Keys.SHIFT + Keys.TAB)
     assert page.focused == "Attach pictures"
@@ -173,7 +167,7 @@ def test_a_picture_is_attached_removed_and_sent_by_keyboard_alone(page: Page, dr
     assert page.asked(asked_about().turns[0].question) == asked_about().turns[0].answer
 
 
-def test_editing_and_asking_again_keep_the_picture(page: Page, drawn: Path) -> None:
+def test_editing_and_asking_again_keep_the_picture(page, drawn):
     turn = asked_about().turns[0]
     page.attach(drawn)
     page.asked("Describe the picture.")
@@ -187,7 +181,7 @@ def test_editing_and_asking_again_keep_the_picture(page: Page, drawn: Path) -> N
     assert page.answered().find_element("css selector", ".content").text == turn.answer
 
 
-def test_a_picture_can_be_removed_while_editing(page: Page, drawn: Path) -> None:
+def test_a_picture_can_be_removed_while_editing(page, drawn):
     page.attach(drawn)
     page.asked("Describe the picture.")
     page.click("[aria-label='Edit and send again']")
@@ -198,14 +192,14 @@ def test_a_picture_can_be_removed_while_editing(page: Page, drawn: Path) -> None
     assert last_content(page) == "Who are you?"
 
 
-def test_a_picture_alone_is_a_message(page: Page, drawn: Path) -> None:
+def test_a_picture_alone_is_a_message(page, drawn):
     page.attach(drawn)
     page.press(Keys.ENTER)
     page.answered()
     assert [part["type"] for part in last_content(page)] == ["image_url"] and not page.all(".error")
 
 
-def test_a_reload_keeps_pictures(page: Page, drawn: Path) -> None:
+def test_a_reload_keeps_pictures(page, drawn):
     page.attach(drawn)
     answer = page.asked("Describe the picture.")
     page.reload()
@@ -216,7 +210,7 @@ def test_a_reload_keeps_pictures(page: Page, drawn: Path) -> None:
     assert page.answered().find_element("css selector", ".content").text == answer
 
 
-def test_pictures_beyond_the_storage_are_lost_by_a_reload_and_that_is_said(page: Page, tmp_path: Path) -> None:
+def test_pictures_beyond_the_storage_are_lost_by_a_reload_and_that_is_said(page, tmp_path):
     page.run("sessionStorage.setItem('filler', 'x'.repeat(5 * 1024 * 1024 - 20000))")
     path = tmp_path / "noise.png"
     Image.frombytes("RGB", (150, 150), random.Random(1).randbytes(150 * 150 * 3)).save(path)
@@ -230,7 +224,7 @@ def test_pictures_beyond_the_storage_are_lost_by_a_reload_and_that_is_said(page:
     assert page.text(".turn.user .notice") == lost
 
 
-def test_code_shows_pictures_short_and_copies_them_whole(page: Page, drawn: Path) -> None:
+def test_code_shows_pictures_short_and_copies_them_whole(page, drawn):
     page.attach(drawn)
     page.run("navigator.clipboard.writeText = async (text) => void (window.copied = text)")
     page.click("#show-code")
@@ -243,7 +237,7 @@ def test_code_shows_pictures_short_and_copies_them_whole(page: Page, drawn: Path
     assert base64.b64decode(url.split(",")[1]) == drawn.read_bytes()
 
 
-def test_the_server_s_words_are_shown_when_it_refuses_a_picture(page: Page, drawn: Path) -> None:
+def test_the_server_s_words_are_shown_when_it_refuses_a_picture(page, drawn):
     page.attach(*[drawn] * 17)
     page.ask("What is this?")
     page.until(lambda: page.text(".answer .error-text"))

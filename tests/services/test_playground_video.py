@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.server.openai_served import served
-from tests.services.playground_page import Page
 
 PORTS = {"http": 24330, "grpc": 24331, "metrics": 24332, "health": 24333, "openai": 24334}
 URL = f"http://127.0.0.1:{PORTS['openai']}/"
 
 
 @pytest.fixture(scope="module")
-def videos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def videos(tmp_path_factory):
     folder = tmp_path_factory.mktemp("videos")
     override = json.dumps({"video": {"folder": str(folder)}})
     with served("recipes/tiny-video", folder / "log", "--override", override, ports=PORTS):
@@ -23,22 +21,22 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def page(videos: None, visit: Callable[[str], Page]) -> Page:
+def page(videos, visit):
     return visit(URL).open()
 
 
-def ask(page: Page, **fields: str) -> None:
+def ask(page, **fields):
     for name, value in fields.items():
         page.find(f"#video-{name}").clear()
         page.find(f"#video-{name}").send_keys(value)
     page.find("#video-make").click()
 
 
-def test_a_model_that_makes_videos_has_a_view_of_its_own(page: Page) -> None:
+def test_a_model_that_makes_videos_has_a_view_of_its_own(page):
     assert page.find("#video").is_displayed() and not page.find("#composer").is_displayed()
 
 
-def test_a_video_is_made_with_progress_and_played(page: Page) -> None:
+def test_a_video_is_made_with_progress_and_played(page):
     ask(page, prompt="a red circle moving right", size="64x64", seconds="2", seed="7")
     page.until(lambda: page.find("#video-progress").is_displayed())
     page.until(lambda: page.text("#video-status").startswith("Step"))
@@ -49,7 +47,7 @@ def test_a_video_is_made_with_progress_and_played(page: Page) -> None:
     assert abs(page.run("return document.querySelector('#video-player').duration") - 2) < 0.2
 
 
-def test_a_video_can_be_stopped_and_another_made(page: Page) -> None:
+def test_a_video_can_be_stopped_and_another_made(page):
     ask(page, prompt="a blue square", seconds="8")
     page.until(lambda: page.text("#video-status").startswith("Step"))
     page.find("#video-make").click()
@@ -60,7 +58,7 @@ def test_a_video_can_be_stopped_and_another_made(page: Page) -> None:
     assert page.text("#video-status").startswith("8 frames")
 
 
-def test_a_refusal_is_shown_in_the_server_s_words(page: Page) -> None:
+def test_a_refusal_is_shown_in_the_server_s_words(page):
     ask(page, prompt="a cat", size="100x100")
     page.until(lambda: "multiples of 16" in page.text("#video-error"))
     assert not page.find("#video-progress").is_displayed()

@@ -31,7 +31,7 @@ async def started(loaded, **limits):
     await stage.stop()
 
 
-def bytes_tensors(**texts) -> dict:
+def bytes_tensors(**texts):
     return {
         name: np.array([text if isinstance(text, bytes) else text.encode()], np.object_) for name, text in texts.items()
     }

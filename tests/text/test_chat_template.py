@@ -7,11 +7,11 @@ from bireme.text.chat_template import ChatTemplate
 SIMPLE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 
 
-def render(source, messages=(), **more) -> str:
+def render(source, messages=(), **more):
     return ChatTemplate(source, {"bos_token": "<s>"}).render(list(messages), **more).text
 
 
-def user(content) -> dict:
+def user(content):
     return {"role": "user", "content": content}
 
 

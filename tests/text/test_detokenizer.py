@@ -12,7 +12,7 @@ CORPUS = ["the quick brown fox jumps over the lazy dog", "don't, won't; can't!",
 TEXTS = st.text(max_size=60) | st.lists(st.sampled_from([*"ab é東🙂👩‍👩‍👧\ufffd\u200d\n", "  ", "don't"])).map("".join)
 
 
-def byte_level() -> Tokenizer:
+def byte_level():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -26,7 +26,7 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
-def sentence_piece() -> Tokenizer:
+def sentence_piece():
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     replace = decoders.Replace("▁", " ")
@@ -41,7 +41,7 @@ def sentence_piece() -> Tokenizer:
     return tokenizer
 
 
-def word_piece() -> Tokenizer:
+def word_piece():
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -64,11 +64,11 @@ def cut(tokens, sizes):
     return pieces
 
 
-def joined(detokenizer, pieces) -> str:
+def joined(detokenizer, pieces):
     return "".join([*(detokenizer.push(piece) for piece in pieces), detokenizer.flush()])
 
 
-def table(tokenizer) -> TableDetokenizer:
+def table(tokenizer):
     built = vocabulary.build(tokenizer)
     assert built is not None
     return TableDetokenizer(built)

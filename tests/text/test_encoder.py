@@ -33,7 +33,7 @@ PIECES = [*ADDED, "<|begin|>", "the ", "don't", "12345", "  \n", "东", "e\u0301
 TEXTS = st.text(max_size=40) | st.lists(st.sampled_from([str(getattr(p, "content", p)) for p in PIECES])).map("".join)
 
 
-def byte_level(normalizer=None, **model) -> Tokenizer:
+def byte_level(normalizer=None, **model):
     """As Llama 3 and Qwen: a regular expression, bytes, BPE."""
     tokenizer = Tokenizer(models.BPE(**model))
     if normalizer is not None:
@@ -53,7 +53,7 @@ def byte_level(normalizer=None, **model) -> Tokenizer:
     return tokenizer
 
 
-def word_piece() -> Tokenizer:
+def word_piece():
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(special_tokens=["[UNK]"], show_progress=False))

@@ -53,7 +53,7 @@ class Client:
         return sum(len(delta.tokens) for delta in self.deltas)
 
 
-def finish(reason="length", **more) -> Finish:
+def finish(reason="length", **more):
     return Finish(reason, Usage(prompt_tokens=3, completion_tokens=7), **more)
 
 
@@ -153,7 +153,7 @@ def test_no_token_is_lost_or_repeated_between_one_who_pushes_and_one_who_sends()
     stream = TextStream(Letters(), SamplingParams(), news.put, lambda finish: None, lambda: None)
     count = 20_000
 
-    def push() -> None:
+    def push():
         for at in range(count):
             stream.push((at % 26,))
         stream.finish(finish())

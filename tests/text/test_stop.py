@@ -6,13 +6,13 @@ from bireme.text.stop import StopFinder
 ALPHABET = st.sampled_from("ab<")
 
 
-def run(pieces, stops, include=False) -> tuple[str, bool]:
+def run(pieces, stops, include=False):
     finder = StopFinder(stops, include)
     text = "".join([finder.push(piece) for piece in pieces])
     return text + finder.flush(), finder.is_stopped
 
 
-def expected(text, stops, include=False) -> tuple[str, bool]:
+def expected(text, stops, include=False):
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

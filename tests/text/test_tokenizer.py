@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.errors import ConfigError, RequestError
-from bireme.text.tokenizer import TextTokenizer, load_tokenizer
+from bireme.text.tokenizer import load_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 CONVERSATIONS = [
@@ -26,7 +26,7 @@ def folder(sample_model):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder) -> TextTokenizer:
+def tokenizer(folder):
     return load_tokenizer(str(folder))
 
 
@@ -45,7 +45,7 @@ def copy(folder, tmp_path):
     return tmp_path
 
 
-def edit(file, **changes) -> None:
+def edit(file, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 

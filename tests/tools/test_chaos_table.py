@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -19,14 +18,14 @@ def outcome_of(violations):
     return Outcome("mocker-1+1", hits, lies_s=[0.0, 1.5], requests={"ok": 9}, violations=violations, exit_code=0)
 
 
-def test_the_plan_of_a_seed_is_said_without_doing_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_of_a_seed_is_said_without_doing_it(capsys):
     assert chaos.main(["--plan", "5", "--seed", "7", "--topology", "mocker-2+2"]) == 0
     first = capsys.readouterr().out
     chaos.main(["--plan", "5", "--seed", "7", "--topology", "mocker-2+2"])
     assert len(first.splitlines()) == 5 and capsys.readouterr().out == first
 
 
-def test_the_table_has_a_row_a_kind_with_recovery_lies_and_violations() -> None:
+def test_the_table_has_a_row_a_kind_with_recovery_lies_and_violations():
     (row,) = chaos.rows([outcome_of([Violation("wrong", "a token came again", (1,)), Violation("left", "a file")])])
     assert (row["fault"], row["times"]) == ("engine_killed", 2)
     assert (row["recovery_p50_s"], row["recovery_p99_s"], row["longest_lie_s"]) == (4.0, 4.0, 1.5)
@@ -36,9 +35,7 @@ def test_the_table_has_a_row_a_kind_with_recovery_lies_and_violations() -> None:
 @pytest.mark.parametrize(
     ("violations", "code"), [([], 0), ([Violation("left", "a file")], 1), ([Violation("lie", "ready", (0,))], 1)]
 )
-def test_any_violation_fails_the_campaign(
-    violations: list[Violation], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_any_violation_fails_the_campaign(violations, code, tmp_path, capsys):
     assert chaos.conclude([outcome_of(violations)], tmp_path, {"seed": 7}) == code
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["seed"] == 7 and len(told["topologies"][0]["violations"]) == len(violations)

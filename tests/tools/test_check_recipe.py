@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from bireme.config import CHECKOUT
-from bireme.launch.recipe_check import Finding, check_folder
+from bireme.launch.recipe_check import check_folder
 from tools import check_recipe
 
 RECIPES = sorted(path.parent for path in (CHECKOUT / "recipes").glob("*/recipe.yaml"))
@@ -57,7 +56,7 @@ FILES = {"recipe": RECIPE, "prefill": PREFILL, "decode": DECODE}
 PLANTED = yaml.safe_load(Path(__file__).with_name("planted_mistakes.yaml").read_text())
 
 
-def write(folder: Path, files: dict[str, str]) -> Path:
+def write(folder, files):
     for name, text in files.items():
         (folder / f"{name}.yaml").write_text(text)
     return folder
@@ -88,7 +87,7 @@ def test_a_planted_mistake_is_found_with_file_line_key_value_and_remedy(planted,
     assert any(matches(one, planted, tmp_path) for one in found), list(map(str, found))
 
 
-def matches(finding: Finding, planted: dict[str, Any], folder: Path) -> bool:
+def matches(finding, planted, folder):
     where = (finding.file, finding.line) == (f"{folder / planted['file']}.yaml", planted["line"])
     is_it = finding.key.endswith(planted.get("key", "")) and planted.get("value", "") in finding.value
     return where and is_it and planted["says"] in str(finding)

@@ -19,7 +19,7 @@ def no_variables(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def command(*arguments: str, recipe: str = WIDE) -> str:
+def command(*arguments, recipe=WIDE):
     return shlex.join(serve_nodes.plan(load_recipe(recipe, ""), serve_nodes.parse([recipe, *arguments])))
 
 

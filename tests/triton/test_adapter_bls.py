@@ -8,7 +8,7 @@ from tritonclient.utils import InferenceServerException
 pytestmark = pytest.mark.server
 
 
-def texts(client, **values) -> list[bytes]:
+def texts(client, **values):
     with client.call("caller", **values) as call:
         return [text for result in call for text in result.as_numpy("text").tolist()]
 

@@ -24,7 +24,7 @@ class Moody(AbsentStage):
     def __init__(self):
         super().__init__("not in this test")
 
-    def is_ready(self) -> bool:
+    def is_ready(self):
         return self.mood
 
 

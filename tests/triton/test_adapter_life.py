@@ -14,7 +14,7 @@ from tests.triton import adapter_stages
 pytestmark = pytest.mark.server
 
 
-def series(server, name: str, **labels: str) -> float | None:
+def series(server, name, **labels):
     """Return one value of Triton's /metrics."""
     wanted = {f'{key}="{value}"' for key, value in labels.items()}
     for line in server.metrics_text().splitlines():
@@ -24,7 +24,7 @@ def series(server, name: str, **labels: str) -> float | None:
     return None
 
 
-def wait_for_value(server, expected: float, name: str, **labels: str) -> float | None:
+def wait_for_value(server, expected, name, **labels):
     deadline = time.monotonic() + 10
     while (value := series(server, name, **labels)) != expected and time.monotonic() < deadline:
         time.sleep(0.1)

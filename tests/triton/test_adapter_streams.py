@@ -14,13 +14,13 @@ from tritonclient.utils import InferenceServerException
 pytestmark = pytest.mark.server
 
 
-def running(client) -> int:
+def running(client):
     """Sequences that the ticker of `tokens` still works on."""
     with client.call("tokens", report=1) as call:
         return int(next(iter(call)).as_numpy("running")[0])
 
 
-def wait_for(condition, limit_s: float = 10.0) -> bool:
+def wait_for(condition, limit_s=10.0):
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:
@@ -29,7 +29,7 @@ def wait_for(condition, limit_s: float = 10.0) -> bool:
     return True
 
 
-def open_generate_stream(server, model: str, body: dict) -> socket.socket:
+def open_generate_stream(server, model, body):
     connection = socket.create_connection(tuple(server.http.rsplit(":", 1)), timeout=20)
     payload = json.dumps(body).encode()
     head = f"POST /v2/models/{model}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
@@ -136,7 +136,7 @@ def test_cancelling_one_stream_leaves_the_others(client):
 def test_200_clients_that_drop_at_random_leave_the_server_alive(client, server):
     chance = random.Random(9)
 
-    def drop(_: int) -> None:
+    def drop(_):
         with client.call("tokens", count=100_000) as call:
             for _ in range(chance.randrange(8)):
                 next(iter(call))

@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 pytestmark = pytest.mark.server
 
 
-def post(url: str, body: dict) -> dict:
+def post(url, body):
     request = urllib.request.Request(url, json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=20) as response:
         return json.loads(response.read())

@@ -18,7 +18,7 @@ def poller():
     poller.stop(5)
 
 
-def watched(poller: CancelPoller, outlet: Recorder) -> tuple[Stream, threading.Event]:
+def watched(poller, outlet):
     stream = Stream(outlet, lambda stream: stream.flush(), is_decoupled=True, max_buffer_bytes=1000)
     found = threading.Event()
     stream.cancelled.on_set(found.set)

@@ -27,7 +27,7 @@ def test_results_and_errors_come_back(pool):
 def test_no_more_threads_work_than_asked_for(pool):
     release, seen = threading.Event(), set()
 
-    def work() -> None:
+    def work():
         seen.add(threading.get_ident())
         release.wait(5)
 

@@ -19,7 +19,7 @@ def loop():
     loop.stop(5)
 
 
-async def answer(value: int) -> int:
+async def answer(value):
     await asyncio.sleep(0)
     return value
 
@@ -29,7 +29,7 @@ def test_a_coroutine_s_result_comes_back(loop):
 
 
 def test_a_coroutine_s_error_comes_back(loop):
-    async def fail() -> None:
+    async def fail():
         raise ValueError("odd")
 
     with pytest.raises(ValueError, match="odd"):
@@ -39,7 +39,7 @@ def test_a_coroutine_s_error_comes_back(loop):
 def test_a_coroutine_past_its_limit_is_cancelled(loop):
     ended = threading.Event()
 
-    async def forever() -> None:
+    async def forever():
         try:
             await asyncio.sleep(3600)
         finally:
@@ -51,7 +51,7 @@ def test_a_coroutine_past_its_limit_is_cancelled(loop):
 
 
 def test_a_coroutine_may_raise_a_timeout_of_its_own(loop):
-    async def slow() -> None:
+    async def slow():
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
@@ -61,7 +61,7 @@ def test_a_coroutine_may_raise_a_timeout_of_its_own(loop):
 def test_stop_cancels_what_runs_and_refuses_more():
     loop, ended = EventLoop("test"), threading.Event()
 
-    async def forever() -> None:
+    async def forever():
         try:
             await asyncio.sleep(3600)
         finally:
@@ -69,7 +69,7 @@ def test_stop_cancels_what_runs_and_refuses_more():
 
     begun = threading.Event()
 
-    async def begin() -> None:
+    async def begin():
         loop.task = asyncio.ensure_future(forever())  # type: ignore[attr-defined]
         await asyncio.sleep(0)
         begun.set()

@@ -10,35 +10,35 @@ from bireme.triton.inputs import read_request
 
 
 class Tensor:
-    def __init__(self, name: str, array: np.ndarray | None) -> None:
+    def __init__(self, name, array):
         self._name, self.array = name, array
 
-    def name(self) -> str:
+    def name(self):
         return self._name
 
-    def as_numpy(self) -> np.ndarray:
+    def as_numpy(self):
         if self.array is None:
             raise RuntimeError("Tensor is stored in GPU")
         return self.array
 
 
 class Request:
-    def __init__(self, *tensors: Tensor, parameters: str = "", timeout: int = 0, outputs: tuple[str, ...] = ()) -> None:
+    def __init__(self, *tensors, parameters="", timeout=0, outputs=()):
         self._values = (tensors, parameters, timeout, outputs)
 
-    def inputs(self) -> tuple[Tensor, ...]:
+    def inputs(self):
         return self._values[0]
 
-    def parameters(self) -> str:
+    def parameters(self):
         return self._values[1]
 
-    def timeout(self) -> int:
+    def timeout(self):
         return self._values[2]
 
-    def requested_output_names(self) -> tuple[str, ...]:
+    def requested_output_names(self):
         return self._values[3]
 
-    def request_id(self) -> str:
+    def request_id(self):
         return "r1"
 
 

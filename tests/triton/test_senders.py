@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -22,7 +20,7 @@ def senders():
     senders.stop(5)
 
 
-def make_stream(senders: Senders, outlet: Recorder) -> Stream:
+def make_stream(senders, outlet):
     return Stream(outlet, senders.assign(), is_decoupled=True, max_buffer_bytes=1 << 20)
 
 
@@ -78,7 +76,7 @@ def test_stop_gives_up_on_a_send_that_hangs():
     outlet.is_open.set()
 
 
-def begin(senders: Senders, count: int) -> tuple[list[Stream], list[Recorder]]:
+def begin(senders, count):
     """Return streams whose first response is out: what they send next waits its turn."""
     outlets = [Recorder() for _ in range(count)]
     streams = [make_stream(senders, outlet) for outlet in outlets]
@@ -89,7 +87,7 @@ def begin(senders: Senders, count: int) -> tuple[list[Stream], list[Recorder]]:
     return streams, outlets
 
 
-def hold(senders: Senders) -> Recorder:
+def hold(senders):
     """Have the only sender hang in a send until the recorder `is_open`."""
     outlet = Recorder()
     outlet.is_open.clear()
@@ -98,14 +96,14 @@ def hold(senders: Senders) -> Recorder:
     return outlet
 
 
-def wait_for(condition: Callable[[], object], limit_s: float = 5.0) -> bool:
+def wait_for(condition, limit_s=5.0):
     ends_at = time.monotonic() + limit_s
     while not condition() and time.monotonic() < ends_at:
         time.sleep(0.002)
     return bool(condition())
 
 
-def record_order(outlets: dict[str, Recorder]) -> list[str]:
+def record_order(outlets):
     """Return a list that names the recorders in the order of their next sends."""
     order: list[str] = []
     for name, outlet in outlets.items():
@@ -145,7 +143,7 @@ def test_one_that_is_always_urgent_does_not_starve_the_others():
     held = hold(senders)
     sent = []
 
-    def note(event: tuple[Any, ...], is_final: bool) -> None:
+    def note(event, is_final):
         sent.append(event)
         if len(sent) < 50:
             flood.send(Words(["more"], is_urgent=True))
@@ -174,7 +172,7 @@ def test_while_a_sender_rests_urgent_responses_go_out_and_others_are_merged(monk
     assert outlet.events[1:] == [("send", ["a", "b", "c"], False)]
 
 
-def make_and_send(senders: Senders) -> Recorder:
+def make_and_send(senders):
     outlet = Recorder()
     make_stream(senders, outlet).send(Words(["all"], is_last=True))
     return outlet

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from bireme.specs import DECODE, TOKENIZER, ModelSpec
+from bireme.specs import DECODE, TOKENIZER
 from bireme.triton.autocomplete import tensor_config
 from tools import show_config
 
 
-def config_of(spec: ModelSpec) -> dict:
+def config_of(spec):
     return {
         "backend": "python",
         "max_batch_size": 0,

@@ -13,7 +13,7 @@ from bireme.types import TensorResponse
 from tests.triton.recording import Recorder, Words
 
 
-def make_stream(outlet: Recorder, *, is_decoupled: bool = True, limit: int = 1000) -> tuple[Stream, list[Stream]]:
+def make_stream(outlet, *, is_decoupled=True, limit=1000):
     queue: list[Stream] = []
     return Stream(outlet, queue.append, is_decoupled=is_decoupled, max_buffer_bytes=limit), queue
 
@@ -186,7 +186,7 @@ def test_polls_and_ends_race_without_asking_after_the_flag():
 def test_sends_from_many_threads_all_go_out_once(outlet):
     stream, queue = make_stream(outlet, limit=1 << 20)
 
-    def send(start: int) -> None:
+    def send(start):
         for at in range(start, start + 200):
             stream.send(Words([str(at)]))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bireme.messages import Finish, SamplingParams, Usage
 from bireme.text.output import TextStream
 from bireme.triton.streams import Stream
-from bireme.types import Response
 
 LOST = Finish("error", Usage(), "UNAVAILABLE: the engine died")
 END = Finish("length", Usage())
@@ -26,12 +25,12 @@ class Letters:
 class Outlet:
     """Reads responses as Triton's side does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.texts: dict[int, str] = {}
         self.tokens: dict[int, list[int]] = {}
         self.ends: list[str] = []
 
-    def send(self, response: Response, is_final: bool) -> None:
+    def send(self, response, is_final):
         outputs = response.tensors()
         index = int(outputs["index"][0]) if "index" in outputs else 0
         self.texts[index] = self.texts.get(index, "") + outputs["text_output"][0].decode()
@@ -39,17 +38,17 @@ class Outlet:
         if is_final:
             self.ends.append("response")
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error):
         self.ends.append(str(error))
 
-    def close(self) -> None:
+    def close(self):
         self.ends.append("flag")
 
-    def is_cancelled(self) -> bool:
+    def is_cancelled(self):
         return False
 
 
-def make(outlet: Outlet, *indices: int | None) -> tuple[Stream, list[TextStream]]:
+def make(outlet, *indices):
     stream = Stream(outlet, lambda stream: None, is_decoupled=True, max_buffer_bytes=1 << 20)
     texts = [
         TextStream(Letters(), SamplingParams(), stream.send, lambda finish: None, lambda: None, index)

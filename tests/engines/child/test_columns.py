@@ -8,20 +8,20 @@ from bireme.disagg import DisaggregatedParams, unseal
 from bireme.engines.base import PlainTokens, StepOutput
 from bireme.engines.child.columns import StepEncoder
 from bireme.engines.child.ledger import Ledger
-from bireme.messages import Finish, Step, TokenLogprob, Usage, decode_step, split
+from bireme.messages import Finish, TokenLogprob, Usage, decode_step, split
 
 KEY = b"k" * 32
 
 
 @pytest.fixture
-def ledger() -> Ledger:
+def ledger():
     ledger = Ledger()
     for key in ((0, 1), (0, 2), (5, 1)):
         ledger.enter(key, "digest")
     return ledger
 
 
-def steps_of(ledger: Ledger, *deltas: StepOutput, plain: PlainTokens | None = None) -> dict[int, Step]:
+def steps_of(ledger, *deltas, plain=None):
     encoder = StepEncoder(7, ledger, KEY)
     encoder.add(3, list(deltas), plain)
     return {consumer: decode_step(payload) for consumer, payload in map(split, encoder.take())}

@@ -24,11 +24,11 @@ CAPACITY = Capacity(
 )
 
 
-def gate(stage: str = "decode", **fields) -> Gate:
+def gate(stage="decode", **fields):
     return Gate(stage, CAPACITY, fields.pop("limits", Limits()), KEY, fields.pop("has_transfer", True), **fields)
 
 
-def params_for(request, **fields) -> bytes:
+def params_for(request, **fields):
     digest = disagg.prompt_digest(request.prompt, request.cache_salt, request.lora_name)
     values = {"worker": "prefill", "life": 1, "lease_id": 1, "generation": 1, "num_tokens": len(request.prompt) // 4}
     return disagg.seal(disagg.DisaggregatedParams(**(values | {"prompt_digest": digest} | fields)), KEY)

@@ -18,7 +18,7 @@ from bireme.messages import CONTROL, STUB, Commands, Hello, Ping, Pong, decode_c
 from tests.engines.engine_fixtures import wait_for
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -28,23 +28,23 @@ def is_alive(pid: int) -> bool:
 class Stub:
     """The other end of an engine process's sockets."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.endpoint = f"ipc://{folder}/e"
         self.context = zmq.Context()
         self.commands, self.frames = self.context.socket(zmq.PUSH), self.context.socket(zmq.PULL)
         self.commands.bind(self.endpoint + ".c")
         self.frames.bind(self.endpoint + ".s")
 
-    def read(self, timeout_s: float = 20.0) -> object:
+    def read(self, timeout_s=20.0):
         assert self.frames.poll(timeout_s * 1000), "no frame"
         consumer, payload = split(self.frames.recv())
         assert consumer == CONTROL
         return decode_control(payload)
 
-    def ping(self, number: int) -> None:
+    def ping(self, number):
         self.commands.send(frame(STUB, encode(Commands(1, [Ping(number)]))))
 
-    def close(self) -> None:
+    def close(self):
         self.context.destroy(0)
 
 
@@ -59,7 +59,7 @@ def stub(tmp_path):
 def run_worker(tmp_path, stub):
     processes: list[subprocess.Popen] = []
 
-    def run(recipe, *arguments: str) -> subprocess.Popen:
+    def run(recipe, *arguments):
         command = [
             sys.executable,
             "-m",

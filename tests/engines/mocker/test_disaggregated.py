@@ -42,7 +42,7 @@ def decode(client, params, prompt=None, max_tokens=20, **fields):
     return sink
 
 
-def used_blocks(client) -> float:
+def used_blocks(client):
     gauges = {name: value for name, _, value in client._metrics.take_delta().gauges}
     return gauges.get("bireme_kv_blocks_used", -1)
 

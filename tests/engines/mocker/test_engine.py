@@ -24,14 +24,14 @@ from tests.engines.engine_fixtures import PROMPT, VOCAB_SIZE, make_request, wait
 class Emitted:
     """Collects what an engine emits."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finishes: dict[int, object] = {}
         self.deltas: list[object] = []
         self.batches: list[int] = []
         self.times: list[float] = []
 
-    def __call__(self, step, deltas, plain=None) -> None:
+    def __call__(self, step, deltas, plain=None):
         self.times.append(time.monotonic())
         self.batches.append(len(deltas) + (len(plain.keys) if plain else 0))
         for key, token in zip(plain.keys, plain.tokens, strict=True) if plain else ():
@@ -54,7 +54,7 @@ class Emitted:
 def start():
     engines: list[MockEngine] = []
 
-    def make(config: EngineConfig | None = None, **mocker) -> tuple[MockEngine, Emitted, Registry]:
+    def make(config=None, **mocker):
         settings = MockerConfig(**({"vocab_size": VOCAB_SIZE, "step_ms": 1.0} | mocker))
         config = msgspec.structs.replace(config or EngineConfig(), mocker=settings)
         metrics, emitted = Registry("decode"), Emitted()
@@ -68,7 +68,7 @@ def start():
         engine.stop()
 
 
-def submit(engine, number: int, request) -> None:
+def submit(engine, number, request):
     """Submit what the gate makes of it, as the engine's process does."""
     engine.submit((0, number), Gate("decode", engine.capacity, Limits(), b"k").admit(request))
 
@@ -219,7 +219,7 @@ def test_as_fast_as_it_can_means_no_sleep(start):
 def test_submits_from_many_threads_all_end(start):
     engine, emitted, _ = start(step_ms=0.0)
 
-    def submit_many(base: int) -> None:
+    def submit_many(base):
         for i in range(50):
             submit(engine, base + i, make_request([base + i], 3))
 

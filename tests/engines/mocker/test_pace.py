@@ -13,10 +13,10 @@ from bireme.engines.mocker.pace import Pace
 ORDINARY, REAL_TIME = os.SCHED_OTHER, os.SCHED_RR | os.SCHED_RESET_ON_FORK
 
 
-def scheduler_after(step_ms: float) -> int:
+def scheduler_after(step_ms):
     """Return the scheduler of a thread that has sharpened its pace, and of no other."""
 
-    def sharpened() -> int:
+    def sharpened():
         Pace(threading.Event()).sharpen(step_ms)
         return os.sched_getscheduler(0)
 
@@ -28,17 +28,17 @@ def scheduler_after(step_ms: float) -> int:
 
 @pytest.fixture
 def cpus(monkeypatch):
-    def set_count(count: int) -> None:
+    def set_count(count):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
 
     set_count(2)
     return set_count
 
 
-def may_be_real_time() -> bool:
+def may_be_real_time():
     """Return whether the kernel lets this process; root in a container may lack CAP_SYS_NICE."""
 
-    def tried() -> bool:
+    def tried():
         try:
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         except PermissionError:
@@ -56,7 +56,7 @@ def test_a_paced_thread_is_a_real_time_one(cpus):
 
 
 def test_without_the_right_to_it_the_thread_stays_ordinary(cpus, monkeypatch):
-    def refuse(*args: object) -> None:
+    def refuse(*args):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)

@@ -17,22 +17,22 @@ from tests.engines.engine_fixtures import VOCAB_SIZE, Bus, Collector, make_reque
 IDS = plain_ids(VOCAB_SIZE)
 
 
-def used_blocks(client) -> float:
+def used_blocks(client):
     return {name: value for name, _, value in client._metrics.take_delta().gauges}["bireme_kv_blocks_used"]
 
 
-def random_prompt(rng: random.Random) -> list[int]:
+def random_prompt(rng):
     return [rng.randrange(300, VOCAB_SIZE) for _ in range(rng.randrange(1, 80))]
 
 
-def check(prompt: list[int], sink: Collector) -> None:
+def check(prompt, sink):
     finish = sink.wait()
     assert len(sink.finishes) == 1
     assert sink.tokens == expected_tokens(prompt, len(sink.tokens), IDS)
     assert finish.reason in ("length", "cancelled") or finish.error.startswith(("UNAVAILABLE", "RESOURCE_EXHAUSTED"))
 
 
-def use(client, rng: random.Random, seconds: float) -> list[tuple[list[int], Collector]]:
+def use(client, rng, seconds):
     """Submit, abort, open and close buses, send garbage; return the stub's own requests."""
     used: list[tuple[list[int], Collector]] = []
     buses: list[Bus] = []
@@ -49,7 +49,7 @@ def use(client, rng: random.Random, seconds: float) -> list[tuple[list[int], Col
     return used
 
 
-def act(client, rng: random.Random, used: list[tuple[list[int], Collector]], buses: list[Bus]) -> None:
+def act(client, rng, used, buses):
     kind = rng.randrange(10)
     if kind < 5:
         prompt, sink = random_prompt(rng), Collector()

@@ -22,7 +22,7 @@ from bireme.metrics import Registry
 from tests.engines.engine_fixtures import PROMPT, Bus, Collector, make_request, wait_for
 
 
-def commands(client: EngineClient, *items: object, life: int | None = None) -> bytes:
+def commands(client, *items, life=None):
     return encode(Commands(client.life if life is None else life, list(items)))
 
 
@@ -73,7 +73,7 @@ def test_an_abort_ends_the_request_as_cancelled(client):
 
 def test_a_failing_sink_hurts_no_other_stream(client):
     class Failing(Collector):
-        def push(self, *_: object) -> None:
+        def push(self, *_):
             raise RuntimeError("sink is broken")
 
     good = Collector()
@@ -272,7 +272,7 @@ def test_submits_that_race_a_restart_all_end(client):
     assert refused
 
 
-def test_what_a_killed_engine_left_is_swept(client, tmp_path: Path):
+def test_what_a_killed_engine_left_is_swept(client, tmp_path):
     folder, life = tmp_path / "run", client.life
     left = shm_file.SHM_DIR / f"{shm_file.file_prefix(folder, 'decode')}left"
     left.write_bytes(b"x")
@@ -283,7 +283,7 @@ def test_what_a_killed_engine_left_is_swept(client, tmp_path: Path):
     assert not [path for path in folder.iterdir() if str(life) in path.name]
 
 
-def test_stop_ends_the_process_and_withdraws_it(make_recipe, start_client, tmp_path: Path):
+def test_stop_ends_the_process_and_withdraws_it(make_recipe, start_client, tmp_path):
     client = start_client(make_recipe())
     pid, sink = client.pid, Collector()
     client.submit(make_request(max_tokens=99999), sink)

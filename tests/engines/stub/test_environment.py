@@ -17,7 +17,7 @@ from bireme.engines.stub.environment import (
 from bireme.errors import ConfigError
 
 
-def recipe_of(**entry) -> Recipe:
+def recipe_of(**entry):
     return Recipe(model="none", name="r", workers={"decode": WorkerEntry(**entry)})
 
 

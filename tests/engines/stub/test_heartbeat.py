@@ -15,15 +15,15 @@ CONFIG = SupervisorConfig(ping_interval_s=0.1, ping_timeout_s=1.0, stall_timeout
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
+def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(restarts, "time", clock)
@@ -40,7 +40,7 @@ def look_for(heartbeat, clock, seconds, pong=None):
     return None
 
 
-def pong(step=1, age_ms=0.0, waiting=0, running=0) -> Pong:
+def pong(step=1, age_ms=0.0, waiting=0, running=0):
     return Pong(1, 1, step, age_ms, waiting, running)
 
 

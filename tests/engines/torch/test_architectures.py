@@ -117,13 +117,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-def load_error(folder, **settings: Any) -> str:
+def load_error(folder, **settings):
     with pytest.raises(ConfigError) as caught:
         Harness(str(folder), **settings)
     return str(caught.value)
 
 
-def edit(folder, **changes: Any) -> None:
+def edit(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 

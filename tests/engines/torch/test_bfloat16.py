@@ -10,7 +10,7 @@ from tests.engines.torch.torch_harness import Harness, make_prompts, request
 PROMPTS = make_prompts(*range(60, 160, 10), seed=4)
 
 
-def logprobs(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
+def logprobs(model, prompt):
     """Return the log probability of every prompt token after the first."""
     with torch.inference_mode():
         rows = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)

@@ -7,7 +7,7 @@ import pytest
 
 from bireme.errors import RequestError, UnavailableError
 from bireme.kv.transfer.fake import FakeNetwork
-from tests.engines.torch.torch_harness import MIXED, Harness, Result, make_prompts, request
+from tests.engines.torch.torch_harness import MIXED, Harness, make_prompts, request
 
 PROMPTS = make_prompts(*MIXED)
 
@@ -15,37 +15,37 @@ PROMPTS = make_prompts(*MIXED)
 class Pair:
     """A prefill and a decode engine."""
 
-    def __init__(self, path: str, prefill_size: int = 32, decode_size: int = 16, **settings: object) -> None:
+    def __init__(self, path, prefill_size=32, decode_size=16, **settings):
         network = FakeNetwork()
         self.transfers = [network.join("prefill"), network.join("decode")]
         common = {"max_num_tokens": 64} | settings
         self.prefill = Harness(path, self.transfers[0], "prefill", tokens_per_block=prefill_size, **common)
         self.decode = Harness(path, self.transfers[1], "decode", tokens_per_block=decode_size, **common)
 
-    def __enter__(self) -> Pair:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for engine, transfer in zip((self.prefill, self.decode), self.transfers, strict=True):
             engine.engine.stop()
             transfer.close()
 
-    def begin(self, prompt: list[int], max_tokens: int = 48, **fields: object) -> Result:
+    def begin(self, prompt, max_tokens=48, **fields):
         result = self.prefill.submit(request(prompt, max_tokens, request_type="context_only", **fields))
         assert result.finish.error == ""
         return result
 
-    def go_on(self, prompt: list[int], first: Result, max_tokens: int = 48, **fields: object) -> Result:
+    def go_on(self, prompt, first, max_tokens=48, **fields):
         asked = request(prompt, max_tokens, request_type="generation_only", **fields)
         return self.decode.submit(asked, first.exported)
 
-    def run(self, prompts: list[list[int]], **fields: object) -> list[list[int]]:
+    def run(self, prompts, **fields):
         firsts = [self.begin(prompt, **fields) for prompt in prompts]
         results = [self.go_on(prompt, first, **fields) for prompt, first in zip(prompts, firsts, strict=True)]
         assert [result.finish.error for result in results] == [""] * len(prompts)
         return [result.tokens for result in results]
 
-    def assert_nothing_is_held(self) -> None:
+    def assert_nothing_is_held(self):
         self.transfers[0]._copier.close(5)  # releases have been called
         for engine in (self.prefill, self.decode):
             engine.engine.stop()

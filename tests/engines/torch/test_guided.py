@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from bireme.kv.transfer.fake import FakeNetwork
 from bireme.text.parsers import TOOLS
 from bireme.text.parsers.base import CallArguments, CallStart, Content, ParserRequest
 from tests.engines.torch.schemas import make_schemas
-from tests.engines.torch.torch_harness import Harness, Result, make_prompts, request
+from tests.engines.torch.torch_harness import Harness, make_prompts, request
 
 pytest.importorskip("xgrammar")
 MODEL = Path(__file__).parents[3] / "models" / "tiny-llama"
@@ -35,35 +34,35 @@ pytestmark = pytest.mark.skipif(TOKENIZER is None, reason="models/tiny-llama is 
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Harness]:
+def engine():
     config = GuidedDecodingConfig(compile_timeout_s=20, num_processes=1)
     with Harness(str(MODEL), limits=ANY_SIZE, guided_decoding_config=config) as harness:
         yield harness
 
 
-def guided(raw: dict[str, Any], max_tokens: int = 160, **fields: Any) -> Any:
+def guided(raw, max_tokens=160, **fields):
     return request(PROMPT, max_tokens, **{"ignore_eos": False, "guided_decoding": raw} | fields)
 
 
-def text_of(result: Result) -> str:
+def text_of(result):
     """Return the answer's text; it must have ended by its guide."""
     finish = result.finish
     assert (finish.reason, finish.error, finish.stop_token_id in (2, 4)) == ("stop", "", True)
     return TOKENIZER.decode(result.tokens, skip_special_tokens=True)
 
 
-def answer(engine: Harness, raw: dict[str, Any], **fields: Any) -> str:
+def answer(engine, raw, **fields):
     return text_of(engine.submit(guided(raw, **fields)))
 
 
-def error_of(engine: Harness, raw: dict[str, Any], **fields: Any) -> str:
+def error_of(engine, raw, **fields):
     finish = engine.submit(guided(raw, **fields)).finish
     assert finish.reason == "error"
     return finish.error
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_answers_to_200_random_schemas_are_valid(engine: Harness, temperature: float):
+def test_answers_to_200_random_schemas_are_valid(engine, temperature):
     jsonschema = pytest.importorskip("jsonschema")
     schemas = make_schemas(200, seed=int(temperature))
     sampling = {"temperature": temperature, "seed": 1}
@@ -75,27 +74,27 @@ def test_answers_to_200_random_schemas_are_valid(engine: Harness, temperature: f
         jsonschema.validate(json.loads(text_of(result)), schema)
 
 
-def test_a_regex_is_matched_as_a_whole(engine: Harness):
+def test_a_regex_is_matched_as_a_whole(engine):
     assert re.fullmatch(r"[a-z]{3,6}-[0-9]{4}", answer(engine, {"regex": "[a-z]{3,6}-[0-9]{4}"}))
 
 
-def test_a_choice_is_one_of_its_texts(engine: Harness):
+def test_a_choice_is_one_of_its_texts(engine):
     assert answer(engine, {"choice": ["north", "south west", "ünï"]}) in ("north", "south west", "ünï")
 
 
-def test_a_grammar_is_followed(engine: Harness):
+def test_a_grammar_is_followed(engine):
     text = answer(engine, {"grammar": 'root ::= "(" [a-c] (root | "") ")"'}, temperature=2.0, seed=4)
     assert re.fullmatch(r"(\([a-c])+\)+", text) and text.count("(") == text.count(")")
 
 
-def test_a_json_object_is_an_object(engine: Harness):
+def test_a_json_object_is_an_object(engine):
     result = engine.submit(guided({"json_object": True}, 60, temperature=1.0, seed=3))
     assert result.finish.reason in ("stop", "length")
     text = TOKENIZER.decode(result.tokens)
     assert text.startswith("{") and (result.finish.reason == "length" or isinstance(json.loads(text), dict))
 
 
-def test_a_structural_tag_has_its_markers(engine: Harness):
+def test_a_structural_tag_has_its_markers(engine):
     tag = {
         "type": "structural_tag",
         "format": {
@@ -111,7 +110,7 @@ def test_a_structural_tag_has_its_markers(engine: Harness):
     assert json.loads(re.fullmatch(r"<tool_call>(.*)</tool_call>", text)[1])["kind"] in ("a", "b")
 
 
-def test_reasoning_passes_freely_and_the_guide_follows(engine: Harness):
+def test_reasoning_passes_freely_and_the_guide_follows(engine):
     raw = {"regex": "[0-9]{3}", "reasoning_end": "</think>"}
     thinking = engine.submit(guided(raw, 20, bad_token_ids=((9,),)))  # the end never comes
     free = engine.run([request(PROMPT, 20, bad_token_ids=((2,), (4,), (9,)))])[0]
@@ -121,7 +120,7 @@ def test_reasoning_passes_freely_and_the_guide_follows(engine: Harness):
     assert re.fullmatch(r"\s{0,4}[0-9]{3}", text_of(engine.submit(asked)))
 
 
-def test_a_guide_overrules_min_tokens_at_its_end_only(engine: Harness):
+def test_a_guide_overrules_min_tokens_at_its_end_only(engine):
     assert answer(engine, {"choice": ["abc"]}, min_tokens=50) == "abc"
     long = engine.submit(guided({"regex": "[a-z ]+"}, 60, min_tokens=40, temperature=1.0, seed=1))
     assert long.finish.error == "" and len(long.tokens) >= 40
@@ -132,7 +131,7 @@ FUNCTIONS = ({"name": "store", "parameters": SCHEMA}, {"name": "now"})
 
 @pytest.mark.parametrize("name", [name for name in TOOLS if name != "pythonic"])
 @pytest.mark.parametrize("is_parallel", [False, True])
-def test_calls_under_a_tool_guide_are_read_back(engine: Harness, name: str, is_parallel: bool):
+def test_calls_under_a_tool_guide_are_read_back(engine, name, is_parallel):
     guide = TOOLS[name].guide(FUNCTIONS, is_parallel)
     result = engine.submit(guided(guide, 300, temperature=1.0, seed=8))
     assert result.finish.error == "" and (is_parallel or result.finish.reason == "stop")
@@ -147,13 +146,13 @@ def test_calls_under_a_tool_guide_are_read_back(engine: Harness, name: str, is_p
     assert not [event for event in events if isinstance(event, Content)], text
 
 
-def test_bans_that_leave_nothing_are_named(engine: Harness):
+def test_bans_that_leave_nothing_are_named(engine):
     ids = tuple((token,) for token in range(4096) if "a" in (TOKENIZER.decode([token]) or ""))
     text = error_of(engine, {"regex": "a+"}, bad_token_ids=ids)
     assert text.startswith("INVALID_ARGUMENT: guided_decoding") and "exclude every token" in text
 
 
-def test_guided_and_free_requests_share_a_batch(engine: Harness):
+def test_guided_and_free_requests_share_a_batch(engine):
     alone = engine.run([request(PROMPT, 40)])[0]
     results = [engine.submit(guided({"json": SCHEMA})) for _ in range(4)]
     beside = [engine.submit(request(PROMPT, 40)) for _ in range(4)]
@@ -161,14 +160,14 @@ def test_guided_and_free_requests_share_a_batch(engine: Harness):
     assert [one.finish.error or one.tokens for one in beside] == [alone] * 4
 
 
-def test_logprobs_are_the_model_s_own(engine: Harness):
+def test_logprobs_are_the_model_s_own(engine):
     result = engine.submit(guided({"choice": ["north"]}, logprobs=2))
     assert text_of(result) == "north"
     assert [entry[0][0] for entry in result.logprobs] == result.tokens
     assert all(entry[0][1] <= 0 for entry in result.logprobs)
 
 
-def test_an_equal_guide_is_compiled_once(engine: Harness):
+def test_an_equal_guide_is_compiled_once(engine):
     counts = engine.engine._loaded.guides.compiler.counts
     answer(engine, {"regex": "once[0-9]"})
     compiled = counts.compiled
@@ -184,7 +183,7 @@ def test_an_equal_guide_is_compiled_once(engine: Harness):
         ({"guided_decoding": {"sql": ""}}, "exactly one of"),
     ],
 )
-def test_what_does_not_go_together_is_refused(engine: Harness, fields: dict[str, Any], words: str):
+def test_what_does_not_go_together_is_refused(engine, fields, words):
     with pytest.raises(RequestError, match=words):
         engine.submit(
             guided(**{"raw": {"regex": "a"}} | fields) if "ignore_eos" in fields else guided(fields["guided_decoding"])
@@ -196,7 +195,7 @@ def test_a_guide_can_be_switched_off():
         harness.submit(guided({"regex": "a"}))
 
 
-def nested(levels: int) -> dict[str, Any]:
+def nested(levels):
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(levels):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
@@ -222,7 +221,7 @@ HOPELESS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HOPELESS)
-def test_a_hopeless_guide_neither_ends_the_engine_nor_holds_others_up(name: str):
+def test_a_hopeless_guide_neither_ends_the_engine_nor_holds_others_up(name):
     config = GuidedDecodingConfig(compile_timeout_s=1.5, num_processes=1)
     with Harness(str(MODEL), limits=ANY_SIZE, guided_decoding_config=config, max_seq_len=512) as engine:
         expected = engine.run([request(PROMPT, 8)])[0]
@@ -237,7 +236,7 @@ def test_a_hopeless_guide_neither_ends_the_engine_nor_holds_others_up(name: str)
         assert answer(engine, {"choice": ["still here"]}) == "still here"
 
 
-def test_a_schema_deeper_than_python_s_stack_is_refused(engine: Harness):
+def test_a_schema_deeper_than_python_s_stack_is_refused(engine):
     with pytest.raises(RequestError, match="recursion"):
         engine.submit(guided({"json": nested(800)}))
 
@@ -260,7 +259,7 @@ RAWS: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_disaggregated_answers_equal_aggregated_ones(engine: Harness):
+def test_disaggregated_answers_equal_aggregated_ones(engine):
     network = FakeNetwork()
     transfers = [network.join("prefill"), network.join("decode")]
     workers = [Harness(str(MODEL), one, name) for one, name in zip(transfers, ("prefill", "decode"), strict=True)]
@@ -277,7 +276,7 @@ def test_disaggregated_answers_equal_aggregated_ones(engine: Harness):
 
 
 @pytest.mark.parametrize("raw", RAWS, ids=lambda raw: next(iter(raw)))
-def test_a_resumed_stream_goes_on_exactly(engine: Harness, raw: dict[str, Any]):
+def test_a_resumed_stream_goes_on_exactly(engine, raw):
     sampling = {"temperature": 0.8, "seed": 6, "ignore_eos": False, "guided_decoding": raw}
     whole = engine.submit(request(PROMPT, 40, **sampling))
     assert whole.finish.error == ""
@@ -286,6 +285,6 @@ def test_a_resumed_stream_goes_on_exactly(engine: Harness, raw: dict[str, Any]):
         assert (resumed.finish.reason, whole.tokens[:at] + resumed.tokens) == (whole.finish.reason, whole.tokens)
 
 
-def test_resumed_tokens_that_the_guide_does_not_allow_are_refused(engine: Harness):
+def test_resumed_tokens_that_the_guide_does_not_allow_are_refused(engine):
     asked = request([*PROMPT, 100, 101], 40, num_resumed=2, ignore_eos=False, guided_decoding={"json": SCHEMA})
     assert "is not allowed here" in engine.submit(asked).finish.error

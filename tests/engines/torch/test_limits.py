@@ -18,11 +18,11 @@ CPU = torch.device("cpu")
 MODEL = SimpleNamespace(max_position_embeddings=4096, vocab_size=32000, rope_parameters={"rope_type": "default"})
 
 
-def layers(*windows: int) -> list[LayerGeometry]:
+def layers(*windows):
     return [LayerGeometry(2, 64, 64, window, torch.bfloat16, ()) for window in windows]
 
 
-def sizes(config: EngineConfig, *windows: int) -> list[int]:
+def sizes(config, *windows):
     return pool_sizes(config, resolve_limits(config, MODEL, CPU), group_layers(layers(*windows)), CPU)
 
 
@@ -71,7 +71,7 @@ def test_windows_are_narrowed_by_a_list_that_repeats():
         (EngineConfig(kv_cache_config=KvCacheConfig(tokens_per_block=0)), "tokens_per_block: 0"),
     ],
 )
-def test_settings_out_of_range_name_key_and_value(config: EngineConfig, text: str):
+def test_settings_out_of_range_name_key_and_value(config, text):
     with pytest.raises(ConfigError, match=text):
         resolve_limits(config, MODEL, CPU)
 

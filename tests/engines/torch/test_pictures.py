@@ -261,7 +261,7 @@ def test_a_text_model_takes_no_picture(tiny):
         assert harness.capacity.image_token_id is None
 
 
-def _wait(condition) -> None:
+def _wait(condition):
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline

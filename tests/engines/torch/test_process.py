@@ -6,9 +6,6 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +18,7 @@ from tests.engines.torch.torch_harness import make_prompts, request
 PROMPTS = make_prompts(3, 20, 45, 70, 150, 33, seed=3)
 
 
-def start(folder: Path, model: str, worker: str, config: dict[str, Any]) -> EngineClient:
+def start(folder, model, worker, config):
     common = {"max_batch_size": 8, "max_num_tokens": 64, "cache_transceiver_config": {"backend": "DEFAULT"}}
     workers = {
         name: {"engine": "torch", "engine_config": common | {"kv_cache_config": {"tokens_per_block": size}} | config}
@@ -38,7 +35,7 @@ def start(folder: Path, model: str, worker: str, config: dict[str, Any]) -> Engi
 
 
 @pytest.fixture(scope="module")
-def pair(tiny, tmp_path_factory) -> Iterator[tuple[EngineClient, EngineClient]]:
+def pair(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     clients = [start(folder, tiny("gemma3").path, worker, {}) for worker in ("prefill", "decode")]
     yield clients[0], clients[1]
@@ -46,7 +43,7 @@ def pair(tiny, tmp_path_factory) -> Iterator[tuple[EngineClient, EngineClient]]:
         client.stop()
 
 
-def submit(client: EngineClient, what: Any) -> Collector:
+def submit(client, what):
     sink = Collector()
     client.submit(what, sink)
     return sink

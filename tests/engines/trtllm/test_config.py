@@ -18,11 +18,11 @@ from bireme.errors import ConfigError
 from bireme.recipe_files import load_recipe
 
 
-def arguments(stage: str = "decode", version: str = FLOOR, **yaml) -> dict:
+def arguments(stage="decode", version=FLOOR, **yaml):
     return llm_arguments(EngineConfig(llm_args=yaml), "org/model", stage, version)
 
 
-def refusal(stage: str = "decode", version: str = FLOOR, **yaml) -> str:
+def refusal(stage="decode", version=FLOOR, **yaml):
     with pytest.raises(ConfigError) as caught:
         arguments(stage, version, **yaml)
     return str(caught.value)

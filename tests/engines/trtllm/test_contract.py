@@ -16,11 +16,11 @@ PLAIN = [name for name, entry in CLASSES.items() if "discriminator" not in entry
 MODEL = {"model": "org/model"}
 
 
-def messages(tree: dict, version: str = FLOOR, name: str = "LlmArgs") -> list[str]:
+def messages(tree, version=FLOOR, name="LlmArgs"):
     return [str(problem) for problem in validate(MODEL | tree if name == "LlmArgs" else tree, name, version)]
 
 
-def loose_names(*path: str) -> set[str]:
+def loose_names(*path):
     """Return the names that a section of facts lists."""
     section = contract.contract()
     for name in path:

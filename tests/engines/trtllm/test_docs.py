@@ -14,12 +14,12 @@ PAGES = [CHECKOUT / "docs" / "trtllm.md", CHECKOUT / "docs" / "tuning.md"]
 PAGES += sorted((CHECKOUT / "recipes").glob("*/README.md"))
 
 
-def words_of(page) -> list[str]:
+def words_of(page):
     """Return what stands in backticks."""
     return re.findall(r"`([^`\n]+)`", page.read_text())
 
 
-def key_exists(key: str) -> bool:
+def key_exists(key):
     """Whether a dotted key is one of LlmArgs' in some release; of a union, of one of its classes."""
     names = {"LlmArgs"}
     for part in key.split("."):
@@ -31,7 +31,7 @@ def key_exists(key: str) -> bool:
     return True
 
 
-def classes_of(name: str) -> list[str]:
+def classes_of(name):
     if not name:
         return []
     return list(contract.contract()["config_classes"][name].get("classes", {}).values()) or [name]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 from bireme.config import CHECKOUT
@@ -29,11 +26,11 @@ PAIRS = {
 }
 
 
-def arguments(recipe: str, worker: str) -> dict[str, Any]:
+def arguments(recipe, worker):
     return prepared(load_recipe(CHECKOUT / "recipes" / recipe, "").workers[worker].engine_config.llm_args)
 
 
-def leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(tree, path=()):
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from leaves(value, (*path, key))
@@ -41,7 +38,7 @@ def leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[t
             yield (RENAMED[key] if not path and key in RENAMED else (*path, key)), value
 
 
-def at(tree: Any, path: tuple[str, ...]) -> Any:
+def at(tree, path):
     for key in path:
         tree = tree[key]
     return tree

@@ -184,13 +184,13 @@ CASES: dict[str, list[tuple[dict, str, str, dict]]] = {
 FLAT = [(name, *case) for name, cases in CASES.items() for case in cases]
 
 
-def yaml_of(tree: dict) -> Yaml:
+def yaml_of(tree):
     tree = dict(tree)
     stage, release, is_split = tree.pop("stage", DECODE), tree.pop("release", "1.2"), tree.pop("split", False)
     return Yaml(tree, stage, release, is_disaggregated=is_split)
 
 
-def found_by(name: str, tree: dict) -> list[tuple[str, str]]:
+def found_by(name, tree):
     return [(problem.key, problem.severity) for problem in getattr(rules, name)(yaml_of(tree))]
 
 
@@ -239,7 +239,7 @@ def test_graph_sizes_are_made_as_tensorrt_llm_makes_them(largest, has_padding, e
 # prefill and decode together
 
 
-def recipe(prefill: dict, decode: dict, entries: dict[str, dict]) -> Recipe:
+def recipe(prefill, decode, entries):
     workers = {}
     for stage, tree in ((PREFILL, prefill), (DECODE, decode)):
         own = {"disable_overlap_scheduler": True} if stage == PREFILL else {}
@@ -251,7 +251,7 @@ def recipe(prefill: dict, decode: dict, entries: dict[str, dict]) -> Recipe:
 APART = {PREFILL: {"devices": (0,)}, DECODE: {"devices": (1,)}}
 
 
-def findings(prefill: dict, decode: dict, entries: dict[str, dict] = APART) -> list[str]:
+def findings(prefill, decode, entries=APART):
     return [problem.key for problem in pair_rules.check_recipe(recipe(prefill, decode, entries))]
 
 

@@ -16,7 +16,7 @@ def copier():
     copier.close(5)
 
 
-def counting(name: str, steps: int, seen: list[str], ended: threading.Event | None = None):
+def counting(name, steps, seen, ended=None):
     for _ in range(steps):
         seen.append(name)
         yield

@@ -18,7 +18,7 @@ LAYOUT = KvLayout("tiny", "float32", (GroupLayout(0, (4,)),))
 class Story:
     """A prefill and a decode side; rows hold their token's number."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.network = FakeNetwork()
         self.prefill = self.network.join("prefill")
         self.decode = self.network.join("decode", chunk_bytes=16)
@@ -27,19 +27,19 @@ class Story:
         self.released: list[int] = []
         self.written: dict[int, int] = {}
 
-    def export(self, num_tokens: int = 10) -> DisaggregatedParams:
+    def export(self, num_tokens=10):
         lease = self.prefill.reserve(lambda: self.released.append(1))
         lease.export(num_tokens, self.read)
         ids = {"lease_id": lease.lease_id, "generation": lease.generation}
         return DisaggregatedParams(worker="prefill", life=1, num_tokens=num_tokens, **ids)
 
-    def read(self, group: int, first: int, last: int, data: memoryview) -> None:
+    def read(self, group, first, last, data):
         data[:] = bytes(token for token in range(first, last) for _ in range(4))
 
-    def write(self, group: int, first: int, last: int, data: memoryview) -> None:
+    def write(self, group, first, last, data):
         self.written |= {token: data[4 * (token - first)] for token in range(first, last)}
 
-    def fetch(self, params: DisaggregatedParams, first: int = 0):
+    def fetch(self, params, first=0):
         ended, errors = threading.Event(), []
         fetch = self.decode.fetch(params, (first,), self.write, lambda error: (errors.append(error), ended.set()))
 
@@ -49,7 +49,7 @@ class Story:
 
         return fetch, result
 
-    def close(self) -> None:
+    def close(self):
         self.prefill.close()
         self.decode.close()
 

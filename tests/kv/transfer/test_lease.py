@@ -19,7 +19,7 @@ TIMEOUT_S = 10.0
 class Table:
     """A lease table with a clock to set and releases that are counted."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
         self.released: list[int] = []
         self.queue: list[Callable[[], None]] = []
@@ -40,7 +40,7 @@ class Table:
         lease = self.exported()
         return self.leases.claim(lease.lease_id, lease.generation)
 
-    def run(self) -> list[int]:
+    def run(self):
         while self.queue:
             self.queue.pop(0)()
         return self.released
@@ -140,7 +140,7 @@ def test_racing_claims_have_one_winner():
     for _ in range(50):
         lease, wins, gate = table.exported(), [], threading.Barrier(4)
 
-        def claim(lease=lease, wins=wins, gate=gate) -> None:
+        def claim(lease=lease, wins=wins, gate=gate):
             gate.wait()
             try:
                 wins.append(table.leases.claim(lease.lease_id, lease.generation))
@@ -160,7 +160,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     leases = Bundle("leases")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = Table()
         self.numbers: dict[int, int] = {}  # lease id -> its number in `released`
@@ -219,7 +219,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.table.now += seconds
         self.table.leases.expire()
 
-    def number(self, lease) -> int:
+    def number(self, lease):
         return self.numbers[lease.lease_id]
 
     @invariant()

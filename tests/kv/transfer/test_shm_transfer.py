@@ -312,7 +312,7 @@ def test_a_small_dev_shm_makes_transfers_wait_for_each_other(prefill, decode, tm
     refusals = []
     fallocate = os.posix_fallocate
 
-    def room_for_one_file(descriptor: int, offset: int, num_bytes: int) -> None:
+    def room_for_one_file(descriptor, offset, num_bytes):
         if len(files_of(tmp_path, "prefill")) > 1:
             refusals.append(num_bytes)
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -7,7 +7,6 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,17 @@ BYTES = make_table([None] * len(ALL), dict(enumerate(ALL)), {0, 257}, len(ALL))
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[GuideCompiler]:
+def shared():
     compiler = GuideCompiler(lambda: BYTES, (EOS,), GuidedDecodingConfig(num_processes=1, compile_timeout_s=30))
     yield compiler
     compiler.close()
 
 
 @pytest.fixture
-def make() -> Iterator[Any]:
+def make():
     made: list[GuideCompiler] = []
 
-    def get(**settings: Any) -> GuideCompiler:
+    def get(**settings):
         made.append(GuideCompiler(lambda: BYTES, (EOS,), GuidedDecodingConfig(**{"num_processes": 1} | settings)))
         return made[-1]
 
@@ -48,13 +47,13 @@ def make() -> Iterator[Any]:
         compiler.close()
 
 
-def ask(compiler: GuideCompiler, **raw: Any) -> queue.SimpleQueue[Any]:
+def ask(compiler, **raw):
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     compiler.compile(parse_guide(raw, Limits()), answers.put)
     return answers
 
 
-def compiled(compiler: GuideCompiler, **raw: Any) -> Any:
+def compiled(compiler, **raw):
     answer = ask(compiler, **raw).get(timeout=60)
     if isinstance(answer, BiremeError):
         raise answer
@@ -82,7 +81,7 @@ def test_tokens_with_a_surrogate_stand_for_nothing():
     assert table.half_ids == {4} and table.other_half_mask.tolist() == [1 << 3]
 
 
-def follow(compiler: GuideCompiler, text: str, reasoning_end: str = "", **raw: Any) -> str:
+def follow(compiler, text, reasoning_end="", **raw):
     """Push a text through its guide byte by byte; return what was taken, with $ where the end was allowed."""
     guidance = Guidance(compiled(compiler, **raw), BYTES, (EOS,), reasoning_end)
     mask, taken = allocate(1, BYTES.vocab_size), b""
@@ -96,45 +95,45 @@ def follow(compiler: GuideCompiler, text: str, reasoning_end: str = "", **raw: A
     return taken.decode() + ("$" if is_allowed(mask, EOS) else "")
 
 
-def is_allowed(mask: Any, token: int) -> bool:
+def is_allowed(mask, token):
     return bool(np.unpackbits(mask[0].view(np.uint8), bitorder="little")[token])
 
 
-def test_a_regex_lets_through_what_it_matches(shared: GuideCompiler):
+def test_a_regex_lets_through_what_it_matches(shared):
     assert follow(shared, "ab12", regex="[a-c]+[0-9]{2}") == "ab12$"
     assert follow(shared, "abd1", regex="[a-c]+[0-9]{2}") == "ab"
 
 
-def test_a_choice_allows_exactly_its_texts(shared: GuideCompiler):
+def test_a_choice_allows_exactly_its_texts(shared):
     choice = ['say "hi"', "back\\slash", "naïve 😀", "tab\t"]
     assert [follow(shared, text, choice=choice) for text in choice] == [text + "$" for text in choice]
     assert follow(shared, "say no", choice=choice) == "say "
 
 
-def test_a_grammar_starts_at_root(shared: GuideCompiler):
+def test_a_grammar_starts_at_root(shared):
     grammar = 'root ::= "(" root ")" | digit\ndigit ::= [0-9]'
     assert follow(shared, "((7))", grammar=grammar) == "((7))$"
 
 
-def test_a_json_schema_keeps_the_order_of_its_properties(shared: GuideCompiler):
+def test_a_json_schema_keeps_the_order_of_its_properties(shared):
     schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}, "required": ["b", "a"]}
     assert follow(shared, '{"b": 1, "a": null}', json=schema) == '{"b": 1, "a": null}$'
     assert follow(shared, '{"b": 1, "a": null}', json=json.dumps(schema)) == '{"b": 1, "a": null}$'
     assert follow(shared, '{"a"', json=schema) == '{"'
 
 
-def test_json_has_one_layout_unless_any_is_asked_for(make: Any):
+def test_json_has_one_layout_unless_any_is_asked_for(make):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     assert follow(make(), '{\n"a": 1}', json=schema) == "{"
     assert follow(make(any_whitespace=True), '{\n"a":  1}', json=schema) == '{\n"a":  1}$'
 
 
-def test_a_json_object_is_any_object(shared: GuideCompiler):
+def test_a_json_object_is_any_object(shared):
     assert follow(shared, '{"x": [1, {"y": null}]}', json_object=True) == '{"x": [1, {"y": null}]}$'
     assert follow(shared, "[1]", json_object=True) == ""
 
 
-def test_special_tokens_are_for_structural_tags_only(shared: GuideCompiler):
+def test_special_tokens_are_for_structural_tags_only(shared):
     tag = {
         "format": {"type": "tag", "begin": "<tool>", "content": {"type": "json_schema", "json_schema": True}, "end": ""}
     }
@@ -145,23 +144,23 @@ def test_special_tokens_are_for_structural_tags_only(shared: GuideCompiler):
         assert is_allowed(mask, 257) is expected
 
 
-def test_reasoning_is_free_until_its_end(shared: GuideCompiler):
+def test_reasoning_is_free_until_its_end(shared):
     assert follow(shared, "hm </think>7", "</think>", regex="[0-9]") == "hm </think>7$"
     assert follow(shared, "hm </think>x", "</think>", regex="[0-9]") == "hm </think>"
 
 
-def test_a_blank_line_after_the_reasoning_is_free(shared: GuideCompiler):
+def test_a_blank_line_after_the_reasoning_is_free(shared):
     assert follow(shared, "{</th\n</think>\n\n7", "</think>", regex="[0-9]") == "{</th\n</think>\n\n7$"
     assert follow(shared, "</think>\n\n\n7", "</think>", regex="[0-9]") == "</think>\n\n"
 
 
-def test_the_answer_does_not_end_within_the_reasoning(shared: GuideCompiler):
+def test_the_answer_does_not_end_within_the_reasoning(shared):
     guidance, mask = Guidance(compiled(shared, regex="a"), BYTES, (EOS,), "</think>"), allocate(1, BYTES.vocab_size)
     guidance.fill(mask, 0)
     assert not is_allowed(mask, EOS) and is_allowed(mask, 1 + ord("{"))
 
 
-def test_a_complete_guide_must_stop(shared: GuideCompiler):
+def test_a_complete_guide_must_stop(shared):
     guidance, mask = Guidance(compiled(shared, regex="a"), BYTES, (EOS,)), allocate(1, BYTES.vocab_size)
     guidance.fill(mask, 0)
     assert not guidance.must_stop
@@ -170,13 +169,13 @@ def test_a_complete_guide_must_stop(shared: GuideCompiler):
     assert guidance.must_stop and is_allowed(mask, EOS)
 
 
-def test_a_token_that_is_not_allowed_is_refused(shared: GuideCompiler):
+def test_a_token_that_is_not_allowed_is_refused(shared):
     guidance = Guidance(compiled(shared, regex="a"), BYTES, (EOS,))
     with pytest.raises(RequestError, match="not allowed here"):
         guidance.accept(1 + ord("b"))
 
 
-def test_equal_guides_are_compiled_once(make: Any):
+def test_equal_guides_are_compiled_once(make):
     compiler = make()
     answers = [ask(compiler, regex="x+") for _ in range(5)]
     assert len({id(one.get(timeout=60)) for one in answers}) == 1
@@ -184,7 +183,7 @@ def test_equal_guides_are_compiled_once(make: Any):
     assert (compiler.counts.compiled, compiler.counts.hits) == (1, 2)
 
 
-def test_the_cache_forgets_what_was_used_longest_ago(make: Any):
+def test_the_cache_forgets_what_was_used_longest_ago(make):
     compiler = make(cache_bytes=4096)
     for text in "abcdefgh":
         compiled(compiler, regex=text)
@@ -205,13 +204,13 @@ def test_the_cache_forgets_what_was_used_longest_ago(make: Any):
         ({"structural_tag": {"format": {"type": "nothing"}}}, "guided_decoding.structural_tag"),
     ],
 )
-def test_what_can_t_be_compiled_is_refused_by_name(shared: GuideCompiler, raw: dict[str, Any], words: str):
+def test_what_can_t_be_compiled_is_refused_by_name(shared, raw, words):
     with pytest.raises(RequestError, match="guided_decoding") as caught:
         compiled(shared, **raw)
     assert words in str(caught.value)
 
 
-def test_a_failure_is_remembered(make: Any):
+def test_a_failure_is_remembered(make):
     compiler = make()
     for _ in range(2):
         with pytest.raises(RequestError):
@@ -219,7 +218,7 @@ def test_a_failure_is_remembered(make: Any):
     assert compiler.counts.failed == 1
 
 
-def test_a_guide_that_takes_too_long_ends_and_the_next_one_is_served(make: Any):
+def test_a_guide_that_takes_too_long_ends_and_the_next_one_is_served(make):
     compiler = make(compile_timeout_s=0.05)
     with pytest.raises(RequestError, match="compile_timeout_s"):
         compiled(compiler, json={"enum": [f"value {at}" for at in range(12000)]})
@@ -227,7 +226,7 @@ def test_a_guide_that_takes_too_long_ends_and_the_next_one_is_served(make: Any):
     assert follow(compiler, "a", regex="a") == "a$"
 
 
-def test_a_helper_that_dies_costs_one_guide(make: Any):
+def test_a_helper_that_dies_costs_one_guide(make):
     compiler = make()
     compiled(compiler, regex="a")
     compiler._clients[0]._process.kill()
@@ -235,12 +234,12 @@ def test_a_helper_that_dies_costs_one_guide(make: Any):
     assert follow(compiler, "b", regex="b") == "b$"
 
 
-def test_a_guide_that_is_too_large_compiled_is_refused(make: Any):
+def test_a_guide_that_is_too_large_compiled_is_refused(make):
     with pytest.raises(RequestError, match="max_compiled_bytes is 1000"):
         compiled(make(max_compiled_bytes=1000), json_object=True)
 
 
-def test_the_queue_is_bounded(make: Any):
+def test_the_queue_is_bounded(make):
     compiler = make(max_queue_size=1)
     held = threading.Event()
     compiler._answer = lambda client, guide: (held.wait(10), (RequestError("later"), 0))[1]
@@ -254,7 +253,7 @@ def test_the_queue_is_bounded(make: Any):
     assert str(first.get(timeout=10)) == "later"
 
 
-def test_closing_ends_what_waits(make: Any):
+def test_closing_ends_what_waits(make):
     compiler = make()
     waiting = ask(compiler, json={"enum": [f"value {at}" for at in range(12000)]})
     compiler.close()

@@ -45,7 +45,7 @@ async def port():
 async def talk(port):
     """Return a function that sends, and returns all that comes until the server closes."""
 
-    async def talk(*parts: bytes, pause_s: float = 0.0) -> bytes:
+    async def talk(*parts, pause_s=0.0):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for part in parts:
             writer.write(part)
@@ -57,7 +57,7 @@ async def talk(port):
     return talk
 
 
-def refusal(answer: bytes) -> tuple[int, str]:
+def refusal(answer):
     head, body = answer.split(b"\r\n\r\n")
     error = json.loads(body)["error"]
     assert b"connection: close" in head and f"content-length: {len(body)}".encode() in head

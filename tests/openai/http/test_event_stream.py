@@ -33,22 +33,22 @@ HEADING = ResponseMeta("chat-1", "m", 0)
 class Choice:
     """A sequence that grows, and what tells its stream."""
 
-    def __init__(self, stream: EventStream, index: int = 0) -> None:
+    def __init__(self, stream, index=0):
         self.ids: list[int] = []
         self.detokenizer = TableDetokenizer(VOCABULARY)
         self._tell = stream.reader(index)(PlainText(self.ids, self.detokenizer))
 
-    def push(self, *tokens: int) -> None:
+    def push(self, *tokens):
         self.ids += tokens
         self._tell()
 
 
-def make(n: int = 1, max_bytes: int = 1 << 20) -> EventStream:
+def make(n=1, max_bytes=1 << 20):
     template = ChunkTemplate(HEADING, n, prefix=b"data: ", suffix=b"\n\n")
     return EventStream(template, Pacer(), max_bytes)
 
 
-def contents(data: bytes) -> list[tuple[int, str]]:
+def contents(data):
     """Return (choice, text) of each event."""
     events = [json.loads(line[6:]) for line in data.decode().split("\n\n") if line.startswith("data: {")]
     choices = [choice for event in events for choice in event["choices"]]
@@ -65,47 +65,47 @@ class Told:
     text: Callable[[], str]
 
 
-def streamed(add, reader, stream: EventStream) -> Told:
+def streamed(add, reader, stream):
     taken: list[bytes] = []
 
-    def text() -> str:
+    def text():
         taken.append(stream.take())
         return "".join(text for _, text in contents(b"".join(taken)))
 
     return Told(add, reader, lambda: taken.append(stream.take()), text)
 
 
-def streamed_chat() -> Told:
+def streamed_chat():
     stream = make()
     choice = AnswerChoice(0, StreamedAnswer(ChunkTemplate(HEADING, 1, prefix=b"data: ", suffix=b"\n\n"), stream, 1))
     return streamed(choice.add, choice.reader, stream)
 
 
-def whole_chat() -> Told:
+def whole_chat():
     answer = WholeAnswer(HEADING, 1)
     choice = AnswerChoice(0, answer)
     text = lambda: json.loads(answer.json())["choices"][0]["message"]["content"]  # noqa: E731
     return Told(choice.add, choice.reader, lambda: None, text)
 
 
-def streamed_completion() -> Told:
+def streamed_completion():
     template = CompletionTemplate(HEADING, 1, False)
     stream = EventStream(template, Pacer(), 1 << 20)
     answer = StreamedCompletion(template, stream, [""], None)
     return streamed(functools.partial(answer.add, 0), answer.reader(0), stream)
 
 
-def whole_completion() -> Told:
+def whole_completion():
     answer = WholeCompletion(HEADING, [""], None)
     text = lambda: json.loads(answer.json(1, False))["choices"][0]["text"]  # noqa: E731
     return Told(functools.partial(answer.add, 0), answer.reader(0), lambda: None, text)
 
 
-def chat_model() -> Told:
+def chat_model():
     template, sent = ChunkTemplate(HEADING, 1), []
     choice = AnswerChoice(0, StreamedAnswer(template, _Sink(template, sent.append), 1))
 
-    def text() -> str:
+    def text():
         chunks = [json.loads(response.tensors()["response"][0]) for response in sent]
         return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
 
@@ -178,7 +178,7 @@ async def test_what_comes_during_a_write_is_written_after_it():
     await asyncio.sleep(0.05)
     assert not written
 
-    def write(data: bytes) -> bool:
+    def write(data):
         written.append(data)
         return True
 
@@ -199,7 +199,7 @@ PUSHES = st.lists(st.lists(st.integers(0, 8), max_size=5), max_size=12)
 @settings(deadline=None, max_examples=100)
 @given(pushes=PUSHES, taken_after=st.sets(st.integers(0, 12)))
 def test_an_answer_holds_the_whole_text_with_what_was_held_back_to_its_end(answer, pushes, taken_after):
-    async def run() -> str:
+    async def run():
         told = ANSWERS[answer]()
         detokenizer = TableDetokenizer(VOCABULARY)
         text = TextStream(detokenizer, SamplingParams(), told.add, lambda finish: None, lambda: None)
@@ -220,7 +220,7 @@ def test_an_answer_holds_the_whole_text_with_what_was_held_back_to_its_end(answe
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.lists(st.integers(0, 8), max_size=5), max_size=12), st.sets(st.integers(0, 12)))
 def test_events_hold_the_whole_text_whenever_they_are_taken(pushes, taken_after):
-    async def run() -> str:
+    async def run():
         stream, data = make(), b""
         choice = Choice(stream)
         for at, tokens in enumerate(pushes):

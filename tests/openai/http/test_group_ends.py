@@ -22,11 +22,11 @@ _LAUNCH = "import subprocess, sys; subprocess.Popen(sys.argv[1:] + ['--parent', 
 class Groups:
     """Starts groups of two processes on one port; their folders are in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.port = folder, free_ports().http
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *options: str, launcher: bool = False) -> subprocess.Popen[bytes]:
+    def start(self, *options, launcher=False):
         """Return when both serve. `launcher`: the launch is a process of its own, and what is returned."""
         before = self.members()
         program = [sys.executable, "-m", "bireme.openai", "--recipe", "recipes/tiny-chat", "--grpc", "127.0.0.1:1"]
@@ -38,24 +38,24 @@ class Groups:
         wait_for(lambda: len(set(self.served()) - set(before)) == 2)
         return process
 
-    def members(self) -> list[int]:
+    def members(self):
         """Return the pids of all that live."""
         return [pid for pid in processes.all_pids() if self._is_member(processes.command_line(pid))]
 
-    def served(self) -> list[int]:
+    def served(self):
         """Return the pids of the members in folders whose members all take connections."""
         folders = [path for path in self.folder.glob("bireme-frontend-*") if len(list(path.glob("*.served"))) == 2]
         lines = {pid: " ".join(processes.command_line(pid)) for pid in self.members()}
         return [pid for pid, line in lines.items() if any(path.name in line for path in folders)]
 
-    def _is_member(self, line: list[str]) -> bool:
+    def _is_member(self, line):
         return "--member" in line and str(self.port) in line
 
-    def answers(self) -> bool:
+    def answers(self):
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health/live", timeout=5) as reply:
             return reply.status == 200
 
-    def close(self) -> None:
+    def close(self):
         for process in self._started:
             pids = [process.pid, *processes.descendants(process.pid)]
             for pid in pids:
@@ -73,7 +73,7 @@ def groups(tmp_path):
     found.close()
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process):
     process.kill()
     process.wait()
 
@@ -142,5 +142,5 @@ def test_a_member_that_is_stopped_does_not_outlive_its_group(groups):
     assert not groups.members()
 
 
-def _parent_of(pid: int) -> int:
+def _parent_of(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bireme.errors import ConfigError, RequestError
 from bireme.text.parsers import REASONING, TOOLS, create_parser, reasoning_format, tool_format
-from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, Parser, ParserRequest, Reasoning
+from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, ParserRequest, Reasoning
 
 FUNCTIONS: tuple[dict[str, Any], ...] = (
     {
@@ -35,18 +35,18 @@ WEATHER = {"city": 'New "York"\n', "days": 3, "flags": [True, False]}
 ARGUMENTS = json.dumps(WEATHER)
 
 
-def make(tools: str = "", reasoning: str = "", prompt_end: str = "") -> Parser:
+def make(tools="", reasoning="", prompt_end=""):
     request = ParserRequest(FUNCTIONS if tools else (), prompt_end)
     return create_parser(reasoning_format(reasoning), tool_format(tools), request)
 
 
-def parse(text: str, size: int = 1 << 30, is_cut: bool = False, **formats: str) -> list[Event]:
+def parse(text, size=1 << 30, is_cut=False, **formats):
     parser = make(**formats)
     events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
     return joined(events + parser.close(is_cut))
 
 
-def joined(events: list[Event]) -> list[Event]:
+def joined(events):
     """Join the texts of neighbors."""
     result: list[Event] = []
     for event in events:
@@ -60,11 +60,11 @@ def joined(events: list[Event]) -> list[Event]:
     return result
 
 
-def calls_of(events: list[Event]) -> list[tuple[str, Any]]:
+def calls_of(events):
     return [(name, json.loads(arguments)) for name, arguments in arguments_of(events)]
 
 
-def arguments_of(events: list[Event]) -> list[tuple[str, str]]:
+def arguments_of(events):
     """Return each call's name and the text of its arguments."""
     texts = {event.index: "" for event in events if isinstance(event, CallStart)}
     for event in events:
@@ -74,7 +74,7 @@ def arguments_of(events: list[Event]) -> list[tuple[str, str]]:
     return [(name, texts[index]) for index, name in enumerate(names)]
 
 
-def content_of(events: list[Event]) -> str:
+def content_of(events):
     return "".join(event.text for event in events if isinstance(event, Content))
 
 
@@ -189,7 +189,7 @@ IDS = [f"{case[0]}-{at}" for at, case in enumerate(CASES)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_calls_and_content_are_told_apart(case: tuple[str, str, str | None, list[tuple[str, Any]]]):
+def test_calls_and_content_are_told_apart(case):
     tools, text, content, calls = case
     events = parse(text, tools=tools)
     assert calls_of(events) == calls
@@ -198,7 +198,7 @@ def test_calls_and_content_are_told_apart(case: tuple[str, str, str | None, list
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_the_cut_into_pieces_changes_nothing(case: tuple[str, str, str | None, Any], is_cut: bool):
+def test_the_cut_into_pieces_changes_nothing(case, is_cut):
     tools, text = case[0], case[1]
     for end in (len(text), len(text) // 2, len(text) * 4 // 5):
         whole = parse(text[:end], is_cut=is_cut, tools=tools)
@@ -207,7 +207,7 @@ def test_the_cut_into_pieces_changes_nothing(case: tuple[str, str, str | None, A
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_a_call_that_breaks_off_is_valid_json_unless_the_answer_was_cut(case: tuple[str, str, str | None, Any]):
+def test_a_call_that_breaks_off_is_valid_json_unless_the_answer_was_cut(case):
     tools, text = case[0], case[1]
     for end in range(len(text)):
         finished, cut = parse(text[:end], tools=tools), parse(text[:end], is_cut=True, tools=tools)
@@ -266,7 +266,7 @@ THOUGHTS = [
 
 
 @pytest.mark.parametrize(("name", "prompt_end", "text", "expected"), THOUGHTS)
-def test_reasoning_is_told_from_the_answer(name: str, prompt_end: str, text: str, expected: list[Event]):
+def test_reasoning_is_told_from_the_answer(name, prompt_end, text, expected):
     for size in range(1, len(text) + 1):
         assert parse(text, size, reasoning=name, prompt_end=prompt_end) == expected
 
@@ -363,7 +363,7 @@ INSERTS = st.sampled_from([*PIECES, *BLANKS, *LONG]) | st.text(max_size=3)
 
 
 @st.composite
-def damaged(draw: st.DrawFn) -> tuple[str, tuple[str, str]]:
+def damaged(draw):
     """A format's own text, with parts put in, taken out and repeated; and the format."""
     tools, text, _, _ = draw(st.sampled_from(CASES))
     for _ in range(draw(st.integers(0, 4))):
@@ -379,7 +379,7 @@ def damaged(draw: st.DrawFn) -> tuple[str, tuple[str, str]]:
 @example(('<tool_call>{"name": "now",\xa0"arguments": {}}', ("hermes", "")), None, False)
 @example(("[" + " " * 65 + "now()]", ("pythonic", "")), None, False)
 @example(('[TOOL_CALLS]{"name": ' + "a" * 600, ("mistral", "")), None, False)
-def test_any_text_gives_the_same_events_in_any_pieces(case: tuple[str, tuple[str, str]], data: Any, is_cut: bool):
+def test_any_text_gives_the_same_events_in_any_pieces(case, data, is_cut):
     text, (tools, reasoning) = case
     whole = parse(text, is_cut=is_cut, tools=tools, reasoning=reasoning)
     assert parse(text, 1, is_cut, tools=tools, reasoning=reasoning) == whole
@@ -395,7 +395,7 @@ def test_any_text_gives_the_same_events_in_any_pieces(case: tuple[str, tuple[str
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet=st.characters(exclude_characters="<[{;"), max_size=200), FORMATS)
-def test_plain_text_comes_out_whole(text: str, formats: tuple[str, str]):
+def test_plain_text_comes_out_whole(text, formats):
     tools, reasoning = formats
     events = parse(text, 1, tools=tools, reasoning=reasoning if reasoning != "deepseek_r1" else "think")
     assert content_of(events) == text
@@ -405,8 +405,8 @@ def test_plain_text_comes_out_whole(text: str, formats: tuple[str, str]):
 @pytest.mark.parametrize(
     "unit", ["<", " ", "<tool_call>", '<tool_call>{"name": "now", "arguments": {"a": "', "[", "{", '{"a":']
 )
-def test_time_grows_with_the_text_and_not_with_its_square(tools: str, unit: str):
-    def seconds(count: int) -> float:
+def test_time_grows_with_the_text_and_not_with_its_square(tools, unit):
+    def seconds(count):
         parser, began = make(tools), time.process_time()
         for at in range(0, len(unit) * count, 4):
             parser.feed((unit * 4)[at % len(unit) : at % len(unit) + 4])
