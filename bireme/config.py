@@ -222,7 +222,8 @@ class Limits(Settings, frozen=True, kw_only=True):
 class MediaLimits(Settings, frozen=True, kw_only=True):
     """Where pictures of a request may come from, and how large they may be."""
 
-    max_images: NotNegative = 16  # of one request
+    max_images: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 16  # of one request
+    max_url_characters: Positive = 8192  # of an http(s) URL; data: URLs have max_image_bytes
     max_image_bytes: Positive = 50 << 20  # of one picture, encoded
     max_request_bytes: Positive = 200 << 20  # of all pictures of one request, encoded
     max_pixels: Annotated[int, msgspec.Meta(ge=1, le=89_478_485)] = 40_000_000  # checked before decoding

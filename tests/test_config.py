@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
 import pytest
+import yaml
 
 from bireme import config
-from bireme.config import Recipe, missing_worker
+from bireme.config import CHECKOUT, Recipe, missing_worker
 from bireme.conversion import convert
 from bireme.errors import ConfigError
 from bireme.recipe_files import deep_merge, load_recipe
@@ -363,3 +365,23 @@ def test_an_alias_within_its_own_block_is_refused(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: &it\n  inner: *it\n")
     with pytest.raises(ConfigError, match="write the block out"):
         load_recipe(tmp_path, "")
+
+
+# what the pages say
+
+
+def test_the_page_on_media_has_every_key_with_its_default():
+    block = re.search(r"```yaml\n(media:.*?)```", (CHECKOUT / "docs" / "media.md").read_text(), re.DOTALL)
+    keys = yaml.safe_load(block.group(1))["media"]
+    assert convert(keys, config.MediaLimits) == config.MediaLimits()
+    assert list(keys) == list(config.MediaLimits.__struct_fields__)
+
+
+def test_the_pages_tables_of_keys_have_the_defaults():
+    units = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    blocks = {"limits": config.Limits(), "guided_decoding_config": config.GuidedDecodingConfig()}
+    row = re.compile(rf"^\| `({'|'.join(blocks)})\.(\w+)` \| ([\d.]+) ?(\w*) \|", re.MULTILINE)
+    found = [match for page in (CHECKOUT / "docs").glob("*.md") for match in row.findall(page.read_text())]
+    assert len(found) > 5
+    for block, name, number, unit in found:
+        assert float(number) * units[unit] == getattr(blocks[block], name)

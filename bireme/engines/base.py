@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bireme.config import EngineConfig, MediaLimits
+from bireme.config import EngineConfig, Limits, MediaLimits
 from bireme.disagg import DisaggregatedParams
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import Capacity, EngineRequest, Finish, TokenLogprobs
@@ -122,3 +122,4 @@ class EngineContext:
     share: EmbeddingShare | None = None  # embeddings of pictures; None: a model of text alone
     hosts_encoder: bool = False  # this engine has the vision tower: it takes encode_only
     media: MediaLimits = MediaLimits()
+    max_n: int = Limits().max_n  # handles of a picture: its request may have so many sequences

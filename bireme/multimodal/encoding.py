@@ -36,7 +36,6 @@ from bireme.multimodal.wire import EmbeddingHandle, EncodeJob, EncodeSource, Gri
 logger = logging.getLogger("bireme.multimodal")
 _T = TypeVar("_T")
 _STOP_S = 3.0
-MAX_COPIES = 64
 
 
 class PreparedImage(Protocol):
@@ -121,11 +120,12 @@ class EncoderService:
         metrics: Registry,
         max_queue_size: int,
         num_threads: int = 1,
+        max_copies: int = 1,
     ) -> None:
         self._encoder, self._share, self._config, self._media = encoder, share, config, media
         self._metrics = metrics
         self._max_queue_size = max_queue_size
-        self._num_threads = num_threads
+        self._num_threads, self._max_copies = num_threads, max_copies
         self._cache: EmbeddingCache[EncodedRows] = EmbeddingCache(config.embedding_cache_bytes, metrics)
         self._under_way: dict[str, asyncio.Future[EncodedRows]] = {}
         self._waiting: list[_Waiting] = []
@@ -184,8 +184,8 @@ class EncoderService:
             raise RequestError("images: none; send at least one")
         if len(job.sources) > self._media.max_images:
             raise RequestError(f"{len(job.sources)} images; at most {self._media.max_images} (media.max_images)")
-        if not 1 <= job.copies <= MAX_COPIES:
-            raise RequestError(f"copies: {job.copies}; 1 to {MAX_COPIES}")
+        if not 1 <= job.copies <= self._max_copies:
+            raise RequestError(f"copies: {job.copies}; 1 to {self._max_copies} (limits.max_n)")
 
     # The loop's thread
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from bireme.config import MediaLimits
 from bireme.errors import RequestError
 
-MAX_URL_CHARACTERS = 8192
 _PORTS = {"http": 80, "https": 443}
 _LABEL = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # WHATWG: a host that ends in one is an IPv4 address
@@ -51,8 +50,11 @@ def scheme_of(text: str) -> str:
 
 def parse_http_url(text: str, limits: MediaLimits) -> HttpUrl:
     """Check form, scheme and domain. Raises RequestError. The address is checked on connecting."""
-    if len(text) > MAX_URL_CHARACTERS:
-        raise RequestError(f"a URL of {len(text)} characters; at most {MAX_URL_CHARACTERS}, or send a data: URL")
+    if len(text) > limits.max_url_characters:
+        raise RequestError(
+            f"a URL of {len(text)} characters; at most {limits.max_url_characters} (media.max_url_characters),"
+            " or send a data: URL"
+        )
     if "\\" in text or any(character.isspace() or not character.isprintable() for character in text):
         raise RequestError("the URL has spaces, backslashes or control characters; percent-encode them")
     match = re.fullmatch(r"(https?)://([^/?#]*)([^#]*)(#.*)?", text, re.IGNORECASE)

@@ -20,8 +20,8 @@ import msgspec
 from bireme import disagg
 from bireme.errors import RequestError
 
-MAX_ITEMS = 4096
-MAX_MULTIMODAL_BYTES = 4 << 20
+MAX_ITEMS = 4096  # no key: the highest media.max_images
+MAX_MULTIMODAL_BYTES = 4 << 20  # no key: 1 KiB for each of so many items
 Grid = tuple[int, int, int]  # patches: time, height, width
 
 

@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from bireme.engines.stub.client import EngineClient
     from bireme.metrics import Registry
 
+# No keys: part of the bus's protocol, which its clients are written for.
 SILENCE_S = 30.0  # clients with requests under way say `keep` every 3 s
-MAX_COMMAND_BYTES = 256 << 20
+MAX_COMMAND_BYTES = 256 << 20  # the bus client's batches end at 4 MiB, or at one prompt
 
 
 class Backlog:

@@ -20,7 +20,7 @@ from bireme.types import Cancelled, Tensors, info_of
 if TYPE_CHECKING:
     from bireme.engines.stub.client import EngineClient
 
-MAX_REQUEST_ID_BYTES = 256
+MAX_REQUEST_ID_BYTES = 256  # no key: ids stand in logs and are chosen by clients, a UUID has 36
 _decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
 
 

@@ -32,7 +32,7 @@ import jinja2.sandbox
 from bireme.errors import ConfigError, RequestError
 
 Message = dict[str, Any]
-MAX_RENDER_S = 5.0
+MAX_RENDER_S = 5.0  # no key: limits.max_messages and max_prompt_bytes bound a chat, this ends a template's own loops
 _PROBE = "bireme probe"
 _RESERVED = ("chat_template", "messages", "tools", "tokenize", "return_dict", "continue_final_message")
 _REASONING = ("reasoning_content", "thinking", "reasoning")

@@ -88,7 +88,13 @@ class Bench:
         self.share = EmbeddingShare(self.network.join("encoder-mm"), "encoder-mm", 1)
         self.share.start(embedding_layout("model", "float32", 4 * HIDDEN))
         self.service = EncoderService(
-            self.encoder, self.share, config or MultimodalConfig(), media or MediaLimits(), self.metrics, max_queue_size
+            self.encoder,
+            self.share,
+            config or MultimodalConfig(),
+            media or MediaLimits(),
+            self.metrics,
+            max_queue_size,
+            max_copies=2,
         )
         self.service.start()
         self.number = 0
@@ -267,7 +273,9 @@ def test_a_full_queue_is_said(bench):
         one.begin(png(2))
 
 
-@pytest.mark.parametrize(("pictures", "fields"), [((), {}), ((b"x",) * 17, {}), ((b"x",), {"copies": 0})])
+@pytest.mark.parametrize(
+    ("pictures", "fields"), [((), {}), ((b"x",) * 17, {}), ((b"x",), {"copies": 0}), ((b"x",), {"copies": 3})]
+)
 def test_jobs_that_can_not_be_are_refused(bench, pictures, fields):
     with pytest.raises(RequestError):
         bench().begin(*pictures, **fields)

@@ -30,6 +30,13 @@ def test_a_plain_url_is_read_as_it_stands(text, read):
     assert str(parse(text)) == read
 
 
+def test_a_url_may_be_as_long_as_the_recipe_says():
+    limits = MediaLimits(max_url_characters=30)
+    assert str(parse_http_url("https://example.com/" + "a" * 10, limits))
+    with pytest.raises(RequestError, match=r"31 characters; at most 30 \(media.max_url_characters\)"):
+        parse_http_url("https://example.com/" + "a" * 11, limits)
+
+
 @pytest.mark.parametrize(
     "host",
     "2130706433 0x7f000001 0x7f.1 0177.0.0.1 017700000001 127.1 127.0.1 127.0.0.1. 127.0.0.0x1 256.1.1.1 0x".split(),

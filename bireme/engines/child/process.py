@@ -130,6 +130,7 @@ class EngineProcess:
             share=share,
             hosts_encoder=recipe.encoder_stage == stage_of(self._worker),
             media=recipe.media,
+            max_n=recipe.limits.max_n,
         )
 
     def _make_share(self, recipe: Recipe, entry: WorkerEntry, folder: Path) -> EmbeddingShare | None:

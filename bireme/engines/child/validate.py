@@ -24,7 +24,7 @@ from bireme.messages import Capacity, EngineRequest, SamplingParams
 from bireme.multimodal.wire import OpenedItem, identity_of, open_multimodal
 from bireme.parameters import PARAMETERS, Parameter
 
-MAX_SALT_CHARACTERS = 1024
+MAX_SALT_CHARACTERS = 1024  # no key: a salt separates prompts as well by its digest
 _ANY = 1e9  # finite, and more than any sensible value
 _RANGED = tuple((row.name, row) for row in PARAMETERS if row.is_field and row.has_range)
 

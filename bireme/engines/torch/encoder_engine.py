@@ -89,6 +89,7 @@ class EncodeJobs:
             context.metrics,
             context.config.scheduler_config.max_queue_size,
             context.num_threads,
+            context.max_n,
         )
         self.service.start()
 

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from bireme.logits.guided.schema import check_schema, schemas_of
 
 U32 = struct.Struct("<I")
-MAX_MEMORY_BYTES = 4 << 30
+MAX_MEMORY_BYTES = 4 << 30  # no key: while it compiles; max_compiled_bytes bounds what comes of it
 _ALARM_GRACE_S = 2.0
 
 
