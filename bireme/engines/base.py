@@ -67,17 +67,23 @@ class StepOutput:
     exported: DisaggregatedParams | None = None  # context_only, with its finish; the worker adds the digest, signs it
     encoded: EncodeOutcome | None = None  # encode_only, with its finish; the worker signs its handles
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether it says one token's id and nothing else."""
+        has_logprobs = self.logprobs is not None or self.prompt_logprobs is not None
+        return len(self.tokens) == 1 and not has_logprobs and self.finish is None
+
 
 @dataclass(slots=True)
 class PlainTokens:
-    """One token each of requests of which there is nothing else to say, in columns: a fraction of a Delta's cost."""
+    """One token each of which there is nothing to say but its id, in columns: a third of what StepOutputs cost."""
 
     keys: list[RequestKey]
     tokens: list[int]
 
 
 class Emit(Protocol):
-    """Takes the news of one engine step; thread-safe, never blocks. A request is in one of both alone."""
+    """Takes the news of one engine step; thread-safe, never blocks. Where a request is in both, `plain` came first."""
 
     def __call__(self, step: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None: ...
 

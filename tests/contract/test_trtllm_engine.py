@@ -36,6 +36,14 @@ def test_requests_side_by_side_keep_their_tokens_apart(make_engine):
     assert [answer.tokens for answer in together] == alone
 
 
+def test_tokens_travel_in_columns_where_nothing_else_is_wanted_and_are_the_same_either_way(make_engine):
+    harness = make_engine()
+    plain = harness.tokens()
+    assert harness.num_plain == len(plain) == 12
+    assert harness.tokens(logprobs=0) == plain
+    assert harness.num_plain == 12
+
+
 @pytest.mark.parametrize("interval", [1, 5])
 def test_cumulative_results_become_deltas_whatever_the_stream_interval(make_engine, interval):
     harness = make_engine(stream_interval=interval)

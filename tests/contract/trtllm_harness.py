@@ -13,7 +13,7 @@ from bireme import llm_args
 from bireme.config import EngineConfig, Limits
 from bireme.conversion import convert, keys_of
 from bireme.disagg import DisaggregatedParams, seal
-from bireme.engines.base import EngineContext, StepOutput
+from bireme.engines.base import EngineContext, PlainTokens, StepOutput
 from bireme.engines.child.validate import Gate
 from bireme.engines.trtllm.engine import TrtllmEngine
 from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs
@@ -70,6 +70,7 @@ class Harness:
         self.exits: list[int] = []
         self.has_exited = threading.Event()
         self.steps: list[list[StepOutput]] = []
+        self.num_plain = 0  # tokens that came in columns
         self._answers: dict[int, Answer] = {}
         self._count = 0
         given = {"dtype": "float32", "max_batch_size": 8, "disable_overlap_scheduler": True} | yaml
@@ -118,9 +119,12 @@ class Harness:
         self.metrics.merge(delta)
         return sum(value for found, _, value in (*delta.counters, *delta.gauges) if found == name)
 
-    def _emit(self, step: int, deltas: list[StepOutput]) -> None:
-        self.steps.append(deltas)
-        for delta in deltas:
+    def _emit(self, step: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
+        columns = zip(plain.keys, plain.tokens, strict=True) if plain else ()
+        told = [StepOutput(key, [token]) for key, token in columns]
+        self.num_plain += len(told)
+        self.steps.append([*told, *deltas])
+        for delta in self.steps[-1]:
             self._answers[delta.key[1]].take(delta)
 
     def _die(self, code: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bireme.engines.base import RequestKey, StepOutput
+from bireme.engines.base import PlainTokens, RequestKey, StepOutput
 from bireme.engines.torch.admission import Admission
 from bireme.engines.torch.batch import Batch, BatchBuilder
 from bireme.engines.torch.deadlines import Deadlines
@@ -64,7 +64,8 @@ class EngineCore:
         self.num_steps = 0
         self._sequences: dict[RequestKey, Sequence] = {}
         self._deadlines = Deadlines()
-        self._news: list[StepOutput] = []  # outside of steps
+        self._news: list[StepOutput] = []
+        self._plain = PlainTokens([], [])  # of steps, and before the news of the same request
         self._num_added = 0
         self._num_failed_steps = 0
 
@@ -148,10 +149,10 @@ class EngineCore:
         for sequence in list(self._sequences.values()):
             self._fail(sequence, error)
 
-    def take_news(self) -> list[StepOutput]:
+    def take_news(self) -> tuple[list[StepOutput], PlainTokens]:
         """Return and forget what has happened since the last call."""
-        news, self._news = self._news, []
-        return news
+        news, self._news, plain, self._plain = self._news, [], self._plain, PlainTokens([], [])
+        return news, plain
 
     # -- steps
 
@@ -187,10 +188,11 @@ class EngineCore:
             sampled = parts.sampler.sample(logits[: len(keys)], keys)
         self._advance(plan)
         now = time.monotonic()
+        told = {delta.key for delta in self._news}  # imported since the last step: what follows must not overtake it
         for row, sequence in enumerate(batch.sampled):
             if (error := sampled.errors.get(row)) is not None:
                 self._fail(sequence, error)
-            else:
+            elif sequence.key in told or not self._accept_plain(sequence, sampled.tokens[row], now):
                 self._accept(sequence, sampled.tokens[row], sampled.logprobs[row], now)
         parts.accounts.stepped(now - began, len(batch.sampled))
 
@@ -236,6 +238,18 @@ class EngineCore:
             wanted = logits[rows.begin : rows.begin + len(rows.next_ids)]
             if rows.next_ids:
                 rows.sequence.prompt_logprobs += self._parts.sampler.prompt_logprobs(wanted, rows.next_ids, count)
+
+    def _accept_plain(self, sequence: Sequence, token: int, now: float) -> bool:
+        """Take a sampled token if there is nothing to say of it: neither the first nor the last, no logprobs."""
+        is_last = token in sequence.stop_ids or sequence.num_output + 1 >= sequence.max_tokens
+        if is_last or not sequence.first_token_at or sequence.sampling.logprobs is not None:
+            return False
+        self._parts.accounts.delivered(sequence, now)
+        sequence.tokens.append(token)
+        sequence.last_token_at = now
+        self._plain.keys.append(sequence.key)
+        self._plain.tokens.append(token)
+        return True
 
     def _accept(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
         """Take a sampled token: deliver it, or end the request with it."""

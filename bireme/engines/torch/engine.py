@@ -200,9 +200,9 @@ class TorchEngine:
         self._publish(core)
 
     def _publish(self, core: EngineCore) -> None:
-        news = core.take_news()
-        if news and self._emit is not None:
-            self._emit(core.num_steps, news)
+        news, plain = core.take_news()
+        if (news or plain.keys) and self._emit is not None:
+            self._emit(core.num_steps, news, plain)
 
     def _give_up(self, core: EngineCore, error: Exception) -> None:
         """End all requests and the process: the supervisor starts a new one."""

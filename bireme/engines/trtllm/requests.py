@@ -1,6 +1,7 @@
 """The requests in TensorRT-LLM: begun, followed, aborted and ended, on the event loop's thread.
 
-Their output is gathered while the loop runs the tasks of one turn and emitted at once, at most one entry a request.
+Their output is gathered while the loop runs the tasks of one turn and emitted at once; beside its plain tokens a
+request has at most one entry.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.base import Emit, EngineContext, RequestKey, StepOutput
+from bireme.engines.base import Emit, EngineContext, PlainTokens, RequestKey, StepOutput
 from bireme.engines.trtllm import disaggregation
 from bireme.engines.trtllm.faults import FaultWatch
 from bireme.engines.trtllm.loading import Loaded
@@ -63,6 +64,7 @@ class Requests:
         self._runs: dict[RequestKey, Run] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._news: dict[RequestKey, StepOutput] = {}
+        self._plain = PlainTokens([], [])  # before the news of the same request
         self.num_submitted = 0  # by the callers of `begin`
         self.num_ended = 0
         self.num_steps = 0
@@ -310,17 +312,23 @@ class Requests:
 
     def _tell(self, delta: StepOutput) -> None:
         """Gather the deltas of one turn of the loop, to emit them together."""
-        if not self._news:
+        if not (self._news or self._plain.keys):
             self._loop.call_soon(self._flush)
         known = self._news.get(delta.key)
-        self._news[delta.key] = delta if known is None else _joined(known, delta)
+        if known is not None:
+            self._news[delta.key] = _joined(known, delta)
+        elif delta.is_plain:
+            self._plain.keys.append(delta.key)
+            self._plain.tokens += delta.tokens
+        else:
+            self._news[delta.key] = delta
 
     def _flush(self) -> None:
-        if not self._news:
+        if not (self._news or self._plain.keys):
             return
-        news, self._news = list(self._news.values()), {}
+        news, self._news, plain, self._plain = self._news, {}, self._plain, PlainTokens([], [])
         self.num_steps += 1
-        self._emit(self.num_steps, news)
+        self._emit(self.num_steps, list(news.values()), plain)
 
 
 def _joined(first: StepOutput, second: StepOutput) -> StepOutput:

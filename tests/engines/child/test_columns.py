@@ -48,6 +48,12 @@ def test_plain_tokens_and_deltas_share_a_frame(ledger):
     assert list(steps[5].deltas()) == [(1, [11])]
 
 
+def test_a_request_s_plain_tokens_stand_before_its_news(ledger):
+    end = StepOutput((0, 1), [11], finish=Finish("length", Usage()))
+    step = steps_of(ledger, end, plain=PlainTokens([(0, 1)], [10]))[0]
+    assert (list(step.deltas()), list(step.finished)) == ([(1, [10]), (1, [11])], [1])
+
+
 def test_steps_that_pile_up_share_a_frame_in_order(ledger):
     encoder = StepEncoder(7, ledger, KEY)
     encoder.add(3, [StepOutput((0, 1), [10])], PlainTokens([(0, 2)], [20]))

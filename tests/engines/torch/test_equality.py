@@ -24,6 +24,14 @@ def test_one_request_alone_equals_generate(tiny, name):
             assert engine.run([request(prompt)]) == [expected]
 
 
+def test_tokens_travel_in_columns_where_nothing_else_is_wanted_and_are_the_same_either_way(tiny):
+    with Harness(tiny("llama").path) as engine:
+        plain = engine.run([request(PROMPTS[0], 20)])
+        assert engine.num_plain == 18  # all but the first and the last
+        assert engine.run([request(PROMPTS[0], 20, logprobs=0)]) == plain
+        assert engine.num_plain == 18
+
+
 @pytest.mark.parametrize("size", [8, 16, 32])
 @pytest.mark.parametrize("budget", [24, 40, 2048])
 @pytest.mark.parametrize("name", MODELS)

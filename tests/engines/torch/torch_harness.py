@@ -12,7 +12,7 @@ import numpy as np
 
 from bireme.config import CacheTransceiverConfig, EngineConfig, KvCacheConfig, Limits, SchedulerConfig
 from bireme.disagg import DisaggregatedParams, seal
-from bireme.engines.base import EngineContext, StepOutput
+from bireme.engines.base import EngineContext, PlainTokens, StepOutput
 from bireme.engines.child.validate import Gate
 from bireme.engines.torch.engine import TorchEngine
 from bireme.kv.transfer.base import KvTransfer
@@ -63,6 +63,8 @@ def request(prompt: Sequence[int], max_tokens: int | None = 48, **fields: Any) -
 
 class Harness:
     """One started engine."""
+
+    num_plain = 0  # tokens that came in columns
 
     def __init__(
         self,
@@ -140,8 +142,11 @@ class Harness:
         self.engine._post(done.set)
         assert done.wait(WAIT_S)
 
-    def _emit(self, step: int, deltas: list[StepOutput]) -> None:
-        for delta in deltas:
+    def _emit(self, step: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
+        columns = zip(plain.keys, plain.tokens, strict=True) if plain else ()
+        told = [StepOutput(key, [token]) for key, token in columns]
+        self.num_plain += len(told)
+        for delta in [*told, *deltas]:
             self.results[delta.key].take(delta)
 
 
