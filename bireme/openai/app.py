@@ -112,7 +112,8 @@ class Frontend:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            return await self._lifespan(receive, send)
+            await self._lifespan(receive, send)
+            return
         if scope["type"] == "http":
             await self._serve(Call(scope, receive, send))
         elif scope["type"] == "websocket":
@@ -209,7 +210,8 @@ class Frontend:
     async def _show_model(self, call: Call) -> None:
         name = call.path[len(_MODEL_PATH) :]
         if name in self._videos:
-            return await call.reply(200, encode_json(video_model(self._videos.get(name))))
+            await call.reply(200, encode_json(video_model(self._videos.get(name))))
+            return
         model = self._models.get(name)
         await call.reply(200, encode_json(language_model(model)))
 

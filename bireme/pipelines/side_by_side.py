@@ -55,7 +55,8 @@ def count_request(metrics: Registry, outcome: str, arrived_at: float) -> None:
 async def _all(sequences: list[SequenceRunner]) -> None:
     """Run them side by side; when one fails, the others are cancelled."""
     if len(sequences) == 1:
-        return await sequences[0].run()
+        await sequences[0].run()
+        return
     tasks = [asyncio.ensure_future(sequence.run()) for sequence in sequences]
     try:
         await asyncio.gather(*tasks)

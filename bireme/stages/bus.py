@@ -124,12 +124,13 @@ class Subscription:
     def _enqueue(self, items: list[bytes]) -> None:
         behind = self._backlog.add(sum(map(len, items)))
         if behind > self._max_bytes:
-            return self.end(
+            self.end(
                 ResourceExhaustedError(
                     f"token bus: {behind} bytes unsent; limits.max_bus_buffer_bytes is {self._max_bytes},"
                     " read faster or open more subscriptions"
                 )
             )
+            return
         self._send(StepsResponse(items, self._backlog))
 
     def _settle(self, error: BiremeError | None) -> None:

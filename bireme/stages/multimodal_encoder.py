@@ -36,9 +36,11 @@ class MultimodalEncoder(EngineStage[EngineClient]):
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         values = read_tensors(inputs, self.spec)
         if values.get("ping"):
-            return self._answer_ping(send)
+            self._answer_ping(send)
+            return
         if values.get("abort"):
-            return self._abort(request_id_of(values), send)
+            self._abort(request_id_of(values), send)
+            return
         request = self._request(inputs, values)
         self._check_ready()
         answer = await run_encode(self._engine, self._names, request, cancelled)

@@ -48,13 +48,16 @@ class Prefill(EngineStage[EngineClient]):
         values = read_tensors(inputs, self.spec)
         self._forget_expired()
         if values.get("ping"):
-            return self._answer_ping(send)
+            self._answer_ping(send)
+            return
         if values.get("abort"):
-            return self._abort(request_id_of(values), send)
+            self._abort(request_id_of(values), send)
+            return
         request = parse_stage_request(values, inputs, self._context.recipe, self._encode)
         self._check(request)
         if request.engine.request_type == "encode_only":
-            return await self._serve_encode(request, send, cancelled)
+            await self._serve_encode(request, send, cancelled)
+            return
         self._names.reserve(request.request_id)
         try:
             sink = await self._run(request, cancelled)

@@ -170,7 +170,8 @@ class Session:
         if request.number not in self._sinks:
             return
         if request.was_sent:
-            return self._send_later(Abort(request.number))
+            self._send_later(Abort(request.number))
+            return
         self._forget(request.number)
         self._outbox = [command for command in self._outbox if getattr(command, "number", 0) != request.number]
         request.sink.finish(Finish("cancelled", Usage()))

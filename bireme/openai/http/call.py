@@ -121,7 +121,8 @@ class Call:
         """Send server-sent events; the first time after the headers."""
         body = {"type": "http.response.body", "body": data, "more_body": not is_last}
         if self.status:
-            return await self._send(body)
+            await self._send(body)
+            return
         self.status = 200
         headers = [*_EVENTS, (b"x-request-id", self.request_id)]
         with AtOnce(self._cycle):

@@ -160,7 +160,8 @@ class EventStream:
             if self._is_sending or not self._parts:
                 return
             if self._direct is not None and not self.is_complete and self._direct(self._joined()):
-                return self._clear()
+                self._clear()
+                return
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

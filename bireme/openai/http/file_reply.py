@@ -26,7 +26,8 @@ class Files:
                 file = await asyncio.to_thread(store.find, name)
             except NotFoundError:
                 continue
-            return await send_file(call, file)
+            await send_file(call, file)
+            return
         raise NotFoundError("no such file; results are removed when they are old")
 
 
@@ -45,7 +46,8 @@ async def send_file(call: Call, file: StoredFile) -> None:
         raise NotFoundError("no such file; results are removed when they are old") from None
     part = _part(call.header(b"range"), len(data))
     if part is None:
-        return await call.reply(200, data, *headers)
+        await call.reply(200, data, *headers)
+        return
     start, end = part
     span = f"bytes {start}-{end - 1}/{len(data)}".encode()
     await call.reply(206, data[start:end], *headers, (b"content-range", span))

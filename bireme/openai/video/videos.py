@@ -107,7 +107,8 @@ class Videos:
         request = check_video(body)
         model.delivery.check(request)
         if request.stream:
-            return await self._stream(call, model, request)
+            await self._stream(call, model, request)
+            return
         result = await call.unless_gone(model.service.run(request.ask, lambda progress: None))
         await call.reply(200, encode_json(await _answer(model, request, result, heading_of(model.name))))
 
