@@ -80,7 +80,6 @@ def _value_at(tree: Any, path: str) -> Any:
 
 
 def _struct_at(kind: type[msgspec.Struct], where: str) -> type[msgspec.Struct]:
-    """Return the settings class at a path like workers[...].engine_config."""
     for part in filter(None, where.replace("[...]", "").split(".")):
         name = part.split("[")[0]
         field = next((field for field in msgspec.structs.fields(kind) if field.encode_name == name), None)
@@ -92,7 +91,6 @@ def _struct_at(kind: type[msgspec.Struct], where: str) -> type[msgspec.Struct]:
 
 
 def _struct_in(annotation: Any) -> type[msgspec.Struct] | None:
-    """Return the settings class in an annotation such as dict[str, WorkerEntry]."""
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         return annotation
     return next(filter(None, (_struct_in(part) for part in get_args(annotation))), None)

@@ -49,7 +49,6 @@ _decode = msgspec.json.Decoder(DisaggregatedParams, strict=True).decode
 
 
 def seal(params: DisaggregatedParams, key: bytes) -> bytes:
-    """Return the signed wire form."""
     return sign(msgspec.json.encode(params), key)
 
 
@@ -68,7 +67,6 @@ def unseal(blob: bytes, key: bytes) -> DisaggregatedParams:
 
 
 def sign(payload: bytes, key: bytes) -> bytes:
-    """Return base64url(payload) "." base64url(signature)."""
     text = base64.urlsafe_b64encode(payload)
     return text + b"." + _signature(text, key)
 

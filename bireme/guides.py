@@ -40,7 +40,6 @@ class Guide:
 
     @property
     def grammar_key(self) -> bytes:
-        """Identify what has to be compiled."""
         return hashlib.blake2b(f"{self.kind}\0{self.text}".encode("utf-8", "surrogatepass"), digest_size=20).digest()
 
 

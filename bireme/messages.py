@@ -186,7 +186,6 @@ class Step(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
     lost: bool = False  # this life is over: everything in flight is gone; `life` is the one that ended
 
     def deltas(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield (request, its new tokens)."""
         if self.counts is None:
             for request, token in zip(self.requests, self.tokens, strict=True):
                 yield request, [token]
@@ -294,7 +293,6 @@ def frame(consumer: int, payload: bytes) -> bytes:
 
 
 def split(data: bytes) -> tuple[int, memoryview]:
-    """Return (consumer, payload) of a frame."""
     return U32.unpack_from(data)[0], memoryview(data)[4:]
 
 
@@ -304,7 +302,6 @@ def pack_welcome(welcome: Welcome) -> bytes:
 
 
 def unpack_bus(data: bytes) -> Iterator[Step | Welcome]:
-    """Yield the items of a bus response."""
     view, at = memoryview(data), 0
     while at < len(view):
         head = U32.unpack_from(view, at)[0]

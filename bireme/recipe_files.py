@@ -91,7 +91,6 @@ def _workers(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_engine_configs(tree: dict[str, Any], folder: Path) -> None:
-    """Put the content of engine YAMLs in the place of their names."""
     for worker in _workers(tree).values():
         if isinstance(worker, dict) and isinstance(worker.get("engine_config"), str):
             worker["engine_config"] = _read_yaml(folder / worker["engine_config"])

@@ -291,7 +291,6 @@ _GUIDE_TYPES = {"json": "json_object", "json_schema": "json", "regex": "regex", 
 
 
 def _guide_of_pair(values: dict[str, _Value], limits: Limits) -> dict[str, Any] | None:
-    """Return tensorrtllm_backend's pair as one guide."""
     kind, guide = values.get("guided_decoding_guide_type"), values.get("guided_decoding_guide")
     if kind is None:
         if guide is not None:

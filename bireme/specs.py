@@ -27,7 +27,6 @@ class TensorSpec:
 
     @property
     def triton_type(self) -> str:
-        """The data type as Triton's configuration spells it."""
         return "TYPE_STRING" if self.data_type == "BYTES" else f"TYPE_{self.data_type}"
 
 

@@ -32,7 +32,6 @@ class Pulse:
         os.pwrite(self._descriptor, self._count.to_bytes(_NUM_BYTES, "little"), 0)
 
     async def run(self) -> None:
-        """Beat until cancelled."""
         while True:
             self.beat()
             await asyncio.sleep(BEAT_S)

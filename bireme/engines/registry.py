@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def create_process(worker: str, endpoint: str, life: int) -> EngineProcess | VideoProcess:
-    """Make what runs a worker's engine process."""
     if stage_of(worker) == "video_diffusion":
         from bireme.engines.video.process import VideoProcess
 

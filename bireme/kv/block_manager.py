@@ -48,7 +48,6 @@ class BlockTable:
         return len(self.blocks[group]) - self.first[group]
 
     def claim(self, group: int) -> int:
-        """Return how many blocks are held or promised."""
         return max(self.reserved[group], self.num_held(group))
 
 
@@ -232,7 +231,6 @@ class BlockManager:
 
     @contextmanager
     def _counted(self, table: BlockTable, group: int) -> Iterator[None]:
-        """Keep the sums right while the table changes."""
         self._promised[group] -= table.claim(group) - table.num_held(group)
         self._claimed[group] -= table.claim(group)
         yield

@@ -23,7 +23,6 @@ _U32 = next(code for code in "IL" if array.array(code).itemsize == 4)
 
 
 def token_bytes(tokens: Iterable[int]) -> bytes:
-    """Return the ids as little-endian u32."""
     packed = array.array(_U32, tokens)
     if sys.byteorder == "big":
         packed.byteswap()

@@ -96,7 +96,6 @@ class Canaries:
         return way.problem if way else ""
 
     def successes(self, name: str) -> int:
-        """Return how many canaries have succeeded there."""
         return self._ways[name].successes
 
     def turn(self) -> float:
@@ -113,7 +112,6 @@ class Canaries:
         return min(interval_s, _AGAIN_S) if any(way.problem for way in self._ways.values()) else interval_s
 
     def _probes(self) -> dict[str, Callable[[CanaryPrompt], CanaryResult]]:
-        """Return a probe for each path that the deployment may have."""
         http, timeout_s = self._http, self._settings.timeout_s
         found: dict[str, Callable[[CanaryPrompt], CanaryResult]] = {
             "completion": lambda prompt: canary.probe_text(http, "completion", prompt, timeout_s),

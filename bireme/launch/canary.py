@@ -72,7 +72,6 @@ def make_prompt(http_address: str, tokenizer: str, num_tokens: int, timeout_s: f
 
 
 def probe_decode(http_address: str, model: str, prompt: CanaryPrompt, timeout_s: float) -> CanaryResult:
-    """Generate with a decode worker alone."""
     values = {"input_ids": prompt.input_ids, **_sampling()}
     return _ask(http_address, f"/v2/models/{model}/generate_stream", values, timeout_s).result
 
@@ -114,7 +113,6 @@ def probe_chat(
 
 
 def probe_video(http_address: str, model: str, timeout_s: float) -> CanaryResult:
-    """Make one frame in one step."""
     request = {"prompt": "a ship", "num_frames": 1, "num_inference_steps": 1}
     return _ask(http_address, f"/v2/models/{model}/generate_stream", {"request": json.dumps(request)}, timeout_s).result
 
@@ -126,7 +124,6 @@ def probe_openai(address: str, model: str, key: str, prompt: CanaryPrompt, timeo
 
 
 def probe_ready(address: str, timeout_s: float) -> CanaryResult:
-    """Ask the OpenAI frontend whether it can serve."""
     return _ask(address, "/health/ready", None, timeout_s).result
 
 

@@ -106,7 +106,6 @@ class Deployment:
 
     @property
     def server(self) -> Server:
-        """The current server."""
         assert self._server is not None, "the deployment was not started"
         return self._server
 
@@ -218,7 +217,6 @@ class Deployment:
             self._server.kill()
 
     def health(self) -> dict[str, Any]:
-        """Return the state for /health/ready."""
         return self._ready()[1]
 
     def __enter__(self) -> Deployment:

@@ -65,7 +65,6 @@ def _wait_idle(busy_models: Callable[[], Sequence[str]], timeout_s: float) -> Se
 
 
 def _wait_unloaded(admin: AdminClient) -> list[str]:
-    """Return the models that are not unloaded in time."""
     deadline = time.monotonic() + _UNLOAD_S
     while True:
         loaded = sorted(name for name, (state, _) in admin.index().items() if state in ("READY", "UNLOADING"))

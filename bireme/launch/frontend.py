@@ -74,7 +74,6 @@ class FrontendProcess:
 
     @property
     def address(self) -> str:
-        """host:port for a client on this machine."""
         return address(self._settings.host, self._settings.port)
 
     def roles(self) -> dict[str, int]:

@@ -41,7 +41,6 @@ class Installation:
 
     @property
     def libraries(self) -> Path | None:
-        """The shared libraries that the wheel brings along."""
         return self.root.parents[1] / "nvidia_pytriton.libs" if self.root else None
 
 

@@ -83,7 +83,6 @@ class RunFolder:
             return len(missing) + is_gone
 
     def touch(self) -> None:
-        """Make all files in it look new."""
         for folder, folders, files in os.walk(self.path):
             for name in (*folders, *files, "."):
                 with contextlib.suppress(OSError):  # gone meanwhile, or a link's target is another user's

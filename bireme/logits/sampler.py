@@ -203,7 +203,6 @@ class Sampler(Generic[Key]):
         return [filters.draw_row(array[i], rows[i], number) for i, number in zip(drawn, numbers.tolist(), strict=True)]
 
     def _places(self, ids: list[tuple[int, Any]]) -> torch.Tensor:
-        """Return positions in the flat logits of (row, token ids)."""
         return self._tensor(np.concatenate([tokens + i * self._vocab_size for i, tokens in ids]))
 
     def _tensor(self, array: Any) -> torch.Tensor:

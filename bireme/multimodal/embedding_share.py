@@ -94,7 +94,6 @@ class EmbeddingShare:
         )
 
     def abort(self, owner: Hashable) -> None:
-        """End the remaining leases of an encode request."""
         with self._lock:
             leases = [self._offers[number][0] for number in self._owned.get(owner, ()) if number in self._offers]
         for lease in leases:

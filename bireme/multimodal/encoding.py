@@ -230,7 +230,6 @@ class EncoderService:
             self._share.abort(key)
 
     async def _serve(self, key: Key, job: EncodeJob, timeout_ms: int, done: Done) -> None:
-        """Run one job and report its end."""
         outcome: EncodeOutcome | BiremeError
         try:
             outcome = await asyncio.wait_for(self._outcome(key, job), timeout_ms / 1000 if timeout_ms else None)
@@ -271,7 +270,6 @@ class EncoderService:
         return EncodedPicture(encoded, tuple(offers))
 
     async def _pictures(self, sources: Sequence[EncodeSource]) -> list[EncodedRows]:
-        """Return the embeddings in the order of the sources."""
         at_images = [at for at, source in enumerate(sources) if source.kind == "image"]
         at_others = [at for at, source in enumerate(sources) if source.kind != "image"]
         budget = Budget(self._media)
@@ -313,7 +311,6 @@ class EncoderService:
             self._cache.put(name, future.result())
 
     async def _prepare(self, name: str, pixels: Any, future: asyncio.Future[EncodedRows]) -> None:
-        """Prepare a picture and put it into the next batch."""
         try:
             prepared = await self._in(self._processors, lambda: self._encoder.prepare(pixels))
         except asyncio.CancelledError:
@@ -328,7 +325,6 @@ class EncoderService:
             self._in_background(self._encode_waiting())
 
     async def _encode_waiting(self) -> None:
-        """Encode batch after batch until nothing waits."""
         try:
             while self._waiting:
                 count = self._config.max_batch_images

@@ -82,7 +82,6 @@ def parse_redirect(base: HttpUrl, location: str, limits: MediaLimits) -> HttpUrl
 
 
 def _split_authority(authority: str) -> tuple[str, int]:
-    """Return host and port, 0 where none is given."""
     if "@" in authority:
         raise RequestError("the URL has a user name; media are fetched without credentials, remove it")
     bracketed = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](?::(\d{0,5}))?", authority)

@@ -43,7 +43,6 @@ class PlainText:
         self._has_rest = False  # no token follows: what is held back is to be told
 
     def end(self) -> None:
-        """No token follows."""
         self._has_rest = True
 
     def take(self) -> list[str]:
@@ -162,7 +161,6 @@ class TokenDelta:
                 self._is_sealed = True
 
     def _tell(self) -> None:
-        """Make the text that is missing."""
         detokenizer, self._detokenizer = self._detokenizer, None
         if detokenizer is None:
             return

@@ -191,7 +191,6 @@ class LogitsClient:
         self._stop.wait(delay_s)
 
     def _end_child(self, cause: str) -> str:
-        """Return how it ended."""
         child, self._child = self._child, None
         if child is None:
             return "it was not running"

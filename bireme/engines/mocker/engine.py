@@ -424,7 +424,6 @@ class MockEngine:
         return Finish(reason, one.usage(self._context.worker), error, stop_token_id)
 
     def _end(self, one: MockSequence, reason: FinishReason, error: BaseException | None = None) -> None:
-        """End a request outside a step."""
         finish = self._finish(one, reason, to_message(error) if error else "")
         self._accounts.finished(one, finish)
         self._release(one)

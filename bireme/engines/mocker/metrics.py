@@ -24,7 +24,6 @@ class MockMetrics:
         self._metrics.add("bireme_cached_prompt_tokens_total", one.num_cached)
 
     def delivered(self, one: MockSequence) -> None:
-        """The first token is delivered."""
         if not one.request.num_resumed:
             self._metrics.observe("bireme_time_to_first_token_seconds", one.first_token_at - one.arrived_at)
 

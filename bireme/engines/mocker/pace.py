@@ -38,7 +38,6 @@ class Pace:
                 os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 
     def rest(self) -> None:
-        """The next step starts a new series."""
         self._due_at = 0.0
 
     def step(self, began: float, duration_s: float) -> None:

@@ -83,7 +83,6 @@ class MockSequence:
 
     @property
     def num_total(self) -> int:
-        """Tokens of KV at its longest."""
         if self.request.request_type == "context_only":
             return self.num_prompt
         return self.num_prompt - self.request.num_resumed + self.max_tokens

@@ -59,7 +59,6 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls once a layer."""
     unknown = tuple(name for name, given in others.items() if given is not None and name not in _HARMLESS)
     if attention_mask is not None:
         unknown += ("attention_mask",)

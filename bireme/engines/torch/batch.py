@@ -77,7 +77,6 @@ class BatchBuilder:
         )
 
     def _rope(self, plan: SchedulerOutput, positions: Ints) -> Tensor:
-        """Return the positions for the model's rotary embedding."""
         if not self._has_grid_positions:
             return self._tensor(positions).unsqueeze(0)
         parts, begin = [], 0

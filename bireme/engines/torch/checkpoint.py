@@ -34,12 +34,10 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The architecture's class name."""
         return architecture_of(self.config)
 
     @property
     def text_config(self) -> Any:
-        """The language model's part of the configuration."""
         return self.config.get_text_config()
 
 

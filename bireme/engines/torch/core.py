@@ -106,7 +106,6 @@ class EngineCore:
             self._prepare_guide(sequence)
 
     def _pictured(self, sequence: Sequence, error: BiremeError | None) -> None:
-        """Its pictures' embeddings are here, or can't be had."""
         if sequence.state is SequenceStatus.FINISHED:
             return
         if error is not None:
@@ -122,7 +121,6 @@ class EngineCore:
             self._parts.guides.prepare(sequence, eos_ids, self._prepared)
 
     def _prepared(self, sequence: Sequence, error: BiremeError | None) -> None:
-        """Its guide has been compiled, or can't be."""
         if sequence.state is SequenceStatus.FINISHED:
             return
         if error is not None:
@@ -138,7 +136,6 @@ class EngineCore:
             self._parts.exporter.abort(key)
 
     def expire(self, now: float) -> None:
-        """End the requests whose time is over."""
         for sequence, text, is_of_queue in self._deadlines.take(now):
             if sequence.state is SequenceStatus.FINISHED or (is_of_queue and sequence.scheduled_at):
                 continue
@@ -327,7 +324,6 @@ class EngineCore:
                 self._fail(sequence, _internal(failure))
 
     def _join(self, sequence: Sequence) -> None:
-        """Begin to decode with the token that prefill sampled."""
         params = sequence.params
         assert params is not None
         now = time.monotonic()
@@ -377,7 +373,6 @@ class EngineCore:
         self._report(sequence, reason, delta, error, stop_token_id)
 
     def _forget(self, sequence: Sequence) -> None:
-        """Take it out of everything but the block manager."""
         self.scheduler.finish(sequence)
         self._sequences.pop(sequence.key, None)
         self._parts.sampler.remove(sequence.key)

@@ -23,7 +23,6 @@ class TorchMetrics:
         self._gaps: Counter[float] = Counter()  # seconds between deliveries -> streams, of the step under way
 
     def scheduled(self, sequence: Sequence, now: float) -> None:
-        """The first step that works on it begins."""
         if sequence.scheduled_at:
             return
         sequence.scheduled_at = now

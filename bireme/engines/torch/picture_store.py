@@ -63,7 +63,6 @@ class PictureStore:
                 pictures.fetches.append(fetch)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the embeddings and cancel running fetches."""
         pictures = sequence.pictures
         if pictures is None or not pictures.held_bytes:
             return

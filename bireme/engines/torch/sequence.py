@@ -63,7 +63,6 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose KV is still to be computed."""
         return len(self.tokens) - self.computed
 
     @property

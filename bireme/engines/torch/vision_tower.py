@@ -37,7 +37,6 @@ def load_vision_tower(checkpoint: Checkpoint, dtype: str, device: torch.device) 
 
 
 def drop_vision_tower(model: Any) -> None:
-    """Free the vision parts of a whole model."""
     for part in VISION_PARTS:
         if getattr(model.model, part, None) is not None:
             setattr(model.model, part, None)

@@ -28,6 +28,5 @@ class Adapters:
         return tuple(self._paths)
 
     def request(self, name: str) -> Any:
-        """Return TensorRT-LLM's LoRARequest."""
         number, folder = self._paths[name]
         return self._request(name, number, folder)

@@ -123,7 +123,6 @@ def load(backend: str) -> Api:
 
 
 def field_names(kind: Any) -> frozenset[str]:
-    """Return a dataclass's fields."""
     return frozenset(field.name for field in dataclasses.fields(kind))
 
 

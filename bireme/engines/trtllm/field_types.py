@@ -77,7 +77,6 @@ class FieldType:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The words of an enum."""
         return tuple(part.name for part in self.parts if part.kind == "value")
 
     @property
@@ -87,7 +86,6 @@ class FieldType:
 
     @property
     def is_writable(self) -> bool:
-        """Whether YAML can express a value at all."""
         return any(part.kind not in ("object", "null") for part in self.parts)
 
 
@@ -97,7 +95,6 @@ def parse_type(text: str) -> FieldType:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the bars that are outside brackets."""
     return [part.strip() for part in re.split(r"\|(?![^\[]*\])", text)]
 
 

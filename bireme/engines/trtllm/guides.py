@@ -63,7 +63,6 @@ class TrtllmGuides:
         return grammar
 
     def _parse(self, kind: str, given: Any) -> Any:
-        """Return xgrammar's grammar of a guide."""
         try:
             if kind in _LAID_OUT:
                 return self._parse_json(_ANY_OBJECT if kind == "json_object" else given)

@@ -28,7 +28,6 @@ def read_facts(model: str, max_seq_len: int | None) -> ModelFacts:
 
 
 def architectures(model: str) -> tuple[str, ...]:
-    """Return the class names in config.json."""
     whole = _read(model, "config.json")
     return tuple((whole or {}).get("architectures") or ())
 

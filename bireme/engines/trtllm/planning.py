@@ -154,7 +154,6 @@ class Planner:
         return values
 
     def _more(self, request: EngineRequest, params: DisaggregatedParams | None, kind: str) -> dict[str, Any]:
-        """Return the further arguments that are set and that this release has."""
         more: dict[str, Any] = {}
         if request.cache_salt:
             more["cache_salt"] = request.cache_salt

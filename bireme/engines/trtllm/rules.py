@@ -76,7 +76,6 @@ class Yaml:
 
     @property
     def world_size(self) -> int:
-        """GPUs that one engine takes."""
         if self.is_autodeploy:
             return int(self.number("world_size", self.tensor_parallel_size))
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")

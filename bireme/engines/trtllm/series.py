@@ -42,7 +42,6 @@ class SeriesRelay:
         self._call(self._log_iteration, stats)
 
     def relay(self) -> None:
-        """Copy what changed since the last call."""
         if self._collector is None:
             return
         import prometheus_client

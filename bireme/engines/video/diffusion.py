@@ -96,7 +96,6 @@ class DiffusionEngine:
         return to_frames(result.frames[0] if hasattr(result, "frames") else result.images)
 
     def _arguments(self, work: DiffusionRequest) -> dict[str, Any]:
-        """Return the work as arguments of the pipeline's call."""
         offered = {
             "prompt": work.prompt,
             "negative_prompt": work.negative_prompt,

@@ -52,7 +52,6 @@ class EngineLink:
         return number == self._aborted
 
     def began(self) -> None:
-        """Work, or its next step, begins."""
         self._step_began_at = time.monotonic()
 
     def stepped(self) -> None:
@@ -60,7 +59,6 @@ class EngineLink:
         self.began()
 
     def rested(self) -> None:
-        """The work has ended."""
         self._step_began_at = 0.0
 
     def tell(self, event: wire.Event) -> None:
@@ -72,7 +70,6 @@ class EngineLink:
         self._io.close()
 
     def take(self, data: bytes) -> None:
-        """Handle a frame of the stub's."""
         try:
             consumer, payload = split(data)
             if consumer == wire.VIDEO:

@@ -55,7 +55,6 @@ class TransferBuffer(Generic[_T]):
         self._waiting.appendleft((item, num_bytes))
 
     def withdraw(self, item: _T) -> None:
-        """Remove a waiting item."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] is not item)
 
     def free(self, num_bytes: int) -> None:

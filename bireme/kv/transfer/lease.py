@@ -163,7 +163,6 @@ class LeaseTable:
         return lease if lease is not None and lease.generation == generation else None
 
     def expire(self) -> list[Expired]:
-        """End the leases whose time is over."""
         now = self._clock()
         with self.lock:
             late = [

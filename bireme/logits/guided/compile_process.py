@@ -107,7 +107,6 @@ def bound_whitespace(tag: Any) -> Any:
 
 
 def choice_grammar(text: str) -> str:
-    """Return EBNF for a JSON list of texts."""
     return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
 
 

@@ -125,5 +125,4 @@ class Guidance:
 
 
 def allocate(num_rows: int, vocab_size: int) -> Bitmask:
-    """Return bitmasks that allow everything."""
     return np.full((num_rows, -(-vocab_size // 32)), -1, dtype=np.int32)

@@ -33,7 +33,6 @@ def check_schema(schema: Any) -> None:
 
 
 def schemas_of(tag: Any) -> Iterator[Any]:
-    """Yield the schemas inside a structural tag."""
     found = [tag]
     while found:
         node = found.pop()

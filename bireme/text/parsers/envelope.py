@@ -164,7 +164,6 @@ class EnvelopeParser(StatefulParser):
         return text
 
     def _tail(self, text: str) -> str:
-        """Pass over what follows the arguments in their object."""
         _, rest = self._outline.feed(text)
         if self._outline.is_done:
             self._state = self._after_call
@@ -173,7 +172,6 @@ class EnvelopeParser(StatefulParser):
         return rest
 
     def _after_call(self, text: str) -> str:
-        """Pass over the end marker, or go to the next call of the list."""
         start = skip_blanks(text)
         ends = [end for end in (self._form.end, *self._continues) if end]
         if start is not None and (not start or any(may_become(start, end) for end in ends)):

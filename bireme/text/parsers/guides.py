@@ -33,7 +33,6 @@ def call_tags(
 
 
 def separated(tags: list[Format], separator: str, is_parallel: bool) -> Format:
-    """Return one of the tags, or several."""
     return {
         "type": "tags_with_separator",
         "tags": tags,

@@ -48,7 +48,6 @@ class JsonStream:
 
     @property
     def held(self) -> str:
-        """What was taken and not put out."""
         return "".join(self._pending) + self._held
 
     @property

@@ -64,7 +64,6 @@ class DeepSeekParser(StatefulParser):
         return text[len(header) :]
 
     def _after_arguments(self, text: str) -> str:
-        """Pass over the ends, or go on with the next call."""
         start = skip_blanks(text)
         marks = (_CALL_END, _CALL, _CALLS_END)
         if start is not None and (not start or any(may_become(start, mark) for mark in marks)):

@@ -57,7 +57,6 @@ class PythonicParser(StatefulParser):
         return rest
 
     def _start(self, text: str) -> str:
-        """Decide whether a list of calls begins here."""
         start = skip_blanks(text)
         if start == "" or (start is not None and not self._raw and may_become(start, _TAG)):
             self._held = text
@@ -75,7 +74,6 @@ class PythonicParser(StatefulParser):
         return text
 
     def _list(self, text: str) -> str:
-        """Take text to the bracket that closes the list."""
         at = 0
         while at < len(text):
             step = self._step(text, at)

@@ -86,7 +86,6 @@ class Qwen3CoderParser(StatefulParser):
         return text[len(name) + 1 :]
 
     def _parameter(self, text: str) -> str:
-        """Find the next parameter, or the end of the call."""
         start = skip_blanks(text)
         marks = (_PARAMETER, _FUNCTION_END)
         if start is not None and (not start or any(may_become(start, mark) for mark in marks)):

@@ -75,7 +75,6 @@ class ThinkParser:
         return [*(self._inner.feed(held) if held else []), *self._inner.close(is_cut)]
 
     def _start(self, text: str) -> str:
-        """Skip the first marker, if there is one."""
         start = skip_blanks(text)
         if start is not None and (not start or may_become(start, self._form.begin)):
             self._held = text
