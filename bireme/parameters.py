@@ -1,8 +1,8 @@
 """The sampling parameters: each one's type, range and names, and where a request may send it. One row a parameter.
 
-Everything else that lists parameters is made from this table: the tensors (specs.py), what a request is checked by
-(sampling.py), what an engine process lets in (engines/child/validate.py), the fields beyond OpenAI's
-(pipelines/extensions.py) and what TensorRT-LLM is given (engines/trtllm/sampling.py).
+Everything else that lists parameters is made from this table: the tensors (specs.py), the check of requests
+(sampling.py) and of an engine process (engines/child/validate.py), the fields beyond OpenAI's (pipelines/extensions.py)
+and TensorRT-LLM's arguments (engines/trtllm/sampling.py).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Parameter:
     low: float = -math.inf
     high: float = math.inf
     is_low_open: bool = False
-    lowest: float | None = None  # below low, and taken from clients all the same: sampling.py translates it
+    lowest: float | None = None  # below low, and accepted from clients: sampling.py translates it
     off: float | None = None  # the value that changes nothing
     remedy: str = ""  # for a value outside the range; "": what is off
     limit: str = ""  # the recipe's key in `limits` that sets the upper end
     openai_high: float = math.inf  # OpenAI's own upper end, on its endpoints
     is_list: bool = False
-    is_field: bool = True  # of SamplingParams, as it is
-    is_random: bool = False  # says how to draw: greedy requests have no use for it
+    is_field: bool = True  # of SamplingParams, unchanged
+    is_random: bool = False  # says how to draw: greedy requests ignore it
     is_ignored: bool = False  # clients of other servers send it; nothing here depends on it
     tensors: tuple[str, ...] | None = None  # None: one of its own name
     # openai: a field of OpenAI's requests; shared: at their top level and in `bireme`; nvext: there, too
@@ -53,7 +53,7 @@ class Parameter:
 
     @property
     def advice(self) -> str:
-        """Return the remedy for a value outside the range, as clients are told it."""
+        """Return the remedy for a value outside the range, in the client's words."""
         return self.remedy if self.remedy or self.off is None else f"{self.off:g} is off"
 
 

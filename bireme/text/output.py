@@ -1,13 +1,12 @@
 """What a client gets of one generated sequence: tokens become text, and both become responses.
 
-A `TextStream` is the Sink of one request, in the decode stage and in the pipelines alike. It may be called
-from any thread, but from one at a time. It never waits and never raises: what goes wrong in an engine comes
-in `Finish` and is handed to `done`.
+A `TextStream` is the Sink of one request, in the decode stage and in the pipelines alike. It may be called from any
+thread, one at a time. It never waits and never raises: an engine's errors come in `Finish` and go to `done`.
 
-Tokens go out with the step that made them, text as soon as it is certain. Without stop strings the text is made
-by whoever looks at a delta, as a rule the thread that sends it. When a stop string is complete,
-`abort` is called once and the engine's finish is awaited for its usage; then the reason is `stop`, whatever
-the engine says. Tokens after the one that completed the stop string are neither delivered nor counted.
+Tokens go out with the step that made them, text as soon as it is certain. Without stop strings the reader of a delta
+makes its text, as a rule the thread that sends it. When a stop string is complete, `abort` is called once and the
+engine's finish is awaited for its usage; then the reason is `stop`, whatever the engine says. Tokens after the one that
+completed the stop string are neither delivered nor counted.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from bireme.types import Array, Response, Tensors
 _json = msgspec.json.Encoder().encode
 _NO_REASON: Array = np.array([b""], dtype=object)
 _ENDED_WELL = ("stop", "length")
-MAX_GROWTH = 64  # tokens of a delta that nobody has looked at; what is beyond that shows in the buffer's size
+MAX_GROWTH = 64  # tokens of an unread delta; more than these show in the buffer's size
 Push = Callable[..., None]  # as Sink.push
 
 
 class PlainText:
-    """The text of a sequence of which nothing else is wanted: made when it is taken, many tokens at once."""
+    """The text of a sequence of which only text is wanted: made when it is taken, many tokens at once."""
 
     __slots__ = ("_detokenizer", "_has_rest", "_ids", "_num_taken")
 
@@ -40,7 +39,7 @@ class PlainText:
         """`ids` grows with the sequence."""
         self._ids, self._detokenizer = ids, detokenizer
         self._num_taken = len(ids)
-        self._has_rest = False  # no token follows: what is held back is to be told
+        self._has_rest = False  # no token follows: held back text is due
 
     def end(self) -> None:
         self._has_rest = True
@@ -58,15 +57,15 @@ class PlainText:
 
 
 News = Callable[[], None]  # there is more to take; quick, must not raise
-Reader = Callable[[PlainText], News]  # gets a text before its first token and returns what tells of each step
+Reader = Callable[[PlainText], News]  # gets a text before its first token and returns a callback for each step
 
 
 class TokenDelta:
-    """News of one sequence; later news of the same sequence merge into it.
+    """New tokens of one sequence; later deltas of the same sequence merge into it.
 
-    With a `detokenizer` the text is made when it is first asked for, as a rule on the thread that sends it, and
-    until somebody has looked at its tokens or its text the delta takes more: most steps cost no object, no merge
-    and no call of the detokenizer of their own. The deltas of a stream must be looked at in their order.
+    With a `detokenizer` the text is made when it is first asked for, as a rule on the thread that sends it. Until its
+    tokens or text are read the delta takes more: most steps cost no object, no merge and no call of the detokenizer of
+    their own. The deltas of a stream must be read in their order.
     """
 
     __slots__ = (
@@ -100,12 +99,12 @@ class TokenDelta:
         self.index = index  # of n sequences; None: there is only one
         self.finish_reason = finish_reason  # "": it goes on
         self.usage = usage
-        self._detokenizer = detokenizer  # makes what is missing of the text; None: nothing is
+        self._detokenizer = detokenizer  # makes the missing text; None: none is missing
         self._lock = threading.Lock()  # of `grow` against `_seal`
         self._is_sealed = False
 
     def grow(self, tokens: Sequence[int]) -> bool:
-        """Take more tokens. Return False when it is too late for that."""
+        """Take more tokens. Return False when the delta has been read."""
         with self._lock:
             if self._is_sealed or len(self._tokens) >= MAX_GROWTH:
                 return False
@@ -130,7 +129,7 @@ class TokenDelta:
 
     @property
     def num_bytes(self) -> int:
-        """An estimate, for the limit on a slow reader's unsent responses, with what it may grow by."""
+        """An estimate, for the limit on a slow reader's unsent responses, growth included."""
         if self.logprobs is None and self.prompt_logprobs is None:  # the path that has to be quick
             return 300 + 8 * (len(self._tokens) if self._detokenizer is None else max(MAX_GROWTH, len(self._tokens)))
         num_logprobs = sum(map(len, self.logprobs or ())) + sum(
@@ -139,7 +138,7 @@ class TokenDelta:
         return 300 + 8 * len(self._tokens) + 100 * num_logprobs
 
     def merge(self, later: Response) -> TokenDelta | None:
-        """Take the later delta of the same sequence into this one; None when it is another sequence's."""
+        """Merge the later delta of the same sequence into this one; None when it is another sequence's."""
         if not isinstance(later, TokenDelta) or later.index != self.index or self.finish_reason:
             return None
         self._seal()
@@ -195,9 +194,9 @@ def _ignore(*anything: object) -> None:
 class TextStream:
     """The Sink of one sequence.
 
-    `done` is called with each Finish: once, or more than once when the caller goes on with the same stream on
-    another engine after an error. Whether the sequence ended well is `finish_reason`: then the last delta,
-    with reason and usage, has been sent. Otherwise nothing was sent and the caller has the error.
+    `done` is called with each Finish: once, or more than once when the caller goes on with the same stream on another
+    engine after an error. `finish_reason` is set when the sequence has ended well: then the last delta, with reason and
+    usage, has been sent. Otherwise nothing was sent and the caller has the error.
     """
 
     __slots__ = (
@@ -232,7 +231,7 @@ class TextStream:
         self._takes_prompt_logprobs = False
         self._open: TokenDelta | None = None  # the last one sent, while it may still grow
         self._plain: tuple[PlainText, News] | None = None  # its reader takes the text
-        self.output_ids: list[int] = []  # all delivered so far, replayed ones too: what a migration sends along
+        self.output_ids: list[int] = []  # all delivered tokens, replayed ones too; a migration sends them along
         self.finish_reason = ""
 
     def replay(self, tokens: Sequence[int]) -> None:
@@ -261,8 +260,8 @@ class TextStream:
             self._send(delta)
 
     def plain_push(self, reader: Reader) -> Push | None:
-        """Return what does as `push` where text is all that is wanted, at a fraction of the cost; None where
-        there is more to do. The end still goes to `send`, without text: the reader is told of the rest before it.
+        """Return a cheaper `push` for sequences of which only text is wanted; None for others. The end still goes to
+        `send`, without text: the reader has got the rest before it.
         """
         if self._finder is not None:
             return None
@@ -298,7 +297,7 @@ class TextStream:
         self._done(finish)
 
     def close(self) -> None:
-        """Let go of the callbacks; what still comes is ignored. Whoever made them is then freed without a collector."""
+        """Drop the callbacks and ignore what still comes, so that their makers are freed without a collector."""
         self._send = self._done = self._abort = _ignore
         self._open = self._plain = None
 
@@ -319,7 +318,7 @@ class TextStream:
             self._abort()
 
     def _find_stop(self, tokens: Sequence[int], finder: StopFinder) -> tuple[list[int], str]:
-        """Return the tokens up to the one that completes a stop string, and the text that can go out."""
+        """Return the tokens up to the one that completes a stop string, and the certain text."""
         if len(tokens) == 1:
             return list(tokens), finder.push(self._detokenizer.push(tokens))
         texts = []
@@ -340,7 +339,7 @@ class TextStream:
 
 
 def _pairs(entry: TokenLogprobs) -> list[tuple[int, float]]:
-    """Return (token, logprob) each: the tensors' form, in which the order says the rank."""
+    """Return (token, logprob) pairs in the order of their ranks, the tensors' form."""
     return [(item[0], item[1]) for item in entry]
 
 

@@ -1,7 +1,7 @@
 """Compiles guides, off the engine's loop: a cache, a bounded queue, and a few threads with a helper process each.
 
-Equal guides that wait are compiled once. What could not be compiled is remembered for a minute, so that a
-client that repeats a hopeless schema costs a look-up. A compiled grammar belongs to all requests that use it.
+Equal waiting guides are compiled once. A failure is remembered for a minute, so that a client that repeats a hopeless
+schema costs a look-up. A compiled grammar is shared by all requests that use it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GuideCompiler:
         self._cache: collections.OrderedDict[bytes, tuple[Compiled, int]] = collections.OrderedDict()
         self._cached_bytes = 0
         self._failures: collections.OrderedDict[bytes, tuple[BiremeError, float]] = collections.OrderedDict()
-        self._jobs: collections.OrderedDict[bytes, _Job] = collections.OrderedDict()  # waiting or under way
+        self._jobs: collections.OrderedDict[bytes, _Job] = collections.OrderedDict()  # waiting or being compiled
         self._queue: collections.deque[bytes] = collections.deque()
         self._threads: list[threading.Thread] = []
         self._clients: list[CompileClient] = []
@@ -71,12 +71,12 @@ class GuideCompiler:
 
     @property
     def table(self) -> TokenTable:
-        """The vocabulary; there since the first guide was compiled."""
+        """The vocabulary; set when the first guide was compiled."""
         assert self._table is not None, "nothing has been compiled"
         return self._table
 
     def compile(self, guide: Guide, done: Done) -> None:
-        """Call `done` with the compiled grammar, or with why there is none: at once if that is known."""
+        """Call `done` with the compiled grammar, or the error: at once if that is known."""
         answer: Compiled | BiremeError | None
         with self._lock:
             answer = self._known(guide.grammar_key) or self._enqueue(guide, done)
@@ -97,8 +97,6 @@ class GuideCompiler:
         for job in jobs:
             _tell(job, UnavailableError("the engine is stopping; send it to another worker, or try again"))
 
-    # -- with the lock held
-
     def _known(self, key: bytes) -> Compiled | BiremeError | None:
         if (found := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
@@ -108,7 +106,7 @@ class GuideCompiler:
         return error if error is not None and time.monotonic() < until else None
 
     def _enqueue(self, guide: Guide, done: Done) -> BiremeError | None:
-        """Return why it can't wait, if so."""
+        """Return the error if it can't wait."""
         if self._is_closed:
             return UnavailableError("the engine is stopping; send it to another worker, or try again")
         key, limit = guide.grammar_key, self._config.max_queue_size
@@ -150,8 +148,6 @@ class GuideCompiler:
             self._failures[key] = error, time.monotonic() + _FAILURE_S
         if len(self._failures) > _MAX_FAILURES:
             self._failures.popitem(last=False)
-
-    # -- a compiler thread
 
     def _run(self, client: CompileClient) -> None:
         while (job := self._take()) is not None:
@@ -209,7 +205,7 @@ class GuideCompiler:
         key = job.guide.grammar_key
         with self._lock:
             if self._jobs.pop(key, None) is None:
-                return  # closed meanwhile: they have been told
+                return  # closed meanwhile: their callers know
             if isinstance(answer, BiremeError):
                 self._remember(key, answer)
             else:
@@ -234,5 +230,5 @@ def _tell(job: _Job, answer: Compiled | BiremeError) -> None:
     for done in job.waiting:
         try:
             done(answer)
-        except Exception:  # one request's defect: the others must hear of it all the same
+        except Exception:  # one request's defect: the others still get the result
             logger.exception("guide_answer_failed")
