@@ -10,6 +10,7 @@ emptied run folder; when it keeps dying, the deployment gives up.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import threading
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from bireme.child_process import Backoff
 from bireme.config import CHECKOUT, Recipe
 from bireme.errors import BiremeError, UnavailableError
 from bireme.launch.canaries import CanarySettings
@@ -47,7 +49,7 @@ from bireme.launch.watchdog import StubWatchdog
 
 _PARALLEL_LOADS = 8  # each holds one of the server's HTTP threads
 _PROGRESS_S = 5.0
-_MAX_BACKOFF_S = 30.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 30.0
 _READY_LOOK_S = 0.05
 _SHORT_STOP_S = 3.0
 _TOUCH_S = 600.0
@@ -90,7 +92,9 @@ class Deployment:
         self._stopping = threading.Event()
         self._has_given_up = False
         self._began_at = time.monotonic()  # of this life
-        self._restarted_at: list[float] = []
+        self._backoff = Backoff(
+            _FIRST_BACKOFF_S, _MAX_BACKOFF_S, limit=settings.max_restarts, window_s=settings.restart_window_s
+        )
         self._server: Server | None = None
         self._watchdog: StubWatchdog | None = None
         self._monitor: HealthMonitor | None = None
@@ -342,8 +346,8 @@ class Deployment:
         """Start another server; return False when it is time to give up."""
         self._console.event("server_died", "error", code=self.server.returncode, last_lines=self.server.tail(5))
         while not self._stopping.is_set():
-            delay = self._backoff_s()
-            if delay is None:
+            delay = self._backoff.next_s()
+            if delay == math.inf:
                 return self._give_up()
             self._console.event("server_restart", "warning", in_s=delay)
             try:
@@ -361,15 +365,6 @@ class Deployment:
             except (BiremeError, OSError, RuntimeError) as error:  # also: no descriptor, memory or thread left
                 self._console.event("server_start_failed", "error", error=error)
         return True
-
-    def _backoff_s(self) -> float | None:
-        """Return how long to wait before the next start; None: it has died too often."""
-        now = time.monotonic()
-        self._restarted_at = [at for at in self._restarted_at if now - at < self.settings.restart_window_s]
-        if len(self._restarted_at) >= self.settings.max_restarts:
-            return None
-        self._restarted_at.append(now)
-        return min(0.25 * 2.0 ** (len(self._restarted_at) - 1), _MAX_BACKOFF_S)
 
     def _give_up(self) -> bool:
         settings = self.settings

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from bireme.child_process import Backoff, ChildProcess
 from bireme.config import CHECKOUT
 from bireme.errors import ConfigError
 from bireme.launch import processes
@@ -59,9 +60,9 @@ class FrontendProcess:
         self._keeper: GuardedThread | None = None
         self._caller: GuardedThread | None = None
         self._stopping = threading.Event()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: ChildProcess | None = None
         self._began_at = self._start_at = 0.0
-        self._pause_s = _FIRST_PAUSE_S
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._answers_before = 0  # of this life
         self.key = secrets.token_hex(32)  # the frontend takes it from us where it asks for keys
         self.door = Door("openai", ask_http(self.address, "/health/live"))
@@ -117,7 +118,7 @@ class FrontendProcess:
             if self.door.answers:
                 break
             assert self._process is not None
-            has_ended = self._process.poll() is not None or time.monotonic() > deadline
+            has_ended = self._process.exit_code is not None or time.monotonic() > deadline
             if self._stopping.is_set() or has_ended:
                 self.stop()
                 raise ConfigError("the OpenAI frontend did not start; its own message is above")
@@ -135,14 +136,10 @@ class FrontendProcess:
         process = self._process
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            process.wait(self._settings.drain_timeout_s + _GRACE_S)
-        except subprocess.TimeoutExpired:
+        process.signal(signal.SIGTERM)
+        if not process.wait(self._settings.drain_timeout_s + _GRACE_S):
             self._console.event("frontend_killed", "warning", drain_timeout_s=self._settings.drain_timeout_s)
-            process.kill()
-            process.wait()
+        process.reap()
 
     def kill(self) -> None:
         """End at once, without `stop`'s waits."""
@@ -162,17 +159,17 @@ class FrontendProcess:
         """One turn: start it again if it has ended, after a pause that doubles; check whether it hangs."""
         assert self._process is not None
         now = time.monotonic()
-        if (code := self._process.poll()) is None:
+        if (code := self._process.exit_code) is None:
             self._watch.turn()
             if self.door.answers == self._answers_before and now - self._began_at > _START_TIMEOUT_S:
                 self._end("frontend", self.pid, f"it has not answered within {_START_TIMEOUT_S:g} s of its start")
             return
         if not self._start_at:
             if now - self._began_at > _STEADY_S:
-                self._pause_s = _FIRST_PAUSE_S
-            self._start_at = now + self._pause_s
-            self._console.event("frontend_died", "error", code=code, restart_in_s=self._pause_s)
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+                self._backoff.reset()
+            pause_s = self._backoff.next_s()
+            self._start_at = now + pause_s
+            self._console.event("frontend_died", "error", code=code, restart_in_s=pause_s)
         if now >= self._start_at:
             self._answers_before = self.door.answers
             self._process = self._spawn()  # no descriptor, process or memory left: the next turn tries again
@@ -184,23 +181,15 @@ class FrontendProcess:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
-    def _spawn(self) -> subprocess.Popen[str]:
+    def _spawn(self) -> ChildProcess:
         settings = self._settings
         command = [
             sys.executable, "-m", "bireme.openai", "--recipe", settings.recipe, "--grpc", settings.grpc,
             "--host", settings.host, "--port", str(settings.port),
             "--drain-timeout", str(settings.drain_timeout_s), "--parent", str(os.getpid()), *settings.arguments,
         ]  # fmt: skip
-        process = subprocess.Popen(
-            command,
-            env=os.environ | self._own_environment() | dict(settings.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C in a terminal reaches the launcher alone
-        )
+        environment = os.environ | self._own_environment() | dict(settings.environment)
+        process = ChildProcess(command, environment, output=subprocess.PIPE)
         threading.Thread(target=self._relay, args=(process,), name="frontend-lines", daemon=True).start()
         return process
 
@@ -208,9 +197,9 @@ class FrontendProcess:
         path = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH", ""))))
         return {"PYTHONPATH": path, "BIREME_SHM_PREFIX": self._settings.shm_prefix, "BIREME_CANARY_KEY": self.key}
 
-    def _relay(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        with process.stdout as lines:
+    def _relay(self, process: ChildProcess) -> None:
+        assert process.lines is not None
+        with process.lines as lines:
             for line in lines:
                 self._console.triton_line(line.rstrip("\n"))
 

@@ -10,8 +10,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from bireme.child_process import Backoff
 from bireme.errors import BiremeError
 from bireme.launch import processes
 from bireme.launch.console import Console
@@ -30,7 +31,7 @@ class StubState:
     pid: int | None = None
     start: int | None = None  # with the pid identifies the process
     restarts: int = 0
-    failures: int = 0  # loads that failed in a row
+    backoff: Backoff = field(default_factory=lambda: Backoff(1.0, _MAX_BACKOFF_S))  # after loads that failed in a row
     retry_at: float = 0.0
     is_healing: bool = False
     last_error: str = ""
@@ -134,12 +135,12 @@ class StubWatchdog:
             self._reload(model)
             self._find(model, state)
             state.restarts += 1
-            state.failures, state.last_error = 0, ""
+            state.last_error = ""
+            state.backoff.reset()
             self._console.event("healed", model=model, seconds=time.monotonic() - began, pid=state.pid)
         except (BiremeError, OSError) as error:
-            state.failures += 1
             state.last_error = str(error)
-            delay = min(2.0 ** (state.failures - 1), _MAX_BACKOFF_S)
+            delay = state.backoff.next_s()
             state.retry_at = time.monotonic() + delay
             if not self._is_stopping and self._server.is_running:
                 self._console.event("heal_failed", "error", model=model, error=error, retry_in_s=delay)

@@ -7,23 +7,21 @@ hangs the child fails alone; the next one gets a new child, with the back-off of
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import math
 import os
 import queue
-import signal
 import socket
-import subprocess
 import threading
 import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from bireme.child_process import ChildProcess, describe_exit
 from bireme.config import Recipe
 from bireme.engines.logits import frames
 from bireme.engines.stub.environment import child_environment, find_python
-from bireme.engines.stub.life import describe_exit
-from bireme.engines.stub.restarts import RestartPolicy
+from bireme.engines.stub.supervisor import restart_backoff
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
@@ -57,7 +55,7 @@ class LogitsClient:
         self._is_stopped = False
         self._thread: threading.Thread | None = None
         self._child: _Child | None = None
-        self._policy = RestartPolicy(self._config)
+        self._backoff = restart_backoff(self._config)
         self._has_crashed = False
         self._stop = threading.Event()
 
@@ -94,7 +92,7 @@ class LogitsClient:
         self._jobs.put(None)
         child = self._child
         if child is not None:
-            child.kill()
+            child.process.kill()
         if thread is not None:
             thread.join(_JOIN_S)
 
@@ -168,7 +166,7 @@ class LogitsClient:
         try:
             self._child = child = _Child()
             if self._stop.is_set():  # stop() may have looked for a child before there was one
-                child.kill()
+                child.process.kill()
             answer = child.hello(self._config.start_timeout_s)
         except (EOFError, OSError):
             how = self._end_child("start")
@@ -181,8 +179,8 @@ class LogitsClient:
         return child
 
     def _wait_for_restart(self) -> None:
-        delay_s = self._policy.next_delay_s()
-        if delay_s is None:
+        delay_s = self._backoff.next_s()
+        if delay_s == math.inf:
             config = self._config
             raise UnavailableError(
                 f"the process of the logits processors ended {config.max_restarts} times in"
@@ -208,9 +206,7 @@ class _Child:
         command += ["--socket", str(theirs.fileno()), "--parent", str(os.getpid())]
         environment = child_environment(_NUM_THREADS) | {"CUDA_VISIBLE_DEVICES": ""}
         try:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()], start_new_session=True
-            )
+            self.process = ChildProcess(command, environment, pass_fds=[theirs.fileno()])
         except OSError:
             self._channel.close()
             raise
@@ -226,14 +222,8 @@ class _Child:
         frames.send(self._channel, job)
         return frames.receive_answer(self._channel)
 
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
     def end(self) -> str:
         """Reap it; a child that has ended already keeps its own exit status."""
         self._channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return describe_exit(self.process.wait(0.2))
-        self.kill()
-        return describe_exit(self.process.wait())
+        self.process.wait(0.2)
+        return describe_exit(self.process.reap())

@@ -1,6 +1,6 @@
 """Is the engine process alive, and does it move? Pure arithmetic over time and pongs.
 
-Silence is counted in looks, not by the clock: when this process itself was stopped or starved, the time that
+Silence is counted in checks, not by the clock: when this process itself was stopped or starved, the time that
 it missed counts as one interval, so a supervisor that wakes up late kills nobody.
 """
 
@@ -22,34 +22,34 @@ class Verdict:
 
 
 class Heartbeat:
-    """One life's. Call `look` about once an interval, `heard` at each frame, `pong` at each pong."""
+    """One life's. Call `check` about once an interval, `on_frame` at each frame, `on_pong` at each pong."""
 
     def __init__(self, config: SupervisorConfig, transfer_timeout_s: float = 0.0) -> None:
         self._config = config
         self._transfer_timeout_s = transfer_timeout_s  # a request may wait so long for KV without any step
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         self._silent_s = 0.0
         self._still_s = 0.0  # work is there and no step is done
         self._step = -1
         self._has_work = False
         self._step_age_s = 0.0
 
-    def heard(self) -> None:
+    def on_frame(self) -> None:
         self._silent_s = 0.0
 
-    def pong(self, pong: Pong) -> None:
-        self.heard()
+    def on_pong(self, pong: Pong) -> None:
+        self.on_frame()
         self._has_work = pong.num_waiting + pong.num_running > 0
         self._step_age_s = pong.step_age_ms / 1e3
         if pong.step != self._step or not self._has_work:
             self._step = pong.step
             self._still_s = 0.0
 
-    def look(self) -> Verdict | None:
+    def check(self) -> Verdict | None:
         """Return a verdict, or None while all is well."""
         now = time.monotonic()
-        passed_s = min(now - self._looked_at, 2 * self._config.ping_interval_s)
-        self._looked_at = now
+        passed_s = min(now - self._checked_at, 2 * self._config.ping_interval_s)
+        self._checked_at = now
         self._silent_s += passed_s
         self._still_s += passed_s if self._has_work else 0.0
         if self._silent_s > self._config.ping_timeout_s:

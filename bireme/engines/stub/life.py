@@ -1,8 +1,7 @@
-"""One life of an engine process: its sockets, the process, and what is swept when it has ended.
+"""One life of an engine process, from its start to its end: its sockets, the process, and what is swept afterwards.
 
 Each life has sockets of its own, so that nothing stale outlives it; those of a stub that was killed go with the
-next life. The stub binds both before it starts the child. All methods but `send` belong to the supervisor's thread:
-PR_SET_PDEATHSIG follows the thread that forks, so that must be one that stays.
+next life. The stub binds both before it starts the child. All methods but `send` belong to the supervisor's thread.
 """
 
 from __future__ import annotations
@@ -10,10 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import shutil
-import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -23,9 +19,10 @@ from typing import Any
 
 import zmq
 
+from bireme.child_process import ChildProcess, describe_exit
 from bireme.discovery import run
 from bireme.errors import ConfigError, NotFoundError, UnavailableError
-from bireme.kv.transfer import shm_file
+from bireme.kv import transfer
 from bireme.multimodal.embedding_share import SUFFIX
 
 logger = logging.getLogger("bireme.engines")
@@ -40,16 +37,16 @@ class Life:
         self.worker = worker
         self.number = number
         self.began_at = time.monotonic()
+        self.process: ChildProcess | None = None
         self._run_dir = run_dir
         self._own_folder: Path | None = None
         self._context = zmq.Context()
         self._send_lock = threading.Lock()
         self._is_open = True
-        self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have deleted it
-        self._sweep_predecessors()
-        self.endpoint = f"ipc://{self._socket_path()}"
+        self._sweep()
+        self._path = self._socket_path()
         self._commands = self._bind(zmq.PUSH, ".c")
         self._frames = self._bind(zmq.PULL, ".s")
         self._poller = zmq.Poller()
@@ -57,19 +54,20 @@ class Life:
 
     @property
     def pid(self) -> int:
-        return self._process.pid if self._process else 0
+        return self.process.pid if self.process else 0
 
-    def spawn(self, python: str, environment: dict[str, str]) -> None:
-        """Start the child in a session of its own. Raises ConfigError when the python can't be run."""
-        command = [python, "-m", "bireme.engines.worker", "--worker", self.worker, "--endpoint", self.endpoint]
+    def spawn(self, python: str, environment: dict[str, str]) -> ChildProcess:
+        """Start the child. Raises ConfigError when the python can't be run."""
+        command = [python, "-m", "bireme.engines.worker", "--worker", self.worker, "--endpoint", f"ipc://{self._path}"]
         command += ["--life", str(self.number), "--parent", str(os.getpid())]
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
+            self.process = ChildProcess(command, environment)
         except OSError as error:
             raise ConfigError(f"engine process: {python} can't be run: {error}; set BIREME_ENGINE_PYTHON") from error
         with contextlib.suppress(OSError, AttributeError):  # kernels before 5.3, or forbidden in a container
-            self._pidfd = os.pidfd_open(self._process.pid)
+            self._pidfd = os.pidfd_open(self.process.pid)
             self._poller.register(self._pidfd, zmq.POLLIN)
+        return self.process
 
     def send(self, data: bytes) -> None:
         """Queue a command frame; from any thread. Raises UnavailableError when the child is not connected."""
@@ -96,27 +94,9 @@ class Life:
                 return
             yield data
 
-    def has_exited(self) -> bool:
-        """Return whether the child has ended; it stays a zombie, so its process group can still be named."""
-        if self._process is None:
-            return True
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def signal(self, number: int) -> None:
-        """Signal the child alone."""
-        if self._process is not None and not self.has_exited():
-            os.kill(self._process.pid, number)
-
-    def kill(self) -> None:
-        """SIGKILL the child and all that it started."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
     def end(self) -> str:
-        """Reap the child, close the sockets, sweep what it left; return how it ended."""
-        self.kill()  # what is left of its group, too
-        code = self._process.wait() if self._process else None
+        """Kill and reap the child, close the sockets, sweep what it left; return how it ended."""
+        how = describe_exit(self.process.reap()) if self.process else "it was never started"
         with self._send_lock:
             self._is_open = False
         self._commands.close(0)
@@ -125,13 +105,19 @@ class Life:
         if self._pidfd >= 0:
             os.close(self._pidfd)
         self._sweep()
-        return describe_exit(code)
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+        with contextlib.suppress(NotFoundError):
+            if run.find(self._run_dir, self.worker).life == self.number:
+                run.withdraw(self._run_dir, self.worker)
+        run.withdraw(self._run_dir, self.worker + SUFFIX)
+        return how
 
     def _bind(self, kind: int, suffix: str) -> Any:
         socket = self._context.socket(kind)
         socket.set_hwm(0)
         socket.linger = 0
-        socket.bind(self.endpoint + suffix)
+        socket.bind(f"ipc://{self._path}{suffix}")
         return socket
 
     def _socket_path(self) -> str:
@@ -142,33 +128,9 @@ class Life:
         self._own_folder = Path(tempfile.mkdtemp(prefix="bireme-", dir="/tmp"))
         return str(self._own_folder / "engine")
 
-    def _sweep_predecessors(self) -> None:
-        """Remove the sockets of lives whose stub was killed and could not."""
-        stale = re.compile(rf"(kv-)?{re.escape(self.worker)}({re.escape(SUFFIX)})?-\d+(\.c|\.s|\.sock)")
-        for path in self._run_dir.iterdir():
-            if stale.fullmatch(path.name):
-                path.unlink(missing_ok=True)
-
     def _sweep(self) -> None:
-        path = self.endpoint.removeprefix("ipc://")
-        for suffix in (".c", ".s"):
-            Path(path + suffix).unlink(missing_ok=True)
-        if self._own_folder is not None:
-            shutil.rmtree(self._own_folder, ignore_errors=True)
-        if count := shm_file.sweep(self._run_dir, self.worker):
+        """Remove what lives of this worker have left: this one, and those whose stub was killed."""
+        for socket in self._run_dir.glob(f"{self.worker}-*.[cs]"):
+            socket.unlink(missing_ok=True)
+        if count := transfer.sweep(self._run_dir, self.worker):
             logger.info("shm_swept worker=%s files=%d", self.worker, count)
-        with contextlib.suppress(NotFoundError):
-            if run.find(self._run_dir, self.worker).life == self.number:
-                run.withdraw(self._run_dir, self.worker)
-        run.withdraw(self._run_dir, self.worker + SUFFIX)
-
-
-def describe_exit(code: int | None) -> str:
-    if code is None:
-        return "it was never started"
-    if code >= 0:
-        return f"exit status {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"

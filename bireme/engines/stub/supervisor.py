@@ -9,27 +9,29 @@ fails is not tried again: whoever called `start` is told why.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import zmq
 
-from bireme.config import Recipe
+from bireme.child_process import Backoff
+from bireme.config import Recipe, SupervisorConfig
 from bireme.engines.stub.environment import engine_environment, find_python
 from bireme.engines.stub.heartbeat import Heartbeat, Verdict
 from bireme.engines.stub.life import Life
-from bireme.engines.stub.restarts import RestartPolicy
 from bireme.errors import BiremeError, ConfigError, EngineLostError, UnavailableError, from_message, to_message
 from bireme.messages import CONTROL, STUB, VERSION, Commands, Hello, Ping, Pong, decode_control, encode, frame, split
 
 _FRAMES_A_TURN = 256  # an engine without pauses must not keep this thread from pinging it
 _STACKS_S = 0.2  # for the child to write its threads' stacks before it is killed
+_MAX_BACKOFF_S = 10.0
 _STOP_S = 5.0  # from SIGTERM to SIGKILL
 
 
@@ -63,7 +65,7 @@ class Supervisor:
         self._owner = owner
         self._logger = logger
         self._config = recipe.supervisor
-        self._restarts = RestartPolicy(self._config)
+        self._backoff = restart_backoff(self._config)
         self._number = 0
         self._stopping = threading.Event()
         self._has_started = threading.Event()  # ready for the first time, or failed
@@ -90,121 +92,131 @@ class Supervisor:
             self._thread.join(_STOP_S + 5)
 
     def _run(self) -> None:
+        """Run one life after the other, until `stop`, a failed first start, or too many."""
         try:
-            self._supervise()
+            while not self._stopping.is_set():
+                self._state = f"{self._worker} is starting" + (" again" if self._number else "")
+                error, cause = self._run_life()
+                if self._stopping.is_set() or not self._has_started.is_set():
+                    self._fail_start(error)
+                    return
+                if not self._stopping.wait(self._plan_restart(str(error))):
+                    self._owner.on_restart(cause)
         except Exception as error:
             self._logger.exception("supervisor_failed worker=%s", self._worker)
             self._give_up(f"its supervisor failed: {error}")
             self._fail_start(UnavailableError(f"{self._worker}: {to_message(error)}"))
 
-    def _supervise(self) -> None:
-        while not self._stopping.is_set():
-            self._state = f"{self._worker} is starting" + (" again" if self._number else "")
-            error, cause = self._run_life()
-            if self._stopping.is_set() or not self._has_started.is_set():
-                self._fail_start(error)
-                return
-            delay_s = self._plan_restart(str(error))
-            if delay_s is None:
-                self._stopping.wait()
-            elif not self._stopping.wait(delay_s):
-                self._owner.on_restart(cause)
-
     def _run_life(self) -> tuple[BiremeError, str]:
-        """Run one life from sockets to sweep; return why it ended and the cause. The owner has been told then."""
+        """Run one life from sockets to sweep; return why it ended and the cause. The owner knows by then."""
+        # Lives are numbered by the clock (ms), so that a restarted stub never repeats one of its predecessor.
+        self._number = max(self._number + 1, int(time.time() * 1000))
         try:
-            life = Life(self._worker, self._next_number(), self._run_dir)
+            life = Life(self._worker, self._number, self._run_dir)
         except (OSError, zmq.ZMQError) as failure:
             return UnavailableError(f"{self._worker}: no sockets for its engine process: {failure}"), "exit"
+        error: BiremeError | None = None
+        verdict: Verdict | None = None
         try:
-            error, cause = self._live(life)
+            verdict = self._serve(life)
+        except BiremeError as refusal:
+            error = refusal
         except Exception as failure:
             self._logger.exception("life_failed worker=%s life=%d", self._worker, life.number)
-            error, cause = UnavailableError(f"{self._worker}: its supervisor failed: {to_message(failure)}"), "exit"
+            error = UnavailableError(f"{self._worker}: its supervisor failed: {to_message(failure)}")
         how = life.end()
         if self._stopping.is_set():
             error = UnavailableError(f"{self._worker} is stopping")
+        elif verdict is not None:
+            error = UnavailableError(f"the engine process of {self._worker} was killed: {verdict.text}")
+        elif error is None and self._has_started.is_set():
+            error = EngineLostError(f"the engine process of {self._worker} has ended ({how})")
         elif error is None:
-            error = self._exit_error(how)
+            error = UnavailableError(
+                f"the engine process of {self._worker} ended before it was ready ({how}); its messages stand in the"
+                " log above; BIREME_ENGINE_PYTHON names the python it runs on"
+            )
+        cause = verdict.cause if verdict else "exit"
         self._state = str(error)
-        self._owner.on_end(life, _as_lost(error))
+        self._owner.on_end(life, error if isinstance(error, EngineLostError) else EngineLostError(str(error)))
         if not self._stopping.is_set():
             self._logger.error(
                 "engine_lost worker=%s life=%d cause=%s how=%s reason=%s", self._worker, life.number, cause, how, error
             )
         return error, cause
 
-    def _live(self, life: Life) -> tuple[BiremeError | None, str]:
-        """Run one life to its end; return why it ended (None: the process exited by itself) and the cause."""
-        try:
-            environment = engine_environment(self._recipe, self._worker, self._run_dir)
-            life.spawn(find_python(environment), environment)
-        except ConfigError as refusal:
-            return refusal, "exit"
-        self._logger.info("engine_started worker=%s life=%d pid=%d", self._worker, life.number, life.pid)
-        error = self._await_hello(life)
-        if error is not None or self._stopping.is_set() or life.has_exited():
-            return error, "exit"
-        verdict = self._watch(life)
-        if verdict is None:
-            return None, "exit"
-        text = f"the engine process of {self._worker} was killed: {verdict.text}"
-        return UnavailableError(text), verdict.cause
+    def _serve(self, life: Life) -> Verdict | None:
+        """Start the child and read its frames until it ends; from its hello on, ping it.
 
-    def _await_hello(self, life: Life) -> BiremeError | None:
-        """Read until the child is ready or has failed; only the start's own time limit counts."""
-        while not self._stopping.is_set():
-            has_exited = life.has_exited()  # before reading: what it said last is read after its end
-            for data in life.frames():
-                message = _control(data)
-                if isinstance(message, Hello):
-                    return self._greet(life, message)
-            if has_exited:
-                return None
-            if time.monotonic() - life.began_at > self._config.start_timeout_s:
-                life.kill()
-                limit = self._config.start_timeout_s
-                return UnavailableError(f"{self._worker} was not ready in supervisor.start_timeout_s = {limit:g} s")
-            life.wait(self._config.ping_interval_s)
-        self._terminate(life)
-        return None
-
-    def _greet(self, life: Life, hello: Hello) -> BiremeError | None:
-        if hello.error:
-            return from_message(hello.error)
-        if hello.version != VERSION or not (hello.capacity or hello.facts):
-            return ConfigError(
-                f"the engine process speaks version {hello.version}, this stub {VERSION};"
-                " BIREME_ENGINE_PYTHON has another bireme installed"
-            )
-        self._owner.on_ready(life, hello)
-        self._has_started.set()
-        return None
-
-    def _watch(self, life: Life) -> Verdict | None:
-        """Read frames and ping until the child exits, hangs or stalls, or the supervisor is to stop."""
-        heartbeat = Heartbeat(self._config, self._transfer_timeout_s)
+        Return None when it has exited, also because of `stop`, or why it must be killed. Raises what its hello says,
+        and UnavailableError when that takes too long.
+        """
+        environment = engine_environment(self._recipe, self._worker, self._run_dir)
+        child = life.spawn(find_python(environment), environment)
+        self._logger.info("engine_started worker=%s life=%d pid=%d", self._worker, life.number, child.pid)
+        limit_s, interval_s = self._config.start_timeout_s, self._config.ping_interval_s
+        heartbeat: Heartbeat | None = None
         pinged_at, count = 0.0, 0
         while True:
-            has_exited = life.has_exited()
+            has_exited = child.has_exited  # before reading: what it said last is read after its end
             for data in life.frames() if has_exited else life.frames(_FRAMES_A_TURN):
-                self._take(data, heartbeat)
+                if heartbeat is not None:
+                    self._take(data, heartbeat)
+                elif self._take_hello(life, data):
+                    heartbeat = Heartbeat(self._config, self._transfer_timeout_s)
             if has_exited:
                 return None
             if self._stopping.is_set():
-                self._terminate(life, lambda data: self._take(data, heartbeat))
-                return None
+                break
             now = time.monotonic()
-            if now - pinged_at >= self._config.ping_interval_s:
+            if heartbeat is None:
+                if now - life.began_at > limit_s:
+                    raise UnavailableError(
+                        f"{self._worker} was not ready in supervisor.start_timeout_s = {limit_s:g} s"
+                    )
+                life.wait(interval_s)
+                continue
+            if now - pinged_at >= interval_s:
                 pinged_at, count = now, count + 1
-                self._ping(life, count)
-                if (verdict := heartbeat.look()) is not None:
-                    self._execute(life, verdict)
+                with contextlib.suppress(UnavailableError):  # its socket is gone: its end, or its silence, comes next
+                    life.send(frame(STUB, encode(Commands(life.number, [Ping(count)]))))
+                if (verdict := heartbeat.check()) is not None:
+                    if verdict.cause == "stall":
+                        child.signal(signal.SIGUSR1)  # it writes where
+                        time.sleep(_STACKS_S)
                     return verdict
-            life.wait(pinged_at + self._config.ping_interval_s - time.monotonic())
+            life.wait(pinged_at + interval_s - time.monotonic())
+        child.signal(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_S
+        while not child.has_exited and time.monotonic() < deadline:
+            life.wait(0.05)
+            for data in life.frames():
+                if heartbeat is not None:
+                    self._take(data, heartbeat)
+        return None
+
+    def _take_hello(self, life: Life, data: bytes) -> bool:
+        """Return whether the frame makes the life ready. Raises what the child says instead."""
+        consumer, payload = split(data)
+        try:
+            message = decode_control(payload) if consumer == CONTROL else None
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"the engine process speaks another protocol: {error}") from error
+        if not isinstance(message, Hello):
+            return False
+        if message.error:
+            raise from_message(message.error)
+        if message.version != VERSION or not (message.capacity or message.facts):
+            raise ConfigError(
+                f"the engine process speaks version {message.version}, this stub {VERSION};"
+                " BIREME_ENGINE_PYTHON has another bireme installed"
+            )
+        self._owner.on_ready(life, message)
+        self._has_started.set()
+        return True
 
     def _take(self, data: bytes, heartbeat: Heartbeat) -> None:
-        heartbeat.heard()
+        heartbeat.on_frame()
         consumer, payload = split(data)
         try:
             if consumer != CONTROL:
@@ -212,39 +224,16 @@ class Supervisor:
                 return
             message = decode_control(payload)
             if isinstance(message, Pong):
-                heartbeat.pong(message)
+                heartbeat.on_pong(message)
                 self._owner.on_pong(message)
         except Exception:
             self._logger.exception("frame_failed worker=%s consumer=%d bytes=%d", self._worker, consumer, len(data))
 
-    def _ping(self, life: Life, number: int) -> None:
-        try:
-            life.send(frame(STUB, encode(Commands(life.number, [Ping(number)]))))
-        except UnavailableError:
-            pass  # the child's socket is gone: its exit, or its silence, is noticed here next
-
-    def _execute(self, life: Life, verdict: Verdict) -> None:
-        """Kill a child that does not work; one that stalls says first where."""
-        if verdict.cause == "stall":
-            life.signal(signal.SIGUSR1)
-            time.sleep(_STACKS_S)
-        life.kill()
-
-    def _terminate(self, life: Life, take: Callable[[bytes], None] | None = None) -> None:
-        """SIGTERM, then SIGKILL when the time is over; what the child still says is taken."""
-        life.signal(signal.SIGTERM)
-        deadline = time.monotonic() + _STOP_S
-        while not life.has_exited() and time.monotonic() < deadline:
-            life.wait(0.05)
-            for data in life.frames():
-                if take is not None:
-                    take(data)
-
     def _plan_restart(self, reason: str) -> float | None:
         """Return the seconds until the next life; None: there is none."""
         config = self._config
-        delay_s = self._restarts.next_delay_s()
-        if delay_s is not None:
+        delay_s = self._backoff.next_s()
+        if delay_s < math.inf:
             self._state = f"{self._worker} starts again in {delay_s:.1f} s ({reason})"
             return delay_s
         used = f"it was started again {config.max_restarts} times in {config.restart_window_s:g} s (last: {reason})"
@@ -271,14 +260,6 @@ class Supervisor:
             self._failure = error if is_told else UnavailableError(f"{self._worker}: {to_message(error)}")
             self._has_started.set()
 
-    def _exit_error(self, how: str) -> UnavailableError:
-        if self._has_started.is_set():
-            return EngineLostError(f"the engine process of {self._worker} has ended ({how})")
-        return UnavailableError(
-            f"the engine process of {self._worker} ended before it was ready ({how}); its messages stand in the log"
-            " above; BIREME_ENGINE_PYTHON names the python it runs on"
-        )
-
     @property
     def _transfer_timeout_s(self) -> float:
         entry = self._recipe.entry(self._worker)
@@ -286,19 +267,8 @@ class Supervisor:
         config = entry.engine_config.cache_transceiver_config
         return config.kv_transfer_timeout_ms / 1e3 if config.backend else 0.0
 
-    def _next_number(self) -> int:
-        """Lives are numbered by the clock (ms), so that a restarted stub never repeats one of its predecessor."""
-        self._number = max(self._number + 1, int(time.time() * 1000))
-        return self._number
 
-
-def _control(data: bytes) -> Hello | Pong | None:
-    consumer, payload = split(data)
-    try:
-        return decode_control(payload) if consumer == CONTROL else None
-    except msgspec.DecodeError as error:
-        return Hello(-1, 0, error=f"FAILED_PRECONDITION: the engine process speaks another protocol: {error}")
-
-
-def _as_lost(error: BiremeError) -> EngineLostError:
-    return error if isinstance(error, EngineLostError) else EngineLostError(str(error))
+def restart_backoff(config: SupervisorConfig) -> Backoff:
+    return Backoff(
+        config.restart_backoff_s, _MAX_BACKOFF_S, limit=config.max_restarts, window_s=config.restart_window_s
+    )

@@ -25,3 +25,13 @@ def create_transfer(
     from bireme.kv.transfer.shm import ShmTransfer
 
     return ShmTransfer(run_dir=run_dir, worker=worker, life=life, config=config, metrics=metrics)
+
+
+def sweep(run_dir: Path, worker: str) -> int:
+    """Remove what a worker's dead engine processes have left, by whichever backend; return the number of files.
+
+    Call it between lives. What TensorRT-LLM moves itself ends with its process.
+    """
+    from bireme.kv.transfer import shm_file
+
+    return shm_file.sweep(run_dir, worker)

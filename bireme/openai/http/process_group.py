@@ -10,12 +10,12 @@ import logging
 import os
 import queue
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bireme.child_process import Backoff, ChildProcess
 from bireme.discovery.pulse import own_pulse
 from bireme.launch.process_watch import ProcessWatch
 from bireme.openai.http.group_folder import DeadGroup, GroupFolder, dead_groups
@@ -50,28 +50,28 @@ class _Group:
         self.signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # to pass on, in the order in which they came
         self._arguments = arguments
         self._pulse = own_pulse()
-        self._lives = [_Life(member) for member in members]
+        self._processes = [_MemberProcess(member) for member in members]
         self._before = before
         self._end_s = drain_timeout_s + _GRACE_S
         self._kill_at = 0.0  # whoever is asked to end has ended by then
-        self._watch = _watch_of(members[0].folder, self._lives)
+        self._watch = _watch_of(members[0].folder, self._processes)
 
     def run(self) -> int:
-        for life in self._lives:
-            life.start(self._arguments)
+        for process in self._processes:
+            process.start(self._arguments)
         while not self._pass_on():
             with contextlib.suppress(OSError):  # /proc can't be read now
                 self._succeed()
                 if self._watch is not None:
                     self._watch.turn()
-            for life in self._lives:
-                if (code := life.ended()) is None:
+            for process in self._processes:
+                if (code := process.ended()) is None:
                     continue
-                if not life.has_served:  # a wrong option or a missing file: the next one would fail as well
+                if not process.has_served:  # a wrong option or a missing file: the next one would fail as well
                     self.signals.put(signal.SIGTERM)
                     self._wait()
                     return abs(code) or 1
-                life.revive(self._arguments)
+                process.restart(self._arguments)
         return self._wait()
 
     def _pass_on(self) -> bool:
@@ -82,25 +82,25 @@ class _Group:
             number = self.signals.get(timeout=_LOOK_S)
         except queue.Empty:
             return False
-        for life in self._lives:
-            life.tell(number)
+        for process in self._processes:
+            process.signal(number)
         return True
 
     def _wait(self) -> int:
         """Pass on what still comes until all have ended, or should have; return the worst exit code."""
         kill_at = time.monotonic() + self._end_s
-        while any(life.ended() is None for life in self._lives) or self._before:
+        while any(process.ended() is None for process in self._processes) or self._before:
             self._pass_on()
             with contextlib.suppress(OSError):
                 self._succeed(now=True)
             if time.monotonic() > kill_at:  # stopped, or hung
-                for life in self._lives:
-                    life.tell(signal.SIGKILL)
-        return max(abs(life.ended() or 0) for life in self._lives)
+                for process in self._processes:
+                    process.signal(signal.SIGKILL)
+        return max(abs(process.ended() or 0) for process in self._processes)
 
     def _succeed(self, now: bool = False) -> None:
         """Have the members of dead groups end, once ours serve."""
-        if not self._before or not (now or all(life.has_served for life in self._lives)):
+        if not self._before or not (now or all(process.has_served for process in self._processes)):
             return
         if not self._kill_at:
             self._kill_at = time.monotonic() + self._end_s
@@ -112,22 +112,19 @@ class _Group:
         self._before = [group for group in self._before if not group.remove()]
 
 
-class _Life:
+class _MemberProcess:
     """One member's processes, one after the other."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._began_at = self._start_at = 0.0
-        self._pause_s = _FIRST_PAUSE_S
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self.has_served = False
 
     def start(self, arguments: Sequence[str]) -> None:
         own = ("--member", str(self._member), "--parent", str(os.getpid()))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bireme.openai", *arguments, *own],
-            start_new_session=True,  # a terminal sends Ctrl-C to a whole group: they would get it twice, and not drain
-        )
+        self._process = ChildProcess([sys.executable, "-m", "bireme.openai", *arguments, *own])
         self._began_at = time.monotonic()
 
     @property
@@ -143,15 +140,15 @@ class _Life:
         """Return the exit code of a process that has ended, None while it runs."""
         assert self._process is not None
         self.has_served = self.has_served or self._member.has_served
-        return self._process.poll()
+        return self._process.exit_code
 
-    def revive(self, arguments: Sequence[str]) -> None:
-        """Start again, after a pause that doubles with each early death; called until it has happened."""
+    def restart(self, arguments: Sequence[str]) -> None:
+        """Start again, after a pause that doubles with each early death; to be called until it has happened."""
         now = time.monotonic()
         if not self._start_at:
             if now - self._began_at > _STEADY_S:
-                self._pause_s = _FIRST_PAUSE_S
-            self._start_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+                self._backoff.reset()
+            self._start_at = now + self._backoff.next_s()
             logger.error("member_died number=%d restart_in_s=%g", self._member.number, self._start_at - now)
         if now >= self._start_at:
             self._start_at = 0.0
@@ -160,12 +157,12 @@ class _Life:
             except OSError as error:  # no descriptor, process or memory left: after the next pause again
                 logger.error("member_start_failed number=%d error=%s", self._member.number, error)
 
-    def tell(self, number: int) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+    def signal(self, number: int) -> None:
+        if self._process is not None:
+            self._process.signal(number)
 
 
-def _watch_of(folder: Path, lives: list[_Life]) -> ProcessWatch | None:
+def _watch_of(folder: Path, processes: list[_MemberProcess]) -> ProcessWatch | None:
     """Return what ends members that hang; None in a launch, which does that itself."""
     if os.environ.get("BIREME_SHM_PREFIX"):
         return None
@@ -177,4 +174,4 @@ def _watch_of(folder: Path, lives: list[_Life]) -> ProcessWatch | None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
-    return ProcessWatch(lambda: {life.role: life.pid for life in lives}, kill, prefix, _STALL_S)
+    return ProcessWatch(lambda: {process.role: process.pid for process in processes}, kill, prefix, _STALL_S)

@@ -1,4 +1,4 @@
-"""Who is alive, who hangs, who stalls; and when a restart is allowed."""
+"""Who is alive, who hangs, who stalls."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import pytest
 
 from bireme.config import SupervisorConfig
 from bireme.engines.stub import heartbeat as module
-from bireme.engines.stub import restarts
 from bireme.engines.stub.heartbeat import Heartbeat
-from bireme.engines.stub.restarts import RestartPolicy
 from bireme.messages import Pong
 
 CONFIG = SupervisorConfig(ping_interval_s=0.1, ping_timeout_s=1.0, stall_timeout_s=5.0)
@@ -26,7 +24,6 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(restarts, "time", clock)
     return clock
 
 
@@ -34,8 +31,8 @@ def look_for(heartbeat, clock, seconds, pong=None):
     for _ in range(round(seconds / 0.1)):
         clock.now += 0.1
         if pong is not None:
-            heartbeat.pong(pong)
-        if verdict := heartbeat.look():
+            heartbeat.on_pong(pong)
+        if verdict := heartbeat.check():
             return verdict
     return None
 
@@ -53,7 +50,7 @@ def test_silence_past_the_limit_is_a_hang(clock):
 def test_a_supervisor_that_was_stopped_itself_kills_nobody(clock):
     heartbeat = Heartbeat(CONFIG)
     clock.now += 3600
-    assert heartbeat.look() is None
+    assert heartbeat.check() is None
 
 
 def test_a_step_past_the_limit_is_a_stall(clock):
@@ -77,17 +74,3 @@ def test_moving_steps_are_no_stall(clock):
     heartbeat = Heartbeat(CONFIG)
     for step in range(200):
         assert look_for(heartbeat, clock, 0.1, pong(step=step, running=1)) is None
-
-
-def test_back_off_doubles_up_to_ten_seconds(clock):
-    policy = RestartPolicy(SupervisorConfig(max_restarts=9, restart_backoff_s=0.1, restart_window_s=300))
-    assert [policy.next_delay_s() for _ in range(9)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
-    assert policy.next_delay_s() is None
-
-
-def test_restarts_outside_the_window_are_forgotten(clock):
-    policy = RestartPolicy(SupervisorConfig(max_restarts=1, restart_backoff_s=0.1, restart_window_s=300))
-    assert policy.next_delay_s() == 0.1
-    assert policy.next_delay_s() is None
-    clock.now += 301
-    assert policy.next_delay_s() == 0.1
