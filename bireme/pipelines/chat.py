@@ -23,7 +23,7 @@ from bireme.pipelines.side_by_side import count_request
 from bireme.pipelines.text import cancel_with
 from bireme.request import read_tensors
 from bireme.specs import CHAT, ModelSpec
-from bireme.text.output import News, PlainText, Reader
+from bireme.text.output import TokenDelta
 from bireme.text.tokenizer import TextTokenizer
 from bireme.types import Cancelled, Response, Send, StageContext, Tensors
 from bireme.workers.base import WorkerClient
@@ -133,15 +133,9 @@ class _Sink:
     def text(self, index: int, text: str) -> None:
         self._send(_TextChunk(self._template, index, text))
 
-    def reader(self, index: int) -> Reader:
-        def read(text: PlainText) -> News:
-            def news() -> None:
-                if pieces := text.take():
-                    self.text(index, "".join(pieces))
-
-            return news
-
-        return read
+    def delta(self, index: int, delta: TokenDelta) -> None:
+        if text := delta.text:
+            self.text(index, text)
 
     def chunk(self, data: bytes) -> None:
         self._send(JsonResponse(data))

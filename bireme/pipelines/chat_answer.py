@@ -16,7 +16,7 @@ import msgspec
 from bireme.messages import Usage
 from bireme.pipelines.chat_usage import timing_json, usage_json
 from bireme.pipelines.token_logprobs import TokenTexts
-from bireme.text.output import News, PlainText, Reader, TokenDelta
+from bireme.text.output import TokenDelta
 from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, Parser, Reasoning
 
 Logprobs = list[dict[str, Any]]  # OpenAI's entries, one a token
@@ -41,8 +41,8 @@ class ChatOutput(Protocol):
 
     def text(self, index: int, text: str, logprobs: Logprobs | None) -> None: ...
 
-    def reader(self, index: int) -> Reader:
-        """Return what takes a choice's text without log probabilities; `text` and `finish` follow what it took."""
+    def delta(self, index: int, delta: TokenDelta) -> None:
+        """Take text as it is, not made yet: until it is asked for, the delta grows."""
 
     def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None: ...
 
@@ -74,20 +74,16 @@ class Choice:
         self._num_reasoning = 0
         self._num_calls = 0
 
-    @property
-    def reader(self) -> Reader | None:
-        """Return what takes text as it is; None where it has to be looked at."""
-        return self._answer.reader(self._index) if self._parser is None and self._texts is None else None
-
     def add(self, delta: TokenDelta) -> None:
         if self._texts is not None and delta.logprobs:
             assert self._logprobs is not None
             self._logprobs += [self._texts.chat_entry(entry, self._num_top) for entry in delta.logprobs]
-        if self._parser is None:
-            if text := delta.text:
-                self._answer.text(self._index, text, self._take_logprobs())
-        else:
+        if self._parser is not None:
             self._parse(delta, self._parser)
+        elif self._texts is None:
+            self._answer.delta(self._index, delta)
+        elif text := delta.text:
+            self._answer.text(self._index, text, self._take_logprobs())
         if delta.finish_reason:
             self._finish(delta)
 
@@ -127,10 +123,6 @@ class Choice:
         return taken
 
 
-def ignore_news() -> None:
-    """All text is taken at the end."""
-
-
 def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
@@ -144,11 +136,7 @@ class _Collected:
     reason: str = ""
     usage: Usage = field(default_factory=Usage)
     num_reasoning: int = 0
-    plain: PlainText | None = None  # has text that was not taken yet
-
-    def take(self) -> None:
-        if self.plain is not None:
-            self.texts += self.plain.take()
+    deltas: list[TokenDelta] = field(default_factory=list)  # text that is made at the end
 
 
 class WholeAnswer:
@@ -159,19 +147,11 @@ class WholeAnswer:
         self._choices = [_Collected() for _ in range(n)]
 
     def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
-        choice = self._choices[index]
-        choice.take()
-        choice.texts.append(text)
+        self._choices[index].texts.append(text)
         self._add(index, logprobs)
 
-    def reader(self, index: int) -> Reader:
-        choice = self._choices[index]
-
-        def read(text: PlainText) -> News:
-            choice.plain = text
-            return ignore_news
-
-        return read
+    def delta(self, index: int, delta: TokenDelta) -> None:
+        self._choices[index].deltas.append(delta)
 
     def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
         self._choices[index].thoughts.append(text)
@@ -187,7 +167,7 @@ class WholeAnswer:
 
     def finish(self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int) -> None:
         choice = self._choices[index]
-        choice.take()
+        choice.texts += [delta.text for delta in choice.deltas]
         choice.reason, choice.usage, choice.num_reasoning = reason, usage, num_reasoning
         self._add(index, logprobs)
 

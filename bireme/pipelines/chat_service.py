@@ -83,8 +83,7 @@ class ChatService:
         works = self._works(request, prompt, self._params(request, parsing), pictures, arrived_at)
         choices = [self._choice(index, request, parsing, answer) for index in range(len(works))]
         outputs = [choice.add for choice in choices]
-        readers = [choice.reader for choice in choices]
-        return await run_sequences(self.services, self.tokenizer, works, outputs, arrived_at, readers)
+        return await run_sequences(self.services, self.tokenizer, works, outputs, arrived_at)
 
     def close(self) -> None:
         self.prompts.close()

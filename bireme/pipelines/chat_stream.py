@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from bireme.messages import Usage
 from bireme.pipelines.chat_answer import Logprobs, ResponseMeta, call_id, encode_json
 from bireme.pipelines.chat_usage import timing_json, usage_json
-from bireme.text.output import News, PlainText, Reader
+from bireme.text.output import TokenDelta
 
 
 class ChunkSink(Protocol):
@@ -16,8 +16,8 @@ class ChunkSink(Protocol):
     def text(self, index: int, text: str) -> None:
         """A chunk with content alone, not yet made: `ChunkTemplate.text` makes it."""
 
-    def reader(self, index: int) -> Reader:
-        """Return what takes a choice's text by itself; `text`, `chunk` and `end` follow what it took."""
+    def delta(self, index: int, delta: TokenDelta) -> None:
+        """Chunks with the delta's content, whose text is not made yet: until it is asked for, the delta grows."""
 
     def chunk(self, data: bytes) -> None: ...
 
@@ -91,18 +91,10 @@ class StreamedAnswer:
         else:
             self._delta(index, {"content": text}, logprobs)
 
-    def reader(self, index: int) -> Reader:
-        def read(text: PlainText) -> News:
-            tell, has_begun = self._sink.reader(index)(text), self._has_begun
-
-            def news() -> None:
-                if not has_begun[index]:
-                    self._begin(index)
-                tell()
-
-            return news
-
-        return read
+    def delta(self, index: int, delta: TokenDelta) -> None:
+        if not self._has_begun[index]:
+            self._begin(index)
+        self._sink.delta(index, delta)
 
     def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
         self._delta(index, {"reasoning_content": text}, logprobs)

@@ -47,7 +47,7 @@ from bireme.pipelines.pictures import RequestEmbeddings, RequestPictures
 from bireme.pipelines.services import Services
 from bireme.request import Ids
 from bireme.text.detokenizer import Detokenizer
-from bireme.text.output import Reader, TextStream, TokenDelta
+from bireme.text.output import TextStream, TokenDelta
 from bireme.workers.base import Generation, PrefillResult, UnreachableError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
@@ -91,12 +91,9 @@ class SequenceRunner:
         detokenizer: Detokenizer,
         send: Callable[[TokenDelta], None],
         index: int | None = None,
-        reader: Reader | None = None,
     ) -> None:
-        """`reader` takes the text where nothing but text is wanted; `send` then gets the end alone."""
         self._services, self._work = services, work
         self._stream = TextStream(detokenizer, work.sampling, send, self._settle, self.abort, index)
-        self._next_push: Push = (self._stream.plain_push(reader) if reader else None) or self._stream.push
         self.push = self._push_first
         self.first_token_at = 0.0
         self.migrations = 0
@@ -131,7 +128,7 @@ class SequenceRunner:
         prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
         self.first_token_at = time.monotonic()
-        self.push = self._next_push
+        self.push = self._stream.push
         mine, self._prompt_logprobs = self._prompt_logprobs, None
         self.push(tokens, logprobs, mine if prompt_logprobs is None else prompt_logprobs)
 
@@ -143,7 +140,7 @@ class SequenceRunner:
     ) -> None:
         """Take the first tokens after a loss; the bus knows the gaps within an attempt only."""
         self._services.metrics.observe("bireme_inter_token_latency_seconds", time.monotonic() - self._lost_at)
-        self.push = self._next_push
+        self.push = self._stream.push
         self.push(tokens, logprobs, prompt_logprobs)
 
     def finish(self, finish: Finish) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from bireme.errors import drop_frames
 from bireme.metrics import Registry
 from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
 from bireme.pipelines.services import Services
-from bireme.text.output import Reader, TokenDelta
+from bireme.text.output import TokenDelta
 from bireme.text.tokenizer import TextTokenizer
 
 Output = Callable[[TokenDelta], None]
@@ -22,12 +22,8 @@ async def run_sequences(
     works: list[SequenceRequest],
     outputs: Iterable[Output],
     arrived_at: float,
-    readers: Sequence[Reader | None] = (),
 ) -> list[SequenceRunner]:
-    """Return the sequences when all have ended well. Raises the first one's error otherwise.
-
-    `readers` (one an output, or none at all) take the text of sequences of which nothing else is wanted.
-    """
+    """Return the sequences when all have ended well. Raises the first one's error otherwise."""
     sequences = [
         SequenceRunner(
             services,
@@ -35,7 +31,6 @@ async def run_sequences(
             tokenizer.detokenizer(work.sampling.skip_special_tokens),
             output,
             index if len(works) > 1 else None,
-            readers[index] if readers else None,
         )
         for index, (work, output) in enumerate(zip(works, outputs, strict=True))
     ]

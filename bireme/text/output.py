@@ -27,37 +27,6 @@ _json = msgspec.json.Encoder().encode
 _NO_REASON: Array = np.array([b""], dtype=object)
 _ENDED_WELL = ("stop", "length")
 MAX_GROWTH = 64  # tokens of an unread delta; more than these show in the buffer's size
-Push = Callable[..., None]  # as Sink.push
-
-
-class PlainText:
-    """The text of a sequence of which only text is wanted: made when it is taken, many tokens at once."""
-
-    __slots__ = ("_detokenizer", "_has_rest", "_ids", "_num_taken")
-
-    def __init__(self, ids: list[int], detokenizer: Detokenizer) -> None:
-        """`ids` grows with the sequence."""
-        self._ids, self._detokenizer = ids, detokenizer
-        self._num_taken = len(ids)
-        self._has_rest = False  # no token follows: held back text is due
-
-    def end(self) -> None:
-        self._has_rest = True
-
-    def take(self) -> list[str]:
-        """Return the text since the last call in pieces, one a token as a rule; none is empty."""
-        tokens = self._ids[self._num_taken :]
-        self._num_taken += len(tokens)
-        pieces = self._detokenizer.pieces(tokens)
-        if self._has_rest:
-            self._has_rest = False
-            if rest := self._detokenizer.flush():
-                pieces.append(rest)
-        return pieces
-
-
-News = Callable[[], None]  # there is more to take; quick, must not raise
-Reader = Callable[[PlainText], News]  # gets a text before its first token and returns a callback for each step
 
 
 class TokenDelta:
@@ -121,6 +90,16 @@ class TokenDelta:
         self._seal()
         self._tell()
         return "".join(self._texts)
+
+    def pieces(self) -> list[str]:
+        """Return the text in pieces, one a token as a rule; none is empty."""
+        self._seal()
+        detokenizer, self._detokenizer = self._detokenizer, None
+        if detokenizer is not None:
+            self._texts += detokenizer.pieces(self._tokens)
+            if self.finish_reason and (rest := detokenizer.flush()):
+                self._texts.append(rest)
+        return self._texts
 
     @property
     def is_last(self) -> bool:
@@ -206,7 +185,6 @@ class TextStream:
         "_finder",
         "_index",
         "_open",
-        "_plain",
         "_send",
         "_takes_prompt_logprobs",
         "finish_reason",
@@ -230,7 +208,6 @@ class TextStream:
         self._index = index
         self._takes_prompt_logprobs = False
         self._open: TokenDelta | None = None  # the last one sent, while it may still grow
-        self._plain: tuple[PlainText, News] | None = None  # its reader takes the text
         self.output_ids: list[int] = []  # all delivered tokens, replayed ones too; a migration sends them along
         self.finish_reason = ""
 
@@ -259,22 +236,6 @@ class TextStream:
             self._open = delta = TokenDelta(list(tokens), index=self._index, detokenizer=self._detokenizer)
             self._send(delta)
 
-    def plain_push(self, reader: Reader) -> Push | None:
-        """Return a cheaper `push` for sequences of which only text is wanted; None for others. The end still goes to
-        `send`, without text: the reader has got the rest before it.
-        """
-        if self._finder is not None:
-            return None
-        text = PlainText(self.output_ids, self._detokenizer)
-        keep, tell = self.output_ids.extend, reader(text)
-        self._plain = text, tell
-
-        def push(tokens: Sequence[int], logprobs: object = None, prompt_logprobs: object = None) -> None:
-            keep(tokens)
-            tell()
-
-        return push
-
     def finish(self, finish: Finish) -> None:
         is_stopped = self._finder is not None and self._finder.is_stopped
         if not is_stopped and finish.reason not in _ENDED_WELL:
@@ -286,11 +247,6 @@ class TextStream:
             text = self._rest(self._finder)
             is_stopped = self._finder.is_stopped
         detokenizer = self._detokenizer if self._finder is None else None
-        if self._plain is not None:
-            plain, tell = self._plain
-            plain.end()
-            tell()
-            detokenizer = None
         self.finish_reason = "stop" if is_stopped else finish.reason
         usage = msgspec.structs.replace(finish.usage, completion_tokens=len(self.output_ids))
         self._send(TokenDelta([], text, None, None, self._index, self.finish_reason, usage, detokenizer))
@@ -299,7 +255,7 @@ class TextStream:
     def close(self) -> None:
         """Drop the callbacks and ignore what still comes, so that their makers are freed without a collector."""
         self._send = self._done = self._abort = _ignore
-        self._open = self._plain = None
+        self._open = None
 
     def _push_until_stop(
         self,

@@ -10,7 +10,7 @@ from typing import Protocol
 from bireme.openai.http.direct import DirectWrite
 from bireme.openai.http.pace import Pacer
 from bireme.pipelines.chat_answer import encode_json
-from bireme.text.output import News, PlainText, Reader
+from bireme.text.output import TokenDelta
 
 PREFIX, SUFFIX = b"data: ", b"\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -27,27 +27,11 @@ class TextTemplate(Protocol):
         """Return what stands before and after the text's JSON."""
 
 
-class _Source:
-    """One choice's text on its way into events."""
-
-    __slots__ = ("_head", "_joint", "_tail", "_text", "has_news")
-
-    def __init__(self, text: PlainText, head: bytes, tail: bytes) -> None:
-        self._text, self._head, self._tail = text, head, tail
-        self._joint = tail + head
-        self.has_news = False
-
-    def events(self) -> bytes:
-        """Return the events of what has come since the last call, one a piece of text."""
-        pieces = self._text.take()
-        return self._head + self._joint.join(map(_json_of, pieces)) + self._tail if pieces else b""
-
-
 class EventStream:
     """A buffer between an answer and its connection (pipelines.chat_stream.ChunkSink)."""
 
     __slots__ = (
-        "_direct", "_is_dirty", "_is_sending", "_max_bytes", "_pacer", "_parts", "_size", "_sources", "_template",
+        "_deltas", "_direct", "_is_dirty", "_is_sending", "_max_bytes", "_pacer", "_parts", "_size", "_template",
         "_waiter", "is_closed", "is_complete", "is_overrun", "written_at",
     )  # fmt: skip
 
@@ -55,7 +39,7 @@ class EventStream:
         self._template, self._pacer, self._max_bytes = template, pacer, max_bytes
         self._parts: list[bytes] = []
         self._size = 0
-        self._sources: list[_Source] = []  # have text that is not among the parts yet
+        self._deltas: list[tuple[int, TokenDelta]] = []  # have text that is not among the parts yet
         self._is_dirty = False
         self._direct: DirectWrite | None = None
         self._is_sending = False  # the task is at it: nothing may overtake what it has taken
@@ -70,19 +54,9 @@ class EventStream:
     def text(self, index: int, text: str) -> None:
         self._put(self._template.text(index, text))
 
-    def reader(self, index: int) -> Reader:
-        def read(text: PlainText) -> News:
-            source = _Source(text, *self._template.frame(index))
-
-            def news() -> None:
-                if not source.has_news:
-                    source.has_news = True
-                    self._sources.append(source)
-                    self._mark()
-
-            return news
-
-        return read
+    def delta(self, index: int, delta: TokenDelta) -> None:
+        self._deltas.append((index, delta))
+        self._mark()
 
     def chunk(self, data: bytes) -> None:
         self._put(data)
@@ -102,13 +76,14 @@ class EventStream:
         self._mark()
 
     def _collect(self) -> None:
-        """Make events of the text that has come."""
-        if not self._sources:
+        """Make events of the text that has come, one a piece."""
+        if not self._deltas:
             return
-        sources, self._sources = self._sources, []
-        for source in sources:
-            source.has_news = False
-            self._add(source.events())
+        deltas, self._deltas = self._deltas, []
+        for index, delta in deltas:
+            if pieces := delta.pieces():
+                head, tail = self._template.frame(index)
+                self._add(head + (tail + head).join(map(_json_of, pieces)) + tail)
 
     def _add(self, data: bytes) -> None:
         if data:

@@ -10,10 +10,10 @@ import msgspec
 
 from bireme.messages import TokenLogprobs, Usage
 from bireme.openai.http.event_stream import PREFIX, SUFFIX, EventStream
-from bireme.pipelines.chat_answer import ResponseMeta, encode_json, ignore_news
+from bireme.pipelines.chat_answer import ResponseMeta, encode_json
 from bireme.pipelines.chat_usage import timing_json, usage_json
 from bireme.pipelines.token_logprobs import LOWEST, TokenTexts
-from bireme.text.output import News, PlainText, Reader, TokenDelta
+from bireme.text.output import TokenDelta
 
 
 def batch_usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
@@ -107,20 +107,16 @@ class StreamedCompletion:
         self.n, self.include_usage, self.has_timing = 1, False, False
 
     def add(self, index: int, delta: TokenDelta) -> None:
-        text = delta.text
-        if self._echoes[index]:
-            text, self._echoes[index] = self._echoes[index] + text, ""
+        echo, self._echoes[index] = self._echoes[index], ""
         if self._columns is not None and (delta.logprobs or delta.prompt_logprobs):
             columns = self._columns[index].show(delta.logprobs or (), delta.prompt_logprobs)
-            self._stream.chunk(self._template.full(index, text, columns, None))
-        elif text:
-            self._stream.text(index, text)
+            self._stream.chunk(self._template.full(index, echo + delta.text, columns, None))
+        elif echo:
+            self._stream.text(index, echo + delta.text)
+        else:
+            self._stream.delta(index, delta)
         if delta.finish_reason:
             self._finish(index, delta)
-
-    def reader(self, index: int) -> Reader | None:
-        """Return what takes text as it is; None where it has to be looked at."""
-        return None if self._echoes[index] or self._columns is not None else self._stream.reader(index)
 
     def _finish(self, index: int, delta: TokenDelta) -> None:
         self._stream.chunk(self._template.full(index, "", None, delta.finish_reason))
@@ -143,31 +139,20 @@ class WholeCompletion:
 
     def __init__(self, heading: ResponseMeta, echoes: list[str], columns: list[LogprobColumns] | None) -> None:
         self._heading, self._columns = heading, columns
-        self._texts = [[echo] for echo in echoes]
+        self._echoes = echoes
+        self._deltas: list[list[TokenDelta]] = [[] for _ in echoes]  # their text is made at the end
         self._prompts: list[list[TokenLogprobs | None]] = [[] for _ in echoes]  # of their tokens
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in echoes]
-        self._plain: list[PlainText | None] = [None] * len(echoes)  # have text that was not taken yet
         self._reasons = [""] * len(echoes)
         self.usages: list[Usage] = [Usage() for _ in echoes]
 
     def add(self, index: int, delta: TokenDelta) -> None:
-        if (plain := self._plain[index]) is not None:
-            self._texts[index] += plain.take()
-        self._texts[index].append(delta.text)
+        self._deltas[index].append(delta)
         self._prompts[index] += delta.prompt_logprobs or ()
         self._logprobs[index] += delta.logprobs or ()
         if delta.finish_reason:
             self._reasons[index] = delta.finish_reason
             self.usages[index] = delta.usage or Usage()
-
-    def reader(self, index: int) -> Reader | None:
-        """Return what takes text as it is; None where it has to be looked at."""
-
-        def read(text: PlainText) -> News:
-            self._plain[index] = text
-            return ignore_news
-
-        return read if self._columns is None else None
 
     def json(self, n: int, has_timing: bool) -> bytes:
         body = {
@@ -175,7 +160,7 @@ class WholeCompletion:
             "object": "text_completion",
             "created": self._heading.created,
             "model": self._heading.model,
-            "choices": [self._choice(index) for index in range(len(self._texts))],
+            "choices": [self._choice(index) for index in range(len(self._echoes))],
             "usage": batch_usage(self.usages, n),
         }
         if has_timing:
@@ -185,5 +170,5 @@ class WholeCompletion:
     def _choice(self, index: int) -> dict[str, Any]:
         columns = self._columns[index] if self._columns is not None else None
         logprobs = columns and columns.show(self._logprobs[index], self._prompts[index])
-        text = "".join(self._texts[index])
+        text = self._echoes[index] + "".join([delta.text for delta in self._deltas[index]])
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self._reasons[index]}

@@ -111,11 +111,9 @@ class Completions:
         self, call: Call, model: ServedModel, job: _CompletionJob, answer: StreamedCompletion | WholeCompletion
     ) -> list[SequenceRunner]:
         outputs: list[Output] = [functools.partial(answer.add, index) for index in range(len(job.works))]
-        readers = [answer.reader(index) for index in range(len(job.works))]
         if not job.request.wants_tokens:
             outputs = [_prompt_only(output) for output in outputs]
-            readers = [None] * len(readers)
-        return await run_sequences(model.services, model.tokenizer, job.works, outputs, call.arrived_at, readers)
+        return await run_sequences(model.services, model.tokenizer, job.works, outputs, call.arrived_at)
 
 
 def _echo(model: ServedModel, prompt: str | list[int], params: SamplingParams) -> str:

@@ -21,7 +21,7 @@ from bireme.pipelines.chat_answer import Choice as AnswerChoice
 from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_stream import ChunkTemplate, StreamedAnswer
 from bireme.text.detokenizer import TableDetokenizer
-from bireme.text.output import PlainText, Reader, TextStream, TokenDelta
+from bireme.text.output import TextStream, TokenDelta
 from bireme.text.vocabulary import Vocabulary
 
 # Letters, the three bytes of a euro sign, a token without text, and quotes that JSON has to escape.
@@ -31,16 +31,15 @@ HEADING = ResponseMeta("chat-1", "m", 0)
 
 
 class Choice:
-    """A sequence that grows, and what tells its stream."""
+    """A sequence that grows, and the text that its stream makes of it."""
 
     def __init__(self, stream, index=0):
-        self.ids: list[int] = []
         self.detokenizer = TableDetokenizer(VOCABULARY)
-        self._tell = stream.reader(index)(PlainText(self.ids, self.detokenizer))
+        send = functools.partial(stream.delta, index)
+        self._text = TextStream(self.detokenizer, SamplingParams(), send, lambda finish: None, lambda: None)
 
     def push(self, *tokens):
-        self.ids += tokens
-        self._tell()
+        self._text.push(tokens)
 
 
 def make(n=1, max_bytes=1 << 20):
@@ -60,45 +59,44 @@ class Told:
     """What one answer is told through, and what it has said."""
 
     add: Callable[[TokenDelta], None]
-    reader: Reader
     take: Callable[[], None]
     text: Callable[[], str]
 
 
-def streamed(add, reader, stream):
+def streamed(add, stream):
     taken: list[bytes] = []
 
     def text():
         taken.append(stream.take())
         return "".join(text for _, text in contents(b"".join(taken)))
 
-    return Told(add, reader, lambda: taken.append(stream.take()), text)
+    return Told(add, lambda: taken.append(stream.take()), text)
 
 
 def streamed_chat():
     stream = make()
     choice = AnswerChoice(0, StreamedAnswer(ChunkTemplate(HEADING, 1, prefix=b"data: ", suffix=b"\n\n"), stream, 1))
-    return streamed(choice.add, choice.reader, stream)
+    return streamed(choice.add, stream)
 
 
 def whole_chat():
     answer = WholeAnswer(HEADING, 1)
     choice = AnswerChoice(0, answer)
     text = lambda: json.loads(answer.json())["choices"][0]["message"]["content"]  # noqa: E731
-    return Told(choice.add, choice.reader, lambda: None, text)
+    return Told(choice.add, lambda: None, text)
 
 
 def streamed_completion():
     template = CompletionTemplate(HEADING, 1, False)
     stream = EventStream(template, Pacer(), 1 << 20)
     answer = StreamedCompletion(template, stream, [""], None)
-    return streamed(functools.partial(answer.add, 0), answer.reader(0), stream)
+    return streamed(functools.partial(answer.add, 0), stream)
 
 
 def whole_completion():
     answer = WholeCompletion(HEADING, [""], None)
     text = lambda: json.loads(answer.json(1, False))["choices"][0]["text"]  # noqa: E731
-    return Told(functools.partial(answer.add, 0), answer.reader(0), lambda: None, text)
+    return Told(functools.partial(answer.add, 0), lambda: None, text)
 
 
 def chat_model():
@@ -109,7 +107,7 @@ def chat_model():
         chunks = [json.loads(response.tensors()["response"][0]) for response in sent]
         return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
 
-    return Told(choice.add, choice.reader, lambda: None, text)
+    return Told(choice.add, lambda: None, text)
 
 
 ANSWERS = {
@@ -203,10 +201,8 @@ def test_an_answer_holds_the_whole_text_with_what_was_held_back_to_its_end(answe
         told = ANSWERS[answer]()
         detokenizer = TableDetokenizer(VOCABULARY)
         text = TextStream(detokenizer, SamplingParams(), told.add, lambda finish: None, lambda: None)
-        push = text.plain_push(told.reader)
-        assert push is not None
         for at, tokens in enumerate(pushes):
-            push(tokens)
+            text.push(tokens)
             if at in taken_after:
                 told.take()
         text.finish(Finish("length", Usage()))
