@@ -1,8 +1,8 @@
 """Child processes: how they are started and ended, and how long to wait before the next one.
 
-A child gets a session of its own: Ctrl-C in a terminal reaches its parent alone, and what it starts in turn is killed
-with it. Whether it ends with its parent is its own affair (own_process.py); a death signal follows the thread that
-forks, so that must be one that stays.
+A child gets a session of its own: Ctrl-C in a terminal reaches its parent alone, and its own children are killed with
+it. Whether it ends with its parent is up to it (own_process.py); a death signal follows the thread that forks, so that
+must be a permanent one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ChildProcess:
         return has_exited
 
     def reap(self) -> int:
-        """Kill what is left of it and return its exit code."""
+        """Kill the rest of it and return its exit code."""
         self.kill()
         return self._process.wait()
 

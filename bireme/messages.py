@@ -1,7 +1,7 @@
-"""What goes between a consumer of tokens and an engine process, as msgpack.
+"""Messages between a consumer of tokens and an engine process, as msgpack.
 
-A *consumer* is whoever reads steps: 0 is the decode or prefill stub itself (plain requests), n > 0 one
-subscription of the token bus. The stub passes bus bytes on unread in both directions.
+A *consumer* reads steps: 0 is the decode or prefill stub itself (plain requests), n > 0 one subscription of the token
+bus. The stub passes bus bytes on unread in both directions.
 
     command frame   u32 consumer + msgpack Commands         stub -> engine
     step frame      u32 consumer + msgpack Step             engine -> stub
@@ -9,8 +9,8 @@ subscription of the token bus. The stub passes bus bytes on unread in both direc
     bus response    (u32 length + msgpack Step)*            one UINT8 tensor; late steps coalesce by appending
                     u32 WELCOME | length + msgpack Welcome  the first item of a subscription
 
-Every command batch names the *life* of the engine that it is meant for: a submit that races a restart
-is refused with UNAVAILABLE, never lost and never run unseen.
+Every command batch names the *life* of the engine that it is meant for (one incarnation of the engine process): a
+submit that races a restart is refused with UNAVAILABLE, never lost and never run unseen.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def temperature_of(params: SamplingParams) -> float:
-    """Return the temperature to sample at; 0.0 is greedy. The one rule, for entries and for every engine.
+    """Return the temperature to sample at; 0.0 is greedy. Entries and engines all ask here.
 
-    Unset is greedy, unless top_k, top_p or min_p ask for sampling: then 1.0. Those that are off (top_k 0, min_p 0)
-    ask for nothing, and neither does a seed. 0 is greedy whatever the others say, and so are top_k 1 and top_p 0,
-    which leave one token.
+    Unset is greedy, unless top_k, top_p or min_p ask for sampling: then 1.0. Those that are off (top_k 0, min_p 0) ask
+    for nothing, and neither does a seed. 0 is greedy whatever the others say, and so are top_k 1 and top_p 0, which
+    leave one token.
     """
     if params.temperature == 0 or params.top_k == 1 or params.top_p == 0:
         return 0.0
@@ -105,7 +105,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What one request cost. Milliseconds are of wall time."""
+    """A request's account. Milliseconds are of wall time."""
 
     v: int = 1
     prompt_tokens: int = 0
@@ -133,7 +133,7 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
 
 
 class Sink(Protocol):
-    """Takes what an engine makes for one request. Must be quick and must not raise."""
+    """Receives an engine's output of one request. Must be quick and must not raise."""
 
     def push(
         self,
@@ -156,7 +156,7 @@ class Abort(msgspec.Struct, array_like=True, tag="a", gc=False):
 
 
 class Drop(msgspec.Struct, array_like=True, tag="d", gc=False):
-    """Abort everything of this consumer; the consumer is gone, so nothing is answered."""
+    """Abort everything of this consumer; it is gone, so nothing is answered."""
 
 
 class Ping(msgspec.Struct, array_like=True, tag="p", gc=False):
@@ -197,11 +197,11 @@ class Step(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
 
 
 def deliver(step: Step, sinks: dict[int, Sink], on_failure: Callable[[int, Exception], None]) -> None:
-    """Hand a step's tokens, then its finishes, to the sinks of their requests; the finished are taken out of `sinks`.
+    """Give a step's tokens, then its finishes, to the sinks of their requests; finished ones are removed from `sinks`.
 
-    `on_failure` is told of a sink that raised, in the handler of its exception; the others go on.
+    `on_failure` is called for a sink that raised, in the handler of its exception; the others go on.
     """
-    if step.counts is None and step.logprobs is None and step.prompt_logprobs is None:  # the path that has to be quick
+    if step.counts is None and step.logprobs is None and step.prompt_logprobs is None:  # must be fast
         find = sinks.get
         for number, token in zip(step.requests, step.tokens, strict=True):
             sink = find(number)
@@ -229,7 +229,7 @@ def deliver(step: Step, sinks: dict[int, Sink], on_failure: Callable[[int, Excep
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ready engine can take; the truth for all limits that depend on the model."""
+    """What a ready engine can take; all limits that depend on the model come from here."""
 
     max_seq_len: int  # prompt and generated tokens together
     max_batch_size: int
@@ -258,7 +258,7 @@ class Hello(msgspec.Struct, array_like=True, tag="h", gc=False):
 
 
 class Pong(msgspec.Struct, array_like=True, tag="o", gc=False):
-    """Answer of the engine's IO thread to a ping, also while a step is under way."""
+    """Answer of the engine's IO thread to a ping, also during a step."""
 
     number: int
     life: int
@@ -273,7 +273,7 @@ class Welcome(msgspec.Struct, array_like=True, gc=False):
     """First item of a bus subscription, which lasts for one life of the engine."""
 
     version: int
-    consumer: str  # random, made by the stub: whoever knows it may command this subscription
+    consumer: str  # random, made by the stub: its holder may command this subscription
     life: int
     capacity: Capacity
 

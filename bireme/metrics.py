@@ -1,9 +1,9 @@
 """Every metric, in one table, and the registry that collects them.
 
-Code anywhere (stub, engine process, frontend) changes a `Registry`; nobody but a publisher reads it. An
-engine process sends `take_delta()` with its pongs and its stub merges it, so each engine metric shows up
-on Triton's /metrics. Histograms are kept as counts per bucket and published as the three series of a
-Prometheus histogram: one metric call a bucket and tick, not one an observation (43 µs each).
+Code anywhere (stub, engine process, frontend) changes a `Registry`; only a publisher reads it. An engine process sends
+`take_delta()` with its pongs and its stub merges it, so each engine metric shows up on Triton's /metrics. Histograms
+are kept as counts per bucket and published as the three series of a Prometheus histogram: one metric call a bucket and
+tick, not one an observation (43 µs each).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _TRTLLM_GAUGES = """
 
 
 def _trtllm_series() -> tuple[MetricSpec, ...]:
-    """TensorRT-LLM's own series, under the names that its dashboards read; which there are depends on its release."""
+    """TensorRT-LLM's own series, under the names that its dashboards read; a release has some of them."""
     text = "TensorRT-LLM's own: "
     return (
         _counter("trtllm_request_success_total", f"{text}requests ended, by reason.", "worker", "finished_reason"),
@@ -199,7 +199,7 @@ class Registry:
             total[0] += value * times
 
     def take_delta(self) -> MetricDelta:
-        """Return and forget the increments; gauges come with their present value each time."""
+        """Return the increments and forget them; gauges come with their present value each time."""
         with self._lock:
             counters, self._counters = self._counters, {}
             histograms, self._histograms = self._histograms, {}

@@ -1,7 +1,7 @@
-"""What each of our long-lived processes sees to for itself: it ends with its parent, and it collects little garbage.
+"""Duties of each of our long-lived processes: it ends with its parent, and it collects little garbage.
 
-Nothing heavy is imported here. A death signal that is set after slow imports misses a parent that has died
-meanwhile, and leaves an orphan with a GPU. As a program it runs another one so:
+Nothing heavy is imported here. A death signal that is set after slow imports misses a parent that has died meanwhile,
+and leaves an orphan with a GPU. As a program it runs another one so:
 
     python -I -S own_process.py PARENT PROGRAM ARGUMENT...
 """
@@ -44,7 +44,7 @@ def watch_parent(on_death: Callable[[], None], parent: int = 0) -> None:
 
 
 def freeze_gc(collect_less: bool = False) -> None:
-    """Keep what is loaded by now out of all collections. `collect_less`: not one every 700 objects, either."""
+    """Exempt what is loaded by now from all collections. `collect_less`: also not one every 700 objects."""
     gc.collect()
     gc.freeze()
     if collect_less:

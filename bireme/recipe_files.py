@@ -97,7 +97,7 @@ def _read_engine_configs(tree: dict[str, Any], folder: Path) -> None:
 
 
 def _merge_engine_args(tree: dict[str, Any]) -> None:
-    """Merge each worker's engine_args over its engine_config; what is no mapping is left for `convert` to refuse."""
+    """Merge each worker's engine_args over its engine_config; `convert` refuses what is no mapping."""
     for name, worker in _workers(tree).items():
         if not isinstance(worker, dict) or not isinstance(worker.get("engine_args"), dict):
             continue

@@ -1,14 +1,13 @@
-"""What a client asked for, checked: tensors, JSON and parameters become one frozen GenerateRequest.
+"""A client's request, checked: tensors, JSON and parameters become one frozen GenerateRequest.
 
-One rule: after this module nothing is in doubt. Every value has been checked against its range and the
-recipe's limits (sampling values in sampling.py), and an error names field, value, limit and remedy.
+Every value is checked here against its range and the recipe's limits (sampling values in sampling.py); an error names
+field, value, limit and remedy.
 
-vllm_backend's contract holds if and only if an input that only vllm_backend has is there (VLLM_ONLY):
-the prompt is echoed when not streaming, and a response holds text_output and what a `return_*` input or the
-request's list of outputs asks for; finish_reason is "None" until the end. Otherwise tensorrtllm_backend's names
-and this project's own answer: no echo, and finish_reason, usage and the rest unasked. `stream` absent means
-false in both, as with the peers; the HTTP endpoint `generate_stream` can't be told from `generate` by a model,
-so its clients send `"stream": true`.
+vllm_backend's contract holds if and only if an input is given that only vllm_backend has (VLLM_ONLY): the prompt is
+echoed when not streaming, and a response holds text_output and what a `return_*` input or the request's list of outputs
+asks for; finish_reason is "None" until the end. Otherwise tensorrtllm_backend's names and this project's own answer: no
+echo, and finish_reason, usage and the rest unasked. `stream` absent means false in both, as with the peers; a model
+can't tell the HTTP endpoint `generate_stream` from `generate`, so its clients send `"stream": true`.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class GenerateRequest:
     contract: Contract = "trtllm"
     echo: bool = False  # the prompt's text comes before the answer's
     extras: frozenset[str] = frozenset()  # the peers' output names that were asked for
-    outputs: frozenset[str] | None = None  # what a response may hold; None: everything that there is
+    outputs: frozenset[str] | None = None  # what a response may hold; None: everything
     cache_salt: str = ""
     lora_name: str = ""
     timeout_ms: int = 0  # from arrival; 0: none
@@ -82,9 +81,6 @@ def parse_generate(inputs: Tensors, spec: ModelSpec, recipe: Recipe) -> Generate
 def timeout_ms(inputs: Tensors, recipe: Recipe) -> int:
     """Return the request's own time limit, or the recipe's; 0: none."""
     return info_of(inputs).timeout_ms or int(recipe.pipeline.request_timeout_s * 1000)
-
-
-# Tensors to plain values
 
 
 def read_tensors(inputs: Tensors, spec: ModelSpec) -> dict[str, Any]:
@@ -160,7 +156,7 @@ def _prompt(values: Mapping[str, Any], limits: Limits) -> tuple[str | None, Ids 
 def check_prompt_text(
     name: str, text: str, limits: Limits, longest_token_bytes: int | None = None, max_seq_len: int | None = None
 ) -> None:
-    """Raise RequestError for a text that is too large, or that can't fit whatever its tokens are: before the work."""
+    """Raise RequestError for a text that is too large, or whose tokens can't fit, before it is encoded."""
     limit = limits.max_prompt_bytes
     num_bytes = len(text) if len(text) > limit else len(text.encode("utf-8", "surrogatepass"))
     if num_bytes > limit:

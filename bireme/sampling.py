@@ -1,12 +1,12 @@
 """Sampling values from all their sources, merged and checked.
 
-Precedence: tensor > `sampling_parameters` > request parameter > the recipe's `sampling`; unset stays unset,
-0 and false are values. Names are tensorrtllm_backend's and vllm's, numbers may come as strings. Request
-parameters with other names are somebody else's (tracing, proxies) and left alone; unknown keys of
-`sampling_parameters` are refused with the nearest name.
+Precedence: tensor > `sampling_parameters` > request parameter > the recipe's `sampling`; unset stays unset, 0 and false
+are values. Names are tensorrtllm_backend's and vllm's, numbers may come as strings. Request parameters with other names
+belong to others (tracing, proxies) and are ignored; unknown keys of `sampling_parameters` are refused with the nearest
+name.
 
 Clamped, not refused: max_tokens beyond the context (the engine ends with `length`; OpenAI and vLLM refuse that, and
-so is here what no context holds: 2**31 and more), top_k -1 (off), and top_p 0 beside top_k (TensorRT-LLM's way to
+here 2**31 and more is refused, which no context holds), top_k -1 (off), and top_p 0 beside top_k (TensorRT-LLM's way to
 say off).
 """
 
@@ -101,9 +101,6 @@ def _derive_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-# Layers
-
-
 class _Value(NamedTuple):
     """A raw value and where it came from, for error messages."""
 
@@ -160,9 +157,6 @@ def nearest(name: str, known: list[str]) -> str:
 
 def _short(error: BaseException) -> str:
     return str(error)[:120]
-
-
-# One checker a kind of value
 
 
 def _integer(value: _Value, low: float, high: float, remedy: str) -> int:
@@ -234,9 +228,6 @@ def _wrong(value: _Value, remedy: str) -> RequestError:
     return RequestError(f"{value.where}: {str(value.raw)[:80]}; {remedy}")
 
 
-# Merged values to SamplingParams
-
-
 def _build(values: dict[str, _Value], limits: Limits) -> Sampling:
     fields = {name: _READERS[name](value, limits) for name, value in values.items() if name in _READERS}
     beside = {} if _FIELDS.issuperset(fields) else _combine(fields, values, limits)
@@ -251,7 +242,7 @@ def _build(values: dict[str, _Value], limits: Limits) -> Sampling:
 
 
 def _combine(fields: dict[str, Any], values: dict[str, _Value], limits: Limits) -> dict[str, Any]:
-    """Make fields of SamplingParams, in place, and of Sampling, returned, of what is neither as it was sent."""
+    """Convert what is not as it was sent: SamplingParams' fields in place; Sampling's are returned."""
     beside: dict[str, Any] = {name: fields[name] for name in ("bad_words", "priority", "lora_name") if name in fields}
     words, weights = fields.get("embedding_bias_words", ()), fields.get("embedding_bias_weights", ())
     if len(words) != len(weights):
@@ -279,7 +270,7 @@ def _combine(fields: dict[str, Any], values: dict[str, _Value], limits: Limits) 
 
 
 def _check_travels(params: SamplingParams) -> None:
-    """What clients nest freely must fit the wire: one value that does not would end everybody's bus session."""
+    """Nested values of clients must fit the wire: one that does not would end the bus session of all requests."""
     try:
         encode((params.logits_processors, params.guided_decoding))
     except (OverflowError, RecursionError, ValueError, TypeError) as error:
@@ -305,11 +296,8 @@ def _guide_of_pair(values: dict[str, _Value], limits: Limits) -> dict[str, Any] 
     return _guide(_Value(guide.where, {_GUIDE_TYPES[kind.raw]: guide.raw}), limits)
 
 
-# One reader a name
-
-
 def _ranged(parameter: Parameter) -> _Reader:
-    """Return what reads a value by its row of the table alone."""
+    """Return a reader that checks a value by its row of the table alone."""
     low = parameter.low if parameter.lowest is None else parameter.lowest
     high = parameter.high if parameter.data_type == "UINT64" else min(parameter.high, MAX_INT32)
     if parameter.is_ignored:
@@ -360,7 +348,7 @@ def _logit_bias(value: _Value, limits: Limits) -> dict[int, float]:
 
 
 def _bias_id(key: Any, where: str) -> int:
-    """JSON's keys are texts: only an id's own digits, because int() would also read " 5", "+5", "1_0" and "٥"."""
+    """JSON's keys are texts: only an id's own digits count, because int() would also read " 5", "+5", "1_0" and "٥"."""
     if isinstance(key, str) and not _ID.fullmatch(key):
         raise RequestError(f"{where} key: {key[:80]!r}; send token ids in decimal digits")
     return _integer(_Value(f"{where} key", key), 0, MAX_INT32, "send token ids")
@@ -382,7 +370,7 @@ def _guide(value: _Value, limits: Limits) -> dict[str, Any]:
 
 
 def _raw(value: _Value, limits: Limits) -> Any:
-    """Read together with others, by `_combine`."""
+    """A value that `_combine` reads together with others."""
     return value.raw
 
 

@@ -1,9 +1,9 @@
 """The tensors of every Triton model: the only place that spells them.
 
-Each `ModelSpec` is used three times: Triton gets it from the launch, else by `auto_complete_config`; the
-stage reads its inputs by it; and tests compare ensembles and responses with it. Sampling names are those of
-tensorrtllm_backend's ensemble; `sampling_parameters`, `exclude_input_in_output` and the `return_*`
-flags are vllm_backend's, so that clients of both work unchanged.
+Each `ModelSpec` is used three times: Triton gets it from the launch, else by `auto_complete_config`; the stage reads
+its inputs by it; and tests compare ensembles and responses with it. Sampling names are those of tensorrtllm_backend's
+ensemble; `sampling_parameters`, `exclude_input_in_output` and the `return_*` flags are vllm_backend's, so that clients
+of both work unchanged.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ _TRTLLM_BACKEND_OUT = (
     _out("output_log_probs", "FP32", (-1, -1)),
     _out("num_input_tokens", "INT32"),
     _out("num_output_tokens", "INT32"),
-    # never sent: clients that name them in their list of outputs are told why by the input that asks for them
+    # never sent: a client that lists one as an output gets an error that names the input to set
     _out("context_logits", "FP32", (-1, -1)),
     _out("generation_logits", "FP32", (-1, -1, -1)),
     *(_out(f"kv_cache_{name}_blocks", "INT32") for name in ("alloc_new", "reused", "alloc_total")),

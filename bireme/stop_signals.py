@@ -1,9 +1,9 @@
-"""SIGTERM, SIGINT and SIGHUP, told on a thread of their own.
+"""SIGTERM, SIGINT and SIGHUP, handled on a thread of their own.
 
-A Python handler is no place to act on them. It interrupts the main thread anywhere, so also within the lock that it
-wants itself: `threading.Event.set` in a handler can deadlock with the `wait` that it interrupts. And it does not run at
-all while the main thread blocks in a call that began just as the signal came. What always happens is that the C
-level writes the signal's number to the wakeup descriptor (`signal.set_wakeup_fd`); a thread waits there.
+A Python handler is no place to act on them. It interrupts the main thread anywhere, also within the lock that it needs
+itself: `threading.Event.set` in a handler can deadlock with the `wait` that it interrupts. And it does not run at all
+while the main thread blocks in a call that began just as the signal came. But the C level always writes the signal's
+number to the wakeup descriptor (`signal.set_wakeup_fd`); a thread waits there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ logger = logging.getLogger("bireme.signals")
 def on_stop_signal(tell: Callable[[int], None]) -> contextlib.ExitStack:
     """Call `tell` with the number of each of these signals from now on; on a thread, so it may take locks.
 
-    SIGHUP stays ignored where it is already, as nohup wants it.
-    Only the main thread may call this. Closing what it returns puts back what was there; without that it lasts as
-    long as the process.
+    SIGHUP stays ignored where it is already, as with nohup. Only the main thread may call this. Closing the result
+    restores the former handling; without that it lasts as long as the process.
     """
     undo = contextlib.ExitStack()
     reads, writes = os.pipe()
@@ -41,11 +40,11 @@ def on_stop_signal(tell: Callable[[int], None]) -> contextlib.ExitStack:
 
 def _listen(reads: int, tell: Callable[[int], None]) -> None:
     for number in _numbers(reads):
-        if number not in STOP_SIGNALS:  # somebody else's handler
+        if number not in STOP_SIGNALS:  # for another handler
             continue
         try:
             tell(number)
-        except Exception:  # the next signal must still be heard
+        except Exception:  # later signals must still be handled
             logger.exception("stop_signal_failed number=%d", number)
 
 

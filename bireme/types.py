@@ -1,7 +1,7 @@
 """The shape of a stage call: tensors in, responses out. Knows neither Triton nor torch.
 
-A stage never waits for a client: `send` appends to the stream's buffer and returns at once,
-from any thread; a sender thread of the adapter merges what piled up and sends it.
+A stage never waits for a client: `send` appends to the stream's buffer and returns at once, from any thread; a sender
+thread of the adapter merges what waits there and sends it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Tensors = Mapping[str, Array]  # BYTES tensors are object arrays of bytes
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """What Triton says of a request beside its tensors."""
+    """Triton's data of a request beside its tensors."""
 
-    request_id: str = ""  # the client's; never used to find a request of somebody else
+    request_id: str = ""  # the client's; never used to find another client's request
     parameters: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     timeout_ms: int = 0  # the client's own limit, from now; 0: none
     outputs: frozenset[str] = frozenset()  # requested output names; empty: all
@@ -54,14 +54,14 @@ class Response(Protocol):
     """One response on its way to a client.
 
     It may have four more attributes, all optional:
-    `num_bytes: int`     what it holds in the buffer of a slow reader (size_of guesses otherwise);
-    `is_urgent: bool`    true: it goes before what other streams send between their first response and their last;
+    `num_bytes: int`     its size in the buffer of a slow reader (size_of guesses otherwise);
+    `is_urgent: bool`    true: it goes before other streams' middle responses;
     `is_last: bool`      true: nothing follows, so the final flag travels with it (one send fewer);
     `parameters: dict`   response parameters, dropped on a Triton before 25.02, so never the only place.
     """
 
     def merge(self, later: Response) -> Response | None:
-        """Return one response that says both, or None when they must be sent apart."""
+        """Return one response for both, or None when they must be sent apart."""
 
     def tensors(self) -> Tensors:
         """Return the output tensors; called once, on a sender thread."""

@@ -1,13 +1,13 @@
-"""What every engine does, inside the engine process (`bireme.engines.worker`).
+"""The interface of every engine, inside the engine process (`bireme.engines.worker`).
 
-An engine speaks tokens only. It is driven from the worker's IO thread (`submit`, `abort`, `take_*`,
-`progress`: quick and thread-safe) and works on a thread of its own; what it makes goes out through
-`emit`, one call an engine step, which never blocks.
+An engine speaks tokens only. It is driven from the worker's IO thread (`submit`, `abort`, `take_*`, `progress`: quick
+and thread-safe) and works on a thread of its own; its output goes through `emit`, one call an engine step, which never
+blocks.
 
 1. `start` loads and warms up; returns what it can take. Raises ConfigError with the remedy.
 2. `submit` takes a request that the gate has admitted; every one ends with exactly one Finish.
 3. `abort` takes effect between steps and also yields a Finish (reason cancelled); unknown keys are ignored.
-4. `drain` refuses new requests; what runs is finished.
+4. `drain` refuses new requests; running ones are finished.
 5. `stop` ends the thread and frees everything; also after a failed start.
 """
 
@@ -57,7 +57,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(slots=True)
 class StepOutput:
-    """One request's news of one step."""
+    """One request's output of one step."""
 
     key: RequestKey
     tokens: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Emit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """Is it moving? Read from another thread at any time."""
+    """Whether the engine advances. Read from another thread at any time."""
 
     step: int  # steps done
     step_began_at: float  # time.monotonic() of the step under way; 0: none is

@@ -1,9 +1,9 @@
-"""Engine steps as frames: the news of each consumer's requests in columns.
+"""Engine steps as frames: the output of each consumer's requests in columns.
 
-Steps that are added before the next `take` share a frame, so an engine that is quicker than the way out costs that way
-no more than a slower one. A request is then in its columns several times, in order. Log probabilities belong to
-requests, not to rows, so a step that has any travels alone, and one in which a request has two tokens (the one that
-prefill made and the next) in two frames.
+Steps that are added before the next `take` share a frame, so a fast engine costs the transport no more than a slow one.
+A request is then in its columns several times, in order. Log probabilities belong to requests, not to rows, so a step
+that has any travels alone, and one in which a request has two tokens (the one that prefill made and the next) in two
+frames.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from bireme.multimodal.answers import seal_outcome
 
 
 class StepEncoder:
-    """Turns an engine's news into frames and keeps the ledger."""
+    """Turns an engine's output into frames and keeps the ledger."""
 
     def __init__(self, life: int, ledger: Ledger, key: bytes) -> None:
         self._life = life
         self._ledger = ledger
         self._key = key  # signs what context_only requests export
-        self._open: dict[int, Step] = {}  # by consumer; the next step's news go into the same ones
+        self._open: dict[int, Step] = {}  # by consumer; the next step is added to the same ones
         self._frames: list[bytes] = []
 
     def add(self, number: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
-        """Take one step's news; those of muted or unknown requests go nowhere."""
+        """Add one step's output; that of muted or unknown requests is dropped."""
         is_rich = any(delta.logprobs is not None or delta.prompt_logprobs is not None for delta in deltas)
         if is_rich:
             self._seal()
@@ -40,7 +40,7 @@ class StepEncoder:
             self._seal()
 
     def take(self) -> list[bytes]:
-        """Return what goes out now."""
+        """Return the frames to send now."""
         self._seal()
         frames, self._frames = self._frames, []
         return frames

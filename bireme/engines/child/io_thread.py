@@ -1,7 +1,7 @@
 """The engine process's two sockets to its supervisor, and the one thread that owns them.
 
-Other threads only append to a queue and, when this one sleeps, ring its bell. No frame, however malformed, ends
-the process; a thread that can't go on does, since a mute engine is of no use and its supervisor starts another.
+Other threads only append to a queue and, when this one sleeps, wake it. No frame, however malformed, ends the process;
+a thread that can't go on does, since an engine that can't answer is of no use and its supervisor starts another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bireme.messages import CONTROL, Hello, Pong, encode, frame
 
 logger = logging.getLogger("bireme.engine")
 EXIT_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
-_FRAMES_A_TURN = 64  # commands taken before what the engine makes goes out again
+_FRAMES_A_TURN = 64  # commands taken before the engine's output goes out again
 _REST_S = 0.0005  # between sends that follow each other in less than twice this
 _LINGER_MS = 1000  # the last frames of an orderly end get this long to reach the stub
 
@@ -28,7 +28,7 @@ Outgoing = bytes | Callable[[], Iterable[bytes]]  # a frame, or what makes frame
 
 
 class IoThread:
-    """`start`, then `post` and `say` from any thread; `close`. `take` gets each frame that comes, on the thread."""
+    """`start`, then `post` and `say` from any thread; `close`. `take` gets each incoming frame, on the thread."""
 
     def __init__(self, endpoint: str, life: int, take: Callable[[bytes], None]) -> None:
         self._endpoint, self._life, self._take = endpoint, life, take
@@ -42,7 +42,7 @@ class IoThread:
         self._thread.start()
 
     def post(self, item: Outgoing) -> None:
-        """Send it when its turn comes; never blocks."""
+        """Send it in its turn; never blocks."""
         self._outbox.append(item)
         self._ring()
 
@@ -79,7 +79,7 @@ class IoThread:
             ready = dict(poller.poll())
             if self._bell in ready:
                 os.eventfd_read(self._bell)
-                self._has_rung = False  # before the queue is read: what comes later rings again
+                self._has_rung = False  # before the queue is read: later items wake it again
             if self._outbox:
                 self._send(steps)
                 self._rest()
@@ -96,7 +96,7 @@ class IoThread:
                 steps.send(data)
 
     def _rest(self) -> None:
-        """Let news pile up when they come so fast that sending each would cost those behind more than their tokens."""
+        """Let output that comes fast pile up: sending each step alone costs the readers more than its tokens."""
         now = time.monotonic()
         if now - self._sent_at < 2 * _REST_S and not self._is_closing:
             time.sleep(_REST_S)

@@ -1,7 +1,7 @@
 """The requests that an engine has taken and not yet answered.
 
-Every request that enters leaves with exactly one Finish. One that nobody waits for any more (its consumer
-is gone, or its number was used twice) stays, muted, until the engine has let go of it.
+Every request ends with exactly one Finish. One whose consumer is gone, or whose number was used twice, stays, muted,
+until the engine has released it.
 """
 
 from __future__ import annotations

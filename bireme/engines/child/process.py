@@ -1,7 +1,7 @@
 """The life of an engine process: IO thread first, then load and warm-up, hello, serve, drain, stop.
 
-The main thread loads and then waits for SIGTERM or SIGINT. While it loads, both end the process at once:
-a native call that takes minutes would hold up a Python handler, and nothing is in flight.
+The main thread loads and then waits for SIGTERM or SIGINT. While it loads, both end the process at once: a native call
+that takes minutes would hold up a Python handler, and no request is open.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from bireme.multimodal.embedding_share import EmbeddingShare
 
 logger = logging.getLogger("bireme.engine")
-DRAIN_S = 1.0  # how long SIGTERM lets requests in flight run on
+DRAIN_S = 1.0  # how long open requests may run on after SIGTERM
 _RECORD_LOOK_S = 1.0
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h
 _SWITCH_INTERVAL_S = 0.001  # a Python-heavy step must not hold up the IO thread for the default 5 ms
@@ -73,7 +73,7 @@ class EngineProcess:
         except Exception as error:
             return self._give_up(error)
         on_stop_signal(lambda number: self._has_ended.set())
-        freeze_gc()  # no collection in a step needs to look at what the load has made
+        freeze_gc()  # collections need not look at the loaded objects
         assert self._engine is not None
         self._server.open(self._engine, gate)
         logger.info("engine_ready life=%d load_s=%.2f", self._life, gate.capacity.load_s)
@@ -179,7 +179,7 @@ class EngineProcess:
         self._records.append((folder, record))
 
     def _keep_published(self) -> None:
-        """Write again what somebody has deleted, as cleaners of temporary files do: others find this engine by it."""
+        """Restore records that were deleted, as cleaners of temporary files do: others find this engine by them."""
         for folder, record in self._records:
             try:
                 if run.restore(folder, record):

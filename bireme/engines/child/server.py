@@ -1,9 +1,8 @@
 """The engine process's side of the socket: one IO thread between a supervisor and an engine.
 
-The thread owns both sockets (`io_thread`) and the ledger. It answers pings at once, also while the engine loads or
-a step is under way, checks every command, and encodes what the engine makes. No frame, however malformed, ends the
-process.
-Metrics of requests that the engine takes are the engine's; what is refused here is counted here.
+The thread owns both sockets (`io_thread`) and the ledger. It answers pings at once, also during load and steps, checks
+every command, and encodes the engine's output. No frame, however malformed, ends the process. Metrics of requests that
+the engine takes are the engine's; refused ones are counted here.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _IDLE = EngineProgress(0, 0.0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    """What is there once the engine is ready."""
+    """The parts that exist once the engine is ready."""
 
     engine: Engine
     gate: Gate
@@ -70,7 +69,7 @@ class EngineServer:
         self._ledger = Ledger()
         self._encoder = StepEncoder(life, self._ledger, b"")
         self._news: deque[tuple[int, list[StepOutput], PlainTokens | None]] = deque()
-        self._is_posted = False  # the IO thread will look at the news
+        self._is_posted = False  # the IO thread will read the output
         self._service: _Service | None = None
         self._io = IoThread(endpoint, life, self._apply)
 
@@ -78,7 +77,7 @@ class EngineServer:
         self._io.start()
 
     def emit(self, step: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
-        """Take one engine step's news; thread-safe, never blocks."""
+        """Take one engine step's output; thread-safe, never blocks."""
         self._news.append((step, deltas, plain))
         if not self._is_posted:
             self._is_posted = True
@@ -91,7 +90,7 @@ class EngineServer:
         self._io.say(Hello(VERSION, self._life, gate.capacity))
 
     def fail(self, error: str) -> None:
-        """Tell the supervisor why this life ends before it was ready."""
+        """Tell the supervisor why this life ended before it was ready."""
         self._io.say(Hello(VERSION, self._life, error=error))
 
     def close(self) -> None:
@@ -99,8 +98,8 @@ class EngineServer:
         self._io.close()
 
     def _frames(self) -> Sequence[bytes]:
-        """Return the news of all steps that have been made; on the IO thread."""
-        self._is_posted = False  # before they are read: what comes later posts again
+        """Return the frames of all steps made so far; on the IO thread."""
+        self._is_posted = False  # before they are read: later ones are posted again
         while self._news:
             number, deltas, plain = self._news.popleft()
             try:
@@ -127,7 +126,7 @@ class EngineServer:
             self._obey(consumer, batch.life, command)
 
     def _salvage(self, consumer: int, payload: memoryview) -> Commands:
-        """Return the sound commands of a malformed batch; refuse those that at least say their number."""
+        """Return the sound commands of a malformed batch; refuse those whose number can be read."""
         try:
             life, items = msgspec.msgpack.decode(payload)
             batch = Commands(msgspec.convert(life, int), [])
@@ -155,7 +154,7 @@ class EngineServer:
             if consumer == STUB:
                 self._pong(command.number)
         elif not is_current:
-            return  # what another life was running is gone already
+            return  # another life's requests are gone already
         elif isinstance(command, Abort):
             if self._service:  # also after the end: an exported lease is freed this way
                 self._service.engine.abort((consumer, command.number))
@@ -192,7 +191,7 @@ class EngineServer:
         return self._service
 
     def _check_number(self, key: RequestKey) -> None:
-        """A number that is used twice ends both: news of one must never reach whoever waits for the other."""
+        """A number that is used twice ends both requests: output of one must never reach the other's reader."""
         if not 0 < key[1] <= MAX_NUMBER:
             raise RequestError(f"number: {key[1]}; 1 to {MAX_NUMBER}")
         record = self._ledger.get(key)

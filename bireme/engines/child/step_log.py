@@ -1,7 +1,7 @@
-"""Every step's time, for benchmarks: the histogram on /metrics is too coarse for a p99 against a step.
+"""Every step's time, for benchmarks: the histogram on /metrics is too coarse for a p99 of a step.
 
-Off unless BIREME_STEP_LOG names a file; then a 32-bit float of seconds is appended for each step. A step
-that follows another at once is measured from that one's end, so that whatever lies between counts, too.
+Off unless BIREME_STEP_LOG names a file; then a 32-bit float of seconds is appended for each step. A step that follows
+another at once is measured from that one's end, so that the time between them counts, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What an engine process accepts: every submit is checked here, because bus commands come unread by the stub.
+"""What an engine process accepts: every submit is checked here, because the stub passes bus commands on unread.
 
-Rules for lengths. A prompt must leave room for one token. `max_tokens` counts resumed tokens as well; above
-what is left of the context it is clamped, unset it is all that is left, zero or less is refused. Limits of
-the recipe are never clamped to: exceeding one is an error that names it.
+Lengths: a prompt must leave room for one token. `max_tokens` counts resumed tokens as well; above what is left of the
+context it is clamped, unset it is all that is left, zero or less is refused. Values above the recipe's limits are never
+clamped: the error names the limit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Gate:
         return min(self.capacity.max_seq_len, held) if held else self.capacity.max_seq_len
 
     def admit(self, request: EngineRequest) -> AdmittedRequest:
-        """Check everything that the engine need not be asked about, and open what is sealed. Raises RequestError."""
+        """Check everything that does not need the engine, and open what is sealed. Raises RequestError."""
         if request.request_type == "encode_only" or not self.capacity.vocab_size:
             return AdmittedRequest(self._admit_encode(request), np.zeros(0, np.int32))
         ids = self._prompt_ids(request)
@@ -208,7 +208,7 @@ def check_sampling(params: SamplingParams, vocab_size: int, limits: Limits) -> N
             continue
         if row.data_type == "FP32":
             _check_number(row, value)
-        else:  # limits.max_tokens is seen to where lengths are resolved
+        else:  # limits.max_tokens is checked where lengths are resolved
             _check_integer(row, value, getattr(limits, row.limit) if row.limit == "max_logprobs" else row.high)
     if params.guided_decoding is not None:
         parse_guide(params.guided_decoding, limits)

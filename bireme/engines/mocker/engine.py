@@ -1,10 +1,9 @@
 """The mocker: an engine with a timing model instead of a model, for load tests and capacity planning.
 
-It does what an engine does (continuous batching, token budget, blocks with a prefix cache, bounded queue,
-deadlines, aborts, disaggregation with real bytes) and only the arithmetic is left out. A step takes
-`step_ms + step_ms_per_request * decoding + prefill`, by absolute deadlines, so that the pace does not
-drift; each decoding request gets one token a step. What the tokens are: mocker_tokens.py. Sampling
-parameters other than lengths, stop ids and logprobs change nothing.
+It does what an engine does (continuous batching, token budget, blocks with a prefix cache, bounded queue, deadlines,
+aborts, disaggregation with real bytes) without the arithmetic. A step takes `step_ms + step_ms_per_request * decoding +
+prefill`, by absolute deadlines, so that the pace does not drift; each decoding request gets one token a step. tokens.py
+defines the tokens. Sampling parameters other than lengths, stop ids and logprobs change nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class MockEngine:
         self._stopping = threading.Event()
         self._waiting: list[MockSequence] = []  # by rank
         self._running: dict[RequestKey, MockSequence] = {}
-        self._leases: dict[RequestKey, Lease] = {}  # exported; theirs are the blocks of requests that have ended
+        self._leases: dict[RequestKey, Lease] = {}  # exported; they hold the blocks of ended requests
         self._news: list[tuple[MockSequence, bool, Finish | None]] = []  # first tokens and ends, to be accounted for
         self._step = 0
         self._began_at = 0.0
@@ -156,7 +155,7 @@ class MockEngine:
                 self._fail_all(error)
 
     def _turn(self) -> None:
-        """One round: take what came in, admit, and do a step if anything can run."""
+        """One round: take the inbox, admit, and run a step if anything can run."""
         self._take_inbox()
         self._expire(time.monotonic())
         self._admit()
@@ -182,14 +181,14 @@ class MockEngine:
         return decoding, prefilling
 
     def _take_inbox(self) -> None:
-        """Do what came in; a burst in portions, so that it does not stretch the step of those that run."""
+        """Take the inbox; a burst in portions, so that it does not stretch the current step."""
         until = time.monotonic() + _INTAKE_S
         while not self._inbox.empty() and time.monotonic() < until:
             if (action := self._inbox.get()) is not None:
                 action()
 
     def _wait(self) -> None:
-        """Sleep until something comes in; wake for deadlines while requests wait."""
+        """Sleep until something comes in, or a deadline while requests wait."""
         try:
             action = self._inbox.get(timeout=_POLL_S if self._waiting or self._running else None)
         except queue.Empty:
@@ -244,7 +243,7 @@ class MockEngine:
             self._end(one, "timeout", DeadlineExceededError(text))
 
     def _admit(self) -> None:
-        """Admit by rank while batch and blocks have room; whoever does not fit holds up those behind."""
+        """Admit by rank while batch and blocks have room; the first that does not fit stops the queue."""
         while self._waiting and len(self._running) < self._max_batch_size:
             one = self._waiting[0]
             # At least one prompt token is computed, so that there are logits to sample from.
@@ -276,7 +275,7 @@ class MockEngine:
             one.lease = self._context.transfer.reserve(lambda: self._inbox.put(lambda: self._unlease(one.key, holding)))
 
     def _unlease(self, key: RequestKey, holding: Holding) -> None:
-        """The transfer has let go of a lease."""
+        """The transfer has released a lease."""
         self._leases.pop(key, None)
         self._pool.free(holding)
 
@@ -287,7 +286,7 @@ class MockEngine:
         first = params.first_gen_tokens
         if first and (first[0] in one.stop_ids or one.num_generated + len(first) >= one.max_tokens):
             one.state, one.decode_at = MockSequenceStatus.DECODE, time.monotonic()
-            self._hand_out([self._deliver(one, list(first))])  # over with it: no KV is needed
+            self._hand_out([self._deliver(one, list(first))])  # its first token was the last: no KV is needed
             return
 
         def done(error: BiremeError | None) -> None:
@@ -380,7 +379,7 @@ class MockEngine:
         return delta
 
     def _hand_out(self, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
-        """Emit what was delivered; the accounts come after it, while nobody waits."""
+        """Emit the deltas; the accounts come after it, when no client waits."""
         self._emit(self._step, deltas, plain)
         news, self._news = self._news, []
         for one, is_first, finish in news:
@@ -391,7 +390,7 @@ class MockEngine:
                 self._release(one)
 
     def _export(self, one: MockSequence, delta: StepOutput) -> None:
-        """Hand a context_only request over: its rows stay until the lease lets them go.
+        """Hand a context_only request over: its rows stay until the lease ends.
 
         Where its one token is the last, decode needs no KV and none is exported.
         """
@@ -430,7 +429,7 @@ class MockEngine:
         self._emit(self._step, [StepOutput(one.key, finish=finish)])
 
     def _release(self, one: MockSequence) -> None:
-        """Take the request out of the batch and give its blocks back; those under a lease follow with it."""
+        """Remove the request from the batch and free its blocks; leased ones are freed with the lease."""
         one.state = MockSequenceStatus.ENDED
         self._running.pop(one.key, None)
         if one.lease is not None:
@@ -449,7 +448,7 @@ class MockEngine:
 
 
 def _advance(decoding: list[MockSequence]) -> tuple[PlainTokens, list[MockSequence]]:
-    """Return the tokens of which there is nothing to say but the token, and the sequences with more to say."""
+    """Return the tokens without other output, and the sequences with more."""
     keys: list[RequestKey] = []
     tokens: list[int] = []
     others: list[MockSequence] = []

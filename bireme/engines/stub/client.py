@@ -1,10 +1,10 @@
-"""What a stub holds of its engine: submit requests, open buses, and trust that the process is kept alive.
+"""A stub's engine: submit requests and open buses; the process is kept alive behind it.
 
     stub's threads      submit, abort, open_bus, send_commands, close_bus: quick, from any thread
     supervisor's thread deliver: sinks and bus pushes are called here, in order, with no lock held
 
-A request belongs to exactly one life of the engine: when that ends, its sink gets `finish` with
-UNAVAILABLE at once, and each bus an encoded Step(lost=True); a bus ends with the life it was opened in.
+A request belongs to exactly one life of the engine (one run of its process): when that ends, its sink gets `finish`
+with UNAVAILABLE at once, and each bus an encoded Step(lost=True); a bus ends with the life it was opened in.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Push = Callable[[bytes], None]  # an encoded Step; called on the supervisor's th
 
 
 class _Session:
-    """What depends on one ready life."""
+    """The state of one ready life."""
 
     __slots__ = ("buses", "capacity", "life", "sinks")
 
@@ -123,7 +123,7 @@ class EngineClient:
         self._supervisor.start()
 
     def submit(self, request: EngineRequest, sink: Sink) -> int:
-        """Start a request of the stub's own and return its number. Raises UnavailableError; all else goes to `sink`."""
+        """Start a request of the stub's own and return its number. Raises UnavailableError; `sink` gets all else."""
         with self._lock:
             session = self._admit()
             number = next(self._numbers)
@@ -179,7 +179,7 @@ class EngineClient:
         return True
 
     def stop(self) -> None:
-        """End the engine process; what is in flight ends with UNAVAILABLE. Harmless when called again."""
+        """End the engine process; open requests end with UNAVAILABLE. May be called again."""
         self._supervisor.stop()
 
     def on_ready(self, life: Life, hello: Hello) -> None:
@@ -230,7 +230,7 @@ class EngineClient:
         self._metrics.add("bireme_engine_restarts_total", 1, cause)
 
     def on_down(self, reason: str) -> None:
-        """Nothing waits here for another life."""
+        """No request waits here for another life."""
 
     def _sink_failed(self, number: int, error: Exception) -> None:
         """Its request ends, the others go on."""
@@ -260,7 +260,7 @@ class EngineClient:
         return self._supervisor.state if self._session is None else "subscribe again"
 
     def _is_idle(self, since: float) -> bool:
-        """Return whether nothing runs, by a report that is newer than `since`."""
+        """Return whether nothing runs, by a report newer than `since`."""
         session, pong = self._session, self._pong
         if session is None:
             return True
@@ -275,4 +275,4 @@ class EngineClient:
         try:
             self._send(session, consumer, command)
         except (UnavailableError, msgspec.MsgspecError):
-            pass  # the life is ending: what the command was about goes with it
+            pass  # the life is ending, and the command's request with it

@@ -1,4 +1,4 @@
-"""Which python runs an engine process, and the environment in which it starts."""
+"""The python of an engine process, and its environment."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def engine_environment(
 ) -> dict[str, str]:
     """Return the child's environment. The recipe's `env` wins over everything but the run directory and recipe.
 
-    The recipe travels whole: an engine that is started again serves what its stub loaded, whatever has
-    become of the files since. BIREME_ENGINE_PYTHON, which may stand in the recipe's `env`, gives a worker an
-    environment of its own: programs that its libraries call are that environment's. Raises ConfigError.
+    The recipe travels whole: a restarted engine serves what its stub loaded, even if the files have changed.
+    BIREME_ENGINE_PYTHON, which may be in the recipe's `env`, gives a worker an environment of its own: programs that
+    its libraries call are that environment's. Raises ConfigError.
     """
     entry = recipe.entry(worker)
     assert entry is not None, f"{worker} is not in recipe {recipe.name}"
@@ -69,7 +69,7 @@ def given_recipe() -> Recipe:
 
 
 def child_environment(threads: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what every child needs: so many CPU threads that sleep when idle, and this package."""
+    """Return the common environment of children: CPU threads that sleep when idle, and this package."""
     result = {name: value for name, value in base.items() if name != "PYTHONHOME"}
     if (libraries := result.pop(LIBRARY_PATH_VARIABLE, None)) is not None:
         result.pop("LD_LIBRARY_PATH", None)
@@ -109,7 +109,7 @@ def devices_of(entry: WorkerEntry, worker: str) -> tuple[int, ...]:
 
 
 def _package_path(inherited: str) -> str:
-    """Put the checkout first. An installed package's folder stays out: it holds the stub's numpy, too."""
+    """Put the checkout first. An installed package's folder is left out: it also holds the stub's numpy."""
     if not (CHECKOUT / "pyproject.toml").exists():
         return inherited
     return os.pathsep.join(filter(None, (str(CHECKOUT), inherited)))

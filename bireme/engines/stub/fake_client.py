@@ -1,4 +1,4 @@
-"""An EngineClient without a process, for tests of stages and of the token bus: steps happen when the test says so."""
+"""An EngineClient without a process, for tests of stages and of the token bus: the test makes the steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CAPACITY = Capacity(
 
 
 class FakeEngineClient:
-    """The face of EngineClient; (consumer, number) names a request, consumer 0 is the stub itself."""
+    """Stands in for EngineClient; (consumer, number) names a request, consumer 0 is the stub itself."""
 
     def __init__(self) -> None:
         self.number_of_life = 1
@@ -99,8 +99,6 @@ class FakeEngineClient:
             del self.requests[key]
             self.aborted.append(key)
 
-    # For tests
-
     def emit(self, consumer: int, tokens: dict[int, int]) -> None:
         """One step: a token a request."""
         if consumer == STUB:
@@ -117,7 +115,7 @@ class FakeEngineClient:
             self.buses[consumer](encode(Step(self.number_of_life, 2, finished={number: finish})))
 
     def die(self) -> None:
-        """The engine's life ends with all that it runs."""
+        """The engine's life ends with all its requests."""
         buses, self.buses = self.buses, {}
         sinks, self.sinks = self.sinks, {}
         self.requests.clear()

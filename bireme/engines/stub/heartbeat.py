@@ -1,7 +1,7 @@
-"""Is the engine process alive, and does it move? Pure arithmetic over time and pongs.
+"""Whether the engine process lives and advances: arithmetic over time and pongs.
 
-Silence is counted in checks, not by the clock: when this process itself was stopped or starved, the time that
-it missed counts as one interval, so a supervisor that wakes up late kills nobody.
+Silence is counted in checks, not by the clock: when this process itself was stopped or starved, the missed time counts
+as one interval, so a supervisor that wakes up late kills nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bireme.messages import Pong
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why the life has to end."""
+    """Why the life must end."""
 
     cause: str  # hang or stall
     text: str
@@ -26,7 +26,7 @@ class Heartbeat:
 
     def __init__(self, config: SupervisorConfig, transfer_timeout_s: float = 0.0) -> None:
         self._config = config
-        self._transfer_timeout_s = transfer_timeout_s  # a request may wait so long for KV without any step
+        self._transfer_timeout_s = transfer_timeout_s  # a request may wait that long for KV without any step
         self._checked_at = time.monotonic()
         self._silent_s = 0.0
         self._still_s = 0.0  # work is there and no step is done
@@ -46,7 +46,7 @@ class Heartbeat:
             self._still_s = 0.0
 
     def check(self) -> Verdict | None:
-        """Return a verdict, or None while all is well."""
+        """Return a verdict; None: all is well."""
         now = time.monotonic()
         passed_s = min(now - self._checked_at, 2 * self._config.ping_interval_s)
         self._checked_at = now

@@ -1,7 +1,8 @@
-"""One life of an engine process, from its start to its end: its sockets, the process, and what is swept afterwards.
+"""One life of an engine process, from its start to its end: its sockets, the process, and the removal of what it
+leaves.
 
-Each life has sockets of its own, so that nothing stale outlives it; those of a stub that was killed go with the
-next life. The stub binds both before it starts the child. All methods but `send` belong to the supervisor's thread.
+Each life has sockets of its own, so that nothing stale outlives it; a killed stub's are removed with the next life. The
+stub binds both before it starts the child. All methods but `send` belong to the supervisor's thread.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Life:
         self._send_lock = threading.Lock()
         self._is_open = True
         self._pidfd = -1
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have deleted it
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been deleted
         self._sweep()
         self._path = self._socket_path()
         self._commands = self._bind(zmq.PUSH, ".c")
@@ -86,7 +87,7 @@ class Life:
         self._poller.poll(max(0, int(timeout_s * 1000)))
 
     def frames(self, limit: int = 1 << 62) -> Iterator[bytes]:
-        """Yield what has come in, without waiting."""
+        """Yield the frames that have come in, without waiting."""
         for _ in range(limit):
             try:
                 data: bytes = self._frames.recv(zmq.NOBLOCK)
@@ -95,7 +96,7 @@ class Life:
             yield data
 
     def end(self) -> str:
-        """Kill and reap the child, close the sockets, sweep what it left; return how it ended."""
+        """Kill and reap the child, close the sockets, remove what it left; return how it ended."""
         how = describe_exit(self.process.reap()) if self.process else "it was never started"
         with self._send_lock:
             self._is_open = False
@@ -129,7 +130,7 @@ class Life:
         return str(self._own_folder / "engine")
 
     def _sweep(self) -> None:
-        """Remove what lives of this worker have left: this one, and those whose stub was killed."""
+        """Remove the remains of this worker's lives: this one's, and those of killed stubs."""
         for socket in self._run_dir.glob(f"{self.worker}-*.[cs]"):
             socket.unlink(missing_ok=True)
         if count := transfer.sweep(self._run_dir, self.worker):

@@ -3,8 +3,8 @@
     starting -> ready -> (the child ends, hangs or stalls) -> restarting -> ready ...
                                                            -> slow restarts, or down, after too many
 
-The thread forks every child, reads its frames, pings it, and calls the owner back. A first start that
-fails is not tried again: whoever called `start` is told why.
+The thread forks every child, reads its frames, pings it, and calls the owner back. A first start that fails is not
+tried again: the caller of `start` gets the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bireme.engines.stub.life import Life
 from bireme.errors import BiremeError, ConfigError, EngineLostError, UnavailableError, from_message, to_message
 from bireme.messages import CONTROL, STUB, VERSION, Commands, Hello, Ping, Pong, decode_control, encode, frame, split
 
-_FRAMES_A_TURN = 256  # an engine without pauses must not keep this thread from pinging it
+_FRAMES_A_TURN = 256  # so that an engine without pauses can't keep this thread from its pings
 _STACKS_S = 0.2  # for the child to write its threads' stacks before it is killed
 _MAX_BACKOFF_S = 10.0
 _STOP_S = 5.0  # from SIGTERM to SIGKILL
@@ -46,13 +46,13 @@ class Owner(Protocol):
     def on_pong(self, pong: Pong) -> None: ...
 
     def on_end(self, life: Life, error: EngineLostError) -> None:
-        """This life is over: fail what was in flight. Called once a life, also before it was ready."""
+        """This life is over: fail its open requests. Called once a life, also before it was ready."""
 
     def on_restart(self, cause: str) -> None:
-        """Another life is about to begin: the last one ended by `exit`, `hang` or `stall`."""
+        """Another life begins: the last one ended by `exit`, `hang` or `stall`."""
 
     def on_down(self, reason: str) -> None:
-        """No other life will begin: it was started again too often."""
+        """There will be no other life: too many restarts."""
 
 
 class Supervisor:
@@ -75,7 +75,7 @@ class Supervisor:
 
     @property
     def state(self) -> str:
-        """Say why no life is ready, for the text of a refusal."""
+        """Why no life is ready, for the text of a refusal."""
         return self._state
 
     def start(self) -> None:
@@ -108,8 +108,10 @@ class Supervisor:
             self._fail_start(UnavailableError(f"{self._worker}: {to_message(error)}"))
 
     def _run_life(self) -> tuple[BiremeError, str]:
-        """Run one life from sockets to sweep; return why it ended and the cause. The owner knows by then."""
-        # Lives are numbered by the clock (ms), so that a restarted stub never repeats one of its predecessor.
+        """Run one life from its sockets to their removal; return its error and the cause, which the owner knows by
+        then.
+        """
+        # Lives are numbered by the clock (ms), so that a restarted stub never repeats a number.
         self._number = max(self._number + 1, int(time.time() * 1000))
         try:
             life = Life(self._worker, self._number, self._run_dir)
@@ -148,8 +150,8 @@ class Supervisor:
     def _serve(self, life: Life) -> Verdict | None:
         """Start the child and read its frames until it ends; from its hello on, ping it.
 
-        Return None when it has exited, also because of `stop`, or why it must be killed. Raises what its hello says,
-        and UnavailableError when that takes too long.
+        Return None when it has exited, also because of `stop`, or why it must be killed. Raises its hello's error, and
+        UnavailableError when that takes too long.
         """
         environment = engine_environment(self._recipe, self._worker, self._run_dir)
         child = life.spawn(find_python(environment), environment)
@@ -158,7 +160,7 @@ class Supervisor:
         heartbeat: Heartbeat | None = None
         pinged_at, count = 0.0, 0
         while True:
-            has_exited = child.has_exited  # before reading: what it said last is read after its end
+            has_exited = child.has_exited  # before reading: its last message is read after its end
             for data in life.frames() if has_exited else life.frames(_FRAMES_A_TURN):
                 if heartbeat is not None:
                     self._take(data, heartbeat)
@@ -196,7 +198,7 @@ class Supervisor:
         return None
 
     def _take_hello(self, life: Life, data: bytes) -> bool:
-        """Return whether the frame makes the life ready. Raises what the child says instead."""
+        """Return whether the frame makes the life ready. Raises the child's error."""
         consumer, payload = split(data)
         try:
             message = decode_control(payload) if consumer == CONTROL else None

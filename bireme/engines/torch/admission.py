@@ -1,6 +1,6 @@
 """From an admitted request to a Sequence: what only this engine can tell is refused here, at submit.
 
-Runs on the caller's thread, so it only reads what never changes. All that holds for any engine the gate has checked
+Runs on the caller's thread, so it only reads constants. The gate has checked everything that holds for any engine
 (bireme/engines/child/validate.py).
 """
 
@@ -62,7 +62,7 @@ class Admission:
                 "prompt_logprobs: they are made by prefill, whose answer has them; leave it out of generation_only,"
                 " or send context_and_generation"
             )
-        if request.sampling.seed is None:  # whoever may resume it elsewhere has drawn one; here any will do
+        if request.sampling.seed is None:  # one that may move to another engine has one already
             seeded = msgspec.structs.replace(request.sampling, seed=secrets.randbits(64))
             request = msgspec.structs.replace(request, sampling=seeded)
         pictures = pictures_of(admitted.pictures, num_prompt, self._merge_size)

@@ -1,7 +1,7 @@
-"""The engine without its thread: takes requests, does one step at a time, returns the news.
+"""The engine without its thread: takes requests, runs one step at a time, returns its output.
 
-A step is schedule, build, forward, sample, accept. Everything here runs on the engine's thread; a request
-that goes wrong ends with INTERNAL and gives its blocks back, the others go on.
+A step is schedule, build, forward, sample, accept. Everything here runs on the engine's thread; a failing request ends
+with INTERNAL and frees its blocks, the others go on.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from bireme.messages import Finish, FinishReason, TokenLogprobs
 
 logger = logging.getLogger("bireme.engines.torch")
 
-MAX_FAILED_STEPS = 3  # in a row: then it is the engine, not a request
+MAX_FAILED_STEPS = 3  # in a row: then the engine is at fault, not a request
 
 
 class BrokenEngineError(BiremeError):
-    """Step after step fails, whatever is in it; only a fresh process can help."""
+    """Every step fails; only a new process can help."""
 
 
 @dataclass(slots=True)
@@ -79,14 +79,12 @@ class EngineCore:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing waits, runs or is on its way in."""
+        """Nothing waits, runs or is being imported."""
         return not self._sequences
 
     @property
     def next_deadline(self) -> float | None:
         return self._deadlines.next
-
-    # -- between steps
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that `admission` made."""
@@ -129,7 +127,7 @@ class EngineCore:
             self.scheduler.waiting.push(sequence)
 
     def abort(self, key: RequestKey) -> None:
-        """End a request, or the lease that it left behind; unknown keys are ignored."""
+        """End a request, or the lease that it left; unknown keys are ignored."""
         if (sequence := self._sequences.get(key)) is not None:
             self._end(sequence, "cancelled", "")
         elif self._parts.exporter is not None:
@@ -147,11 +145,9 @@ class EngineCore:
             self._fail(sequence, error)
 
     def take_news(self) -> tuple[list[StepOutput], PlainTokens]:
-        """Return and forget what has happened since the last call."""
+        """Return what has happened since the last call, and forget it."""
         news, self._news, plain, self._plain = self._news, [], self._plain, PlainTokens([], [])
         return news, plain
-
-    # -- steps
 
     def step(self) -> bool:
         """Do one step; False: nothing can run now. Raises BrokenEngineError."""
@@ -194,7 +190,7 @@ class EngineCore:
         parts.accounts.stepped(now - began, len(batch.sampled))
 
     def _begin(self, plan: SchedulerOutput, now: float) -> None:
-        """Tell sampler and accounts of those that run for the first time; who can't begin leaves the plan."""
+        """Register new sequences with sampler and accounts; one that can't begin leaves the plan."""
         new = [sequence for sequence in plan.decodes if not sequence.is_sampling]
         new += [sequence for sequence, _ in plan.chunks if not sequence.is_sampling]
         for sequence in new:
@@ -217,7 +213,7 @@ class EngineCore:
         sequence.is_sampling = True
 
     def _advance(self, plan: SchedulerOutput) -> None:
-        """The KV of the step's tokens is in the pools: offer full blocks, let go of what slid out of windows."""
+        """The KV of the step's tokens is in the pools: offer full blocks, free those that slid out of windows."""
         for sequence in plan.decodes:
             self._computed(sequence, 1)
         for sequence, count in plan.chunks:
@@ -258,7 +254,7 @@ class EngineCore:
                 self._parts.pictures.release(sequence)
             if sequence.wants_prompt_logprobs:
                 delta.prompt_logprobs = sequence.prompt_logprobs
-                sequence.wants_prompt_logprobs = False  # delivered: a preemption must not make them again
+                sequence.wants_prompt_logprobs = False  # delivered: a preemption must not compute them again
         stop = token in sequence.stop_ids
         if not stop:
             self._parts.accounts.delivered(sequence, now)
@@ -275,8 +271,6 @@ class EngineCore:
             self._finish(sequence, "length", delta)
         else:
             self._news.append(delta)
-
-    # -- disaggregation
 
     def _hand_over(
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, stop: bool, delta: StepOutput
@@ -302,14 +296,14 @@ class EngineCore:
         try:
             if token in sequence.stop_ids or sequence.num_output + 1 >= sequence.max_tokens:
                 sequence.computed = len(sequence.tokens)
-                self._imported(sequence, None)  # over with its first token: no KV is needed
+                self._imported(sequence, None)  # its first token was the last: no KV is needed
                 return
             self._parts.importer.fetch(sequence, self._imported)
         except Exception as error:
             self._fail(sequence, _internal(error))
 
     def _imported(self, sequence: Sequence, error: BiremeError | None) -> None:
-        """All rows have been written, or none will be any more."""
+        """All rows have been written, or the import has failed."""
         if sequence.state is not SequenceStatus.IMPORTING:
             return
         sequence.fetch = None
@@ -338,8 +332,6 @@ class EngineCore:
         self._add_to_sampler(sequence)
         sequence.tokens.pop()
         self._accept(sequence, token, logprobs[0] if logprobs else None, now)
-
-    # -- ends
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str) -> None:
         """End a request between steps; one whose KV is being copied ends when the copy has."""

@@ -28,7 +28,7 @@ def create_transfer(
 
 
 def sweep(run_dir: Path, worker: str) -> int:
-    """Remove what a worker's dead engine processes have left, by whichever backend; return the number of files.
+    """Remove the remains of a worker's dead engine processes, of every backend; return the number of files.
 
     Call it between lives. What TensorRT-LLM moves itself ends with its process.
     """
