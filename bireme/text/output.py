@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from bireme.coalescing import MAX_GROWTH
 from bireme.messages import Finish, SamplingParams, TokenLogprobs, Usage
 from bireme.text.detokenizer import Detokenizer
 from bireme.text.stop import StopFinder
@@ -26,7 +27,6 @@ from bireme.types import Array, Response, Tensors
 _json = msgspec.json.Encoder().encode
 _NO_REASON: Array = np.array([b""], dtype=object)
 _ENDED_WELL = ("stop", "length")
-MAX_GROWTH = 64  # tokens of an unread delta; more than these show in the buffer's size
 
 
 class TokenDelta:

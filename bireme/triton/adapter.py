@@ -19,6 +19,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from bireme.coalescing import BURST, BURST_PAUSE_S
 from bireme.config import WORKER_STAGES, Recipe, missing_worker, stage_of
 from bireme.discovery.pulse import BEAT_S, Pulse, own_pulse
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, drop_frames
@@ -41,7 +42,6 @@ from bireme.types import Inputs, Stage, StageContext
 
 STOP_LIMIT_S = 5.0  # for stage.stop(); finalize() as a whole takes at most 9 s
 JOIN_LIMIT_S = 1.0  # for each of our own threads
-BURST, BURST_PAUSE_S = 2, 0.008  # from 2 waiting requests on, the loop pauses 8 ms between portions: the GIL is shared
 CANCEL_GRACE_S = 10.0  # a stage that does not react to `cancelled` has its task cancelled after this
 logger = logging.getLogger("bireme.triton")
 

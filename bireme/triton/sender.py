@@ -14,12 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from bireme.coalescing import BURST_REST_S, BUSY_TURN, LONGEST_REST_S, REST
 from bireme.triton.streams import Stream
 
-BUSY_TURN = 24  # from this many streams in one turn on, a sender rests, and later responses are merged
-REST = 1.0  # of the time that the turn took
-LONGEST_REST_S = 0.02
-BURST_REST_S = 0.016
 logger = logging.getLogger("bireme.triton")
 
 

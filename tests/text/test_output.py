@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bireme.coalescing import MAX_GROWTH
 from bireme.messages import Finish, SamplingParams, Usage
 from bireme.specs import DECODE
-from bireme.text.output import MAX_GROWTH, TextStream, TokenDelta
+from bireme.text.output import TextStream, TokenDelta
 
 LETTERS = [chr(code) for code in range(97, 123)]
 

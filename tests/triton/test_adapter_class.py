@@ -105,7 +105,7 @@ async def test_a_request_that_comes_alone_starts_at_once(arrivals):
 
 
 async def test_a_burst_is_started_in_portions(arrivals):
-    from bireme.triton.adapter import BURST, BURST_PAUSE_S
+    from bireme.coalescing import BURST, BURST_PAUSE_S
 
     first = [f"first-{at}" for at in range(BURST)]
     await arrivals.come(*first)

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from bireme.coalescing import BURST_REST_S, BUSY_TURN, LONGEST_REST_S
 from bireme.triton import sender as sender_module
-from bireme.triton.sender import BURST_REST_S, BUSY_TURN, LONGEST_REST_S, length_of_rest
+from bireme.triton.sender import length_of_rest
 from bireme.triton.senders import Senders
 from bireme.triton.streams import Stream
 from tests.triton.recording import Recorder, Words

@@ -16,12 +16,12 @@ from typing import Any
 
 import zmq
 
+from bireme.coalescing import ENGINE_REST_S
 from bireme.messages import CONTROL, Hello, Pong, encode, frame
 
 logger = logging.getLogger("bireme.engine")
 EXIT_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
 _FRAMES_A_TURN = 64  # commands taken before the engine's output goes out again
-_REST_S = 0.0005  # between sends that follow each other in less than twice this
 _LINGER_MS = 1000  # the last frames of an orderly end get this long to reach the stub
 
 Outgoing = bytes | Callable[[], Iterable[bytes]]  # a frame, or what makes frames on the IO thread; must not raise
@@ -98,8 +98,8 @@ class IoThread:
     def _rest(self) -> None:
         """Let output that comes fast pile up: sending each step alone costs the readers more than its tokens."""
         now = time.monotonic()
-        if now - self._sent_at < 2 * _REST_S and not self._is_closing:
-            time.sleep(_REST_S)
+        if now - self._sent_at < 2 * ENGINE_REST_S and not self._is_closing:
+            time.sleep(ENGINE_REST_S)
             now = time.monotonic()
         self._sent_at = now
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 from typing import Protocol
 
-_PACE = 1.0
+from bireme.coalescing import FLUSH_PAUSE
 
 
 class Flushable(Protocol):
@@ -52,7 +52,7 @@ class Pacer:
 
     def _flushed(self, began: float) -> None:
         now = self._loop.time()
-        self._next_at = now + _PACE * (now - began)
+        self._next_at = now + FLUSH_PAUSE * (now - began)
         self._is_planned = False
         if self._dirty:
             self._plan()
