@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -79,6 +80,16 @@ class SequenceRequest:
     pictures: RequestPictures | None = None  # of a prompt that has room for them
 
 
+class _KvState(enum.Enum):
+    """Where the KV of a prompt is while an attempt runs: it says what is freed when the attempt ends."""
+
+    NONE = "none"  # decode computes the prompt itself
+    PENDING = "pending"  # prefill computes it, or could not
+    OFFERED = "offered"  # prefill holds it under a lease, which decode may have claimed or not
+    KEPT = "kept"  # decode refused: the lease is the next attempt's
+    CLAIMED = "claimed"  # decode has delivered tokens: the KV is its own
+
+
 class SequenceRunner:
     """Runs once. `push` and `finish` are for workers, on the loop's thread."""
 
@@ -100,7 +111,6 @@ class SequenceRunner:
         self._generation: Generation | None = None
         self._ended: asyncio.Future[Finish] | None = None
         self._placement: Placement | None = None
-        self._taken: RequestEmbeddings | None = None  # handles of this attempt's pictures
         self._lease: _Lease | None = None  # filled and not claimed yet: the next attempt's
         self._prefill: tuple[str, Usage] | None = None  # worker and cost of the prefill that made the first token
         self._has_kv = True  # a prefill's KV has arrived so far whenever it was to
@@ -153,7 +163,7 @@ class SequenceRunner:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(finish)
 
-    # The way
+    # Attempts
 
     def abort(self) -> None:
         """Stop generating (a stop string was found); the engine's finish still comes."""
@@ -166,162 +176,30 @@ class SequenceRunner:
         Cancelling the task that runs this aborts what is under way and frees what is leased.
         """
         try:
-            await self._try_until_done()
+            while True:
+                request = self._request()
+                placement = self._placement = self._place()
+                try:
+                    return await self._attempt(request, placement)
+                except (UnavailableError, ResourceExhaustedError) as error:
+                    pause_s = self._plan_retry(error)
+                    drop_frames(error)
+                finally:
+                    self._services.router.finished(placement)
+                if pause_s:
+                    await asyncio.sleep(pause_s)
         finally:
             if self._lease is not None:
                 self._lease.release()
-            self._untie()
-
-    def _untie(self) -> None:
-        """Break the cycles of references: at hundreds of requests a second a collector would come late."""
-        self._stream.close()
-        self.push = self._stream.push
-        self._generation = None
-
-    async def _try_until_done(self) -> None:
-        while True:
-            self._check_deadline()
-            placement = self._placement = self._place()
-            try:
-                return await self._attempt(placement)
-            except UnavailableError as error:
-                pause_s = self._plan_retry(error)
-                drop_frames(error)
-            except ResourceExhaustedError as error:
-                if not self.tokens:
-                    raise
-                pause_s = self._plan_retry(error)
-                drop_frames(error)
-            finally:
-                self._services.router.finished(placement)
-                self._release_pictures()
-            if pause_s:
-                await asyncio.sleep(pause_s)
-
-    def _place(self) -> Placement:
-        work, recipe = self._work, self._services.recipe
-        request = RoutingRequest(work.prompt, work.cache_salt, work.lora_name, work.priority)
-        placement = self._services.router.place(request)
-        if self.tokens or not (self._has_kv or recipe.pipeline.enforce_disaggregation):
-            placement = Placement(None, placement.decode)
-        elif placement.prefill is None and recipe.pipeline.enforce_disaggregation:
-            # All are down; the pauses between attempts are for their return.
-            placement = Placement(recipe.replicas("prefill")[0], placement.decode)
-        for worker in filter(None, (placement.prefill, placement.decode)):
-            self._services.metrics.add("bireme_routed_total", 1, worker)
-        return placement
-
-    async def _attempt(self, placement: Placement) -> None:
-        request = self._request()
-        if placement.prefill is None:
-            self._prefill = self._prefill if self.tokens else None
-            request = await self._with_pictures(request)
-            return await self._decode(placement.decode, request)
-        lease, self._lease = self._lease or _Lease(self._services, placement.prefill), None
-        num_tokens = len(self.tokens)
-        is_kept = False
-        try:
-            if not lease.is_filled:
-                request = await self._with_pictures(request)
-            result = await lease.prefill(request, self._remaining_s())
-            self._services.router.prefilled(placement)
-            self._prefill = (lease.worker, result.usage)
-            sampling = request.sampling
-            if sampling.prompt_logprobs is not None:
-                if result.prompt_logprobs is None:
-                    raise BiremeError(f"prompt_logprobs: the answer of {lease.worker} lacks them")
-                self._prompt_logprobs = result.prompt_logprobs
-                sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-            request = msgspec.structs.replace(
-                request,
-                sampling=sampling,
-                request_type="generation_only",
-                disaggregated_params=result.disaggregated_params,
-                multimodal=self._work.pictures.places if self._work.pictures else None,
-            )
-            await self._decode_leased(placement.decode, request)
-        except UnavailableError as error:  # decode refused: what prefill has done still holds
-            is_kept = lease.is_filled and not isinstance(error, (EngineLostError, KvTransferError))
-            raise
-        finally:
-            if is_kept:
-                self._lease = lease
-            elif len(self.tokens) == num_tokens:
-                lease.release()  # decode may never have claimed it
-
-    async def _with_pictures(self, request: EngineRequest) -> EngineRequest:
-        """Return the request with handles of its pictures' embeddings, if it has pictures."""
-        if self._work.pictures is None:
-            return request
-        self._taken = await self._work.pictures.take()
-        return msgspec.structs.replace(request, multimodal=self._taken.multimodal)
-
-    def _release_pictures(self) -> None:
-        """Free the handles of an attempt that ended without a finish: an engine that had it fetched them all."""
-        taken, self._taken = self._taken, None
-        if taken is not None and not self._stream.finish_reason:
-            taken.release()
-
-    async def _decode_leased(self, worker: str, request: EngineRequest) -> None:
-        try:
-            await self._decode(worker, request)
-        except NotFoundError as error:  # the lease expired, or its engine is another by now
-            raise EngineLostError(str(error)) from error
-
-    def _request(self) -> EngineRequest:
-        work, resumed = self._work, self.tokens
-        prompt = work.prompt
-        if resumed:
-            prompt = np.concatenate([prompt, np.array(resumed, np.int32)])
-        remaining_s = self._remaining_s()
-        return EngineRequest(
-            prompt=prompt.tobytes(),
-            sampling=msgspec.structs.replace(work.sampling, prompt_logprobs=None) if resumed else work.sampling,
-            num_resumed=len(resumed),
-            cache_salt=work.cache_salt,
-            lora_name=work.lora_name,
-            priority=work.priority,
-            timeout_ms=0 if remaining_s is None else max(1, int(remaining_s * 1000)),
-        )
-
-    async def _decode(self, worker: str, request: EngineRequest) -> None:
-        """Generate on one worker. Raises what its finish says went wrong."""
-        began_at = time.monotonic()
-        num_tokens = len(self.tokens)
-        self._ended = asyncio.get_running_loop().create_future()
-        generation = self._generation = self._services.workers.decode(worker, request, self)
-        try:
-            finish = await _within(self._ended, self._remaining_s())
-        finally:
-            if self._ended.cancelled() or not self._ended.done():
-                generation.abort()
-            self._ended = None
-        if self._stream.finish_reason:
-            return self._services.router.note_up(worker)
-        self._lost_at = time.monotonic()
-        self._lost_ms += (self._lost_at - began_at) * 1000
-        if self.tokens:
-            self.push = self._push_again
-        if len(self.tokens) > num_tokens:
-            self._failing_since, self._pause_s = 0.0, FIRST_PAUSE_S
-        raise self._reason(worker, generation, finish)
-
-    def _reason(self, worker: str, generation: Generation, finish: Finish) -> BiremeError:
-        if finish.reason == "cancelled":
-            return RequestCancelledError("the request was aborted")
-        error = generation.failure or from_message(finish.error)
-        if isinstance(error, KvTransferError):
-            self._has_kv = False
-            if self._placement is not None and self._placement.prefill is not None:
-                self._services.router.note_down(self._placement.prefill)
-        elif isinstance(error, UnavailableError):
-            self._services.router.note_down(worker)
-        return error
+            # Break the cycles of references: at hundreds of requests a second a collector would come late.
+            self._stream.close()
+            self.push, self._generation = self._stream.push, None
 
     def _plan_retry(self, error: BiremeError) -> float:
         """Return how long to wait before the next attempt, or raise `error` when there is to be none."""
-        now = time.monotonic()
-        config = self._services.recipe.pipeline
+        now, config = time.monotonic(), self._services.recipe.pipeline
+        if isinstance(error, ResourceExhaustedError) and not self.tokens:
+            raise error
         if isinstance(error, KvTransferError) and not config.enforce_disaggregation:
             return 0.0
         self._failing_since = self._failing_since or now
@@ -340,13 +218,126 @@ class SequenceRunner:
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
         return pause_s
 
-    def _remaining_s(self) -> float | None:
-        return self._work.deadline - time.monotonic() if self._work.deadline else None
+    async def _attempt(self, request: EngineRequest, placement: Placement) -> None:
+        """Have the request computed once. Raises what went wrong; only a lease that is still good is kept then.
 
-    def _check_deadline(self) -> None:
-        remaining_s = self._remaining_s()
-        if remaining_s is not None and remaining_s <= 0:
-            raise DeadlineExceededError(f"the request's time limit has passed, {len(self.tokens)} tokens were made")
+        A lease that an attempt before this one kept is used again: the prompt is not computed twice.
+        """
+        work, tokens = self._work, self.tokens
+        num_tokens = len(tokens)
+        lease: _Lease | None = None
+        pictures: RequestEmbeddings | None = None  # for whichever engine computes the prompt
+        kv = _KvState.NONE
+        if placement.prefill is not None:
+            lease, self._lease = self._lease or _Lease(self._services, placement.prefill, work.deadline), None
+            kv = _KvState.PENDING
+        try:
+            if work.pictures is not None and (lease is None or not lease.is_filled):
+                pictures = await work.pictures.take()
+                request = msgspec.structs.replace(request, multimodal=pictures.multimodal)
+            if lease is None:
+                self._prefill = self._prefill if tokens else None
+            else:
+                result = await lease.prefill(request)
+                kv = _KvState.OFFERED
+                self._services.router.prefilled(placement)
+                self._prefill = (lease.worker, result.usage)
+                request = self._go_on(request, lease.worker, result)
+            await self._decode(placement.decode, request)
+        except UnavailableError as error:
+            if kv is _KvState.OFFERED and not isinstance(error, (EngineLostError, KvTransferError)):
+                kv, self._lease = _KvState.KEPT, lease
+            raise
+        finally:
+            if kv is _KvState.OFFERED and len(tokens) > num_tokens:
+                kv = _KvState.CLAIMED
+            if lease is not None and kv in (_KvState.PENDING, _KvState.OFFERED):
+                lease.release()
+            if pictures is not None and not self._stream.finish_reason:
+                pictures.release()  # an engine that finished has fetched them all
+
+    def _place(self) -> Placement:
+        work, recipe = self._work, self._services.recipe
+        request = RoutingRequest(work.prompt, work.cache_salt, work.lora_name, work.priority)
+        placement = self._services.router.place(request)
+        if self.tokens or not (self._has_kv or recipe.pipeline.enforce_disaggregation):
+            placement = Placement(None, placement.decode)
+        elif placement.prefill is None and recipe.pipeline.enforce_disaggregation:
+            # All are down; the pauses between attempts are for their return.
+            placement = Placement(recipe.replicas("prefill")[0], placement.decode)
+        for worker in filter(None, (placement.prefill, placement.decode)):
+            self._services.metrics.add("bireme_routed_total", 1, worker)
+        return placement
+
+    def _go_on(self, request: EngineRequest, worker: str, result: PrefillResult) -> EngineRequest:
+        """Return the request for the engine that takes over what `worker` has computed."""
+        sampling = request.sampling
+        if sampling.prompt_logprobs is not None:
+            if result.prompt_logprobs is None:
+                raise BiremeError(f"prompt_logprobs: the answer of {worker} lacks them")
+            self._prompt_logprobs = result.prompt_logprobs
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            request,
+            sampling=sampling,
+            request_type="generation_only",
+            disaggregated_params=result.disaggregated_params,
+            multimodal=self._work.pictures.places if self._work.pictures else None,
+        )
+
+    def _request(self) -> EngineRequest:
+        """Return what is asked for now: the prompt and what has been delivered, in the time that is left."""
+        work, resumed = self._work, self.tokens
+        prompt, timeout_ms = work.prompt, 0
+        if resumed:
+            prompt = np.concatenate([prompt, np.array(resumed, np.int32)])
+        if work.deadline:
+            remaining_s = work.deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise DeadlineExceededError(f"the request's time limit has passed, {len(resumed)} tokens were made")
+            timeout_ms = max(1, int(remaining_s * 1000))
+        return EngineRequest(
+            prompt=prompt.tobytes(),
+            sampling=msgspec.structs.replace(work.sampling, prompt_logprobs=None) if resumed else work.sampling,
+            num_resumed=len(resumed),
+            cache_salt=work.cache_salt,
+            lora_name=work.lora_name,
+            priority=work.priority,
+            timeout_ms=timeout_ms,
+        )
+
+    async def _decode(self, worker: str, request: EngineRequest) -> None:
+        """Generate on one worker. Raises what its finish says went wrong."""
+        began_at = time.monotonic()
+        num_tokens = len(self.tokens)
+        self._ended = asyncio.get_running_loop().create_future()
+        generation = self._generation = self._services.workers.decode(worker, request, self)
+        try:
+            finish = await _within(self._ended, self._work.deadline)
+        finally:
+            if self._ended.cancelled() or not self._ended.done():
+                generation.abort()
+            self._ended = None
+        if self._stream.finish_reason:
+            return self._services.router.note_up(worker)
+        self._lost_at = time.monotonic()
+        self._lost_ms += (self._lost_at - began_at) * 1000
+        if self.tokens:
+            self.push = self._push_again
+        if len(self.tokens) > num_tokens:
+            self._failing_since, self._pause_s = 0.0, FIRST_PAUSE_S
+        if finish.reason == "cancelled":
+            raise RequestCancelledError("the request was aborted")
+        error = generation.failure or from_message(finish.error)
+        if isinstance(error, KvTransferError):
+            self._has_kv = False
+            if self._placement is not None and self._placement.prefill is not None:
+                self._services.router.note_down(self._placement.prefill)
+        elif isinstance(error, UnavailableError):
+            self._services.router.note_down(worker)
+        elif isinstance(error, NotFoundError) and request.request_type == "generation_only":
+            raise EngineLostError(str(error)) from error  # the lease expired, or its engine is another by now
+        raise error
 
     def _whole(self, finish: Finish) -> Finish:
         """Return the finish with the cost of all attempts.
@@ -372,8 +363,8 @@ class SequenceRunner:
 class _Lease:
     """One prefill: the call, and the KV that it leaves leased until decode has claimed it."""
 
-    def __init__(self, services: Services, worker: str) -> None:
-        self._services, self.worker = services, worker
+    def __init__(self, services: Services, worker: str, deadline: float) -> None:
+        self._services, self.worker, self._deadline = services, worker, deadline
         self._request_id = secrets.token_hex(16)  # nobody else can abort it
         self._call: asyncio.Future[PrefillResult] | None = None
 
@@ -382,7 +373,7 @@ class _Lease:
         call = self._call
         return call is not None and call.done() and not call.cancelled() and call.exception() is None
 
-    async def prefill(self, request: EngineRequest, remaining_s: float | None) -> PrefillResult:
+    async def prefill(self, request: EngineRequest) -> PrefillResult:
         """Return the result, at once if it is there. Raises UnavailableError when the worker is lost or not there."""
         if self._call is not None and self.is_filled:
             return self._call.result()
@@ -390,7 +381,7 @@ class _Lease:
         self._call = asyncio.ensure_future(self._services.workers.prefill(self.worker, request, self._request_id))
         self._call.add_done_callback(_notice)
         try:
-            result = await _within(asyncio.shield(self._call), remaining_s)
+            result = await _within(asyncio.shield(self._call), self._deadline)
         except UnavailableError:
             self._services.router.note_down(self.worker)
             raise
@@ -424,11 +415,11 @@ def _notice(call: asyncio.Future[PrefillResult]) -> None:
         call.exception()
 
 
-async def _within(future: asyncio.Future[_T], remaining_s: float | None) -> _T:
-    """Await it, at most until a second past the deadline."""
-    if remaining_s is None:
+async def _within(future: asyncio.Future[_T], deadline: float) -> _T:
+    """Await it, at most until a second past the deadline; 0: there is none."""
+    if not deadline:
         return await future
     try:
-        return await asyncio.wait_for(future, remaining_s + DEADLINE_GRACE_S)
+        return await asyncio.wait_for(future, deadline - time.monotonic() + DEADLINE_GRACE_S)
     except asyncio.TimeoutError:
         raise DeadlineExceededError("the request's time limit has passed") from None

@@ -246,6 +246,16 @@ async def test_decode_after_prefill_gets_places_and_no_handles():
     assert not bench.workers.handles
 
 
+async def test_handles_that_no_prefill_has_fetched_are_given_back():
+    bench = Bench(prefill=1, pipeline={"stall_timeout_s": 0.01, "enforce_disaggregation": True})
+    bench.workers.down["prefill"] = UnavailableError("its engine is starting")
+    _, running = chat(bench, PICTURE)
+    with pytest.raises(UnavailableError, match="its engine is starting"):
+        await running
+    await bench.errands()
+    assert not bench.workers.handles
+
+
 async def test_a_cancelled_chat_gives_its_handles_back():
     bench = Bench()
     _, running = chat(bench, PICTURE, n=2)
