@@ -1,7 +1,5 @@
 """The table of sampling parameters, and that every door reads it."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -12,11 +12,12 @@ const KINDS = {
   json: ["JSON", "json", (request) => JSON.stringify(request, null, 2)],
 };
 const SHORTENED = "Pictures are shortened here. The copy button copies them whole.";
-// Names beyond OpenAI's (bireme/pipelines/extensions.py): its client takes them in extra_body alone.
-const BEYOND_OPENAI = new Set([
-  "bireme", "nvext", "ignore_eos", "min_tokens", "top_k", "min_p", "repetition_penalty", "stop_token_ids",
-  "skip_special_tokens", "include_stop_str_in_output", "chat_template_kwargs", "cache_salt", "priority",
-  "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "best_of",
+// OpenAI's names; its client takes all others in extra_body alone.
+const OPENAI = new Set([
+  "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n",
+  "stop", "seed", "logit_bias", "presence_penalty", "frequency_penalty", "logprobs", "top_logprobs", "tools",
+  "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "verbosity", "modalities",
+  "service_tier", "user", "safety_identifier", "prompt_cache_key", "metadata", "store",
 ]);
 
 /** The dialog; `request()` returns the request to show. */
@@ -75,8 +76,8 @@ export function asCurl(request, address, hasKey) {
 
 /** Return a program with OpenAI's client. Pure. */
 export function asPython(request, address, hasKey) {
-  const extra = Object.fromEntries(Object.entries(request).filter(([name]) => BEYOND_OPENAI.has(name)));
-  const own = Object.entries(request).filter(([name]) => !BEYOND_OPENAI.has(name));
+  const extra = Object.fromEntries(Object.entries(request).filter(([name]) => !OPENAI.has(name)));
+  const own = Object.entries(request).filter(([name]) => OPENAI.has(name));
   const fields = [...own, ["extra_body", extra]].map(([name, value]) => `    ${name}=${literal(value, 4)},`);
   const key = hasKey ? `os.environ["${KEY}"]` : '"none"';
   return [
