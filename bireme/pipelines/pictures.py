@@ -78,7 +78,7 @@ class RequestPictures:
         """Give back the handles that nobody took."""
         stock, self._stock = self._stock, []
         for handles in stock:
-            self._services.run_errand(_release(self._services, handles))
+            self._services.run_in_background(_release(self._services, handles))
 
     async def _encode(self, copies: int) -> tuple[EncodeAnswer, str]:
         """Encode on one worker after another until one can. Returns the answer and the worker."""
@@ -110,7 +110,7 @@ class RequestPictures:
         try:
             answer = await asyncio.shield(call)
         except asyncio.CancelledError:
-            self._services.run_errand(_abandon(self._services, worker, request_id, call))
+            self._services.run_in_background(_abandon(self._services, worker, request_id, call))
             raise
         except BiremeError as error:
             raise self._placed(error) from None
@@ -145,7 +145,7 @@ class RequestEmbeddings:
 
     def release(self) -> None:
         """Free what has not been fetched, in the background; harmless when all of it was."""
-        self._services.run_errand(_release(self._services, self._handles))
+        self._services.run_in_background(_release(self._services, self._handles))
 
 
 @dataclass(frozen=True, slots=True)

@@ -393,7 +393,7 @@ class _Lease:
         call = self._call
         if call is None or (call.done() and (call.cancelled() or call.exception() is not None)):
             return
-        self._services.run_errand(self._abort(call))
+        self._services.run_in_background(self._abort(call))
 
     async def _abort(self, call: asyncio.Future[PrefillResult]) -> None:
         was_done = call.done()

@@ -28,7 +28,7 @@ class Services:
     router: Router
     metrics: Registry
     num_active: int = 0
-    _errands: set[asyncio.Task[None]] = field(default_factory=set)
+    _background: set[asyncio.Task[None]] = field(default_factory=set)
 
     def capacity(self) -> Capacity | None:
         """Return what the first decode worker takes, once it has been heard of."""
@@ -49,22 +49,22 @@ class Services:
         finally:
             self.num_active -= 1
 
-    def run_errand(self, errand: Coroutine[Any, Any, None]) -> None:
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something that nobody waits for, such as freeing a lease; its errors are logged."""
-        task = asyncio.get_running_loop().create_task(_quietly(errand))
-        self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
+        task = asyncio.get_running_loop().create_task(_quietly(work))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
         """Give errands a moment, then close the workers."""
-        if self._errands:
-            await asyncio.wait(list(self._errands), timeout=1.0)
+        if self._background:
+            await asyncio.wait(list(self._background), timeout=1.0)
         await self.workers.close()
 
 
-async def _quietly(errand: Coroutine[Any, Any, None]) -> None:
+async def _quietly(work: Coroutine[Any, Any, None]) -> None:
     try:
-        await errand
+        await work
     except BiremeError as error:
         logger.info("errand_failed error=%s", error)
         drop_frames(error)

@@ -47,8 +47,8 @@ class Bench:
     def pictures(self, *sources, deadline=0.0):
         return RequestPictures(self.services, MODEL, sources or (source(), source(b"abcd")), deadline)
 
-    async def errands(self):
-        while self.services._errands:
+    async def background(self):
+        while self.services._background:
             await asyncio.sleep(0)
 
 
@@ -81,10 +81,10 @@ async def test_handles_that_nobody_took_are_given_back():
     await pictures.expand(IDS, 3)
     taken = await pictures.take()
     pictures.close()
-    await bench.errands()
+    await bench.background()
     assert len(bench.workers.handles) == 2
     taken.release()
-    await bench.errands()
+    await bench.background()
     assert not bench.workers.handles
 
 
@@ -92,7 +92,7 @@ async def test_a_template_without_places_is_said_and_costs_no_lease():
     bench = Bench()
     with pytest.raises(RequestError, match="2 images, but the model's chat template made places for 0"):
         await bench.pictures().expand(np.array([1, 2], np.int32), 1)
-    await bench.errands()
+    await bench.background()
     assert not bench.workers.handles
 
 
@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_stops_the_encode():
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    await bench.errands()
+    await bench.background()
     assert bench.workers.log == ["multimodal_encoder encode", "multimodal_encoder abort encode"]
     assert not bench.workers.handles
 
@@ -225,7 +225,7 @@ async def test_a_stream_that_moves_takes_its_pictures_along_and_leaves_no_lease(
     await bench.workers.lose("decode")
     await bench.workers.emit(2)
     await running
-    await bench.errands()
+    await bench.background()
     assert bench.workers.log == ["multimodal_encoder encode", "decode context_and_generation 0"] + [
         "multimodal_encoder encode", "decode context_and_generation 1",
     ]  # fmt: skip
@@ -263,7 +263,7 @@ async def test_a_cancelled_chat_gives_its_handles_back():
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    await bench.errands()
+    await bench.background()
     assert not bench.workers.handles
 
 

@@ -68,7 +68,7 @@ class EngineServer:
         self._metrics = metrics
         self._ledger = Ledger()
         self._encoder = StepEncoder(life, self._ledger, b"")
-        self._news: deque[tuple[int, list[StepOutput], PlainTokens | None]] = deque()
+        self._outputs: deque[tuple[int, list[StepOutput], PlainTokens | None]] = deque()
         self._is_posted = False  # the IO thread will read the output
         self._service: _Service | None = None
         self._io = IoThread(endpoint, life, self._apply)
@@ -78,7 +78,7 @@ class EngineServer:
 
     def emit(self, step: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
         """Take one engine step's output; thread-safe, never blocks."""
-        self._news.append((step, deltas, plain))
+        self._outputs.append((step, deltas, plain))
         if not self._is_posted:
             self._is_posted = True
             self._io.post(self._frames)
@@ -100,8 +100,8 @@ class EngineServer:
     def _frames(self) -> Sequence[bytes]:
         """Return the frames of all steps made so far; on the IO thread."""
         self._is_posted = False  # before they are read: later ones are posted again
-        while self._news:
-            number, deltas, plain = self._news.popleft()
+        while self._outputs:
+            number, deltas, plain = self._outputs.popleft()
             try:
                 self._encoder.add(number, deltas, plain)
             except Exception:
@@ -123,7 +123,7 @@ class EngineServer:
             logger.warning("command_malformed consumer=%d bytes=%d reason=%s", consumer, len(data), error)
             batch = self._salvage(consumer, payload)
         for command in batch.commands:
-            self._obey(consumer, batch.life, command)
+            self._handle(consumer, batch.life, command)
 
     def _salvage(self, consumer: int, payload: memoryview) -> Commands:
         """Return the sound commands of a malformed batch; refuse those whose number can be read."""
@@ -146,7 +146,7 @@ class EngineServer:
                     self._refuse((consumer, number), RequestError(f"malformed submit: {error}"))
             return None
 
-    def _obey(self, consumer: int, life: int, command: Submit | Abort | Drop | Ping | Drain) -> None:
+    def _handle(self, consumer: int, life: int, command: Submit | Abort | Drop | Ping | Drain) -> None:
         is_current = life == self._life
         if isinstance(command, Submit):
             self._submit(consumer, life, command)

@@ -68,7 +68,7 @@ class MockEngine:
         self._waiting: list[MockSequence] = []  # by rank
         self._running: dict[RequestKey, MockSequence] = {}
         self._leases: dict[RequestKey, Lease] = {}  # exported; they hold the blocks of ended requests
-        self._news: list[tuple[MockSequence, bool, Finish | None]] = []  # first tokens and ends, to be accounted for
+        self._outputs: list[tuple[MockSequence, bool, Finish | None]] = []  # first tokens and ends, to be accounted for
         self._step = 0
         self._began_at = 0.0
         self._stepped_at = 0.0
@@ -375,14 +375,14 @@ class MockEngine:
         if one.request.request_type == "context_only":
             self._export(one, delta)
         if is_first or delta.finish is not None:
-            self._news.append((one, is_first, delta.finish))
+            self._outputs.append((one, is_first, delta.finish))
         return delta
 
     def _hand_out(self, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
         """Emit the deltas; the accounts come after it, when no client waits."""
         self._emit(self._step, deltas, plain)
-        news, self._news = self._news, []
-        for one, is_first, finish in news:
+        outputs, self._outputs = self._outputs, []
+        for one, is_first, finish in outputs:
             if is_first:
                 self._accounts.delivered(one)
             if finish is not None:
@@ -440,7 +440,7 @@ class MockEngine:
             one.holding = None
 
     def _fail_all(self, error: Exception) -> None:
-        self._news.clear()
+        self._outputs.clear()
         for one in [*self._waiting, *self._running.values()]:
             if one.state is not MockSequenceStatus.ENDED:
                 self._remove_waiting(one)

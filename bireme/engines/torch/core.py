@@ -64,8 +64,8 @@ class EngineCore:
         self.num_steps = 0
         self._sequences: dict[RequestKey, Sequence] = {}
         self._deadlines = Deadlines()
-        self._news: list[StepOutput] = []
-        self._plain = PlainTokens([], [])  # of steps, and before the news of the same request
+        self._outputs: list[StepOutput] = []
+        self._plain = PlainTokens([], [])  # of steps, and before the outputs of the same request
         self._num_added = 0
         self._num_failed_steps = 0
 
@@ -144,10 +144,10 @@ class EngineCore:
         for sequence in list(self._sequences.values()):
             self._fail(sequence, error)
 
-    def take_news(self) -> tuple[list[StepOutput], PlainTokens]:
+    def take_outputs(self) -> tuple[list[StepOutput], PlainTokens]:
         """Return what has happened since the last call, and forget it."""
-        news, self._news, plain, self._plain = self._news, [], self._plain, PlainTokens([], [])
-        return news, plain
+        outputs, self._outputs, plain, self._plain = self._outputs, [], self._plain, PlainTokens([], [])
+        return outputs, plain
 
     def step(self) -> bool:
         """Do one step; False: nothing can run now. Raises BrokenEngineError."""
@@ -181,7 +181,7 @@ class EngineCore:
             sampled = parts.sampler.sample(logits[: len(keys)], keys)
         self._advance(plan)
         now = time.monotonic()
-        told = {delta.key for delta in self._news}  # imported since the last step: what follows must not overtake it
+        told = {delta.key for delta in self._outputs}  # imported since the last step: what follows must not overtake it
         for row, sequence in enumerate(batch.sampled):
             if (error := sampled.errors.get(row)) is not None:
                 self._fail(sequence, error)
@@ -270,7 +270,7 @@ class EngineCore:
         elif sequence.num_output >= sequence.max_tokens:
             self._finish(sequence, "length", delta)
         else:
-            self._news.append(delta)
+            self._outputs.append(delta)
 
     def _hand_over(
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, stop: bool, delta: StepOutput
@@ -382,7 +382,7 @@ class EngineCore:
         now = time.monotonic()
         delta.finish = Finish(reason, self._parts.accounts.usage(sequence, now), error, stop_token_id)
         self._parts.accounts.finished(sequence, reason, error, now)
-        self._news.append(delta)
+        self._outputs.append(delta)
 
     def _fail_step(self, plan: SchedulerOutput, error: Exception) -> None:
         """End the requests of a step that raised. Raises BrokenEngineError when steps keep failing."""

@@ -151,7 +151,7 @@ class TorchEngine:
 
     def _turn(self, core: EngineCore) -> None:
         """Take the inbox, run a step, emit its output; sleep when there is nothing to do."""
-        self._obey()
+        self._take_inbox()
         core.expire(time.monotonic())
         self._step_began_at = time.monotonic()
         try:
@@ -162,7 +162,7 @@ class TorchEngine:
         if not has_run:
             self._sleep(core)
 
-    def _obey(self) -> None:
+    def _take_inbox(self) -> None:
         for action in self._take():
             try:
                 action()
@@ -196,13 +196,13 @@ class TorchEngine:
             with self._wake:
                 if not self._inbox:
                     self._wake.wait(last - time.monotonic())
-            self._obey()
+            self._take_inbox()
         self._publish(core)
 
     def _publish(self, core: EngineCore) -> None:
-        news, plain = core.take_news()
-        if (news or plain.keys) and self._emit is not None:
-            self._emit(core.num_steps, news, plain)
+        outputs, plain = core.take_outputs()
+        if (outputs or plain.keys) and self._emit is not None:
+            self._emit(core.num_steps, outputs, plain)
 
     def _give_up(self, core: EngineCore, error: Exception) -> None:
         """End all requests and the process: the supervisor starts a new one."""

@@ -63,8 +63,8 @@ class Requests:
         self._faults = FaultWatch(self.warm_up, loop, fail)
         self._runs: dict[RequestKey, Run] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._news: dict[RequestKey, StepOutput] = {}
-        self._plain = PlainTokens([], [])  # before the news of the same request
+        self._outputs: dict[RequestKey, StepOutput] = {}
+        self._plain = PlainTokens([], [])  # before the outputs of the same request
         self.num_submitted = 0  # by the callers of `begin`
         self.num_ended = 0
         self.num_steps = 0
@@ -136,7 +136,7 @@ class Requests:
         if run.request.sampling.logprobs is not None:
             delta.logprobs = [run.carried(token)]
         self._accounts.delivered(run, 1, is_first=True)
-        self._tell(delta)
+        self._gather(delta)
 
     def _set_timers(self, run: Run) -> None:
         request, scheduler = run.request, self._context.config.scheduler_config
@@ -186,7 +186,7 @@ class Requests:
             self._abort_deferred(run)
         elif delta.tokens or delta.prompt_logprobs is not None:
             self._accounts.delivered(run, len(delta.tokens), is_first)
-            self._tell(delta)
+            self._gather(delta)
         if output.finish_reason is not None:
             self._finish(run, output)
 
@@ -305,30 +305,30 @@ class Requests:
         self._loaded.iterations.request_ended(run.result)
         self.num_ended += 1
         self._num_answered -= run.has_answered
-        self._tell(StepOutput(run.key, finish=finish, exported=exported))
+        self._gather(StepOutput(run.key, finish=finish, exported=exported))
 
     def _break(self, error: Exception) -> None:
         self._fail(f"{type(error).__name__}: {error}")
 
-    def _tell(self, delta: StepOutput) -> None:
+    def _gather(self, delta: StepOutput) -> None:
         """Gather the deltas of one turn of the loop, to emit them together."""
-        if not (self._news or self._plain.keys):
+        if not (self._outputs or self._plain.keys):
             self._loop.call_soon(self._flush)
-        known = self._news.get(delta.key)
+        known = self._outputs.get(delta.key)
         if known is not None:
-            self._news[delta.key] = _joined(known, delta)
+            self._outputs[delta.key] = _joined(known, delta)
         elif delta.is_plain:
             self._plain.keys.append(delta.key)
             self._plain.tokens += delta.tokens
         else:
-            self._news[delta.key] = delta
+            self._outputs[delta.key] = delta
 
     def _flush(self) -> None:
-        if not (self._news or self._plain.keys):
+        if not (self._outputs or self._plain.keys):
             return
-        news, self._news, plain, self._plain = self._news, {}, self._plain, PlainTokens([], [])
+        outputs, self._outputs, plain, self._plain = self._outputs, {}, self._plain, PlainTokens([], [])
         self.num_steps += 1
-        self._emit(self.num_steps, list(news.values()), plain)
+        self._emit(self.num_steps, list(outputs.values()), plain)
 
 
 def _joined(first: StepOutput, second: StepOutput) -> StepOutput:

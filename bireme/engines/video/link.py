@@ -73,7 +73,7 @@ class EngineLink:
         try:
             consumer, payload = split(data)
             if consumer == wire.VIDEO:
-                self._obey(wire.decode_command(payload))
+                self._handle(wire.decode_command(payload))
             elif consumer == STUB:
                 for command in decode_commands(payload).commands:
                     if isinstance(command, Ping):
@@ -81,7 +81,7 @@ class EngineLink:
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             logger.warning("command_malformed bytes=%d reason=%s", len(data), error)
 
-    def _obey(self, command: wire.Command) -> None:
+    def _handle(self, command: wire.Command) -> None:
         if command.life != self._life:
             return  # meant for another life: its stub has been told that this work is lost
         if isinstance(command, wire.SubmitDiffusion):
