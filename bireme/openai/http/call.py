@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
 from bireme.errors import drop_frames
-from bireme.openai.http.direct import AtOnce, DirectWrite, Watch, cycle_of, direct_write, has_whole_body, is_body_coming
+from bireme.openai.http.direct import AtOnce, DirectWrite, Watch, cycle_of, direct_write, is_body_coming
 from bireme.openai.http.error_replies import HttpError
 from bireme.openai.keys import OPEN, Tenant
 
@@ -69,8 +69,6 @@ class Call:
         length = self.header(b"content-length")
         if length.isdigit() and int(length[:20]) > max_bytes:
             raise _too_large(max_bytes)
-        if has_whole_body(self._cycle):
-            return await self._read(max_bytes)
         try:
             return await asyncio.wait_for(self._read(max_bytes), timeout_s)
         except asyncio.TimeoutError:

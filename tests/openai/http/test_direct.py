@@ -8,7 +8,7 @@ from uvicorn.server import ServerState
 
 from bireme.config import FrontendConfig
 from bireme.openai.http.connection import Connection
-from bireme.openai.http.direct import AtOnce, Watch, cycle_of, direct_write, has_whole_body
+from bireme.openai.http.direct import AtOnce, Watch, cycle_of, direct_write
 
 REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
 
@@ -101,15 +101,6 @@ async def test_before_the_reply_begins_there_is_no_short_way(connection):
     await asyncio.sleep(0)
     assert direct_write(cycle_of(connection.calls[0][0])) is None
     assert cycle_of(lambda: None) is None
-
-
-async def test_a_body_is_whole_once_all_of_it_has_come(connection):
-    connection.data_received(REQUEST + b"{")
-    await asyncio.sleep(0)
-    cycle = cycle_of(connection.calls[0][0])
-    assert not has_whole_body(cycle)
-    connection.data_received(b"}")
-    assert has_whole_body(cycle)
 
 
 async def test_all_requests_of_a_connection_learn_that_the_client_left(connection):
