@@ -28,7 +28,7 @@ class StepEncoder:
         self._frames: list[bytes] = []
 
     def add(self, number: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
-        """Add one step's output; that of muted or unknown requests is dropped."""
+        """Add one step's output; that of discarded or unknown requests is dropped."""
         is_rich = any(delta.logprobs is not None or delta.prompt_logprobs is not None for delta in deltas)
         if is_rich:
             self._seal()
@@ -64,7 +64,7 @@ class StepEncoder:
         find, steps = self._ledger.get, self._open
         for key, token in zip(plain.keys, plain.tokens, strict=True):
             record = find(key)
-            if record is None or record.is_muted:
+            if record is None or record.is_discarded:
                 continue
             consumer, request = key
             step = steps.get(consumer) or self._step(consumer, number)
@@ -77,7 +77,7 @@ class StepEncoder:
         record = self._ledger.get(delta.key)
         if record is None:
             return
-        if not record.is_muted:
+        if not record.is_discarded:
             step = self._open.get(delta.key[0])
             if delta.logprobs is not None and step is not None and delta.key[1] in (step.logprobs or ()):
                 self._seal()

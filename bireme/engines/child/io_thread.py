@@ -28,13 +28,13 @@ Outgoing = bytes | Callable[[], Iterable[bytes]]  # a frame, or what makes frame
 
 
 class IoThread:
-    """`start`, then `post` and `say` from any thread; `close`. `take` gets each incoming frame, on the thread."""
+    """`start`, then `post` and `send` from any thread; `close`. `take` gets each incoming frame, on the thread."""
 
     def __init__(self, endpoint: str, life: int, take: Callable[[bytes], None]) -> None:
         self._endpoint, self._life, self._take = endpoint, life, take
         self._outbox: collections.deque[Outgoing] = collections.deque()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._has_rung = self._is_closing = False
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_woken = self._is_closing = False
         self._sent_at = 0.0
         self._thread = threading.Thread(target=self._run, name="engine-io", daemon=True)
 
@@ -44,22 +44,22 @@ class IoThread:
     def post(self, item: Outgoing) -> None:
         """Send it in its turn; never blocks."""
         self._outbox.append(item)
-        self._ring()
+        self._wake()
 
-    def say(self, message: Hello | Pong) -> None:
+    def send(self, message: Hello | Pong) -> None:
         """Send the supervisor a message."""
         self.post(frame(CONTROL, encode(message)))
 
     def close(self) -> None:
         """Send what is queued and end the thread."""
         self._is_closing = True
-        self._ring()
+        self._wake()
         self._thread.join(_LINGER_MS / 1000 + 1)
 
-    def _ring(self) -> None:
-        if not self._has_rung:
-            self._has_rung = True
-            os.eventfd_write(self._bell, 1)
+    def _wake(self) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            os.eventfd_write(self._wakeup, 1)
 
     def _run(self) -> None:
         try:
@@ -74,28 +74,28 @@ class IoThread:
         steps = _connect(context, zmq.PUSH, self._endpoint + ".s")
         poller = zmq.Poller()
         poller.register(commands, zmq.POLLIN)
-        poller.register(self._bell, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
         while not (self._is_closing and not self._outbox):
             ready = dict(poller.poll())
-            if self._bell in ready:
-                os.eventfd_read(self._bell)
-                self._has_rung = False  # before the queue is read: later items wake it again
+            if self._wakeup in ready:
+                os.eventfd_read(self._wakeup)
+                self._is_woken = False  # before the queue is read: later items wake it again
             if self._outbox:
-                self._send(steps)
-                self._rest()
+                self._flush(steps)
+                self._throttle()
             if commands in ready:
                 self._receive(commands)
         commands.close(0)
         steps.close(_LINGER_MS)
         context.term()
 
-    def _send(self, steps: Any) -> None:
+    def _flush(self, steps: Any) -> None:
         while self._outbox:
             item = self._outbox.popleft()
             for data in (item,) if isinstance(item, bytes) else item():
                 steps.send(data)
 
-    def _rest(self) -> None:
+    def _throttle(self) -> None:
         """Let output that comes fast pile up: sending each step alone costs the readers more than its tokens."""
         now = time.monotonic()
         if now - self._sent_at < 2 * ENGINE_REST_S and not self._is_closing:

@@ -1,7 +1,7 @@
 """The requests that an engine has taken and not yet answered.
 
-Every request ends with exactly one Finish. One whose consumer is gone, or whose number was used twice, stays, muted,
-until the engine has released it.
+Every request ends with exactly one Finish. One whose consumer is gone, or whose number was used twice, stays until
+the engine has released it; what it still makes is discarded.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from bireme.engines.base import RequestKey
 class Record:
     """One request in flight."""
 
-    __slots__ = ("digest", "is_muted")
+    __slots__ = ("digest", "is_discarded")
 
     def __init__(self, digest: str) -> None:
         self.digest = digest  # of the prompt; goes into what a context_only request exports
-        self.is_muted = False
+        self.is_discarded = False
 
 
 class Ledger:

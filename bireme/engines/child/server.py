@@ -87,11 +87,11 @@ class EngineServer:
         """Say hello: from now on submits reach the engine."""
         self._encoder = StepEncoder(self._life, self._ledger, gate.key)
         self._service = _Service(engine, gate)
-        self._io.say(Hello(VERSION, self._life, gate.capacity))
+        self._io.send(Hello(VERSION, self._life, gate.capacity))
 
     def fail(self, error: str) -> None:
         """Tell the supervisor why this life ended before it was ready."""
-        self._io.say(Hello(VERSION, self._life, error=error))
+        self._io.send(Hello(VERSION, self._life, error=error))
 
     def close(self) -> None:
         """Send what is queued and end the thread."""
@@ -197,7 +197,7 @@ class EngineServer:
         record = self._ledger.get(key)
         if record is None:
             return
-        record.is_muted = True
+        record.is_discarded = True
         assert self._service is not None
         self._service.engine.abort(key)
         logger.warning("number_reused consumer=%d number=%d", *key)
@@ -213,7 +213,7 @@ class EngineServer:
         for key in keys:
             record = self._ledger.get(key)
             if record is not None and self._service is not None:
-                record.is_muted = True
+                record.is_discarded = True
                 self._service.engine.abort(key)
         if keys:  # else an ordinary close
             logger.info("consumer_dropped consumer=%d requests=%d", consumer, len(keys))
@@ -223,7 +223,7 @@ class EngineServer:
         began = progress.step_began_at
         self._metrics.set("bireme_requests_waiting", progress.num_waiting)
         self._metrics.set("bireme_requests_running", progress.num_running)
-        self._io.say(
+        self._io.send(
             Pong(
                 number,
                 self._life,

@@ -35,10 +35,10 @@ class EngineLink:
         self._io.start()
 
     def ready(self, facts: wire.PipelineFacts) -> None:
-        self._io.say(Hello(VERSION, self._life, facts=wire.encode(facts)))
+        self._io.send(Hello(VERSION, self._life, facts=wire.encode(facts)))
 
     def fail(self, error: str) -> None:
-        self._io.say(Hello(VERSION, self._life, error=error))
+        self._io.send(Hello(VERSION, self._life, error=error))
 
     def next(self) -> wire.SubmitDiffusion | None:
         """Wait for work; None: the process is to end."""
@@ -58,10 +58,10 @@ class EngineLink:
         self._step += 1
         self.began()
 
-    def rested(self) -> None:
+    def ended(self) -> None:
         self._step_began_at = 0.0
 
-    def tell(self, event: wire.Event) -> None:
+    def send(self, event: wire.Event) -> None:
         """Thread-safe; never blocks."""
         self._io.post(frame(wire.VIDEO, wire.encode(event)))
 
@@ -93,4 +93,4 @@ class EngineLink:
         began = self._step_began_at
         age_ms = max(0.0, time.monotonic() - began) * 1e3 if began else 0.0
         delta = encode_delta(self._metrics.take_delta())
-        self._io.say(Pong(number, self._life, self._step, age_ms, 0, int(bool(began)), delta))
+        self._io.send(Pong(number, self._life, self._step, age_ms, 0, int(bool(began)), delta))

@@ -97,15 +97,15 @@ class VideoProcess:
             if not isinstance(failure, BiremeError):
                 logger.exception("generation_failed number=%d", number)
             event = wire.Failed(number, to_message(failure))
-        self._link.rested()
-        self._link.tell(event)
+        self._link.ended()
+        self._link.send(event)
 
     def _generate(self, number: int, work: wire.DiffusionRequest) -> wire.Event:
         assert self._engine is not None
         progress = _Progress(self, number, work.total_steps)
         began = time.monotonic()
         progress.check()
-        self._link.tell(wire.Stepped(number, 0, work.total_steps))
+        self._link.send(wire.Stepped(number, 0, work.total_steps))
         frames = self._engine.generate(work, progress)
         progress.check()
         self._link.began()  # encoding has a time limit of its own
@@ -124,7 +124,7 @@ class VideoProcess:
         self._link.stepped()
         self._metrics.add("bireme_video_steps_total")
         self._metrics.observe("bireme_engine_step_seconds", seconds)
-        self._link.tell(event)
+        self._link.send(event)
 
 
 class _Progress:

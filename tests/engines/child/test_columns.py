@@ -96,13 +96,13 @@ def test_prompt_log_probs_without_a_token_arrive(ledger):
 
 
 def test_news_of_muted_and_unknown_requests_go_nowhere(ledger):
-    ledger.get((0, 1)).is_muted = True
+    ledger.get((0, 1)).is_discarded = True
     assert steps_of(ledger, StepOutput((0, 1), [10]), StepOutput((0, 99), [11])) == {}
     assert steps_of(ledger, plain=PlainTokens([(0, 1), (0, 99)], [10, 11])) == {}
 
 
 def test_a_finish_ends_the_entry_also_of_a_muted_request(ledger):
-    ledger.get((0, 1)).is_muted = True
+    ledger.get((0, 1)).is_discarded = True
     steps_of(ledger, StepOutput((0, 1), finish=Finish("cancelled", Usage())))
     assert ledger.get((0, 1)) is None
 
