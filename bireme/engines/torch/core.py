@@ -10,6 +10,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from bireme.engines.base import PlainTokens, RequestKey, StepOutput
@@ -172,8 +173,10 @@ class EngineCore:
         self._begin(plan, began)
         if not plan.has_tokens:
             return
-        batch = parts.builder.build(plan)
-        logits = parts.runner.forward(batch)
+        computed = self._compute(plan)
+        if computed is None:
+            return
+        batch, logits = computed
         self._keep_prompt_logprobs(batch, logits)
         sampled = Sampled([], [])
         if batch.sampled:
@@ -189,6 +192,26 @@ class EngineCore:
                 self._accept(sequence, sampled.tokens[row], sampled.logprobs[row], now)
         parts.accounts.stepped(now - began, len(batch.sampled))
 
+    def _compute(self, plan: SchedulerOutput) -> tuple[Batch, Tensor] | None:
+        """Return the step's logits. Out of memory ends the request that needs most, and the others' step is done."""
+        while plan.has_tokens:
+            batch = self._parts.builder.build(plan)
+            try:
+                return batch, self._parts.runner.forward(batch)
+            except torch.OutOfMemoryError as error:
+                text = str(error).partition(". ")[0]
+            # Here, not above: the error's frames held what the failed pass had allocated.
+            del batch
+            torch.cuda.empty_cache()
+            largest = plan.largest
+            logger.error("out_of_memory step=%d request=%s error=%s", self.num_steps, largest.key, text)
+            remedy = "lower kv_cache_config.free_gpu_memory_fraction or max_num_tokens, or send less at once"
+            self._fail(
+                largest, BiremeError(f"out of memory in a step, this request needs most of it: {text}; {remedy}")
+            )
+            plan.keep_running()
+        return None
+
     def _begin(self, plan: SchedulerOutput, now: float) -> None:
         """Register new sequences with sampler and accounts; one that can't begin leaves the plan."""
         new = [sequence for sequence in plan.decodes if not sequence.is_sampling]
@@ -200,10 +223,7 @@ class EngineCore:
             except Exception as error:
                 self._fail(sequence, _internal(error))
         if any(sequence.state is SequenceStatus.FINISHED for sequence in new):
-            plan.decodes = [sequence for sequence in plan.decodes if sequence.state is SequenceStatus.RUNNING]
-            plan.chunks = [
-                (sequence, count) for sequence, count in plan.chunks if sequence.state is SequenceStatus.RUNNING
-            ]
+            plan.keep_running()
 
     def _add_to_sampler(self, sequence: Sequence) -> None:
         split = sequence.num_prompt

@@ -153,6 +153,7 @@ class TorchEngine:
         """Take the inbox, run a step, emit its output; sleep when there is nothing to do."""
         self._take_inbox()
         core.expire(time.monotonic())
+        self._publish(core)  # first tokens of joined requests, and ends: they need not wait for the step
         self._step_began_at = time.monotonic()
         try:
             has_run = core.step()

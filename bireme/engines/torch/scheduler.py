@@ -27,6 +27,17 @@ class SchedulerOutput:
     def has_tokens(self) -> bool:
         return bool(self.decodes or self.chunks)
 
+    @property
+    def largest(self) -> Sequence:
+        """The request whose part of the step takes most memory: a chunk, the one that goes furthest."""
+        chunk = max(self.chunks, key=lambda chunk: chunk[0].computed + chunk[1], default=None)
+        return chunk[0] if chunk is not None else max(self.decodes, key=lambda sequence: sequence.computed)
+
+    def keep_running(self) -> None:
+        """Let go of those that have ended or were preempted."""
+        self.decodes = [sequence for sequence in self.decodes if sequence.state is SequenceStatus.RUNNING]
+        self.chunks = [(sequence, count) for sequence, count in self.chunks if sequence.state is SequenceStatus.RUNNING]
+
 
 class Scheduler:
     def __init__(self, manager: BlockManager, limits: EngineLimits) -> None:
@@ -53,7 +64,7 @@ class Scheduler:
         if self.num_preemptions == before:
             self._admit(plan)
         else:
-            self._drop_preempted(plan)
+            plan.keep_running()
         return plan
 
     def finish(self, sequence: Sequence) -> None:
@@ -117,10 +128,6 @@ class Scheduler:
         sequence.prompt_logprobs = []
         self.waiting.push(sequence)
         self.num_preemptions += 1
-
-    def _drop_preempted(self, plan: SchedulerOutput) -> None:
-        plan.decodes = [sequence for sequence in plan.decodes if sequence.state is SequenceStatus.RUNNING]
-        plan.chunks = [(sequence, count) for sequence, count in plan.chunks if sequence.state is SequenceStatus.RUNNING]
 
     def _admit(self, plan: SchedulerOutput) -> None:
         while self._slots and plan.budget and (head := self.waiting.peek()) is not None:

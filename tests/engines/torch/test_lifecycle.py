@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
 from bireme.kv.events import BlocksRemoved
@@ -156,8 +157,6 @@ def test_log_probabilities_come_with_their_tokens(engine):
 
 
 def test_prompt_log_probabilities_equal_those_of_the_model(llama):
-    import torch
-
     with Harness(llama.path, max_num_tokens=24) as engine:
         engine.run([request(PROMPTS[3], 1)])  # what is cached must not be left out
         result = engine.submit(request(PROMPTS[3], 1, prompt_logprobs=0))
@@ -229,6 +228,42 @@ def test_a_step_that_raises_fails_its_requests_and_the_next_ones_work(engine, ll
     runner.forward = forward
     assert engine.manager.num_referenced == 0
     assert engine.run([request(PROMPTS[1])]) == llama.expect([PROMPTS[1]])
+
+
+def test_out_of_memory_ends_the_request_that_needs_most_and_nobody_else(engine, llama, caplog):
+    runner = engine.core._parts.runner
+    forward = runner.forward
+
+    def small_steps_fit(batch):
+        if batch.ids.shape[1] > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has 2 GiB free.")
+        return forward(batch)
+
+    runner.forward = small_steps_fit
+    small = [engine.submit(request(PROMPTS[1])), engine.submit(request(PROMPTS[0]))]
+    large = engine.submit(request(PROMPTS[4]))
+    assert large.finish.error.startswith("INTERNAL: out of memory in a step") and large.tokens == []
+    assert "max_num_tokens" in large.finish.error
+    assert [result.finish.error for result in small] == ["", ""]
+    assert [result.tokens for result in small] == llama.expect([PROMPTS[1], PROMPTS[0]])
+    assert engine.manager.num_referenced == 0
+
+
+def test_what_ends_between_steps_is_told_before_the_next_step(engine):
+    runner = engine.core._parts.runner
+    forward, seen = runner.forward, []
+
+    def watch(batch):
+        seen.append(len(ended.finishes))
+        if len(seen) == 3:
+            engine.abort(ended)
+        return forward(batch)
+
+    with engine.engine._wake:  # the first step has both
+        ended, other = engine.submit(request(PROMPTS[1], 400)), engine.submit(request(PROMPTS[0], 8))
+        runner.forward = watch
+    assert other.finish.reason == "length" and ended.finish.reason == "cancelled"
+    assert seen[:4] == [0, 0, 0, 1]
 
 
 def test_a_request_that_the_sampler_refuses_fails_alone(engine, llama, monkeypatch):
