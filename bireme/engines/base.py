@@ -129,3 +129,4 @@ class EngineContext:
     hosts_encoder: bool = False  # this engine has the vision tower: it takes encode_only
     media: MediaLimits = MediaLimits()
     max_n: int = Limits().max_n  # handles of a picture: its request may have so many sequences
+    gpu_neighbors: tuple[float, ...] = ()  # free_gpu_memory_fraction of the recipe's other engines on this GPU

@@ -27,7 +27,7 @@ from bireme.engines.base import Engine, EngineContext
 from bireme.engines.child.server import EngineServer
 from bireme.engines.child.validate import Gate
 from bireme.engines.config import check_engine_config
-from bireme.engines.stub.environment import given_recipe, num_threads
+from bireme.engines.stub.environment import given_recipe, gpu_neighbors, num_threads
 from bireme.errors import ConfigError, to_message
 from bireme.kv.transfer.base import KvTransfer
 from bireme.metrics import Registry
@@ -131,6 +131,7 @@ class EngineProcess:
             hosts_encoder=recipe.encoder_stage == stage_of(self._worker),
             media=recipe.media,
             max_n=recipe.limits.max_n,
+            gpu_neighbors=gpu_neighbors(recipe, self._worker),
         )
 
     def _make_share(self, recipe: Recipe, entry: WorkerEntry, folder: Path) -> EmbeddingShare | None:

@@ -108,6 +108,22 @@ def devices_of(entry: WorkerEntry, worker: str) -> tuple[int, ...]:
     return entry.devices[replica * share : (replica + 1) * share]
 
 
+def gpu_neighbors(recipe: Recipe, worker: str) -> tuple[float, ...]:
+    """Return kv_cache_config.free_gpu_memory_fraction of each other engine on the GPU of a torch engine."""
+    used = {
+        name: (entry, set(devices_of(entry, name)) if entry.devices else {0})
+        for stage, entry in recipe.workers.items()
+        for name in recipe.replicas(stage)
+        if entry.kind.needs_model
+    }
+    mine = min(used[worker][1]) if worker in used else -1
+    return tuple(
+        entry.engine_config.kv_cache_config.free_gpu_memory_fraction
+        for name, (entry, devices) in used.items()
+        if name != worker and mine in devices
+    )
+
+
 def _package_path(inherited: str) -> str:
     """Put the checkout first. An installed package's folder is left out: it also holds the stub's numpy."""
     if not (CHECKOUT / "pyproject.toml").exists():

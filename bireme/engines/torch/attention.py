@@ -1,5 +1,7 @@
 """Attention over paged KV instead of transformers' own: `AttentionInterface` calls `paged_attention`.
 
+`PagedStep` is plain torch, for CPUs; `kernel_step.py` has its counterpart for GPUs.
+
 All tokens of a step are one packed row; decode rows come first, then prefill chunks. The step's description is in a
 context variable, because some model families drop keyword arguments. An argument that changes the result is honored or
 refused, never ignored.
@@ -74,6 +76,11 @@ def register() -> None:
     AttentionInterface.register(NAME, paged_attention)
 
 
+def store_rows(slots: Tensor, new: Tensor, pool: Tensor) -> None:
+    """Put the keys or values (1, N, T, size) of a step's tokens into their pool rows."""
+    pool.index_copy_(0, slots, new[0].transpose(0, 1).reshape(len(slots), -1).to(pool.dtype))
+
+
 @dataclass(slots=True)
 class DecodeView:
     """KV of the step's decode rows: the same number of blocks each, padded with the null block."""
@@ -106,6 +113,38 @@ class GroupStep:
 
 
 @dataclass(slots=True)
+class DecodeTable:
+    """KV of the step's decode rows."""
+
+    blocks: Tensor  # (rows, columns) int32
+    lengths: Tensor  # (rows,) int32: tokens that each sees, its own included
+
+
+@dataclass(slots=True)
+class PackedChunks:
+    """KV of prefill chunks that follow each other in the step; as many as may be gathered at once."""
+
+    begin: int  # their tokens are [begin, end) of the packed row
+    end: int
+    rows: Tensor  # (L,) pool rows of what they see, chunk after chunk; of a window's layers no more than that
+    query_begins: Tensor  # (chunks + 1,) int32, from 0
+    key_begins: Tensor  # (chunks + 1,) int32
+    longest_query: int
+    longest_key: int
+    is_fresh: bool  # they see nothing but their own tokens
+
+
+@dataclass(slots=True)
+class KernelGroup:
+    """One window's share of a step."""
+
+    slots: Tensor  # (T,) pool row that each token's key and value go to
+    decode: DecodeTable | None
+    chunks: list[PackedChunks]
+    window: int
+
+
+@dataclass(slots=True)
 class PagedStep:
     """A forward pass over the pools: stores new keys and values, then attends."""
 
@@ -116,9 +155,8 @@ class PagedStep:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
         group, keys, values = self.groups[layer], self.keys[layer], self.values[layer]
-        num_tokens = query.shape[2]
-        keys.index_copy_(0, group.slots, key[0].transpose(0, 1).reshape(num_tokens, -1).to(keys.dtype))
-        values.index_copy_(0, group.slots, value[0].transpose(0, 1).reshape(num_tokens, -1).to(values.dtype))
+        store_rows(group.slots, key, keys)
+        store_rows(group.slots, value, values)
         if group.decode is not None and not group.chunks:
             return self._decode(group.decode, query, key.shape[1], keys, values, extras)
         parts = []
@@ -238,3 +276,10 @@ class ProbeStep:
         )
         sinks = None if extras.sinks is None else extras.sinks.view(1, -1, 1, 1)
         return attend(query, key, value, None, extras, sinks, is_causal=True).transpose(1, 2)
+
+
+class SizingStep:
+    """A forward pass without attention: its memory is what the rest of the model needs."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bireme.engines.torch.attention import ChunkView, DecodeView, GroupStep
+from bireme.engines.torch.attention import ChunkView, DecodeTable, DecodeView, GroupStep, KernelGroup, PackedChunks
 from bireme.engines.torch.scheduler import SchedulerOutput
 from bireme.engines.torch.sequence import Sequence
 
@@ -35,10 +37,12 @@ class Batch:
     ids: Tensor  # (1, T) int64
     positions: Tensor  # (1, T) int64; (3, 1, T) for a model with positions in three dimensions
     logits_rows: Tensor  # int64: rows to sample first, then those of prompt log probabilities
-    groups: list[GroupStep]  # per group
+    groups: list[GroupStep] | list[KernelGroup]  # per group
     sampled: list[Sequence]  # in the order of the logits rows
     prompt_rows: list[PromptRows]
     embeddings: list[tuple[int, Tensor]] = field(default_factory=list)  # of pictures: place in the step, rows
+    num_decodes: int = 0
+    is_decode: bool = False  # nothing but decode rows: logits are wanted of all, in their order
 
 
 class BatchBuilder:
@@ -50,6 +54,7 @@ class BatchBuilder:
         max_seq_len: int,
         device: torch.device,
         has_grid_positions: bool = False,
+        uses_kernels: bool = False,
     ) -> None:
         """`has_grid_positions`: the model's rotary positions have three dimensions."""
         columns = -(-max_seq_len // tokens_per_block) + 1
@@ -57,15 +62,18 @@ class BatchBuilder:
         self._size = tokens_per_block
         self._device = device
         self._has_grid_positions = has_grid_positions
+        self._uses_kernels = uses_kernels
+        self._most_seen = max_seq_len  # tokens whose KV is gathered at once
         self._tables = [np.zeros((max_batch_size, columns), dtype=np.int64) for _ in windows]
 
     def build(self, plan: SchedulerOutput) -> Batch:
         ids, positions = self._tokens(plan)
         sampled, rows, prompt_rows = _logits_rows(plan)
-        groups = []
+        groups: list[Any] = []
+        make_group = self._kernel_group if self._uses_kernels else self._group
         for group, window in enumerate(self._windows):
             self._mirror(group, plan)
-            groups.append(self._group(group, window, plan, positions))
+            groups.append(make_group(group, window, plan, positions))
         return Batch(
             self._tensor(ids).unsqueeze(0),
             self._rope(plan, positions),
@@ -74,6 +82,8 @@ class BatchBuilder:
             sampled,
             prompt_rows,
             _embeddings(plan),
+            len(plan.decodes),
+            is_decode=not plan.chunks,
         )
 
     def _rope(self, plan: SchedulerOutput, positions: Ints) -> Tensor:
@@ -151,6 +161,47 @@ class BatchBuilder:
             visible &= seen > positions[:, None] - window
         rows = None if is_fresh else self._tensor(blocks[seen // size] * size + seen % size)
         return ChunkView(begin, begin + count, rows, self._tensor(visible)[None, None])
+
+    def _kernel_group(self, group: int, window: int, plan: SchedulerOutput, positions: Ints) -> KernelGroup:
+        table, size, count = self._tables[group], self._size, len(plan.decodes)
+        decode, chunks = None, []
+        slots = [np.empty(0, dtype=np.int64)]
+        if count:
+            rows, at = np.array([sequence.slot for sequence in plan.decodes]), positions[:count]
+            slots.append(table[rows, at // size] * size + at % size)
+            width = int(at.max()) // size + 1
+            decode = DecodeTable(
+                self._tensor(table[rows, :width].astype(np.int32)), self._tensor((at + 1).astype(np.int32))
+            )
+        begin, own = count, [0]
+        seen: list[Ints] = []
+        for sequence, length in plan.chunks:
+            end = sequence.computed + length
+            first = max(0, sequence.computed - window + 1) if window else 0
+            at = np.arange(first, end)
+            pool_rows = table[sequence.slot][at // size] * size + at % size
+            slots.append(pool_rows[sequence.computed - first :])
+            if seen and sum(len(rows) for rows in seen) + len(at) > self._most_seen:
+                chunks.append(self._packed(begin, own, seen))
+                begin, own, seen = begin + own[-1], [0], []
+            own.append(own[-1] + length)
+            seen.append(pool_rows)
+        if seen:
+            chunks.append(self._packed(begin, own, seen))
+        return KernelGroup(self._tensor(np.concatenate(slots)), decode, chunks, window)
+
+    def _packed(self, begin: int, own: list[int], seen: list[Ints]) -> PackedChunks:
+        lengths = [len(rows) for rows in seen]
+        return PackedChunks(
+            begin,
+            begin + own[-1],
+            self._tensor(np.concatenate(seen)),
+            self._tensor(np.array(own, dtype=np.int32)),
+            self._tensor(np.cumsum([0, *lengths], dtype=np.int32)),
+            longest_query=max(after - before for before, after in pairwise(own)),
+            longest_key=max(lengths),
+            is_fresh=sum(lengths) == own[-1],
+        )
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -1,7 +1,8 @@
 """The KV tensors of all layers, as rows of one token each, and their copies to and from transfers.
 
 Layers that share a window share block ids; each layer has its own two tensors (keys, values) of (blocks *
-tokens_per_block, heads * size). Block 0 is padding and stays zero.
+tokens_per_block, heads * size). Block 0 is padding: zero, and on a GPU, whose kernels never read it,
+what rows that fill up a graph's batch write.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ logger = logging.getLogger("bireme.engines.torch")
 
 _CPU_POOL_BYTES = 1 << 30
 _BATCH_SIZE = 64
-_NUM_TOKENS = {"cpu": 2048, "cuda": 8192}
+_NUM_TOKENS = 2048  # enough to keep a GPU busy; running streams stand still for a step of so many
 _LOGPROB_ELEMENTS = 1 << 25  # logits kept at once for prompt log probabilities
 
 
@@ -38,10 +38,10 @@ class EngineLimits:
     max_queue_time_s: float
 
 
-def resolve_limits(config: EngineConfig, model_config: Any, device: torch.device) -> EngineLimits:
+def resolve_limits(config: EngineConfig, model_config: Any) -> EngineLimits:
     """Fill in unset values. Raises ConfigError naming key, value and remedy."""
     max_seq_len = _max_seq_len(config, model_config)
-    max_num_tokens = _at_least_one("max_num_tokens", config.max_num_tokens, _NUM_TOKENS.get(device.type, 2048))
+    max_num_tokens = _at_least_one("max_num_tokens", config.max_num_tokens, _NUM_TOKENS)
     max_batch_size = _at_least_one("max_batch_size", config.max_batch_size, min(_BATCH_SIZE, max_num_tokens))
     if max_num_tokens < max_batch_size:
         raise ConfigError(
@@ -86,9 +86,9 @@ def narrow_windows(
 
 
 def pool_sizes(
-    config: EngineConfig, limits: EngineLimits, groups: Sequence[LayerGroup], device: torch.device
+    config: EngineConfig, limits: EngineLimits, groups: Sequence[LayerGroup], available: int = _CPU_POOL_BYTES
 ) -> list[int]:
-    """Return the number of blocks per group.
+    """Return the number of blocks per group, in `available` bytes where kv_cache_config.max_tokens is not set.
 
     Layers without a window get as many tokens as there is memory for; layers with one at most twice what the largest
     batch can hold at once, so that something is left for reuse.
@@ -101,13 +101,12 @@ def pool_sizes(
                 f"kv_cache_config.max_tokens: {tokens} is less than one block (tokens_per_block {size}); raise it"
             )
         return [min(tokens // size, cap) if cap else tokens // size for cap in caps]
-    budget = _pool_bytes(config, device)
     most = -(-limits.max_batch_size * limits.max_seq_len // size)
-    sizes = _share([group.bytes_per_token * size for group in groups], caps, budget, most)
+    sizes = _share([group.bytes_per_token * size for group in groups], caps, available, most)
     if min(sizes) < 1:
         raise ConfigError(
-            f"{budget >> 20} MiB of memory for KV do not hold one block of every layer;"
-            " free memory or set kv_cache_config.max_tokens"
+            f"{max(0, available) >> 20} MiB of memory for KV do not hold one block of every layer; free memory, raise"
+            " kv_cache_config.free_gpu_memory_fraction, or set kv_cache_config.max_tokens"
         )
     return sizes
 
@@ -134,10 +133,28 @@ def _share(block_bytes: Sequence[int], caps: Sequence[int], budget: int, most: i
         capped |= over
 
 
-def _pool_bytes(config: EngineConfig, device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * config.kv_cache_config.free_gpu_memory_fraction)
-    return _CPU_POOL_BYTES
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Bytes of one GPU, once the model is loaded."""
+
+    total: int
+    free: int
+    weights: int  # of this engine
+    peak: int  # of a step of this engine, beyond weights and pools
+
+
+def gpu_pool_bytes(memory: GpuMemory, fraction: float, neighbors: Sequence[float] = ()) -> int:
+    """Return what the pools may take.
+
+    `fraction` is of what weights and the largest step leave free. With engines beside it on the GPU (`neighbors`:
+    their fractions), it is of the whole GPU, weights and largest step included, whoever starts first; fractions
+    that come to more than 0.9 together are lowered to that in proportion.
+    """
+    free = memory.free - memory.peak
+    if not neighbors:
+        return int(free * fraction)
+    part = fraction * min(1.0, 0.9 / (fraction + sum(neighbors)))
+    return min(free, int(memory.total * part) - memory.weights - memory.peak)
 
 
 def _max_seq_len(config: EngineConfig, model_config: Any) -> int:

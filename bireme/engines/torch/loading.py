@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bireme.engines.base import EngineContext, RequestKey
+from bireme.engines.torch import kernels
 from bireme.engines.torch import limits as limit
 from bireme.engines.torch.admission import Admission
 from bireme.engines.torch.attention import LayerGeometry
@@ -20,7 +21,7 @@ from bireme.engines.torch.guides import TorchGuides
 from bireme.engines.torch.kv_store import KvStore, group_layers
 from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.metrics import TorchMetrics
-from bireme.engines.torch.runner import HfRunner, probe
+from bireme.engines.torch.runner import HfRunner, peak_bytes, probe
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.warmup import warm_up
 from bireme.errors import ConfigError
@@ -43,14 +44,16 @@ class LoadedEngine:
         torch.set_num_threads(context.num_threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         checkpoint = open_checkpoint(context.model_path, context.config.trust_remote_code)
-        self.limits = limit.resolve_limits(context.config, checkpoint.text_config, device)
+        # cuDNN's attention makes a plan for every shape, 30 to 40 ms of host time each.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        self.limits = limit.resolve_limits(context.config, checkpoint.text_config)
         model = load_model(checkpoint, context.config.dtype, device)
         pictures = _picture_side(context, checkpoint, model, device, post, self.limits)
         self.encoder = pictures.encoder if pictures else None
         if pictures:
             model = pictures.language_model
         geometry = _geometry(context, model, checkpoint, device)
-        store, manager = _pools(context, geometry, self.limits, checkpoint, device)
+        store, manager = _pools(context, model, geometry, self.limits, checkpoint, device)
         self.events = manager.events
         eos_ids, vocab_size = eos_token_ids(checkpoint), int(model.config.vocab_size)
         sampler: Sampler[RequestKey] = Sampler(vocab_size, device)
@@ -66,8 +69,12 @@ class LoadedEngine:
         )
         accounts = TorchMetrics(context.metrics, context.worker)
         has_grid_positions = pictures is not None and pictures.merge_size > 0
-        runner, builder = HfRunner(model, store), _builder(store, self.limits, device, has_grid_positions)
+        uses_kernels = kernels.is_usable(device)
+        runner = HfRunner(model, store, uses_kernels)
+        builder = _builder(store, self.limits, device, has_grid_positions, uses_kernels)
         warm_up(runner, builder, manager, store, self.limits)
+        if uses_kernels:
+            _make_graphs(runner, store, self.limits, has_grid_positions)
         self.core = EngineCore(
             Parts(
                 worker=context.worker,
@@ -119,11 +126,29 @@ def _tell(model: Any, store: KvStore, manager: BlockManager, capacity: Capacity)
     )
 
 
-def _builder(store: KvStore, limits: EngineLimits, device: torch.device, has_grid_positions: bool) -> BatchBuilder:
-    windows = [group.window for group in store.groups]
+def _builder(
+    store: KvStore, limits: EngineLimits, device: torch.device, has_grid_positions: bool, uses_kernels: bool
+) -> BatchBuilder:
     return BatchBuilder(
-        windows, limits.tokens_per_block, limits.max_batch_size, limits.max_seq_len, device, has_grid_positions
+        [group.window for group in store.groups],
+        limits.tokens_per_block,
+        limits.max_batch_size,
+        limits.max_seq_len,
+        device,
+        has_grid_positions,
+        uses_kernels,
     )
+
+
+def _make_graphs(runner: HfRunner, store: KvStore, limits: EngineLimits, has_grid_positions: bool) -> None:
+    from bireme.engines.torch.decode_graphs import DecodeGraphs
+
+    windows, columns = [group.window for group in store.groups], -(-limits.max_seq_len // limits.tokens_per_block) + 1
+    try:
+        runner.use(DecodeGraphs(runner.compute, windows, columns, limits.max_batch_size, has_grid_positions))
+    except Exception as error:  # of whatever the model does that a graph can't hold: it still runs, more slowly
+        logger.warning("graphs_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
+        torch.cuda.empty_cache()
 
 
 def _geometry(context: EngineContext, model: Any, checkpoint: Checkpoint, device: torch.device) -> list[LayerGeometry]:
@@ -135,6 +160,7 @@ def _geometry(context: EngineContext, model: Any, checkpoint: Checkpoint, device
 
 def _pools(
     context: EngineContext,
+    model: Any,
     geometry: list[LayerGeometry],
     limits: EngineLimits,
     checkpoint: Checkpoint,
@@ -142,7 +168,14 @@ def _pools(
 ) -> tuple[KvStore, BlockManager]:
     cache = context.config.kv_cache_config
     groups = group_layers(geometry)
-    num_blocks = limit.pool_sizes(context.config, limits, groups, device)
+    if device.type == "cuda" and cache.max_tokens is None:
+        peak = peak_bytes(model, geometry, limits, device)
+        free, total = torch.cuda.mem_get_info(device)
+        memory = limit.GpuMemory(total, free, torch.cuda.memory_allocated(device), peak)
+        available = limit.gpu_pool_bytes(memory, cache.free_gpu_memory_fraction, context.gpu_neighbors)
+        num_blocks = limit.pool_sizes(context.config, limits, groups, available)
+    else:
+        num_blocks = limit.pool_sizes(context.config, limits, groups)
     store = KvStore(geometry, groups, num_blocks, limits.tokens_per_block, device)
     manager = BlockManager(
         [GroupSpec(group.window, count) for group, count in zip(groups, num_blocks, strict=True)],

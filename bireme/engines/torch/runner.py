@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch import attention
-from bireme.engines.torch.attention import AttentionStep, LayerGeometry, PagedStep, ProbeStep
+from bireme.engines.torch.attention import AttentionStep, LayerGeometry, PagedStep, ProbeStep, SizingStep
 from bireme.engines.torch.batch import Batch
 from bireme.engines.torch.kv_store import KvStore
+from bireme.engines.torch.limits import EngineLimits
 from bireme.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from bireme.engines.torch.decode_graphs import DecodeGraphs
 
 
 def probe(model: Any, device: torch.device) -> list[LayerGeometry]:
@@ -52,18 +55,58 @@ def _complete(seen: dict[int, LayerGeometry], num_layers: int, name: str) -> lis
     return [seen[layer] for layer in range(num_layers)]
 
 
+def peak_bytes(model: Any, geometry: Sequence[LayerGeometry], limits: EngineLimits, device: torch.device) -> int:
+    """Return what the largest step takes of a GPU beyond weights and pools. Raises ConfigError if it does not fit."""
+    before: int = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    tokens = torch.zeros(1, limits.max_num_tokens, dtype=torch.int64, device=device)
+    rows = torch.arange(min(limits.max_num_tokens, limits.max_batch_size + limits.max_logprob_rows), device=device)
+    try:
+        _forward(model, SizingStep(), tokens, tokens, rows).float().log_softmax(-1)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"max_num_tokens: a step of {limits.max_num_tokens} tokens does not fit beside the weights; lower it, or"
+            " free memory"
+        ) from error
+    peak: int = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    a_token = [layer.num_kv_heads * (layer.key_size + layer.value_size) * layer.dtype.itemsize for layer in geometry]
+    return peak + limits.max_seq_len * int(max(a_token))  # the KV of a prefix, gathered in one layer
+
+
 class HfRunner:
     """Owns the model; used by the engine's thread."""
 
-    def __init__(self, model: Any, store: KvStore) -> None:
+    def __init__(self, model: Any, store: KvStore, uses_kernels: bool = False) -> None:
+        """`uses_kernels`: batches are built for KernelStep."""
+        self.uses_kernels = uses_kernels
         self._model = model
         self._store = store
+        self._make_step: Any = PagedStep
+        if uses_kernels:
+            from bireme.engines.torch.kernel_step import KernelStep  # Triton's language comes with CUDA builds alone
+
+            self._make_step = KernelStep
+        self._graphs: DecodeGraphs | None = None
 
     def forward(self, batch: Batch) -> Tensor:
-        """Compute the batch: writes its KV rows, returns logits (rows wanted, vocabulary)."""
+        """Compute the batch: writes its KV rows, returns logits (rows wanted, vocabulary).
+
+        They may be a graph's own, which the next call overwrites.
+        """
+        if self._graphs is not None and (logits := self._graphs.replay(batch)) is not None:
+            return logits
+        return self.compute(batch)
+
+    def compute(self, batch: Batch) -> Tensor:
+        """Compute the batch, kernel by kernel."""
         groups = [batch.groups[group] for group in self._store.group_of]
-        step = PagedStep(self._store.keys, self._store.values, groups, self._store.tokens_per_block)
+        step = self._make_step(self._store.keys, self._store.values, groups, self._store.tokens_per_block)
         return _forward(self._model, step, batch.ids, batch.positions, batch.logits_rows, batch.embeddings)
+
+    def use(self, graphs: DecodeGraphs) -> None:
+        """From now on decode steps replay these."""
+        self._graphs = graphs
 
 
 def _forward(

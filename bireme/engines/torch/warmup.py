@@ -20,19 +20,23 @@ _MOST_TOKENS = 512  # enough to choose kernels and grow the allocator; a full bu
 def warm_up(
     runner: HfRunner, builder: BatchBuilder, manager: BlockManager, store: KvStore, limits: EngineLimits
 ) -> None:
-    """Run a prefill, and a decode step of the largest batch that fits."""
+    """Run a prefill, one behind a prefix, and a decode step of the largest batch that fits; of kernels all variants."""
     size = manager.tokens_per_block
     room = min(spec.num_blocks for spec in manager.groups) * size
     num_tokens = max(1, min(_MOST_TOKENS, limits.max_num_tokens, limits.max_seq_len - 1, room))
     prefill = _sequence(manager, 0, num_tokens)
     _hold(manager, prefill, num_tokens)
     runner.forward(builder.build(SchedulerOutput(chunks=[(prefill, num_tokens)])))
+    if num_tokens > 2:
+        prefill.computed = num_tokens // 2
+        runner.forward(builder.build(SchedulerOutput(chunks=[(prefill, num_tokens - prefill.computed)])))
     manager.release(prefill.table)
     count = min(limits.max_batch_size, min(spec.num_blocks for spec in manager.groups))
     decodes = [_sequence(manager, slot, 1) for slot in range(count)]
     for sequence in decodes:
         _hold(manager, sequence, 1)
-    runner.forward(builder.build(SchedulerOutput(decodes=decodes)))
+    for rows in sorted({min(rows, count) for rows in (1, 8, 32, count)} if runner.uses_kernels else {count}):
+        runner.forward(builder.build(SchedulerOutput(decodes=decodes[:rows])))
     for sequence in decodes:
         manager.release(sequence.table)
     store.clear(min(min(spec.num_blocks for spec in manager.groups), max(count, -(-num_tokens // size))) * size + size)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bireme.config import CHECKOUT, Recipe, WorkerEntry
+from bireme.config import CHECKOUT, EngineConfig, KvCacheConfig, Recipe, WorkerEntry
 from bireme.engines.stub.environment import (
     RECIPE_VARIABLE,
     devices_of,
     engine_environment,
     find_python,
+    gpu_neighbors,
     num_threads,
     usable_cores,
 )
@@ -60,6 +61,23 @@ def test_threads_are_shared_among_the_recipes_engines():
 def test_replicas_get_their_part_of_the_devices(devices, replicas, expected):
     entry = WorkerEntry(devices=devices, replicas=replicas)
     assert [devices_of(entry, name) for name in ("decode", "decode_1")] == expected
+
+
+def fraction(value, **entry):
+    config = EngineConfig(kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=value))
+    return WorkerEntry(engine_config=config, **entry)
+
+
+def test_engines_without_devices_are_all_on_the_first_gpu():
+    recipe = Recipe(model="none", name="r", workers={"prefill": fraction(0.3), "decode": fraction(0.5, replicas=2)})
+    assert gpu_neighbors(recipe, "prefill") == (0.5, 0.5)
+    assert gpu_neighbors(recipe, "decode_1") == (0.3, 0.5)
+
+
+def test_engines_on_other_gpus_are_no_neighbors():
+    workers = {"prefill": fraction(0.3, devices=(0,)), "decode": fraction(0.5, devices=(0, 1), replicas=2)}
+    recipe = Recipe(model="none", name="r", workers=workers)
+    assert [gpu_neighbors(recipe, name) for name in ("prefill", "decode", "decode_1")] == [(0.5,), (0.3,), ()]
 
 
 def test_the_environment_has_threads_devices_and_the_recipe(tmp_path):

@@ -1,0 +1,183 @@
+"""Causal attention of several prompts' chunks over the pool: each token sees its request's tokens up to itself.
+
+For what flash attention does not do: float32, softcap, sinks, unusual head sizes. No mask is made.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bireme.engines.torch.kernels.paged_decode import _padded, _weights, precision
+
+_NOT_SPECIALIZED = ["window"]
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)  # type: ignore[untyped-decorator]
+def _prefill_kernel(
+    query,  # (T, H, K)
+    keys,
+    values,
+    rows,  # (L,) pool rows of what the chunks see, chunk after chunk
+    query_begins,  # (chunks + 1,) into T
+    key_begins,  # (chunks + 1,) into L
+    sinks,  # (H,)
+    out,  # (T, H, V)
+    scaling,
+    softcap,
+    query_stride,
+    head_stride,
+    window,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PAD_K: tl.constexpr,
+    PAD_V: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    chunk, tile_q, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head = head // (H // N)
+    query_begin, query_end = tl.load(query_begins + chunk), tl.load(query_begins + chunk + 1)
+    if query_begin + tile_q * TILE_Q < query_end:
+        key_begin, key_end = tl.load(key_begins + chunk), tl.load(key_begins + chunk + 1)
+        before = (key_end - key_begin) - (query_end - query_begin)  # tokens seen before the chunk's first
+        i, k, v, t = tl.arange(0, TILE_Q), tl.arange(0, PAD_K), tl.arange(0, PAD_V), tl.arange(0, TILE)
+        token = query_begin + tile_q * TILE_Q + i
+        position = before + tile_q * TILE_Q + i
+        is_own = token < query_end
+        q = tl.load(
+            query + token[:, None].to(tl.int64) * query_stride + head * head_stride + k[None, :],
+            is_own[:, None] & (k < K)[None, :],
+            0.0,
+        )
+        largest = tl.full([TILE_Q], -1e30, tl.float32)
+        total = tl.zeros([TILE_Q], tl.float32)
+        sums = tl.zeros([TILE_Q, PAD_V], tl.float32)
+        begin = tl.maximum(0, before + tile_q * TILE_Q - window + 1) // TILE
+        end = tl.cdiv(tl.minimum(key_end - key_begin, before + (tile_q + 1) * TILE_Q), TILE)
+        for tile in range(begin, end):
+            at = tile * TILE + t
+            is_there = at < key_end - key_begin
+            slot = tl.load(rows + key_begin + at, is_there, 0)
+            key = tl.load(
+                keys + (slot * N + kv_head)[None, :] * K + k[:, None], is_there[None, :] & (k < K)[:, None], 0.0
+            )
+            score = tl.dot(q, key, input_precision=PRECISION) * scaling
+            if HAS_SOFTCAP:
+                score = softcap * (2 / (1 + tl.exp(-2 * score / softcap)) - 1)  # tanh
+            is_seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window)
+            is_seen = is_seen & is_there[None, :]
+            score = tl.where(is_seen, score, -1e30)
+            new_largest = tl.maximum(largest, tl.max(score, 1))
+            weight = tl.where(is_seen, tl.exp(score - new_largest[:, None]), 0.0)
+            shrink = tl.exp(largest - new_largest)
+            value = tl.load(
+                values + (slot * N + kv_head)[:, None] * V + v[None, :], is_there[:, None] & (v < V)[None, :], 0.0
+            )
+            sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+            total = total * shrink + tl.sum(weight, 1)
+            largest = new_largest
+        if HAS_SINKS:
+            sink = tl.load(sinks + head).to(tl.float32)
+            top = tl.maximum(largest, sink)
+            sums = sums * tl.exp(largest - top)[:, None]
+            total = total * tl.exp(largest - top) + tl.exp(sink - top)
+        total = tl.where(is_own, total, 1.0)
+        tl.store(
+            out + (token[:, None].to(tl.int64) * H + head) * V + v[None, :],
+            (sums / total[:, None]).to(out.dtype.element_ty),
+            is_own[:, None] & (v < V)[None, :],
+        )
+
+
+def packed_prefill(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    query_begins: Tensor,
+    key_begins: Tensor,
+    longest_query: int,
+    num_kv_heads: int,
+    scaling: float,
+    window: int = 0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """query (T, H, K), rows (L,) int64, begins (chunks + 1,) int32 -> (T, H, V). Window 0: all."""
+    tokens, heads, size = query.shape
+    value_size = values.shape[1] // num_kv_heads
+    pad_k, pad_v = _padded(size), _padded(value_size)
+    out = torch.empty(tokens, heads, value_size, dtype=query.dtype, device=query.device)
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    is_small = query.dtype.itemsize * pad_k <= 256
+    tile_q = 64 if is_small else 32
+    _prefill_kernel[(len(query_begins) - 1, triton.cdiv(longest_query, tile_q), heads)](
+        query,
+        keys,
+        values,
+        rows,
+        query_begins,
+        key_begins,
+        query if sinks is None else sinks,
+        out,
+        scaling,
+        softcap or 1.0,
+        query.stride(0),
+        query.stride(1),
+        window or 1 << 30,
+        H=heads,
+        N=num_kv_heads,
+        K=size,
+        V=value_size,
+        PAD_K=pad_k,
+        PAD_V=pad_v,
+        TILE_Q=tile_q,
+        TILE=64 if is_small else 32,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
+        PRECISION=precision(query.dtype),
+        num_warps=4,
+        num_stages=2,
+    )
+    return out
+
+
+def packed_prefill_reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    query_begins: Tensor,
+    key_begins: Tensor,
+    longest_query: int,
+    num_kv_heads: int,
+    scaling: float,
+    window: int = 0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The same, token by token, in float32."""
+    found, repeats = [], query.shape[1] // num_kv_heads
+    own, seen = query_begins.tolist(), key_begins.tolist()
+    for chunk in range(len(own) - 1):
+        slots = rows[seen[chunk] : seen[chunk + 1]]
+        key, value = (
+            pool[slots].view(len(slots), num_kv_heads, -1).repeat_interleave(repeats, 1).float()
+            for pool in (keys, values)
+        )
+        before = len(slots) - (own[chunk + 1] - own[chunk])
+        for index, one in enumerate(query[own[chunk] : own[chunk + 1]]):
+            last = before + index + 1
+            part = slice(max(0, last - window) if window else 0, last)
+            scores = torch.einsum("hk,lhk->hl", one.float(), key[part]) * scaling
+            found.append(torch.einsum("hl,lhv->hv", _weights(scores, softcap, sinks), value[part]))
+    return torch.stack(found).to(query.dtype)

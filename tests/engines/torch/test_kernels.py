@@ -1,0 +1,84 @@
+"""The GPU's kernels equal plain torch: on a GPU as they are, elsewhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engines.torch.torch_harness import Harness, make_prompts, request
+
+pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
+from bireme.engines.torch import kernels
+from bireme.engines.torch.kernels.packed_prefill import packed_prefill, packed_prefill_reference
+from bireme.engines.torch.kernels.paged_decode import paged_decode, paged_decode_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCKS = 40
+# heads, key/value heads, sizes of keys and values, block size, window, softcap, has sinks
+SHAPES = [
+    pytest.param(4, 2, 16, 16, 8, 0, None, False, id="grouped"),
+    pytest.param(4, 1, 24, 16, 16, 20, None, False, id="window, sizes that differ"),
+    pytest.param(4, 4, 64, 64, 32, 0, 5.0, False, id="softcap"),
+    pytest.param(6, 2, 16, 8, 8, 33, None, True, id="window and sinks"),
+]
+
+
+@pytest.fixture
+def rng():
+    return torch.Generator(DEVICE).manual_seed(0)
+
+
+def pools(rng, num_kv, size, value_size, block_size):
+    shape = {"generator": rng, "device": DEVICE}
+    rows = BLOCKS * block_size
+    return torch.randn(rows, num_kv * size, **shape), torch.randn(rows, num_kv * value_size, **shape)
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_kv", "size", "value_size", "block_size", "window", "softcap", "has_sinks"), SHAPES
+)
+def test_decode_over_a_block_table_equals_plain_torch(
+    rng, heads, num_kv, size, value_size, block_size, window, softcap, has_sinks
+):
+    keys, values = pools(rng, num_kv, size, value_size, block_size)
+    query = torch.randn(heads, 3, size, generator=rng, device=DEVICE).transpose(0, 1)
+    lengths = torch.tensor([1, 70, 133], dtype=torch.int32, device=DEVICE)
+    table = torch.randint(1, BLOCKS, (3, 20), generator=rng, device=DEVICE, dtype=torch.int32)
+    sinks = torch.randn(heads, generator=rng, device=DEVICE) if has_sinks else None
+    given = (query, keys, values, table, lengths, block_size, num_kv, 0.3, window, softcap, sinks)
+    torch.testing.assert_close(paged_decode(*given), paged_decode_reference(*given))
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_kv", "size", "value_size", "block_size", "window", "softcap", "has_sinks"), SHAPES
+)
+def test_prefill_behind_prefixes_equals_plain_torch(
+    rng, heads, num_kv, size, value_size, block_size, window, softcap, has_sinks
+):
+    keys, values = pools(rng, num_kv, size, value_size, block_size)
+    query = torch.randn(heads, 80, size, generator=rng, device=DEVICE).transpose(0, 1)
+    own = torch.tensor([0, 3, 73, 80], dtype=torch.int32, device=DEVICE)  # a whole prompt, then two behind prefixes
+    seen = torch.tensor([0, 3, 103, 120], dtype=torch.int32, device=DEVICE)
+    rows = torch.randint(0, len(keys), (120,), generator=rng, device=DEVICE)
+    sinks = torch.randn(heads, generator=rng, device=DEVICE) if has_sinks else None
+    given = (query, keys, values, rows, own, seen, 70, num_kv, 0.3, window, softcap, sinks)
+    torch.testing.assert_close(packed_prefill(*given), packed_prefill_reference(*given))
+
+
+def test_an_engine_that_runs_on_the_kernels_equals_generate(tiny, monkeypatch):
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    model, prompt = tiny("gemma3"), make_prompts(12)[0]
+    with Harness(model.path, max_num_tokens=8, tokens_per_block=8, max_batch_size=1) as engine:
+        assert engine.core._parts.runner.uses_kernels
+        assert engine.run([request(prompt, 2)]) == model.expect([prompt], 2)
+        longer = [*prompt, 7]  # behind a block that is reused
+        assert engine.run([request(longer, 1)]) == model.expect([longer], 1)
+
+
+@pytest.mark.parametrize("most", [1, 3, 64, 100, 256])
+def test_graphs_are_made_for_few_batch_sizes_and_fill_up_few_rows(most):
+    from bireme.engines.torch.decode_graphs import bucket_sizes
+
+    sizes = bucket_sizes(most)
+    assert sizes[0] == 1 and sizes[-1] == most and len(sizes) <= 20
+    assert all(after - before <= max(8, before // 2) for before, after in zip(sizes, sizes[1:], strict=False))
