@@ -141,7 +141,7 @@ class Interleaver:
         if self._resumed_at:
             self.theirs.append(began - self._resumed_at)
         self._core.step()
-        self._core.take_news()
+        self._core.take_outputs()
         self._resumed_at = time.perf_counter()
         self.ours.append(self._resumed_at - began)
         return torch.zeros(len(input_ids), dtype=torch.bool)

@@ -3,7 +3,7 @@
     python -m bireme.openai --recipe recipes/tiny-chat                       # BIREME_GRPC, else 127.0.0.1:8001
     python -m bireme.openai --recipe recipes/a --grpc host1:8001 --recipe recipes/b --grpc host2:8001 --port 9000
 
-SIGTERM: no new connections, requests under way get --drain-timeout seconds, then an error, then exit code 0.
+SIGTERM: no new connections, running requests get --drain-timeout seconds, then an error, then exit code 0.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
-    """Says that it serves, and that it drains as soon as it is asked to stop."""
+    """Logs that it serves, and that it drains as soon as it is asked to stop."""
 
     def __init__(self, config: uvicorn.Config, frontend: Frontend, member: Member | None) -> None:
         super().__init__(config)

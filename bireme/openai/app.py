@@ -1,8 +1,7 @@
-"""The ASGI application: who may call what, within which limits, and a word in the log for each request.
+"""The ASGI application: who may call what, within which limits, and a log line for each request.
 
-One rule: decisions look at the decoded path alone. What is not in the table of routes is refused; without a
-key (where keys are set) everything is refused but OPEN_PATHS and the playground's files. The Host header decides
-nothing.
+Decisions look only at the decoded path. A path outside the table of routes is refused; without a key (where keys are
+set) everything is refused but OPEN_PATHS and the playground's files. The Host header decides nothing.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class Frontend:
             self._teller = await self._member.tell(self._page.totals)
 
     async def stop(self) -> None:
-        """Close the ways to the workers; requests have ended."""
+        """Close the connections to the workers; requests have ended."""
         if self._teller is not None:
             self._teller.close()
         if self._ticker is not None:
@@ -174,7 +173,7 @@ class Frontend:
         return methods
 
     async def _refuse(self, call: Call, error: Exception) -> bool:
-        """Log what only the log may say, and tell the caller; false: it is too late for that."""
+        """Log what only the log may show, and tell the caller; false: it is too late for that."""
         if isinstance(error, RateLimitError):
             self._metrics.add("bireme_rate_limited_total", 1, call.tenant.name)
         if is_internal(error):
@@ -240,7 +239,7 @@ class Frontend:
             access.info(_log_line(call))
 
     async def _tick(self) -> None:
-        """Give silent streams a comment."""
+        """Send silent streams a comment."""
         interval_s = self._config.comment_interval_s
         while True:
             await asyncio.sleep(interval_s / _NUM_TICKS)
@@ -250,7 +249,7 @@ class Frontend:
 
 
 def _check_host(call: Call) -> None:
-    """Refuse what could mean one thing to a proxy and another to a client library."""
+    """Refuse a Host that a proxy and a client library could read differently."""
     if call.header_count(b"host") > 1 or not _FORBIDDEN_IN_HOST.isdisjoint(call.header(b"host")):
         raise HttpError(400, "host: send one Host header with a name or address and a port", code="invalid_host")
 

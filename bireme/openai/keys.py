@@ -9,7 +9,7 @@ The file holds hashes of keys, never keys; `tools/make_api_key.py NAME` makes on
         tokens_per_minute: 200000    # prompt and generated tokens
         max_concurrent_requests: 64
 
-Tokens generated count when they are known, so the answer under way when a budget ends is not cut.
+Generated tokens count when they are known, so the answer that exhausts a budget is not cut.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _bucket(per_minute: int | None) -> TokenBucket | None:
 
 
 class Tenant:
-    """Whoever holds a key, with what is left of its limits. Used on one loop."""
+    """The holder of a key, with what is left of its limits. Used on one loop."""
 
     def __init__(self, entry: KeyEntry | None, share: Share = _whole) -> None:
         self.name = entry.name if entry else ""
@@ -68,7 +68,7 @@ class Tenant:
         self._num_active = 0
 
     def begin(self) -> None:
-        """Count a request in; `end` counts it out. Raises RateLimitError."""
+        """Count a running request; `end` counts it out. Raises RateLimitError."""
         if self._max_active is not None and self._num_active >= self._max_active:
             raise RateLimitError(f"{self._num_active} requests of this key are under way, its limit", 1)
         if self._requests is not None:
@@ -81,11 +81,11 @@ class Tenant:
         self._num_active -= 1
 
     def keep(self) -> None:
-        """Count on what a request leaves behind when it ends, such as a job; `end` counts it out."""
+        """Count something that outlives the request, such as a job; `end` counts it out."""
         self._num_active += 1
 
     def take_prompt(self, num_tokens: int) -> None:
-        """Raises RateLimitError when the prompt does not fit into what is left."""
+        """Raises RateLimitError when the prompt exceeds what is left."""
         if self._tokens is None:
             return
         if wait_s := self._tokens.wait_s(num_tokens):
@@ -108,17 +108,17 @@ class ApiKeys:
     """All keys of a frontend."""
 
     def __init__(self, entries: tuple[KeyEntry, ...], share: Share = _whole, canary_key: str = "") -> None:
-        """`share` gives this process's part of a limit, where several serve the same port. `canary_key`: one more,
-        for whoever launched this process to see whether it serves; empty: none.
+        """`share` gives this process's part of a limit, where several serve the same port. `canary_key`: one more, by
+        which the launch checks this process; empty: none.
         """
         self._tenants = [(bytes.fromhex(entry.sha256), Tenant(entry, share)) for entry in entries]
         if canary_key:
             self._tenants.append((hashlib.sha256(canary_key.encode()).digest(), OPEN))
 
     def tenant(self, authorization: list[bytes]) -> Tenant:
-        """Return who sends these Authorization headers. Raises HttpError 401.
+        """Return the tenant of these Authorization headers. Raises HttpError 401.
 
-        Every key is compared, in constant time, whatever was found before.
+        Every key is compared, in constant time, also after a match.
         """
         if len(authorization) != 1:
             raise _unauthorized("send one header `Authorization: Bearer KEY`")

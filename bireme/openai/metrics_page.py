@@ -34,7 +34,7 @@ class MetricsPage:
         return generate_latest(page)
 
     def totals(self) -> MetricDelta:
-        """Return all that was counted so far."""
+        """Return all counts so far."""
         self._own.add(self._source.take_delta())
         return self._own.totals()
 
@@ -46,7 +46,7 @@ class _Sums(Collector):
         self._histograms: dict[Key, Histogram] = {}
 
     def add(self, delta: MetricDelta, has_levels_of_its_own: bool = False) -> None:
-        """Take increments, and levels in place of the former ones, or (another process's) beside them."""
+        """Add increments; levels replace the former ones, or (another process's) add to them."""
         for name, labels, value in delta.counters:
             key = (name, tuple(labels))
             self._counters[key] = self._counters.get(key, 0.0) + value

@@ -1,4 +1,4 @@
-"""/openapi.json: the requests from the structs that read them, so that it can't say anything else."""
+"""/openapi.json: schemas of requests from the structs that read them."""
 
 from __future__ import annotations
 

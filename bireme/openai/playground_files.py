@@ -1,7 +1,7 @@
-"""The playground's files: read once, served from memory, open to everybody.
+"""The playground's files: read once, served from memory, open to all.
 
-One rule: a path is looked up in a table of the files that were found at start, never on disk, so no path leads
-anywhere else. The page itself may load nothing but these files and call nothing but this server.
+A path is looked up in a table of the files that were found at start, never on disk, so no path leads elsewhere. The
+page itself may load nothing but these files and call nothing but this server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
     )
 )  # fmt: skip
 _HEADERS: tuple[Header, ...] = (
-    (b"cache-control", b"no-cache"),  # kept, but asked for each time: an upgrade shows at once
+    (b"cache-control", b"no-cache"),  # kept, but checked each time: an upgrade shows at once
     (b"content-security-policy", CONTENT_SECURITY_POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -53,7 +53,7 @@ class PlaygroundFiles:
 
     @property
     def paths(self) -> frozenset[str]:
-        """What can be asked for; no key is needed for any of it."""
+        """The served paths; no key is needed for any of them."""
         return frozenset(self._files)
 
     async def get(self, call: Call) -> None:
@@ -66,7 +66,7 @@ class PlaygroundFiles:
 
 
 def _read(folder: Path) -> Iterator[tuple[str, _File]]:
-    """Yield path and file; other kinds of files are none of the page's."""
+    """Yield path and file; files of other kinds are not the page's."""
     for path in sorted(folder.rglob("*")):
         kind = _TYPES.get(path.suffix)
         if kind is None or not path.is_file():

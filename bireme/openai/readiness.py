@@ -1,4 +1,4 @@
-"""Can this frontend answer now? It asks the workers, at most once a second: Triton calls dead ones ready, too."""
+"""Whether this frontend can answer now. It asks the workers, at most once a second: Triton calls dead ones ready."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _can_answer(workers: dict[str, str]) -> bool:
 
 
 async def _workers(model: ServedModel) -> dict[str, str]:
-    """Return worker -> ready, or what it says instead."""
+    """Return worker -> ready, or its error."""
     names = [*model.recipe.replicas("decode"), *model.recipe.replicas("prefill")]
     answers = await asyncio.gather(*(_state(model.workers, name) for name in names))
     return dict(zip(names, answers, strict=True))
@@ -68,7 +68,7 @@ async def _state(workers: WorkerClient, name: str) -> str:
         return f"{name}: no answer in {_TIMEOUT_S:g} s"
     except BiremeError as error:
         drop_frames(error)
-        is_private = isinstance(error, UnreachableError)  # its address is nobody's business
+        is_private = isinstance(error, UnreachableError)  # its address must not be shown
         return "the model's server can't be reached" if is_private else str(error)
     return READY
 

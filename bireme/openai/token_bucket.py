@@ -1,4 +1,4 @@
-"""A budget that refills steadily: so much a minute, a minute's worth at most."""
+"""A budget that refills steadily: a rate a minute, a minute's worth at most."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class TokenBucket:
-    """May be overdrawn by what was not known beforehand; then it refuses until it has refilled."""
+    """May be overdrawn by an amount not known before; then it refuses until it has refilled."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute, self._clock = per_minute, clock

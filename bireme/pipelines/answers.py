@@ -1,8 +1,8 @@
 """Responses of the text pipelines, in the two contracts that clients know.
 
-tensorrtllm_backend's: what a TokenDelta says, and the extras that were asked for. vllm_backend's: text_output and
-what was asked for, finish_reason "None" until the end. Streaming sends parts of one sequence each; otherwise one
-response has everything, with one element a sequence where n > 1.
+tensorrtllm_backend's: a TokenDelta's tensors, and the extras that were requested. vllm_backend's: text_output and what
+was requested, finish_reason "None" until the end. Streaming sends parts of one sequence each; otherwise one response
+has everything, with one element a sequence where n > 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _json = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How one request's answer is to look."""
+    """The form of one request's answer."""
 
     contract: Contract
     extras: frozenset[str]
@@ -35,11 +35,11 @@ class AnswerFormat:
 
     @property
     def is_plain(self) -> bool:
-        """Do a TokenDelta's own tensors say all?"""
+        """Whether a TokenDelta's own tensors are the whole answer."""
         return self.contract == "trtllm" and not self.extras
 
     def chosen(self, outputs: Tensors) -> Tensors:
-        """Leave out what was not asked for."""
+        """Leave out what was not requested."""
         if self.outputs is None:
             return outputs
         return {name: array for name, array in outputs.items() if name in self.outputs}
@@ -61,7 +61,7 @@ class RunningSums:
 
 
 class DeltaResponse:
-    """A delta with what its form adds; later parts of the same sequence merge into it."""
+    """A delta with the additions of its form; later parts of the same sequence merge into it."""
 
     __slots__ = ("_delta", "_form", "_logprob", "_num_tokens")
 
@@ -182,7 +182,7 @@ def vllm_logprobs(delta: TokenDelta, token_text: Callable[[int], str]) -> str:
 
 
 def _ranked(entry: TokenLogprobs, token_text: Callable[[int], str]) -> dict[str, Any]:
-    """The chosen token comes first; where an engine says no ranks, those of the likeliest are their places."""
+    """The chosen token comes first; an engine without ranks gets those of the places."""
     likeliest = {item[0]: place for place, item in enumerate(entry[1:], 1)}
 
     def describe(item: TokenLogprob) -> dict[str, Any]:

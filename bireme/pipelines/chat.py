@@ -1,7 +1,7 @@
 """chat: an OpenAI chat completion request in, its answer out; chunks where the request says `"stream": true`.
 
-The same code as the OpenAI frontend's /v1/chat/completions. Chunks carry no framing: one response, one JSON
-object; a reader who falls behind gets neighboring pieces of text as one chunk.
+The same code as the OpenAI frontend's /v1/chat/completions. Chunks carry no framing: one response, one JSON object; a
+slow reader gets neighboring pieces of text as one chunk.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Chat:
 
 
 class JsonResponse:
-    """A JSON object that is made already."""
+    """A finished JSON object."""
 
     def __init__(self, data: bytes, is_last: bool = False) -> None:
         self._data, self.is_last = data, is_last
@@ -106,7 +106,7 @@ class JsonResponse:
 
 
 class _TextChunk:
-    """A chunk of content, made when it is sent: until then later content of the choice joins it."""
+    """A chunk of content, made when it is sent; later content of the choice joins it until then."""
 
     __slots__ = ("_index", "_template", "_texts")
 

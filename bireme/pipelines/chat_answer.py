@@ -1,7 +1,7 @@
 """From deltas of tokens to the parts of a chat answer: content, reasoning, tool calls, finish.
 
-A `Choice` takes the deltas of one sequence and tells its `ChatOutput`. Two answers exist: `WholeAnswer` collects
-one chat.completion, `StreamedAnswer` (chat_stream.py) makes chunks as parts come.
+A `Choice` takes the deltas of one sequence and calls its `ChatOutput`. Two answers exist: `WholeAnswer` collects one
+chat.completion, `StreamedAnswer` (chat_stream.py) makes chunks as parts come.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ encode_json = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class ResponseMeta:
-    """What all parts of one answer say."""
+    """The common fields of all parts of one answer."""
 
     id: str
     model: str
@@ -66,7 +66,7 @@ class Choice:
         num_top: int = 0,
         is_parallel: bool = True,
     ) -> None:
-        """`texts` where log probabilities are wanted; `is_parallel` false: only the first call is delivered."""
+        """`texts`: if log probabilities are wanted. `is_parallel` false: only the first call is delivered."""
         self._index, self._answer, self._parser = index, answer, parser
         self._texts, self._num_top = texts, num_top
         self._is_parallel = is_parallel

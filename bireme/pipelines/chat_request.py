@@ -1,7 +1,7 @@
-"""OpenAI's chat completion request, as JSON and as what the pipeline works with.
+"""OpenAI's chat completion request, as JSON and in the pipeline's form.
 
-One rule: every field is served, or refused by name; none is passed over in silence. `user`, `metadata`,
-`store`, `safety_identifier` and `prompt_cache_key` are taken and change nothing: nothing is stored here. Neither does
+Every field is served, or refused by name; none is silently ignored. `user`, `metadata`, `store`, `safety_identifier`
+and `prompt_cache_key` are accepted without effect: nothing is stored here. So is
 `stream_options.continuous_usage_stats`: usage comes once, at the end.
 """
 
@@ -61,7 +61,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"
-    index: int | None = None  # clients that put streamed calls together send it back
+    index: int | None = None  # clients that join streamed calls send it back
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -72,7 +72,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None  # of a response that comes back as history
+    annotations: list[Any] | None = None  # of a response that returns as history
     audio: None = None
     function_call: None = None
 
@@ -117,9 +117,9 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OpenAIBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):
-    """What the JSON of chats and of completions has in common."""
+    """The common JSON of chats and completions."""
 
-    model: str = ""  # the frontend asks for it; inside Triton there is only one
+    model: str = ""  # required by the frontend; inside Triton there is only one
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -165,7 +165,7 @@ class ChatRequest:
     pictures: list[PictureSource]  # in the order of the messages
     functions: list[dict[str, Any]]  # offered; empty with tool_choice none
     tool_mode: ToolMode
-    is_parallel: bool  # may the answer hold several calls?
+    is_parallel: bool  # whether the answer may hold several calls
     variables: Mapping[str, Any]  # of the chat template
     sampling: Sampling
     logprobs: bool
@@ -187,7 +187,7 @@ def parse_chat(body: bytes | str, recipe: Recipe) -> ChatRequest:
 
 
 def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
-    """Check what the types don't say. Raises RequestError."""
+    """Check what the types can't. Raises RequestError."""
     options = request_options(body)
     if body.nvext is not None and body.nvext.use_raw_prompt:
         raise RequestError("nvext.use_raw_prompt: a chat is told by its template; send the prompt to /v1/completions")
@@ -281,7 +281,7 @@ def _guide(body: ChatBody, options: RequestOptions) -> dict[str, Any] | None:
 
 
 def _tools(body: ChatBody, limits: Limits) -> tuple[list[dict[str, Any]], ToolMode]:
-    """Return the functions on offer, and whether one has to be called."""
+    """Return the offered functions, and whether one must be called."""
     tools, choice = body.tools or [], body.tool_choice
     if len(tools) > limits.max_tools:
         raise RequestError(f"tools: {len(tools)}; limits.max_tools is {limits.max_tools}, send fewer")

@@ -1,4 +1,4 @@
-"""Chat requests through the deployment's workers: the orchestration of the chat model and of the frontend.
+"""Chat requests through the deployment's workers, for the chat model and the frontend.
 
 render and encode -> parser and guide -> n sequences side by side -> the answer's choices
 """
@@ -28,7 +28,7 @@ from bireme.text.parsers import create_parser, reasoning_format, tool_format
 from bireme.text.parsers.base import Parser, ParserRequest
 from bireme.text.tokenizer import TextTokenizer
 
-OnPrompt = Callable[[int], None]  # told the number of prompt tokens before anything is generated; may refuse
+OnPrompt = Callable[[int], None]  # gets the number of prompt tokens before anything is generated; may refuse
 
 
 def _ignore(num_tokens: int) -> None:
@@ -54,7 +54,7 @@ class ChatService:
     async def run(
         self, request: ChatRequest, answer: ChatOutput, arrived_at: float, on_prompt: OnPrompt = _ignore
     ) -> list[SequenceRunner]:
-        """Return when the answer has everything. Raises the error that ended it otherwise."""
+        """Return when the answer is complete. Raises the error that ended it otherwise."""
         if request.functions and self._tools is None:
             name = self.services.recipe.name
             raise RequestError(f"tools: the model has no tool parser (chat.tool_parser in recipe {name}); remove them")
@@ -144,7 +144,7 @@ class ChatService:
         return Choice(index, answer, self._parser(parsing), texts, num_top, request.is_parallel)
 
     def _parser(self, parsing: ParserRequest) -> Parser | None:
-        """Return None where all text is content: nothing to look for."""
+        """Return None where all text is content."""
         if self._reasoning is None and not parsing.functions:
             return None
         return create_parser(self._reasoning, self._tools, parsing)

@@ -1,4 +1,4 @@
-"""A streamed chat answer: chat.completion.chunk JSON from a template of which only the text is encoded."""
+"""A streamed chat answer: chat.completion.chunk JSON from a template, of which only the text is encoded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bireme.text.output import TokenDelta
 
 
 class ChunkSink(Protocol):
-    """Where chunks go. Must be quick and must not raise."""
+    """The receiver of chunks. Must be quick and must not raise."""
 
     def text(self, index: int, text: str) -> None:
         """A chunk with content alone, not yet made: `ChunkTemplate.text` makes it."""
@@ -80,7 +80,7 @@ class StreamedAnswer:
 
     @property
     def usages(self) -> list[Usage]:
-        """What ended choices cost."""
+        """Return the usages of ended choices."""
         return [usage for usage in self._usages if usage is not None]
 
     def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:

@@ -1,4 +1,4 @@
-"""What an answer cost, in OpenAI's words."""
+"""An answer's usage, in OpenAI's words."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What requests may say beyond OpenAI's fields: in the `bireme` object, or where other servers take it.
+"""Request fields beyond OpenAI's: in the `bireme` object, or where other servers take them.
 
-vLLM's and its clients' names are taken at the top level, Dynamo's in `nvext`. All mean what the `bireme` object's
-fields mean; a value that is given twice has to be the same.
+vLLM's and its clients' names are accepted at the top level, Dynamo's in `nvext`. All mean the same as the `bireme`
+object's fields; a value that is given twice must be the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ else:
 
 
 class SharedNames(ForAll, kw_only=True, forbid_unknown_fields=True):
-    """Taken at the top level and in `bireme`, and mean the same."""
+    """Accepted at the top level and in `bireme`, with the same meaning."""
 
     cache_salt: str | None = None  # prompts with different salts share no KV blocks
     chat_template_kwargs: dict[str, Any] | None = None
@@ -75,9 +75,9 @@ class NvExt(ForNvExt, kw_only=True, forbid_unknown_fields=True):
 
 
 class TopLevelNames(SharedNames, kw_only=True, forbid_unknown_fields=True):
-    """What a request's own fields are beside OpenAI's."""
+    """A request's own fields beside OpenAI's."""
 
-    priority: int | None = None  # vLLM's: lower is served earlier, 0 is everybody's
+    priority: int | None = None  # vLLM's: lower is served earlier, 0 is the default
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -89,7 +89,7 @@ class TopLevelNames(SharedNames, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a request says beyond OpenAI's fields, whichever names it used."""
+    """A request's options beyond OpenAI's fields, under whichever names."""
 
     sampling: Mapping[str, Any]  # fields of bireme/sampling.py that are set, but for the guide
     guide: dict[str, Any] | None
@@ -130,7 +130,7 @@ REFUSED_NAMES = {
 
 
 def request_options(body: TopLevelNames) -> RequestOptions:
-    """Return one value a name, wherever it came from. Raises RequestError, also for values that could not travel on."""
+    """Return one value a name, from any place. Raises RequestError, also for values that can't be sent on."""
     own, nvext = body.bireme, body.nvext
     places: list[tuple[str, msgspec.Struct]] = [("", body), ("bireme.", own)]
     if nvext is not None:

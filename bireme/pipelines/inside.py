@@ -1,4 +1,4 @@
-"""What a text pipeline inside Triton needs before it serves: a tokenizer, ways to the workers, the services."""
+"""What a text pipeline inside Triton needs before it serves: tokenizer, workers, services."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bireme.workers.grpc import GrpcChannel
 def make_services(
     context: StageContext, workers: WorkerClient | None, tokenizer: TextTokenizer | None
 ) -> tuple[Services, TextTokenizer]:
-    """Return what a pipeline works with; workers and tokenizer are made where tests don't give them.
+    """Return the services, tokenizer and workers of a pipeline; made here unless tests give them.
 
     Raises ConfigError for a recipe or model folder that can't be served, UnavailableError outside of a server.
     """

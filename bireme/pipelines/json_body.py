@@ -1,6 +1,6 @@
-"""JSON requests into structs: types checked by msgspec, errors in the words of a caller.
+"""JSON requests into structs: types checked by msgspec, errors in a caller's words.
 
-The rule of the messages: field first (`tools[0].function.name: ...`), so that OpenAI's `param` can be told.
+Messages begin with the field (`tools[0].function.name: ...`), from which OpenAI's `param` is read.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from bireme.errors import RequestError
 
 _S = TypeVar("_S", bound=msgspec.Struct)
 MAX_DEPTH, MAX_ITEMS = 64, 100_000  # of values that travel to engines as they are
-# Of a whole body, counted also where they stand in its strings. A parser holds the GIL from a body's first byte to its
-# last, on whatever thread: 31 MiB of text take 0.1 s of a core, the same bytes as ten million empty lists 2 s.
+# Of a whole body, also counted inside its strings. A parser holds the GIL from a body's first byte to its last, on
+# whatever thread: 31 MiB of text take 0.1 s of a core, the same bytes as ten million empty lists 2 s.
 MAX_CONTAINERS, MAX_COMMAS = 500_000, 4_000_000
 _NEVER_TOO_MANY = MAX_CONTAINERS  # bytes
 _INT64_LOW, _UINT64_HIGH = -(2**63), 2**64 - 1
@@ -57,7 +57,7 @@ def param_of(message: str) -> str | None:
 
 
 def check_plain(value: Any, where: str) -> None:
-    """Raise RequestError for a value that could not travel on: too deep, too many items, numbers too large."""
+    """Raise RequestError for a value that can't be sent on: too deep, too many items, numbers too large."""
     level, num_items = [value], 0
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
@@ -83,7 +83,7 @@ def _inner(item: Any, where: str) -> Iterable[Any]:
 
 
 def _explain(text: str, kind: type[msgspec.Struct], refused: Mapping[str, str]) -> str:
-    """Put msgspec's message as `field: what is wrong; remedy`."""
+    """Return msgspec's message as `field: what is wrong; remedy`."""
     match = _PATH.fullmatch(text)
     text, path = (match["text"], match["path"].lstrip(".")) if match else (text, "")
     text = text.replace("`", "")

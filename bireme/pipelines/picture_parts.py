@@ -1,8 +1,8 @@
 """Content parts that are pictures: OpenAI's image_url, and image_embeds, embeddings that the client computed.
 
 `image_url` is {"url": ...} with https:, http:, data: or, where the recipe allows it, file:. `image_embeds` is a
-safetensors file: its base64, or a URL under the same rules. `detail` is taken and changes nothing: the model's
-image processor decides how large a picture gets.
+safetensors file: its base64, or a URL under the same rules. `detail` is accepted without effect: the model's image
+processor decides the size.
 """
 
 from __future__ import annotations

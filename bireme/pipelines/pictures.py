@@ -1,8 +1,8 @@
 """The pictures of one chat request, from content parts to embeddings that engines can fetch.
 
-They are encoded before the prompt is known, because their number of tokens is. Each attempt of a sequence then
-takes a set of handles, good for one fetch; an attempt after a loss has the pictures encoded again, which the
-encoder's cache makes cheap. What is taken and not used is given back, so that no lease waits for its timer.
+They are encoded before the prompt is known, because it depends on their number of tokens. Each attempt of a sequence
+then takes a set of handles, good for one fetch; an attempt after a loss has the pictures encoded again, which the
+encoder's cache makes cheap. Unused handles are given back, so that no lease waits for its timer.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RequestPictures:
         return encode_multimodal(self._items)
 
     async def take(self) -> RequestEmbeddings:
-        """Return handles for one attempt, newly encoded where there are none left."""
+        """Return handles for one attempt, newly encoded if none are left."""
         if not self._stock:
             answer, worker = await self._encode(1)
             if [one.hash for one in answer.pictures] != [item.hash for item in self._items]:
@@ -75,7 +75,7 @@ class RequestPictures:
         return RequestEmbeddings(self._services, self._stock.pop(), self._items)
 
     def close(self) -> None:
-        """Give back the handles that nobody took."""
+        """Give back unused handles."""
         stock, self._stock = self._stock, []
         for handles in stock:
             self._services.run_in_background(_release(self._services, handles))
@@ -119,7 +119,7 @@ class RequestPictures:
         return answer
 
     def _placed(self, error: BiremeError) -> BiremeError:
-        """Name the content part in place of the encoder's number of the picture."""
+        """Name the content part instead of the encoder's number of the picture."""
         text = str(error)
         match = _NUMBERED.match(text)
         if match is None or int(match.group(1)) >= len(self._sources):
@@ -144,7 +144,7 @@ class RequestEmbeddings:
         self.multimodal = encode_multimodal(tuple(_with_handle(item, text) for item, text in pairs))
 
     def release(self) -> None:
-        """Free what has not been fetched, in the background; harmless when all of it was."""
+        """Free what has not been fetched, in the background; may be called after all was."""
         self._services.run_in_background(_release(self._services, self._handles))
 
 
@@ -168,7 +168,7 @@ async def _release(services: Services, handles: _Handles) -> None:
 
 
 async def _abandon(services: Services, worker: str, request_id: str, call: asyncio.Future[EncodeAnswer]) -> None:
-    """Stop an encode that nobody waits for; where it was faster, free what it made."""
+    """Stop an encode that is no longer wanted; free its results if it has ended."""
     await services.workers.abort_encode(worker, request_id)
     try:
         answer = await call

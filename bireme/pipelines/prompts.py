@@ -1,7 +1,7 @@
 """Prompts of chats and completions as token ids: short ones at once, long ones on a few threads.
 
-Rendering and encoding happen where the tokenizer is anyway for detokenizing: a call of the tokenizer model
-would cost more than the work. Encoding releases the GIL.
+Rendering and encoding happen in the process that has the tokenizer for detokenizing anyway: a call of the tokenizer
+model would cost more than the work. Encoding releases the GIL.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Prompts:
     def __init__(self, tokenizer: TextTokenizer, limits: Limits, capacity: Callable[[], Capacity | None]) -> None:
         """`capacity`: of the decode workers, once it is known."""
         self._tokenizer, self._limits, self._capacity = tokenizer, limits, capacity
-        _ = tokenizer.longest_token_bytes  # looks at the whole vocabulary, now
+        _ = tokenizer.longest_token_bytes  # reads the whole vocabulary, now
         num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="prompts")
 

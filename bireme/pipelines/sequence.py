@@ -1,10 +1,10 @@
-"""One sequence on its way through the workers: placement, prefill, decode, and on to others when one is lost.
+"""One sequence and its attempts: placement, prefill, decode, and other workers when one is lost.
 
     place -> prefill (context_only) -> decode (generation_only) -> finish
           -> decode (aggregated)                                -> finish
 
-The sequence is the sink of whichever decode worker has it: tokens go on to its TextStream at once, which
-keeps them, so that after a loss another worker can be given prompt + tokens. The client notices nothing.
+The sequence is the sink of the decode worker that has it: tokens go on to its TextStream at once, which keeps them, so
+that after a loss another worker can be given prompt + tokens. The client notices nothing.
 
 What ends an attempt, and what follows:
     engine lost, lease gone                    another attempt; pipeline.migration_limit of these
@@ -12,8 +12,8 @@ What ends an attempt, and what follows:
     queue full                                 had it (a full queue only if tokens have been delivered already)
     KV transfer failed                         aggregated, at once; where the recipe forbids that, as if refused
     anything else                              the request's end
-Each time the worker at fault is passed by for a while: who was lost or refused; prefill where its KV did not arrive.
-After a loss with tokens delivered, decode computes the context itself: aggregated, whatever the recipe.
+Each time the worker at fault (prefill, if its KV did not arrive) is skipped for a while. After a loss with tokens
+delivered, decode computes the context itself: aggregated, whatever the recipe says.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from bireme.workers.base import Generation, PrefillResult, UnreachableError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 _T = TypeVar("_T")
-DEADLINE_GRACE_S = 1.0  # engines keep deadlines themselves; this side steps in when they don't
+DEADLINE_GRACE_S = 1.0  # engines keep deadlines themselves; this is for those that don't
 
 
 class Push(Protocol):
@@ -93,7 +93,7 @@ class _KvState(enum.Enum):
 class SequenceRunner:
     """Runs once. `push` and `finish` are for workers, on the loop's thread."""
 
-    push: Push  # the stream's own, once the first token's time has been taken: no call more than needed
+    push: Push  # the stream's own after the first token, to save a call
 
     def __init__(
         self,
@@ -111,25 +111,23 @@ class SequenceRunner:
         self._generation: Generation | None = None
         self._ended: asyncio.Future[Finish] | None = None
         self._placement: Placement | None = None
-        self._lease: _Lease | None = None  # filled and not claimed yet: the next attempt's
-        self._prefill: tuple[str, Usage] | None = None  # worker and cost of the prefill that made the first token
+        self._lease: _Lease | None = None  # filled and not claimed yet: for the next attempt
+        self._prefill: tuple[str, Usage] | None = None  # worker and usage of the prefill that made the first token
         self._has_kv = True  # a prefill's KV has arrived so far whenever it was to
-        self._prompt_logprobs: list[TokenLogprobs] | None = None  # prefill's, until they were told
+        self._prompt_logprobs: list[TokenLogprobs] | None = None  # prefill's, until they are sent
         self._failing_since = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._lost_at = 0.0
-        self._lost_ms = 0.0  # decode time of attempts that were lost
+        self._lost_ms = 0.0  # decode time of lost attempts
 
     @property
     def tokens(self) -> list[int]:
-        """What has been delivered so far."""
+        """The delivered tokens."""
         return self._stream.output_ids
 
     @property
     def finish_reason(self) -> str:
         return self._stream.finish_reason
-
-    # Sink
 
     def _push_first(
         self,
@@ -148,7 +146,7 @@ class SequenceRunner:
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
-        """Take the first tokens after a loss; the bus knows the gaps within an attempt only."""
+        """Take the first tokens after a loss; the bus knows only the gaps within an attempt."""
         self._services.metrics.observe("bireme_inter_token_latency_seconds", time.monotonic() - self._lost_at)
         self.push = self._stream.push
         self.push(tokens, logprobs, prompt_logprobs)
@@ -173,14 +171,15 @@ class SequenceRunner:
     async def run(self) -> None:
         """Return when the last delta has been sent. Raises the error that ends it otherwise.
 
-        Cancelling the task that runs this aborts what is under way and frees what is leased.
+        Cancelling this task aborts the request and frees its leases.
         """
         try:
             while True:
                 request = self._request()
                 placement = self._placement = self._place()
                 try:
-                    return await self._attempt(request, placement)
+                    await self._attempt(request, placement)
+                    return
                 except (UnavailableError, ResourceExhaustedError) as error:
                     pause_s = self._plan_retry(error)
                     drop_frames(error)
@@ -196,7 +195,7 @@ class SequenceRunner:
             self.push, self._generation = self._stream.push, None
 
     def _plan_retry(self, error: BiremeError) -> float:
-        """Return how long to wait before the next attempt, or raise `error` when there is to be none."""
+        """Return the wait before the next attempt, or raise `error` when there is none."""
         now, config = time.monotonic(), self._services.recipe.pipeline
         if isinstance(error, ResourceExhaustedError) and not self.tokens:
             raise error
@@ -263,7 +262,7 @@ class SequenceRunner:
         if self.tokens or not (self._has_kv or recipe.pipeline.enforce_disaggregation):
             placement = Placement(None, placement.decode)
         elif placement.prefill is None and recipe.pipeline.enforce_disaggregation:
-            # All are down; the pauses between attempts are for their return.
+            # All are down; the pauses between attempts wait for their return.
             placement = Placement(recipe.replicas("prefill")[0], placement.decode)
         for worker in filter(None, (placement.prefill, placement.decode)):
             self._services.metrics.add("bireme_routed_total", 1, worker)
@@ -307,7 +306,7 @@ class SequenceRunner:
         )
 
     async def _decode(self, worker: str, request: EngineRequest) -> None:
-        """Generate on one worker. Raises what its finish says went wrong."""
+        """Generate on one worker. Raises the error of its finish."""
         began_at = time.monotonic()
         num_tokens = len(self.tokens)
         self._ended = asyncio.get_running_loop().create_future()
@@ -319,7 +318,8 @@ class SequenceRunner:
                 generation.abort()
             self._ended = None
         if self._stream.finish_reason:
-            return self._services.router.note_up(worker)
+            self._services.router.note_up(worker)
+            return
         self._lost_at = time.monotonic()
         self._lost_ms += (self._lost_at - began_at) * 1000
         if self.tokens:
@@ -340,9 +340,9 @@ class SequenceRunner:
         raise error
 
     def _whole(self, finish: Finish) -> Finish:
-        """Return the finish with the cost of all attempts.
+        """Return the finish with the usage of all attempts.
 
-        A decode engine that took over a prefill tells that one's figures as its own: they came with the params.
+        A decode engine that took over a prefill includes that one's figures: they came with the params.
         """
         assert self._placement is not None
         usage = msgspec.structs.replace(
@@ -354,7 +354,7 @@ class SequenceRunner:
         if self._prefill is not None:
             usage.prefill_worker, prefill = self._prefill
             usage.cached_tokens = prefill.cached_tokens
-            if self._placement.prefill is None:  # an attempt before this one had it; this one computed its context
+            if self._placement.prefill is None:  # an earlier attempt had it; this one computed its context
                 usage.queue_ms += prefill.queue_ms
                 usage.prefill_ms += prefill.prefill_ms
         return Finish(finish.reason, usage, finish.error, finish.stop_token_id)
@@ -374,7 +374,7 @@ class _Lease:
         return call is not None and call.done() and not call.cancelled() and call.exception() is None
 
     async def prefill(self, request: EngineRequest) -> PrefillResult:
-        """Return the result, at once if it is there. Raises UnavailableError when the worker is lost or not there."""
+        """Return the result, at once if it is there. Raises UnavailableError when the worker is lost or missing."""
         if self._call is not None and self.is_filled:
             return self._call.result()
         request = msgspec.structs.replace(request, request_type="context_only")
@@ -410,7 +410,7 @@ class _Lease:
 
 
 def _notice(call: asyncio.Future[PrefillResult]) -> None:
-    """Whoever gave it up will not look at its error: asyncio would report it as never retrieved."""
+    """Read its error, which no one awaits: asyncio would report it as never retrieved."""
     if not call.cancelled():
         call.exception()
 

@@ -1,4 +1,4 @@
-"""What every text pipeline works with: workers, router, limits, metrics; and the count of requests under way."""
+"""What every text pipeline works with: workers, router, limits, metrics; and the count of running requests."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Services:
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 
     def capacity(self) -> Capacity | None:
-        """Return what the first decode worker takes, once it has been heard of."""
+        """Return what the first decode worker takes, once it is known."""
         found = (self.workers.capacity(worker) for worker in self.recipe.replicas("decode"))
         return next((capacity for capacity in found if capacity is not None), None)
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
-        """Count a request in for as long as it runs. Raises ResourceExhaustedError when there are too many."""
+        """Count a running request. Raises ResourceExhaustedError when there are too many."""
         limit = self.recipe.limits.max_concurrent_requests
         if self.num_active >= limit:
             raise ResourceExhaustedError(
@@ -50,13 +50,13 @@ class Services:
             self.num_active -= 1
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something that nobody waits for, such as freeing a lease; its errors are logged."""
+        """Run something in the background, such as freeing a lease; its errors are logged."""
         task = asyncio.get_running_loop().create_task(_quietly(work))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
-        """Give errands a moment, then close the workers."""
+        """Give background tasks a moment, then close the workers."""
         if self._background:
             await asyncio.wait(list(self._background), timeout=1.0)
         await self.workers.close()

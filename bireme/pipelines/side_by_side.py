@@ -1,4 +1,4 @@
-"""The sequences of one request, run together and measured: all end well, or none goes on."""
+"""The sequences of one request, run together and measured: all succeed, or the request fails."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """tensorrt_llm_bls: tensorrtllm_backend's own contract, translated to the requests of `generate`.
 
-Each row of a batch is a request of its own. Its answers say row and sequence (batch_index, sequence_index): a
-response a delta when streaming, else one a sequence, with the prompt before the answer unless
-exclude_input_in_output is true. As in TensorRT-LLM, a request without top_k and top_p is greedy, whatever its
-temperature. What can't be served is refused by name; its neutral value is taken.
+Each row of a batch is a request of its own. Its answers have row and sequence (batch_index, sequence_index): a response
+a delta when streaming, else one a sequence, with the prompt before the answer unless exclude_input_in_output is true.
+As in TensorRT-LLM, a request without top_k and top_p is greedy, whatever its temperature. Unsupported fields are
+refused by name; their neutral values are accepted.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Which sequence an answer is of, and what it is to hold."""
+    """The sequence of an answer, and its contents."""
 
     row: int
     sequence: int

@@ -1,4 +1,4 @@
-"""The orchestration that generate and completion share (chat and the OpenAI frontend use its parts).
+"""The steps that generate and completion share (chat and the OpenAI frontend use parts of them).
 
 parse -> tokenize -> n sequences (sequence.py), side by side -> answers (answers.py) -> metrics
 """
@@ -38,7 +38,7 @@ class TextPipeline:
 
     async def start(self, context: StageContext) -> None:
         self._services, self._tokenizer = make_services(context, self._workers, self._tokenizer)
-        _ = self._tokenizer.longest_token_bytes  # looks at the whole vocabulary, now
+        _ = self._tokenizer.longest_token_bytes  # reads the whole vocabulary, now
 
     async def stop(self) -> None:
         if self._services is not None:
@@ -64,12 +64,12 @@ class TextPipeline:
         count_request(self._services.metrics, sequences[0].finish_reason, arrived_at)
 
     def _parse(self, inputs: Tensors) -> list[GenerateRequest]:
-        """Return what is asked for; more than one request only where the model takes batches."""
+        """Return the requests; more than one only where the model takes batches."""
         assert self._services is not None
         return [parse_generate(inputs, self.spec, self._services.recipe)]
 
     async def _serve(self, requests: list[GenerateRequest], send: Send, arrived_at: float) -> list[SequenceRunner]:
-        """Return the sequences, all ended well."""
+        """Return the sequences, all finished."""
         assert self._services is not None and self._tokenizer is not None
         (request,) = requests
         prompt = await self._tokenize(request)

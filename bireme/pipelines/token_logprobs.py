@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI shows them: tokens as text and as bytes."""
+"""Log probabilities in OpenAI's form: tokens as text and as bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOWEST = -9999.0  # JSON has no infinity
 
 
 class TokenTexts:
-    """Texts of a tokenizer's tokens, kept once they were asked for."""
+    """A cache of the texts of a tokenizer's tokens."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.is_special = tokenizer.is_special

@@ -65,7 +65,7 @@ def heading_of(model: str) -> dict[str, Any]:
 
 
 class ProgressResponse:
-    """Of several that wait to be sent only the last is."""
+    """Of several unsent ones only the last is sent."""
 
     num_bytes = 256
 

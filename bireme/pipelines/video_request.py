@@ -1,7 +1,7 @@
-"""OpenAI's video and image requests into what a video worker is asked; unknown fields are refused by name.
+"""OpenAI's video and image requests to a video worker's; unknown fields are refused by name.
 
-Beyond OpenAI's fields: those of video_diffusion's tensors, on the top level or in `nvext`; the top level wins.
-What depends on the pipeline (sizes, steps, frames) is checked by the worker, which knows it.
+Beyond OpenAI's fields: those of video_diffusion's tensors, on the top level or in `nvext`; the top level wins. The
+worker checks what depends on the pipeline (sizes, steps, frames).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     num_inference_steps: Int32 | None = None
     guidance_scale: float | None = None
     seed: Seed | None = None
-    user: str | None = None  # taken, not used
+    user: str | None = None  # accepted, not used
     nvext: VideoNvExt | None = None
 
 

@@ -104,7 +104,7 @@ class VideoService:
             self._metrics.observe("bireme_request_seconds", time.monotonic() - began)
 
     async def _run_somewhere(self, ask: RequestedVideo, on_progress: OnProgress) -> VideoResult:
-        """Ask the worker with the fewest requests; one that is down (and so idle) or full is passed over."""
+        """Use the worker with the fewest requests; one that is down (and so idle) or full is skipped."""
         workers = sorted(self._active, key=self._active.__getitem__)
         while True:
             worker, attempt = workers.pop(0), _Attempt(on_progress)
@@ -134,7 +134,7 @@ class VideoService:
 
 
 class _Attempt:
-    """What one worker has said of a request."""
+    """One worker's messages about a request."""
 
     def __init__(self, on_progress: OnProgress) -> None:
         self._on_progress = on_progress
@@ -171,13 +171,13 @@ def _result(outputs: Tensors) -> VideoResult:
 
 
 class Delivery:
-    """Puts a result where the request wants it: into the answer, or into a file."""
+    """Puts a result into the answer, or into a file, as requested."""
 
     def __init__(self, files: FileStore, public_url: str) -> None:
         self._files, self._public_url = files, public_url.rstrip("/")
 
     def check(self, request: VideoRequest) -> None:
-        """Raises RequestError for a form that this process can't give."""
+        """Raises RequestError for a form that this process can't deliver."""
         if request.response_format == "url" and not self._public_url:
             raise RequestError("response_format: url needs video.public_url in the recipe; send b64_json or file_id")
 
@@ -198,7 +198,7 @@ class Delivery:
 
 
 def result_tree(result: VideoResult) -> dict[str, Any]:
-    """Return what an answer says of a result, beside its data."""
+    """Return an answer's fields of a result, beside its data."""
     details = msgspec.to_builtins(result.details)
     details.pop("v", None)
     return {**details, "inference_time_s": result.inference_time_s}

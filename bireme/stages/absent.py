@@ -1,6 +1,6 @@
-"""What a model does that is loaded but not served: it says why, and starts nothing.
+"""The stage of a model that is loaded but not in the recipe: it answers with the reason.
 
-All models load, so that one command serves every recipe; those a deployment does not have answer UNAVAILABLE.
+All models load, so that one command serves every recipe; missing ones answer UNAVAILABLE.
 """
 
 from __future__ import annotations

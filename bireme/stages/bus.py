@@ -1,12 +1,12 @@
 """The stub's side of the token bus: subscriptions of whole engine steps, passed on unread.
 
-A subscription is opened by `subscribe` = "open" and lasts for one life of the engine. Its consumer id is
-random and made here: only who got it in Welcome may command it, keep it alive or close it. Steps that pile
-up while a response is being sent are appended to the next one; a consumer with more than
-limits.max_bus_buffer_bytes unsent is dropped and its requests are aborted.
+A subscription is opened by `subscribe` = "open" and lasts for one life of the engine. Its consumer id is random and
+made here: only its holder, by Welcome, may command it, keep it alive or close it. Steps that wait while a response is
+being sent are appended to the next one; a consumer with more than limits.max_bus_buffer_bytes unsent is dropped and its
+requests are aborted.
 
-A subscription ends when its client is gone, closes it, falls behind, says nothing for SILENCE_S, or when
-the engine's life is over. Each time the engine is told to abort what it still does for that consumer.
+A subscription ends when its client is gone, closes it, falls behind, says nothing for SILENCE_S, or when the engine's
+life is over. Each time the engine aborts that consumer's requests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from bireme.metrics import Registry
 
 # No keys: part of the bus's protocol, which its clients are written for.
-SILENCE_S = 30.0  # clients with requests under way say `keep` every 3 s
+SILENCE_S = 30.0  # clients with open requests send `keep` every 3 s
 MAX_COMMAND_BYTES = 256 << 20  # the bus client's batches end at 4 MiB, or at one prompt
 
 
@@ -112,7 +112,7 @@ class Subscription:
         self._enqueue([pack_welcome(welcome)])
 
     async def wait(self) -> None:
-        """Return when closed by its client. Raises what else ended it."""
+        """Return when closed by its client. Raises the error that ended it otherwise."""
         await self._ended
 
     def end(self, error: BiremeError | None = None) -> None:
@@ -172,8 +172,8 @@ class TokenBus:
     def command(self, consumer: bytes, payload: Array) -> None:
         """Pass a command batch on, unread. Raises NotFoundError, RequestError, UnavailableError.
 
-        Requests that can't be handed to the engine (it is about to end) are refused one by one: they cost nothing,
-        while those that it has share its fate.
+        Requests that can't be handed to the engine (it is about to end) are refused one by one: they have lost nothing,
+        while those that it has are lost with it.
         """
         subscription = self._find(consumer)
         if payload.size == 0:

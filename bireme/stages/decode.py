@@ -1,6 +1,6 @@
 """decode: make tokens and text, for plain clients and for consumers of the token bus.
 
-What a request is, its tensors say:
+The tensors tell the kind of request:
     subscribe                            a token bus subscription: open; with `consumer`: keep, close
     consumer + commands                  a command batch of a subscription, passed on to the engine unread
     ping                                 is the engine ready? `state`, or the error UNAVAILABLE

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 async def run_encode(
     engine: EngineClient, names: RequestNames, request: StageRequest, cancelled: Cancelled
 ) -> EncodeAnswer:
-    """Return the answer. Raises what went wrong; a client that goes away stops the encode."""
+    """Return the answer. Raises its error; a client that goes away stops the encode."""
     names.reserve(request.request_id)
     try:
         run = EngineRun(engine)

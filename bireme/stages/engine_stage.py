@@ -1,7 +1,4 @@
-"""What stages over an engine in a child process have in common: start, stop, and whether it is ready.
-
-A base class without policy: what a request is and what becomes of it is each stage's own.
-"""
+"""The common part of stages over an engine in a child process: start, stop, readiness."""
 
 from __future__ import annotations
 
@@ -63,11 +60,11 @@ class EngineStage(Generic[E]):
         return self._given
 
     def _answer_ping(self, send: Send) -> None:
-        """Say that the stub lives and its engine takes requests. Raises UnavailableError when that is not so."""
+        """Answer that the stub lives and its engine takes requests. Raises UnavailableError otherwise."""
         self._check_ready()
         send(TensorResponse({"state": np.array([b"ready"], np.object_)}))
 
     def _check_ready(self) -> None:
-        """Raises UnavailableError with what the engine is doing instead."""
+        """Raises UnavailableError with the engine's state."""
         if not self._engine.is_ready:
             raise UnavailableError(f"{self._engine.state}; try again")

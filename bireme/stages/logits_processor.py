@@ -1,8 +1,8 @@
 """The logits_processor model: a JSON list of registered processors, applied to logits with their history.
 
-For use on its own and as the reference; never on the token path, where the same classes run inside the engine.
-They are torch code, so they run in a child process that the first request starts (bireme/engines/logits).
-This module turns tensors into a checked job and back.
+For use on its own and as the reference; never on the token path, where the same classes run inside the engine. They are
+torch code, so they run in a child process that the first request starts (bireme/engines/logits). This module turns
+tensors into a checked job and back.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LogitsProcessor:
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         job = parse_job(inputs, self._limits, self._eos_ids)
         future = self._client.submit(job)
-        cancelled.on_set(lambda: _cancel(future))  # what has begun runs to its end: milliseconds
+        cancelled.on_set(lambda: _cancel(future))  # a running job goes on to its end: milliseconds
         try:
             result = await asyncio.wrap_future(future)
         except asyncio.CancelledError:

@@ -1,9 +1,9 @@
 """multimodal_encoder: pictures to embeddings, which wait under leases for the engine that computes with them.
 
-Unary. `images` are URLs, data: URLs or the bytes of a file; `embeddings` is a safetensors file that a client
-computed, in place of one picture. The answer names, for each, hash, tokens and a signed handle good for one fetch.
-`abort` with a request id stops an encode, `ping` asks for the engine's `state`. The engine, in its child process,
-fetches and decodes the pictures.
+Unary. `images` are URLs, data: URLs or the bytes of a file; `embeddings` is a safetensors file that a client computed,
+in place of one picture. The answer names, for each, hash, tokens and a signed handle good for one fetch. `abort` with a
+request id stops an encode, `ping` asks for the engine's `state`. The engine, in its child process, fetches and decodes
+the pictures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """prefill: run a prompt, make its first token, leave its KV leased for a decode worker.
 
-Unary. The answer carries signed disaggregated_params, which name the lease. `abort` with a request id stops
-a prefill, and also frees the lease of one that has been answered: what is left then is found by its id
-until the lease would have expired anyway. `ping` asks for the engine's `state`.
+Unary. The answer has signed disaggregated_params, which name the lease. `abort` with a request id stops a prefill, and
+frees the lease of an answered one, which is found by its id until the lease would expire. `ping` asks for the engine's
+`state`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Prefill(EngineStage[EngineClient]):
         send(TensorResponse({"embedding_handles": np.array([answer_json(answer)], np.object_)}))
 
     async def _run(self, request: StageRequest, cancelled: Cancelled) -> _FirstToken:
-        """Return the sink, finished well. Raises what went wrong."""
+        """Return the sink, finished well. Raises the request's error."""
         run = EngineRun(self._engine)
         sink = _FirstToken(run)
         run.submit(msgspec.structs.replace(request.engine, request_type="context_only"), sink)
@@ -104,7 +104,7 @@ class Prefill(EngineStage[EngineClient]):
         send(TensorResponse(_tensors(b"", [], Usage())))
 
     def _keep(self, name: str) -> None:
-        """Let an answered request be found by `abort` as long as its lease may live."""
+        """Let `abort` find an answered request as long as its lease may live."""
         entry = self._context.entry
         lease_s = entry.engine_config.cache_transceiver_config.kv_transfer_timeout_ms / 1000 if entry else 60.0
         if name:

@@ -1,4 +1,4 @@
-"""What decode and prefill have in common: reading a request, running it, and finding it by its request id."""
+"""The common part of decode and prefill: reading a request, running it, and finding it by its request id."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class EngineRun:
         self.number = 0
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
-        """`sink` gives its finish to `done`."""
+        """`sink` calls `done` with its finish."""
         self.number = self._engine.submit(request, sink)
         if self._is_aborted:  # by the sink, before the number was known
             self._engine.abort(self.number)
@@ -106,7 +106,7 @@ def failure_of(finish: Finish) -> BiremeError:
 
 
 class RequestNames:
-    """Requests under way (and, in prefill, leases left behind) by their request id; used on one loop."""
+    """Running requests (and, in prefill, remaining leases) by their request id; used on one loop."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -129,7 +129,7 @@ class RequestNames:
         self._numbers.pop(name, None)
 
     def find(self, name: str) -> int:
-        """Raises RequestError without a name, NotFoundError for one that is not under way."""
+        """Raises RequestError without a name, NotFoundError for an unknown one."""
         if not name:
             raise RequestError("abort: without request_id; send the id of the request that is to stop")
         number = self._numbers.get(name)

@@ -1,9 +1,8 @@
 """The tokenizer model: text, or a conversation through the model's chat template, to token ids.
 
-Plain `text_input` is encoded as transformers does it, with bos where the model has it and with special
-tokens in the text taken as such. In `messages` the template writes the special tokens; in user and tool
-messages they are text. Short texts are encoded at once, everything else on a few threads: encoding releases
-the GIL.
+Plain `text_input` is encoded as in transformers, with bos where the model has it; special tokens in the text count as
+such. In `messages` the template writes the special tokens; in user and tool messages they are text. Short texts are
+encoded at once, longer ones on a few threads: encoding releases the GIL.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Tokenizer:
         return text
 
     async def _in_pool(self, work: Callable[[], Tokenized], cancelled: Cancelled) -> Tokenized:
-        """Run on the stage's threads. Raises ResourceExhaustedError when too much waits already."""
+        """Run on the stage's threads. Raises ResourceExhaustedError when too many requests wait."""
         assert self._pool is not None
         limit = self._limits.max_concurrent_requests
         if self._num_pending >= limit:
@@ -125,7 +124,7 @@ class Tokenizer:
 
 
 def _unless(cancelled: Cancelled, work: Callable[[], Tokenized]) -> Callable[[], Tokenized]:
-    """Skip what nobody waits for any more."""
+    """Skip the work of cancelled requests."""
 
     def run() -> Tokenized:
         if cancelled:

@@ -1,12 +1,12 @@
 """video_diffusion: one video, or pictures, a request; progress on the way, the result last.
 
-What a request is, its tensors say:
+The tensors tell the kind of request:
     abort + request_id       stop a request: at once where it waits, after its step where it runs
     prompt (+ the others)    make a video; with num_images: pictures
 
-The pipeline runs in a child process, one generation at a time; the others wait in a bounded queue and are told
-their position. `details` come as soon as the request is accepted and again with the result, which alone has
-`inference_time_s`. A response is sent at least every few seconds: a dead stub can be told from a slow model.
+The pipeline runs in a child process, one generation at a time; the others wait in a bounded queue and are told their
+position. `details` come as soon as the request is accepted and again with the result, which alone has
+`inference_time_s`. A response is sent at least every few seconds: so a dead stub differs from a slow model.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class VideoDiffusion(EngineStage[VideoClient]):
 
 
 class _Run:
-    """One request's way through the engine; WorkSink, from any thread."""
+    """One request in the engine; WorkSink, from any thread."""
 
     def __init__(self, work: wire.DiffusionRequest, send: Send) -> None:
         self._send, self._loop = send, asyncio.get_running_loop()
@@ -117,7 +117,7 @@ class _Run:
         self._end()
 
     def repeat(self) -> None:
-        """Say again what was said last: this stub is alive."""
+        """Repeat the last response, to show that this stub is alive."""
         self._send(self._latest)
 
     def _say(self, progress: VideoProgressResponse) -> None:
@@ -129,7 +129,7 @@ class _Run:
 
 
 class VideoProgressResponse:
-    """A progress response; of several that wait to be sent only the last is."""
+    """A progress response; of several unsent ones only the last is sent."""
 
     num_bytes = 128
 

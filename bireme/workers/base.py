@@ -1,7 +1,7 @@
 """The interface between a pipeline and the models that it calls.
 
-Unary calls (`tokenize`, `prefill`, `abort_prefill`) are coroutines. Decode's tokens come over the token
-bus to a `Sink`, called on the loop's thread once a step and request: no task switch a token.
+Unary calls (`tokenize`, `prefill`, `abort_prefill`) are coroutines. Decode's tokens come over the token bus to a
+`Sink`, called on the loop's thread once a step and request: no task switch a token.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class UnreachableError(UnavailableError):
 
 
 class Generation(Protocol):
-    """A request under way in a decode worker."""
+    """A running request in a decode worker."""
 
     @property
     def was_sent(self) -> bool:
-        """Has the worker been given it? False: a refusal or failure cost nothing."""
+        """Whether the worker was given it. False: a refusal or failure has lost nothing."""
 
     @property
     def failure(self) -> BiremeError | None:
@@ -60,15 +60,15 @@ class WorkerClient(Protocol):
         """Stop an encode; harmless when it has ended."""
 
     def decode(self, worker: str, request: EngineRequest, sink: Sink) -> Generation:
-        """Start generating; raises nothing: what goes wrong comes as the sink's finish."""
+        """Start generating. Raises nothing: errors come as the sink's finish."""
 
     def capacity(self, worker: str) -> Capacity | None:
-        """Return what a decode worker's engine takes, if it has been heard of."""
+        """Return what a decode worker's engine takes, once it is known."""
 
     async def check(self, worker: str) -> None:
         """Return when the worker takes requests: Triton has the model, its stub answers and its engine is up.
 
-        Raises UnavailableError with what the server or the worker says; waits for as long as a dead stub is silent.
+        Raises UnavailableError with the server's or the worker's reason; waits as long as a dead stub is silent.
         """
 
     async def close(self) -> None: ...

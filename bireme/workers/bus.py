@@ -1,12 +1,11 @@
 """The consumer's side of the token bus: one subscription a decode worker, whatever the number of requests.
 
-A `Session` is one gRPC stream with one subscription, which lasts for one life of the worker's engine.
-Commands that pile up while a write is under way go out together; whole engine steps come in and each
-request's sink is called on the loop's thread. A `Bus` keeps the current session of one worker, opens it
-with the first request; it closes a second after the last (Triton does not exit while a stream is open).
-Triton 2.51 keeps about a kilobyte of every response until the request that it answers has ended, and a
-subscription is such a request: after RENEW_AFTER responses new requests go to a new session, and the old
-one closes with its last.
+A `Session` is one gRPC stream with one subscription, which lasts for one life of the worker's engine. Commands that
+wait during a write go out together; whole engine steps come in and each request's sink is called on the loop's thread.
+A `Bus` keeps the current session of one worker, opens it with the first request, and closes it a second after the last
+(Triton does not exit while a stream is open). Triton 2.51 keeps about a kilobyte of every response until the request
+that it answers has ended, and a subscription is such a request: after RENEW_AFTER responses new requests go to a new
+session, and the old one closes with its last.
 
 What can end a session, and what its requests get:
     refused, never opened      UNAVAILABLE, as never sent: the caller may try again at no cost (so do those that the
@@ -14,7 +13,7 @@ What can end a session, and what its requests get:
     server not reachable       UnreachableError, naming BIREME_GRPC
     Step(lost), stream broken  EngineLostError for all that were sent
     subscription unknown       (the stub closed it) silent requests go to a new session once, others are lost
-    no news for stall_timeout  EngineLostError; the stub answers keepalives, so silence means that it is dead
+    silent for stall_timeout   EngineLostError; the stub answers keepalives, so silence means that it is dead
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from bireme.workers.grpc import GrpcChannel, infer_request, leave, rpc_error
 
 logger = logging.getLogger("bireme.bus")
 IDLE_S = 1.0  # without requests for so long, a session closes
-KEEPALIVE_S = 3.0  # the stub hears from us at least so often
+KEEPALIVE_S = 3.0  # the longest silence of this side
 OPEN_TIMEOUT_S = 10.0  # from the first byte to Welcome
 LEAVE_S = 1.0  # for each step of an orderly end
 RENEW_AFTER = 1000  # responses of one subscription: a megabyte in the server, 5 s at 5 ms a step
@@ -94,7 +93,7 @@ class BusRequest:
 
 
 class Bus:
-    """The way to one decode worker."""
+    """The connection to one decode worker."""
 
     def __init__(self, worker: str, channel: GrpcChannel, stall_timeout_s: float, metrics: Registry | None) -> None:
         self.worker, self.channel, self.stall_timeout_s, self.metrics = worker, channel, stall_timeout_s, metrics
@@ -114,7 +113,7 @@ class Bus:
         return self._session
 
     async def check(self) -> None:
-        """Return when the worker takes requests. Raises what a request would be told, UNAVAILABLE as a rule."""
+        """Return when the worker takes requests. Raises the error that a request would get, as a rule UNAVAILABLE."""
         if (error := await asyncio.shield(self.session().opened)) is not None:
             raise error
 
@@ -157,8 +156,6 @@ class Session:
         self._latest_set: set[int] = set()
         self.task = asyncio.get_running_loop().create_task(self._run(), name=f"bus-{bus.worker}")
 
-    # Called by requests
-
     def submit(self, request: BusRequest) -> None:
         self._numbers += 1
         request.number, request.session = self._numbers, self
@@ -188,10 +185,8 @@ class Session:
         self._sinks.pop(number, None)
         return self._requests.pop(number, None)
 
-    # From its opening to its end
-
     async def _run(self) -> None:
-        """Subscribe, read and write until something ends that, leave. The remaining requests are told what it was."""
+        """Subscribe, read and write until something ends that, leave. The remaining requests get its error."""
         error: BiremeError = EngineLostError(f"{self._bus.worker}: the token bus was closed")
         tasks: list[asyncio.Future[None]] = []
         try:
@@ -211,7 +206,7 @@ class Session:
         finally:
             self._end(error)
             drop_frames(error)
-            for task in tasks:  # a read or write that is still under way takes the stream along
+            for task in tasks:  # a running read or write ends the stream as well
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._call is not None:
@@ -219,7 +214,7 @@ class Session:
             self._bus.ended(self)
 
     async def _subscribe(self) -> BiremeError | None:
-        """Open the stream and the subscription. Returns why there is none."""
+        """Open the stream and the subscription. Returns the error if that fails."""
         import grpc
 
         async def subscribe() -> None:
@@ -243,7 +238,7 @@ class Session:
         return None
 
     async def _unsubscribe(self, reader: asyncio.Future[None], writer: asyncio.Future[None]) -> None:
-        """Close the subscription in good order, if the stub still answers: the server then ends the stream."""
+        """Close the subscription, if the stub still answers: the server then ends the stream."""
         import grpc
 
         await asyncio.wait({writer}, timeout=LEAVE_S)
@@ -255,7 +250,7 @@ class Session:
                 await leave(self._call, LEAVE_S)
 
     def _reason(self, done: Iterable[asyncio.Future[None]]) -> BiremeError:
-        """Return why reading or writing has ended, as the remaining requests are to see it."""
+        """Return why reading or writing has ended, as the error of the remaining requests."""
         import grpc
 
         for future in done:
@@ -271,9 +266,9 @@ class Session:
         return EngineLostError(f"{self._bus.worker}: the token bus was closed")
 
     def _end(self, error: BiremeError) -> None:
-        """Take no more requests; tell those that remain, or pass them on to a new session."""
+        """Take no more requests; fail the remaining ones, or pass them on to a new session."""
         self._is_open = False
-        self._wake.set()  # the writer sees that it is over
+        self._wake.set()  # so that the writer ends
         self._bus.retire(self)
         if not self.opened.done():
             self.opened.set_result(error)
@@ -288,10 +283,8 @@ class Session:
             else:
                 request.fail(EngineLostError(str(error)) if isinstance(error, NotFoundError) else error)
 
-    # Out
-
     async def _write(self) -> None:
-        """Send what piled up; return when there has been nothing to do for IDLE_S."""
+        """Send what waits; return when there has been nothing to do for IDLE_S."""
         checked_at = time.monotonic()
         while self._is_open:
             if time.monotonic() - checked_at > self._interval_s:
@@ -311,7 +304,7 @@ class Session:
                     await asyncio.wait_for(self._wake.wait(), self._interval_s)
 
     def _next_batch(self) -> list[Submit | Abort | Drop | Ping | Drain]:
-        """Take what is to go out next; big prompts are spread over several messages."""
+        """Take the next commands; big prompts are spread over several messages."""
         num_bytes = 0
         for at, command in enumerate(self._outbox):
             num_bytes += len(command.request.prompt) if isinstance(command, Submit) else 0
@@ -322,7 +315,7 @@ class Session:
         return commands
 
     async def _check_signs(self) -> None:
-        """Close when idle, give up when the stub is silent, say `keep` when this side has been."""
+        """Close when idle, give up when the stub is silent, send `keep` when this side has been silent."""
         now = time.monotonic()
         if self._requests:
             self._busy_at = now
@@ -342,8 +335,6 @@ class Session:
         if self._welcome is not None:
             tensors["consumer"] = self._welcome.consumer.encode()
         await self._call.write(infer_request(self._bus.worker, tensors))
-
-    # In
 
     async def _read(self) -> None:
         while await self._receive():
@@ -383,7 +374,7 @@ class Session:
             self.opened.set_result(None)
 
     def _on_steps(self, steps: list[Step]) -> None:
-        """Deliver what came in one response."""
+        """Deliver the steps of one response."""
         self._note_gaps(steps)
         for step in steps:
             deliver(step, self._sinks, self._sink_failed)
@@ -395,13 +386,13 @@ class Session:
                 )
 
     def _note_gaps(self, steps: list[Step]) -> None:
-        """Count the time since each stream's last tokens: for those that were among the last ones it is the same."""
+        """Count the time since each stream's last tokens; streams of the same delivery share it."""
         now, before = self._heard_at, self._tokens_at
         latest = steps[0].requests if len(steps) == 1 else [number for step in steps for number in step.requests]
         if not latest:
             return
         num_new = 0
-        if latest != self._latest:  # else the same streams again, as a rule
+        if latest != self._latest:  # as a rule the same streams again
             heard = set(latest)
             for number in heard ^ self._latest_set:
                 is_new = number in heard
@@ -421,7 +412,7 @@ class Session:
             self._bus.metrics.observe("bireme_inter_token_latency_seconds", seconds, times=num_streams)
 
     def _sink_failed(self, number: int, error: Exception) -> None:
-        """One broken consumer must not take the others along."""
+        """A failing consumer must not end the others."""
         logger.error("sink_failed worker=%s", self._bus.worker, exc_info=error)
         if (request := self._forget(number)) is not None:
             self._send_later(Abort(number))

@@ -108,9 +108,9 @@ class Workers:
         return bus
 
     async def _call_watched(self, worker: str, inputs: Tensors) -> Tensors:
-        """Call a worker for as long as it answers pings: a dead stub would be silent for ever.
+        """Call a worker while it answers pings: a dead stub would be silent forever.
 
-        Inside Triton nobody pings: each ping would take one of the few threads of BLS.
+        Inside Triton there are no pings: each would take one of the few threads of BLS.
         """
         call = asyncio.ensure_future(self._call(worker, inputs))
         interval_s = self._stall_timeout_s / 2
@@ -150,7 +150,7 @@ def _settle(finished: asyncio.Future[Finish], finish: Finish) -> None:
 
 
 def _request_inputs(request: EngineRequest, request_id: str) -> dict[str, Array]:
-    """The request travels whole, as `engine_request`: what has no tensor of its own must not get lost."""
+    """The request travels whole, as `engine_request`: fields without a tensor of their own must not get lost."""
     return {
         "engine_request": np.frombuffer(encode(request), np.uint8),
         "request_id": _bytes(request_id.encode()),

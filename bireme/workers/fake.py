@@ -1,4 +1,4 @@
-"""Workers in memory, for tests of what calls them: every step and every fault happens when the test says so.
+"""Workers in memory, for tests of their callers: the test makes every step and every fault.
 
 Tokens depend on the prompt and the position alone, so a sequence that moved must look as if it had not.
 """
@@ -84,7 +84,7 @@ class FakeGeneration:
 
 
 class FakeWorkers:
-    """WorkerClient. `down` says what calls of a worker meet; `hold` keeps unary calls waiting."""
+    """WorkerClient. `down` makes calls of a worker fail; `hold` keeps unary calls waiting."""
 
     def __init__(self) -> None:
         self.down: dict[str, BiremeError] = {}
@@ -180,8 +180,6 @@ class FakeWorkers:
 
     async def close(self) -> None:
         self.is_closed = True
-
-    # For tests
 
     async def emit(self, count: int = 1) -> None:
         """Let every running request make tokens, once there is one."""

@@ -1,6 +1,6 @@
 """KServe over gRPC, as far as worker clients need it: raw tensors in, raw tensors out.
 
-grpc and the generated messages are imported at the first use (0.2 s): a stub that never calls out stays light.
+grpc and the generated messages are imported at the first use (0.2 s), so that a stub that never calls out stays light.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class GrpcChannel:
             raise rpc_error(error, self.address) from error
 
     def stream(self) -> Any:
-        """Open a ModelStreamInfer call; what it raises is for `rpc_error`."""
+        """Open a ModelStreamInfer call; its errors are for `rpc_error`."""
         from tritonclient.grpc import service_pb2
 
         return self._method("stream_stream", "ModelStreamInfer", service_pb2.ModelStreamInferResponse)()
 
     async def is_loaded(self, model: str) -> bool:
-        """Return what the server says of a model: yes also of one whose stub is dead. Raises BiremeError."""
+        """Return the server's state of a model: true also with a dead stub. Raises BiremeError."""
         import grpc
         from tritonclient.grpc import service_pb2
 
@@ -94,8 +94,8 @@ class GrpcChannel:
 async def leave(call: Any, limit_s: float) -> None:
     """Read a stream whose requests are over to its end; cancel it when that does not come.
 
-    Triton 2.51 goes on counting a stream that is cancelled after its last request has ended, and its exit then
-    takes the whole --exit-timeout-secs.
+    Triton 2.51 goes on counting a stream that is cancelled after its last request has ended, and its exit then takes
+    the whole --exit-timeout-secs.
     """
     import grpc
 

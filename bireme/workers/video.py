@@ -75,5 +75,5 @@ class VideoWorkers:
 
 
 def _as_video(error: BiremeError, worker: str) -> BiremeError:
-    """A connection that broke in the middle took the request along."""
+    """A broken connection ends the request as well."""
     return error if error.retryable or type(error) is not BiremeError else EngineLostError(f"{worker}: {error}")

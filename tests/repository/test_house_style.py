@@ -74,6 +74,26 @@ def test_function_names_are_plain():
     assert odd == []
 
 
+def values_returned_by(function):
+    """Yield the returns with a value; inner functions have their own."""
+    for node in ast.iter_child_nodes(function):
+        if isinstance(node, ast.Return) and node.value is not None and ast.unparse(node) != "return None":
+            yield node
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from values_returned_by(node)
+
+
+def test_a_function_that_returns_nothing_does_not_read_as_if_it_returned_something():
+    found = [
+        f"{name_of(path)}:{node.lineno} {ast.unparse(node)}"
+        for path in MODULES
+        for function in functions_of(path)
+        if function.returns is not None and ast.unparse(function.returns) == "None"
+        for node in values_returned_by(function)
+    ]
+    assert found == []
+
+
 def test_nothing_runs_what_it_reads():
     found = [
         f"{name_of(path)}:{node.lineno} {ast.unparse(node.func)}"

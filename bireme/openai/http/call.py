@@ -30,7 +30,7 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class ClientGoneError(Exception):
-    """Nobody reads the answer any more."""
+    """The client no longer reads the answer."""
 
 
 class Call:
@@ -39,7 +39,7 @@ class Call:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
         self._cycle = cycle_of(receive)
-        self.path: str = scope["path"]  # decoded; the only thing that decisions look at
+        self.path: str = scope["path"]  # decoded; decisions look only at this
         self.method: str = scope["method"]
         self.headers: list[Header] = scope["headers"]
         self._first: dict[bytes, bytes] = dict(reversed(self.headers))  # of several with one name the first
@@ -91,8 +91,8 @@ class Call:
                 return b"".join(parts)
 
     async def discard_body(self) -> None:
-        """Take what the client still sends, within bounds: the close of a connection that has unread bytes resets it,
-        and most clients then see no reply at all.
+        """Read what the client still sends, within bounds: closing a connection with unread bytes resets it, and most
+        clients then see no reply at all.
         """
 
         async def discard() -> None:
@@ -128,7 +128,7 @@ class Call:
             await self._send(body)
 
     def direct_write(self) -> DirectWrite | None:
-        """Return a quicker way to write events that are not the last, once some have been written."""
+        """Return a faster way to write events other than the last, once some have been written."""
         return direct_write(self._cycle)
 
     def when_gone(self, callback: Callable[[], object]) -> Watch:
@@ -136,7 +136,7 @@ class Call:
         return Watch(self._cycle, self._receive, callback)
 
     async def unless_gone(self, work: Awaitable[_T]) -> _T:
-        """Return what the work returns; when the client leaves, cancel it and raise ClientGoneError."""
+        """Return the work's result; when the client leaves, cancel it and raise ClientGoneError."""
         task = asyncio.ensure_future(work)
         watch = self.when_gone(task.cancel)
         try:

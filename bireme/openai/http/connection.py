@@ -1,8 +1,9 @@
-"""uvicorn's connection, with what uvicorn leaves out: limits of a request's head, and news for all of its requests.
+"""uvicorn's connection with two additions: limits of a request's head, and notice of a lost client for all its
+requests.
 
 A head (request line and headers) that is too large is answered with 431, one that does not come in time with 408;
-uvicorn would read and wait without end. When the client leaves, each request under way is told: uvicorn tells the
-last one alone, and of two sent one after the other the first would go on generating for nobody.
+uvicorn would read and wait without end. When the client leaves, each of its running requests is told: uvicorn tells
+only the last one, and of two sent one after the other the first would go on generating for nobody.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Connection(HttpToolsProtocol):
         self._head_timer = None
         if self._is_answering():  # the answer to an earlier request comes first
             self._start_head_timer()
-        elif not self._is_in_head:  # not a byte has come: nobody waits for an answer
+        elif not self._is_in_head:  # no byte has come, so no one waits for an answer
             self.transport.close()
         else:
             limit = f"frontend.header_timeout_s = {self._limits.header_timeout_s:g} s"
@@ -99,7 +100,7 @@ class Connection(HttpToolsProtocol):
         return HttpError(431, f"the request line and headers are too large; {limit}", code="headers_too_large")
 
     def _refuse(self, error: HttpError) -> None:
-        """Say why, unless that would stand in the middle of an answer, and close."""
+        """Send the error, unless an answer is half sent, and close."""
         self._stop_head_timer()
         self._is_in_head = False
         if not self._is_answering():

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: a status, and {"error": {message, type, param, code}}.
+"""Errors in the form of OpenAI's clients: a status, and {"error": {message, type, param, code}}.
 
 What a caller may see is decided here: internal errors and addresses stay in the log.
 """
@@ -39,7 +39,7 @@ class HttpError(Exception):
 
 
 class RateLimitError(HttpError):
-    """A key has used up what it may use in a minute."""
+    """A key has used up its limit of this minute."""
 
     def __init__(self, message: str, retry_s: float) -> None:
         seconds = max(1, int(retry_s + 0.999))
@@ -48,7 +48,7 @@ class RateLimitError(HttpError):
 
 
 def shutting_down() -> UnavailableError:
-    """What requests are told that the drain timeout ends."""
+    """The error of requests that the drain timeout ends."""
     return UnavailableError("the server is shutting down; try again")
 
 
@@ -81,7 +81,7 @@ def reply_of(error: BaseException) -> ErrorReply:
 
 
 def is_internal(error: BaseException) -> bool:
-    """Does only the log say what happened?"""
+    """Whether only the log shows what happened."""
     if isinstance(error, (HttpError, UnreachableError)):
         return isinstance(error, UnreachableError)
     return not isinstance(error, BiremeError) or type(error).code in ("INTERNAL", "FAILED_PRECONDITION")

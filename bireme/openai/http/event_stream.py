@@ -15,7 +15,7 @@ from bireme.text.output import TokenDelta
 PREFIX, SUFFIX = b"data: ", b"\n\n"
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": still working\n\n"
-_json_of = functools.lru_cache(1 << 16)(encode_json)  # pieces of text are tokens: the same ones again and again
+_json_of = functools.lru_cache(1 << 16)(encode_json)  # pieces of text are tokens, so the same ones recur
 
 
 class TextTemplate(Protocol):
@@ -39,17 +39,15 @@ class EventStream:
         self._template, self._pacer, self._max_bytes = template, pacer, max_bytes
         self._parts: list[bytes] = []
         self._size = 0
-        self._deltas: list[tuple[int, TokenDelta]] = []  # have text that is not among the parts yet
+        self._deltas: list[tuple[int, TokenDelta]] = []  # with text that is not among the parts yet
         self._is_dirty = False
         self._direct: DirectWrite | None = None
-        self._is_sending = False  # the task is at it: nothing may overtake what it has taken
+        self._is_sending = False  # the task is writing: nothing may overtake what it has taken
         self._waiter: asyncio.Future[None] | None = None
         self.is_complete = False  # the last event is in the buffer, or out
-        self.is_closed = False  # nothing comes any more
+        self.is_closed = False  # nothing more comes
         self.is_overrun = False  # the client reads too slowly
         self.written_at = time.monotonic()
-
-    # Called by the answer
 
     def text(self, index: int, text: str) -> None:
         self._put(self._template.text(index, text))
@@ -98,8 +96,6 @@ class EventStream:
             self._is_dirty = True
             self._pacer.mark(self)
 
-    # Called by the connection
-
     async def wait(self) -> None:
         """Return when there is something to write, or nothing will come."""
         if self.is_closed:
@@ -108,7 +104,7 @@ class EventStream:
         await self._waiter
 
     def take(self) -> bytes:
-        """Return what is to be written now; `go_on` when it was."""
+        """Return what is to be written now; call `go_on` when it was."""
         self._is_sending = True
         self._collect()
         data = self._joined()
@@ -145,6 +141,6 @@ class EventStream:
         self.wake()
 
     def comment(self) -> None:
-        """Write a comment, so that proxies see life."""
+        """Write a comment, so that proxies keep the stream open."""
         if not self.is_complete:
             self._put(COMMENT)

@@ -14,7 +14,7 @@ _RANGE = re.compile(rb"bytes=(\d{0,18})-(\d{0,18})")
 
 
 class Files:
-    """GET /files/{name}: whoever knows the name may read the file."""
+    """GET /files/{name}: the name gives the right to read the file."""
 
     def __init__(self, stores: list[FileStore], prefix: str) -> None:
         self._stores, self._prefix = stores, prefix
@@ -54,7 +54,7 @@ async def send_file(call: Call, file: StoredFile) -> None:
 
 
 def _part(header: bytes, size: int) -> tuple[int, int] | None:
-    """Return the slice that is asked for; None: everything. Several ranges are answered with everything."""
+    """Return the requested slice; None: everything, also for several ranges."""
     match = _RANGE.fullmatch(header)
     if match is None or not (match[1] or match[2]):
         return None

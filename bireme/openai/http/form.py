@@ -1,4 +1,4 @@
-"""A multipart/form-data body as the JSON object that the same request would have been."""
+"""A multipart/form-data body as the JSON object of the same request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NUMBERS = ("fps", "num_frames", "num_inference_steps", "seed", "guidance_scale"
 
 
 def json_of(body: bytes, content_type: bytes) -> bytes:
-    """Return the body as JSON, whatever it came as. Raises RequestError for a form that is none."""
+    """Return the body as JSON, from either form. Raises RequestError for a malformed form."""
     if content_type.split(b";")[0].strip().lower() != b"multipart/form-data":
         return body
     return json.dumps(_fields(body, content_type)).encode()

@@ -1,8 +1,8 @@
-"""The folder of a group of frontend processes, and what becomes of it, and of them, when the group's parent is killed.
+"""The folder of a group of frontend processes, and the group's end when its parent is killed.
 
 A parent holds its folder's lock for as long as it lives. The members of a dead one serve on, so that the port stays
-open, until the launch has started the next group and that one serves: it tells them, they drain and end. Where no
-launch would start one, they end at once.
+open, until the launch has started the next group and that one serves: it tells them, they drain and end. Without a
+launch that would start one, they end at once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class GroupFolder:
     """A context manager; used by the group's parent."""
 
     def __init__(self, launch: int) -> None:
-        """`launch`: pid of the process that starts another group when this one dies; 0: nobody does."""
+        """`launch`: pid of the process that starts another group when this one dies; 0: none does."""
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{launch}-"))
         new = self.path / "lock.new"
         self._lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self.path / _LOCK)  # nobody sees it unlocked
+        new.rename(self.path / _LOCK)  # so that it is never seen unlocked
 
     def __enter__(self) -> GroupFolder:
         return self
@@ -46,7 +46,7 @@ class GroupFolder:
 
 
 class DeadGroup:
-    """What a killed parent has left: its folder, and members that may still serve."""
+    """A killed parent's remains: its folder, and members that may still serve."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -54,7 +54,7 @@ class DeadGroup:
         self._members = [(pid, processes.started_at(pid)) for pid in pids]
 
     def succeed(self) -> None:
-        """Tell the members that others serve now."""
+        """Tell the members that another group serves now."""
         with contextlib.suppress(FileNotFoundError):
             (self._path / _SUCCEEDED).touch()
 
@@ -70,7 +70,7 @@ class DeadGroup:
 
 
 def dead_groups(launch: int) -> list[DeadGroup]:
-    """Return those that this launch's group follows, and remove what is left of all others without a living member."""
+    """Return the groups that this launch's group follows; remove all others without a living member."""
     followed = []
     for path in filter(_is_abandoned, Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*")):
         group = DeadGroup(path)
@@ -80,7 +80,7 @@ def dead_groups(launch: int) -> list[DeadGroup]:
 
 
 def wait_for_successor(folder: Path, launch: int, start: int | None) -> None:
-    """Return when the members of a dead parent are to end: others serve, or nobody will start them.
+    """Return when the members of a dead parent are to end: others serve, or none will be started.
 
     `start`: when the launch's process began, which tells it from another with its pid.
     """
@@ -91,7 +91,7 @@ def wait_for_successor(folder: Path, launch: int, start: int | None) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Is it the folder of a parent that does not live any more? Not of another user's."""
+    """Whether it is the folder of a dead parent. Not of another user's."""
     try:
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

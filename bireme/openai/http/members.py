@@ -1,7 +1,7 @@
-"""The processes that serve one frontend's port together: who this one is, and what the others have counted.
+"""The processes that serve one frontend's port together: this one's number, and the others' counts.
 
-The kernel gives each new connection to one of them. They share nothing; a page of metrics has to be whoever is
-asked, so each tells the others its totals over a Unix socket in their common folder.
+The kernel gives each new connection to one of them. They share nothing; any of them may be asked for the page of
+metrics, so each tells the others its totals over a Unix socket in their common folder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Member:
 
     @property
     def has_served(self) -> bool:
-        """Does its process take connections, or did one?"""
+        """Whether its process takes, or took, connections."""
         return self._served.exists()
 
     def note_serving(self) -> None:

@@ -1,7 +1,7 @@
 """When streams write: at once while there is time, in bulk when there is none.
 
-After a flush that took t, the next one waits t: writing takes half of the loop at most, and meanwhile steps
-of the engines pile up in the streams instead of in gRPC's queues.
+After a flush that took t, the next one waits t: writing takes half of the loop at most, and meanwhile steps of the
+engines pile up in the streams instead of in gRPC's queues.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bireme.coalescing import FLUSH_PAUSE
 
 class Flushable(Protocol):
     def wake(self) -> None:
-        """Write, or let the stream's task do it; called once for each time that it was marked."""
+        """Write, or let the stream's task do it; called once for each mark."""
 
 
 class Pacer:
@@ -29,7 +29,7 @@ class Pacer:
         self.now = time.monotonic()  # of the last flush
 
     def mark(self, stream: Flushable) -> None:
-        """The stream has something to write now; it is to be marked again only after it was woken."""
+        """The stream has something to write; mark it again only after it was woken."""
         self._dirty.append(stream)
         if not self._is_planned:
             self._plan()
@@ -38,7 +38,7 @@ class Pacer:
         self._is_planned = True
         wait_s = self._next_at - self._loop.time()
         if wait_s <= 0:
-            self._loop.call_soon(self._flush)  # after the rest of the step at hand
+            self._loop.call_soon(self._flush)  # after the rest of the current step
         else:
             self._loop.call_later(wait_s, self._flush)
 

@@ -1,6 +1,6 @@
-"""Several processes for one frontend: starts them, starts again what dies, and ends them together.
+"""Several processes for one frontend: starts them, restarts dead ones, and ends them together.
 
-One rule: it serves nothing itself. SIGTERM and SIGINT reach every process, which then drains as if alone.
+The parent serves nothing itself. SIGTERM and SIGINT reach every process, which then drains as if alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bireme.stop_signals import on_stop_signal
 _LOOK_S = 0.1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _GRACE_S = 3.0  # beyond the drain
-_STALL_S = 60.0  # without a sign of life, whatever it does
+_STALL_S = 60.0  # without a sign of life, even if it uses CPU
 _STEADY_S = 60.0  # after so long a life the pause is short again
 logger = logging.getLogger("bireme.openai")
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("bireme.openai")
 def run_group(arguments: Sequence[str], count: int, launch: int, drain_timeout_s: float) -> int:
     """Run `count` processes with these arguments until a signal; return the exit code.
 
-    `launch`: pid of the process that starts another group when this one dies; 0: nobody does.
+    `launch`: pid of the process that starts another group when this one dies; 0: none does.
     """
     with GroupFolder(launch) as folder:
         members = [Member(number, count, folder.path) for number in range(count)]
@@ -53,7 +53,7 @@ class _Group:
         self._processes = [_MemberProcess(member) for member in members]
         self._before = before
         self._end_s = drain_timeout_s + _GRACE_S
-        self._kill_at = 0.0  # whoever is asked to end has ended by then
+        self._kill_at = 0.0  # the time limit of processes asked to end
         self._watch = _watch_of(members[0].folder, self._processes)
 
     def run(self) -> int:
@@ -87,7 +87,7 @@ class _Group:
         return True
 
     def _wait(self) -> int:
-        """Pass on what still comes until all have ended, or should have; return the worst exit code."""
+        """Pass further signals on until all have ended, or should have; return the worst exit code."""
         kill_at = time.monotonic() + self._end_s
         while any(process.ended() is None for process in self._processes) or self._before:
             self._pass_on()
@@ -163,7 +163,7 @@ class _MemberProcess:
 
 
 def _watch_of(folder: Path, processes: list[_MemberProcess]) -> ProcessWatch | None:
-    """Return what ends members that hang; None in a launch, which does that itself."""
+    """Return what kills hung members; None in a launch, which does that itself."""
     if os.environ.get("BIREME_SHM_PREFIX"):
         return None
     prefix = f"{folder.name}_"

@@ -1,7 +1,7 @@
 """How an answer gets to its client, whole or as events, for chats and completions alike.
 
-Nothing is sent before there is something to say, so an error before the first token has its own status; an
-error after it is an event. A client that leaves, or reads too slowly, cancels the work at once.
+Nothing is sent before the first token, so an error before it has its own status; a later one is an event. A client that
+leaves, or reads too slowly, cancels the work at once.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from bireme.pipelines.sequence import SequenceRunner
 from bireme.pipelines.side_by_side import count_request
 
 logger = logging.getLogger("bireme.openai")
-Streams = set[EventStream]  # those under way, for comments
+Streams = set[EventStream]  # the running ones, for comments
 
 
 async def answer_whole(call: Call, work: Awaitable[list[SequenceRunner]]) -> list[SequenceRunner]:
-    """Return the ended sequences. Raises ClientGoneError, and what the work raises."""
+    """Return the ended sequences. Raises ClientGoneError, and the work's errors."""
     return await call.unless_gone(work)
 
 
 async def answer_events(
     call: Call, work: Awaitable[list[SequenceRunner]], stream: EventStream, streams: Streams
 ) -> str:
-    """Write events until all are out; return the finish reason, or the code of the error that was told.
+    """Write events until all are out; return the finish reason, or the code of the error sent.
 
-    Raises what goes wrong before the first event, and ClientGoneError.
+    Raises errors before the first event, and ClientGoneError.
     """
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda _: stream.close())
@@ -84,7 +84,7 @@ async def _fail(call: Call, stream: EventStream, error: BiremeError) -> str:
 
 @contextmanager
 def counted(call: Call, model: ServedModel) -> Iterator[None]:
-    """Admit a request and count it out, with its key's limits and its outcome in `call.notes`."""
+    """Count a running request, with its key's limits and its outcome in `call.notes`."""
     metrics = model.services.metrics
     call.notes["model"] = model.name
     try:
@@ -102,7 +102,7 @@ def counted(call: Call, model: ServedModel) -> Iterator[None]:
 
 
 def note_usage(call: Call, usages: list[Usage], num_prompt_tokens: int) -> None:
-    """Charge what was generated, and put the counts into the access log."""
+    """Charge the generated tokens, and put the counts into the access log."""
     num_generated = sum(usage.completion_tokens for usage in usages)
     call.tenant.take_generated(num_generated)
     call.notes |= {"prompt_tokens": num_prompt_tokens, "generated_tokens": num_generated}

@@ -1,4 +1,4 @@
-"""Completions as OpenAI shows them: text_completion objects, whole or as events."""
+"""Completions in OpenAI's form: text_completion objects, whole or as events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LogprobColumns:
     def show(
         self, entries: Sequence[TokenLogprobs], prompt: Sequence[TokenLogprobs | None] | None = None
     ) -> dict[str, Any]:
-        """Return the columns of what has come, the prompt's tokens first."""
+        """Return the columns of new tokens, the prompt's first."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in (*(prompt or ()), *entries):
             token = self._first_token if entry is None else entry[0][0]
@@ -59,7 +59,7 @@ class LogprobColumns:
 
 
 def without_tokens(delta: TokenDelta) -> TokenDelta:
-    """Return what a delta says of the prompt and of the end: for a request that wants no token, though one was made."""
+    """Return a delta's prompt part and end: for a request that wants no token, though one was made."""
     usage = None if delta.usage is None else msgspec.structs.replace(delta.usage, completion_tokens=0)
     reason = "length" if delta.finish_reason else ""
     return TokenDelta([], prompt_logprobs=delta.prompt_logprobs, finish_reason=reason, usage=usage)

@@ -47,7 +47,7 @@ class CompletionRequest:
 
 
 def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
-    """Check what the types don't say. Raises RequestError."""
+    """Check what the types can't. Raises RequestError."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only with stream true; remove it")
     options = request_options(body)
@@ -86,13 +86,13 @@ def _sampling(body: CompletionBody, options: RequestOptions, recipe: Recipe) -> 
         fields["max_tokens"] = body.max_tokens or 1  # engines make one: without_tokens leaves it out
     sampling = openai_sampling(body, fields, options, recipe)
     if body.echo and body.logprobs is not None and sampling.params.max_tokens == 1:
-        # Whoever scores a prompt counts on one token after it, and what ends an answer is not delivered as one.
+        # Scorers of prompts count on one token after it, and a token that ends an answer is not delivered as one.
         return replace(sampling, params=msgspec.structs.replace(sampling.params, ignore_eos=True))
     return sampling
 
 
 def _check_scores_prompts(recipe: Recipe) -> None:
-    """TensorRT-LLM's prompt log probabilities are of the likeliest tokens, the prompt's own may be missing."""
+    """TensorRT-LLM's prompt log probabilities are of the likeliest tokens; the prompt's own may be missing."""
     for stage in ("prefill", "decode"):
         worker = recipe.workers.get(stage)
         if worker is not None and not worker.kind.scores_prompts:

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text or token ids go on as they are, no chat template."""
+"""POST /v1/completions: text or token ids, without a chat template."""
 
 from __future__ import annotations
 

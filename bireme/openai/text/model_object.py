@@ -1,4 +1,4 @@
-"""OpenAI's model object, with what a client has to know before it asks in a `bireme` object."""
+"""OpenAI's model object, with facts for clients in a `bireme` object."""
 
 from __future__ import annotations
 

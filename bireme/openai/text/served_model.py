@@ -33,7 +33,7 @@ class ServedModel:
 
     @property
     def capacity(self) -> Capacity | None:
-        """What the first decode worker takes, once it has been heard of."""
+        """What the first decode worker takes, once it is known."""
         return self.services.capacity()
 
     async def close(self) -> None:
@@ -61,7 +61,7 @@ class Models:
             self._models[model.name] = model
 
     def know_videos(self, names: Iterable[str]) -> None:
-        """Take the names of the video models beside these, for errors."""
+        """Add the names of the video models, for errors."""
         self._videos = frozenset(names)
 
     def __iter__(self) -> Iterator[ServedModel]:

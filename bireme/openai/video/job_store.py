@@ -1,7 +1,7 @@
 """Jobs of /v1/videos in SQLite: they outlive the frontend, and several frontends may share them.
 
-Each process holds a lock file for as long as it lives. A job that is not done and whose process is gone has failed;
-whoever looks at it says so. Every method may block on the disk; all are thread-safe.
+Each process holds a lock file for as long as it lives. An unfinished job whose process is gone has failed; any reader
+marks it so. Every method may block on the disk; all are thread-safe.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class JobStore:
         return rows[:limit], len(rows) > limit
 
     def report(self, job_id: str, status: str, progress: int) -> bool:
-        """Note how far a job is; false: it has been deleted."""
+        """Note a job's progress; false: it has been deleted."""
         return self._write("UPDATE jobs SET status = ?, progress = ? WHERE id = ?", status, progress, job_id)
 
     def complete(self, job_id: str, details: str, file: str) -> bool:
@@ -138,7 +138,7 @@ class JobStore:
         return job
 
     def expire(self, age_s: float, max_jobs: int) -> list[str]:
-        """Remove finished jobs that are old or too many; return the files that they leave."""
+        """Remove old finished jobs, and the oldest of too many; return the files that they leave."""
         rows = self._read(
             "SELECT * FROM jobs WHERE completed_at IS NOT NULL AND (completed_at < ?"
             " OR number <= (SELECT MAX(number) FROM jobs) - ?)",
@@ -155,7 +155,7 @@ class JobStore:
         return dict.fromkeys((*_OPEN, "completed", "failed"), 0) | {row[0]: row[1] for row in rows}
 
     def fail_orphans(self) -> int:
-        """End the jobs of processes that are gone; return how many."""
+        """Fail the jobs of processes that are gone; return how many."""
         rows = self._read("SELECT * FROM jobs WHERE status IN ('queued', 'in_progress')")
         orphans = [job for job in rows if not self._is_alive(job.process)]
         for job in orphans:

@@ -1,4 +1,4 @@
-"""Jobs under way in this process: each is a task that follows one generation and writes down how far it is."""
+"""The running jobs of this process: each is a task that follows one generation and records its progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bireme.pipelines.video_service import VideoProgress, VideoResult
 from bireme.video.wire import Details
 
 logger = logging.getLogger("bireme.openai")
-_REPORT_S = 0.25  # progress is written down at most so often
+_REPORT_S = 0.25  # the shortest time between two records
 _STOPPED = "the server was stopped before the video was done; create the job again"
 
 
@@ -32,7 +32,7 @@ class VideoJobs:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def create(self, model: ServedVideo, request: VideoRequest, tenant: Tenant) -> Job:
-        """Start a job; return when the worker has accepted it. Raises the error of one that it refuses."""
+        """Start a job; return when the worker has accepted it. Raises the error of a refused one."""
         run = _JobRun(model, request, tenant.name)
         task = asyncio.get_running_loop().create_task(run.follow(), name=run.id)
         self._tasks[run.id] = task
@@ -40,7 +40,7 @@ class VideoJobs:
         task.add_done_callback(lambda _: self._forget(run.id, tenant))
         try:
             return await asyncio.shield(run.accepted)
-        except asyncio.CancelledError:  # its client has left before it heard of the job
+        except asyncio.CancelledError:  # its client has left before it got the job's id
             task.cancel()
             raise
 
@@ -51,7 +51,7 @@ class VideoJobs:
             task.cancel()
 
     async def stop(self) -> None:
-        """End all; they are noted as failed."""
+        """End all; they are recorded as failed."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -110,7 +110,7 @@ class _JobRun:
         self._news.set()
 
     async def _report(self) -> None:
-        """Write progress down; return when the job is not there any more."""
+        """Record progress; return when the job is deleted."""
         jobs = self._model.jobs
         while True:
             await self._news.wait()
@@ -125,7 +125,7 @@ class _JobRun:
             await asyncio.sleep(_REPORT_S)
 
     async def _accept(self, details: Details) -> None:
-        """Write the job down, once."""
+        """Record the job, once."""
         async with self._accepting:
             if self.accepted.done():
                 return
@@ -136,7 +136,7 @@ class _JobRun:
             )
 
     async def _complete(self, result: VideoResult) -> None:
-        await self._accept(result.details)  # where it was so quick that nothing has been reported yet
+        await self._accept(result.details)  # when it was so quick that nothing has been reported yet
         file = await self._model.delivery.store(result.parts[0], result.details.output_format)
         tree = msgspec.to_builtins(result.details) | {"inference_time_s": result.inference_time_s}
         details = msgspec.json.encode(tree).decode()
@@ -159,7 +159,7 @@ class _JobRun:
 
 
 def sweep(model: ServedVideo) -> tuple[int, dict[str, int]]:
-    """Remove what is old; return the bytes of results left and the number of jobs by status. Blocks on the disk."""
+    """Remove old results; return the bytes left and the number of jobs by status. Blocks on the disk."""
     config = model.recipe.video
     for file in model.jobs.expire(config.expiry_s, config.max_jobs):
         model.files.remove(file)

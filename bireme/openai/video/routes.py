@@ -1,4 +1,4 @@
-"""The paths of videos and pictures, and what is tidied up behind them."""
+"""The paths of videos and pictures, and the sweeping of their results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class VideoRoutes:
         return {"GET": self._videos.show, "DELETE": self._videos.delete}
 
     def is_open(self, path: str) -> bool:
-        """A file's name is the right to read it."""
+        """A file's name gives the right to read it."""
         return path.startswith(FILES_PATH)
 
     async def start(self) -> None:

@@ -56,7 +56,7 @@ class VideoModels:
             self._models[model.name] = model
 
     def know_languages(self, names: Iterable[str]) -> None:
-        """Take the names of the language models beside these, for errors."""
+        """Add the names of the language models, for errors."""
         self._languages = frozenset(names)
 
     def __iter__(self) -> Iterator[ServedVideo]:

@@ -34,8 +34,6 @@ class Videos:
         self._models, self._comment_interval_s = models, comment_interval_s
         self.jobs = VideoJobs()
 
-    # Jobs
-
     async def create(self, call: Call, data: bytes) -> None:
         body = decode_body(json_of(data, call.header(b"content-type")), JobBody, REFUSED)
         model = self._models.get(body.model)
@@ -98,8 +96,6 @@ class Videos:
                 missing = error
         raise missing
 
-    # In one call
-
     async def generate(self, call: Call, data: bytes) -> None:
         body = decode_body(data, VideoBody, REFUSED)
         model = self._models.get(body.model)
@@ -113,7 +109,7 @@ class Videos:
         await call.reply(200, encode_json(await _answer(model, request, result, heading_of(model.name))))
 
     async def _stream(self, call: Call, model: ServedVideo, request: VideoRequest) -> None:
-        """What is refused is refused with its status: the first event is the worker's."""
+        """Refusals have their status: the first event is the worker's."""
         latest: list[VideoProgress] = []
         news = asyncio.Event()
 
@@ -147,7 +143,7 @@ class Videos:
     async def _write_news(
         self, call: Call, news: asyncio.Event, latest: list[VideoProgress], heading: dict[str, Any]
     ) -> None:
-        """Wait for progress and write it; a comment where there is none for long."""
+        """Wait for progress and write it; a comment after a long silence."""
         try:
             await asyncio.wait_for(news.wait(), self._comment_interval_s)
         except asyncio.TimeoutError:
@@ -204,7 +200,7 @@ def _id_in(path: str) -> str:
 
 
 def _query(call: Call, known: tuple[str, ...]) -> dict[str, str]:
-    """Raises RequestError for parameters that are not known."""
+    """Raises RequestError for unknown parameters."""
     found = dict(urllib.parse.parse_qsl(call.query.decode("ascii", "replace"), keep_blank_values=True))
     for name in found:
         if name not in known:
