@@ -76,14 +76,14 @@ class StepOutput:
 
 @dataclass(slots=True)
 class PlainTokens:
-    """One token each of which there is nothing to say but its id, in columns: a third of what StepOutputs cost."""
+    """One token each for outputs that are only a token id, in columns: a third of the cost of StepOutputs."""
 
     keys: list[RequestKey]
     tokens: list[int]
 
 
 class Emit(Protocol):
-    """Takes the news of one engine step; thread-safe, never blocks. Where a request is in both, `plain` came first."""
+    """Takes the output of one engine step; thread-safe, never blocks. If a request is in both, `plain` came first."""
 
     def __call__(self, step: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None: ...
 

@@ -239,7 +239,6 @@ class Frontend:
             access.info(_log_line(call))
 
     async def _tick(self) -> None:
-        """Send silent streams a comment."""
         interval_s = self._config.comment_interval_s
         while True:
             await asyncio.sleep(interval_s / _NUM_TICKS)

@@ -21,7 +21,6 @@ class _JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(level: str, as_json: bool, has_access_log: bool) -> None:
-    """Log to stderr from now on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         _JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)s frontend %(message)s")

@@ -34,7 +34,6 @@ class MetricsPage:
         return generate_latest(page)
 
     def totals(self) -> MetricDelta:
-        """Return all counts so far."""
         self._own.add(self._source.take_delta())
         return self._own.totals()
 

@@ -39,7 +39,6 @@ class AnswerFormat:
         return self.contract == "trtllm" and not self.extras
 
     def chosen(self, outputs: Tensors) -> Tensors:
-        """Leave out what was not requested."""
         if self.outputs is None:
             return outputs
         return {name: array for name, array in outputs.items() if name in self.outputs}

@@ -42,7 +42,7 @@ class ChatOutput(Protocol):
     def text(self, index: int, text: str, logprobs: Logprobs | None) -> None: ...
 
     def delta(self, index: int, delta: TokenDelta) -> None:
-        """Take text as it is, not made yet: until it is asked for, the delta grows."""
+        """Take a delta whose text is not made yet: it grows until the text is asked for."""
 
     def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None: ...
 

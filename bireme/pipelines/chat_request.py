@@ -177,7 +177,6 @@ class ChatRequest:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """Return the tools as chat templates expect them."""
         return [{"type": "function", "function": function} for function in self.functions]
 
 

@@ -17,7 +17,7 @@ class ChunkSink(Protocol):
         """A chunk with content alone, not yet made: `ChunkTemplate.text` makes it."""
 
     def delta(self, index: int, delta: TokenDelta) -> None:
-        """Chunks with the delta's content, whose text is not made yet: until it is asked for, the delta grows."""
+        """Chunks with the delta's content, whose text is not made yet: the delta grows until it is asked for."""
 
     def chunk(self, data: bytes) -> None: ...
 

@@ -75,7 +75,6 @@ class RequestPictures:
         return RequestEmbeddings(self._services, self._stock.pop(), self._items)
 
     def close(self) -> None:
-        """Give back unused handles."""
         stock, self._stock = self._stock, []
         for handles in stock:
             self._services.run_in_background(_release(self._services, handles))

@@ -122,7 +122,6 @@ class SequenceRunner:
 
     @property
     def tokens(self) -> list[int]:
-        """The delivered tokens."""
         return self._stream.output_ids
 
     @property

@@ -56,7 +56,6 @@ class Services:
         task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
-        """Give background tasks a moment, then close the workers."""
         if self._background:
             await asyncio.wait(list(self._background), timeout=1.0)
         await self.workers.close()

@@ -23,7 +23,7 @@ async def run_sequences(
     outputs: Iterable[Output],
     arrived_at: float,
 ) -> list[SequenceRunner]:
-    """Return the sequences when all have ended well. Raises the first one's error otherwise."""
+    """Return the sequences when all have succeeded. Raises the first one's error otherwise."""
     sequences = [
         SequenceRunner(
             services,

@@ -147,7 +147,6 @@ _DTYPES = {"seconds": np.float32, "guidance_scale": np.float32, "seed": np.uint6
 
 
 def tensors_of(ask: RequestedVideo) -> dict[str, bytes | Array]:
-    """Return the inputs of video_diffusion."""
     tensors: dict[str, bytes | Array] = {}
     for name in RequestedVideo.__struct_fields__:
         value = getattr(ask, name)

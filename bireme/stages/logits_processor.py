@@ -106,7 +106,6 @@ def _json_file(path: Path) -> dict[str, Any]:
 
 
 def _logits(inputs: Tensors, limits: Limits) -> Logits:
-    """Return (rows, vocabulary)."""
     array = inputs.get("logits")
     if array is None:
         raise RequestError("logits: missing; send FP32 of shape [rows, vocabulary]")

@@ -252,7 +252,7 @@ async def test_handles_that_no_prefill_has_fetched_are_given_back():
     _, running = chat(bench, PICTURE)
     with pytest.raises(UnavailableError, match="its engine is starting"):
         await running
-    await bench.errands()
+    await bench.background()
     assert not bench.workers.handles
 
 

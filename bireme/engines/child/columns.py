@@ -40,7 +40,6 @@ class StepEncoder:
             self._seal()
 
     def take(self) -> list[bytes]:
-        """Return the frames to send now."""
         self._seal()
         frames, self._frames = self._frames, []
         return frames

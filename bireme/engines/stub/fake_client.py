@@ -100,7 +100,6 @@ class FakeEngineClient:
             self.aborted.append(key)
 
     def emit(self, consumer: int, tokens: dict[int, int]) -> None:
-        """One step: a token a request."""
         if consumer == STUB:
             for number, token in tokens.items():
                 self.sinks[number].push((token,))

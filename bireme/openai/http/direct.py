@@ -1,8 +1,8 @@
-"""What uvicorn knows and ASGI can say only with a task, a message and a switch each: used where it is there.
+"""Shortcuts through uvicorn, for what ASGI does with a task, a message and a task switch each.
 
-One rule: a reply begins and ends through ASGI, and whatever is not certain goes through ASGI too: another
-server, a uvicorn whose inside has changed, a client that does not keep up. Each way here saves at least a twentieth of
-the frontend's CPU for some kind of answer (docs/measurements.md); one that saves less does not belong here.
+A reply begins and ends through ASGI, and so does everything uncertain: another server, a uvicorn whose internals have
+changed, a client that reads too slowly. Each shortcut saves at least a twentieth of the frontend's CPU for some kind of
+answer (docs/measurements.md); one that saves less does not belong here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _USED = (
 
 
 def cycle_of(method: Any) -> RequestResponseCycle | None:
-    """Return uvicorn's object of a request, of which ASGI's `receive` and `send` are methods; None elsewhere."""
+    """Return uvicorn's object of a request, which owns ASGI's `receive` and `send`; None elsewhere."""
     cycle = getattr(method, "__self__", None)
     if isinstance(cycle, RequestResponseCycle) and all(hasattr(cycle, name) for name in _USED):
         return cycle
@@ -29,7 +29,7 @@ def cycle_of(method: Any) -> RequestResponseCycle | None:
 
 
 def direct_write(cycle: RequestResponseCycle | None) -> DirectWrite | None:
-    """Return what writes chunks of the reply that was begun, where that is possible."""
+    """Return a writer for chunks of the begun reply, where that is possible."""
     if cycle is None or not cycle.chunked_encoding:
         return None
     flow, transport = cycle.flow, cycle.transport
@@ -44,7 +44,7 @@ def direct_write(cycle: RequestResponseCycle | None) -> DirectWrite | None:
 
 
 class AtOnce:
-    """What ASGI sends within goes out in one write: a reply's head and its beginning cost one system call, not two."""
+    """ASGI messages sent within go out in one write: a reply's head and first part cost one system call, not two."""
 
     __slots__ = ("_cycle", "_held", "_transport")
 
@@ -110,7 +110,7 @@ class Watch:
             self._notice = cycle.message_event = _Notice(cycle, self._tell)
 
     def cancel(self) -> None:
-        """Forget all, too: a request that has ended is freed at once, not with the next collection."""
+        """Also forget all, so that an ended request is freed at once, not with the next collection."""
         self._callback = None
         if self._task is not None:
             self._task.cancel()
@@ -128,7 +128,7 @@ class Watch:
 
 
 class _Notice(asyncio.Event):
-    """Stands where uvicorn sets an event when the connection is lost, or the reply complete."""
+    """Replaces uvicorn's event of a lost connection or complete reply."""
 
     def __init__(self, cycle: Any, tell: Callable[[], None]) -> None:
         super().__init__()

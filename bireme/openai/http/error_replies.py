@@ -60,7 +60,6 @@ class ErrorReply:
 
 
 def reply_of(error: BaseException) -> ErrorReply:
-    """Return what the caller is told."""
     if isinstance(error, HttpError):
         return _reply(error.status, str(error), error.kind, error.code, error.headers, param_of(str(error)))
     if isinstance(error, RequestError):

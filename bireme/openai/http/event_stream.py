@@ -74,7 +74,6 @@ class EventStream:
         self._mark()
 
     def _collect(self) -> None:
-        """Make events of the text that has come, one a piece."""
         if not self._deltas:
             return
         deltas, self._deltas = self._deltas, []

@@ -46,7 +46,6 @@ class Member:
         return self._served.exists()
 
     def note_serving(self) -> None:
-        """Say that this process takes connections."""
         self._served.touch()
 
     @property
@@ -58,8 +57,6 @@ class Member:
         return None if limit is None else max(1, math.ceil(limit / self.count))
 
     async def tell(self, totals: Callable[[], MetricDelta]) -> asyncio.AbstractServer:
-        """Answer the others from now on."""
-
         async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(_encode(totals()))
             with contextlib.suppress(OSError):

@@ -72,7 +72,6 @@ async def _write(call: Call, stream: EventStream) -> None:
 
 
 async def _fail(call: Call, stream: EventStream, error: BiremeError) -> str:
-    """Tell a client in mid-stream."""
     drop_frames(error)
     if not stream.is_complete:
         if is_internal(error):

@@ -103,7 +103,6 @@ def _check_scores_prompts(recipe: Recipe) -> None:
 
 
 def _prompts(prompt: str | list[str | int | list[int]], limits: Limits) -> list[str | list[int]]:
-    """Return one entry a prompt: text, or token ids."""
     if isinstance(prompt, str):
         return [_text(prompt, "prompt")]
     if not prompt:

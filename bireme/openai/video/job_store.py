@@ -149,7 +149,6 @@ class JobStore:
         return [job.file for job in rows if job.file]
 
     def counts(self) -> dict[str, int]:
-        """Return the number of jobs by status."""
         with self._lock:
             rows = self._database.execute("SELECT status, COUNT(*) FROM jobs GROUP BY status").fetchall()
         return dict.fromkeys((*_OPEN, "completed", "failed"), 0) | {row[0]: row[1] for row in rows}

@@ -125,7 +125,6 @@ class _JobRun:
             await asyncio.sleep(_REPORT_S)
 
     async def _accept(self, details: Details) -> None:
-        """Record the job, once."""
         async with self._accepting:
             if self.accepted.done():
                 return

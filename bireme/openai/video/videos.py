@@ -158,7 +158,6 @@ class Videos:
 
 
 async def _tell(call: Call, error: BiremeError) -> None:
-    """End a stream with its error."""
     drop_frames(error)
     call.notes["outcome"] = error.code
     await call.write_events(PREFIX + reply_of(error).body + SUFFIX + DONE, True)
@@ -173,7 +172,6 @@ async def _answer(
 
 
 def _job_tree(job: Job, model: ServedVideo) -> dict[str, Any]:
-    """Return OpenAI's video object, and what was made beside it."""
     details = msgspec.json.decode(job.details)
     details.pop("v", None)
     seconds = details.pop("seconds", None)
