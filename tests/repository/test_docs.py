@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.repository.house import CHECKOUT
+from tests.repository.test_imports import ROWS
 
 PAGES = ("CONTRIBUTING.md", "README.md", "docs/architecture.md", "docs/engine_process.md", "docs/glossary.md")
 TOP = ("benchmarks", "bireme", "docs", "ensembles", "model_repository", "recipes", "tests", "tools")
@@ -32,3 +33,8 @@ def test_links_between_pages_lead_somewhere():
 def test_the_glossary_is_in_alphabetical_order():
     terms = [line.split("|")[1].strip().lower() for line in text_of("docs/glossary.md").splitlines() if "|" in line]
     assert terms[2:] == sorted(terms[2:])
+
+
+def test_the_architecture_shows_every_part_in_the_order_of_imports():
+    shown = re.search(r"direction of imports\n\n```\n(.*?)```", text_of("docs/architecture.md"), re.DOTALL).group(1)
+    assert {name for row in ROWS for name in row} == set(re.findall(r"[a-z_]+", shown)) - {"model", "py", "tools"}
