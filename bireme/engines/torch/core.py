@@ -66,7 +66,7 @@ class EngineCore:
         self._sequences: dict[RequestKey, Sequence] = {}
         self._deadlines = Deadlines()
         self._outputs: list[StepOutput] = []
-        self._plain = PlainTokens([], [])  # of steps, and before the outputs of the same request
+        self._plain = PlainTokens([], [])  # of the last step; what happens between steps is emitted before it
         self._num_added = 0
         self._num_failed_steps = 0
 
@@ -184,11 +184,10 @@ class EngineCore:
             sampled = parts.sampler.sample(logits[: len(keys)], keys)
         self._advance(plan)
         now = time.monotonic()
-        told = {delta.key for delta in self._outputs}  # imported since the last step: what follows must not overtake it
         for row, sequence in enumerate(batch.sampled):
             if (error := sampled.errors.get(row)) is not None:
                 self._fail(sequence, error)
-            elif sequence.key in told or not self._accept_plain(sequence, sampled.tokens[row], now):
+            elif not self._accept_plain(sequence, sampled.tokens[row], now):
                 self._accept(sequence, sampled.tokens[row], sampled.logprobs[row], now)
         parts.accounts.stepped(now - began, len(batch.sampled))
 
