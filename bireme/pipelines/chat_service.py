@@ -60,9 +60,10 @@ class ChatService:
             raise RequestError(f"tools: the model has no tool parser (chat.tool_parser in recipe {name}); remove them")
         prompt = await self.prompts.chat(request.messages, request.tools, request.variables)
         pictures = self._pictures(request, arrived_at)
-        if pictures is not None:
-            prompt = replace(prompt, ids=await pictures.expand(prompt.ids, request.sampling.params.n))
         try:
+            if pictures is not None:
+                prompt = replace(prompt, ids=await pictures.expand(prompt.ids, request.sampling.params.n))
+                check_prompt_tokens(len(prompt.ids), self.services.recipe.limits)  # again: with room for each picture
             return await self._generate(request, prompt, pictures, answer, arrived_at, on_prompt)
         finally:
             if pictures is not None:
@@ -77,7 +78,6 @@ class ChatService:
         arrived_at: float,
         on_prompt: OnPrompt,
     ) -> list[SequenceRunner]:
-        check_prompt_tokens(len(prompt.ids), self.services.recipe.limits)
         on_prompt(len(prompt.ids))
         parsing = ParserRequest(request.functions, prompt.end)
         works = self._works(request, prompt, self._params(request, parsing), pictures, arrived_at)

@@ -19,7 +19,7 @@ from bireme.pipelines.answers import CollectedDeltas, RunningSums
 from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
 from bireme.pipelines.side_by_side import run_sequences
 from bireme.pipelines.text import TextPipeline
-from bireme.request import GenerateRequest, check_prompt_tokens, parse_generate, read_tensors
+from bireme.request import GenerateRequest, parse_generate, read_tensors
 from bireme.specs import GENERATE, TENSORRT_LLM_BLS, ModelSpec
 from bireme.text.output import TokenDelta
 from bireme.types import Array, Inputs, Response, Send, Tensors, info_of
@@ -60,7 +60,6 @@ class TensorrtLlmBls(TextPipeline):
         answers: list[_BlsAnswer] = []
         for row, request in enumerate(requests):
             prompt = await self._tokenize(request)
-            check_prompt_tokens(len(prompt), self._services.recipe.limits)
             of_row = self._works(request, prompt, arrived_at)
             places = [_Place(row, sequence, len(prompt), request.extras) for sequence in range(len(of_row))]
             echoed = (request.text or "") if request.echo else ""

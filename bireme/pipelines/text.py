@@ -73,7 +73,6 @@ class TextPipeline:
         assert self._services is not None and self._tokenizer is not None
         (request,) = requests
         prompt = await self._tokenize(request)
-        check_prompt_tokens(len(prompt), self._services.recipe.limits)
         works = self._works(request, prompt, arrived_at)
         form = self._form(request, len(prompt))
         if request.stream:
@@ -93,7 +92,9 @@ class TextPipeline:
         context = capacity.max_seq_len if capacity else None
         limits, longest = self._services.recipe.limits, self._tokenizer.longest_token_bytes
         check_prompt_text("text_input", request.text, limits, longest, context)
-        return np.array(await self._services.workers.tokenize(request.text), np.int32)
+        ids = np.array(await self._services.workers.tokenize(request.text), np.int32)
+        check_prompt_tokens(len(ids), limits)
+        return ids
 
     def _works(self, request: GenerateRequest, prompt: Ids, arrived_at: float) -> list[SequenceRequest]:
         params = expand(request.sampling.resolve(self._encode))

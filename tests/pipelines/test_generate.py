@@ -56,6 +56,13 @@ async def test_token_ids_are_taken_instead_of_text(bench):
         await call.end()
 
 
+async def test_a_text_of_too_many_tokens_reaches_no_engine(bench):
+    test = await bench(limits={"max_prompt_tokens": 4})
+    with pytest.raises(RequestError, match="prompt: 5 tokens; limits.max_prompt_tokens is 4"):
+        await test.ask(text_input="hello").end()
+    assert not test.workers.log
+
+
 async def test_sequences_of_one_request_are_told_apart_by_index(bench):
     test = await bench()
     call = test.ask(stream=True, num_return_sequences=2)

@@ -218,6 +218,15 @@ async def test_text_and_pictures_keep_their_order_and_usage_counts_the_pictures(
     )
 
 
+async def test_a_prompt_that_its_pictures_make_too_long_is_refused_and_leaves_no_handles():
+    bench = Bench(limits={"max_prompt_tokens": 9})
+    _, running = chat(bench, TEXT, PICTURE)
+    with pytest.raises(RequestError, match="prompt: 11 tokens; limits.max_prompt_tokens is 9"):
+        await running
+    await bench.background()
+    assert bench.workers.log == ["multimodal_encoder encode"] and not bench.workers.handles
+
+
 async def test_a_stream_that_moves_takes_its_pictures_along_and_leaves_no_lease():
     bench = Bench()
     _, running = chat(bench, PICTURE)
