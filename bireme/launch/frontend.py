@@ -188,14 +188,12 @@ class FrontendProcess:
             "--host", settings.host, "--port", str(settings.port),
             "--drain-timeout", str(settings.drain_timeout_s), "--parent", str(os.getpid()), *settings.arguments,
         ]  # fmt: skip
-        environment = os.environ | self._own_environment() | dict(settings.environment)
+        path = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH", ""))))
+        own = {"PYTHONPATH": path, "BIREME_SHM_PREFIX": settings.shm_prefix, "BIREME_CANARY_KEY": self.key}
+        environment = os.environ | own | dict(settings.environment)
         process = ChildProcess(command, environment, output=subprocess.PIPE)
         threading.Thread(target=self._relay, args=(process,), name="frontend-lines", daemon=True).start()
         return process
-
-    def _own_environment(self) -> dict[str, str]:
-        path = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH", ""))))
-        return {"PYTHONPATH": path, "BIREME_SHM_PREFIX": self._settings.shm_prefix, "BIREME_CANARY_KEY": self.key}
 
     def _relay(self, process: ChildProcess) -> None:
         assert process.lines is not None

@@ -86,10 +86,7 @@ class EngineProcess:
 
     def _load(self) -> Gate:
         folder = run.run_dir()
-        recipe = given_recipe()
-        entry = recipe.entry(self._worker)
-        if entry is None:
-            raise ConfigError(f"{self._worker} is not in recipe {recipe.name}; workers: {', '.join(recipe.workers)}")
+        recipe, entry = given_recipe(self._worker)
         check_engine_config(entry)
         transfer = self._make_transfer(entry, folder)
         share = self._make_share(recipe, entry, folder)

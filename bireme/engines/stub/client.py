@@ -76,8 +76,7 @@ class EngineClient:
         self._worker = worker_name
         self._metrics = metrics
         self._logger = logger
-        folder = run_dir or run.run_dir()
-        self._supervisor = Supervisor(recipe, worker_name, folder, self, logger)
+        self._supervisor = Supervisor(recipe, worker_name, run_dir or run.run_dir(), self, metrics, logger)
         self._lock = threading.Lock()  # guards the session's change, and registering with sending
         self._session: _Session | None = None
         self._numbers = itertools.count(1)
@@ -119,7 +118,6 @@ class EngineClient:
 
     def start(self) -> None:
         """Start the engine process and wait until it is ready. Raises ConfigError or UnavailableError."""
-        self._metrics.set("bireme_engine_up", 0)
         self._supervisor.start()
 
     def submit(self, request: EngineRequest, sink: Sink) -> int:
@@ -184,14 +182,10 @@ class EngineClient:
 
     def on_ready(self, life: Life, hello: Hello) -> None:
         assert hello.capacity is not None
-        load_s = time.monotonic() - life.began_at
-        self._metrics.set("bireme_engine_up", 1)
-        self._metrics.set("bireme_engine_load_seconds", load_s)
         with self._lock:
             self._session = _Session(life, hello.capacity)
             if self._is_draining:
                 self._try_send(self._session, STUB, Drain())
-        self._logger.info("engine_ready worker=%s life=%d load_s=%.2f", self._worker, life.number, load_s)
 
     def on_frame(self, consumer: int, data: bytes) -> None:
         session = self._session
@@ -215,7 +209,6 @@ class EngineClient:
         with self._lock:
             session, self._session = self._session, None
             self._pong = None
-        self._metrics.set("bireme_engine_up", 0)
         self._metrics.merge(MetricDelta([], [(name, labels, 0.0) for name, labels in self._gauges], []))
         if session is None:
             return
@@ -225,9 +218,6 @@ class EngineClient:
         lost = encode(Step(life.number, 0, lost=True))
         for push in list(session.buses.values()):
             self._push(push, lost)
-
-    def on_restart(self, cause: str) -> None:
-        self._metrics.add("bireme_engine_restarts_total", 1, cause)
 
     def on_down(self, reason: str) -> None:
         """No request waits here for another life."""

@@ -61,11 +61,13 @@ def engine_environment(
     return result | {"BIREME_RUN_DIR": str(run_dir), RECIPE_VARIABLE: msgspec.json.encode(recipe).decode()}
 
 
-def given_recipe() -> Recipe:
-    """Return the recipe that a supervisor handed over, else the one that the environment names."""
-    if text := os.environ.get(RECIPE_VARIABLE):
-        return msgspec.json.decode(text, type=Recipe)
-    return load_recipe()
+def given_recipe(worker: str) -> tuple[Recipe, WorkerEntry]:
+    """Return what a supervisor handed over, else the recipe that the environment names. Raises ConfigError."""
+    text = os.environ.get(RECIPE_VARIABLE)
+    recipe = msgspec.json.decode(text, type=Recipe) if text else load_recipe()
+    if (entry := recipe.entry(worker)) is None:
+        raise ConfigError(f"{worker} is not in recipe {recipe.name}; workers: {', '.join(recipe.workers)}")
+    return recipe, entry
 
 
 def child_environment(threads: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:

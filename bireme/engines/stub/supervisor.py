@@ -28,6 +28,7 @@ from bireme.engines.stub.heartbeat import Heartbeat, Verdict
 from bireme.engines.stub.life import Life
 from bireme.errors import BiremeError, ConfigError, EngineLostError, UnavailableError, from_message, to_message
 from bireme.messages import CONTROL, STUB, VERSION, Commands, Hello, Ping, Pong, decode_control, encode, frame, split
+from bireme.metrics import Registry
 
 _FRAMES_A_TURN = 256  # so that an engine without pauses can't keep this thread from its pings
 _STACKS_S = 0.2  # for the child to write its threads' stacks before it is killed
@@ -48,9 +49,6 @@ class Owner(Protocol):
     def on_end(self, life: Life, error: EngineLostError) -> None:
         """This life is over: fail its open requests. Called once a life, also before it was ready."""
 
-    def on_restart(self, cause: str) -> None:
-        """Another life begins: the last one ended by `exit`, `hang` or `stall`."""
-
     def on_down(self, reason: str) -> None:
         """There will be no other life: too many restarts."""
 
@@ -58,12 +56,13 @@ class Owner(Protocol):
 class Supervisor:
     """`start` once, `stop` once."""
 
-    def __init__(self, recipe: Recipe, worker: str, run_dir: Path, owner: Owner, logger: logging.Logger) -> None:
+    def __init__(
+        self, recipe: Recipe, worker: str, run_dir: Path, owner: Owner, metrics: Registry, logger: logging.Logger
+    ) -> None:
         self._recipe = recipe
         self._worker = worker
         self._run_dir = run_dir
-        self._owner = owner
-        self._logger = logger
+        self._owner, self._metrics, self._logger = owner, metrics, logger
         self._config = recipe.supervisor
         self._backoff = restart_backoff(self._config)
         self._number = 0
@@ -80,6 +79,7 @@ class Supervisor:
 
     def start(self) -> None:
         """Start the child and wait until it is ready. Raises ConfigError or UnavailableError with its reason."""
+        self._metrics.set("bireme_engine_up", 0)
         self._thread.start()
         self._has_started.wait()
         if self._failure is not None:
@@ -101,7 +101,7 @@ class Supervisor:
                     self._fail_start(error)
                     return
                 if not self._stopping.wait(self._plan_restart(str(error))):
-                    self._owner.on_restart(cause)
+                    self._metrics.add("bireme_engine_restarts_total", 1, cause)
         except Exception as error:
             self._logger.exception("supervisor_failed worker=%s", self._worker)
             self._give_up(f"its supervisor failed: {error}")
@@ -140,6 +140,7 @@ class Supervisor:
             )
         cause = verdict.cause if verdict else "exit"
         self._state = str(error)
+        self._metrics.set("bireme_engine_up", 0)
         self._owner.on_end(life, error if isinstance(error, EngineLostError) else EngineLostError(str(error)))
         if not self._stopping.is_set():
             self._logger.error(
@@ -153,6 +154,10 @@ class Supervisor:
         Return None when it has exited, also because of `stop`, or why it must be killed. Raises its hello's error, and
         UnavailableError when that takes too long.
         """
+        entry = self._recipe.entry(self._worker)
+        assert entry is not None
+        transceiver = entry.engine_config.cache_transceiver_config
+        transfer_timeout_s = transceiver.kv_transfer_timeout_ms / 1e3 if transceiver.backend else 0.0
         environment = engine_environment(self._recipe, self._worker, self._run_dir)
         child = life.spawn(find_python(environment), environment)
         self._logger.info("engine_started worker=%s life=%d pid=%d", self._worker, life.number, child.pid)
@@ -165,7 +170,7 @@ class Supervisor:
                 if heartbeat is not None:
                     self._take(data, heartbeat)
                 elif self._take_hello(life, data):
-                    heartbeat = Heartbeat(self._config, self._transfer_timeout_s)
+                    heartbeat = Heartbeat(self._config, transfer_timeout_s)
             if has_exited:
                 return None
             if self._stopping.is_set():
@@ -213,7 +218,11 @@ class Supervisor:
                 f"the engine process speaks version {message.version}, this stub {VERSION};"
                 " BIREME_ENGINE_PYTHON has another bireme installed"
             )
+        load_s = time.monotonic() - life.began_at
+        self._metrics.set("bireme_engine_up", 1)
+        self._metrics.set("bireme_engine_load_seconds", load_s)
         self._owner.on_ready(life, message)
+        self._logger.info("engine_ready worker=%s life=%d load_s=%.2f", self._worker, life.number, load_s)
         self._has_started.set()
         return True
 
@@ -261,13 +270,6 @@ class Supervisor:
             is_told = isinstance(error, (ConfigError, UnavailableError))
             self._failure = error if is_told else UnavailableError(f"{self._worker}: {to_message(error)}")
             self._has_started.set()
-
-    @property
-    def _transfer_timeout_s(self) -> float:
-        entry = self._recipe.entry(self._worker)
-        assert entry is not None
-        config = entry.engine_config.cache_transceiver_config
-        return config.kv_transfer_timeout_ms / 1e3 if config.backend else 0.0
 
 
 def restart_backoff(config: SupervisorConfig) -> Backoff:

@@ -70,11 +70,11 @@ class VideoClient:
     ) -> None:
         if recipe.entry(worker) is None:
             raise ConfigError(f"{worker} is not in recipe {recipe.name}")
-        self._worker, self._metrics, self._logger = worker, metrics, logger
+        self._worker, self._metrics = worker, metrics
         self._config = recipe.video
         patient = msgspec.structs.replace(recipe.supervisor, stall_timeout_s=recipe.video.step_timeout_s)
         patient_recipe = msgspec.structs.replace(recipe, supervisor=patient)
-        self._supervisor = Supervisor(patient_recipe, worker, run_dir or run.run_dir(), self, logger)
+        self._supervisor = Supervisor(patient_recipe, worker, run_dir or run.run_dir(), self, metrics, logger)
         self._lock = threading.Lock()  # guards what follows
         self._life: Life | None = None
         self._facts: wire.PipelineFacts | None = None
@@ -107,7 +107,6 @@ class VideoClient:
 
     def start(self) -> None:
         """Start the engine process and wait until it is ready. Raises ConfigError or UnavailableError."""
-        self._metrics.set("bireme_engine_up", 0)
         self._supervisor.start()
 
     def stop(self) -> None:
@@ -148,12 +147,8 @@ class VideoClient:
 
     def on_ready(self, life: Life, hello: Hello) -> None:
         facts = wire.decode_facts(hello.facts)
-        load_s = time.monotonic() - life.began_at
-        self._metrics.set("bireme_engine_up", 1)
-        self._metrics.set("bireme_engine_load_seconds", load_s)
         with self._lock:
             self._life, self._facts = life, facts
-        self._logger.info("engine_ready worker=%s life=%d load_s=%.2f", self._worker, life.number, load_s)
         self._advance()
 
     def on_frame(self, consumer: int, data: bytes) -> None:
@@ -168,7 +163,10 @@ class VideoClient:
             return
         with self._lock:
             self._running = None
-        self._end(work, event)
+        if isinstance(event, wire.Made):
+            work.sink.made(event)
+        else:
+            work.sink.failed(from_message(event.error))
         self._advance()
 
     def on_pong(self, pong: Pong) -> None:
@@ -177,15 +175,11 @@ class VideoClient:
             self._metrics.merge(MetricDelta(delta.counters, [], delta.histograms))
 
     def on_end(self, life: Life, error: EngineLostError) -> None:
-        self._metrics.set("bireme_engine_up", 0)
         with self._lock:
             work, self._running, self._life = self._running, None, None
         if work is not None:
             work.sink.failed(error)
         self._show_queue()
-
-    def on_restart(self, cause: str) -> None:
-        self._metrics.add("bireme_engine_restarts_total", 1, cause)
 
     def on_down(self, reason: str) -> None:
         with self._lock:
@@ -219,12 +213,6 @@ class VideoClient:
             self._waiting.remove(work)
         work.sink.failed(error)
         self._show_queue()
-
-    def _end(self, work: _Work, event: wire.Made | wire.Failed) -> None:
-        if isinstance(event, wire.Made):
-            work.sink.made(event)
-        else:
-            work.sink.failed(from_message(event.error))
 
     def _fail_all(self, error: BiremeError) -> None:
         with self._lock:

@@ -65,10 +65,7 @@ class VideoProcess:
         return 0
 
     def _make_engine(self) -> VideoEngine:
-        recipe = given_recipe()
-        entry = recipe.entry(self._worker)
-        if entry is None:
-            raise ConfigError(f"{self._worker} is not in recipe {recipe.name}; workers: {', '.join(recipe.workers)}")
+        recipe, entry = given_recipe(self._worker)
         model_path = recipe.worker_model_path(stage_of(self._worker)) if entry.kind.needs_model else ""
         context = VideoContext(self._worker, model_path, entry.engine_config, num_threads(recipe, entry))
         return self._create_engine(entry.engine, context)
