@@ -25,7 +25,7 @@ VERSION = 1
 STUB = 0
 CONTROL = 0xFFFFFFFF
 
-RequestType = Literal["context_and_generation", "context_only", "generation_only", "encode_only"]
+RequestType = Literal["context_and_generation", "context_only", "generation_only"]
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error", "not_finished"]
 
 
@@ -100,8 +100,22 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     lora_name: str = ""
     priority: float = 0.5  # 0..1, higher first
     timeout_ms: int = 0  # from now; 0: none
-    multimodal: bytes | None = None  # multimodal/wire.py: JSON; encode_only: an encode job
+    multimodal: bytes | None = None  # multimodal/wire.py: JSON
     dp_rank: int | None = None  # attention data parallelism: the rank that must take it; None: the engine chooses
+
+
+class EncodeSource(msgspec.Struct, frozen=True, array_like=True):
+    kind: Literal["image", "embeddings"]
+    content: bytes  # a URL, or the bytes of the file
+
+
+class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Pictures for the engine that has the vision tower; no tokens come of it."""
+
+    sources: tuple[EncodeSource, ...]
+    copies: int = 1  # handles for each picture
+    inline: bool = False  # the embeddings themselves are wanted, too
+    timeout_ms: int = 0  # from now; 0: none
 
 
 class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -129,7 +143,7 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     error: str = ""  # "CODE: text" when reason is error or timeout
     stop_token_id: int | None = None  # the token that ended it; it is not among the tokens delivered
     disaggregated_params: bytes | None = None  # signed; context_only
-    encoded: bytes | None = None  # encode_only: an encode answer, multimodal/wire.py
+    encoded: bytes | None = None  # of an Encode: its answer, multimodal/wire.py
 
 
 class Sink(Protocol):
@@ -151,6 +165,17 @@ class Submit(msgspec.Struct, array_like=True, tag="s", gc=False):
     request: EngineRequest
 
 
+class Encode(msgspec.Struct, array_like=True, tag="e", gc=False):
+    number: int
+    request: EncodeRequest
+
+
+class Release(msgspec.Struct, array_like=True, tag="f", gc=False):
+    """Free embeddings that nobody will fetch; harmless for those that are gone, and nothing is answered."""
+
+    handles: tuple[str, ...]  # signed
+
+
 class Abort(msgspec.Struct, array_like=True, tag="a", gc=False):
     number: int
 
@@ -167,9 +192,16 @@ class Drain(msgspec.Struct, array_like=True, tag="r", gc=False):
     """Refuse new requests; finish what runs."""
 
 
+Command = Submit | Encode | Release | Abort | Drop | Ping | Drain
+
+
 class Commands(msgspec.Struct, array_like=True, gc=False):
     life: int
-    commands: list[Submit | Abort | Drop | Ping | Drain]
+    commands: list[Command]
+
+
+def start_command(number: int, request: EngineRequest | EncodeRequest) -> Submit | Encode:
+    return Submit(number, request) if isinstance(request, EngineRequest) else Encode(number, request)
 
 
 class Step(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
@@ -244,7 +276,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     attention_dp_size: int = 1  # ranks that hold requests and KV of their own
     lora_names: tuple[str, ...] = ()
     image_token_id: int | None = None  # the placeholder of pictures; None: the model takes text only
-    encodes_images: bool = False  # it has the vision tower: takes encode_only
+    encodes_images: bool = False  # it has the vision tower: takes Encode and Release
 
 
 class Hello(msgspec.Struct, array_like=True, tag="h", gc=False):
@@ -283,6 +315,7 @@ U32 = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_commands = msgspec.msgpack.Decoder(Commands).decode
+decode_request = msgspec.msgpack.Decoder(Submit | Encode | Release).decode
 decode_step = msgspec.msgpack.Decoder(Step).decode
 decode_welcome = msgspec.msgpack.Decoder(Welcome).decode
 decode_control = msgspec.msgpack.Decoder(Hello | Pong).decode

@@ -30,7 +30,7 @@ from bireme.guides import parse_guide
 from bireme.messages import ProcessorCall, SamplingParams, encode, temperature_of
 from bireme.parameters import ALIASES, BY_NAME, MAX_INT32, NAMES, PARAMETERS, Parameter
 
-Encode = Callable[[str], list[int]]  # text -> token ids, without special tokens
+EncodeText = Callable[[str], list[int]]  # text -> token ids, without special tokens
 _ID = re.compile("0|[1-9][0-9]*")
 
 
@@ -44,7 +44,7 @@ class Sampling:
     priority: float = 0.5
     lora_name: str = ""  # from sampling_parameters, where vllm_backend has it
 
-    def resolve(self, encode: Encode) -> SamplingParams:
+    def resolve(self, encode: EncodeText) -> SamplingParams:
         """Return the parameters with words as ids; bias of a word goes to each of its tokens."""
         if not self.bad_words and not self.bias_words:
             return self.params
@@ -396,7 +396,7 @@ _READERS = {row.name: _OWN.get(row.name) or _ranged(row) for row in PARAMETERS}
 _FIELDS = frozenset(row.name for row in PARAMETERS if row.is_field)
 
 
-def _spellings(word: str, encode: Encode) -> set[tuple[int, ...]]:
+def _spellings(word: str, encode: EncodeText) -> set[tuple[int, ...]]:
     """Return a bad word's token sequences: at the start of a text, and after a space."""
     bare = word.lstrip()
     return {tuple(ids) for ids in (encode(word), encode(f" {bare}")) if ids}

@@ -69,6 +69,8 @@ _REQUEST = (
     _in("abort", "BOOL"),
     _in("ping", "BOOL"),
 )
+# msgpack Submit, Encode or Release, from pipelines: instead of all the others
+_ENGINE_REQUEST = _in("engine_request", "UINT8", (-1,), "array")
 _STATE = _out("state", "BYTES")  # answers a ping: ready; the error UNAVAILABLE says what else
 
 TOKENIZER = ModelSpec(
@@ -89,9 +91,7 @@ PREFILL = ModelSpec(
         *SAMPLING,
         *_REQUEST,
         _in("resumed_output_ids", "INT32", (-1,), "array"),
-        _in(
-            "engine_request", "UINT8", (-1,), "array"
-        ),  # msgpack EngineRequest, from pipelines: instead of all the others
+        _ENGINE_REQUEST,
     ),
     outputs=(
         _out("disaggregated_params", "BYTES"),
@@ -140,9 +140,7 @@ MULTIMODAL_ENCODER = ModelSpec(
         _in("request_id", "BYTES"),
         _in("abort", "BOOL"),
         _in("ping", "BOOL"),
-        _in(
-            "engine_request", "UINT8", (-1,), "array"
-        ),  # msgpack EngineRequest, from pipelines: instead of all the others
+        _ENGINE_REQUEST,
     ),
     outputs=(
         _out("embedding_handles", "BYTES"),

@@ -14,11 +14,15 @@ from bireme.messages import (
     Commands,
     Drain,
     Drop,
+    Encode,
+    EncodeRequest,
+    EncodeSource,
     EngineRequest,
     Finish,
     Hello,
     Ping,
     Pong,
+    Release,
     SamplingParams,
     Step,
     Submit,
@@ -51,7 +55,10 @@ def test_commands_survive_the_wire():
         num_resumed=1,
         disaggregated_params=b"signed",
     )
-    commands = Commands(7, [Submit(1, request), Abort(2), Drop(), Ping(3), Drain()])
+    pictures = EncodeRequest(sources=(EncodeSource("image", b"\x89PNG"),), timeout_ms=5)
+    commands = Commands(
+        7, [Submit(1, request), Encode(4, pictures), Release(("a",)), Abort(2), Drop(), Ping(3), Drain()]
+    )
     assert messages.decode_commands(messages.encode(commands)) == commands
 
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from bireme.config import EngineConfig, Limits, MediaLimits
 from bireme.disagg import DisaggregatedParams
 from bireme.kv.transfer.base import KvTransfer
-from bireme.messages import Capacity, EngineRequest, Finish, TokenLogprobs
+from bireme.messages import Capacity, EncodeRequest, EngineRequest, Finish, TokenLogprobs
 from bireme.metrics import Registry
 from bireme.multimodal.wire import OpenedItem
 
@@ -38,7 +38,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True, eq=False):
     """A request that has passed the gate (child/validate.py): an engine checks only what it alone can tell."""
 
     request: EngineRequest  # its sampling's max_tokens and min_tokens are resolved
-    ids: npt.NDArray[np.int32]  # CPU 1D: prompt and resumed tokens, of the vocabulary; encode_only: none
+    ids: npt.NDArray[np.int32]  # CPU 1D: prompt and resumed tokens, of the vocabulary
     params: DisaggregatedParams | None = None  # opened; generation_only has them, and they belong to this prompt
     pictures: tuple[OpenedItem, ...] = ()  # opened, in the order of positions
     digest: str = ""  # binds disaggregated_params to their prompt; context_and_generation has none
@@ -65,7 +65,7 @@ class StepOutput:
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish: Finish | None = None
     exported: DisaggregatedParams | None = None  # context_only, with its finish; the worker adds the digest, signs it
-    encoded: EncodeOutcome | None = None  # encode_only, with its finish; the worker signs its handles
+    encoded: EncodeOutcome | None = None  # of an encode, with its finish; the worker signs its handles
 
     @property
     def is_plain(self) -> bool:
@@ -113,6 +113,15 @@ class Engine(Protocol):
     def stop(self) -> None: ...
 
 
+class PictureEngine(Engine, Protocol):
+    """An engine that has the vision tower, and says so in its capacity."""
+
+    def encode(self, key: RequestKey, request: EncodeRequest) -> None:
+        """Queue it. Raises ResourceExhaustedError when the queue is full, RequestError for what it can't encode."""
+
+    def release(self, handles: tuple[str, ...]) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineContext:
     """What the worker gives an engine."""
@@ -126,7 +135,7 @@ class EngineContext:
     num_threads: int = 1
     life: int = 0
     share: EmbeddingShare | None = None  # embeddings of pictures; None: a model of text alone
-    hosts_encoder: bool = False  # this engine has the vision tower: it takes encode_only
+    hosts_encoder: bool = False  # this engine has the vision tower: it is a PictureEngine
     media: MediaLimits = MediaLimits()
     max_n: int = Limits().max_n  # handles of a picture: its request may have so many sequences
     gpu_neighbors: tuple[float, ...] = ()  # free_gpu_memory_fraction of the recipe's other engines on this GPU

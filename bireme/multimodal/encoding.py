@@ -1,4 +1,4 @@
-"""From an encode job to embeddings under lease: load, look up, batch, encode, offer.
+"""From an encode request to embeddings under lease: load, look up, batch, encode, offer.
 
 Knows no engine: an `ImageEncoder` does the work, and `EmbeddingShare` holds what it made. Everything runs on one event
 loop in a thread of its own, with `media` and `vision` threads; callers post from any thread and are called back on the
@@ -26,12 +26,13 @@ from bireme.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from bireme.messages import EncodeRequest, EncodeSource
 from bireme.metrics import Registry
 from bireme.multimodal.budget import Budget
 from bireme.multimodal.embedding_cache import EmbeddingCache
 from bireme.multimodal.embedding_share import EmbeddingRows, EmbeddingShare
 from bireme.multimodal.media import MediaLoader
-from bireme.multimodal.wire import EmbeddingHandle, EncodeJob, EncodeSource, Grid, peek_handle
+from bireme.multimodal.wire import EmbeddingHandle, Grid, peek_handle
 
 logger = logging.getLogger("bireme.multimodal")
 _T = TypeVar("_T")
@@ -155,7 +156,7 @@ class EncoderService:
         if self._failure is not None:
             raise self._failure
 
-    def submit(self, key: Key, job: EncodeJob, timeout_ms: int, done: Done) -> None:
+    def submit(self, key: Key, job: EncodeRequest, done: Done) -> None:
         """Queue a job. Raises RequestError, or ResourceExhaustedError when the queue is full."""
         self._check(job)
         with self._lock:
@@ -165,7 +166,11 @@ class EncoderService:
                     f" {self._max_queue_size}; try again later"
                 )
             self._num_submitted += 1
-        self._loop.call_soon_threadsafe(self._begin, key, job, timeout_ms, done)
+        self._loop.call_soon_threadsafe(self._begin, key, job, done)
+
+    def release(self, handles: Sequence[str]) -> None:
+        """Free embeddings that nobody will fetch."""
+        self._loop.call_soon_threadsafe(self._release, handles)
 
     def abort(self, key: Key) -> None:
         """Stop a job, or end the leases of one that has ended."""
@@ -177,9 +182,7 @@ class EncoderService:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_STOP_S)
 
-    def _check(self, job: EncodeJob) -> None:
-        if job.release and not job.sources:
-            return
+    def _check(self, job: EncodeRequest) -> None:
         if not job.sources:
             raise RequestError("images: none; send at least one")
         if len(job.sources) > self._media.max_images:
@@ -220,8 +223,8 @@ class EncoderService:
         for pool in (self._vision, self._processors):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, key: Key, job: EncodeJob, timeout_ms: int, done: Done) -> None:
-        self._tasks[key] = self._loop.create_task(self._serve(key, job, timeout_ms, done))
+    def _begin(self, key: Key, job: EncodeRequest, done: Done) -> None:
+        self._tasks[key] = self._loop.create_task(self._serve(key, job, done))
 
     def _abort(self, key: Key) -> None:
         if (task := self._tasks.get(key)) is not None:
@@ -229,7 +232,15 @@ class EncoderService:
         else:
             self._share.abort(key)
 
-    async def _serve(self, key: Key, job: EncodeJob, timeout_ms: int, done: Done) -> None:
+    def _release(self, handles: Sequence[str]) -> None:
+        for text in handles:
+            try:
+                self._share.release(peek_handle(text))
+            except BiremeError as error:
+                logger.warning("handle_not_released error=%s", error)
+
+    async def _serve(self, key: Key, job: EncodeRequest, done: Done) -> None:
+        timeout_ms = job.timeout_ms
         outcome: EncodeOutcome | BiremeError
         try:
             outcome = await asyncio.wait_for(self._outcome(key, job), timeout_ms / 1000 if timeout_ms else None)
@@ -252,11 +263,7 @@ class EncoderService:
         self.num_steps += 1
         done(outcome)
 
-    async def _outcome(self, key: Key, job: EncodeJob) -> EncodeOutcome:
-        for text in job.release:
-            self._share.release(peek_handle(text))
-        if not job.sources:
-            return EncodeOutcome((), self._encoder.hidden_size)
+    async def _outcome(self, key: Key, job: EncodeRequest) -> EncodeOutcome:
         async with self._slots:
             encoded = await self._pictures(job.sources)
         pictures = tuple(self._offer(key, one, job.copies) for one in encoded)

@@ -1,11 +1,11 @@
 """Messages about the pictures of a request, between pipelines, stages and engines.
 
-A pipeline sends an *encode job* to the worker that has the vision tower and gets, for each picture, its hash, its
+A pipeline sends an `EncodeRequest` to the worker that has the vision tower and gets, for each picture, its hash, its
 number of tokens and *handles*. A handle names embeddings that wait there under a lease, for one fetch; it is signed, so
 clients can carry it but not make it. The request for prefill or decode then says, as `multimodal`, where in the
 expanded prompt each picture stands, with a handle for each that is to be computed.
 
-    encode job, encode answer    msgpack, in EngineRequest.multimodal and Finish.encoded
+    encode answer                msgpack, in Finish.encoded
     multimodal                   JSON (the tensor of that name), EngineRequest.multimodal
 """
 
@@ -64,18 +64,6 @@ class OpenedItem(msgspec.Struct, frozen=True):
     handle: EmbeddingHandle | None
 
 
-class EncodeSource(msgspec.Struct, frozen=True, array_like=True):
-    kind: Literal["image", "embeddings"]
-    content: bytes  # a URL, or the bytes of the file
-
-
-class EncodeJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    sources: tuple[EncodeSource, ...]
-    copies: int = 1  # handles for each picture
-    inline: bool = False  # the embeddings themselves are wanted, too
-    release: tuple[str, ...] = ()  # handles that will not be used; a job has either these or sources
-
-
 class Encoded(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One picture, encoded."""
 
@@ -89,34 +77,19 @@ class Encoded(msgspec.Struct, kw_only=True, omit_defaults=True):
 class EncodeAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     v: int = 1
     pictures: tuple[Encoded, ...]
-    embeddings: bytes = b""  # safetensors, of an inline job: tensors image_0, image_1, ...
+    embeddings: bytes = b""  # safetensors, where they were asked for: tensors image_0, image_1, ...
 
 
 _json = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
 _decode_multimodal = msgspec.json.Decoder(Multimodal).decode
 _decode_handle = msgspec.json.Decoder(EmbeddingHandle).decode
-_decode_job = msgspec.msgpack.Decoder(EncodeJob).decode
 _decode_answer = msgspec.msgpack.Decoder(EncodeAnswer).decode
 _decode_answer_json = msgspec.json.Decoder(EncodeAnswer).decode
 
 
 def encode_multimodal(items: tuple[MediaItem, ...]) -> bytes:
     return _json(Multimodal(items=items))
-
-
-def encode_job(job: EncodeJob) -> bytes:
-    return _pack(job)
-
-
-def decode_job(blob: bytes | None) -> EncodeJob:
-    """Raises RequestError."""
-    if blob is None:
-        raise RequestError("multimodal: missing; encode_only needs an encode job")
-    try:
-        return _decode_job(blob)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"multimodal: not an encode job: {str(error)[:120]}") from error
 
 
 def encode_answer(answer: EncodeAnswer) -> bytes:

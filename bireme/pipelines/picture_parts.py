@@ -11,8 +11,8 @@ from typing import Any
 
 from bireme.config import MediaLimits
 from bireme.errors import RequestError
+from bireme.messages import EncodeSource
 from bireme.multimodal.urls import scheme_of
-from bireme.multimodal.wire import EncodeSource
 from bireme.pipelines.pictures import PictureSource
 
 PICTURE_PARTS = ("image_url", "image_embeds")

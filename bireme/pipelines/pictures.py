@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bireme.errors import BiremeError, DeadlineExceededError, EngineLostError, RequestError, UnavailableError
+from bireme.messages import EncodeRequest, EncodeSource
 from bireme.multimodal.model_config import PictureModel
 from bireme.multimodal.placeholders import Ids, expand
-from bireme.multimodal.wire import EncodeAnswer, EncodeJob, EncodeSource, MediaItem, encode_multimodal
+from bireme.multimodal.wire import EncodeAnswer, MediaItem, encode_multimodal
 from bireme.pipelines.services import Services
 from bireme.workers.base import UnreachableError
 
@@ -77,7 +78,7 @@ class RequestPictures:
     def close(self) -> None:
         stock, self._stock = self._stock, []
         for handles in stock:
-            self._services.run_in_background(_release(self._services, handles))
+            self._services.run_in_background(self._services.workers.release(handles.worker, handles.texts))
 
     async def _encode(self, copies: int) -> tuple[EncodeAnswer, str]:
         """Encode on one worker after another until one can. Returns the answer and the worker."""
@@ -103,9 +104,10 @@ class RequestPictures:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _encode_on(self, worker: str, copies: int) -> EncodeAnswer:
-        job = EncodeJob(sources=tuple(one.source for one in self._sources), copies=copies)
+        sources = tuple(one.source for one in self._sources)
+        request = EncodeRequest(sources=sources, copies=copies, timeout_ms=self._timeout_ms())
         request_id = secrets.token_hex(16)
-        call = asyncio.ensure_future(self._services.workers.encode(worker, job, request_id, self._timeout_ms()))
+        call = asyncio.ensure_future(self._services.workers.encode(worker, request, request_id))
         try:
             answer = await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -144,7 +146,7 @@ class RequestEmbeddings:
 
     def release(self) -> None:
         """Free what has not been fetched, in the background; may be called after all was."""
-        self._services.run_in_background(_release(self._services, self._handles))
+        self._services.run_in_background(self._services.workers.release(self._handles.worker, self._handles.texts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +163,6 @@ def _with_handle(item: MediaItem, text: str) -> MediaItem:
     return MediaItem(hash=item.hash, num_tokens=item.num_tokens, position=item.position, grid=item.grid, handle=text)
 
 
-async def _release(services: Services, handles: _Handles) -> None:
-    job = EncodeJob(sources=(), release=handles.texts)
-    await services.workers.encode(handles.worker, job, secrets.token_hex(16), 0)
-
-
 async def _abandon(services: Services, worker: str, request_id: str, call: asyncio.Future[EncodeAnswer]) -> None:
     """Stop an encode that is no longer wanted; free its results if it has ended."""
     await services.workers.abort_encode(worker, request_id)
@@ -174,4 +171,4 @@ async def _abandon(services: Services, worker: str, request_id: str, call: async
     except BiremeError:
         return
     for handles in _handles(answer, worker):
-        await _release(services, handles)
+        await services.workers.release(handles.worker, handles.texts)

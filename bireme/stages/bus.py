@@ -31,6 +31,7 @@ from bireme.errors import (
 from bireme.messages import (
     U32,
     VERSION,
+    Encode,
     Finish,
     Step,
     Submit,
@@ -239,4 +240,4 @@ def _submitted(payload: Array) -> list[int]:
         batch = decode_commands(payload.tobytes())
     except (msgspec.DecodeError, RecursionError):
         return []
-    return [command.number for command in batch.commands if isinstance(command, Submit)]
+    return [command.number for command in batch.commands if isinstance(command, (Submit, Encode))]

@@ -1,4 +1,4 @@
-"""An encode request in a stub's own engine, for the stages whose engines may have the vision tower."""
+"""Encodes in a stub's own engine, for the stages whose engines may have the vision tower."""
 
 from __future__ import annotations
 
@@ -7,27 +7,38 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bireme.errors import BiremeError
+from bireme.messages import Encode, EncodeRequest, Release
 from bireme.multimodal.answers import EncodeSink
 from bireme.multimodal.wire import EncodeAnswer, decode_answer
-from bireme.stages.requests import EngineRun, RequestNames, StageRequest, failure_of
+from bireme.stages.requests import EngineRun, RequestNames, failure_of
 from bireme.types import Cancelled
 
 if TYPE_CHECKING:
     from bireme.engines.stub.client import EngineClient
 
 
+async def run_command(
+    engine: EngineClient, names: RequestNames, command: Encode | Release, request_id: str, cancelled: Cancelled
+) -> EncodeAnswer:
+    """Do what a pipeline says; the answer to a release has no pictures."""
+    if isinstance(command, Encode):
+        return await run_encode(engine, names, command.request, request_id, cancelled)
+    engine.release(command.handles)
+    return EncodeAnswer(pictures=())
+
+
 async def run_encode(
-    engine: EngineClient, names: RequestNames, request: StageRequest, cancelled: Cancelled
+    engine: EngineClient, names: RequestNames, request: EncodeRequest, request_id: str, cancelled: Cancelled
 ) -> EncodeAnswer:
     """Return the answer. Raises its error; a client that goes away stops the encode."""
-    names.reserve(request.request_id)
+    names.reserve(request_id)
     try:
         run = EngineRun(engine)
-        run.submit(request.engine, EncodeSink(run.done))
-        names.bind(request.request_id, run.number)
+        run.submit(request, EncodeSink(run.done))
+        names.bind(request_id, run.number)
         finish = await run.wait(cancelled)
     finally:
-        names.forget(request.request_id)
+        names.forget(request_id)
     if finish.reason != "stop":
         raise failure_of(finish)
     if finish.encoded is None:

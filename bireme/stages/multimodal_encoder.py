@@ -15,13 +15,13 @@ import numpy as np
 
 from bireme.engines.stub.client import EngineClient
 from bireme.errors import RequestError
-from bireme.messages import EngineRequest, SamplingParams
-from bireme.multimodal.wire import EncodeAnswer, EncodeJob, EncodeSource, encode_job
+from bireme.messages import Encode, EncodeRequest, EncodeSource, Release, Submit
+from bireme.multimodal.wire import EncodeAnswer
 from bireme.request import read_tensors, timeout_ms
 from bireme.specs import MULTIMODAL_ENCODER, ModelSpec
-from bireme.stages.encoding import answer_json, run_encode
+from bireme.stages.encoding import answer_json, run_command
 from bireme.stages.engine_stage import EngineStage
-from bireme.stages.requests import StageRequest, parse_stage_request, request_id_of
+from bireme.stages.requests import read_command, request_id_of
 from bireme.types import Array, Cancelled, Send, TensorResponse, Tensors
 
 
@@ -41,23 +41,20 @@ class MultimodalEncoder(EngineStage[EngineClient]):
         if values.get("abort"):
             self._abort(request_id_of(values), send)
             return
-        request = self._request(inputs, values)
+        command, request_id = self._command(inputs, values), request_id_of(values)
         self._check_ready()
-        answer = await run_encode(self._engine, self._names, request, cancelled)
+        answer = await run_command(self._engine, self._names, command, request_id, cancelled)
         send(TensorResponse(_tensors(answer, bool(values.get("return_embeddings")))))
 
-    def _request(self, inputs: Tensors, values: Mapping[str, Any]) -> StageRequest:
-        if "engine_request" in values:
-            return parse_stage_request(values, inputs, self._context.recipe, lambda text: [])
-        job = EncodeJob(sources=_sources(values), inline=bool(values.get("return_embeddings")))
-        engine = EngineRequest(
-            prompt=b"",
-            sampling=SamplingParams(),
-            request_type="encode_only",
-            timeout_ms=timeout_ms(inputs, self._context.recipe),
-            multimodal=encode_job(job),
-        )
-        return StageRequest(engine, request_id_of(values))
+    def _command(self, inputs: Tensors, values: Mapping[str, Any]) -> Encode | Release:
+        if "engine_request" not in values:
+            inline = bool(values.get("return_embeddings"))
+            limit_ms = timeout_ms(inputs, self._context.recipe)
+            return Encode(0, EncodeRequest(sources=_sources(values), inline=inline, timeout_ms=limit_ms))
+        command = read_command(values["engine_request"])
+        if isinstance(command, Submit):
+            raise RequestError("engine_request: Submit; this worker takes pictures, no prompts")
+        return command
 
     def _abort(self, name: str, send: Send) -> None:
         number = self._names.find(name)

@@ -17,12 +17,12 @@ import numpy as np
 
 from bireme.engines.stub.client import EngineClient
 from bireme.errors import BiremeError, RequestCancelledError, RequestError
-from bireme.messages import Finish, TokenLogprobs, Usage
+from bireme.messages import Encode, Finish, Release, Submit, TokenLogprobs, Usage
 from bireme.request import read_tensors
 from bireme.specs import PREFILL, ModelSpec
-from bireme.stages.encoding import answer_json, run_encode
+from bireme.stages.encoding import answer_json, run_command
 from bireme.stages.engine_stage import EngineStage
-from bireme.stages.requests import EngineRun, StageRequest, failure_of, parse_stage_request, request_id_of
+from bireme.stages.requests import EngineRun, StageRequest, failure_of, parse_stage_request, read_command, request_id_of
 from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
 from bireme.types import Array, Cancelled, Send, StageContext, TensorResponse, Tensors
 
@@ -53,11 +53,13 @@ class Prefill(EngineStage[EngineClient]):
         if values.get("abort"):
             self._abort(request_id_of(values), send)
             return
+        if "engine_request" in values:
+            command = read_command(values["engine_request"])
+            if not isinstance(command, Submit):
+                await self._serve_encode(command, request_id_of(values), send, cancelled)
+                return
         request = parse_stage_request(values, inputs, self._context.recipe, self._encode)
         self._check(request)
-        if request.engine.request_type == "encode_only":
-            await self._serve_encode(request, send, cancelled)
-            return
         self._names.reserve(request.request_id)
         try:
             sink = await self._run(request, cancelled)
@@ -76,8 +78,9 @@ class Prefill(EngineStage[EngineClient]):
             raise RequestError("disaggregated_params: prefill makes them; send them to decode")
         self._check_ready()
 
-    async def _serve_encode(self, request: StageRequest, send: Send, cancelled: Cancelled) -> None:
-        answer = await run_encode(self._engine, self._names, request, cancelled)
+    async def _serve_encode(self, command: Encode | Release, request_id: str, send: Send, cancelled: Cancelled) -> None:
+        self._check_ready()
+        answer = await run_command(self._engine, self._names, command, request_id, cancelled)
         send(TensorResponse({"embedding_handles": np.array([answer_json(answer)], np.object_)}))
 
     async def _run(self, request: StageRequest, cancelled: Cancelled) -> _FirstToken:

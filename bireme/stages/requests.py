@@ -12,16 +12,15 @@ import numpy as np
 
 from bireme.config import Recipe
 from bireme.errors import BiremeError, NotFoundError, RequestCancelledError, RequestError, from_message
-from bireme.messages import EngineRequest, Finish, Sink
+from bireme.messages import Encode, EncodeRequest, EngineRequest, Finish, Release, Sink, Submit, decode_request
 from bireme.request import check_ids, check_prompt_tokens, timeout_ms
-from bireme.sampling import Encode, Sampling, parse_sampling, with_seed
+from bireme.sampling import EncodeText, Sampling, parse_sampling, with_seed
 from bireme.types import Cancelled, Tensors, info_of
 
 if TYPE_CHECKING:
     from bireme.engines.stub.client import EngineClient
 
 MAX_REQUEST_ID_BYTES = 256  # no key: ids stand in logs and are chosen by clients, a UUID has 36
-_decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +31,13 @@ class StageRequest:
     request_id: str  # "": can't be aborted by name
 
 
-def parse_stage_request(values: Mapping[str, Any], inputs: Tensors, recipe: Recipe, encode: Encode) -> StageRequest:
+def parse_stage_request(values: Mapping[str, Any], inputs: Tensors, recipe: Recipe, encode: EncodeText) -> StageRequest:
     """Raises RequestError. `encode` turns bad words into ids."""
     if "engine_request" in values:
-        return StageRequest(_unpack(values["engine_request"]), request_id_of(values))
+        command = read_command(values["engine_request"])
+        if not isinstance(command, Submit):
+            raise RequestError(f"engine_request: {type(command).__name__}; this worker takes prompts")
+        return StageRequest(command.request, request_id_of(values))
     sampling = parse_sampling(values, info_of(inputs).parameters, recipe)
     prompt, num_resumed = _prompt(values, recipe)
     request = EngineRequest(
@@ -70,7 +72,7 @@ class EngineRun:
         self._is_aborted = False
         self.number = 0
 
-    def submit(self, request: EngineRequest, sink: Sink) -> None:
+    def submit(self, request: EngineRequest | EncodeRequest, sink: Sink) -> None:
         """`sink` calls `done` with its finish."""
         self.number = self._engine.submit(request, sink)
         if self._is_aborted:  # by the sink, before the number was known
@@ -156,10 +158,12 @@ def _prompt(values: Mapping[str, Any], recipe: Recipe) -> tuple[bytes, int]:
     return prompt.tobytes() + resumed.tobytes(), len(resumed)
 
 
-def _unpack(payload: Any) -> EngineRequest:
+def read_command(payload: Any) -> Submit | Encode | Release:
+    """Return what a pipeline asks for, whole, in the tensor `engine_request`. Raises RequestError."""
     try:
-        return _decode_request(payload.tobytes())
-    except (msgspec.DecodeError, AttributeError) as error:
+        command: Submit | Encode | Release = decode_request(payload.tobytes())
+        return command
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(
             f"engine_request: {str(error)[:120]}; it is for this deployment's pipelines, send input_ids instead"
         ) from error

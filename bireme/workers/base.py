@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bireme.errors import BiremeError, UnavailableError
-from bireme.messages import Capacity, EngineRequest, Sink, TokenLogprobs, Usage
-from bireme.multimodal.wire import EncodeAnswer, EncodeJob
+from bireme.messages import Capacity, EncodeRequest, EngineRequest, Sink, TokenLogprobs, Usage
+from bireme.multimodal.wire import EncodeAnswer
 
 __all__ = ["Generation", "PrefillResult", "Sink", "UnreachableError", "WorkerClient"]
 
@@ -53,11 +53,14 @@ class WorkerClient(Protocol):
     async def abort_prefill(self, worker: str, request_id: str) -> None:
         """Stop a prefill, or free the lease of one that has ended. Raises NotFoundError when neither is there."""
 
-    async def encode(self, worker: str, job: EncodeJob, request_id: str, timeout_ms: int) -> EncodeAnswer:
+    async def encode(self, worker: str, request: EncodeRequest, request_id: str) -> EncodeAnswer:
         """Have pictures encoded by the worker that has the vision tower: an encoder, prefill or decode."""
 
     async def abort_encode(self, worker: str, request_id: str) -> None:
         """Stop an encode; harmless when it has ended."""
+
+    async def release(self, worker: str, handles: tuple[str, ...]) -> None:
+        """Free embeddings that nobody will fetch; harmless for those that are gone."""
 
     def decode(self, worker: str, request: EngineRequest, sink: Sink) -> Generation:
         """Start generating. Raises nothing: errors come as the sink's finish."""

@@ -40,12 +40,13 @@ from bireme.messages import (
     VERSION,
     Abort,
     Capacity,
+    Command,
     Commands,
-    Drain,
-    Drop,
+    Encode,
+    EncodeRequest,
     EngineRequest,
     Finish,
-    Ping,
+    Release,
     Sink,
     Step,
     Submit,
@@ -53,6 +54,7 @@ from bireme.messages import (
     Welcome,
     deliver,
     encode,
+    start_command,
     unpack_bus,
 )
 from bireme.metrics import Registry
@@ -75,7 +77,7 @@ class BusRequest:
 
     session: Session
 
-    def __init__(self, request: EngineRequest, sink: Sink) -> None:
+    def __init__(self, request: EngineRequest | EncodeRequest, sink: Sink) -> None:
         self.request, self.sink = request, sink
         self.number = 0
         self.was_sent = False
@@ -101,10 +103,13 @@ class Bus:
         self._session: Session | None = None  # takes new requests
         self._closing: set[Session] = set()
 
-    def submit(self, request: EngineRequest, sink: Sink) -> BusRequest:
+    def submit(self, request: EngineRequest | EncodeRequest, sink: Sink) -> BusRequest:
         submitted = BusRequest(request, sink)
         self.session().submit(submitted)
         return submitted
+
+    def release(self, handles: tuple[str, ...]) -> None:
+        self.session().send_later(Release(handles))
 
     def session(self) -> Session:
         """Return the session for new requests, opened now if there is none."""
@@ -143,7 +148,7 @@ class Session:
         self._requests: dict[int, BusRequest] = {}  # by number
         self._sinks: dict[int, Sink] = {}  # theirs
         self._numbers = 0
-        self._outbox: list[Submit | Abort | Drop | Ping | Drain] = []
+        self._outbox: list[Command] = []
         self._wake = asyncio.Event()
         self._welcome: Welcome | None = None
         self._call: Any = None
@@ -160,14 +165,14 @@ class Session:
         self._numbers += 1
         request.number, request.session = self._numbers, self
         self._requests[request.number], self._sinks[request.number] = request, request.sink
-        self._send_later(Submit(request.number, request.request))
+        self.send_later(start_command(request.number, request.request))
 
     def abort(self, request: BusRequest) -> None:
         """Stop a request; harmless after its end."""
         if request.number not in self._sinks:
             return
         if request.was_sent:
-            self._send_later(Abort(request.number))
+            self.send_later(Abort(request.number))
             return
         self._forget(request.number)
         self._outbox = [command for command in self._outbox if getattr(command, "number", 0) != request.number]
@@ -177,7 +182,7 @@ class Session:
         """Fail everything and close; for the end of the process."""
         self._end(UnavailableError(f"{self._bus.worker}: this process is shutting down; try again"))
 
-    def _send_later(self, command: Submit | Abort) -> None:
+    def send_later(self, command: Command) -> None:
         self._outbox.append(command)
         self._wake.set()
 
@@ -293,8 +298,8 @@ class Session:
             elif self._outbox:
                 commands = self._next_batch()
                 for command in commands:
-                    if isinstance(command, Submit) and (request := self._requests.get(command.number)) is not None:
-                        request.was_sent = True
+                    if isinstance(command, (Submit, Encode)) and command.number in self._requests:
+                        self._requests[command.number].was_sent = True
                 assert self._welcome is not None
                 self._sent_at = self._busy_at = time.monotonic()
                 await self._send(commands=np.frombuffer(encode(Commands(self._welcome.life, commands)), np.uint8))
@@ -303,7 +308,7 @@ class Session:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._interval_s)
 
-    def _next_batch(self) -> list[Submit | Abort | Drop | Ping | Drain]:
+    def _next_batch(self) -> list[Command]:
         """Take the next commands; big prompts are spread over several messages."""
         num_bytes = 0
         for at, command in enumerate(self._outbox):
@@ -415,5 +420,5 @@ class Session:
         """A failing consumer must not end the others."""
         logger.error("sink_failed worker=%s", self._bus.worker, exc_info=error)
         if (request := self._forget(number)) is not None:
-            self._send_later(Abort(number))
+            self.send_later(Abort(number))
             request.fail(BiremeError(f"{type(error).__name__}: {error}"))

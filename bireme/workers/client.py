@@ -22,10 +22,23 @@ from bireme.errors import (
     UnavailableError,
     from_message,
 )
-from bireme.messages import Capacity, EngineRequest, Finish, SamplingParams, Sink, TokenLogprobs, Usage, encode
+from bireme.messages import (
+    Capacity,
+    Encode,
+    EncodeRequest,
+    EngineRequest,
+    Finish,
+    Release,
+    Sink,
+    Submit,
+    TokenLogprobs,
+    Usage,
+    encode,
+    start_command,
+)
 from bireme.metrics import Registry
 from bireme.multimodal.answers import EncodeSink
-from bireme.multimodal.wire import EncodeAnswer, EncodeJob, decode_answer, decode_answer_json, encode_job
+from bireme.multimodal.wire import EncodeAnswer, decode_answer, decode_answer_json
 from bireme.types import Array, Tensors
 from bireme.workers.base import Generation, PrefillResult
 from bireme.workers.bus import Bus
@@ -59,16 +72,15 @@ class Workers:
         return ids
 
     async def prefill(self, worker: str, request: EngineRequest, request_id: str) -> PrefillResult:
-        return prefill_result(await self._call_worker(worker, _request_inputs(request, request_id)))
+        return prefill_result(await self._call_worker(worker, _command_inputs(start_command(0, request), request_id)))
 
     async def abort_prefill(self, worker: str, request_id: str) -> None:
         await self._call(worker, {"abort": np.array([True]), "request_id": _bytes(request_id.encode())})
 
-    async def encode(self, worker: str, job: EncodeJob, request_id: str, timeout_ms: int) -> EncodeAnswer:
-        request = encode_request(job, timeout_ms)
+    async def encode(self, worker: str, request: EncodeRequest, request_id: str) -> EncodeAnswer:
         if stage_of(worker) == "decode":
             return await self._encode_on_bus(worker, request, request_id)
-        outputs = await self._call_worker(worker, _request_inputs(request, request_id))
+        outputs = await self._call_worker(worker, _command_inputs(start_command(0, request), request_id))
         return decode_answer_json(bytes(_output(outputs, "embedding_handles").reshape(-1)[0]))
 
     async def abort_encode(self, worker: str, request_id: str) -> None:
@@ -77,6 +89,12 @@ class Workers:
                 await self.abort_prefill(worker, request_id)
         elif (generation := self._encodes.get(request_id)) is not None:
             generation.abort()
+
+    async def release(self, worker: str, handles: tuple[str, ...]) -> None:
+        if stage_of(worker) == "decode":
+            self._bus(worker).release(handles)
+        else:
+            await self._call(worker, _command_inputs(Release(handles)))
 
     def decode(self, worker: str, request: EngineRequest, sink: Sink) -> Generation:
         return self._bus(worker).submit(request, sink)
@@ -125,11 +143,11 @@ class Workers:
         finally:
             call.cancel()
 
-    async def _encode_on_bus(self, worker: str, request: EngineRequest, request_id: str) -> EncodeAnswer:
+    async def _encode_on_bus(self, worker: str, request: EncodeRequest, request_id: str) -> EncodeAnswer:
         """Encode on a decode worker that has the vision tower: a request of the token bus that makes no tokens."""
         finished: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
         sink = EncodeSink(partial(_settle, finished))
-        generation = self._encodes[request_id] = self.decode(worker, request, sink)
+        generation = self._encodes[request_id] = self._bus(worker).submit(request, sink)
         try:
             finish = await finished
         finally:
@@ -149,10 +167,10 @@ def _settle(finished: asyncio.Future[Finish], finish: Finish) -> None:
         finished.set_result(finish)
 
 
-def _request_inputs(request: EngineRequest, request_id: str) -> dict[str, Array]:
-    """The request travels whole, as `engine_request`: fields without a tensor of their own must not get lost."""
+def _command_inputs(command: Submit | Encode | Release, request_id: str = "") -> dict[str, Array]:
+    """It travels whole, as `engine_request`: fields without a tensor of their own must not get lost."""
     return {
-        "engine_request": np.frombuffer(encode(request), np.uint8),
+        "engine_request": np.frombuffer(encode(command), np.uint8),
         "request_id": _bytes(request_id.encode()),
     }
 
@@ -167,16 +185,6 @@ def prefill_result(outputs: Tensors) -> PrefillResult:
         tuple(_output(outputs, "output_ids").reshape(-1).tolist()),
         _decode_usage(bytes(_output(outputs, "usage").reshape(-1)[0])),
         prompt_logprobs,
-    )
-
-
-def encode_request(job: EncodeJob, timeout_ms: int) -> EngineRequest:
-    return EngineRequest(
-        prompt=b"",
-        sampling=SamplingParams(),
-        request_type="encode_only",
-        timeout_ms=timeout_ms,
-        multimodal=encode_job(job),
     )
 
 

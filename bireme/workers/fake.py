@@ -13,8 +13,19 @@ import msgspec
 import numpy as np
 
 from bireme.errors import BiremeError, EngineLostError, NotFoundError, RequestCancelledError, RequestError, to_message
-from bireme.messages import Capacity, EngineRequest, Finish, FinishReason, Sink, TokenLogprob, TokenLogprobs, Usage
-from bireme.multimodal.wire import EncodeAnswer, Encoded, EncodeJob, EncodeSource, Multimodal
+from bireme.messages import (
+    Capacity,
+    EncodeRequest,
+    EncodeSource,
+    EngineRequest,
+    Finish,
+    FinishReason,
+    Sink,
+    TokenLogprob,
+    TokenLogprobs,
+    Usage,
+)
+from bireme.multimodal.wire import EncodeAnswer, Encoded, Multimodal
 from bireme.workers.base import PrefillResult
 
 PREFILL_USAGE = Usage(queue_ms=2.0, prefill_ms=5.0, cached_tokens=1)
@@ -125,22 +136,23 @@ class FakeWorkers:
         elif self.leases.pop(request_id, None) is None:
             raise NotFoundError(f"request_id: {request_id} is not under way")
 
-    async def encode(self, worker: str, job: EncodeJob, request_id: str, timeout_ms: int) -> EncodeAnswer:
+    async def encode(self, worker: str, request: EncodeRequest, request_id: str) -> EncodeAnswer:
         """Each picture has as many tokens as its source has bytes."""
-        if job.release:
-            for handle in job.release:
-                self.handles.discard(handle)
-            return EncodeAnswer(pictures=())
         self.log.append(f"{worker} encode")
         self._check(worker)
         await self._wait(worker, request_id)
         self._check(worker)
-        return EncodeAnswer(pictures=tuple(self._encoded(source, request_id, job) for source in job.sources))
+        return EncodeAnswer(
+            pictures=tuple(self._encoded(source, request_id, request.copies) for source in request.sources)
+        )
 
     async def abort_encode(self, worker: str, request_id: str) -> None:
         self.log.append(f"{worker} abort encode")
         if (waiting := self.waiting.pop(request_id, None)) is not None:
             waiting.set_exception(RequestCancelledError("the encode was aborted"))
+
+    async def release(self, worker: str, handles: tuple[str, ...]) -> None:
+        self.handles.difference_update(handles)
 
     def _fetch(self, request: EngineRequest) -> None:
         """Take the embeddings of the request's pictures, as an engine does."""
@@ -148,10 +160,10 @@ class FakeWorkers:
             items = msgspec.json.decode(request.multimodal, type=Multimodal).items
             self.handles -= {item.handle for item in items if item.handle is not None}
 
-    def _encoded(self, source: EncodeSource, request_id: str, job: EncodeJob) -> Encoded:
+    def _encoded(self, source: EncodeSource, request_id: str, copies: int) -> Encoded:
         if not source.content:
             raise RequestError("images[0]: empty; send a picture")
-        handles = tuple(f"{request_id}-{copy}-{len(self.handles) + copy}" for copy in range(job.copies))
+        handles = tuple(f"{request_id}-{copy}-{len(self.handles) + copy}" for copy in range(copies))
         self.handles.update(handles)
         name = hashlib.sha256(source.content).hexdigest()
         return Encoded(hash=name, num_tokens=len(source.content), hidden_size=4, handles=handles)

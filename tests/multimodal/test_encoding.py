@@ -20,10 +20,11 @@ from bireme.errors import (
     UnavailableError,
 )
 from bireme.kv.transfer.fake import FakeNetwork
+from bireme.messages import EncodeRequest, EncodeSource
 from bireme.metrics import Registry
 from bireme.multimodal.embedding_share import EmbeddingShare, embedding_layout
 from bireme.multimodal.encoding import EncodedRows, EncoderService
-from bireme.multimodal.wire import EncodeJob, EncodeSource, seal_handle
+from bireme.multimodal.wire import seal_handle
 
 HIDDEN = 4
 BAD = 66  # a picture of this color can't be encoded
@@ -104,13 +105,13 @@ class Bench:
         self.number += 1
         key, ended, box = (0, self.number), threading.Event(), []
         sources = (one if isinstance(one, EncodeSource) else EncodeSource("image", one) for one in pictures)
-        job = EncodeJob(sources=tuple(sources), **fields)
+        job = EncodeRequest(sources=tuple(sources), timeout_ms=timeout_ms, **fields)
 
         def done(outcome):
             box.append(outcome)
             ended.set()
 
-        self.service.submit(key, job, timeout_ms, done)
+        self.service.submit(key, job, done)
 
         def outcome():
             assert ended.wait(10)
@@ -254,7 +255,7 @@ def test_handles_are_given_back(bench):
     one = bench()
     handles = one.run(png(1), copies=2).pictures[0].handles
     assert one.num_leases == 2
-    one.run(release=tuple(seal_handle(handle, b"any") for handle in handles))
+    one.service.release(["no handle", *(seal_handle(handle, b"any") for handle in handles)])
     wait_for(lambda: one.num_leases == 0)
 
 

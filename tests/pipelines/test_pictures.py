@@ -13,9 +13,10 @@ from bireme.config import Recipe
 from bireme.conversion import convert
 from bireme.errors import DeadlineExceededError, EngineLostError, RequestError, UnavailableError
 from bireme.kv.router import RoundRobin
+from bireme.messages import EncodeSource
 from bireme.metrics import Registry
 from bireme.multimodal.model_config import PictureModel
-from bireme.multimodal.wire import EncodeSource, Multimodal
+from bireme.multimodal.wire import Multimodal
 from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_request import parse_chat
 from bireme.pipelines.chat_service import ChatService
@@ -159,8 +160,8 @@ async def test_a_url_that_shows_something_else_by_now_ends_the_request():
     pictures = bench.pictures()
     await pictures.expand(IDS, 1)
     await pictures.take()
-    bench.workers._encoded = lambda source, request_id, job: FakeWorkers._encoded(
-        bench.workers, EncodeSource("image", source.content[::-1]), request_id, job
+    bench.workers._encoded = lambda source, request_id, copies: FakeWorkers._encoded(
+        bench.workers, EncodeSource("image", source.content[::-1]), request_id, copies
     )
     with pytest.raises(RequestError, match=r"messages\[0\].content\[1\].image_url: it has changed"):
         await pictures.take()

@@ -4,8 +4,20 @@ import numpy as np
 import pytest
 
 from bireme.errors import NotFoundError, RequestCancelledError, RequestError, UnavailableError
-from bireme.messages import STUB, EngineRequest, Finish, SamplingParams, Usage, encode
-from bireme.multimodal.wire import EncodeAnswer, Encoded, EncodeJob, EncodeSource, decode_job, encode_answer, encode_job
+from bireme.messages import (
+    STUB,
+    Encode,
+    EncodeRequest,
+    EncodeSource,
+    EngineRequest,
+    Finish,
+    Release,
+    SamplingParams,
+    Submit,
+    Usage,
+    encode,
+)
+from bireme.multimodal.wire import EncodeAnswer, Encoded, encode_answer
 from bireme.types import RequestInfo
 
 HASH = "ab" * 32
@@ -22,8 +34,7 @@ async def test_pictures_go_to_the_engine_as_they_are(encoder):
     bench = await encoder()
     call = await bench.ask(images=[b"\x89PNG\xff", "https://example.com/a.png"]).begun()
     request = bench.engine.requests[STUB, 1]
-    assert request.request_type == "encode_only"
-    assert [one.content for one in decode_job(request.multimodal).sources] == [
+    assert [one.content for one in request.sources] == [
         b"\x89PNG\xff",
         b"https://example.com/a.png",
     ]
@@ -45,21 +56,32 @@ async def test_the_answer_names_hash_shape_and_handle(encoder):
 async def test_embeddings_come_along_when_asked_for(encoder):
     bench = await encoder()
     call = await bench.ask(images=["data:,x"], return_embeddings=True).begun()
-    assert decode_job(bench.engine.requests[STUB, 1].multimodal).inline
+    assert bench.engine.requests[STUB, 1].inline
     finish(bench)
     assert (await call.end())[0]["embeddings"] == [b"safetensors"]
 
 
 async def test_a_pipeline_s_request_passes_whole(encoder):
     bench = await encoder()
-    job = EncodeJob(sources=(EncodeSource("embeddings", b"x"),), copies=3)
-    request = EngineRequest(
-        prompt=b"", sampling=SamplingParams(), request_type="encode_only", timeout_ms=7, multimodal=encode_job(job)
-    )
-    call = await bench.ask(engine_request=np.frombuffer(encode(request), np.uint8)).begun()
+    request = EncodeRequest(sources=(EncodeSource("embeddings", b"x"),), copies=3, timeout_ms=7)
+    call = await bench.ask(engine_request=np.frombuffer(encode(Encode(0, request)), np.uint8)).begun()
     assert bench.engine.requests[STUB, 1] == request
     finish(bench)
     await call.end()
+
+
+async def test_a_pipeline_s_release_reaches_the_engine(encoder):
+    bench = await encoder()
+    command = np.frombuffer(encode(Release(("one", "two"))), np.uint8)
+    assert json.loads((await bench.ask(engine_request=command).end())[0]["embedding_handles"][0])["pictures"] == []
+    assert bench.engine.released == ["one", "two"]
+
+
+async def test_a_prompt_is_refused(encoder):
+    bench = await encoder()
+    command = Submit(0, EngineRequest(prompt=b"", sampling=SamplingParams()))
+    with pytest.raises(RequestError, match="takes pictures, no prompts"):
+        await bench.ask(engine_request=np.frombuffer(encode(command), np.uint8)).end()
 
 
 async def test_the_client_s_time_limit_goes_along(encoder):

@@ -13,7 +13,7 @@ from bireme.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from bireme.messages import EngineRequest, Finish, SamplingParams, Usage, encode
+from bireme.messages import EngineRequest, Finish, SamplingParams, Submit, Usage, encode
 from bireme.workers.client import prefill_result
 
 DONE = Finish("not_finished", Usage(prompt_tokens=2, prefill_ms=3.0), disaggregated_params=b"signed")
@@ -46,7 +46,7 @@ async def test_log_probabilities_of_the_prompt_are_in_the_answer(prefill):
 async def test_a_pipelines_request_travels_whole(prefill):
     test = await prefill()
     request = EngineRequest(prompt=b"\1\0\0\0", sampling=SamplingParams(logit_bias={5: 1.0}, max_tokens=9))
-    await test.ask(engine_request=np.frombuffer(encode(request), np.uint8), request_id="id").begun()
+    await test.ask(engine_request=np.frombuffer(encode(Submit(0, request)), np.uint8), request_id="id").begun()
     assert test.engine.requests[0, 1].sampling == request.sampling
 
 
@@ -127,7 +127,7 @@ async def test_params_of_another_prefill_are_refused(prefill):
     test = await prefill()
     request = EngineRequest(prompt=b"\1\0\0\0", sampling=SamplingParams(), disaggregated_params=b"x")
     with pytest.raises(RequestError, match="send them to decode"):
-        await test.ask(engine_request=np.frombuffer(encode(request), np.uint8)).end()
+        await test.ask(engine_request=np.frombuffer(encode(Submit(0, request)), np.uint8)).end()
 
 
 async def test_an_engine_that_is_not_ready_refuses(prefill):

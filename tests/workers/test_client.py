@@ -8,9 +8,9 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from bireme.errors import EngineLostError, RequestCancelledError, RequestError, UnavailableError
-from bireme.messages import EngineRequest, Finish, SamplingParams, Usage
-from bireme.multimodal.wire import EncodeAnswer, EncodeJob, encode_answer
-from bireme.workers.client import Workers, encode_request
+from bireme.messages import EncodeRequest, EngineRequest, Finish, SamplingParams, Usage
+from bireme.multimodal.wire import EncodeAnswer, encode_answer
+from bireme.workers.client import Workers
 from bireme.workers.grpc import GrpcChannel, infer_request
 
 REQUEST = EngineRequest(prompt=b"\1\0\0\0", sampling=SamplingParams())
@@ -122,14 +122,21 @@ async def test_inside_triton_calls_are_the_context_s_and_nobody_pings():
 # Encodes on decode workers
 
 
+PICTURES = EncodeRequest(sources=())
+
+
 class OneBus(Workers):
-    """Takes requests of its bus; the test says how they end."""
+    """Takes requests and releases of its only bus; the test says how they end."""
 
     failure = None
     was_sent = True
 
-    def decode(self, worker, request, sink):
-        self.worker, self.request, self.sink = worker, request, sink
+    def _bus(self, worker):
+        self.worker = worker
+        return self
+
+    def submit(self, request, sink):
+        self.request, self.sink = request, sink
         return self
 
     def abort(self):
@@ -142,7 +149,7 @@ def bus():
 
 
 async def begin(bus):
-    running = asyncio.ensure_future(bus.encode("decode_1", EncodeJob(sources=()), "mine", 0))
+    running = asyncio.ensure_future(bus.encode("decode_1", PICTURES, "mine"))
     await asyncio.sleep(0)
     return running
 
@@ -153,7 +160,7 @@ async def test_the_answer_comes_with_the_finish(bus):
     bus.sink.finish(Finish("stop", Usage(), encoded=encode_answer(answer)))
     assert await running == answer and (bus.worker, bus.request) == (
         "decode_1",
-        encode_request(EncodeJob(sources=()), 0),
+        PICTURES,
     )
 
 

@@ -12,11 +12,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import msgspec
 
-from bireme.engines.base import Engine, EngineProgress, PlainTokens, RequestKey, StepOutput
+from bireme.engines.base import Engine, EngineProgress, PictureEngine, PlainTokens, RequestKey, StepOutput
 from bireme.engines.child.columns import StepEncoder
 from bireme.engines.child.io_thread import IoThread
 from bireme.engines.child.ledger import Ledger
@@ -33,13 +34,15 @@ from bireme.messages import (
     STUB,
     VERSION,
     Abort,
+    Command,
     Commands,
-    Drain,
     Drop,
+    Encode,
     Finish,
     Hello,
     Ping,
     Pong,
+    Release,
     Submit,
     Usage,
     decode_commands,
@@ -58,6 +61,11 @@ class _Service:
 
     engine: Engine
     gate: Gate
+
+    @property
+    def encoder(self) -> PictureEngine:
+        """The engine, once the gate has found that it has the vision tower."""
+        return cast(PictureEngine, self.engine)
 
 
 class EngineServer:
@@ -137,51 +145,64 @@ class EngineServer:
         except (ValueError, TypeError, msgspec.MsgspecError, RecursionError):
             return Commands(self._life, [])
 
-    def _salvage_one(self, consumer: int, item: Any) -> Submit | Abort | Drop | Ping | Drain | None:
+    def _salvage_one(self, consumer: int, item: Any) -> Command | None:
         try:
-            return msgspec.convert(item, Submit | Abort | Drop | Ping | Drain)
+            command: Command = msgspec.convert(item, Command)
+            return command
         except msgspec.ValidationError as error:
             match item:
-                case ["s", int(number), *_]:
+                case ["s" | "e", int(number), *_]:
                     self._refuse((consumer, number), RequestError(f"malformed submit: {error}"))
             return None
 
-    def _handle(self, consumer: int, life: int, command: Submit | Abort | Drop | Ping | Drain) -> None:
+    def _handle(self, consumer: int, life: int, command: Command) -> None:
         is_current = life == self._life
-        if isinstance(command, Submit):
+        if isinstance(command, (Submit, Encode)):
             self._submit(consumer, life, command)
         elif isinstance(command, Ping):
             if consumer == STUB:
                 self._pong(command.number)
-        elif not is_current:
+        elif not (is_current and self._service):
             return  # another life's requests are gone already
-        elif isinstance(command, Abort):
-            if self._service:  # also after the end: an exported lease is freed this way
-                self._service.engine.abort((consumer, command.number))
+        elif isinstance(command, Abort):  # also after the end: an exported lease is freed this way
+            self._service.engine.abort((consumer, command.number))
+        elif isinstance(command, Release):
+            self._release(self._service, command)
         elif isinstance(command, Drop):
             self._drop(consumer)
-        elif consumer == STUB and self._service:
+        elif consumer == STUB:
             self._service.engine.drain()
 
-    def _submit(self, consumer: int, life: int, submit: Submit) -> None:
-        key = (consumer, submit.number)
+    def _submit(self, consumer: int, life: int, command: Submit | Encode) -> None:
+        key, digest = (consumer, command.number), ""
         try:
             service = self._check_service(life)
             self._check_number(key)
-            admitted = service.gate.admit(submit.request)
+            if isinstance(command, Encode):
+                service.gate.check_encode(command.request.timeout_ms)
+                start = partial(service.encoder.encode, key, command.request)
+            else:
+                admitted = service.gate.admit(command.request)
+                start, digest = partial(service.engine.submit, key, admitted), admitted.digest
         except BiremeError as error:
             self._refuse(key, error)
             return
-        self._ledger.enter(key, admitted.digest)
+        self._ledger.enter(key, digest)
         try:
-            service.engine.submit(key, admitted)
-        except BiremeError as error:
-            self._ledger.leave(key)
-            self._refuse(key, error)
+            start()
         except Exception as error:
-            logger.exception("submit_failed consumer=%d number=%d", *key)
+            if not isinstance(error, BiremeError):
+                logger.exception("submit_failed consumer=%d number=%d", *key)
             self._ledger.leave(key)
             self._refuse(key, error)
+
+    def _release(self, service: _Service, command: Release) -> None:
+        try:
+            service.gate.check_encode()
+        except RequestError as error:
+            logger.warning("release_refused error=%s", error)
+        else:
+            service.encoder.release(command.handles)
 
     def _check_service(self, life: int) -> _Service:
         if self._service is None:

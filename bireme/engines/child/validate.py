@@ -48,8 +48,8 @@ class Gate:
 
     def admit(self, request: EngineRequest) -> AdmittedRequest:
         """Check everything that does not need the engine, and open what is sealed. Raises RequestError."""
-        if request.request_type == "encode_only" or not self.capacity.vocab_size:
-            return AdmittedRequest(self._admit_encode(request), np.zeros(0, np.int32))
+        if not self.capacity.vocab_size:
+            raise RequestError(f"request_type: {request.request_type}; this worker takes pictures, no prompts")
         ids = self._prompt_ids(request)
         self._check_request(request)
         pictures = self._open_pictures(request, ids[: len(ids) - request.num_resumed])
@@ -62,6 +62,13 @@ class Gate:
             digest = disagg.prompt_digest(request.prompt, request.cache_salt, request.lora_name, media)
         params = self._open_params(request.disaggregated_params, len(ids), digest)
         return AdmittedRequest(msgspec.structs.replace(request, sampling=sampling), ids, params, pictures, digest)
+
+    def check_encode(self, timeout_ms: int = 0) -> None:
+        """Raise RequestError for pictures that this worker does not take."""
+        if not self.capacity.encodes_images:
+            raise RequestError("images: this worker has no vision tower, send them to the encoder")
+        if timeout_ms < 0:
+            raise RequestError(f"timeout_ms: {timeout_ms}; 0 (none) or more")
 
     def _prompt_ids(self, request: EngineRequest) -> npt.NDArray[np.int32]:
         """Return the prompt's ids, resumed ones included."""
@@ -108,15 +115,6 @@ class Gate:
         if request.lora_name and request.lora_name not in self.capacity.lora_names:
             known = ", ".join(self.capacity.lora_names) or "none, leave it out"
             raise RequestError(f"lora_name: no adapter {request.lora_name[:100]!r}; this worker has {known}")
-
-    def _admit_encode(self, request: EngineRequest) -> EngineRequest:
-        if request.request_type != "encode_only":
-            raise RequestError(f"request_type: {request.request_type}; this worker takes encode_only")
-        if not self.capacity.encodes_images:
-            raise RequestError("request_type: encode_only; this worker has no vision tower, send it to the encoder")
-        if request.timeout_ms < 0:
-            raise RequestError(f"timeout_ms: {request.timeout_ms}; 0 (none) or more")
-        return request
 
     def _open_pictures(self, request: EngineRequest, prompt: npt.NDArray[np.int32]) -> tuple[OpenedItem, ...]:
         """Return the pictures, checked against the prompt, with their handles opened."""

@@ -27,21 +27,24 @@ from bireme.messages import (
     STUB,
     Abort,
     Capacity,
+    Command,
     Commands,
     Drain,
     Drop,
+    EncodeRequest,
     EngineRequest,
     Finish,
     Hello,
     Pong,
+    Release,
     Sink,
     Step,
-    Submit,
     Usage,
     decode_step,
     deliver,
     encode,
     frame,
+    start_command,
 )
 from bireme.metrics import Labels, MetricDelta, Registry, decode_delta
 
@@ -120,18 +123,23 @@ class EngineClient:
         """Start the engine process and wait until it is ready. Raises ConfigError or UnavailableError."""
         self._supervisor.start()
 
-    def submit(self, request: EngineRequest, sink: Sink) -> int:
+    def submit(self, request: EngineRequest | EncodeRequest, sink: Sink) -> int:
         """Start a request of the stub's own and return its number. Raises UnavailableError; `sink` gets all else."""
         with self._lock:
             session = self._admit()
             number = next(self._numbers)
             session.sinks[number] = sink
             try:
-                self._send(session, STUB, Submit(number, request))
+                self._send(session, STUB, start_command(number, request))
             except UnavailableError:
                 del session.sinks[number]
                 raise
         return number
+
+    def release(self, handles: tuple[str, ...]) -> None:
+        """Free embeddings that nobody will fetch. Raises UnavailableError."""
+        with self._lock:
+            self._send(self._require(), STUB, Release(handles))
 
     def abort(self, number: int) -> None:
         """Stop a request; its sink still gets its finish. After the end of a context_only one: free its lease."""
@@ -258,10 +266,10 @@ class EngineClient:
             return False
         return not pong.num_waiting + pong.num_running
 
-    def _send(self, session: _Session, consumer: int, command: Submit | Abort | Drop | Drain) -> None:
+    def _send(self, session: _Session, consumer: int, command: Command) -> None:
         session.life.send(frame(consumer, encode(Commands(session.life.number, [command]))))
 
-    def _try_send(self, session: _Session, consumer: int, command: Submit | Abort | Drop | Drain) -> None:
+    def _try_send(self, session: _Session, consumer: int, command: Command) -> None:
         try:
             self._send(session, consumer, command)
         except (UnavailableError, msgspec.MsgspecError):

@@ -9,8 +9,11 @@ from bireme.messages import (
     STUB,
     Abort,
     Capacity,
+    Encode,
+    EncodeRequest,
     EngineRequest,
     Finish,
+    Release,
     Sink,
     Step,
     Submit,
@@ -39,7 +42,8 @@ class FakeEngineClient:
         self.is_connected = True  # commands reach the process
         self.state = "ready"
         self.is_started = self.is_stopped = False
-        self.requests: dict[tuple[int, int], EngineRequest] = {}
+        self.requests: dict[tuple[int, int], EngineRequest | EncodeRequest] = {}
+        self.released: list[str] = []
         self.aborted: list[tuple[int, int]] = []
         self.payloads: list[bytes] = []
         self.sinks: dict[int, Sink] = {}
@@ -62,12 +66,16 @@ class FakeEngineClient:
     def stop(self) -> None:
         self.is_stopped = True
 
-    def submit(self, request: EngineRequest, sink: Sink) -> int:
+    def submit(self, request: EngineRequest | EncodeRequest, sink: Sink) -> int:
         self._require()
         self._count += 1
         self.requests[STUB, self._count] = request
         self.sinks[self._count] = sink
         return self._count
+
+    def release(self, handles: tuple[str, ...]) -> None:
+        self._require()
+        self.released += handles
 
     def abort(self, number: int) -> None:
         self.aborted.append((STUB, number))
@@ -87,8 +95,10 @@ class FakeEngineClient:
             raise UnavailableError("the engine process of decode is not connected")
         self.payloads.append(payload)
         for command in decode_commands(payload).commands:
-            if isinstance(command, Submit):
+            if isinstance(command, (Submit, Encode)):
                 self.requests[consumer, command.number] = command.request
+            elif isinstance(command, Release):
+                self.release(command.handles)
             elif isinstance(command, Abort) and (consumer, command.number) in self.requests:
                 self.aborted.append((consumer, command.number))
                 self.finish(consumer, command.number, Finish("cancelled", Usage()))

@@ -14,16 +14,15 @@ from bireme.engines.torch.picture_encoder import PictureEncoder
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.vision_tower import load_vision_tower
 from bireme.errors import BiremeError, ConfigError, UnavailableError, to_message
-from bireme.messages import Capacity, EngineRequest, Finish, FinishReason, Usage
+from bireme.messages import Capacity, EncodeRequest, Finish, FinishReason, Usage
 from bireme.multimodal.encoding import EncodeOutcome, EncoderService
 from bireme.multimodal.model_config import picture_model
-from bireme.multimodal.wire import decode_job
 
 logger = logging.getLogger("bireme.engines.torch")
 
 
 class EncoderEngine:
-    """Takes encode_only requests and nothing else."""
+    """A PictureEngine that makes no tokens."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
@@ -51,10 +50,17 @@ class EncoderEngine:
         return capacity_of(context, checkpoint, encoder, load_s)
 
     def submit(self, key: RequestKey, admitted: AdmittedRequest) -> None:
+        raise AssertionError("the gate lets no prompts through to an engine without vocabulary")
+
+    def encode(self, key: RequestKey, request: EncodeRequest) -> None:
         assert self._jobs is not None
         if self._is_draining:
             raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
-        self._jobs.submit(key, admitted.request)
+        self._jobs.submit(key, request)
+
+    def release(self, handles: tuple[str, ...]) -> None:
+        assert self._jobs is not None
+        self._jobs.service.release(handles)
 
     def abort(self, key: RequestKey) -> None:
         assert self._jobs is not None
@@ -93,10 +99,9 @@ class EncodeJobs:
         )
         self.service.start()
 
-    def submit(self, key: RequestKey, request: EngineRequest) -> None:
+    def submit(self, key: RequestKey, request: EncodeRequest) -> None:
         began = time.monotonic()
-        job = decode_job(request.multimodal)
-        self.service.submit(key, job, request.timeout_ms, lambda outcome: self._done(key, began, outcome))
+        self.service.submit(key, request, lambda outcome: self._done(key, began, outcome))
 
     def _done(self, key: RequestKey, began: float, outcome: EncodeOutcome | BiremeError) -> None:
         delta, seconds = StepOutput(key), time.monotonic() - began

@@ -21,7 +21,7 @@ from bireme.engines.torch.loading import LoadedEngine
 from bireme.engines.torch.sequence import Sequence
 from bireme.errors import EngineLostError, ResourceExhaustedError, UnavailableError
 from bireme.kv.events import KvEvent
-from bireme.messages import Capacity, EngineRequest
+from bireme.messages import Capacity, EncodeRequest
 
 if TYPE_CHECKING:
     from bireme.engines.torch.encoder_engine import EncodeJobs
@@ -63,9 +63,6 @@ class TorchEngine:
     def submit(self, key: RequestKey, admitted: AdmittedRequest) -> None:
         loaded = self._loaded
         assert loaded is not None, "start first"
-        if admitted.request.request_type == "encode_only":
-            self._encode(key, admitted.request)
-            return
         self._check_open(loaded)  # before the costly check
         sequence = loaded.admission.admit(key, admitted)
         with self._wake:
@@ -73,6 +70,16 @@ class TorchEngine:
             self._num_submitted += 1
             self._inbox.append(partial(self._add, loaded.core, sequence))
             self._wake.notify()
+
+    def encode(self, key: RequestKey, request: EncodeRequest) -> None:
+        assert self._jobs is not None, "the gate lets no encode through to an engine without vision tower"
+        if self._is_draining or self._is_stopping:
+            raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
+        self._jobs.submit(key, request)
+
+    def release(self, handles: tuple[str, ...]) -> None:
+        assert self._jobs is not None, "the gate lets no release through to an engine without vision tower"
+        self._jobs.service.release(handles)
 
     def abort(self, key: RequestKey) -> None:
         loaded = self._loaded
@@ -115,12 +122,6 @@ class TorchEngine:
         with self._wake:
             self._inbox.append(action)
             self._wake.notify()
-
-    def _encode(self, key: RequestKey, request: EngineRequest) -> None:
-        assert self._jobs is not None, "the gate lets no encode_only through to an engine without vision tower"
-        if self._is_draining or self._is_stopping:
-            raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
-        self._jobs.submit(key, request)
 
     def _check_open(self, loaded: LoadedEngine) -> None:
         worker, limits = self._context.worker, loaded.limits

@@ -52,7 +52,7 @@ class WholePicture:
 
 
 class TrtllmEncoderEngine(EncoderEngine):
-    """Takes encode_only requests and nothing else."""
+    """The torch engine's, around MultimodalEncoder."""
 
     def start(self, emit: Emit) -> Capacity:
         began, context = time.monotonic(), self._context

@@ -15,18 +15,15 @@ from bireme.engines.base import EngineContext
 from bireme.engines.child.validate import Gate
 from bireme.engines.torch.encoder_engine import EncoderEngine
 from bireme.kv.transfer.fake import FakeNetwork
-from bireme.messages import EngineRequest, SamplingParams
+from bireme.messages import EncodeRequest, EncodeSource, EngineRequest
 from bireme.metrics import Registry
 from bireme.multimodal.answers import seal_outcome
 from bireme.multimodal.embedding_share import EmbeddingShare
 from bireme.multimodal.placeholders import expand
 from bireme.multimodal.wire import (
     EncodeAnswer,
-    EncodeJob,
-    EncodeSource,
     MediaItem,
     decode_answer,
-    encode_job,
     encode_multimodal,
 )
 from tests.engines.torch.torch_harness import KEY, Harness, Result, request
@@ -86,14 +83,17 @@ class Deployment:
     def encode(self, pictures: Sequence[Any], copies: int = 1) -> EncodeAnswer:
         """Pictures are pixels, or an EncodeSource."""
         sources = tuple(one if isinstance(one, EncodeSource) else png(one) for one in pictures)
-        job = encode_job(EncodeJob(sources=sources, copies=copies))
-        ended = self.submit_encode(job)
+        ended = self.submit_encode(EncodeRequest(sources=sources, copies=copies))
         assert ended.finish.error == "", ended.finish
         return decode_answer(seal_outcome(ended.encoded, KEY))
 
-    def submit_encode(self, job: bytes) -> Result:
-        asked = EngineRequest(prompt=b"", sampling=SamplingParams(), request_type="encode_only", multimodal=job)
-        return self._submit(self.encoder_name, asked)
+    def submit_encode(self, asked: EncodeRequest) -> Result:
+        self.gate(self.encoder_name).check_encode(asked.timeout_ms)
+        harness = self.engines[self.encoder_name]
+        key = (0, len(harness.results) + 1)
+        result = harness.results[key] = Result()
+        harness.engine.encode(key, asked)
+        return result
 
     def prepare(self, ids: list[int], pictures: Sequence[Any]) -> tuple[list[int], bytes | None, bytes | None]:
         """Return the expanded prompt, and `multimodal` with and without handles."""

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from bireme.errors import ConfigError, EngineLostError, RequestError, from_message
-from bireme.multimodal.wire import EncodeJob, EncodeSource, encode_job
+from bireme.messages import EncodeRequest, EncodeSource
 from tests.engines.torch import picture_models
 from tests.engines.torch.picture_deployment import Deployment, png
 from tests.engines.torch.picture_models import PLACEHOLDER, PictureModel, pixels
@@ -156,7 +156,7 @@ def test_a_released_handle_frees_its_lease(models):
         answer = deployment.encode([pixels(32)], copies=3)
         assert deployment.num_leases() == 3
         handles = tuple(handle for one in answer.pictures for handle in one.handles)
-        deployment.submit_encode(encode_job(EncodeJob(sources=(), release=handles)))
+        deployment.engines[deployment.encoder_name].engine.release(handles)
         _wait(lambda: deployment.num_leases() == 0)
 
 
@@ -219,15 +219,15 @@ def test_computed_embeddings_give_what_the_picture_gives(models, deployments):
     ],
 )
 def test_wrong_embeddings_are_refused(deployments, content, message):
-    job = encode_job(EncodeJob(sources=(EncodeSource("embeddings", content),)))
+    job = EncodeRequest(sources=(EncodeSource("embeddings", content),))
     finish = deployments("llava", "e-p-d").submit_encode(job).finish
     assert finish.error.startswith("INVALID_ARGUMENT: images[0]: embeddings: ") and message in finish.error
 
 
 def test_a_broken_picture_is_named_and_fails_alone(deployments):
     deployment = deployments("llava", "e-p-d")
-    bad = encode_job(EncodeJob(sources=(png(pixels(51)), EncodeSource("image", b"\x89PNG\r\n\x1a\nrest"))))
-    good = encode_job(EncodeJob(sources=(png(pixels(52)),)))
+    bad = EncodeRequest(sources=(png(pixels(51)), EncodeSource("image", b"\x89PNG\r\n\x1a\nrest")))
+    good = EncodeRequest(sources=(png(pixels(52)),))
     results = [deployment.submit_encode(job) for job in (bad, good)]
     assert results[0].finish.error.startswith("INVALID_ARGUMENT: images[1]: the PNG picture is damaged")
     assert results[1].finish.reason == "stop"
