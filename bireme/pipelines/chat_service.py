@@ -89,7 +89,7 @@ class ChatService:
         self.prompts.close()
 
     def _params(self, request: ChatRequest, parsing: ParserRequest) -> SamplingParams:
-        params = request.sampling.resolve(self._encode)
+        params = request.sampling.resolve(self.tokenizer.encode_plain)
         changes: dict[str, Any] = {}
         guide = request.guide
         if request.tool_mode == "required":
@@ -148,6 +148,3 @@ class ChatService:
         if self._reasoning is None and not parsing.functions:
             return None
         return create_parser(self._reasoning, self._tools, parsing)
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)

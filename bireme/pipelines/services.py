@@ -65,5 +65,5 @@ async def _quietly(work: Coroutine[Any, Any, None]) -> None:
     try:
         await work
     except BiremeError as error:
-        logger.info("errand_failed error=%s", error)
+        logger.info("background_task_failed error=%s", error)
         drop_frames(error)

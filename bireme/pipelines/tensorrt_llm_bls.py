@@ -50,12 +50,10 @@ class TensorrtLlmBls(TextPipeline):
     spec: ClassVar[ModelSpec] = TENSORRT_LLM_BLS
 
     def _parse(self, inputs: Tensors) -> list[GenerateRequest]:
-        assert self._services is not None
         info, recipe = info_of(inputs), self._services.recipe
         return [parse_generate(Inputs(row, info), GENERATE, recipe) for row in rows_of(inputs, self.spec)]
 
     async def _serve(self, requests: list[GenerateRequest], send: Send, arrived_at: float) -> list[SequenceRunner]:
-        assert self._services is not None and self._tokenizer is not None
         works: list[SequenceRequest] = []
         answers: list[_BlsAnswer] = []
         for row, request in enumerate(requests):

@@ -17,7 +17,6 @@ from bireme.errors import BiremeError
 from bireme.pipelines.answers import AnswerFormat, CollectedDeltas, StreamedDeltas, WholeResponse
 from bireme.pipelines.inside import make_services
 from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
-from bireme.pipelines.services import Services
 from bireme.pipelines.side_by_side import count_request, run_sequences
 from bireme.request import GenerateRequest, Ids, check_prompt_text, check_prompt_tokens, parse_generate
 from bireme.sampling import expand
@@ -33,22 +32,22 @@ class TextPipeline:
     spec: ClassVar[ModelSpec]
 
     def __init__(self, workers: WorkerClient | None = None, texts: TextTokenizer | None = None) -> None:
-        self._workers, self._tokenizer = workers, texts  # given by tests; else made at start
-        self._services: Services | None = None
+        self._given = workers, texts  # by tests; else made at start
+        self._is_started = False
 
     async def start(self, context: StageContext) -> None:
-        self._services, self._tokenizer = make_services(context, self._workers, self._tokenizer)
+        self._services, self._tokenizer = make_services(context, *self._given)
         _ = self._tokenizer.longest_token_bytes  # reads the whole vocabulary, now
+        self._is_started = True
 
     async def stop(self) -> None:
-        if self._services is not None:
+        if self._is_started:
             await self._services.close()
 
     def is_ready(self) -> bool:
-        return self._services is not None
+        return self._is_started
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
-        assert self._services is not None
         arrived_at = time.monotonic()
         try:
             with self._services.admitted():
@@ -65,12 +64,10 @@ class TextPipeline:
 
     def _parse(self, inputs: Tensors) -> list[GenerateRequest]:
         """Return the requests; more than one only where the model takes batches."""
-        assert self._services is not None
         return [parse_generate(inputs, self.spec, self._services.recipe)]
 
     async def _serve(self, requests: list[GenerateRequest], send: Send, arrived_at: float) -> list[SequenceRunner]:
         """Return the sequences, all finished."""
-        assert self._services is not None and self._tokenizer is not None
         (request,) = requests
         prompt = await self._tokenize(request)
         works = self._works(request, prompt, arrived_at)
@@ -87,7 +84,7 @@ class TextPipeline:
     async def _tokenize(self, request: GenerateRequest) -> Ids:
         if request.input_ids is not None:
             return request.input_ids
-        assert self._services is not None and self._tokenizer is not None and request.text is not None
+        assert request.text is not None
         capacity = self._services.capacity()
         context = capacity.max_seq_len if capacity else None
         limits, longest = self._services.recipe.limits, self._tokenizer.longest_token_bytes
@@ -97,7 +94,7 @@ class TextPipeline:
         return ids
 
     def _works(self, request: GenerateRequest, prompt: Ids, arrived_at: float) -> list[SequenceRequest]:
-        params = expand(request.sampling.resolve(self._encode))
+        params = expand(request.sampling.resolve(self._tokenizer.encode_plain))
         first = SequenceRequest(
             prompt=prompt,
             sampling=params[0],
@@ -109,7 +106,6 @@ class TextPipeline:
         return [first, *(replace(first, sampling=other) for other in params[1:])]
 
     def _form(self, request: GenerateRequest, num_input_tokens: int) -> AnswerFormat:
-        assert self._tokenizer is not None
         prompt = ""
         if request.echo:
             prompt = request.text or self._tokenizer.decode(_ids(request.input_ids))
@@ -117,12 +113,7 @@ class TextPipeline:
             request.contract, request.extras, num_input_tokens, self._token_text, prompt, request.outputs
         )
 
-    def _encode(self, text: str) -> list[int]:
-        assert self._tokenizer is not None
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
     def _token_text(self, token: int) -> str:
-        assert self._tokenizer is not None
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
 

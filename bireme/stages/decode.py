@@ -35,12 +35,11 @@ class Decode(EngineStage[EngineClient]):
 
     def __init__(self, engine: EngineClient | None = None, texts: TextTokenizer | None = None) -> None:
         super().__init__(EngineClient, engine)
-        self._tokenizer = texts  # given by tests; else made at start
+        self._given_tokenizer = texts  # by tests; else made at start
         self._bus: TokenBus | None = None
 
     async def start(self, context: StageContext) -> None:
-        if self._tokenizer is None:
-            self._tokenizer = recipe_tokenizer(context.recipe)
+        self._tokenizer = self._given_tokenizer or recipe_tokenizer(context.recipe)
         await super().start(context)
         limit = context.recipe.limits.max_bus_buffer_bytes
         self._bus = TokenBus(context.model_name, self._engine, limit, context.metrics)
@@ -62,7 +61,7 @@ class Decode(EngineStage[EngineClient]):
         elif values.get("abort"):
             self._abort(request_id_of(values))
         else:
-            request = parse_stage_request(values, inputs, self._context.recipe, self._encode)
+            request = parse_stage_request(values, inputs, self._context.recipe, self._tokenizer.encode_plain)
             await self._generate(request, send, cancelled)
 
     async def _serve_bus(self, values: Mapping[str, Any], send: Send, cancelled: Cancelled) -> None:
@@ -89,13 +88,8 @@ class Decode(EngineStage[EngineClient]):
         if number:
             self._engine.abort(number)
 
-    def _encode(self, text: str) -> list[int]:
-        assert self._tokenizer is not None
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
     async def _generate(self, request: StageRequest, send: Send, cancelled: Cancelled) -> None:
         """Run a plain request; its responses go out as the engine makes them."""
-        assert self._tokenizer is not None
         self._check_ready()
         self._names.reserve(request.request_id)
         try:

@@ -36,12 +36,11 @@ class Prefill(EngineStage[EngineClient]):
 
     def __init__(self, engine: EngineClient | None = None, texts: TextTokenizer | None = None) -> None:
         super().__init__(EngineClient, engine)
-        self._tokenizer = texts  # given by tests; else made at start
+        self._given_tokenizer = texts  # by tests; else made at start
 
     async def start(self, context: StageContext) -> None:
         self._leased: deque[tuple[float, str]] = deque()  # answered requests: when to forget, request id
-        if self._tokenizer is None:
-            self._tokenizer = recipe_tokenizer(context.recipe)
+        self._tokenizer = self._given_tokenizer or recipe_tokenizer(context.recipe)
         await super().start(context)
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
@@ -58,7 +57,7 @@ class Prefill(EngineStage[EngineClient]):
             if not isinstance(command, Submit):
                 await self._serve_encode(command, request_id_of(values), send, cancelled)
                 return
-        request = parse_stage_request(values, inputs, self._context.recipe, self._encode)
+        request = parse_stage_request(values, inputs, self._context.recipe, self._tokenizer.encode_plain)
         self._check(request)
         self._names.reserve(request.request_id)
         try:
@@ -68,10 +67,6 @@ class Prefill(EngineStage[EngineClient]):
             raise
         self._keep(request.request_id)
         send(sink.answer())
-
-    def _encode(self, text: str) -> list[int]:
-        assert self._tokenizer is not None
-        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _check(self, request: StageRequest) -> None:
         if request.engine.disaggregated_params:

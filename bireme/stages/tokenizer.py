@@ -1,30 +1,24 @@
 """The tokenizer model: text, or a conversation through the model's chat template, to token ids.
 
 Plain `text_input` is encoded as in transformers, with bos where the model has it; special tokens in the text count as
-such. In `messages` the template writes the special tokens; in user and tool messages they are text. Short texts are
-encoded at once, longer ones on a few threads: encoding releases the GIL.
+such. In `messages` the template writes the special tokens; in user and tool messages they are text.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import numpy as np
 
-from bireme.errors import RequestCancelledError, RequestError, ResourceExhaustedError
+from bireme.errors import RequestCancelledError, RequestError
 from bireme.request import check_prompt_text, read_tensors
 from bireme.specs import TOKENIZER, ModelSpec
+from bireme.text.prompt_encoder import PromptEncoder
 from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
 from bireme.types import Cancelled, Send, StageContext, TensorResponse, Tensors
 
-_MAX_THREADS = 4
-_INLINE_CHARACTERS = 1024  # encoding these takes about as long as a thread switch
 _CHAT_ONLY = ("tools", "chat_template_kwargs")
 
 Tokenized = tuple[list[int], str]  # ids, prompt
@@ -36,35 +30,34 @@ class Tokenizer:
     spec: ClassVar[ModelSpec] = TOKENIZER
 
     def __init__(self, tokenizer: TextTokenizer | None = None) -> None:
-        self._tokenizer = tokenizer  # given by tests; else loaded at start
-        self._pool: ThreadPoolExecutor | None = None
-        self._num_pending = 0
+        self._given = tokenizer  # by tests; else loaded at start
+        self._is_started = False
 
     async def start(self, context: StageContext) -> None:
         self._limits = context.recipe.limits
-        num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
-        if self._tokenizer is None:
-            self._tokenizer = await asyncio.to_thread(recipe_tokenizer, context.recipe)
-        _ = self._tokenizer.longest_token_bytes  # looks at the whole vocabulary, now
+        self._tokenizer = await asyncio.to_thread(lambda: self._given or recipe_tokenizer(context.recipe))
+        self._encoder = PromptEncoder(self._tokenizer, self._limits)
+        self._is_started = True
 
     async def stop(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
+        if self._is_started:
+            self._is_started = False
+            self._encoder.close()
 
     def is_ready(self) -> bool:
-        return self._tokenizer is not None and self._pool is not None
+        return self._is_started
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         values = read_tensors(inputs, self.spec)
         text = self._text_input(values)
-        if text is not None and len(text) <= _INLINE_CHARACTERS:
-            ids, prompt = self._encode(text)
-        elif text is not None:
-            ids, prompt = await self._in_pool(functools.partial(self._encode, text), cancelled)
-        else:
-            ids, prompt = await self._in_pool(functools.partial(self._encode_chat, values), cancelled)
+        texts = [text] if text is not None else [values[name] for name in ("messages", *_CHAT_ONLY) if name in values]
+
+        def encode() -> Tokenized:
+            if cancelled:
+                raise RequestCancelledError("the client is gone")
+            return self._encode_chat(values) if text is None else (self._tokenizer.encode(text), text)
+
+        ids, prompt = await self._encoder.run(encode, sum(map(len, texts)))
         if not ids:
             raise RequestError("the prompt has no tokens; send at least one")
         outputs = {"input_ids": np.array(ids, np.int32), "prompt": np.array([prompt.encode()], np.object_)}
@@ -85,28 +78,10 @@ class Tokenizer:
         text: str = values["text_input"]
         if not text:
             raise RequestError("text_input: empty; send at least one character")
-        assert self._tokenizer is not None
-        check_prompt_text("text_input", text, self._limits, self._tokenizer.longest_token_bytes)
+        self._encoder.check("text_input", text)
         return text
 
-    async def _in_pool(self, work: Callable[[], Tokenized], cancelled: Cancelled) -> Tokenized:
-        """Run on the stage's threads. Raises ResourceExhaustedError when too many requests wait."""
-        assert self._pool is not None
-        limit = self._limits.max_concurrent_requests
-        if self._num_pending >= limit:
-            raise ResourceExhaustedError(f"{limit} requests are being tokenised; try again")
-        self._num_pending += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, _unless(cancelled, work))
-        finally:
-            self._num_pending -= 1
-
-    def _encode(self, text: str) -> Tokenized:
-        assert self._tokenizer is not None
-        return self._tokenizer.encode(text), text
-
     def _encode_chat(self, values: dict[str, Any]) -> Tokenized:
-        assert self._tokenizer is not None
         for name in ("messages", *_CHAT_ONLY):
             if name in values:
                 check_prompt_text(name, values[name], self._limits)
@@ -117,21 +92,8 @@ class Tokenizer:
             if not isinstance(message.get("role"), str):
                 raise RequestError(f"messages[{at}].role: {message.get('role')!r}; a string is needed, such as user")
         tools = _objects("tools", values["tools"]) if values.get("tools") else None
-        prompt = self._tokenizer.render_chat(messages, tools, _variables(values.get("chat_template_kwargs")))
-        text = prompt.text
-        check_prompt_text("the rendered chat prompt", text, self._limits, self._tokenizer.longest_token_bytes)
-        return self._tokenizer.encode_chat(prompt), text
-
-
-def _unless(cancelled: Cancelled, work: Callable[[], Tokenized]) -> Callable[[], Tokenized]:
-    """Skip the work of cancelled requests."""
-
-    def run() -> Tokenized:
-        if cancelled:
-            raise RequestCancelledError("the client is gone")
-        return work()
-
-    return run
+        variables = _variables(values.get("chat_template_kwargs"))
+        return self._encoder.encode_chat("the rendered chat prompt", messages, tools, variables)
 
 
 def _json(name: str, text: str) -> Any:

@@ -111,12 +111,16 @@ class TextTokenizer:
             raise RequestError("messages: this model has no chat template; send text_input instead")
         return template.render(messages, tools, variables, self._special_texts)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Encode a text that is no prompt, such as a bad word: without special tokens around it."""
+        return self.encode(text, add_special_tokens=False)
+
     def encode_chat(self, prompt: Prompt) -> list[int]:
         """Encode a rendered prompt: the template's special tokens are tokens, those in messages are text."""
         ids: list[int] = []
         for at, piece in enumerate(prompt.pieces):
             for text in [piece] if at % 2 == 0 else self._fragments(piece):
-                ids += self.encode(text, add_special_tokens=False)
+                ids += self.encode_plain(text)
         return ids
 
     def _fragments(self, text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,7 +12,10 @@ import urllib.request
 import pytest
 
 from bireme.discovery import run
+from bireme.errors import UnavailableError
 from bireme.launch import free_ports, start_server
+from bireme.workers.client import Workers
+from bireme.workers.grpc import GrpcChannel
 from tests.server.triton_client import Client
 
 pytestmark = pytest.mark.server
@@ -58,6 +62,24 @@ def test_usage_names_the_workers_of_both_stages(client):
     usage = json.loads(client.infer("completion", **PROMPT)["usage"])
     assert (usage["prefill_worker"], usage["decode_worker"]) == ("prefill", "decode")
     assert usage["completion_tokens"] == 24
+
+
+@pytest.mark.parametrize("worker", ["prefill", "decode"])
+def test_a_ping_is_answered_with_the_engine_s_state(server, worker):
+    url = f"http://{server.http}/v2/models/{worker}/generate"
+    with urllib.request.urlopen(url, b'{"ping": true}', timeout=30) as answer:
+        assert json.load(answer)["state"] == "ready"
+
+
+async def test_workers_of_a_frontend_are_checked_until_one_is_lost(server):
+    workers = Workers(GrpcChannel(server.grpc), 10.0)
+    for worker in ("prefill", "decode"):
+        await workers.check(worker)
+    os.kill(run.find(server.run.path, "prefill").pid, signal.SIGKILL)
+    with pytest.raises(UnavailableError):
+        while True:
+            await asyncio.wait_for(workers.check("prefill"), 20)
+    await workers.close()
 
 
 def test_a_prefill_of_300_ms_is_counted_once(sample_model):

@@ -116,7 +116,7 @@ async def test_a_prompt_over_the_limit_is_refused(loaded, texts):
 async def test_too_many_waiting_requests_are_refused(loaded):
     async for stage in started(loaded, max_concurrent_requests=0):
         with pytest.raises(ResourceExhaustedError, match="try again"):
-            await call(stage, messages=USER)
+            await call(stage, messages=json.dumps([{"role": "user", "content": "x" * 5000}]))
 
 
 async def test_a_cancelled_request_is_not_encoded(stage):

@@ -67,7 +67,7 @@ class Completions:
         num_prompt_tokens = sum(map(len, prompts))
         call.tenant.take_prompt(num_prompt_tokens)
         tokenizer = model.tokenizer
-        params = request.sampling.resolve(lambda text: tokenizer.encode(text, add_special_tokens=False))
+        params = request.sampling.resolve(tokenizer.encode_plain)
         timeout_s = model.recipe.pipeline.request_timeout_s
         works = [
             SequenceRequest(

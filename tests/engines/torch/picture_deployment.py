@@ -88,10 +88,10 @@ class Deployment:
         return decode_answer(seal_outcome(ended.encoded, KEY))
 
     def submit_encode(self, asked: EncodeRequest) -> Result:
-        self.gate(self.encoder_name).check_encode(asked.timeout_ms)
         harness = self.engines[self.encoder_name]
+        harness.gate.check_encode(asked.timeout_ms)
         key = (0, len(harness.results) + 1)
-        result = harness.results[key] = Result()
+        result = harness.results[key] = Result("")
         harness.engine.encode(key, asked)
         return result
 
