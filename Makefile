@@ -5,10 +5,12 @@ PYTHON ?=
 VENV ?= .venv
 ARGS ?=
 ROUNDS ?= 10
+JOBS ?= 2
+PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo serve test test-services test-clients fuzz chaos check format clean clean-venv
+.PHONY: help setup models demo serve test unit soak test-services test-clients fuzz chaos check format clean clean-venv
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,7 +28,13 @@ serve: models ## Serve recipes/tiny until Ctrl-C; ARGS="recipes/mocker --http-po
 	@$(RUN) tools/serve.py $(ARGS)
 
 test: models ## Run all tests, with a real tritonserver; ARGS="tests/stages -k prefill"
-	@$(RUN) -m pytest $(ARGS)
+	@$(RUN) -m pytest $(PARALLEL) $(ARGS)
+
+unit: models ## Run the tests that start no server; ARGS="-k sampling"
+	@$(RUN) -m pytest $(PARALLEL) -m "not server and not soak" $(ARGS)
+
+soak: models ## Run minutes of faults: each process of every recipe killed, random faults under load
+	@$(RUN) -m pytest -m soak $(ARGS)
 
 test-services: models ## Run the tests that need programs from Debian (Chromium); ARGS="-k tool"
 	@VENV="$(VENV)" sh tools/services.sh

@@ -20,6 +20,12 @@ hypothesis.settings.register_profile("fuzz", derandomize=False, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `-n`, servers come first: the small tests fill up what is left at the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("server") is None)
+
+
 @pytest.fixture(scope="session")
 def sample_model() -> Callable[[str], Path]:
     """Return the folder of a small random model by its architecture: llama, qwen3 or gemma3."""

@@ -19,7 +19,7 @@ from bireme.launch import processes
 from bireme.launch.run_folder import SHM, default_base
 from tests.launch import galley
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
 
 PORT = 23360
 LIMIT_S = 60  # of any wait: a hang fails the test, the time itself is no claim

@@ -10,7 +10,6 @@ from bireme.launch.run_folder import SHM, default_base
 
 pytestmark = pytest.mark.server
 
-PORTS = range(23300, 23340)
 MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -42,7 +41,7 @@ def make_repository(folder, initialize="pass", name="echo"):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, recipe):
     repository = make_repository(tmp_path_factory.mktemp("repository"))
-    with start_server(recipe, ports=free_ports(PORTS), repositories=(repository,), models=("echo",)) as server:
+    with start_server(recipe, ports=free_ports(), repositories=(repository,), models=("echo",)) as server:
         yield server
 
 
@@ -70,7 +69,7 @@ def test_model_control_is_refused_without_the_key(server):
 
 def test_stopping_leaves_no_process_no_shared_memory_and_no_folder(tmp_path, recipe):
     repository = make_repository(tmp_path)
-    with start_server(recipe, ports=free_ports(PORTS), repositories=(repository,)) as server:
+    with start_server(recipe, ports=free_ports(), repositories=(repository,)) as server:
         members = [server.pid, server.stub_pid("echo")]
         run = server.run
         assert list(SHM.glob(f"{run.shm_prefix}*"))
@@ -80,9 +79,10 @@ def test_stopping_leaves_no_process_no_shared_memory_and_no_folder(tmp_path, rec
     assert not run.path.exists()
 
 
+@pytest.mark.flaky(reruns=1)
 def test_a_killed_server_takes_its_stubs_along(tmp_path, recipe):
     repository = make_repository(tmp_path)
-    with start_server(recipe, ports=free_ports(PORTS), repositories=(repository,)) as server:
+    with start_server(recipe, ports=free_ports(), repositories=(repository,)) as server:
         members = [server.pid, server.stub_pid("echo")]
         os.kill(server.pid, signal.SIGKILL)
         assert server.wait(5)
@@ -93,6 +93,6 @@ def test_a_model_that_fails_to_load_is_named_with_its_reason(tmp_path, recipe):
     repository = make_repository(tmp_path, "raise RuntimeError('no such galley')")
     before = set(default_base().glob("*"))
     with pytest.raises(ServerStartError, match="model echo: .*no such galley"):
-        with start_server(recipe, ports=free_ports(PORTS), repositories=(repository,)):
+        with start_server(recipe, ports=free_ports(), repositories=(repository,)):
             pass
     assert not [path for path in set(default_base().glob("*")) - before if path.name.startswith(f"{os.getpid()}-")]

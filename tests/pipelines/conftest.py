@@ -24,6 +24,16 @@ from bireme.workers.fake import FakeWorkers
 KINDS = {"BYTES": object, "INT32": np.int32, "FP32": np.float32, "BOOL": bool, "UINT64": np.uint64, "UINT8": np.uint8}
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop run until it is so; fail when that takes 5 s."""
+
+    async def reached() -> None:
+        while not condition():
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(reached(), 5)
+
+
 def letters() -> TextTokenizer:
     """One token a character: ids are code points, up to 1000."""
     inner = Inner(models.WordLevel({chr(code): code for code in range(1, 1000)}, unk_token="?"))

@@ -21,6 +21,7 @@ from bireme.kv.router import RoutingRequest
 from bireme.types import RequestInfo
 from bireme.workers.base import UnreachableError
 from bireme.workers.fake import OWN_PREFILL_MS, PREFILL_USAGE, token_at
+from tests.pipelines.conftest import until
 
 PROMPT = [ord("h"), ord("i")]
 EXPECTED = [token_at(PROMPT, position) for position in range(4)]
@@ -66,8 +67,7 @@ async def test_a_text_of_too_many_tokens_reaches_no_engine(bench):
 async def test_sequences_of_one_request_are_told_apart_by_index(bench):
     test = await bench()
     call = test.ask(stream=True, num_return_sequences=2)
-    await test.workers.reached("decode")
-    await asyncio.sleep(0.01)
+    await until(lambda: len(test.workers.running) == 2)
     await test.workers.emit(4)
     await call.end()
     for index in (0, 1):
@@ -78,8 +78,7 @@ async def test_sequences_of_one_request_are_told_apart_by_index(bench):
 async def test_sequences_come_in_one_response_without_stream(bench):
     test = await bench()
     call = test.ask(num_return_sequences=2, return_num_output_tokens=True)
-    await test.workers.reached("decode")
-    await asyncio.sleep(0.01)
+    await until(lambda: len(test.workers.running) == 2)
     await test.workers.emit(4)
     await call.end()
     assert len(call.responses) == 1
@@ -152,7 +151,7 @@ async def test_enforced_disaggregation_goes_on_when_prefill_is_back(bench):
     test = await bench(prefill=1, pipeline={"enforce_disaggregation": True})
     test.workers.down["prefill"] = ENGINE_DOWN
     call = test.ask(stream=True)
-    await asyncio.sleep(0.05)
+    await until(lambda: "prefill context_only" in test.workers.log)
     test.workers.down.clear()
     await test.workers.emit(4)
     await call.end()
@@ -164,8 +163,7 @@ async def test_a_lease_that_is_gone_means_prefill_again(bench):
     test = await bench(prefill=1)
     test.workers.errors.append(NotFoundError("the lease is gone"))
     call = test.ask(stream=True)
-    await test.workers.reached("decode")
-    await asyncio.sleep(0.01)
+    await until(lambda: test.workers.log.count("decode generation_only 0") == 2)
     await test.workers.emit(4)
     await call.end()
     assert [entry for entry in test.workers.log if "abort" not in entry] == [
@@ -181,7 +179,7 @@ async def test_a_refusing_decode_worker_does_not_waste_the_prefill(bench):
     test = await bench(prefill=1)
     test.workers.down["decode"] = ENGINE_DOWN
     call = test.ask(stream=True)
-    await asyncio.sleep(0.1)
+    await until(lambda: "decode generation_only 0" in test.workers.log and not test.workers.running)
     test.workers.down.clear()
     await test.workers.emit(4)
     await call.end()
@@ -194,8 +192,7 @@ async def test_giving_up_on_decode_frees_the_lease(bench):
     test.workers.down["decode"] = ENGINE_DOWN
     with pytest.raises(UnavailableError):
         await test.ask().end()
-    await asyncio.sleep(0.01)
-    assert not test.workers.leases
+    await until(lambda: not test.workers.leases)
 
 
 async def test_what_prefill_does_not_find_is_told_and_not_tried_again(bench):
@@ -226,10 +223,8 @@ async def test_stream_waits_for_the_only_worker_to_come_back(bench):
     await test.workers.emit(2)
     test.workers.down["decode"] = ENGINE_DOWN
     await test.workers.lose("decode")
-    await asyncio.sleep(0.05)
+    await until(lambda: "decode context_and_generation 2" in test.workers.log and not test.workers.running)
     test.workers.down.clear()
-    while not test.workers.running:
-        await asyncio.sleep(0.01)
     await test.workers.emit(2)
     await call.end()
     assert call.tokens == EXPECTED
@@ -240,8 +235,7 @@ async def test_refusals_of_an_engine_that_drains_cost_no_migration(bench):
     for text in ("it is draining", "its engine process is not connected", "its engine has ended", "it is starting"):
         test.workers.errors.append(UnavailableError(text))
     call = test.ask(stream=True)
-    while test.workers.log.count("decode context_and_generation 0") < 5:
-        await asyncio.sleep(0.01)
+    await until(lambda: test.workers.log.count("decode context_and_generation 0") == 5)
     await test.workers.emit(4)
     await call.end()
     assert call.tokens == EXPECTED
@@ -259,8 +253,7 @@ async def test_kv_that_does_not_arrive_is_prefill_s_fault_and_decode_does_it_alo
     test = await bench(prefill=1)
     test.workers.errors.append(KvTransferError("no room in /dev/shm"))
     call = test.ask(stream=True)
-    while "decode context_and_generation 0" not in test.workers.log:
-        await asyncio.sleep(0.01)
+    await until(lambda: "decode context_and_generation 0" in test.workers.log)
     assert test.pipeline._services.router.place(RoutingRequest(np.array(PROMPT, np.int32))).prefill is None
     await test.workers.emit(4)
     await call.end()
@@ -277,8 +270,7 @@ async def test_enforced_disaggregation_waits_when_kv_does_not_arrive(bench):
     test = await bench(prefill=1, pipeline={"enforce_disaggregation": True, "migration_limit": 0})
     test.workers.errors.extend(KvTransferError("no room in /dev/shm") for _ in range(2))
     call = test.ask(stream=True)
-    while test.workers.log.count("decode generation_only 0") < 3:
-        await asyncio.sleep(0.01)
+    await until(lambda: test.workers.log.count("decode generation_only 0") == 3)
     await test.workers.emit(4)
     await call.end()
     assert call.tokens == EXPECTED and test.workers.log.count("decode generation_only 0") == 3
@@ -292,8 +284,7 @@ async def test_a_prefill_that_fails_after_its_client_has_gone_is_not_reported(be
     test.workers.hold.add("prefill")
     test.workers.abort_prefill = refuse
     call = test.ask()
-    while not test.workers.waiting:
-        await asyncio.sleep(0)
+    await until(lambda: test.workers.waiting)
     call.cancelled.set()
     with pytest.raises(asyncio.CancelledError):
         await call.end()
@@ -345,7 +336,7 @@ async def test_a_full_queue_does_not_end_a_stream_that_moves(bench):
     await test.workers.emit(2)
     test.workers.errors.append(ResourceExhaustedError("queue full"))
     await test.workers.lose("decode")
-    await asyncio.sleep(0.1)
+    await until(lambda: test.workers.log.count("decode context_and_generation 2") == 2)
     await test.workers.emit(2)
     await call.end()
     assert call.tokens == EXPECTED
@@ -366,12 +357,11 @@ async def test_cancel_during_prefill_aborts_it(bench):
     test = await bench(prefill=1)
     test.workers.hold.add("prefill")
     call = test.ask()
-    while not test.workers.waiting:
-        await asyncio.sleep(0)
+    await until(lambda: test.workers.waiting)
     call.cancelled.set()
     with pytest.raises(asyncio.CancelledError):
         await call.end()
-    await asyncio.sleep(0.01)
+    await until(lambda: "prefill abort" in test.workers.log)
     assert test.workers.log == ["prefill context_only", "prefill abort"]
     assert not test.workers.waiting and not test.workers.leases
 
@@ -384,8 +374,7 @@ async def test_cancel_between_prefill_and_decode_frees_the_lease(bench):
     call.cancelled.set()
     with pytest.raises(asyncio.CancelledError):
         await call.end()
-    await asyncio.sleep(0.01)
-    assert not test.workers.leases and not test.workers.running
+    await until(lambda: not test.workers.leases and not test.workers.running)
 
 
 async def test_cancel_while_decoding_aborts_in_the_engine(bench):
@@ -404,7 +393,7 @@ async def test_cancel_between_attempts_ends_the_request(bench):
     test = await bench()
     test.workers.down["decode"] = ENGINE_DOWN
     call = test.ask()
-    await asyncio.sleep(0.05)
+    await until(lambda: test.workers.log and not test.workers.running)
     call.cancelled.set()
     with pytest.raises(asyncio.CancelledError):
         await call.end()

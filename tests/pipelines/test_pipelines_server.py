@@ -19,14 +19,13 @@ from bireme.workers.grpc import GrpcChannel
 from tests.server.triton_client import Client
 
 pytestmark = pytest.mark.server
-PORTS = range(23200, 23300)
 PROMPT = {"text_input": "Hello world", "max_tokens": 24}
 
 
 @pytest.fixture(scope="module")
 def server(sample_model):
     sample_model("llama")
-    with start_server("recipes/mocker-disagg", ports=free_ports(PORTS)) as running:
+    with start_server("recipes/mocker-disagg", ports=free_ports()) as running:
         yield running
 
 
@@ -85,7 +84,7 @@ async def test_workers_of_a_frontend_are_checked_until_one_is_lost(server):
 def test_a_prefill_of_300_ms_is_counted_once(sample_model):
     sample_model("llama")
     override = json.dumps({"workers": {"prefill": {"engine_config": {"mocker": {"prefill_ms": 300}}}}})
-    with start_server("recipes/mocker-disagg", ports=free_ports(PORTS), override=override) as server:
+    with start_server("recipes/mocker-disagg", ports=free_ports(), override=override) as server:
         usage = json.loads(Client(server.grpc).infer("completion", **PROMPT)["usage"])
     assert usage["prefill_worker"] == "prefill" and 300 <= usage["prefill_ms"] < 600
 
@@ -101,6 +100,7 @@ def test_bad_values_come_back_with_their_code(client):
         client.generate(**PROMPT, top_p=7.0)
 
 
+@pytest.mark.flaky(reruns=1)
 def test_stream_of_a_killed_engine_goes_on_exactly(server, client):
     expected = client.generate(**PROMPT, stream=True)
     tokens, text, is_killed = [], "", False

@@ -64,6 +64,15 @@ def test_modules_of_tests_carry_no_annotations():
     assert found == []
 
 
+def test_only_tests_that_inject_faults_are_run_again():
+    found = [
+        name_of(path)
+        for path in (CHECKOUT / "tests").rglob("test_*.py")
+        if "mark.flaky" in (text := path.read_text()) and not re.search(r"SIGKILL|SIGSTOP|kill\(", text)
+    ]
+    assert found == []
+
+
 def test_function_names_are_plain():
     odd = [
         f"{name_of(path)}:{node.lineno} {node.name}"

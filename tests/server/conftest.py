@@ -94,13 +94,12 @@ def tiny_chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     ask run on one before the next is started.
     """
     from tests.contract import stand_in_workers
-    from tests.server.openai_served import served
+    from tests.server.openai_served import five_ports, served
 
     engine, recipe = request.param
-    ports = {"http": 24670, "grpc": 24671, "metrics": 24672, "health": 24673, "openai": 24674}
     if engine == "trtllm":
         recipe = stand_in_workers.copy_recipe(recipe, tmp_path_factory.mktemp("recipe"))
-    with served(recipe, tmp_path_factory.mktemp("chat") / "log", ports=ports) as running:
+    with served(recipe, tmp_path_factory.mktemp("chat") / "log", ports=five_ports()) as running:
         yield running
 
 

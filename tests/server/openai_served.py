@@ -15,9 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bireme.launch.ports import free_ports
+
 LIMIT_S = 120
 PUBLISHED_S = 1.0
-PORTS = {"http": 23540, "grpc": 23541, "metrics": 23542, "health": 23543, "openai": 23544}
+
+
+def five_ports() -> dict[str, int]:
+    """Return the name of each port of a launch -> one that is free now."""
+    first, more = free_ports(), free_ports()
+    return {"http": first.http, "grpc": first.grpc, "metrics": first.metrics, "health": more.http, "openai": more.grpc}
+
+
+PORTS = five_ports()
 URL = f"http://127.0.0.1:{PORTS['openai']}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 RUNS: dict[str, tuple[str, ...]] = {
+    "tools/chaos.py": ("--topology=mocker-1+1", "--seconds=10", "--seed=7", "--faults=clients_garbage"),
     "tools/check_recipe.py": ("recipes/mocker",),
     "tools/demo.py": ("--recipe", "recipes/mocker", "--max-tokens", "8"),
     "tools/make_api_key.py": ("alice",),
@@ -22,7 +23,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
 }
 ELSEWHERE = {  # program -> the test that runs it
-    "tools/chaos.py": "tests/services/test_chaos.py",
     "tools/clients.py": "tests/tools/test_client_environments.py",
     "tools/perf_analyzer.py": "tests/server/test_perf_analyzer.py",
     "tools/screenshots.py": "tests/services/test_screenshots.py",

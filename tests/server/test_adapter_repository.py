@@ -20,7 +20,6 @@ from tests.server.triton_client import Client, inputs_of
 from tools import show_config
 
 pytestmark = pytest.mark.server
-PORTS = range(23100, 23200)
 REPOSITORIES = (CHECKOUT / "model_repository", CHECKOUT / "ensembles")
 
 
@@ -28,7 +27,7 @@ REPOSITORIES = (CHECKOUT / "model_repository", CHECKOUT / "ensembles")
 def server(sample_model):
     sample_model("llama")
     with start_server(
-        "recipes/mocker", ports=free_ports(PORTS), repositories=REPOSITORIES, env={"BIREME_CHECK_TENSORS": "1"}
+        "recipes/mocker", ports=free_ports(), repositories=REPOSITORIES, env={"BIREME_CHECK_TENSORS": "1"}
     ) as running:
         yield running
 
@@ -101,7 +100,7 @@ def test_a_recipe_that_can_not_be_served_is_the_load_error_of_every_model(tmp_pa
         pytest.raises(ServerStartError) as caught,
         start_server(
             "recipes/mocker",
-            ports=free_ports(PORTS),
+            ports=free_ports(),
             repositories=REPOSITORIES,
             env={"BIREME_OVERRIDE": '{"pipelin": {}}'},
         ),

@@ -47,9 +47,13 @@ def _generated(server):
     return total(server, "bireme_generated_tokens_total", worker="decode")
 
 
-def _assert_stops(server):
-    """After a cancel: everything is freed, and no more is generated."""
-    time.sleep(PUBLISHED_S)
+def _ended(server):
+    return total(server, "bireme_requests_total", worker="decode")
+
+
+def _assert_stops(server, ended):
+    """After the cancel of the request that makes `ended` one more: everything is freed, and no more is generated."""
+    until(lambda: _ended(server) > ended, 5, "cancelled request counted")
     until(lambda: is_idle(server), 5, "cancelled request freed")
     before = _generated(server)
     time.sleep(20 * STEP_S)
@@ -58,13 +62,13 @@ def _assert_stops(server):
 
 @pytest.mark.parametrize("model", ["decode", "generate"])
 def test_cancelling_a_grpc_stream_stops_the_engine(server, model):
-    before = _generated(server)
+    before, ended = _generated(server), _ended(server)
     stream = Client(server.grpc).stream(model, input_ids=PROMPT, max_tokens=5000, **_streaming(model))
     answers = iter(stream)
     for _ in range(5):
         next(answers)
     stream.cancel()
-    _assert_stops(server)
+    _assert_stops(server, ended)
     assert _generated(server) - before < 5 + 0.5 / STEP_S  # well under what a second would have made
 
 
@@ -78,15 +82,16 @@ def test_cancelling_a_unary_completion_stops_the_engine(server):
     from tests.server.triton_client import inputs_of
 
     with grpcclient.InferenceServerClient(server.grpc) as client:
+        ended = _ended(server)
         inputs = inputs_of("completion", {"input_ids": PROMPT, "max_tokens": 5000})
         call = client.async_infer("completion", inputs, callback=lambda result, error: None)
         until(lambda: held(server) > 0, 5, "completion running")
         call.cancel()
-        _assert_stops(server)
+        _assert_stops(server, ended)
 
 
 def test_leaving_generate_stream_over_http_stops_the_engine(server):
-    connection = http.client.HTTPConnection(server.http)
+    ended, connection = _ended(server), http.client.HTTPConnection(server.http)
     body = {"input_ids": PROMPT, "max_tokens": 5000, "stream": True}
     connection.request("POST", "/v2/models/generate/generate_stream", json.dumps(body))
     response = connection.getresponse()
@@ -94,17 +99,17 @@ def test_leaving_generate_stream_over_http_stops_the_engine(server):
         response.readline()
     response.close()
     connection.close()
-    _assert_stops(server)
+    _assert_stops(server, ended)
 
 
 def test_abort_by_request_id_ends_a_decode_stream(server):
-    client = Client(server.grpc)
+    ended, client = _ended(server), Client(server.grpc)
     answers = iter(client.stream("decode", input_ids=PROMPT, max_tokens=5000, request_id="abort-me"))
     next(answers)
     client.generate("decode", abort=True, request_id="abort-me")
     list_of_rest = _drain(answers)
     assert len(list_of_rest) < 1 / STEP_S
-    _assert_stops(server)
+    _assert_stops(server, ended)
 
 
 def _drain(answers):

@@ -53,7 +53,7 @@ def worker():
 @contextlib.contextmanager
 def running(command, environment, log, folder=CHECKOUT):
     """Run serve.py by `command` until the block ends; it is ready when the block begins."""
-    ports, more = free_ports(range(23100, 23180)), free_ports(range(23180, 23240))
+    ports, more = free_ports(), free_ports()
     options = [f"--{name}-port={getattr(ports, name)}" for name in ("http", "grpc", "metrics")]
     options += [f"--health-port={more.http}", f"--openai-port={more.grpc}", "--canary-interval=0"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "BIREME"))}

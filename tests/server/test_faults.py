@@ -17,7 +17,7 @@ from tests.server.shared_deployments import faults_keys
 from tests.server.triton_client import Client
 from tests.server.watch import is_idle, total, until
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
 
 PROMPT = list(range(400, 480))
 STREAMS = 8

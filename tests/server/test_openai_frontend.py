@@ -145,6 +145,7 @@ def test_a_client_that_leaves_a_unary_request_frees_the_engine(deployment):
     wait_for(lambda: cancelled() == before + 1 and running() == 0, 5)
 
 
+@pytest.mark.flaky(reruns=1)
 def test_a_stream_goes_on_when_its_engine_is_killed(deployment, client):
     fields = {"max_tokens": 900, "extra_body": {"bireme": {"ignore_eos": True}}}
     expected = ask(client, WORDS, **fields).choices[0].message.content
@@ -157,6 +158,7 @@ def test_a_stream_goes_on_when_its_engine_is_killed(deployment, client):
     assert gauge("bireme_migrations_total", PORTS["openai"]) > moved  # the engine did not end before it was killed
 
 
+@pytest.mark.flaky(reruns=1)
 def test_readiness_knows_of_an_engine_that_is_gone(deployment):
     wait_for(_is_up, 30)
     kill(engine_of(deployment))
@@ -165,6 +167,7 @@ def test_readiness_knows_of_an_engine_that_is_gone(deployment):
     assert call("/health/ready")[1] == {"status": "ready", "models": {"tiny-chat": {"decode": "ready"}}}
 
 
+@pytest.mark.flaky(reruns=1)
 def test_a_draining_frontend_lets_streams_end(deployment, client):
     stream = ask(client, WORDS, stream=True, max_tokens=900, extra_body={"bireme": {"ignore_eos": True}})
     chunks, pid = list(itertools.islice(stream, 2)), deployment.frontend_pid()

@@ -169,6 +169,7 @@ async def test_a_placeholder_in_a_user_s_text_is_text(client):
     assert answer.usage.prompt_tokens < 64
 
 
+@pytest.mark.flaky(reruns=1)
 @pytest.mark.parametrize("stage", ["encoder", "decode"])
 async def test_an_engine_lost_in_the_middle_gives_answers_or_an_error_to_try_again(deployment, client, stage):
     """The engine hangs, takes requests nevertheless, and is killed. What outlasts pipeline.stall_timeout_s gets 503."""
@@ -204,6 +205,7 @@ async def until_answered(client, dialogue):
             return
 
 
+@pytest.mark.flaky(reruns=1)
 async def test_clients_that_leave_while_decode_is_busy_leave_no_lease(deployment, client):
     """Decode hangs for a moment, so prefill's leases are there when the clients go."""
     if ENCODER[deployment.recipe] == "decode":

@@ -19,7 +19,7 @@ from tests.server.test_faults import Run
 from tests.server.triton_client import Client
 from tests.server.watch import until
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
 
 STALL_S = 4.0
 LENGTH = 300

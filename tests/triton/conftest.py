@@ -14,7 +14,6 @@ from tests.triton import adapter_stages
 from tests.triton.adapter_client import Client
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PORTS = range(23100, 23200)
 MODEL = """\
 import sys
 
@@ -54,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = tuple(stage.spec.name for stage in adapter_stages.STAGES if stage is not adapter_stages.Unstartable)
     with start_server(
         write_recipe(folder / "recipe"),
-        ports=free_ports(PORTS),
+        ports=free_ports(),
         repositories=(write_repository(folder / "repository"),),
         models=models,
         env={"BIREME_CHECK_TENSORS": "1", "STEP_MS": "10"},

@@ -122,6 +122,7 @@ def test_a_worker_whose_parent_is_gone_does_not_start(run_worker, make_recipe):
     assert "parent 1 has died" in log
 
 
+@pytest.mark.flaky(reruns=1)
 def test_the_engine_dies_with_its_stub(make_recipe, tmp_path):
     make_recipe()
     folder = tmp_path / "run"
@@ -146,6 +147,7 @@ def test_the_engine_dies_with_its_stub(make_recipe, tmp_path):
     wait_for(lambda: not is_alive(pid), 5)
 
 
+@pytest.mark.flaky(reruns=1)
 def test_a_stub_whose_server_has_died_ends_itself_and_its_engine(make_recipe, tmp_path):
     make_recipe()
     folder = tmp_path / "run"
@@ -183,6 +185,7 @@ def test_nothing_heavy_is_imported_before_the_parent_is_known():
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.flaky(reruns=1)
 def test_a_stack_dump_can_be_asked_for(run_worker, make_recipe, stub):
     process = run_worker(make_recipe())
     stub.read()

@@ -70,6 +70,7 @@ def test_a_release_without_the_private_check_is_not_called_ill():
     assert reasons == []
 
 
+@pytest.mark.flaky(reruns=1)
 def test_a_killed_worker_process_is_noticed_although_the_check_says_yes():
     code = "import time; time.sleep(60)  # as `python -m mpi4py.futures.server` does"
     child = subprocess.Popen([sys.executable, "-c", code])
@@ -82,6 +83,7 @@ def test_a_killed_worker_process_is_noticed_although_the_check_says_yes():
     monitor.stop()
 
 
+@pytest.mark.flaky(reruns=1)
 def test_workers_are_killed_with_their_engine_and_nobody_else():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)  # mpi4py"])
     wait_for(lambda: child.pid in processes.workers_below(), 10)
@@ -92,6 +94,7 @@ def test_workers_are_killed_with_their_engine_and_nobody_else():
     assert processes.kill(members) == 0
 
 
+@pytest.mark.flaky(reruns=1)
 def test_other_children_are_not_watched():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     assert child.pid not in processes.workers_below()

@@ -134,6 +134,7 @@ def test_what_waits_too_long_ends_with_its_deadline(start):
     assert isinstance(waiting.until("failed"), DeadlineExceededError)
 
 
+@pytest.mark.flaky(reruns=1)
 def test_a_killed_engine_takes_the_work_under_way_along_and_the_queue_goes_on(start):
     client = start(step_ms=50)
     running, waiting = submit(client, 100)[0], submit(client, 2)[0]
@@ -148,6 +149,7 @@ def test_an_engine_that_hangs_in_a_step_is_killed(start):
     assert isinstance(submit(client)[0].until("failed"), EngineLostError)
 
 
+@pytest.mark.flaky(reruns=1)
 def test_an_engine_that_dies_too_often_refuses_what_waits_and_what_comes(start):
     client = start(step_ms=1000, supervisor={"max_restarts": 0})
     running, waiting = submit(client, 50)[0], submit(client)[0]
@@ -158,6 +160,7 @@ def test_an_engine_that_dies_too_often_refuses_what_waits_and_what_comes(start):
         submit(client)
 
 
+@pytest.mark.flaky(reruns=1)
 def test_a_full_queue_refuses_while_the_engine_is_started_again(start):
     client = start(max_queue_size=1, supervisor={"restart_backoff_s": 30.0})
     running = submit(client, 50)[0]
@@ -180,6 +183,7 @@ def test_an_abort_of_an_unknown_number_disturbs_nobody(start):
     assert (steps, type(end), client.pid) == ([1, 2, 3, 4, 5], wire.Made, pid)
 
 
+@pytest.mark.flaky(reruns=1)
 def test_an_abort_of_work_that_a_past_life_took_along_disturbs_nobody(start):
     client = start(step_ms=50)
     lost, number = submit(client, 100)

@@ -14,6 +14,8 @@ from bireme.kv.transfer.shm import file_prefix, sweep
 from bireme.kv.transfer.shm_file import SHM_DIR
 from tests.kv.transfer.kv_side import files_of, wait_until
 
+pytestmark = pytest.mark.flaky(reruns=1)
+
 
 def test_rows_go_from_one_process_to_another(make_child, decode):
     fetching = decode.fetch(make_child("prefill").export(500))

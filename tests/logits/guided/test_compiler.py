@@ -226,6 +226,7 @@ def test_a_guide_that_takes_too_long_ends_and_the_next_one_is_served(make):
     assert follow(compiler, "a", regex="a") == "a$"
 
 
+@pytest.mark.flaky(reruns=1)
 def test_a_helper_that_dies_costs_one_guide(make):
     compiler = make()
     compiled(compiler, regex="a")

@@ -16,6 +16,8 @@ from bireme.launch import processes
 from bireme.launch.ports import free_ports
 from tests.openai.frontend_process import LIMIT_S, wait_for
 
+pytestmark = pytest.mark.flaky(reruns=1)
+
 _LAUNCH = "import subprocess, sys; subprocess.Popen(sys.argv[1:] + ['--parent', str(__import__('os').getpid())]).wait()"
 
 
