@@ -70,6 +70,8 @@ class LoadedEngine:
         accounts = TorchMetrics(context.metrics, context.worker)
         has_grid_positions = pictures is not None and pictures.merge_size > 0
         uses_kernels = kernels.is_usable(device)
+        if device.type == "cuda" and not uses_kernels:
+            logger.warning("kernels_off reason=triton is not installed: attention copies each step's whole context")
         runner = HfRunner(model, store, uses_kernels)
         builder = _builder(store, self.limits, device, has_grid_positions, uses_kernels)
         warm_up(runner, builder, manager, store, self.limits)
