@@ -13,6 +13,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tools/train_samples.py": ("tiny-chat", "--budget", "smoke", "--out", "{folder}/tiny-chat"),
     "benchmarks/embedding_cache.py": ("--recipe", "recipes/tiny-vlm-agg", "--pictures", "1"),
     "benchmarks/engine_cpu.py": ("--batch", "1", "--prompt", "8", "--steps", "2", "--threads", "1"),
+    "benchmarks/engine_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/frontend.py": (
         *("--contenders", "bireme", "--modes", "fast", "--streams", "2", "--repeat", "1"),
         *("--seconds", "1", "--warmup-s", "0.5", "--port", "{port}"),

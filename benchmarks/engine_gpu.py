@@ -1,0 +1,245 @@
+"""The torch engine on a GPU: decode steps against the rate at which that GPU streams bytes, prefill, throughput.
+
+Makes a Llama-like model with random weights (bf16) in a temporary folder and steps the engine in this process, without
+a server. Every decode step has to read the weights and the keys and values of its sequences once: `floor` is these
+bytes over the copy rate that is measured in the same run, `share` is floor over the step's median.
+
+    python benchmarks/engine_gpu.py                       # 8B shape: 16 GB of weights in --folder
+    python benchmarks/engine_gpu.py --shape tiny --quick  # also without a GPU, to see that it runs
+
+The table comes first, then one line of JSON, then the aims.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bireme.config import EngineConfig, KvCacheConfig, Limits
+from bireme.engines.base import EngineContext
+from bireme.engines.child.validate import Gate
+from bireme.engines.torch.loading import LoadedEngine
+from bireme.messages import EngineRequest, SamplingParams
+from bireme.metrics import Registry
+
+_NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size".split()
+SHAPES = {  # of Llama 3.1 8B and Llama 3.2 1B
+    "8b": dict(zip(_NAMES, (4096, 14336, 32, 32, 8, 128256), strict=True)),
+    "1b": dict(zip(_NAMES, (2048, 8192, 16, 32, 8, 128256), strict=True)),
+    "tiny": dict(zip(_NAMES, (128, 256, 2, 8, 2, 512), strict=True)),
+}
+AIMS = {1: 0.82, 8: 0.78, 32: 0.75, 128: 0.75}  # shares at equal contexts
+WARM_STEPS = 4
+COPY_BYTES = 1 << 32
+
+
+def main() -> None:
+    options = parse()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rate = copy_rate(device, options.quick)
+    with tempfile.TemporaryDirectory(prefix="bireme-bench-", dir=options.folder) as folder:
+        make_model(folder, options.shape, device)
+        bench = Bench(folder, options)
+    rows = [bench.decode(name, lengths, rate) for name, lengths in decode_cases(options)]
+    prefill = (
+        {} if options.quick else {f"{count} tokens": bench.prefill(count) for count in (2048, 4096, 8192, 8192 + 7)}
+    )
+    requests = {
+        spread: bench.throughput(4 if options.quick else 64, spread == "spread") for spread in ("equal", "spread")
+    }
+    report(rows, prefill, requests, rate, options)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--context", type=int, default=1000, help="tokens a sequence")
+    parser.add_argument("--steps", type=int, default=25, help="decode steps measured a case")
+    parser.add_argument("--folder", help="where the weights are written; default: the system's temporary folder")
+    parser.add_argument("--quick", action="store_true", help="batch 1, short contexts, 4 steps, no prefill")
+    options = parser.parse_args()
+    if options.quick:
+        options.batch, options.context, options.steps = [1], 40, 4
+    return options
+
+
+def copy_rate(device: torch.device, quick: bool) -> float:
+    """Return bytes a second, read and written, of the best of ten copies within the device's memory."""
+    source = torch.ones((1 << 20 if quick else COPY_BYTES) // 2, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    best = min(seconds_of(lambda: target.copy_(source), device) for _ in range(10))
+    return 2 * source.nbytes / best
+
+
+def seconds_of(action: Callable[[], Any], device: torch.device) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def make_model(folder: str, shape: str, device: torch.device) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        **SHAPES[shape],
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=shape == "1b",
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with device:
+        model = AutoModelForCausalLM.from_config(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+
+
+def step_bytes(shape: str, num_tokens: int) -> int:
+    """Return what a decode step reads: all weights but the embedding table, keys and values of all contexts."""
+    hidden, inner, layers, heads, kv_heads, vocab = SHAPES[shape].values()
+    kv_width = hidden // heads * kv_heads
+    layer = 2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * inner
+    return 2 * (layers * layer + vocab * hidden + num_tokens * layers * 2 * kv_width)
+
+
+def decode_cases(options: argparse.Namespace) -> list[tuple[str, list[int]]]:
+    """Return (name, context lengths) of each batch."""
+    random = np.random.default_rng(1)
+    cases = [(f"{batch} equal", [options.context] * batch) for batch in options.batch]
+    low, high = options.context // 2, options.context * 3 // 2
+    cases += [(f"{batch} spread", random.integers(low, high, batch).tolist()) for batch in options.batch if batch > 1]
+    if not options.quick:
+        cases.append(("31 of 200, one of 16,000", [16000, *[200] * 31]))
+    return cases
+
+
+class Bench:
+    """One engine, stepped by this program."""
+
+    def __init__(self, folder: str, options: argparse.Namespace) -> None:
+        self._shape, self._steps = options.shape, options.steps
+        config = EngineConfig(
+            max_batch_size=max([64, *options.batch]) if not options.quick else 4,
+            max_seq_len=1024 if options.quick else 20000,
+            kv_cache_config=KvCacheConfig(tokens_per_block=32, max_tokens=8192 if options.quick else None),
+        )
+        self._loaded = LoadedEngine(
+            EngineContext("bench", "decode", folder, config, Registry("bench")), lambda act: act()
+        )
+        self._core = self._loaded.core
+        self._gate = Gate("decode", self._loaded.capacity, Limits(), b"")
+        self._random = np.random.default_rng(2)
+        self._count = 0
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def decode(self, name: str, lengths: Sequence[int], rate: float) -> dict[str, Any]:
+        """Return a step's time with these contexts, and what the bytes alone would take."""
+        for length in lengths:
+            self._submit(length, self._steps + 200)
+        while any(not sequence.first_token_at for sequence in self._core._sequences.values()):
+            self._step()
+        for _ in range(WARM_STEPS):
+            self._step()
+        times = [self._step()[0] for _ in range(self._steps)]
+        tokens = sum(len(sequence.tokens) for sequence in self._core._sequences.values())
+        for key in list(self._core._sequences):
+            self._core.abort(key)
+        self._core.take_outputs()
+        floor = step_bytes(self._shape, tokens) / rate
+        median = statistics.median(times)
+        return {
+            "case": name,
+            "batch": len(lengths),
+            "step_ms": round(1e3 * median, 2),
+            "max_ms": round(1e3 * max(times), 2),
+            "floor_ms": round(1e3 * floor, 2),
+            "share": round(floor / median, 3),
+        }
+
+    def prefill(self, num_tokens: int) -> list[float]:
+        """Return ms of three prompts of this length, the first of which the engine has never seen."""
+        times = []
+        for _ in range(3):
+            self._submit(num_tokens, 1)
+            times.append(round(1e3 * sum(self._drain()[0]), 1))
+        return times
+
+    def throughput(self, count: int, has_spread: bool) -> dict[str, Any]:
+        """Return tokens/s of `count` requests of 512/128, or of 256-768/64-192, submitted at once."""
+        unit = 16 if self._loaded.capacity.max_seq_len <= 1024 else 128
+        for _ in range(count):
+            inputs = self._random.integers(2 * unit, 6 * unit) if has_spread else 4 * unit
+            outputs = self._random.integers(unit // 2, unit * 3 // 2) if has_spread else unit
+            self._submit(int(inputs), int(outputs))
+        times, tokens = self._drain()
+        return {"tokens_per_s": round(tokens / sum(times)), "longest_step_ms": round(1e3 * max(times), 1)}
+
+    def _submit(self, num_tokens: int, max_tokens: int) -> None:
+        self._count += 1
+        prompt = self._random.integers(10, 500, num_tokens).astype("<i4")
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        admitted = self._gate.admit(EngineRequest(prompt=prompt.tobytes(), sampling=sampling))
+        self._core.add(self._loaded.admission.admit((0, self._count), admitted))
+
+    def _drain(self) -> tuple[list[float], int]:
+        """Return every step's seconds, and the tokens, until no request is left."""
+        times, tokens = [], 0
+        while self._core._sequences:
+            seconds, count = self._step()
+            times.append(seconds)
+            tokens += count
+        return times, tokens
+
+    def _step(self) -> tuple[float, int]:
+        seconds = seconds_of(self._core.step, self._device)
+        outputs, plain = self._core.take_outputs()
+        if failed := [output.finish for output in outputs if output.finish is not None and output.finish.error]:
+            raise SystemExit(f"a request failed: {failed[0].error}")
+        return seconds, len(plain.tokens) + sum(len(output.tokens) for output in outputs)
+
+
+def report(
+    rows: list[dict[str, Any]],
+    prefill: dict[str, Any],
+    requests: dict[str, Any],
+    rate: float,
+    options: argparse.Namespace,
+) -> None:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
+    print(f"{options.shape} shape, bf16, {name}, torch {torch.__version__}; copies run at {rate / 1e12:.2f} TB/s")
+    print(f"{'decode':28} {'step ms':>8} {'max':>8} {'floor':>8} {'share':>6}")
+    for row in rows:
+        print(f"{row['case']:28} {row['step_ms']:8.2f} {row['max_ms']:8.2f} {row['floor_ms']:8.2f} {row['share']:6.1%}")
+    for what, times in prefill.items():
+        print(f"prefill of {what}: {times} ms")
+    for what, one in requests.items():
+        print(f"requests of {what} lengths: {one['tokens_per_s']} tokens/s, longest step {one['longest_step_ms']} ms")
+    figures = {"rows": rows, "prefill_ms": prefill, "requests": requests, "copy_bytes_per_s": rate}
+    print(json.dumps({"benchmark": "engine_gpu", "device": name, "options": vars(options), **figures}))
+    for row in rows:
+        asked = AIMS.get(row["batch"])
+        if torch.cuda.is_available() and options.shape == "8b" and asked and row["case"].endswith("equal"):
+            word = "ok" if row["share"] >= asked else "BELOW"
+            print(f"aim: batch {row['batch']} {row['share']:.0%} of the copy rate, {asked:.0%} asked for: {word}")
+
+
+if __name__ == "__main__":
+    main()
