@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -69,10 +70,11 @@ class Groups:
 
 
 @pytest.fixture
-def groups(tmp_path):
-    found = Groups(tmp_path)
-    yield found
-    found.close()
+def groups():
+    with tempfile.TemporaryDirectory(prefix="groups-") as folder:  # short: sockets' paths end at 107 bytes
+        found = Groups(Path(folder))
+        yield found
+        found.close()
 
 
 def kill(process):
