@@ -391,9 +391,20 @@ def is_wanted(stage: str, recipe: Recipe) -> bool:
     return recipe.pipeline.tensorrtllm_backend_models or stage not in ("tensorrt_llm_bls", "ensemble")
 
 
-def stage_of(model_name: str) -> str:
-    """decode_1 -> decode."""
-    return re.sub(r"_\d+$", "", model_name)
+def stage_of(worker: str) -> str:
+    """decode_1, or decode_1@host:8001 on another server -> decode."""
+    return re.sub(r"(_\d+)?(@.*)?$", "", worker)
+
+
+def worker_id(model_name: str, server: str) -> str:
+    """Return what a worker is called outside of its server: decode_1@host:8001; with "" its model's name alone."""
+    return f"{model_name}@{server}" if server else model_name
+
+
+def split_worker(worker: str) -> tuple[str, str]:
+    """decode_1@host:8001 -> (decode_1, host:8001); the server of a worker of one's own server is ""."""
+    name, _, server = worker.partition("@")
+    return name, server
 
 
 def find_model(model: str, folder: str) -> str:

@@ -121,10 +121,22 @@ def test_the_first_replica_keeps_the_plain_name(write):
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"), [("decode", "decode"), ("decode_12", "decode"), ("multimodal_encoder", "multimodal_encoder")]
+    ("name", "stage"),
+    [
+        ("decode", "decode"),
+        ("decode_12", "decode"),
+        ("multimodal_encoder", "multimodal_encoder"),
+        ("decode@node_7:8001", "decode"),
+        ("prefill_1@[::1]:8001", "prefill"),
+    ],
 )
-def test_the_stage_of_a_model_name(name, stage):
+def test_the_stage_of_a_worker(name, stage):
     assert config.stage_of(name) == stage
+
+
+@pytest.mark.parametrize(("name", "server"), [("decode_1", ""), ("decode", "node_7:8001"), ("prefill", "[::1]:8001")])
+def test_a_worker_s_id_tells_its_model_and_its_server(name, server):
+    assert config.split_worker(config.worker_id(name, server)) == (name, server)
 
 
 # what can't be read

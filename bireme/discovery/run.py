@@ -11,23 +11,57 @@ import os
 import secrets
 import stat
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
+from bireme.config import stage_of
 from bireme.errors import ConfigError, NotFoundError
+from bireme.messages import Capacity
 
 KEY_BYTES = 32
 MIN_KEY_BYTES = 16
 
 
+WorkerState = Literal["ready", "draining"]
+
+
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A ready engine process, as others find it. Written by the engine process, removed by its supervisor."""
+    """An engine process, as others find it. Written by the engine process, removed by its supervisor.
+
+    A worker that is known from the recipe alone, because its engine has not written a record yet or runs out of reach
+    of this process, has a record with life 0 and no endpoints.
+    """
 
     worker: str  # the Triton model's name
-    life: int
-    pid: int
-    transfer_endpoint: str = ""  # ZeroMQ address of the KV transfer's control socket; empty: none
+    life: int = 0
+    pid: int = 0
+    server: str = ""  # host:port of its tritonserver's gRPC endpoint; "": the reader's own server
+    launch: str = ""  # names the launch: a restarted worker is told from another one that took its address
+    host: str = ""  # of the shared memory and process ids that it sees; see `host_id`
+    served_model_name: str = ""
+    model: str = ""  # last part of the model's folder or hub id: one name is served by one model
+    key_id: str = ""  # of the deployment key: params that another key has signed would be refused
+    state: WorkerState = "ready"  # draining: it gets no new requests
     tokens_per_block: int = 0
+    capacity: Capacity | None = None
+    moves_own_kv: bool = False  # its engine moves KV between hosts; else shared memory does, within one
+    transfer_endpoint: str = ""  # ZeroMQ address of the KV transfer's control socket; "": none
+    event_endpoint: str = ""  # ZeroMQ PUB address of its KV events and load; "": none
+    replay_endpoint: str = ""  # ZeroMQ ROUTER address that answers with missed events; "": none
+
+    @property
+    def stage(self) -> str:
+        return stage_of(self.worker)
+
+    @property
+    def is_draining(self) -> bool:
+        return self.state == "draining"
+
+
+def can_transfer(source: WorkerRecord, target: WorkerRecord) -> bool:
+    """Return whether KV can go from one worker's engine to the other's; true where a host is not known."""
+    return source.moves_own_kv or not source.host or not target.host or source.host == target.host
 
 
 def run_dir() -> Path:

@@ -1,13 +1,13 @@
 """Which workers serve a request.
 
-A `Router` decides placements and is told how they went; pipelines keep no accounts of their own. `RoundRobin` takes the
-recipe's replicas in turn and skips those known to be down.
+A `Router` decides placements and is told how they went and which workers there are; pipelines keep no accounts of their
+own. `RoundRobin` takes workers in turn and skips those known to be down.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.config import Recipe
+from bireme.discovery.run import WorkerRecord, can_transfer
 from bireme.errors import UnavailableError
 
 DOWN_S = 1.0  # how long a lost worker is skipped, unless it is the only one
@@ -37,6 +38,13 @@ class RoutingRequest:
 class Router(Protocol):
     """Called on one loop's thread; must be quick."""
 
+    def set_workers(self, workers: Mapping[str, WorkerRecord]) -> None:
+        """Take the whole present view: worker id (`decode_1`, or `decode_1@host:8001` on another server) -> record.
+
+        Those that drain get nothing new. A worker that is missing has left or was lost; what runs there is its
+        caller's.
+        """
+
     def place(self, request: RoutingRequest, *, avoid: Collection[str] = ()) -> Placement:
         """Choose workers, none of `avoid` if there is another. Raises UnavailableError without a decode worker.
 
@@ -57,7 +65,7 @@ class Router(Protocol):
 
 
 class RoundRobin:
-    """Each stage's replicas in turn."""
+    """Each stage's workers in turn."""
 
     def __init__(
         self, prefill: Sequence[str], decode: Sequence[str], clock: Callable[[], float] = time.monotonic
@@ -65,17 +73,23 @@ class RoundRobin:
         self._prefill, self._decode = _Ring(prefill), _Ring(decode)
         self._clock = clock
         self._down_until: dict[str, float] = {}
+        self._records: Mapping[str, WorkerRecord] = {}
 
     @classmethod
     def of(cls, recipe: Recipe) -> RoundRobin:
         return cls(recipe.replicas("prefill"), recipe.replicas("decode"))
 
+    def set_workers(self, workers: Mapping[str, WorkerRecord]) -> None:
+        self._records = workers
+        for stage, ring in (("prefill", self._prefill), ("decode", self._decode)):
+            ring.set([name for name, one in workers.items() if one.stage == stage and not one.is_draining])
+
     def place(self, request: RoutingRequest, *, avoid: Collection[str] = ()) -> Placement:
         skipped = {*avoid, *self._down()}
         decode = self._decode.take(skipped) or self._decode.take(avoid) or self._decode.take(())
         if decode is None:
-            raise UnavailableError("decode is not in the recipe; add workers.decode")
-        return Placement(self._prefill.take(skipped), decode)
+            raise UnavailableError("no decode worker takes requests now; try again")
+        return Placement(self._prefill.take(skipped | self._out_of_reach(decode)), decode)
 
     def prefilled(self, placement: Placement) -> None:
         pass
@@ -90,6 +104,12 @@ class RoundRobin:
         if self._down_until:
             self._down_until.pop(worker, None)
 
+    def _out_of_reach(self, decode: str) -> set[str]:
+        """Return the prefill workers whose KV can't get to a decode worker."""
+        if (target := self._records.get(decode)) is None or not target.host:
+            return set()
+        return {name for name, source in self._records.items() if not can_transfer(source, target)}
+
     def _down(self) -> set[str]:
         if not self._down_until:
             return set()
@@ -103,6 +123,9 @@ class _Ring:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._at = tuple(names), 0
+
+    def set(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
 
     def take(self, skipped: Collection[str]) -> str | None:
         for offset in range(len(self._names)):

@@ -106,7 +106,7 @@ def test_a_later_life_replaces_the_record(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["decode.json"]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"worker": "decode"}'])
+@pytest.mark.parametrize("content", [b"", b"{", b'{"life": 1}'])
 def test_an_unreadable_record_is_not_found(tmp_path, content):
     (tmp_path / "decode.json").write_bytes(content)
     with pytest.raises(NotFoundError, match="worker decode: its record"):

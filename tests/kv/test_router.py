@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from bireme.discovery.run import WorkerRecord
 from bireme.errors import UnavailableError
 from bireme.kv.router import DOWN_S, Placement, RoundRobin, RoutingRequest
 
@@ -63,5 +64,48 @@ def test_workers_to_avoid_are_avoided():
 
 
 def test_without_decode_workers_nothing_can_be_placed():
-    with pytest.raises(UnavailableError, match=r"workers\.decode"):
+    with pytest.raises(UnavailableError, match="no decode worker takes requests now"):
         RoundRobin(["p"], []).place(REQUEST)
+
+
+def view(*records):
+    return {f"{record.worker}@{record.server}": record for record in records}
+
+
+def test_workers_that_join_get_requests_and_those_that_leave_get_none():
+    router = RoundRobin([], ["decode"])
+    router.set_workers({"decode": WorkerRecord(worker="decode"), **view(WorkerRecord(worker="decode_1", server="b:1"))})
+    assert {router.place(REQUEST).decode for _ in range(2)} == {"decode", "decode_1@b:1"}
+    router.set_workers({"decode": WorkerRecord(worker="decode")})
+    assert {router.place(REQUEST).decode for _ in range(2)} == {"decode"}
+
+
+def test_a_worker_that_drains_gets_nothing_new():
+    router = RoundRobin([], [])
+    ready, draining = WorkerRecord(worker="decode"), WorkerRecord(worker="decode_1", state="draining")
+    router.set_workers({"decode": ready, "decode_1": draining})
+    assert {router.place(REQUEST).decode for _ in range(3)} == {"decode"}
+    router.set_workers({"decode_1": draining})
+    with pytest.raises(UnavailableError):
+        router.place(REQUEST)
+
+
+def test_prefill_stays_where_shared_memory_reaches_the_decode_worker():
+    router = RoundRobin([], [])
+    router.set_workers(
+        view(
+            WorkerRecord(worker="prefill", server="a:1", host="a"),
+            WorkerRecord(worker="decode", server="a:1", host="a"),
+            WorkerRecord(worker="prefill", server="b:1", host="b"),
+            WorkerRecord(worker="decode", server="c:1", host="c"),
+        )
+    )
+    placements = {(placed.prefill, placed.decode) for placed in (router.place(REQUEST) for _ in range(6))}
+    assert placements == {("prefill@a:1", "decode@a:1"), (None, "decode@c:1")}
+
+
+def test_kv_that_its_engine_moves_itself_goes_to_any_host():
+    router = RoundRobin([], [])
+    prefill = WorkerRecord(worker="prefill", server="a:1", host="a", moves_own_kv=True)
+    router.set_workers(view(prefill, WorkerRecord(worker="decode", server="b:1", host="b")))
+    assert router.place(REQUEST) == Placement("prefill@a:1", "decode@b:1")
