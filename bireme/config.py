@@ -239,9 +239,48 @@ class MediaLimits(Settings, frozen=True, kw_only=True):
 class PipelineConfig(Settings, frozen=True, kw_only=True):
     migration_limit: NotNegative = 3  # times that one stream may move to another engine or engine life
     stall_timeout_s: PositiveDuration = 30.0  # no news from a worker for so long ends the stream with UNAVAILABLE
-    enforce_disaggregation: bool = False  # no prefill worker: refuse instead of serving aggregated
+    # prefill computes every prompt, short ones too; no prefill worker: refuse instead of serving aggregated
+    enforce_disaggregation: bool = False
     request_timeout_s: Duration = 0.0  # default deadline; 0: none
     tensorrtllm_backend_models: bool = False  # load tensorrt_llm_bls and ensemble, for that backend's own clients
+
+
+RoutingMode = Literal["kv", "round_robin", "random", "least_loaded", "power_of_two", "direct"]
+ROUTED_STAGES = ("prefill", "decode")
+
+
+class BusyRule(Settings, frozen=True, kw_only=True):
+    """When a worker takes no more requests of a priority; at least one bound must be set."""
+
+    up_to_priority: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # the rule is for requests of this and lower
+    max_kv_usage: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # share of its KV blocks in use
+    max_waiting_tokens: Positive | None = None  # prompt tokens that it has not computed yet
+
+
+class RouterConfig(Settings, frozen=True, kw_only=True):
+    """Which workers serve a request: docs/routing.md."""
+
+    mode: RoutingMode | None = (
+        None  # None: kv where a stage has more than one worker; without a choice it costs nothing
+    )
+    prefill_weight: Duration = 1.0  # price of a KV block that must be computed
+    decode_weight: Duration = 1.0  # price of a KV block that running requests use
+    host_credit: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.75  # share of a block's price that host memory saves
+    temperature: Duration = 0.0  # of the softmax over costs; 0: the lowest cost
+    predicted_ttl_s: PositiveDuration = (
+        5.0  # a prompt's blocks count as held from its placement on, without their event
+    )
+    approximate_ttl_s: PositiveDuration = 120.0  # the same for workers that send no KV events
+    session_ttl_s: PositiveDuration = 300.0  # a session stays with its worker until it has been silent for so long
+    max_sessions: Positive = 65_536  # of one router; above it the one silent longest is forgotten
+    busy: tuple[BusyRule, ...] = ()  # when all workers are busy, a request is refused with RESOURCE_EXHAUSTED
+    # A prompt is computed by decode itself where that takes it less time than the transfer would.
+    prefill_ms_per_token: Duration = 0.03  # of decode's time, for a prompt token that it computes
+    transfer_ms: Duration = (
+        4.0  # a hop over prefill and a transfer, whatever their size; 0: every prompt is transferred
+    )
+    transfer_ms_per_token: Duration = 0.002
+    has_model: bool = False  # load the Triton model `router`, for gateways that place requests themselves
 
 
 class ChatConfig(Settings, frozen=True, kw_only=True):
@@ -322,6 +361,7 @@ class Recipe(Settings, frozen=True, kw_only=True):
     limits: Limits = Limits()
     media: MediaLimits = MediaLimits()
     pipeline: PipelineConfig = PipelineConfig()
+    router: RouterConfig = RouterConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     chat: ChatConfig = ChatConfig()
     frontend: FrontendConfig = FrontendConfig()
@@ -372,6 +412,23 @@ class Recipe(Settings, frozen=True, kw_only=True):
         """Return the Triton model names of a stage's workers; empty when the recipe has none."""
         entry = self.workers.get(stage)
         return tuple(stage if i == 0 else f"{stage}_{i}" for i in range(entry.replicas)) if entry else ()
+
+    @property
+    def routing_mode(self) -> RoutingMode:
+        """How placements are decided, unless a request says otherwise."""
+        if self.router.mode is not None:
+            return self.router.mode
+        return "kv" if any(len(self.replicas(stage)) > 1 for stage in ROUTED_STAGES) else "round_robin"
+
+    @property
+    def has_kv_routing(self) -> bool:
+        """Whether routers ask what workers hold: then engines publish KV events."""
+        return self.routing_mode == "kv"
+
+    @property
+    def has_load_routing(self) -> bool:
+        """Whether routers ask how busy workers are: then engines publish their load."""
+        return self.routing_mode in ("kv", "least_loaded", "power_of_two") or bool(self.router.busy)
 
 
 WORKER_STAGES = ("prefill", "decode", "multimodal_encoder", "video_diffusion")

@@ -166,6 +166,9 @@ def check_rules(recipe: Recipe) -> None:
         raise ConfigError("workers: prefill without decode; add decode, or use decode alone for aggregated serving")
     if recipe.pipeline.enforce_disaggregation and "prefill" not in recipe.workers:
         raise ConfigError("pipeline.enforce_disaggregation is true but the recipe has no prefill worker")
+    for at, rule in enumerate(recipe.router.busy):
+        if rule.max_kv_usage is None and rule.max_waiting_tokens is None:
+            raise ConfigError(f"router.busy[{at}]: no bound; set max_kv_usage, max_waiting_tokens or both")
     if "multimodal_encoder" in recipe.workers:
         _check_encoder(recipe.workers)
     if "prefill" in recipe.workers:
