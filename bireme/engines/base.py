@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from bireme.config import EngineConfig, Limits, MediaLimits
 from bireme.disagg import DisaggregatedParams
+from bireme.kv.events import KvEvent
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import Capacity, EncodeRequest, EngineRequest, Finish, TokenLogprobs
 from bireme.metrics import Registry
@@ -96,6 +97,9 @@ class EngineProgress:
     step_began_at: float  # time.monotonic() of the step under way; 0: none is
     num_waiting: int
     num_running: int
+    num_waiting_tokens: int = 0  # prompt tokens that are still to be computed, of waiting and running requests
+    num_blocks_used: int = 0
+    num_blocks: int = 0
 
 
 class Engine(Protocol):
@@ -109,6 +113,13 @@ class Engine(Protocol):
     def drain(self) -> None: ...
 
     def progress(self) -> EngineProgress: ...
+
+    def kv_events(self) -> list[KvEvent]:
+        """Return and forget the KV events since the last call, oldest first; thread-safe.
+
+        Of full blocks alone, and of the widest attention window alone. Without kv_cache_config.event_buffer_max_size
+        there are none.
+        """
 
     def stop(self) -> None: ...
 

@@ -10,8 +10,7 @@ shared block and needs another while the sharer keeps the first, so each request
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -65,10 +64,17 @@ class BlockManager:
         self.groups = tuple(groups)
         self.tokens_per_block = tokens_per_block
         self.events = events
+        # Blocks of narrower windows come and go while a prefix stays reusable: the widest speaks for all.
+        self._event_group = min(
+            range(len(groups)), key=lambda at: -groups[at].window if groups[at].window else -(1 << 62)
+        )
         self.num_released = 0  # changes whenever room may have been made
         self._model = model
         self._enable_reuse = enable_reuse
-        self.pools = tuple(BlockPool(spec.num_blocks, self._evictor(spec.window)) for spec in groups)
+        self.pools = tuple(
+            BlockPool(spec.num_blocks, events.removed if events is not None and at == self._event_group else None)
+            for at, spec in enumerate(groups)
+        )
         self._promised = [0] * len(self.groups)  # reserved and not held yet
         self._claimed = [0] * len(self.groups)  # reserved or held, whichever is more, shared blocks as often as held
 
@@ -219,9 +225,6 @@ class BlockManager:
                 table.reserved[group] = 0
         self.num_released += 1
 
-    def _evictor(self, window: int) -> Callable[[int], None] | None:
-        return functools.partial(self.events.removed, window) if self.events is not None else None
-
     def _room(self, group: int) -> int:
         """Return how many blocks can still be promised or taken; negative between `match` and `reserve`."""
         pool = self.pools[group]
@@ -276,24 +279,29 @@ class BlockManager:
     def _commit_group(
         self, table: BlockTable, tokens: Sequence[int], group: int, pool: BlockPool, begin: int, full: int
     ) -> None:
-        size = self.tokens_per_block
+        has_events = self.events is not None and group == self._event_group
         run: list[StoredBlock] = []
         parent = None
         for index in range(begin, full):
             block = table.blocks[group][index]
-            event_hash = table.event_hashes[index] if self.events is not None else None
+            event_hash = table.event_hashes[index] if has_events else None
             if block != NULL and pool.commit(block, table.hashes[index], event_hash):
                 if event_hash is None:
                     continue
                 if not run:
                     parent = table.event_hashes[index - 1] if index else None
-                run.append(StoredBlock(event_hash, tuple(tokens[index * size : (index + 1) * size])))
+                run.append(self._stored_block(table, tokens, index, event_hash))
             elif run:
-                self._record(table, group, parent, run)
+                self._record(table, parent, run)
                 run = []
         if run:
-            self._record(table, group, parent, run)
+            self._record(table, parent, run)
 
-    def _record(self, table: BlockTable, group: int, parent: int | None, run: list[StoredBlock]) -> None:
+    def _stored_block(self, table: BlockTable, tokens: Sequence[int], index: int, event_hash: int) -> StoredBlock:
+        first, last = index * self.tokens_per_block, (index + 1) * self.tokens_per_block
+        spans = hashing.media_in(table.media, first, last) if table.media else []
+        return StoredBlock(event_hash, tuple(tokens[first:last]), tuple(span.event_hash for span in spans))
+
+    def _record(self, table: BlockTable, parent: int | None, run: list[StoredBlock]) -> None:
         assert self.events is not None
-        self.events.stored(self.groups[group].window, parent, tuple(run), table.lora_name, table.cache_salt)
+        self.events.stored(parent, tuple(run), table.lora_name, table.cache_salt)

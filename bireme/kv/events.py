@@ -9,19 +9,21 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
+DEVICE, HOST, DISK = 0, 1, 2  # tiers: where a block lies
+
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
     block_hash: int  # public 64-bit hash, see hashing.py
     tokens: tuple[int, ...]
+    media: tuple[int, ...] = ()  # hashes of the pictures that it shows a part of
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive blocks that can be reused from now on."""
+    """Consecutive blocks that can be reused from now on, in device memory."""
 
     event_id: int
-    window: int  # of the group that holds them; 0: all tokens are visible
     parent_hash: int | None  # of the first block; None: it begins a sequence
     blocks: tuple[StoredBlock, ...]
     lora_name: str = ""
@@ -31,9 +33,20 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
+    """Blocks that are held in no tier any more."""
+
     event_id: int
-    window: int
     block_hashes: tuple[int, ...]
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksMoved:
+    """Blocks that lie in another tier from now on."""
+
+    event_id: int
+    block_hashes: tuple[int, ...]
+    tier: int
     dp_rank: int = 0
 
 
@@ -45,7 +58,7 @@ class BlocksCleared:
     dp_rank: int = 0
 
 
-KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
+KvEvent = BlocksStored | BlocksRemoved | BlocksMoved | BlocksCleared
 
 
 class EventBuffer:
@@ -60,16 +73,16 @@ class EventBuffer:
         self.num_removed = 0
 
     def stored(
-        self, window: int, parent_hash: int | None, blocks: tuple[StoredBlock, ...], lora_name: str, cache_salt: str
+        self, parent_hash: int | None, blocks: tuple[StoredBlock, ...], lora_name: str = "", cache_salt: str = ""
     ) -> None:
         with self._lock:
-            self._events.append(BlocksStored(self._next_id, window, parent_hash, blocks, lora_name, cache_salt))
+            self._events.append(BlocksStored(self._next_id, parent_hash, blocks, lora_name, cache_salt))
             self._next_id += 1
             self.num_stored += len(blocks)
 
-    def removed(self, window: int, block_hash: int) -> None:
+    def removed(self, block_hash: int) -> None:
         with self._lock:
-            self._events.append(BlocksRemoved(self._next_id, window, (block_hash,)))
+            self._events.append(BlocksRemoved(self._next_id, (block_hash,)))
             self._next_id += 1
             self.num_removed += 1
 

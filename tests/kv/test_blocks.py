@@ -152,10 +152,19 @@ def test_events_name_public_hashes_parents_and_tokens():
     assert second.blocks[1].tokens == (8, 9, 10, 11)
 
 
+def test_only_blocks_of_the_widest_window_have_events():
+    events = EventBuffer(100)
+    blocks = BlockManager([GroupSpec(4, 16), GroupSpec(8, 16), GroupSpec(6, 16)], SIZE, events=events)
+    table, _ = run(blocks, list(range(24)))
+    stored = [block.block_hash for event in events.drain() for block in event.blocks]
+    assert stored == sequence_hashes(range(24), SIZE)
+    assert all(not blocks.pools[group]._event_hashes for group in (0, 2))
+
+
 def test_a_full_event_buffer_drops_the_oldest_and_the_ids_tell():
     events = EventBuffer(2)
     for block_hash in range(5):
-        events.removed(0, block_hash)
+        events.removed(block_hash)
     assert [event.event_id for event in events.drain()] == [3, 4]
     assert events.drain() == []
 
@@ -168,7 +177,7 @@ class Traffic(RuleBasedStateMachine):
         self.events = EventBuffer(100_000)
         self.blocks = manager(full=12, window=6, windowed=9, events=self.events)
         self.live: list[tuple[BlockTable, list[int], int]] = []
-        self.held: list[set[int]] = [set(), set()]
+        self.held: set[int] = set()
 
     @rule(start=st.integers(0, 2), length=st.integers(1, 30))
     def arrive(self, start, length):
@@ -229,13 +238,11 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def events_replayed_give_the_held_set(self):
         for event in self.events.drain():
-            held = self.held[0 if event.window == 0 else 1]
             if isinstance(event, BlocksRemoved):
-                held.difference_update(event.block_hashes)
+                self.held.difference_update(event.block_hashes)
             else:
-                held.update(block.block_hash for block in event.blocks)
-        for pool, held in zip(self.blocks.pools, self.held, strict=True):
-            assert held == set(pool._event_hashes.values())
+                self.held.update(block.block_hash for block in event.blocks)
+        assert self.held == set(self.blocks.pools[0]._event_hashes.values())
 
 
 Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

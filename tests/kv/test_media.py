@@ -67,3 +67,11 @@ def test_events_tell_pictures_apart():
         keep(blocks, span(name))
         stored.append([block.block_hash for event in blocks.events.drain() for block in event.blocks])
     assert stored[0] == stored[1] != stored[2]
+
+
+def test_events_name_the_pictures_that_a_block_shows_a_part_of():
+    blocks = manager(events=EventBuffer(16))
+    keep(blocks, span("cat", 5, 8), span("dog", 7, 12))
+    (stored,) = blocks.events.drain()
+    cat, dog = span("cat").event_hash, span("dog").event_hash
+    assert [block.media for block in stored.blocks] == [(), (cat, dog), (dog,), ()]

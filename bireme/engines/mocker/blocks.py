@@ -1,10 +1,26 @@
-"""The mocker's KV capacity: blocks counted as a real pool would, with a prefix cache, without bytes."""
+"""The mocker's KV capacity: blocks counted as a real pool would, with a prefix cache, without bytes.
+
+Blocks are known by their content: the prompt's, and those that an answer has filled. The least recently used go first.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
+
+from bireme.kv import hashing
+from bireme.kv.events import EventBuffer, StoredBlock
+
+
+@dataclass(frozen=True, slots=True)
+class BlockContent:
+    """What a request's blocks hold, as far as it is known, and whose they are."""
+
+    tokens: bytes  # int32 little endian
+    keys: list[bytes]  # of the full blocks, chained
+    lora_name: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(slots=True)
@@ -18,13 +34,17 @@ class Holding:
 class MockBlockPool:
     """Owned by the engine's thread. The worst case is taken at admission, so no request loses blocks."""
 
-    def __init__(self, num_blocks: int, tokens_per_block: int, is_reusing: bool) -> None:
+    def __init__(
+        self, num_blocks: int, tokens_per_block: int, is_reusing: bool, events: EventBuffer | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
-        self._is_reusing = is_reusing
+        self.is_reusing = is_reusing
         self._references: dict[bytes, int] = {}  # by content; referenced blocks only
         self._cached: OrderedDict[bytes, None] = OrderedDict()  # unreferenced, oldest first
         self._num_private = 0
+        self._events = events
+        self._event_hashes: dict[bytes, int] = {}  # of all blocks that are known by their content
 
     @property
     def num_used(self) -> int:
@@ -37,15 +57,18 @@ class MockBlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.tokens_per_block)
 
-    def keys(self, prompt: bytes, salt: str) -> list[bytes]:
-        """Return the chained content keys of the prompt's full blocks."""
-        if not self._is_reusing:
-            return []
-        size, key, found = 4 * self.tokens_per_block, salt.encode(), []
-        for end in range(size, len(prompt) + 1, size):
-            key = hashlib.blake2b(key + prompt[end - size : end], digest_size=16).digest()
-            found.append(key)
-        return found
+    def content(
+        self, tokens: bytes, lora_name: str, cache_salt: str, known: BlockContent | None = None
+    ) -> BlockContent:
+        """Return the content of blocks with these tokens. `known`: of a part of them, from the start."""
+        keys = list(known.keys) if known is not None else []
+        if self.is_reusing:
+            size = 4 * self.tokens_per_block
+            key = keys[-1] if keys else f"{cache_salt}\0{lora_name}".encode()
+            for end in range(size * (len(keys) + 1), len(tokens) + 1, size):
+                key = hashlib.blake2b(key + tokens[end - size : end], digest_size=16).digest()
+                keys.append(key)
+        return BlockContent(tokens, keys, lora_name, cache_salt)
 
     def allocate(self, keys: list[bytes], num_tokens: int, max_hits: int) -> Holding | None:
         """Take blocks for `num_tokens`, the first ones by content where they are held; None: no room now."""
@@ -64,9 +87,12 @@ class MockBlockPool:
         self._evict()
         return Holding(list(shared), needed)
 
-    def publish(self, holding: Holding, keys: list[bytes]) -> None:
-        """Offer computed prompt blocks to others; one that another request published first is shared."""
-        for key in keys[len(holding.shared) :]:
+    def publish(self, holding: Holding, content: BlockContent) -> None:
+        """Offer computed blocks to others; one that another request published first is shared."""
+        first = len(holding.shared)
+        if self._events is not None:
+            self._record(content, first)
+        for key in content.keys[first:]:
             self._cached.pop(key, None)
             self._references[key] = self._references.get(key, 0) + 1
             self._num_private -= 1
@@ -86,4 +112,27 @@ class MockBlockPool:
 
     def _evict(self) -> None:
         while self.num_used + len(self._cached) > self.num_blocks:
-            self._cached.popitem(last=False)
+            key, _ = self._cached.popitem(last=False)
+            if self._events is not None:
+                self._events.removed(self._event_hashes.pop(key))
+
+    def _record(self, content: BlockContent, first: int) -> None:
+        """Tell of blocks from `first` on that nobody holds yet, in runs of consecutive ones."""
+        assert self._events is not None
+        size, seed = 4 * self.tokens_per_block, hashing.event_seed(content.lora_name, content.cache_salt)
+        parent = self._event_hashes[content.keys[first - 1]] if first else None
+        begin, run = parent, list[StoredBlock]()
+        for at in range(first, len(content.keys)):
+            event_hash = self._event_hashes.get(content.keys[at])
+            if event_hash is None:
+                raw = content.tokens[at * size : (at + 1) * size]
+                event_hash = hashing.sequence_hash(parent, hashing.local_hash(raw, seed))
+                self._event_hashes[content.keys[at]] = event_hash
+                run.append(StoredBlock(event_hash, tuple(memoryview(raw).cast("i"))))
+            elif run:
+                self._events.stored(begin, tuple(run), content.lora_name, content.cache_salt)
+                run = []
+            parent = event_hash
+            begin = begin if run else parent
+        if run:
+            self._events.stored(begin, tuple(run), content.lora_name, content.cache_salt)

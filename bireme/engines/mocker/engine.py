@@ -40,6 +40,7 @@ from bireme.errors import (
     UnavailableError,
     to_message,
 )
+from bireme.kv.events import EventBuffer, KvEvent
 from bireme.kv.transfer.base import Lease
 from bireme.messages import Capacity, Finish, FinishReason
 
@@ -62,6 +63,10 @@ class MockEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_queued = 0  # submitted, not admitted
+        self._num_queued_tokens = 0  # prompt tokens of these
+        self._num_prefill_tokens = 0  # of running requests, still to be computed
+        self._num_blocks = 0
+        self._events: EventBuffer | None = None
         self._num_submitted = 0
         self._is_draining = False
         self._stopping = threading.Event()
@@ -88,8 +93,10 @@ class MockEngine:
         max_seq_len = config.max_seq_len or self._model.max_seq_len
         kv = config.kv_cache_config
         pool_tokens = kv.max_tokens or max(max_seq_len, self._max_batch_size * _POOL_TOKENS_PER_REQUEST)
-        num_blocks = max(1, pool_tokens // kv.tokens_per_block)
-        self._pool = MockBlockPool(num_blocks, kv.tokens_per_block, kv.enable_block_reuse)
+        self._num_blocks = num_blocks = max(1, pool_tokens // kv.tokens_per_block)
+        if kv.event_buffer_max_size and kv.enable_block_reuse:
+            self._events = EventBuffer(kv.event_buffer_max_size)
+        self._pool = MockBlockPool(num_blocks, kv.tokens_per_block, kv.enable_block_reuse, self._events)
         if self._context.transfer is not None:
             self._context.transfer.start(LAYOUT)
         self._stopping.wait(self._model.load_ms / 1e3)
@@ -121,6 +128,8 @@ class MockEngine:
             self._num_submitted += 1
             order = self._num_submitted
         sequence = MockSequence(key, admitted, self._ids, order)
+        with self._lock:
+            self._num_queued_tokens += sequence.num_to_compute
         self._inbox.put(lambda: self._enqueue(sequence))
 
     def abort(self, key: RequestKey) -> None:
@@ -131,7 +140,18 @@ class MockEngine:
             self._is_draining = True
 
     def progress(self) -> EngineProgress:
-        return EngineProgress(self._step, self._began_at, self._num_queued, len(self._running))
+        return EngineProgress(
+            self._step,
+            self._began_at,
+            self._num_queued,
+            len(self._running),
+            self._num_queued_tokens + self._num_prefill_tokens,
+            self._pool.num_used if self._num_blocks else 0,
+            self._num_blocks,
+        )
+
+    def kv_events(self) -> list[KvEvent]:
+        return self._events.drain() if self._events is not None else []
 
     def stop(self) -> None:
         self._stopping.set()
@@ -197,14 +217,14 @@ class MockEngine:
             action()
 
     def _enqueue(self, sequence: MockSequence) -> None:
-        if self._context.config.kv_cache_config.enable_block_reuse:
-            salt = f"{sequence.request.cache_salt}\0{sequence.request.lora_name}"
-            sequence.block_keys = self._pool.keys(sequence.request.prompt, salt)
+        request = sequence.request
+        sequence.content = self._pool.content(request.prompt, request.lora_name, request.cache_salt)
         bisect.insort(self._waiting, sequence, key=lambda one: one.rank)
 
-    def _leave_queue(self) -> None:
+    def _leave_queue(self, sequence: MockSequence) -> None:
         with self._lock:
             self._num_queued -= 1
+            self._num_queued_tokens -= sequence.num_to_compute
 
     def _abort(self, key: RequestKey) -> None:
         sequence = self._running.get(key) or next((one for one in self._waiting if one.key == key), None)
@@ -222,7 +242,7 @@ class MockEngine:
     def _remove_waiting(self, sequence: MockSequence) -> None:
         if sequence.state is MockSequenceStatus.WAITING:
             self._waiting.remove(sequence)
-            self._leave_queue()
+            self._leave_queue(sequence)
 
     def _expire(self, now: float) -> None:
         if now < self._expire_at:
@@ -248,11 +268,12 @@ class MockEngine:
             one = self._waiting[0]
             # At least one prompt token is computed, so that there are logits to sample from.
             max_hits = (one.num_prompt - 1) // self._pool.tokens_per_block
-            holding = self._pool.allocate(one.block_keys, one.num_total, max_hits)
+            assert one.content is not None
+            holding = self._pool.allocate(one.content.keys, one.num_total, max_hits)
             if holding is None:
                 return
             self._waiting.pop(0)
-            self._leave_queue()
+            self._leave_queue(one)
             self._running[one.key] = one
             try:
                 self._begin(one, holding)
@@ -270,6 +291,7 @@ class MockEngine:
             return
         one.state = MockSequenceStatus.PREFILL
         one.prefill_left = one.num_prompt - held
+        self._num_prefill_tokens += one.prefill_left
         if one.request.request_type == "context_only":
             assert self._context.transfer is not None, "the gate lets no context_only through without a transfer"
             one.lease = self._context.transfer.reserve(lambda: self._inbox.put(lambda: self._unlease(one.key, holding)))
@@ -313,8 +335,8 @@ class MockEngine:
     def _begin_decode(self, one: MockSequence) -> None:
         one.state = MockSequenceStatus.DECODE
         one.decode_at = time.monotonic()
-        assert one.holding is not None
-        self._pool.publish(one.holding, one.block_keys)
+        assert one.holding is not None and one.content is not None
+        self._pool.publish(one.holding, one.content)
 
     def _do_step(self, decoding: list[MockSequence], prefilling: list[MockSequence]) -> None:
         began, is_first = time.monotonic(), self._pace.is_idle
@@ -350,6 +372,7 @@ class MockEngine:
             chunk = min(one.prefill_left, budget)
             budget -= chunk
             one.prefill_left -= chunk
+            self._num_prefill_tokens -= chunk
             seconds += chunk * self._model.prefill_ms_per_token / 1e3
             if not one.prefill_left:
                 complete.append(one)
@@ -430,14 +453,29 @@ class MockEngine:
 
     def _release(self, one: MockSequence) -> None:
         """Remove the request from the batch and free its blocks; leased ones are freed with the lease."""
+        self._offer_answer(one)
         one.state = MockSequenceStatus.ENDED
         self._running.pop(one.key, None)
+        self._num_prefill_tokens -= one.prefill_left
+        one.prefill_left = 0
         if one.lease is not None:
             one.lease.abort()
             one.lease = one.holding = None
         if one.holding is not None:
             self._pool.free(one.holding)
             one.holding = None
+
+    def _offer_answer(self, one: MockSequence) -> None:
+        """Offer the blocks that the answer has filled: a conversation's next prompt goes on from them."""
+        size = self._pool.tokens_per_block
+        num_computed = one.num_prompt - one.request.num_resumed + one.num_generated - 1
+        if one.state is not MockSequenceStatus.DECODE or one.holding is None or one.content is None:
+            return
+        has_prompt = len(one.holding.shared) == len(one.content.keys)  # else no KV was needed
+        if has_prompt and self._pool.is_reusing and num_computed // size > len(one.content.keys):
+            request, tokens = one.request, one.computed_tokens()
+            content = self._pool.content(tokens, request.lora_name, request.cache_salt, one.content)
+            self._pool.publish(one.holding, content)
 
     def _fail_all(self, error: Exception) -> None:
         self._outputs.clear()

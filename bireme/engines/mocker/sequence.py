@@ -6,9 +6,11 @@ import enum
 import time
 from dataclasses import InitVar, dataclass, field
 
+import numpy as np
+
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import AdmittedRequest, RequestKey
-from bireme.engines.mocker.blocks import Holding
+from bireme.engines.mocker.blocks import BlockContent, Holding
 from bireme.engines.mocker.rows import MockKvRows
 from bireme.engines.mocker.tokens import Ids, prompt_digest, tokens_at
 from bireme.kv.transfer.base import Fetch, Lease
@@ -36,7 +38,7 @@ class MockSequence:
     prompt_ids: Ids = field(init=False)  # with resumed tokens
     state: MockSequenceStatus = MockSequenceStatus.WAITING
     holding: Holding | None = None
-    block_keys: list[bytes] = field(default_factory=list)
+    content: BlockContent | None = None  # of the prompt's blocks
     lease: Lease | None = None
     fetch: Fetch | None = None
     rows: MockKvRows | None = None  # what the fetch writes to
@@ -80,6 +82,17 @@ class MockSequence:
     def deadline(self) -> float:
         """When its own time limit is over; infinite without one."""
         return self.arrived_at + self.request.timeout_ms / 1e3 if self.request.timeout_ms else float("inf")
+
+    @property
+    def num_to_compute(self) -> int:
+        """Prompt tokens, those that are found in the prefix cache among them; of a transferred request none."""
+        return 0 if self.params is not None else self.num_prompt
+
+    def computed_tokens(self) -> bytes:
+        """Return prompt and answer, but the last token, which has not been computed; int32 little endian."""
+        first = self.request.num_resumed
+        answer = tokens_at(self.digest, first, max(0, self.num_generated - first - 1), self.ids)
+        return self.request.prompt + np.array(answer, "<i4").tobytes()
 
     @property
     def num_total(self) -> int:

@@ -75,8 +75,16 @@ class EngineCore:
         return len(self.scheduler.waiting)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        return self.scheduler.waiting.num_tokens + self.scheduler.num_prefill_tokens
+
+    @property
     def num_running(self) -> int:
         return len(self.scheduler.running)
+
+    @property
+    def num_blocks_used(self) -> int:
+        return self._parts.manager.num_referenced
 
     @property
     def is_empty(self) -> bool:

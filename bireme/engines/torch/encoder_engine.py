@@ -14,6 +14,7 @@ from bireme.engines.torch.picture_encoder import PictureEncoder
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.vision_tower import load_vision_tower
 from bireme.errors import BiremeError, ConfigError, UnavailableError, to_message
+from bireme.kv.events import KvEvent
 from bireme.messages import Capacity, EncodeRequest, Finish, FinishReason, Usage
 from bireme.multimodal.encoding import EncodeOutcome, EncoderService
 from bireme.multimodal.model_config import picture_model
@@ -74,6 +75,9 @@ class EncoderEngine:
             return EngineProgress(0, 0.0, 0, 0)
         service = self._jobs.service
         return EngineProgress(service.num_steps, service.step_began_at, 0, service.num_pending)
+
+    def kv_events(self) -> list[KvEvent]:
+        return []
 
     def stop(self) -> None:
         if self._jobs is not None:

@@ -45,6 +45,7 @@ class TorchEngine:
         self._inbox: deque[Action] = deque()
         self._wake = threading.Condition()  # guards the inbox, the queue count and the two flags
         self._num_submitted = 0  # in the inbox, not yet taken
+        self._num_submitted_tokens = 0
         self._is_draining = False
         self._is_stopping = False
         self._step_began_at = 0.0
@@ -68,6 +69,7 @@ class TorchEngine:
         with self._wake:
             self._check_open(loaded)
             self._num_submitted += 1
+            self._num_submitted_tokens += len(sequence.tokens)
             self._inbox.append(partial(self._add, loaded.core, sequence))
             self._wake.notify()
 
@@ -100,10 +102,17 @@ class TorchEngine:
         if self._jobs is not None:
             num_steps += self._jobs.service.num_steps
             num_waiting += self._jobs.service.num_pending
-        return EngineProgress(num_steps, self._step_began_at, num_waiting, core.num_running)
+        return EngineProgress(
+            num_steps,
+            self._step_began_at,
+            num_waiting,
+            core.num_running,
+            core.num_waiting_tokens + self._num_submitted_tokens,
+            core.num_blocks_used,
+            self._loaded.num_blocks,
+        )
 
     def kv_events(self) -> list[KvEvent]:
-        """Return and forget the KV events since the last call; thread-safe."""
         events = self._loaded.events if self._loaded is not None else None
         return events.drain() if events is not None else []
 
@@ -183,6 +192,7 @@ class TorchEngine:
         finally:
             with self._wake:
                 self._num_submitted -= 1
+                self._num_submitted_tokens -= len(sequence.tokens)
 
     def _sleep(self, core: EngineCore) -> None:
         deadline = core.next_deadline

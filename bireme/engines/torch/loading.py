@@ -55,6 +55,7 @@ class LoadedEngine:
         geometry = _geometry(context, model, checkpoint, device)
         store, manager = _pools(context, model, geometry, self.limits, checkpoint, device)
         self.events = manager.events
+        self.num_blocks = manager.num_blocks
         eos_ids, vocab_size = eos_token_ids(checkpoint), int(model.config.vocab_size)
         sampler: Sampler[RequestKey] = Sampler(vocab_size, device)
         self.guides = TorchGuides(checkpoint.folder, vocab_size, eos_ids, context.config, post)

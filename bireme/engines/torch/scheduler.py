@@ -44,6 +44,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # RUNNING and IMPORTING, in order of admission
         self.num_preemptions = 0
+        self.num_prefill_tokens = 0  # of running prompts, left after the step that was planned last
         self._manager = manager
         self._limits = limits
         self._slots = list(range(limits.max_batch_size - 1, -1, -1))
@@ -53,6 +54,7 @@ class Scheduler:
         plan = SchedulerOutput(budget=self._limits.max_num_tokens)
         active = [sequence for sequence in self.running if sequence.state is SequenceStatus.RUNNING]
         before = self.num_preemptions
+        self.num_prefill_tokens = 0
         if self._limits.may_preempt:
             active.sort(key=lambda sequence: sequence.rank)
         for sequence in active:
@@ -92,6 +94,7 @@ class Scheduler:
 
     def _plan_chunk(self, sequence: Sequence, plan: SchedulerOutput) -> None:
         count = self._chunk(sequence, plan.budget)
+        self.num_prefill_tokens += sequence.num_pending - count
         if count and self._make_room(sequence, sequence.computed + count):
             plan.chunks.append((sequence, count))
             plan.budget -= count
@@ -160,6 +163,7 @@ class Scheduler:
             plan.decodes.append(sequence)
         else:
             plan.chunks.append((sequence, count))
+            self.num_prefill_tokens += sequence.num_pending - count
         plan.budget -= count
 
     def _claim(self, sequence: Sequence, is_import: bool) -> bool:

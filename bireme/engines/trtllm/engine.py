@@ -66,6 +66,7 @@ class TrtllmEngine:
         self._check_open(loaded, requests)
         run = loaded.planner.plan(key, admitted)
         requests.num_submitted += 1
+        requests.num_submitted_tokens += run.num_to_compute
         self._loop.call_soon_threadsafe(requests.begin, run)
 
     def abort(self, key: RequestKey) -> None:
@@ -82,10 +83,17 @@ class TrtllmEngine:
         # An iteration counts as well: a prompt of many iterations has no output until its last.
         step = requests.num_steps + loaded.iterations.num_seen
         num_waiting = min(max(0, requests.num_open - loaded.num_places), requests.num_unanswered)
-        return EngineProgress(step, 0.0, num_waiting, requests.num_open - num_waiting)
+        return EngineProgress(
+            step,
+            0.0,
+            num_waiting,
+            requests.num_open - num_waiting,
+            requests.num_unanswered_tokens,
+            loaded.iterations.num_blocks_used,
+            loaded.iterations.num_blocks,
+        )
 
     def kv_events(self) -> list[KvEvent]:
-        """Return and forget the KV events since the last call; thread-safe."""
         return self._loaded.iterations.take_kv_events() if self._loaded is not None else []
 
     def stop(self) -> None:

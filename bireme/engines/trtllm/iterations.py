@@ -17,7 +17,7 @@ from typing import Any
 
 from bireme.engines.trtllm.kv_events import KvEventReader
 from bireme.engines.trtllm.series import SeriesRelay
-from bireme.kv.events import BlocksCleared, BlocksStored, KvEvent
+from bireme.kv.events import BlocksRemoved, BlocksStored, KvEvent
 from bireme.metrics import Registry
 
 logger = logging.getLogger("bireme.engines.trtllm")
@@ -87,6 +87,14 @@ class Iterations:
         """Wait for the first statistics; return the KV blocks of a rank; 0: they don't tell."""
         self._has_pool_size.wait(timeout_s if self._has_stats else 0)
         return max(self._total.values(), default=0)
+
+    @property
+    def num_blocks_used(self) -> int:
+        return sum(list(self._used.values()))
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(list(self._total.values()))
 
     def request_ended(self, result: Any) -> None:
         self._relay.request_ended(getattr(result, "metrics_dict", None) or {})
@@ -167,7 +175,7 @@ class Iterations:
         for one in found:
             if isinstance(one, BlocksStored):
                 self._metrics.add("bireme_kv_events_total", len(one.blocks), "stored")
-            elif not isinstance(one, BlocksCleared):
+            elif isinstance(one, BlocksRemoved):
                 self._metrics.add("bireme_kv_events_total", len(one.block_hashes), "removed")
         with self._lock:
             self._events += found

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bireme.kv import hashing
-from bireme.kv.events import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, StoredBlock
+from bireme.kv.events import BlocksCleared, BlocksMoved, BlocksRemoved, BlocksStored, KvEvent, StoredBlock
 
 logger = logging.getLogger("bireme.engines.trtllm")
 _MASK = (1 << 64) - 1
@@ -69,10 +69,11 @@ class KvEventReader:
         kind = data.get("type")
         if kind == "created":
             self._announce(window)
-        elif kind in ("stored", "removed"):
-            self._is_settled = True
+        elif kind in ("stored", "removed", "updated"):
+            self._is_settled = self._is_settled or kind != "updated"
             if window is None or self._window is None or window == self._window:
-                found += self._stored(data, rank) if kind == "stored" else self._removed(data, rank)
+                read = {"stored": self._stored, "removed": self._removed, "updated": self._updated}[kind]
+                found += read(data, rank)
         return found
 
     def _check_id(self, event_id: Any, rank: int) -> list[KvEvent]:
@@ -116,7 +117,7 @@ class KvEventReader:
             return []
         self._public |= {key: block.block_hash for key, block in chain}
         stored = tuple(block for _, block in chain)
-        return [BlocksStored(self._number(), 0, public_parent, stored, lora_name, salt, rank)]
+        return [BlocksStored(self._number(), public_parent, stored, lora_name, salt, rank)]
 
     def _chain(self, blocks: Sequence[Mapping[str, Any]], rank: int, parent: int | None, seed: int) -> list[_Link]:
         found: list[_Link] = []
@@ -128,9 +129,9 @@ class KvEventReader:
             if len(tokens) < self._size or any(isinstance(token, str) for token in tokens):
                 self._partial.add(key)
                 break
-            media = [int(str(item["hash"])[:16], 16) for item in block.get("mm_keys") or ()]
+            media = tuple(int(str(item["hash"])[:16], 16) for item in block.get("mm_keys") or ())
             parent = hashing.sequence_hash(parent, hashing.local_hash(hashing.token_bytes(tokens), seed, media))
-            found.append((key, StoredBlock(parent, tokens)))
+            found.append((key, StoredBlock(parent, tokens, media)))
         return found
 
     def _without_owned(self, chain: list[_Link], *, is_beginning: bool) -> list[_Link]:
@@ -150,7 +151,13 @@ class KvEventReader:
                 self._partial.discard(key)
             elif (public := self._public.pop(key, None)) is not None:
                 found.append(public)
-        return [BlocksRemoved(self._number(), 0, tuple(found), rank)] if found else []
+        return [BlocksRemoved(self._number(), tuple(found), rank)] if found else []
+
+    def _updated(self, data: Mapping[str, Any], rank: int) -> list[KvEvent]:
+        """A block that goes to host memory, or comes back; other updates (its priority) change nothing here."""
+        change: Mapping[str, Any] | None = data.get("cache_level")
+        public = self._public.get((rank, unsigned(data["block_hash"]))) if change else None
+        return [BlocksMoved(self._number(), (public,), int(change["new_value"]), rank)] if change and public else []
 
     def _number(self) -> int:
         self._next_id += 1

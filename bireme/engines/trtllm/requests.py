@@ -66,9 +66,11 @@ class Requests:
         self._outputs: dict[RequestKey, StepOutput] = {}
         self._plain = PlainTokens([], [])  # before the outputs of the same request
         self.num_submitted = 0  # by the callers of `begin`
+        self.num_submitted_tokens = 0  # to compute
         self.num_ended = 0
         self.num_steps = 0
         self._num_answered = 0  # of those that are open
+        self._num_past_tokens = 0  # of those that have been answered, or have ended
 
     @property
     def num_open(self) -> int:
@@ -78,6 +80,11 @@ class Requests:
     @property
     def num_unanswered(self) -> int:
         return self.num_open - self._num_answered
+
+    @property
+    def num_unanswered_tokens(self) -> int:
+        """Prompt tokens of requests without a first token: the least that is known of what is still to be computed."""
+        return self.num_submitted_tokens - self._num_past_tokens
 
     async def warm_up(self) -> None:
         """Generate one token of our own: the first starts the engine's loop, later ones show that it still runs."""
@@ -180,7 +187,9 @@ class Requests:
         is_first = not run.first_token_at
         delta = run.read(output, now)
         self._faults.request_answered()
-        self._num_answered += not run.has_answered
+        if not run.has_answered:
+            self._num_answered += 1
+            self._num_past_tokens += run.num_to_compute
         run.has_answered = True
         if run.ending is not None:
             self._abort_deferred(run)
@@ -305,6 +314,7 @@ class Requests:
         self._loaded.iterations.request_ended(run.result)
         self.num_ended += 1
         self._num_answered -= run.has_answered
+        self._num_past_tokens += 0 if run.has_answered else run.num_to_compute
         self._gather(StepOutput(run.key, finish=finish, exported=exported))
 
     def _break(self, error: Exception) -> None:

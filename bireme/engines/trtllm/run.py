@@ -84,6 +84,11 @@ class Run:
     timers: list[Any] = field(default_factory=list)
 
     @property
+    def num_to_compute(self) -> int:
+        """Prompt tokens, those that are found in the cache among them; of a transferred request none."""
+        return 0 if self.kind == "generation_only" else len(self.call.prompt)
+
+    @property
     def num_prompt(self) -> int:
         return len(self.call.prompt) - self.request.num_resumed
 

@@ -16,6 +16,8 @@ from bireme.engines.mocker.engine import MockEngine
 from bireme.engines.mocker.tokens import expected_tokens, plain_ids, printable_ids
 from bireme.engines.registry import create_engine
 from bireme.errors import ConfigError, ResourceExhaustedError, UnavailableError
+from bireme.kv.events import BlocksRemoved, BlocksStored
+from bireme.kv.hashing import event_seed, sequence_hashes
 from bireme.messages import SamplingParams
 from bireme.metrics import Registry
 from tests.engines.engine_fixtures import PROMPT, VOCAB_SIZE, make_request, wait_for
@@ -135,6 +137,85 @@ def test_a_repeated_prompt_hits_the_prefix_cache(start):
     submit(engine, 3, make_request(max_tokens=2, cache_salt="other"))
     cached = [emitted.finish_of(number).usage.cached_tokens for number in (1, 2, 3)]
     assert cached == [0, 48, 0]
+
+
+def held_after(events, held=()):
+    """Return the hashes that a reader of events believes to be held."""
+    held = set(held)
+    for event in events:
+        if isinstance(event, BlocksStored):
+            held.update(block.block_hash for block in event.blocks)
+        else:
+            held.difference_update(event.block_hashes)
+    return held
+
+
+def with_events(**kv):
+    return EngineConfig(kv_cache_config=KvCacheConfig(tokens_per_block=16, event_buffer_max_size=1000, **kv))
+
+
+def test_events_name_the_blocks_of_prompt_and_answer(start):
+    engine, emitted, _ = start(with_events())
+    submit(engine, 1, make_request(max_tokens=40))
+    emitted.finish_of(1)
+    computed = [*PROMPT, *expected_tokens(PROMPT, 39)]  # the last token has no KV
+    hashes, events = sequence_hashes(computed, 16), []
+    wait_for(lambda: events.extend(engine.kv_events()) or held_after(events) == set(hashes))
+    assert [event.parent_hash for event in events] == [None, hashes[2]]
+    assert [token for event in events for block in event.blocks for token in block.tokens] == computed[:80]
+
+
+def test_events_of_salts_and_adapters_have_hashes_of_their_own(start):
+    engine, emitted, _ = start(with_events())
+    submit(engine, 1, make_request(max_tokens=1, cache_salt="tenant"))
+    emitted.finish_of(1)
+    (event,) = engine.kv_events()
+    seed = event_seed("", "tenant")
+    assert [block.block_hash for block in event.blocks] == sequence_hashes(PROMPT, 16, seed)
+    assert event.cache_salt == "tenant"
+
+
+def test_the_next_turn_of_a_conversation_finds_the_answer_of_the_last(start):
+    engine, emitted, _ = start(with_events())
+    submit(engine, 1, make_request(max_tokens=40))
+    emitted.finish_of(1)
+    submit(engine, 2, make_request([*PROMPT, *expected_tokens(PROMPT, 40), 7, 8, 9], max_tokens=1))
+    assert emitted.finish_of(2).usage.cached_tokens == 80  # of 50 + 39
+
+
+def test_blocks_that_are_evicted_are_told_the_least_recently_used_first(start):
+    engine, emitted, _ = start(with_events(max_tokens=128))
+    prompts, held, removed = {n: [n] * 48 for n in (1, 2, 3)}, set(), []
+    for number, prompt in prompts.items():
+        submit(engine, number, make_request(prompt, max_tokens=1))
+        emitted.finish_of(number)
+        events = engine.kv_events()
+        removed += [value for event in events if isinstance(event, BlocksRemoved) for value in event.block_hashes]
+        held = held_after(events, held)
+    first, second, third = (sequence_hashes(prompt, 16) for prompt in prompts.values())
+    assert removed == first[:0:-1] and held == {first[0], *second, *third}
+
+
+def test_without_a_buffer_there_are_no_events(start):
+    engine, emitted, _ = start(EngineConfig(kv_cache_config=KvCacheConfig(tokens_per_block=16)))
+    submit(engine, 1, make_request(max_tokens=2))
+    emitted.finish_of(1)
+    assert engine.kv_events() == []
+
+
+def test_progress_tells_what_is_to_be_computed_and_what_is_held(start):
+    config = EngineConfig(max_batch_size=1, kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=1600))
+    engine, emitted, _ = start(config)
+    assert (engine.progress().num_blocks, engine.progress().num_blocks_used) == (100, 0)
+    submit(engine, 1, make_request(max_tokens=1000))
+    wait_for(lambda: emitted.tokens[1])
+    submit(engine, 2, make_request(list(range(300, 370)), max_tokens=1000))
+    progress = engine.progress()
+    assert (progress.num_waiting, progress.num_waiting_tokens, progress.num_blocks_used) == (1, 70, 66)
+    for number in (2, 1):
+        engine.abort((0, number))
+        emitted.finish_of(number)
+    assert engine.progress().num_waiting_tokens == 0
 
 
 def test_a_full_pool_makes_requests_wait(start):

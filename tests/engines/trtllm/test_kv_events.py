@@ -6,7 +6,7 @@ import pytest
 
 from bireme.engines.trtllm.kv_events import KvEventReader, unsigned
 from bireme.kv import hashing
-from bireme.kv.events import BlocksCleared, BlocksRemoved, BlocksStored
+from bireme.kv.events import DEVICE, HOST, BlocksCleared, BlocksMoved, BlocksRemoved, BlocksStored
 
 SIZE = 4
 TOKENS = list(range(1, 13))
@@ -54,6 +54,23 @@ def test_blocks_get_their_public_hashes(reader):
     assert event.parent_hash is None
 
 
+def updated(event_id, block_hash, **change):
+    return {"event_id": event_id, "data": {"type": "updated", "block_hash": block_hash, **change}, "window_size": 100}
+
+
+def test_a_block_that_goes_to_host_memory_and_back_is_told_as_moved(reader):
+    reader.read(stored(1, block(77, TOKENS[:4])))
+    down = reader.read(updated(2, 77, cache_level={"type": "event_diff", "old_value": 0, "new_value": 1}))
+    up = reader.read(updated(3, 77, cache_level={"type": "event_diff", "old_value": 1, "new_value": 0}))
+    assert down == [BlocksMoved(1, (PUBLIC[0],), HOST)] and up == [BlocksMoved(2, (PUBLIC[0],), DEVICE)]
+
+
+def test_updates_of_priorities_and_of_unknown_blocks_say_nothing(reader):
+    reader.read(stored(1, block(77, TOKENS[:4])))
+    assert reader.read(updated(2, 77, priority={"type": "event_diff", "old_value": 35, "new_value": 50})) == []
+    assert reader.read(updated(3, 78, cache_level={"type": "event_diff", "old_value": 0, "new_value": 1})) == []
+
+
 def test_a_chain_goes_on_from_its_parent(reader):
     reader.read(stored(1, block(77, TOKENS[:4])))
     (event,) = reader.read(stored(2, block(78, TOKENS[4:8]), parent=77))
@@ -63,7 +80,7 @@ def test_a_chain_goes_on_from_its_parent(reader):
 def test_a_removal_names_what_was_stored(reader):
     reader.read(stored(1, block(77, TOKENS[:4]), block(78, TOKENS[4:8])))
     (event,) = reader.read(removed(2, 78))
-    assert event == BlocksRemoved(1, 0, (PUBLIC[1],), 0)
+    assert event == BlocksRemoved(1, (PUBLIC[1],))
     assert reader.read(removed(3, 78)) == []
 
 
