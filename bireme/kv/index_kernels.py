@@ -58,6 +58,10 @@ _SIX, _SIXTY_THREE = np.uint64(6), np.uint64(63)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 _MAX_LOAD = 0.8
+_DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)  # each of its runs of six bits is another number
+_PLACES = np.array(
+    [place for _, place in sorted((0x03F79D71B4CB0A89 << place & (1 << 64) - 1, place) for place in range(64))]
+)
 
 _TABLE, _WORDS, _STATE = "uint64[:,::1]", "uint64[::1]", "int64[::1]"
 _SETS = f"{_TABLE}, {_TABLE}, {_WORDS}, {_STATE}"  # interned, records, pool, state
@@ -150,6 +154,22 @@ def _holds(word: Scalar, member: Scalar, records: Words, pool: Words, state: Cou
             return True
         word >>= _MEMBER_BITS
     return False
+
+
+@compiled()
+def _has_slot(word: Scalar, slot: Scalar, records: Words, pool: Words, state: Counts) -> bool:
+    """Whether the slot holds the block in any tier, or is guessed to."""
+    if word < _IS_RECORD:
+        while word != _ZERO:
+            if ((word & _MEMBER_MASK) - _ONE) >> np.uint64(2) == np.uint64(slot):
+                return True
+            word >>= _MEMBER_BITS
+        return False
+    record = np.int64(word & _RECORD_MASK)
+    merged, offset = _ZERO, np.int64(records[record, 2]) + (slot >> 6)
+    for tier in range(4 if (records[record, 3] >> _HALF) != _ZERO else 1):
+        merged |= pool[offset + tier * state[WIDTH]]
+    return (merged >> (np.uint64(slot) & _SIXTY_THREE)) & _ONE != _ZERO
 
 
 @compiled(f"boolean({_TABLE}, {_TABLE}, {_WORDS}, {_STATE})")
@@ -504,12 +524,15 @@ def clear(
         if lacks_room(table, records, pool, state):
             return at
         word = table[at, 1]
+        if not _has_slot(word, slot, records, pool, state):
+            at += 1
+            continue
         for tier in range(4):
             if word != _ZERO:
                 new = _discard(word, np.uint64((slot << 2 | tier) + 1), interned, records, pool, state)
                 held[slot] -= np.int64(new != word)
                 word = new
-        if word == _ZERO and table[at, 1] != _ZERO:
+        if word == _ZERO:
             _erase(table, at, records[0, 0])  # what comes after it may have moved here
             state[NUM_BLOCKS] -= 1
         else:
@@ -522,10 +545,7 @@ def clear(
 def holds_first(table: Words, records: Words, pool: Words, state: Counts, hashes: Words, slot: Scalar) -> bool:
     """Whether the slot holds the first of these blocks in any tier, or is guessed to."""
     word = table[_probe(table, hashes[0], records[0, 0]), 1]
-    for tier in range(4):
-        if _holds(word, np.uint64((slot << 2 | tier) + 1), records, pool, state):
-            return True
-    return False
+    return _has_slot(word, slot, records, pool, state)
 
 
 @compiled(f"int64({_TABLE}, {_TABLE}, {_WORDS}, {_STATE}, {_WORDS}, {_WORDS}, int64)")
@@ -533,6 +553,8 @@ def dump(table: Words, records: Words, pool: Words, state: Counts, hashes: Words
     """Write the slot's memberships that are no guesses; return how many."""
     count = 0
     for at in range(table.shape[0]):
+        if not _has_slot(table[at, 1], slot, records, pool, state):
+            continue
         for tier in range(NUM_TIERS):
             if count < hashes.shape[0] and _holds(
                 table[at, 1], np.uint64((slot << 2 | tier) + 1), records, pool, state
@@ -624,12 +646,10 @@ def _load_planes(word: Scalar, planes: Words, records: Words, pool: Words) -> No
 
 @compiled()
 def _mark(depths: npt.NDArray[np.int32], tier: Scalar, column: Scalar, bits: Scalar, depth: Scalar) -> None:
-    slot: Scalar = column << 6
     while bits != _ZERO:
-        if bits & _ONE != _ZERO:
-            depths[tier, slot] = depth
-        bits >>= _ONE
-        slot += 1
+        lowest = bits & (~bits + _ONE)
+        depths[tier, (column << 6) + _PLACES[np.int64((lowest * _DE_BRUIJN) >> np.uint64(58))]] = depth
+        bits ^= lowest
 
 
 @compiled()
