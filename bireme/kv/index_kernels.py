@@ -1,7 +1,5 @@
 """Tables and sets of the prefix index in numpy arrays: compiled by numba where it is installed, else plain Python.
 
-Import this only where an index is made: numba takes half a second and 60 MB.
-
 *Table*: uint64 [capacity, 2] of (key, word), open addressing with linear probing; a word of 0 is an empty place.
 Erasing moves later entries back, so that churn leaves nothing behind. The home of a key depends on a secret odd number:
 prompts cannot be chosen so that their blocks crowd together.
@@ -18,22 +16,10 @@ tiers. A table from the hash to the record finds equal sets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 import numpy as np
 import numpy.typing as npt
 
-try:
-    import numba
-except ImportError:
-    numba = None
-
-Words = npt.NDArray[np.uint64]
-Counts = npt.NDArray[np.int64]
-Scalar = Any  # compiled code has numbers of 64 bits, uncompiled numpy's or Python's
-Function = TypeVar("Function", bound=Callable[..., Any])
-IS_COMPILED = numba is not None and not numba.config.DISABLE_JIT
+from bireme.kv.compiling import Counts, Scalar, Words, compiled
 
 DEVICE, HOST, DISK, PREDICTED = range(4)
 NUM_TIERS = 3  # told by events; PREDICTED is a guess about DEVICE
@@ -65,17 +51,6 @@ _PLACES = np.array(
 
 _TABLE, _WORDS, _STATE = "uint64[:,::1]", "uint64[::1]", "int64[::1]"
 _SETS = f"{_TABLE}, {_TABLE}, {_WORDS}, {_STATE}"  # interned, records, pool, state
-
-
-def compiled(signature: str = "") -> Callable[[Function], Function]:
-    """Compile at once for this signature, or with what calls it; the result is kept on disk. Holds no GIL."""
-
-    def wrap(function: Function) -> Function:
-        if not IS_COMPILED:
-            return np.errstate(over="ignore")(function) if signature else function
-        return numba.njit(signature or None, cache=True, nogil=True, error_model="numpy")(function)
-
-    return wrap
 
 
 @compiled()
