@@ -33,7 +33,7 @@ from benchmarks.load.memory import Growth, MemoryLog
 from benchmarks.load.metrics_page import left_behind, read_page
 from benchmarks.load.processes import alive, roles
 from benchmarks.options import chosen
-from bireme.launch import Ports, Server, free_ports, start_server
+from bireme.launch import Ports, Server, free_port, free_ports, start_server
 from bireme.launch.console import Console
 from bireme.launch.frontend import FrontendProcess, FrontendSettings
 from bireme.recipe_files import load_recipe
@@ -131,7 +131,7 @@ def started(arguments: argparse.Namespace) -> Iterator[Target]:
     with start_server(arguments.recipe, ports=ports, override=override) as server, ExitStack() as stack:
         openai, others = "", {}
         if "sse" in arguments.paths:
-            port = arguments.port + 3 if arguments.port else free_ports().http
+            port = arguments.port + 3 if arguments.port else free_port()
             frontend = stack.enter_context(
                 FrontendProcess(frontend_settings(arguments, port, server), Console("warning"))
             )

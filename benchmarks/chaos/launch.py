@@ -23,7 +23,7 @@ from benchmarks.load.load_process import CHECKOUT
 from benchmarks.load.metrics_page import left_behind, read_page
 from benchmarks.load.processes import parent, rss_bytes
 from bireme.kv.transfer import shm_file
-from bireme.launch import free_ports, processes
+from bireme.launch import free_port, processes
 
 _MARK = "BIREME_CHAOS_MARK"
 _PIPE_BYTES = 4096  # of the log: a reader that stops is felt after some dozens of lines
@@ -41,9 +41,7 @@ class Launch:
     def __init__(self, topology: Topology, folder: Path) -> None:
         self.topology, self.folder = topology, folder
         self.mark = secrets.token_hex(8)
-        triton, more = free_ports(), free_ports()
-        self.ports = {"http": triton.http, "grpc": triton.grpc, "metrics": triton.metrics}
-        self.ports |= {"health": more.http, "openai": more.grpc}
+        self.ports = {name: free_port() for name in ("http", "grpc", "metrics", "health", "openai")}
         self.reads_log = threading.Event()
         self.reads_log.set()
         self._shm_before = set(_listing(_SHM))

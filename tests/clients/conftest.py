@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.server.openai_served import served
+from tests.server.openai_served import five_ports, served
 from tools import clients
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
-FIRST_PORT = 25740
-KINDS = ("http", "grpc", "metrics", "health", "openai")
 LIMIT_S = 420
 _rows = pytest.StashKey[list[tuple[str, str, str, str, float]]]()
 
@@ -77,8 +75,7 @@ def ports_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
         def get(recipe: str) -> dict[str, int]:
             if recipe not in running:
-                first = FIRST_PORT + len(KINDS) * len(running)
-                ports = {kind: first + at for at, kind in enumerate(KINDS)}
+                ports = five_ports()
                 log = tmp_path_factory.mktemp("clients") / "log"
                 stack.enter_context(served(f"recipes/{recipe}", log, ports=ports))
                 running[recipe] = ports

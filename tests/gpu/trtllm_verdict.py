@@ -43,7 +43,7 @@ from bireme.engines.trtllm.contract import contract  # noqa: E402
 from bireme.engines.trtllm.pair_rules import gpus_of  # noqa: E402
 from bireme.errors import BiremeError, ConfigError  # noqa: E402
 from bireme.launch.installation import find_installation  # noqa: E402
-from bireme.launch.ports import free_ports  # noqa: E402
+from bireme.launch.ports import free_port  # noqa: E402
 from bireme.launch.recipe_check import check_folder  # noqa: E402
 from bireme.recipe_files import load_recipe, recipe_tree  # noqa: E402
 from tests.contract.contract_drift import drift  # noqa: E402
@@ -300,8 +300,7 @@ def weights_of(model: str) -> int:
 @contextlib.contextmanager
 def running(folder: Path, timeout_s: float) -> Iterator[dict[str, Any]]:
     """Serve a recipe until the block ends. Raises Failed when it does not become ready, or ends in disorder."""
-    first, second = free_ports(range(21000, 21400)), free_ports(range(21400, 21800))
-    ports = {"http": first.http, "grpc": first.grpc, "metrics": first.metrics, "health": second.http}
+    ports = {name: free_port() for name in ("http", "grpc", "metrics", "health")}
     options = [f"--{name}-port={port}" for name, port in ports.items()]
     log = folder / "log"
     command = [sys.executable, str(CHECKOUT / "tools" / "serve.py"), str(folder), *options, "--openai-port=0"]

@@ -1,7 +1,9 @@
 """A checkout of the tests' own, with models that need no engine, and a program that serves it.
 
 The decode model generates one token, publishes the metrics that health is judged by, and obeys a file of
-faults in its run folder. As a program: `python -m tests.launch.galley FOLDER FIRST_PORT` is serve.py on that checkout.
+faults in its run folder. As a program it is serve.py on that checkout:
+
+    python -m tests.launch.galley FOLDER HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT
 """
 
 import sys
@@ -83,7 +85,7 @@ def build(folder: Path) -> Path:
     return folder
 
 
-def main(folder: Path, port: int) -> int:
+def main(folder: Path, http: int, grpc: int, metrics: int, health: int) -> int:
     from bireme.launch import Ports
     from bireme.launch.canaries import CanarySettings
     from bireme.launch.console import Console
@@ -93,8 +95,8 @@ def main(folder: Path, port: int) -> int:
 
     settings = DeploymentSettings(
         recipe=load_recipe(folder / "recipe"),
-        ports=Ports(port, port + 1, port + 2),
-        health_port=port + 3,
+        ports=Ports(http, grpc, metrics),
+        health_port=health,
         checkout=folder,
         drain_timeout_s=5,
         canaries=CanarySettings(interval_s=1.0, timeout_s=1.0),
@@ -104,4 +106,4 @@ def main(folder: Path, port: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))

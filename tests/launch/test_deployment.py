@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from bireme.config import CHECKOUT
-from bireme.launch import processes
+from bireme.launch import free_port, processes
 from bireme.launch.run_folder import SHM, default_base
 from tests.launch import galley
 
 pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
 
-PORT = 23360
+HTTP, GRPC, METRICS, HEALTH = (free_port() for _ in range(4))
 LIMIT_S = 60  # of any wait: a hang fails the test, the time itself is no claim
 
 
@@ -33,12 +33,13 @@ class Served:
         self.before = leftovers()
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", galley.__name__, folder, str(PORT)], cwd=CHECKOUT, stdout=stream, stderr=stream,
+                [sys.executable, "-m", galley.__name__, folder, *map(str, (HTTP, GRPC, METRICS, HEALTH))],
+                cwd=CHECKOUT, stdout=stream, stderr=stream,
                 preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # under nohup it would be ignored
             )  # fmt: skip
 
     def health(self, path="/health/ready"):
-        connection = http.client.HTTPConnection("127.0.0.1", PORT + 3, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", HEALTH, timeout=5)
         try:
             connection.request("GET", path)
             response = connection.getresponse()
@@ -183,7 +184,7 @@ def test_a_killed_server_is_started_again(served):
 def test_a_taken_port_is_said_with_its_holder_and_code_2(tmp_path, served):
     second = Served(galley.build(tmp_path / "checkout"), tmp_path / "second.log")
     assert second.process.wait(LIMIT_S) == 2
-    assert f"port {PORT} of 127.0.0.1 is taken by pid {served.server_pid()}" in second.log.read_text()
+    assert f"port {HTTP} of 127.0.0.1 is taken by pid {served.server_pid()}" in second.log.read_text()
     assert mine(second) == []
 
 
@@ -266,7 +267,7 @@ def test_sigterm_while_a_model_loads_does_not_wait_for_it(tmp_path):
 def test_a_second_signal_ends_at_once_with_code_3(tmp_path):
     with serving(tmp_path) as served:
         (served.run_folder() / "fault-decode").write_text("hang")
-        address = ("127.0.0.1", PORT)
+        address = ("127.0.0.1", HTTP)
         connection = http.client.HTTPConnection(*address)
         connection.request("POST", "/v2/models/decode/generate_stream", json.dumps({"max_tokens": 1}))
         served.wait_for(lambda: served.status() != "ready")  # the canary hangs as well: the request has arrived

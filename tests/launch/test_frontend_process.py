@@ -9,7 +9,7 @@ import pytest
 
 from bireme.launch.console import Console
 from bireme.launch.frontend import FrontendProcess, FrontendSettings
-from bireme.launch.ports import free_ports
+from bireme.launch.ports import free_port
 
 LIMIT_S = 30
 # Answers as a frontend does, and nothing else: what is tested is who starts it.
@@ -43,7 +43,7 @@ def log():
 @pytest.fixture
 def frontend(environment, log):
     settings = FrontendSettings(
-        recipe="r", grpc="127.0.0.1:1", port=free_ports().http, drain_timeout_s=1, environment=environment
+        recipe="r", grpc="127.0.0.1:1", port=free_port(), drain_timeout_s=1, environment=environment
     )
     with FrontendProcess(settings, Console(stream=log)) as process:
         yield process

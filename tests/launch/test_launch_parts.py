@@ -5,7 +5,10 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import time
+from dataclasses import astuple
+from subprocess import PIPE
 
 import pytest
 
@@ -45,10 +48,21 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def test_free_ports_are_three_different_ones_that_can_be_bound():
-    ports = free_ports(range(23380, 23399))
-    numbers = {ports.http, ports.grpc, ports.metrics}
-    assert len(numbers) == 3 and all(is_free(port) for port in numbers)
+def test_free_ports_can_be_bound_and_are_given_once():
+    """Until a server listens on one, seconds may pass."""
+    given = [port for _ in range(30) for port in astuple(free_ports())]
+    assert len(set(given)) == 90 and all(map(is_free, given))
+
+
+def test_no_other_process_gets_the_free_ports_of_one_that_lives():
+    code = "import sys; from bireme.launch import free_port; print(*(free_port() for _ in range(600)), flush=True); sys.stdin.read()"
+    others = [subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, text=True) for _ in range(2)]
+    try:
+        given = [other.stdout.readline().split() for other in others]
+    finally:
+        for other in others:
+            other.communicate()
+    assert len(set(given[0])) == 600 and not set(given[0]) & set(given[1])
 
 
 def test_a_port_that_is_listened_on_is_not_free():

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bireme.launch.ports import free_ports
+from bireme.launch.ports import free_port
 
 LIMIT_S = 60
 _WITHOUT_COLLECTOR = "import gc, sys; gc.disable(); from bireme.openai.__main__ import main; sys.exit(main())"
@@ -72,7 +72,7 @@ def frontend_server(
     folder: Path, *options: str, recipe: str = "recipes/tiny-chat", grpc: str = "127.0.0.1:1", collector: bool = True
 ) -> Iterator[FrontendServer]:
     """`grpc`: nobody listens on port 1. Killed at the end, if it still runs."""
-    port, log = free_ports().http, folder / "frontend.log"
+    port, log = free_port(), folder / "frontend.log"
     program = ["-m", "bireme.openai"] if collector else ["-c", _WITHOUT_COLLECTOR]
     command = [sys.executable, *program, "--recipe", recipe, "--grpc", grpc, "--port", str(port), *options]
     with log.open("wb") as stream:

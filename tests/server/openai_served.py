@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bireme.launch.ports import free_ports
+from bireme.launch.ports import free_port
 
 LIMIT_S = 120
 PUBLISHED_S = 1.0
@@ -23,8 +23,7 @@ PUBLISHED_S = 1.0
 
 def five_ports() -> dict[str, int]:
     """Return the name of each port of a launch -> one that is free now."""
-    first, more = free_ports(), free_ports()
-    return {"http": first.http, "grpc": first.grpc, "metrics": first.metrics, "health": more.http, "openai": more.grpc}
+    return {name: free_port() for name in ("http", "grpc", "metrics", "health", "openai")}
 
 
 PORTS = five_ports()

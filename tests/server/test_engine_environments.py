@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from bireme.launch import processes
-from bireme.launch.ports import free_ports
 from tests.docker.dockerfile_steps import Build, StepError, base_environment
 from tests.docker.made_environments import make_engine_environment, make_triton_environment
+from tests.server.openai_served import five_ports
 
 pytestmark = pytest.mark.server
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -53,9 +53,8 @@ def worker():
 @contextlib.contextmanager
 def running(command, environment, log, folder=CHECKOUT):
     """Run serve.py by `command` until the block ends; it is ready when the block begins."""
-    ports, more = free_ports(), free_ports()
-    options = [f"--{name}-port={getattr(ports, name)}" for name in ("http", "grpc", "metrics")]
-    options += [f"--health-port={more.http}", f"--openai-port={more.grpc}", "--canary-interval=0"]
+    ports = five_ports()
+    options = [*(f"--{name}-port={port}" for name, port in ports.items()), "--canary-interval=0"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "BIREME"))}
     with log.open("wb") as stream:
         process = subprocess.Popen(
@@ -63,10 +62,10 @@ def running(command, environment, log, folder=CHECKOUT):
         )
     try:
         deadline = time.monotonic() + LIMIT_S
-        while not is_ready(more.http):
+        while not is_ready(ports["health"]):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
             time.sleep(0.1)
-        yield Launch(process.pid, ports.http)
+        yield Launch(process.pid, ports["http"])
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT_S) == 0, log.read_text()[-5000:]

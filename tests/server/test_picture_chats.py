@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.server.openai_served import engine_of, gauge, kill, series, served, wait_for
+from tests.server.openai_served import engine_of, five_ports, gauge, kill, series, served, wait_for
 from tests.server.picture_questions import (
     answers_of_transformers,
     chat_messages,
@@ -23,7 +23,7 @@ from tests.server.picture_questions import (
 from tools.samples.picture_world import dialogues, png
 
 pytestmark = pytest.mark.server
-PORTS = {"http": 24210, "grpc": 24211, "metrics": 24212, "health": 24213, "openai": 24214}
+PORTS = five_ports()
 RECIPES = ("tiny-vlm-agg", "tiny-vlm-ep-d", "tiny-vlm-epd")
 ENCODER = {"tiny-vlm-agg": "decode", "tiny-vlm-ep-d": "prefill", "tiny-vlm-epd": "multimodal_encoder"}
 QUESTIONS = held_out(12)

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from bireme.config import CHECKOUT
-from bireme.launch import free_ports
+from bireme.launch import free_port
 from tests.server.programs import RUNS
 
 pytestmark = pytest.mark.server
@@ -24,8 +24,7 @@ def run(tmp_path, sample_model):
     sample_model("llama")
 
     def run(program):
-        ports = free_ports()
-        places = {"folder": tmp_path, "port": ports.http}
+        places = {"folder": tmp_path, "port": free_port()}
         arguments = [argument.format(**places) for argument in RUNS[program]]
         done = subprocess.run(
             [sys.executable, program, *arguments], cwd=CHECKOUT, capture_output=True, text=True, timeout=400

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 
-from tests.server.openai_served import gauge
+from tests.server.openai_served import five_ports, gauge
 
-PORTS = {"http": 24310, "grpc": 24311, "metrics": 24312, "health": 24313, "openai": 24314}
+PORTS = five_ports()
 URL = f"http://127.0.0.1:{PORTS['openai']}"
 PROMPT = "a red circle moving right"
 _TYPES = {"num_frames": "INT32", "fps": "INT32", "num_inference_steps": "INT32", "seed": "UINT64", "abort": "BOOL"}

@@ -18,22 +18,18 @@ import uvicorn
 
 from bireme.config import Recipe
 from bireme.conversion import convert
-from bireme.launch.ports import is_free
+from bireme.launch import free_port
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.text.tokenizer import load_tokenizer
 from bireme.workers.fake import FakeWorkers
+from tests.server.openai_served import five_ports
 
 LIMIT_S = 60
 RECIPE = "recipes/tiny-chat"
-PORTS = {"http": 24150, "grpc": 24151, "metrics": 24152, "health": 24153, "openai": 24154}
+PORTS = five_ports()
 URL = f"http://127.0.0.1:{PORTS['openai']}/"
-FURTHER_PORTS = range(24160, 24190)
-
-
-def free_port() -> int:
-    return next(port for port in FURTHER_PORTS if is_free(port))
 
 
 def _wait_until_live(url: str) -> None:

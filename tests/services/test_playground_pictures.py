@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from selenium.webdriver.common.keys import Keys
 
-from tests.server.openai_served import served
+from tests.server.openai_served import five_ports, served
 from tools.samples.picture_world import dialogues, png
 
-PORTS = {"http": 24700, "grpc": 24701, "metrics": 24702, "health": 24703, "openai": 24704}
+PORTS = five_ports()
 URL = f"http://127.0.0.1:{PORTS['openai']}/"
 SENT = """
     window.sent = [];

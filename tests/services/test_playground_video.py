@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from tests.server.openai_served import served
+from tests.server.openai_served import five_ports, served
 
-PORTS = {"http": 24330, "grpc": 24331, "metrics": 24332, "health": 24333, "openai": 24334}
+PORTS = five_ports()
 URL = f"http://127.0.0.1:{PORTS['openai']}/"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bireme.launch import processes
-from bireme.launch.ports import free_ports
+from bireme.launch.ports import free_port
 from tests.openai.frontend_process import LIMIT_S, wait_for
 
 pytestmark = pytest.mark.flaky(reruns=1)
@@ -26,7 +26,7 @@ class Groups:
     """Starts groups of two processes on one port; their folders are in `folder`."""
 
     def __init__(self, folder):
-        self.folder, self.port = folder, free_ports().http
+        self.folder, self.port = folder, free_port()
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, *options, launcher=False):

@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-from bireme.launch.ports import free_ports
+from bireme.launch.ports import free_port
 from bireme.launch.processes import children
 from bireme.metrics import Registry
 from bireme.openai.http.members import Member
@@ -39,7 +39,7 @@ def wait_for(condition):
 @pytest.fixture(scope="module")
 def group():
     """Two processes that need no tritonserver to live, and their port."""
-    port = free_ports().http
+    port = free_port()
     command = [sys.executable, "-m", "bireme.openai", "--recipe", "recipes/tiny-chat", "--grpc", "127.0.0.1:1"]
     process = subprocess.Popen([*command, "--port", str(port), "--processes", "2", "--log-level", "warning"])
     wait_for(lambda: get(port, "/health/live") and len(listeners(port)) == 2)
