@@ -180,6 +180,9 @@ class SequenceRunner:
                     await self._attempt(request, placement)
                     return
                 except (UnavailableError, ResourceExhaustedError) as error:
+                    if self._has_all_tokens(placement.decode):  # all that was lost is word of the end
+                        self._stream.finish(self._whole(Finish("length", Usage())))
+                        return
                     pause_s = self._plan_retry(error)
                     drop_frames(error)
                 finally:
@@ -192,6 +195,13 @@ class SequenceRunner:
             # Break the cycles of references: at hundreds of requests a second a collector would come late.
             self._stream.close()
             self.push, self._generation = self._stream.push, None
+
+    def _has_all_tokens(self, worker: str) -> bool:
+        """Return whether no engine would make another token; they refuse a request with none left to make."""
+        capacity, limits = self._services.workers.capacity(worker), self._services.recipe.limits
+        context = capacity.max_seq_len - len(self._work.prompt) if capacity is not None else None
+        bounds = [n for n in (self._work.sampling.max_tokens, limits.max_tokens, context) if n is not None]
+        return bool(self.tokens and bounds) and len(self.tokens) >= min(bounds)
 
     def _plan_retry(self, error: BiremeError) -> float:
         """Return the wait before the next attempt, or raise `error` when there is none."""

@@ -217,6 +217,18 @@ async def test_stream_goes_on_exactly_on_another_replica(bench):
     assert test.counters()[("bireme_migrations_total",)] == 1
 
 
+async def test_an_engine_lost_between_the_last_token_and_the_end_costs_nothing(bench):
+    test = await bench(pipeline={"migration_limit": 0})
+    call = test.ask(stream=True)
+    await test.workers.emit(3)
+    test.workers.running[-1].sink.push((EXPECTED[3],))
+    await test.workers.lose("decode")
+    await call.end()
+    assert call.tokens == EXPECTED
+    assert call.last("finish_reason") == [b"length"]
+    assert json.loads(call.last("usage")[0])["completion_tokens"] == len(EXPECTED)
+
+
 async def test_stream_waits_for_the_only_worker_to_come_back(bench):
     test = await bench()
     call = test.ask(stream=True)
