@@ -55,7 +55,7 @@ def test_free_ports_can_be_bound_and_are_given_once():
 
 
 def test_no_other_process_gets_the_free_ports_of_one_that_lives():
-    code = "import sys; from bireme.launch import free_port; print(*(free_port() for _ in range(600)), flush=True); sys.stdin.read()"
+    code = "from bireme.launch import free_port; print(*(free_port() for _ in range(600)), flush=True); open(0).read()"
     others = [subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, text=True) for _ in range(2)]
     try:
         given = [other.stdout.readline().split() for other in others]
