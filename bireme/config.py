@@ -43,8 +43,8 @@ class Engines:
 
 
 HARMLESS = Rule("harmless")
-UNREAD_EVENTS = "requests are placed in turns, whatever workers hold: nothing reads KV events, and they cost time"
-UNREAD_EVENTS_REMEDY = "remove it"
+UNREAD_EVENTS = "KV events are off: nothing reads what this buffer keeps, and they cost time"
+UNREAD_EVENTS_REMEDY = "set kv_events.enabled: true in recipe.yaml, or remove it"
 _NOT_MOCKER = Engines(mocker=HARMLESS)
 _SPEED_ELSEWHERE = Engines(torch=HARMLESS, mocker=HARMLESS)
 
@@ -66,8 +66,8 @@ class KvCacheConfig(Settings, frozen=True, kw_only=True):
     free_gpu_memory_fraction: Annotated[float, msgspec.Meta(gt=0, lt=1), _NOT_MOCKER] = 0.9
     # repeated over the layers; None: the model's own
     max_attention_window: Annotated[tuple[int, ...] | None, _NOT_MOCKER] = None
-    # KV events kept for readers; 0: none are recorded
-    event_buffer_max_size: Annotated[NotNegative, _not_torch(f"{UNREAD_EVENTS}; {UNREAD_EVENTS_REMEDY}")] = 0
+    # KV events that an engine keeps for its publisher; 0: 100,000 where `kv_events` in recipe.yaml publishes them
+    event_buffer_max_size: NotNegative = 0
     dtype: Annotated[
         str,
         _not_torch(
@@ -283,6 +283,14 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     has_model: bool = False  # load the Triton model `router`, for gateways that place requests themselves
 
 
+class KvEventsConfig(Settings, frozen=True, kw_only=True):
+    """How engines tell routers what they hold and how busy they are: docs/kv_events.md."""
+
+    enabled: bool | None = None  # KV events; None: where routers ask for them. Load is told wherever routers ask for it
+    host: str = ""  # address that engines bind and others reach, e.g. 127.0.0.1; "": Unix sockets in the run folder
+    replay_batches: Positive = 10_000  # sent batches that an engine keeps for readers that missed some, 64 MiB at most
+
+
 class ChatConfig(Settings, frozen=True, kw_only=True):
     """How the model's chat answers read."""
 
@@ -362,6 +370,7 @@ class Recipe(Settings, frozen=True, kw_only=True):
     media: MediaLimits = MediaLimits()
     pipeline: PipelineConfig = PipelineConfig()
     router: RouterConfig = RouterConfig()
+    kv_events: KvEventsConfig = KvEventsConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     chat: ChatConfig = ChatConfig()
     frontend: FrontendConfig = FrontendConfig()
@@ -424,6 +433,11 @@ class Recipe(Settings, frozen=True, kw_only=True):
     def has_kv_routing(self) -> bool:
         """Whether routers ask what workers hold: then engines publish KV events."""
         return self.routing_mode == "kv"
+
+    @property
+    def publishes_events(self) -> bool:
+        """Whether the engines of prefill and decode publish KV events."""
+        return self.has_kv_routing if self.kv_events.enabled is None else self.kv_events.enabled
 
     @property
     def has_load_routing(self) -> bool:

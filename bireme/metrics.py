@@ -154,6 +154,11 @@ TABLE: dict[str, MetricSpec] = {
         _gauge("bireme_video_files_bytes", "Results kept in the served folder.", "worker"),
         _counter("bireme_kv_events_total", "KV events recorded by type (stored, removed).", "worker", "type"),
         _counter("bireme_kv_event_gaps_total", "KV events that the engine lost before they were read.", "worker"),
+        _counter("bireme_kv_event_batches_total", "Batches of KV events published.", "worker"),
+        _counter("bireme_kv_event_replays_total", "Readers' requests for missed KV events.", "worker"),
+        _counter(
+            "bireme_kv_event_errors_total", "Errors of the publisher, by what failed (publish, turn).", "worker", "at"
+        ),
         *_trtllm_series(),
     )
 }

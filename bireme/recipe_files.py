@@ -22,7 +22,17 @@ from typing import Any
 import yaml
 
 from bireme import llm_args
-from bireme.config import CHECKOUT, DEFAULT_RECIPE, WORKER_STAGES, EngineConfig, Recipe, WorkerEntry, find_model
+from bireme.config import (
+    CHECKOUT,
+    DEFAULT_RECIPE,
+    UNREAD_EVENTS,
+    UNREAD_EVENTS_REMEDY,
+    WORKER_STAGES,
+    EngineConfig,
+    Recipe,
+    WorkerEntry,
+    find_model,
+)
 from bireme.conversion import convert, keys_of
 from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import ConfigError
@@ -166,6 +176,7 @@ def check_rules(recipe: Recipe) -> None:
         raise ConfigError("workers: prefill without decode; add decode, or use decode alone for aggregated serving")
     if recipe.pipeline.enforce_disaggregation and "prefill" not in recipe.workers:
         raise ConfigError("pipeline.enforce_disaggregation is true but the recipe has no prefill worker")
+    _check_events(recipe)
     for at, rule in enumerate(recipe.router.busy):
         if rule.max_kv_usage is None and rule.max_waiting_tokens is None:
             raise ConfigError(f"router.busy[{at}]: no bound; set max_kv_usage, max_waiting_tokens or both")
@@ -173,6 +184,16 @@ def check_rules(recipe: Recipe) -> None:
         _check_encoder(recipe.workers)
     if "prefill" in recipe.workers:
         _check_disaggregated(recipe.workers["prefill"], recipe.workers["decode"])
+
+
+def _check_events(recipe: Recipe) -> None:
+    for stage, entry in recipe.workers.items():
+        size = entry.engine_config.kv_cache_config.event_buffer_max_size
+        if size and not recipe.publishes_events and not entry.kind.has_llm_args:  # those have checks of their own
+            raise ConfigError(
+                f"workers.{stage}.engine_config.kv_cache_config.event_buffer_max_size: {size}; {UNREAD_EVENTS};"
+                f" {UNREAD_EVENTS_REMEDY}"
+            )
 
 
 def _check_encoder(workers: Mapping[str, WorkerEntry]) -> None:

@@ -47,7 +47,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     capacity: Capacity | None = None
     moves_own_kv: bool = False  # its engine moves KV between hosts; else shared memory does, within one
     transfer_endpoint: str = ""  # ZeroMQ address of the KV transfer's control socket; "": none
-    event_endpoint: str = ""  # ZeroMQ PUB address of its KV events and load; "": none
+    load_endpoint: str = ""  # ZeroMQ PUB address of its load; "": none
+    event_endpoint: str = ""  # ZeroMQ PUB address of its KV events; "": none
     replay_endpoint: str = ""  # ZeroMQ ROUTER address that answers with missed events; "": none
 
     @property

@@ -20,6 +20,7 @@ from bireme.errors import ConfigError
 
 logger = logging.getLogger("bireme.engines")
 HONORED = Rule("honored")
+EVENT_BUFFER = 100_000  # KV events that an engine keeps for its publisher
 
 
 @functools.cache
@@ -66,6 +67,19 @@ def changed_keys(config: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str
             yield from changed_keys(value, f"{prefix}{name}.")
         elif value != getattr(default, name):
             yield prefix + name, value
+
+
+def with_events(config: EngineConfig) -> EngineConfig:
+    """Return the settings of an engine that records KV events: a buffer for them, where the YAML names none."""
+    kv = config.kv_cache_config
+    if kv.event_buffer_max_size or not kv.enable_block_reuse:
+        return config
+    arguments = config.llm_args
+    if arguments:
+        inner = arguments.get("kv_cache_config") or {}
+        arguments = arguments | {"kv_cache_config": inner | {"event_buffer_max_size": EVENT_BUFFER}}
+    kv = msgspec.structs.replace(kv, event_buffer_max_size=EVENT_BUFFER)
+    return msgspec.structs.replace(config, kv_cache_config=kv, llm_args=arguments)
 
 
 def check_values(config: EngineConfig) -> None:

@@ -29,6 +29,14 @@ def token_bytes(tokens: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
+def tokens_of(packed: bytes) -> list[int]:
+    """Return what `token_bytes` has packed."""
+    tokens = array.array(_U32, packed)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tolist()
+
+
 def reuse_root(*parts: str) -> bytes:
     """Return the parent hash of first blocks: only chains with equal parts share blocks."""
     digest = hashlib.sha256(b"bireme kv 1")
@@ -78,6 +86,21 @@ def event_seed(lora_name: str = "", cache_salt: str = "") -> int:
     if cache_salt:
         seed += xxhash.xxh3_64_intdigest(cache_salt.encode(), 1)
     return seed & _MASK
+
+
+def salt_key(deployment_key: bytes) -> bytes:
+    """Return the key of `salted_hash`: the same wherever the deployment's key is known."""
+    return hashlib.blake2b(deployment_key, digest_size=32, person=b"bireme kv salted").digest()
+
+
+def salted_hash(block_hash: int, key: bytes) -> int:
+    """Return what stands for a block of a salted request outside of engines and routers.
+
+    A keyed 64-bit BLAKE2b of the public hash. Without the key nobody can compute it for a prompt and a salt that he
+    guesses, nor get from it to either.
+    """
+    digest = hashlib.blake2b(block_hash.to_bytes(8, "little"), digest_size=8, key=key).digest()
+    return int.from_bytes(digest, "little")
 
 
 def local_hash(tokens: bytes, seed: int = SEED, media: Sequence[int] = ()) -> int:

@@ -20,21 +20,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bireme.config import Recipe, WorkerEntry, stage_of
+from bireme.config import ROUTED_STAGES, Recipe, WorkerEntry, stage_of
 from bireme.discovery import run
 from bireme.discovery.run import WorkerRecord
 from bireme.engines.base import Engine, EngineContext
 from bireme.engines.child.server import EngineServer
 from bireme.engines.child.validate import Gate
-from bireme.engines.config import check_engine_config
+from bireme.engines.config import check_engine_config, with_events
 from bireme.engines.stub.environment import given_recipe, gpu_neighbors, num_threads
 from bireme.errors import ConfigError, to_message
 from bireme.kv.transfer.base import KvTransfer
+from bireme.messages import Capacity
 from bireme.metrics import Registry
 from bireme.own_process import freeze_gc
 from bireme.stop_signals import on_stop_signal
 
 if TYPE_CHECKING:
+    from bireme.kv.zmq_plane import ZmqPlane
     from bireme.multimodal.embedding_share import EmbeddingShare
 
 logger = logging.getLogger("bireme.engine")
@@ -50,7 +52,7 @@ class EngineProcess:
     def __init__(
         self, worker: str, endpoint: str, life: int, create_engine: Callable[[str, EngineContext], Engine]
     ) -> None:
-        self._worker = worker
+        self._worker, self._endpoint = worker, endpoint
         self._life = life
         self._metrics = Registry(worker)
         self._server = EngineServer(endpoint, life, self._metrics)
@@ -95,11 +97,15 @@ class EngineProcess:
         capacity = self._engine.start(self._server.emit)
         if not capacity.load_s:
             capacity = msgspec.structs.replace(capacity, load_s=time.monotonic() - self._began_at)
+        plane = self._make_publisher(recipe, entry, folder, capacity)
         record = WorkerRecord(
             worker=self._worker,
             life=self._life,
             pid=os.getpid(),
             transfer_endpoint=transfer.endpoint if transfer else "",
+            load_endpoint=plane.load_endpoint if plane else "",
+            event_endpoint=plane.event_endpoint if plane else "",
+            replay_endpoint=plane.replay_endpoint if plane else "",
             tokens_per_block=capacity.tokens_per_block,
         )
         self._publish(folder, record)
@@ -115,11 +121,12 @@ class EngineProcess:
     def _context(
         self, recipe: Recipe, entry: WorkerEntry, transfer: KvTransfer | None, share: EmbeddingShare | None
     ) -> EngineContext:
+        has_events = recipe.publishes_events and stage_of(self._worker) in ROUTED_STAGES
         return EngineContext(
             worker=self._worker,
             stage=stage_of(self._worker),
             model_path=_model_path(recipe, entry),
-            config=entry.engine_config,
+            config=with_events(entry.engine_config) if has_events else entry.engine_config,
             metrics=self._metrics,
             transfer=transfer,
             num_threads=num_threads(recipe, entry),
@@ -171,6 +178,34 @@ class EngineProcess:
         )
         self._parts.callback(transfer.close)
         return transfer
+
+    def _make_publisher(self, recipe: Recipe, entry: WorkerEntry, folder: Path, capacity: Capacity) -> ZmqPlane | None:
+        """Tell routers what the engine does, if any asks."""
+        has_events = recipe.publishes_events
+        if stage_of(self._worker) not in ROUTED_STAGES or not (has_events or recipe.has_load_routing):
+            return None
+        from bireme.kv.publisher import KvPublisher
+        from bireme.kv.zmq_plane import ZmqPlane
+
+        assert self._engine is not None
+        key = run.deployment_key(folder)
+        plane = ZmqPlane(self._endpoint, recipe.kv_events.host, key, has_events=has_events)
+        publisher = KvPublisher(
+            self._engine,
+            plane,
+            worker=self._worker,
+            life=self._life,
+            tokens_per_block=capacity.tokens_per_block,
+            num_ranks=capacity.attention_dp_size,
+            deployment_key=key,
+            metrics=self._metrics,
+            has_events=has_events,
+            replay_batches=recipe.kv_events.replay_batches,
+        )
+        self._parts.callback(publisher.close)
+        publisher.start()
+        self._server.on_change = publisher.wake
+        return plane
 
     def _publish(self, folder: Path, record: WorkerRecord) -> None:
         run.publish(folder, record)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -79,6 +79,7 @@ class EngineServer:
         self._outputs: deque[tuple[int, list[StepOutput], PlainTokens | None]] = deque()
         self._is_posted = False  # the IO thread will read the output
         self._service: _Service | None = None
+        self.on_change: Callable[[], None] | None = None  # after a step or a submit; thread-safe, never blocks
         self._io = IoThread(endpoint, life, self._apply)
 
     def start(self) -> None:
@@ -90,6 +91,8 @@ class EngineServer:
         if not self._is_posted:
             self._is_posted = True
             self._io.post(self._frames)
+        if self.on_change is not None:
+            self.on_change()
 
     def open(self, engine: Engine, gate: Gate) -> None:
         """Say hello: from now on submits reach the engine."""
@@ -195,6 +198,8 @@ class EngineServer:
                 logger.exception("submit_failed consumer=%d number=%d", *key)
             self._ledger.leave(key)
             self._refuse(key, error)
+        if self.on_change is not None:
+            self.on_change()
 
     def _release(self, service: _Service, command: Release) -> None:
         try:

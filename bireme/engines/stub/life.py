@@ -131,7 +131,7 @@ class Life:
 
     def _sweep(self) -> None:
         """Remove the remains of this worker's lives: this one's, and those of killed stubs."""
-        for socket in self._run_dir.glob(f"{self.worker}-*.[cs]"):
+        for socket in self._run_dir.glob(f"{self.worker}-*.[celrs]"):
             socket.unlink(missing_ok=True)
         if count := transfer.sweep(self._run_dir, self.worker):
             logger.info("shm_swept worker=%s files=%d", self.worker, count)

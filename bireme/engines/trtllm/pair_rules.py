@@ -35,7 +35,9 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     found = []
     for stage, entry in entries.items():
         found += _named(check_worker(entry, stage, is_disaggregated=is_disaggregated), stage)
-        found += _named([*_check_devices(entry, stage), *_check_events(entry, stage)], stage)
+        found += _named(list(_check_devices(entry, stage)), stage)
+        if not recipe.publishes_events:
+            found += _named(list(_check_events(entry, stage)), stage)
     if is_disaggregated and {"prefill", "decode"} <= entries.keys():
         found += _check_pair(entries["prefill"], entries["decode"])
         found += _check_shared_devices(entries)

@@ -1,0 +1,309 @@
+"""The publisher over real sockets, read by a reader that knows vLLM's format alone."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from bireme.errors import ConfigError
+from bireme.kv.event_wire import LOAD_TOPIC, WorkerLoad, decode_load
+from bireme.kv.events import EventBuffer, StoredBlock
+from bireme.kv.hashing import sequence_hashes
+from bireme.kv.publisher import KvPublisher
+from bireme.kv.zmq_plane import ZmqPlane, connect, curve_keys, needs_curve
+from bireme.metrics import Registry
+from tests.engines.engine_fixtures import wait_for
+from tests.kv.event_readers import AllBlocksCleared, BlockRemoved, BlockStored, VllmSubscriber
+
+SIZE = 16
+TOKENS = list(range(5, 37))
+HASHES = [12561198586583604988, 17946932516392534513]  # of an independent publisher for these tokens
+KEY = b"k" * 32
+
+
+class Source:
+    """An engine as its publisher sees it."""
+
+    def __init__(self, max_size=1000):
+        self.events = EventBuffer(max_size)
+        self.state = {"step": 0, "num_waiting": 0, "num_running": 0, "num_waiting_tokens": 0, "num_blocks_used": 0}
+        self.error = None
+
+    def kv_events(self):
+        if self.error:
+            raise self.error
+        return self.events.drain()
+
+    def progress(self):
+        return SimpleNamespace(**self.state, num_blocks=8)
+
+    def store(self, tokens=TOKENS):
+        values = sequence_hashes(tokens, SIZE)
+        blocks = [StoredBlock(value, tuple(tokens[at * SIZE : (at + 1) * SIZE])) for at, value in enumerate(values)]
+        self.events.stored(None, tuple(blocks))
+
+
+class Bench:
+    """A publisher, its source, and a subscriber that is connected."""
+
+    def __init__(self, folder, host="", topic="kv-events", **settings):
+        self.source, self.metrics = Source(settings.pop("max_size", 1000)), Registry("decode")
+        self.plane = ZmqPlane(f"ipc://{folder}/decode-7", host, KEY)
+        options = {"has_events": True, "replay_batches": 100, "num_ranks": 1} | settings
+        self.publisher = KvPublisher(
+            self.source, self.plane, worker="decode", life=7, tokens_per_block=SIZE,
+            deployment_key=KEY, metrics=self.metrics, **options,
+        )  # fmt: skip
+        events = self.plane.load_endpoint if topic == "load" else self.plane.event_endpoint
+        self.reader = VllmSubscriber(events, self.plane.replay_endpoint, topic)
+        self.publisher.start()
+
+    def sync(self):
+        """Return once the subscription reaches the publisher, and the next seq."""
+        wait_for(lambda: self._arrives())
+        while self.reader.sub.poll(50):
+            self.last = self.reader.take()[1]
+        return self.last + 1
+
+    def _arrives(self):
+        self.source.events.removed(1)
+        self.source.store([secrets.randbelow(1 << 20) for _ in range(SIZE)])
+        self.publisher.wake()
+        return self.reader.sub.poll(20)
+
+    def counter(self, name):
+        return sum(value for found, _, value in self.metrics.take_delta().counters if found == name)
+
+    def close(self):
+        self.publisher.close()
+        self.reader.close()
+
+
+@pytest.fixture
+def bench(tmp_path):
+    benches = []
+
+    def make(**settings):
+        benches.append(Bench(tmp_path, **settings))
+        return benches[-1]
+
+    yield make
+    for one in benches:
+        one.close()
+
+
+@pytest.mark.parametrize("topic", ["kv-events", ""])
+def test_a_reader_of_vllm_s_format_gets_the_stream_unchanged(bench, topic):
+    one = bench(topic=topic)
+    seq = one.sync()
+    one.source.store()
+    one.publisher.wake()
+    name, number, batch = one.reader.take()
+    assert (name, number, batch.data_parallel_rank) == (b"kv-events", seq, 0)
+    assert batch.events == [BlockStored(HASHES, None, TOKENS, SIZE, None, "GPU", None)]
+    assert abs(batch.ts - time.time()) < 60
+
+
+def test_what_happens_together_shares_a_batch(bench):
+    one = bench()
+    one.sync()
+    one.source.store()
+    one.source.events.removed(HASHES[1])
+    one.source.events.removed(HASHES[0])
+    one.publisher.wake()
+    assert one.reader.take()[2].events[1:] == [BlockRemoved(HASHES[::-1], "GPU")]
+
+
+def test_missed_batches_are_sent_again_from_the_one_that_is_asked_for(bench):
+    one = bench()
+    seq = one.sync()
+    for _ in range(3):
+        one.source.store([secrets.randbelow(1 << 20) for _ in range(SIZE)])
+        one.publisher.wake()
+        one.reader.take()
+    again = one.reader.replay(seq + 1)
+    assert [number for number, _ in again] == [seq + 1, seq + 2]
+    assert all(isinstance(batch.events[0], BlockStored) for _, batch in again)
+
+
+def test_a_start_below_what_is_kept_is_answered_by_a_snapshot(bench):
+    one = bench(replay_batches=1)
+    seq = one.sync()
+    one.source.store()
+    one.publisher.wake()
+    one.reader.take()
+    (number, batch), *rest = one.reader.replay(0)
+    assert number == seq and isinstance(batch.events[0], AllBlocksCleared)
+    told = [value for _, part in [(number, batch), *rest] for event in part.events[0:] for value in _hashes(event)]
+    assert told[-2:] == HASHES
+
+
+def _hashes(event):
+    return getattr(event, "block_hashes", ())
+
+
+def test_a_snapshot_can_be_asked_for(bench):
+    one = bench()
+    one.sync()
+    one.source.store()
+    one.publisher.wake()
+    seq = one.reader.take()[1]
+    answers = one.reader.replay(-1)
+    assert {number for number, _ in answers} == {seq}
+    assert isinstance(answers[0][1].events[0], AllBlocksCleared)
+
+
+def test_a_start_in_the_future_is_answered_by_a_snapshot_too(bench):
+    """Its reader has seen another life at this address."""
+    one = bench()
+    one.sync()
+    assert isinstance(one.reader.replay(1 << 40)[0][1].events[0], AllBlocksCleared)
+
+
+def test_ranks_have_topics_and_sequences_of_their_own(bench):
+    one = bench(num_ranks=2, topic="1/kv-events")
+    rank_1 = one.reader.replay(0, b"1/kv-events")
+    assert [(number, batch.data_parallel_rank) for number, batch in rank_1] == [(0, 1)]
+    assert one.reader.replay(0)[0][1].data_parallel_rank == 0
+
+
+@pytest.mark.parametrize(
+    "frames", [[b""], [b"x", b"8" * 8], [b"", b"short"], [b"", b"\xff" * 8, b"load"], [b"", b"\x80" * 8]]
+)
+def test_a_request_that_makes_no_sense_gets_no_answer_and_breaks_nothing(bench, frames):
+    one = bench()
+    socket = one.reader._context.socket(zmq.DEALER)
+    socket.connect(one.plane.replay_endpoint)
+    socket.send_multipart(frames)
+    socket.send_multipart([b"", b"\xff" * 8])
+    assert socket.poll(10_000)
+    assert isinstance(one.reader.replay(-1)[0][1].events[0], AllBlocksCleared)
+
+
+def test_a_buffer_that_ran_over_is_told_as_a_loss_of_everything(bench):
+    one = bench(max_size=2)
+    one.sync()
+    one.metrics.take_delta()
+    for _ in range(4):
+        one.source.store([secrets.randbelow(1 << 20) for _ in range(SIZE)])
+    one.source.events.removed(1)
+    one.publisher.wake()
+    assert isinstance(one.reader.take()[2].events[-1], AllBlocksCleared)
+    assert one.counter("bireme_kv_event_gaps_total") == 3
+
+
+def test_an_error_is_counted_and_the_next_events_come(bench):
+    one = bench()
+    one.sync()
+    one.source.error = RuntimeError("the engine is out of order")
+    one.publisher.wake()
+    wait_for(lambda: one.counter("bireme_kv_event_errors_total"))
+    one.source.error = None
+    one.source.store()
+    assert one.reader.take()[2].events[0].block_hashes == HASHES
+
+
+def test_load_is_told_when_it_changes_and_as_a_sign_of_life(bench):
+    one = bench(topic="load", has_events=False)
+
+    def report():
+        assert one.reader.sub.poll(5000)
+        topic, _, payload = one.reader.sub.recv_multipart()
+        assert topic == LOAD_TOPIC
+        return decode_load(payload)
+
+    first = report()
+    assert (first.worker, first.life, first.next_seqs) == ("decode", 7, [])
+    one.source.state |= {"num_running": 3, "num_waiting_tokens": 50}
+    one.publisher.wake()
+    expected = WorkerLoad(3, 0, 50, 0, 8, 0)
+    wait_for(lambda: report().load == expected)
+    assert report().load == expected  # a second later, unchanged
+
+
+def test_a_late_subscriber_learns_from_the_load_where_the_sequence_stands(bench):
+    one = bench(topic="load")
+    assert one.reader.sub.poll(5000)
+    report = decode_load(one.reader.sub.recv_multipart()[2])
+    assert report.next_seqs == [1]  # the first batch says that nothing is held
+
+
+def test_the_engine_never_waits_for_a_reader_that_reads_nothing(bench):
+    one = bench()
+    one.sync()
+    silent = one.reader._context.socket(zmq.DEALER)
+    silent.connect(one.plane.replay_endpoint)
+    for _ in range(200):
+        silent.send_multipart([b"", b"\xff" * 8])
+    wait_for(lambda: one.counter("bireme_kv_event_replays_total"))
+    one.source.store()
+    one.publisher.wake()
+    assert one.reader.take()[2].events[0].block_hashes == HASHES
+
+
+def test_deleted_socket_files_are_made_again(bench, tmp_path):
+    one = bench()
+    for path in tmp_path.glob("decode-7.*"):
+        path.unlink()
+    wait_for(lambda: len(list(tmp_path.glob("decode-7.*"))) == 3)
+    reader = VllmSubscriber(one.plane.event_endpoint, one.plane.replay_endpoint)
+    assert reader.replay(-1)
+    reader.close()
+
+
+def test_closing_leaves_no_socket_and_no_thread(bench, tmp_path):
+    one = bench()
+    one.publisher.close()
+    assert list(tmp_path.glob("decode-7.*")) == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "kv-publisher"]
+    one.publisher.close = lambda: None
+
+
+def test_addresses_of_other_hosts_need_curve():
+    assert not needs_curve("ipc:///run/x") and not needs_curve("tcp://127.0.0.1:*") and not needs_curve("tcp://[::1]:5")
+    assert needs_curve("tcp://10.0.0.1:*") and needs_curve("tcp://0.0.0.0:1") and needs_curve("tcp://host:1")
+
+
+@pytest.fixture
+def curve_bench(bench, monkeypatch):
+    """CURVE without a second host: loopback is treated like any other address."""
+    monkeypatch.setattr("bireme.kv.zmq_plane.needs_curve", lambda endpoint: endpoint.startswith("tcp://"))
+    return bench(host="127.0.0.1")
+
+
+def _answers_to(endpoint, key):
+    context = zmq.Context()
+    socket = connect(context, zmq.DEALER, endpoint, key, lambda socket: None)
+    socket.send_multipart([b"", b"\xff" * 8])
+    try:
+        return bool(socket.poll(1000))
+    finally:
+        context.destroy(0)
+
+
+def test_with_curve_the_deployment_s_key_opens_the_stream_and_nothing_else_does(curve_bench):
+    endpoint = curve_bench.plane.replay_endpoint
+    assert _answers_to(endpoint, KEY)
+    assert not _answers_to(endpoint, b"another key")
+
+
+def test_with_curve_a_client_with_keys_of_its_own_reads_nothing(curve_bench):
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey = curve_keys(KEY, "engine")[0]  # even if that became known
+    socket.connect(curve_bench.plane.replay_endpoint)
+    socket.send_multipart([b"", b"\xff" * 8])
+    assert not socket.poll(1000)
+    context.destroy(0)
+
+
+def test_an_address_that_is_not_this_host_s_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="set kv_events.host to an address of this host"):
+        ZmqPlane(f"ipc://{tmp_path}/x", "192.0.2.1", KEY)
