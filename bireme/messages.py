@@ -124,6 +124,7 @@ class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
     v: int = 1
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of prompt_tokens, taken from block reuse (not by KV transfer)
+    predicted_cached_tokens: int | None = None  # what the router expected; None: it follows no worker's blocks
     completion_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0

@@ -131,6 +131,35 @@ TABLE: dict[str, MetricSpec] = {
         _counter("bireme_cancellations_total", "Requests cancelled by their client or by an abort.", "worker"),
         _counter("bireme_migrations_total", "Streams continued on another engine or engine life.", "worker"),
         _counter("bireme_routed_total", "Placements decided, by worker chosen.", "worker", "target"),
+        _counter(
+            "bireme_routing_decisions_total",
+            "Placements by what decided (a mode, only, direct, session), and refusals because all workers were busy"
+            " (refused).",
+            "worker",
+            "reason",
+        ),
+        _counter(
+            "bireme_prompts_placed_total",
+            "Prompts of a disaggregated recipe by who computes them: prefill, or decode where a transfer costs more.",
+            "worker",
+            "stage",
+        ),
+        _counter("bireme_router_prompt_tokens_total", "Prompt tokens of requests with a prediction.", "worker"),
+        _counter(
+            "bireme_router_predicted_tokens_total", "Of those, tokens that the router expected to be cached.", "worker"
+        ),
+        _counter("bireme_router_cached_tokens_total", "Of those, tokens that were.", "worker"),
+        _counter(
+            "bireme_router_mispredicted_tokens_total",
+            "Difference between the cached tokens expected and found, summed over requests.",
+            "worker",
+        ),
+        _histogram(
+            "bireme_router_prediction_error_tokens",
+            "Difference between the cached tokens expected and found, of a request.",
+            (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536),
+            "worker",
+        ),
         _gauge("bireme_bus_subscriptions", "Open token-bus subscriptions.", "worker"),
         _counter("bireme_bus_dropped_total", "Subscriptions dropped because the consumer fell behind.", "worker"),
         _gauge("bireme_streams", "Response streams open in the stub.", "worker"),

@@ -58,7 +58,7 @@ def _tiny(num_prefill: int, num_decode: int, frontend_processes: int) -> Topolog
         served_name="tiny-chat",
         replicas={"prefill": num_prefill, "decode": num_decode},
         frontend_processes=frontend_processes,
-        settings={"chat": _PLAIN_CHAT},
+        settings={"chat": _PLAIN_CHAT, "router": {"transfer_ms": 0}},  # short prompts are transferred, too
     )
 
 

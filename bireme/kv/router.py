@@ -1,42 +1,98 @@
 """Which workers serve a request.
 
-A `Router` decides placements and is told how they went and which workers there are; pipelines keep no accounts of their
-own. `RoundRobin` takes workers in turn and skips those known to be down.
+A `WorkerRouter` decides placements and is told how they went and which workers there are; pipelines keep no accounts of
+their own. In mode kv the worker with the lowest cost wins (with a temperature, it is the likeliest):
+
+    prefill_weight x (prompt tokens that wait there + this prompt - what the worker holds of it) / tokens_per_block
+    + decode_weight x blocks in use there, with this prompt's
+
+A prefill worker has the first line alone. A decode worker that gets its KV from prefill pays for what it does not hold
+at the price of a transfer, and nothing for what waits.
+
+Load is the worker's own report, and what this router has sent since: several routers agree without talking to each
+other. What a worker holds is known from its KV events, and for a while from placements whose events are still to come,
+so that a burst of requests with one new prefix goes where it is being computed.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from bireme.config import Recipe
+from bireme.config import BusyRule, RouterConfig, RoutingMode
 from bireme.discovery.run import WorkerRecord, can_transfer
-from bireme.errors import UnavailableError
+from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
+from bireme.kv.active import SentRequest
+from bireme.kv.placement import (
+    Candidate,
+    Floats,
+    Hashes,
+    HashPrompt,
+    Holdings,
+    Mask,
+    Placement,
+    ReportedLoad,
+    RoutingRequest,
+)
+from bireme.kv.sessions import SessionTable
+from bireme.kv.targets import StageTargets, Target
 
 DOWN_S = 1.0  # how long a lost worker is skipped, unless it is the only one
+DEFAULT_TOKENS_PER_BLOCK = 32
+_EVEN = 1e-9  # costs that differ by less are even
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    prefill: str | None  # None: aggregated, decode does both
-    decode: str
+class Prices:
+    """What a KV block costs at a stage, in the unit of all costs."""
+
+    new: float  # that the worker does not hold
+    waiting: float  # of prompts that wait there
+    used: float  # by running requests
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingRequest:
-    prompt: npt.NDArray[np.int32]  # CPU 1D
-    cache_salt: str = ""
-    lora_name: str = ""
-    priority: float = 0.5
+class StageChoice:
+    """A stage's part of a placement."""
+
+    target: Target
+    reason: str
+    hashes: Hashes | None  # of the prompt's full blocks; None: nobody keeps an account of them
+    cached_tokens: int | None
 
 
-class Router(Protocol):
-    """Called on one loop's thread; must be quick."""
+class WorkerRouter:
+    """Used on one loop's thread; must be quick."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        mode: RoutingMode,
+        *,
+        enforce_disaggregation: bool = False,
+        holdings: Holdings | None = None,
+        hash_prompt: HashPrompt | None = None,
+        loads: Mapping[str, ReportedLoad] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        draw: random.Random | None = None,
+    ) -> None:
+        """`holdings` and `hash_prompt`: mode kv needs both. `loads`: by worker, kept up to date by its owner.
+
+        Without loads, load plays no part and none is counted.
+        """
+        self.mode, self._config, self._must_transfer = mode, config, enforce_disaggregation
+        self._holdings, self._hash_prompt = holdings, hash_prompt
+        self._counts_load = loads is not None
+        self._clock, self._draw = clock, draw or random.Random()
+        self._stages = {name: StageTargets({} if loads is None else loads) for name in ("prefill", "decode")}
+        self._turns = dict.fromkeys(self._stages, -1)
+        self._records: Mapping[str, WorkerRecord] = {}
+        self._down_until: dict[str, float] = {}
+        self._sessions = SessionTable(config.session_ttl_s, config.max_sessions)
 
     def set_workers(self, workers: Mapping[str, WorkerRecord]) -> None:
         """Take the whole present view: worker id (`decode_1`, or `decode_1@host:8001` on another server) -> record.
@@ -44,93 +100,338 @@ class Router(Protocol):
         Those that drain get nothing new. A worker that is missing has left or was lost; what runs there is its
         caller's.
         """
+        self._records = workers
+        for name, stage in self._stages.items():
+            stage.set_workers({worker: record for worker, record in workers.items() if record.stage == name})
+        if self._holdings is not None:
+            self._holdings.follow(workers)
 
     def place(self, request: RoutingRequest, *, avoid: Collection[str] = ()) -> Placement:
-        """Choose workers, none of `avoid` if there is another. Raises UnavailableError without a decode worker.
+        """Choose workers, none of `avoid` if there is another.
 
-        `finished` must follow every placement.
+        `finished` must follow every placement. Raises UnavailableError without a decode worker, ResourceExhaustedError
+        when all are busy, RequestError for a choice that can't be met.
         """
+        now = self._clock()
+        placement, prefill, decode = self._decide(request, avoid, now)
+        if not self._counts_load:
+            return placement
+        sent = [(decode.target, _sent(decode, request, is_used=True, is_computed=prefill is None))]
+        if prefill is not None:
+            sent.append((prefill.target, _sent(prefill, request, is_used=False, is_computed=True)))
+        for target, part in sent:
+            self._stages[target.record.stage].add(target, part, now)
+        for choice in (prefill, decode):
+            if choice is not None and choice.hashes is not None and self._holdings is not None:
+                self._holdings.predict(choice.target.key, choice.hashes)
+        return _with_sent(placement, tuple(sent))
+
+    def preview(self, request: RoutingRequest) -> tuple[Placement, list[Candidate]]:
+        """Return what `place` would decide now, and all workers with their costs; nothing is counted.
+
+        A mode that takes turns has had its turn.
+        """
+        now = self._clock()
+        placement, prefill, _ = self._decide(request, (), now)
+        candidates: list[Candidate] = []
+        for name, stage in self._stages.items():
+            has_prefill = prefill is not None or not stage.targets
+            hashes = self._hash(request, stage) if stage.targets else None
+            held, cached = self._held(stage, request, hashes)
+            costs = self._costs(stage, self._prices(name, has_prefill), request, hashes, held, now)
+            waiting = stage.waiting_tokens(now)
+            candidates += [
+                Candidate(
+                    target.worker, target.dp_rank, round(float(costs[at]), 6), int(cached[at]), float(waiting[at]),
+                    float(stage.blocks[at]), float(stage.requests[at]),
+                )
+                for at, target in enumerate(stage.targets)
+            ]  # fmt: skip
+        return placement, candidates
 
     def prefilled(self, placement: Placement) -> None:
-        """The prefill worker has done its part."""
+        """The prompt has been computed, its first token is there."""
+        now = self._clock()
+        for target, sent in placement.sent:
+            stage = self._stages[target.record.stage]
+            stage.prefilled(target, sent, now)
+            if target.worker == placement.prefill:
+                stage.free(target, sent, now)
 
     def finished(self, placement: Placement) -> None:
         """Nothing of this placement is running any more."""
+        if placement.sent:
+            now = self._clock()
+            for target, sent in placement.sent:
+                self._stages[target.record.stage].free(target, sent, now)
 
     def note_down(self, worker: str) -> None:
         """The worker was lost, or could not be reached."""
-
-    def note_up(self, worker: str) -> None:
-        """The worker has answered."""
-
-
-class RoundRobin:
-    """Each stage's workers in turn."""
-
-    def __init__(
-        self, prefill: Sequence[str], decode: Sequence[str], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._prefill, self._decode = _Ring(prefill), _Ring(decode)
-        self._clock = clock
-        self._down_until: dict[str, float] = {}
-        self._records: Mapping[str, WorkerRecord] = {}
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> RoundRobin:
-        return cls(recipe.replicas("prefill"), recipe.replicas("decode"))
-
-    def set_workers(self, workers: Mapping[str, WorkerRecord]) -> None:
-        self._records = workers
-        for stage, ring in (("prefill", self._prefill), ("decode", self._decode)):
-            ring.set([name for name, one in workers.items() if one.stage == stage and not one.is_draining])
-
-    def place(self, request: RoutingRequest, *, avoid: Collection[str] = ()) -> Placement:
-        skipped = {*avoid, *self._down()}
-        decode = self._decode.take(skipped) or self._decode.take(avoid) or self._decode.take(())
-        if decode is None:
-            raise UnavailableError("no decode worker takes requests now; try again")
-        return Placement(self._prefill.take(skipped | self._out_of_reach(decode)), decode)
-
-    def prefilled(self, placement: Placement) -> None:
-        pass
-
-    def finished(self, placement: Placement) -> None:
-        pass
-
-    def note_down(self, worker: str) -> None:
         self._down_until[worker] = self._clock() + DOWN_S
 
     def note_up(self, worker: str) -> None:
+        """The worker has answered."""
         if self._down_until:
             self._down_until.pop(worker, None)
 
-    def _out_of_reach(self, decode: str) -> set[str]:
-        """Return the prefill workers whose KV can't get to a decode worker."""
-        if (target := self._records.get(decode)) is None or not target.host:
-            return set()
-        return {name for name, source in self._records.items() if not can_transfer(source, target)}
+    def close(self) -> None:
+        if self._holdings is not None:
+            self._holdings.close()
 
-    def _down(self) -> set[str]:
+    def _decide(
+        self, request: RoutingRequest, avoid: Collection[str], now: float
+    ) -> tuple[Placement, StageChoice | None, StageChoice]:
+        """Choose decode first: what it holds says whether prefill is worth its transfer."""
+        if self._counts_load:
+            for stage in self._stages.values():
+                stage.sync(now)
+        skipped = {*avoid, *self._down(now)}
+        may_transfer = not request.is_resumed and (request.has_transfer or self._must_transfer)
+        prefills, choice = self._stages["prefill"], request.choice
+        sources = prefills.allowed(skipped)
+        if not sources.any() and self._must_transfer:
+            sources = prefills.is_ready  # all are down; the caller's pauses wait for their return
+        has_prefill = bool(may_transfer and sources.any())
+        decodes = self._stages["decode"]
+        allowed = next((some for some in map(decodes.allowed, (skipped, avoid, ())) if some.any()), None)
+        if allowed is None:
+            raise UnavailableError("no decode worker takes requests now; try again")
+        decode = self._choose("decode", allowed, request, self._prices("decode", has_prefill), now)
+        prefill: StageChoice | None = None
+        is_short = False
+        if has_prefill:
+            reachable = sources & self._reach(decode.target.record)
+            is_short = not choice.prefill_worker and self._is_short(request, decode)
+            if reachable.any() and not is_short:
+                prefill = self._choose("prefill", reachable, request, self._prices("prefill", True), now)
+        source = prefill or decode
+        return (
+            Placement(
+                prefill.target.worker if prefill is not None else None,
+                decode.target.worker,
+                prefill.target.dp_rank if prefill is not None else None,
+                decode.target.dp_rank,
+                decode.reason,
+                is_short,
+                source.cached_tokens,
+            ),
+            prefill,
+            decode,
+        )
+
+    def _choose(self, name: str, allowed: Mask, request: RoutingRequest, prices: Prices, now: float) -> StageChoice:
+        """Choose one of a stage's workers: by the request itself, by its session, by the mode."""
+        stage, choice = self._stages[name], request.choice
+        mode = self._mode(choice.mode)
+        wanted, rank = (
+            (choice.decode_worker, choice.decode_dp_rank)
+            if name == "decode"
+            else (choice.prefill_worker, choice.prefill_dp_rank)
+        )
+        reason = "only"
+        if (wanted or rank is not None) and not request.is_resumed:
+            allowed, reason = self._named(name, wanted, rank), "direct"
+        elif mode == "direct" and name == "decode" and not request.is_resumed:
+            raise RequestError(
+                "routing.decode_worker: missing; this deployment's clients choose their worker, send one"
+            )
+        if not request.is_resumed and (rules := self._rules(request.priority)):
+            allowed = _not_busy(name, stage, allowed, rules, now)
+        hashes = self._hash(request, stage)
+        held, cached = self._held(stage, request, hashes)
+        if request.session_id and len(stage.targets) > 1:
+            names = [worker for worker, may in zip(stage.workers, allowed, strict=True) if may]
+            worker = self._sessions.worker(request.session_id, name, names, now)
+            allowed = allowed & np.array([one == worker for one in stage.workers], bool)
+            reason = "session" if reason == "only" else reason
+        if np.count_nonzero(allowed) == 1:
+            index = int(allowed.argmax())
+        else:
+            reason = mode if reason == "only" else reason
+            index = self._by_mode(mode, name, allowed, request, prices, hashes, held, now)
+        known = int(cached[index]) if self._holdings is not None else None
+        return StageChoice(stage.targets[index], reason, hashes, known)
+
+    def _by_mode(
+        self,
+        mode: RoutingMode,
+        name: str,
+        allowed: Mask,
+        request: RoutingRequest,
+        prices: Prices,
+        hashes: Hashes | None,
+        held: Floats,
+        now: float,
+    ) -> int:
+        stage, draw = self._stages[name], self._draw
+        if mode == "kv":
+            costs = self._costs(stage, prices, request, hashes, held, now)
+            return draw_cost(costs, allowed, stage.requests, self._config.temperature, draw)
+        if mode == "least_loaded":
+            return draw_cost(stage.requests, allowed, stage.blocks, 0.0, draw)
+        if mode == "power_of_two":
+            pair = np.zeros(len(allowed), bool)
+            pair[draw.sample(np.flatnonzero(allowed).tolist(), 2)] = True
+            return draw_cost(stage.requests, pair, stage.blocks, 0.0, draw)
+        if mode == "random":
+            return _draw_even(allowed, draw)
+        places = np.flatnonzero(allowed)
+        self._turns[name] = int(places[np.searchsorted(places, self._turns[name], "right") % len(places)])
+        return self._turns[name]
+
+    def _mode(self, wanted: RoutingMode | None) -> RoutingMode:
+        if wanted is None or wanted == self.mode:
+            return self.mode
+        if wanted == "kv" and self._holdings is None:
+            raise RequestError("routing.mode: kv; this deployment does not follow what workers hold (router.mode)")
+        if wanted in ("least_loaded", "power_of_two") and not self._counts_load:
+            raise RequestError(f"routing.mode: {wanted}; this deployment does not follow workers' load (router.mode)")
+        return wanted
+
+    def _named(self, name: str, worker: str, rank: int | None) -> Mask:
+        """Return the workers that a request asks for."""
+        stage = self._stages[name]
+        found = np.array(
+            [
+                (not worker or target.worker == worker) and (rank is None or target.key[1] == rank)
+                for target in stage.targets
+            ],
+            bool,
+        )
+        if worker and worker not in stage.workers:
+            known = ", ".join(sorted(set(stage.workers))[:8])
+            raise RequestError(f"routing.{name}_worker: no worker {worker[:100]!r}; there are {known or 'none'}")
+        if not found.any():
+            raise RequestError(f"routing.{name}_dp_rank: {rank}; no such rank of {worker or 'any worker'}")
+        if not (found & stage.is_ready).any():
+            raise UnavailableError(f"routing.{name}_worker: {worker or 'all'} takes no new requests; choose another")
+        return found & stage.is_ready
+
+    def _rules(self, priority: float) -> list[BusyRule]:
+        return [rule for rule in self._config.busy if priority <= rule.up_to_priority]
+
+    def _reach(self, decode: WorkerRecord) -> Mask:
+        """Return the prefill workers whose KV can get to a decode worker."""
+        targets = self._stages["prefill"].targets
+        return np.array([can_transfer(target.record, decode) for target in targets], bool)
+
+    def _is_short(self, request: RoutingRequest, decode: StageChoice) -> bool:
+        """Whether decode computes what it lacks of the prompt in less of its time than a transfer costs."""
+        config, capacity = self._config, decode.target.record.capacity
+        num_new = len(request.prompt) - (decode.cached_tokens or 0)
+        if self._must_transfer or (capacity is not None and num_new > capacity.max_num_tokens):
+            return False
+        return num_new * config.prefill_ms_per_token < config.transfer_ms + num_new * config.transfer_ms_per_token
+
+    def _prices(self, stage: str, has_prefill: bool) -> Prices:
+        config = self._config
+        if stage == "prefill":
+            return Prices(config.prefill_weight, config.prefill_weight, 0.0)
+        if not has_prefill:
+            return Prices(config.prefill_weight, config.prefill_weight, config.decode_weight)
+        share = config.transfer_ms_per_token / config.prefill_ms_per_token if config.prefill_ms_per_token else 0.0
+        return Prices(config.prefill_weight * share, 0.0, config.decode_weight)
+
+    def _hash(self, request: RoutingRequest, stage: StageTargets) -> Hashes | None:
+        if self._hash_prompt is None:
+            return None
+        return self._hash_prompt(request, _tokens_per_block(stage))
+
+    def _held(self, stage: StageTargets, request: RoutingRequest, hashes: Hashes | None) -> tuple[Floats, Floats]:
+        """Return what each worker holds of the prompt: blocks' worth, host memory's at its credit, and tokens.
+
+        An engine computes at least the last token, so it never takes a whole prompt from its cache.
+        """
+        if self._holdings is None or hashes is None:
+            nothing = np.zeros(len(stage.targets))
+            return nothing, nothing
+        device, anywhere = self._holdings.match(hashes, stage.keys)
+        size = _tokens_per_block(stage)
+        limit = float((len(request.prompt) - 1) // size * size)
+        tokens: Floats = np.minimum(anywhere * float(size), limit)
+        return device + self._config.host_credit * (anywhere - device), tokens
+
+    def _costs(
+        self,
+        stage: StageTargets,
+        prices: Prices,
+        request: RoutingRequest,
+        hashes: Hashes | None,
+        held: Floats,
+        now: float,
+    ) -> Floats:
+        """Return each worker's cost of this request, in KV blocks."""
+        size = _tokens_per_block(stage)
+        new = len(request.prompt) / size - held
+        waiting = stage.waiting_tokens(now) / size
+        listed: list[int] = hashes.tolist() if hashes is not None else []
+        if prices.waiting and listed:  # a prompt does not queue behind its own beginning: it would need that anywhere
+            waiting = np.maximum(waiting - stage.computing_blocks(listed, np.floor(held)), 0.0)
+        if prices.new == prices.waiting:  # what is held saves at the most what there is to do
+            costs = prices.new * np.maximum(new + waiting, 0.0)
+        else:
+            costs = prices.new * np.maximum(new, 0.0) + prices.waiting * waiting
+        if prices.used:
+            costs += prices.used * (stage.blocks + len(listed) - stage.shared_blocks(listed))
+        return costs
+
+    def _down(self, now: float) -> set[str]:
         if not self._down_until:
             return set()
-        now = self._clock()
         self._down_until = {worker: until for worker, until in self._down_until.items() if until > now}
         return set(self._down_until)
 
 
-class _Ring:
-    """Names in turn."""
+def draw_cost(costs: Floats, allowed: Mask, ties: Floats, temperature: float, draw: random.Random) -> int:
+    """Return one of the allowed: of the lowest costs that with the lowest `ties`, or by a softmax of the costs.
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names, self._at = tuple(names), 0
+    Probabilities are proportional to exp(-cost / (highest - lowest) / temperature), as in Dynamo's router.
+    """
+    places = np.flatnonzero(allowed)
+    some = costs[places]
+    low, span = some.min(), float(np.ptp(some))
+    if temperature and span > _EVEN:
+        weights = np.exp(-(some - low) / span / temperature)
+        return int(draw.choices(places.tolist(), weights.tolist())[0])
+    if temperature:
+        return int(draw.choice(places.tolist()))
+    cheapest = places[some <= low + _EVEN]
+    second = ties[cheapest]
+    return int(draw.choice(cheapest[second <= second.min() + _EVEN].tolist()))
 
-    def set(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
 
-    def take(self, skipped: Collection[str]) -> str | None:
-        for offset in range(len(self._names)):
-            name = self._names[(self._at + offset) % len(self._names)]
-            if name not in skipped:
-                self._at = (self._at + offset + 1) % len(self._names)
-                return name
-        return None
+def _draw_even(allowed: Mask, draw: random.Random) -> int:
+    return int(draw.choice(np.flatnonzero(allowed).tolist()))
+
+
+def _not_busy(name: str, stage: StageTargets, allowed: Mask, rules: list[BusyRule], now: float) -> Mask:
+    """Return the allowed that are not busy. Raises ResourceExhaustedError when all are."""
+    free: Mask = allowed & ~stage.busy(rules, now)
+    if not free.any():
+        raise ResourceExhaustedError(
+            f"{name}: all {np.count_nonzero(allowed)} workers are busy (router.busy); try again later"
+        )
+    return free
+
+
+def _tokens_per_block(stage: StageTargets) -> int:
+    """Return the stage's block size: workers of another one are not let in."""
+    return next((one.record.tokens_per_block for one in stage.targets if one.record.tokens_per_block), 0) or (
+        DEFAULT_TOKENS_PER_BLOCK
+    )
+
+
+def _sent(choice: StageChoice, request: RoutingRequest, is_used: bool, is_computed: bool) -> SentRequest:
+    """Return what a worker is sent: a prompt whose blocks it uses from now on, that it computes, or both."""
+    hashes: list[int] = choice.hashes.tolist() if choice.hashes is not None else []
+    num_cached = choice.cached_tokens or 0
+    num_new = len(request.prompt) - num_cached if is_computed else 0
+    num_held = num_cached // (choice.target.record.tokens_per_block or DEFAULT_TOKENS_PER_BLOCK) if num_cached else 0
+    return SentRequest(hashes if is_used else (), num_new, hashes[num_held:] if is_computed else ())
+
+
+def _with_sent(placement: Placement, sent: tuple[tuple[Target, SentRequest], ...]) -> Placement:
+    return Placement(
+        placement.prefill, placement.decode, placement.prefill_dp_rank, placement.decode_dp_rank, placement.reason,
+        placement.is_short, placement.cached_tokens, sent,
+    )  # fmt: skip

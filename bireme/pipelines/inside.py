@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bireme.errors import UnavailableError
-from bireme.kv.router import RoundRobin
+from bireme.pipelines.routing import make_router
 from bireme.pipelines.services import Services
 from bireme.sampling import check_defaults
 from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
@@ -27,4 +27,4 @@ def make_services(
         if context.call_async is None:
             raise UnavailableError(f"{context.model_name}: no way to call other models")
         workers = Workers(GrpcChannel(), recipe.pipeline.stall_timeout_s, context.metrics, context.call_async)
-    return Services(recipe, workers, RoundRobin.of(recipe), context.metrics), tokenizer
+    return Services(recipe, workers, make_router(recipe), context.metrics), tokenizer

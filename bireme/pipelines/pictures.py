@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bireme.errors import BiremeError, DeadlineExceededError, EngineLostError, RequestError, UnavailableError
+from bireme.kv.hashing import MediaSpan
 from bireme.messages import EncodeRequest, EncodeSource
 from bireme.multimodal.model_config import PictureModel
 from bireme.multimodal.placeholders import Ids, expand
@@ -60,6 +61,13 @@ class RequestPictures:
             for one, place in zip(answer.pictures, places, strict=True)
         )
         return expanded
+
+    @property
+    def spans(self) -> tuple[MediaSpan, ...]:
+        """Where the pictures lie in the prompt, for the hashes of its blocks."""
+        return tuple(
+            MediaSpan(item.position, item.position + item.num_tokens, bytes.fromhex(item.hash)) for item in self._items
+        )
 
     @property
     def places(self) -> bytes:

@@ -42,7 +42,7 @@ from bireme.errors import (
     drop_frames,
     from_message,
 )
-from bireme.kv.router import Placement, RoutingRequest
+from bireme.kv.placement import NO_CHOICE, Placement, RoutingChoice, RoutingRequest
 from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs, Usage
 from bireme.pipelines.pictures import RequestEmbeddings, RequestPictures
 from bireme.pipelines.services import Services
@@ -78,6 +78,8 @@ class SequenceRequest:
     priority: float = 0.5
     deadline: float = 0.0  # time.monotonic(); 0: none
     pictures: RequestPictures | None = None  # of a prompt that has room for them
+    session_id: str = ""  # requests of one session stay with their worker
+    routing: RoutingChoice = NO_CHOICE
 
 
 class _KvState(enum.Enum):
@@ -113,6 +115,7 @@ class SequenceRunner:
         self._placement: Placement | None = None
         self._lease: _Lease | None = None  # filled and not claimed yet: for the next attempt
         self._prefill: tuple[str, Usage] | None = None  # worker and usage of the prefill that made the first token
+        self._predicted_tokens: int | None = None  # of the prompt, that its worker should have found in its cache
         self._has_kv = True  # a prefill's KV has arrived so far whenever it was to
         self._prompt_logprobs: list[TokenLogprobs] | None = None  # prefill's, until they are sent
         self._failing_since = 0.0
@@ -136,6 +139,7 @@ class SequenceRunner:
     ) -> None:
         self.first_token_at = time.monotonic()
         self.push = self._stream.push
+        self._note_prefilled()
         mine, self._prompt_logprobs = self._prompt_logprobs, None
         self.push(tokens, logprobs, mine if prompt_logprobs is None else prompt_logprobs)
 
@@ -148,7 +152,12 @@ class SequenceRunner:
         """Take the first tokens after a loss; the bus knows only the gaps within an attempt."""
         self._services.metrics.observe("bireme_inter_token_latency_seconds", time.monotonic() - self._lost_at)
         self.push = self._stream.push
+        self._note_prefilled()
         self.push(tokens, logprobs, prompt_logprobs)
+
+    def _note_prefilled(self) -> None:
+        if self._placement is not None and self._placement.prefill is None:
+            self._services.router.prefilled(self._placement)
 
     def finish(self, finish: Finish) -> None:
         if self._ended is not None and not self._ended.done():  # else it was given up before
@@ -243,15 +252,17 @@ class SequenceRunner:
             if work.pictures is not None and (lease is None or not lease.is_filled):
                 pictures = await work.pictures.take()
                 request = msgspec.structs.replace(request, multimodal=pictures.multimodal)
+            if lease is None or not lease.is_filled:
+                self._predicted_tokens = placement.cached_tokens
             if lease is None:
                 self._prefill = self._prefill if tokens else None
             else:
-                result = await lease.prefill(request)
+                result = await lease.prefill(_on_rank(request, placement.prefill_dp_rank))
                 kv = _KvState.OFFERED
                 self._services.router.prefilled(placement)
                 self._prefill = (lease.worker, result.usage)
                 request = self._go_on(request, lease.worker, result)
-            await self._decode(placement.decode, request)
+            await self._decode(placement.decode, _on_rank(request, placement.decode_dp_rank))
         except UnavailableError as error:
             if kv is _KvState.OFFERED and not isinstance(error, (EngineLostError, KvTransferError)):
                 kv, self._lease = _KvState.KEPT, lease
@@ -265,16 +276,29 @@ class SequenceRunner:
                 pictures.release()  # an engine that finished has fetched them all
 
     def _place(self) -> Placement:
-        work, recipe = self._work, self._services.recipe
-        request = RoutingRequest(work.prompt, work.cache_salt, work.lora_name, work.priority)
-        placement = self._services.router.place(request)
-        if self.tokens or not (self._has_kv or recipe.pipeline.enforce_disaggregation):
-            placement = Placement(None, placement.decode)
-        elif placement.prefill is None and recipe.pipeline.enforce_disaggregation:
-            # All are down; the pauses between attempts wait for their return.
-            placement = Placement(recipe.replicas("prefill")[0], placement.decode)
+        """Have the router choose. Raises what it refuses."""
+        work, metrics = self._work, self._services.metrics
+        request = RoutingRequest(
+            prompt=work.prompt,
+            cache_salt=work.cache_salt,
+            lora_name=work.lora_name,
+            priority=work.priority,
+            media=work.pictures.spans if work.pictures is not None else (),
+            session_id=work.session_id,
+            choice=work.routing,
+            is_resumed=bool(self.tokens),
+            has_transfer=self._has_kv,
+        )
+        try:
+            placement = self._services.router.place(request)
+        except ResourceExhaustedError:
+            metrics.add("bireme_routing_decisions_total", 1, "refused")
+            raise
+        metrics.add("bireme_routing_decisions_total", 1, placement.reason)
         for worker in filter(None, (placement.prefill, placement.decode)):
-            self._services.metrics.add("bireme_routed_total", 1, worker)
+            metrics.add("bireme_routed_total", 1, worker)
+        if placement.prefill is not None or placement.is_short:
+            metrics.add("bireme_prompts_placed_total", 1, "decode" if placement.is_short else "prefill")
         return placement
 
     def _go_on(self, request: EngineRequest, worker: str, result: PrefillResult) -> EngineRequest:
@@ -366,7 +390,19 @@ class SequenceRunner:
             if self._placement.prefill is None:  # an earlier attempt had it; this one computed its context
                 usage.queue_ms += prefill.queue_ms
                 usage.prefill_ms += prefill.prefill_ms
+        if self._predicted_tokens is not None and not self.migrations:
+            usage.predicted_cached_tokens = self._predicted_tokens
+            self._measure_prediction(usage, self._predicted_tokens)
         return Finish(finish.reason, usage, finish.error, finish.stop_token_id)
+
+    def _measure_prediction(self, usage: Usage, predicted: int) -> None:
+        """Compare what the router expected the prompt's worker to hold with what it did."""
+        metrics = self._services.metrics
+        metrics.add("bireme_router_prompt_tokens_total", usage.prompt_tokens)
+        metrics.add("bireme_router_predicted_tokens_total", predicted)
+        metrics.add("bireme_router_cached_tokens_total", usage.cached_tokens)
+        metrics.add("bireme_router_mispredicted_tokens_total", abs(predicted - usage.cached_tokens))
+        metrics.observe("bireme_router_prediction_error_tokens", abs(predicted - usage.cached_tokens))
 
 
 class _Lease:
@@ -416,6 +452,10 @@ class _Lease:
             return
         with contextlib.suppress(NotFoundError):  # it was faster than the abort
             await self._services.workers.abort_prefill(self.worker, self._request_id)
+
+
+def _on_rank(request: EngineRequest, dp_rank: int | None) -> EngineRequest:
+    return request if request.dp_rank == dp_rank else msgspec.structs.replace(request, dp_rank=dp_rank)
 
 
 def _notice(call: asyncio.Future[PrefillResult]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from bireme.config import Recipe
 from bireme.errors import BiremeError, ResourceExhaustedError, drop_frames
-from bireme.kv.router import Router
+from bireme.kv.router import WorkerRouter
 from bireme.messages import Capacity
 from bireme.metrics import Registry
 from bireme.workers.base import WorkerClient
@@ -25,7 +25,7 @@ class Services:
 
     recipe: Recipe
     workers: WorkerClient
-    router: Router
+    router: WorkerRouter
     metrics: Registry
     num_active: int = 0
     _background: set[asyncio.Task[None]] = field(default_factory=set)
@@ -58,6 +58,7 @@ class Services:
     async def close(self) -> None:
         if self._background:
             await asyncio.wait(list(self._background), timeout=1.0)
+        self.router.close()
         await self.workers.close()
 
 

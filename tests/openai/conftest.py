@@ -119,7 +119,10 @@ def frontend() -> Iterator[Make]:
 
     async def make(keys: ApiKeys | None = None, **tree: Any) -> Bench:
         workers, metrics = FakeWorkers(), Registry("frontend")
-        fields = {"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": "test"} | tree
+        fields = {"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": "test"}
+        fields |= {
+            "router": {"transfer_ms": 0}
+        } | tree  # prompts of tests are short, and go through prefill all the same
         recipe = convert(fields, Recipe, "test")
         app = Frontend(Models([ServedModel(recipe, workers, letters(), metrics)]), metrics, recipe.frontend, keys)
         await app.start()

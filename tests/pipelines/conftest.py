@@ -96,6 +96,8 @@ def recipe(prefill: int = 0, decode: int = 1, **tree: Any) -> Recipe:
     workers = {"decode": {"engine": "mocker", "replicas": decode}}
     if prefill:
         workers["prefill"] = {"engine": "mocker", "replicas": prefill}
+    # Prompts of tests are short, and go through prefill all the same; the first decode worker is the first to be used.
+    tree.setdefault("router", {"mode": "round_robin", "transfer_ms": 0})
     return convert({"model": "none", "workers": workers, "name": "test"} | tree, Recipe, "test")
 
 

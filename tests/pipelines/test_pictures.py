@@ -12,7 +12,6 @@ from tokenizers import Tokenizer as Inner
 from bireme.config import Recipe
 from bireme.conversion import convert
 from bireme.errors import DeadlineExceededError, EngineLostError, RequestError, UnavailableError
-from bireme.kv.router import RoundRobin
 from bireme.messages import EncodeSource
 from bireme.metrics import Registry
 from bireme.multimodal.model_config import PictureModel
@@ -21,6 +20,7 @@ from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_request import parse_chat
 from bireme.pipelines.chat_service import ChatService
 from bireme.pipelines.pictures import PictureSource, RequestPictures
+from bireme.pipelines.routing import make_router
 from bireme.pipelines.services import Services
 from bireme.text.tokenizer import TextTokenizer
 from bireme.workers.fake import FakeWorkers, token_at
@@ -41,9 +41,10 @@ class Bench:
             workers["multimodal_encoder"] = {"replicas": encoders}
         if prefill:
             workers["prefill"] = {"engine": "mocker"}
-        self.recipe = convert({"model": "none", "workers": workers, "name": "test"} | tree, Recipe, "test")
+        tree = {"model": "none", "workers": workers, "name": "test", "router": {"transfer_ms": 0}} | tree
+        self.recipe = convert(tree, Recipe, "test")
         self.workers = FakeWorkers()
-        self.services = Services(self.recipe, self.workers, RoundRobin.of(self.recipe), Registry("chat"))
+        self.services = Services(self.recipe, self.workers, make_router(self.recipe), Registry("chat"))
 
     def pictures(self, *sources, deadline=0.0):
         return RequestPictures(self.services, MODEL, sources or (source(), source(b"abcd")), deadline)

@@ -21,11 +21,15 @@ TINY_CHATS = [  # trtllm: on the stand-in of tests/contract
 
 @pytest.fixture(scope="session")
 def write_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that writes a recipe folder: model, workers and further keys of recipe.yaml."""
+    """Return a function that writes a recipe folder: model, workers and further keys of recipe.yaml.
+
+    Prompts of tests are short, and go through prefill all the same.
+    """
 
     def write(model: Path, workers: dict[str, Any], **more: Any) -> Path:
         folder = tmp_path_factory.mktemp("recipe")
-        (folder / "recipe.yaml").write_text(yaml.safe_dump({"model": str(model), "workers": workers, **more}))
+        tree = {"model": str(model), "workers": workers, "router": {"transfer_ms": 0}, **more}
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(tree))
         return folder
 
     return write

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 
 from bireme.config import Recipe
 from bireme.errors import ConfigError
-from bireme.kv.router import RoundRobin
 from bireme.messages import Capacity
 from bireme.metrics import Registry
 from bireme.openai.http.error_replies import HttpError
 from bireme.pipelines.chat_service import ChatService
+from bireme.pipelines.routing import make_router
 from bireme.pipelines.services import Services
 from bireme.sampling import check_defaults
 from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
@@ -28,7 +28,7 @@ class ServedModel:
         self.recipe, self.workers, self.tokenizer = recipe, workers, tokenizer
         self.name = recipe.served_model_name or recipe.name
         self.created = int(time.time())
-        self.services = Services(recipe, workers, RoundRobin.of(recipe), metrics)
+        self.services = Services(recipe, workers, make_router(recipe), metrics)
         self.chat = ChatService(self.services, tokenizer)
 
     @property

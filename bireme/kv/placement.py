@@ -1,0 +1,113 @@
+"""What a router is asked, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from bireme.config import RoutingMode
+from bireme.discovery.run import WorkerRecord
+from bireme.kv.hashing import MediaSpan
+
+if TYPE_CHECKING:
+    from bireme.kv.active import SentRequest
+    from bireme.kv.targets import Target
+
+Hashes = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+
+class RoutingChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a request says about its own placement; unset: the router decides."""
+
+    mode: RoutingMode | None = None
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    prefill_dp_rank: int | None = None
+    decode_dp_rank: int | None = None
+    query_only: bool = False  # answer with the placement, and compute nothing
+
+
+NO_CHOICE = RoutingChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRequest:
+    prompt: npt.NDArray[np.int32]  # CPU 1D
+    cache_salt: str = ""
+    lora_name: str = ""
+    priority: float = 0.5
+    media: tuple[MediaSpan, ...] = ()
+    session_id: str = ""  # requests of one session stay with their worker; "": none
+    choice: RoutingChoice = NO_CHOICE
+    is_resumed: bool = False  # tokens were delivered: it is not refused, and decode computes its context itself
+    has_transfer: bool = True  # False: KV of an earlier attempt did not arrive, so decode computes the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    prefill: str | None  # None: decode computes the prompt
+    decode: str
+    prefill_dp_rank: int | None = None  # None: its engine has one rank, or chooses
+    decode_dp_rank: int | None = None
+    reason: str = field(default="", compare=False)  # how decode was chosen: a mode, only, direct or session
+    is_short: bool = field(default=False, compare=False)  # prefill was left out: the prompt isn't worth its transfer
+    # Of the prompt, that the worker that computes it should find; None: nobody knows what workers hold.
+    cached_tokens: int | None = field(default=None, compare=False)
+    sent: tuple[tuple[Target, SentRequest], ...] = field(default=(), compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker as a decision saw it."""
+
+    worker: str
+    dp_rank: int | None
+    cost: float  # in KV blocks
+    cached_tokens: int  # of the prompt
+    waiting_tokens: float  # prompt tokens to be computed there
+    num_blocks: float  # in use
+    num_requests: float
+
+
+class ReportedLoad(Protocol):
+    """A worker's report of itself."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens that are still to be computed."""
+        ...
+
+    @property
+    def num_blocks_used(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+
+
+class Holdings(Protocol):
+    """What workers hold. Thread-safe."""
+
+    def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> tuple[Floats, Floats]:
+        """Return, for each (worker, rank), the blocks that it holds from a prompt's start: on its device, anywhere."""
+        ...
+
+    def predict(self, target: tuple[str, int], hashes: Hashes) -> None:
+        """Count blocks that are being computed there as held for a while. The array is kept."""
+
+    def follow(self, workers: Mapping[str, WorkerRecord]) -> None:
+        """Take the whole present view of the workers; those that are missing are forgotten."""
+
+    def close(self) -> None: ...
+
+
+HashPrompt = Callable[[RoutingRequest, int], Hashes]  # request, tokens per block -> public hashes of full blocks

@@ -1,0 +1,161 @@
+"""The workers of a stage with their load, as a router sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from bireme.config import BusyRule
+from bireme.discovery.run import WorkerRecord
+from bireme.kv.active import ActiveRequests, SentRequest
+from bireme.kv.placement import Floats, Mask, ReportedLoad
+
+
+class Target:
+    """A worker, or one data-parallel rank of it."""
+
+    def __init__(self, worker: str, dp_rank: int | None, record: WorkerRecord) -> None:
+        self.worker, self.dp_rank, self.record = worker, dp_rank, record
+        self.index = -1  # in its stage's columns; -1: it has left
+        self.active = ActiveRequests()
+        self.report: ReportedLoad | None = None  # the last one that was counted
+        self.other_blocks = self.other_tokens = self.other_requests = 0.0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.worker, self.dp_rank or 0
+
+    def take_report(self, report: ReportedLoad | None, now: float) -> None:
+        """Find what the worker has beyond this router's own: other routers' requests, leases, generated tokens.
+
+        Called before anything of the own load changes, so that both figures are of one time. What is on its way to the
+        worker is in the own figure alone: the difference is too small for a moment, and nothing counts twice.
+        """
+        self.report = report
+        if report is None:
+            self.other_blocks = self.other_tokens = self.other_requests = 0.0
+            return
+        own = self.active
+        self.other_blocks = max(0.0, report.num_blocks_used - own.num_blocks)
+        self.other_tokens = max(0.0, report.num_waiting_tokens - own.prefill_left(now))
+        self.other_requests = max(0.0, report.num_running + report.num_waiting - own.num_requests)
+
+
+class StageTargets:
+    """Used on one loop. Load in columns: a decision over many workers is a few operations on arrays."""
+
+    def __init__(self, loads: Mapping[str, ReportedLoad]) -> None:
+        self._loads = loads
+        self.targets: list[Target] = []
+        self._resize()
+
+    def set_workers(self, records: Mapping[str, WorkerRecord]) -> None:
+        """Take the present workers; those that were there keep their load, unless theirs is another engine now."""
+        known = {target.key: target for target in self.targets}
+        targets: list[Target] = []
+        for worker, record in records.items():
+            num_ranks = record.capacity.attention_dp_size if record.capacity else 1
+            for rank in range(num_ranks):
+                target = known.get((worker, rank))
+                if target is None or (target.record.life != record.life and target.record.life):
+                    target = Target(worker, rank if num_ranks > 1 else None, record)
+                target.record = record
+                targets.append(target)
+        for target in self.targets:
+            target.index = -1
+        self.targets = targets
+        self._resize()
+
+    def _resize(self) -> None:
+        count = len(self.targets)
+        self.keys = [target.key for target in self.targets]
+        self.workers = [target.worker for target in self.targets]
+        self.is_ready: Mask = np.array([not target.record.is_draining for target in self.targets], bool)
+        self.blocks: Floats = np.zeros(count)  # in use
+        self.requests: Floats = np.zeros(count)
+        self._tokens: Floats = np.zeros(count)  # prompt tokens sent and not known to be computed
+        self._first: Floats = np.zeros(count)  # of those, of the prompt that is being computed
+        self._rates: Floats = np.zeros(count)
+        self._began: Floats = np.zeros(count)
+        for index, target in enumerate(self.targets):
+            target.index = index
+            self._show(target)
+
+    def _show(self, target: Target) -> None:
+        index, own = target.index, target.active
+        if index < 0:
+            return
+        self.blocks[index] = own.num_blocks + target.other_blocks
+        self.requests[index] = own.num_requests + target.other_requests
+        self._tokens[index] = own.prefill_tokens + target.other_tokens
+        self._first[index], self._rates[index], self._began[index] = own.first_tokens, own.rate, own.began_at
+
+    def sync(self, now: float) -> None:
+        """Count the reports that have come since."""
+        loads = self._loads
+        for target in self.targets:
+            if (report := loads.get(target.worker)) is not target.report:
+                target.take_report(report, now)
+                self._show(target)
+
+    def waiting_tokens(self, now: float) -> Floats:
+        """Return the prompt tokens that are still to be computed, as far as can be told."""
+        left: Floats = self._tokens - np.minimum(self._first, self._rates * (now - self._began))
+        return left
+
+    def shared_blocks(self, hashes: Sequence[int]) -> Floats:
+        """Return how many of a prompt's blocks requests of this router use already."""
+        return np.array([target.active.shared(hashes) for target in self.targets], float)
+
+    def computing_blocks(self, hashes: Sequence[int], num_held: Floats) -> Floats:
+        """Return how many of the blocks that each worker holds of a prompt are only being computed."""
+        return np.array(
+            [
+                target.active.computing(hashes, int(num)) if num else 0
+                for target, num in zip(self.targets, num_held, strict=True)
+            ],
+            float,
+        )
+
+    def add(self, target: Target, sent: SentRequest, now: float) -> None:
+        target.active.add(sent, now)
+        self._show(target)
+
+    def prefilled(self, target: Target, sent: SentRequest, now: float) -> None:
+        self._count_report(target, now)
+        target.active.prefilled(sent, now)
+        self._show(target)
+
+    def free(self, target: Target, sent: SentRequest, now: float) -> None:
+        self._count_report(target, now)
+        target.active.free(sent)
+        self._show(target)
+
+    def _count_report(self, target: Target, now: float) -> None:
+        if (report := self._loads.get(target.worker)) is not target.report and target.index >= 0:
+            target.take_report(report, now)
+
+    def allowed(self, skipped: Collection[str]) -> Mask:
+        """Return those that take new requests and are not `skipped`."""
+        if not skipped:
+            return self.is_ready
+        is_free: Mask = np.array([worker not in skipped for worker in self.workers], bool)
+        return self.is_ready & is_free
+
+    def busy(self, rules: Sequence[BusyRule], now: float) -> Mask:
+        """Return those that are beyond a bound of one of the rules."""
+        is_busy: Mask = np.zeros(len(self.targets), bool)
+        for rule in rules:
+            if rule.max_kv_usage is not None:
+                totals = np.array([_num_blocks(target) or np.inf for target in self.targets])
+                is_busy |= self.blocks > rule.max_kv_usage * totals
+            if rule.max_waiting_tokens is not None:
+                is_busy |= self.waiting_tokens(now) > rule.max_waiting_tokens
+        return is_busy
+
+
+def _num_blocks(target: Target) -> int:
+    if target.report is not None:
+        return target.report.num_blocks
+    return target.record.capacity.num_blocks if target.record.capacity else 0

@@ -1,0 +1,125 @@
+"""Workers that hold what a test says, and routers over them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bireme.config import RouterConfig, RoutingMode
+from bireme.discovery.run import WorkerRecord
+from bireme.kv.hashing import event_seed, sequence_hashes
+from bireme.kv.placement import Floats, Hashes, Placement, ReportedLoad, RoutingRequest
+from bireme.kv.router import WorkerRouter
+from bireme.messages import Capacity
+
+BLOCK = 4
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class HeldBlocks:
+    """An index of sets: what workers hold on their device and in host memory, and what was predicted."""
+
+    def __init__(self) -> None:
+        self.device: dict[tuple[str, int], set[int]] = {}
+        self.host: dict[tuple[str, int], set[int]] = {}
+        self.predicted: list[tuple[tuple[str, int], int]] = []
+        self.workers: set[str] = set()
+
+    def give(
+        self,
+        worker: str,
+        prompt: int,
+        num_blocks: int,
+        rank: int = 0,
+        host: bool = False,
+        tokens_per_block: int = BLOCK,
+    ) -> None:
+        hashes = hashes_of(request(prompt), tokens_per_block)[:num_blocks]
+        (self.host if host else self.device).setdefault((worker, rank), set()).update(hashes.tolist())
+
+    def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> tuple[Floats, Floats]:
+        device = [self._depth(hashes, self.device.get(key, set())) for key in targets]
+        both = [self._depth(hashes, self.device.get(key, set()) | self.host.get(key, set())) for key in targets]
+        return np.array(device, float), np.array(both, float)
+
+    def predict(self, target: tuple[str, int], hashes: Hashes) -> None:
+        self.predicted.append((target, len(hashes)))
+        self.device.setdefault(target, set()).update(hashes.tolist())
+
+    def follow(self, workers: Mapping[str, WorkerRecord]) -> None:
+        self.workers = set(workers)
+
+    def close(self) -> None:
+        self.workers = set()
+
+    @staticmethod
+    def _depth(hashes: Hashes, held: set[int]) -> int:
+        return next((at for at, item in enumerate(hashes.tolist()) if item not in held), len(hashes))
+
+
+def hashes_of(request: RoutingRequest, tokens_per_block: int) -> Hashes:
+    seed = event_seed(request.lora_name, request.cache_salt)
+    return np.array(sequence_hashes(request.prompt.tolist(), tokens_per_block, seed), np.uint64)
+
+
+def request(prompt: int | Sequence[int], **fields: Any) -> RoutingRequest:
+    tokens = np.arange(prompt) if isinstance(prompt, int) else np.array(prompt)
+    return RoutingRequest(tokens.astype(np.int32), **fields)
+
+
+def record(worker: str, **fields: Any) -> WorkerRecord:
+    return WorkerRecord(worker=worker, tokens_per_block=BLOCK, **fields)
+
+
+def capacity(**fields: Any) -> Capacity:
+    shown: dict[str, Any] = {"max_seq_len": 4096, "max_batch_size": 8, "max_num_tokens": 4096, "max_queue_size": 8}
+    return Capacity(**shown | {"tokens_per_block": BLOCK, "num_blocks": 100, "vocab_size": 1000} | fields)
+
+
+@dataclass(frozen=True)
+class FixedLoad:
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_blocks_used: int
+    num_blocks: int
+
+
+def load(running: int = 0, waiting: int = 0, tokens: int = 0, used: int = 0, blocks: int = 100) -> ReportedLoad:
+    return FixedLoad(running, waiting, tokens, used, blocks)
+
+
+class RouterBench:
+    """A router over workers of these names, with everything that it asks in reach."""
+
+    def __init__(self, *workers: str, mode: RoutingMode = "kv", enforce: bool = False, **config: Any) -> None:
+        self.held, self.clock = HeldBlocks(), Clock()
+        self.loads: dict[str, ReportedLoad] = {}
+        is_kv = mode == "kv"
+        self.router = WorkerRouter(
+            RouterConfig(**config),
+            mode,
+            enforce_disaggregation=enforce,
+            holdings=self.held if is_kv else None,
+            hash_prompt=hashes_of if is_kv else None,
+            loads=self.loads if mode not in ("round_robin", "random", "direct") or config.get("busy") else None,
+            clock=self.clock,
+            draw=random.Random(0),
+        )
+        self.router.set_workers({name: record(name) for name in workers})
+
+    def place(self, prompt: int | Sequence[int] = 40, **fields: Any) -> Placement:
+        return self.router.place(request(prompt, **fields))
+
+    def costs(self, prompt: int | Sequence[int] = 40, **fields: Any) -> dict[str, float]:
+        return {one.worker: one.cost for one in self.router.preview(request(prompt, **fields))[1]}
