@@ -29,6 +29,8 @@ def compiled(signature: str = "") -> Callable[[Function], Function]:
     def wrap(function: Function) -> Function:
         if not IS_COMPILED:
             return np.errstate(over="ignore")(function) if signature else function
-        return numba.njit(signature or None, cache=True, nogil=True, error_model="numpy")(function)
+        return numba.njit(signature or None, cache=True, nogil=True, error_model="numpy", forceinline=not signature)(
+            function
+        )
 
     return wrap

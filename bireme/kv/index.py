@@ -23,9 +23,11 @@ Hashes = npt.NDArray[np.uint64]
 MAX_PREDICTED = 1 << 20  # guesses, of one worker about one block
 _MIN_CAPACITY = 1 << 10
 _GROWTH = 1.5
+_NUM_TIERS = 3  # device, host, disk
 _SPARSE = 0.2  # a table with fewer entries gives memory back
 _KEPT_OF_PREDICTED = 0.8
 _TICKS_PER_S = 1000
+_UINT64 = np.dtype(np.uint64)
 
 
 class KvIndex:
@@ -158,7 +160,7 @@ class KvIndex:
         least as deep as the one before it.
         """
         self._expire()
-        depths = np.zeros((self._kernels.NUM_TIERS, len(self._held)), np.int32)
+        depths = np.empty((_NUM_TIERS, self._held.shape[0]), np.int32)
         self._kernels.match(self._table, self._records, self._pool, self._scratch, _words(hashes), depths)
         return depths
 
@@ -253,6 +255,8 @@ class KvIndex:
 def _words(hashes: Hashes | Iterable[int]) -> Hashes:
     """Return hashes as the compiled functions take them."""
     if not isinstance(hashes, np.ndarray):
-        hashes = np.array(list(hashes), np.uint64)
-    words = np.ascontiguousarray(hashes, np.uint64)
-    return words if words.flags.writeable else words.copy()
+        return np.array(list(hashes), np.uint64)
+    flags = hashes.flags
+    if hashes.dtype is _UINT64 and flags.c_contiguous and flags.writeable:
+        return hashes
+    return np.array(hashes, np.uint64)

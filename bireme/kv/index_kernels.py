@@ -44,6 +44,7 @@ _SIX, _SIXTY_THREE = np.uint64(6), np.uint64(63)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 _MAX_LOAD = 0.8
+_FETCHED = 32
 _DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)  # each of its runs of six bits is another number
 _PLACES = np.array(
     [place for _, place in sorted((0x03F79D71B4CB0A89 << place & (1 << 64) - 1, place) for place in range(64))]
@@ -68,6 +69,18 @@ def _probe(table: Words, key: Scalar, secret: Scalar) -> Scalar:
         if at == capacity:
             at = 0
     return at
+
+
+@compiled()
+def _fetch(table: Words, hashes: Words, first: Scalar, secret: Scalar) -> Scalar:
+    """Read the homes of the next blocks at once, so that what follows need not wait for memory at each of them.
+
+    Returns how many are there: without a use of what is read, the compiler leaves the reading out.
+    """
+    found = 0
+    for number in range(first, min(first + _FETCHED, hashes.shape[0])):
+        found += np.int64(table[_home(hashes[number], secret, table.shape[0]), 0] == hashes[number])
+    return found
 
 
 @compiled()
@@ -396,6 +409,8 @@ def store(
 ) -> Scalar:
     """Add a membership of hashes[start:]; return how far it came: less than all where `lacks_room`."""
     for number in range(start, hashes.shape[0]):
+        if (number - start) % _FETCHED == 0 and _fetch(table, hashes, number, records[0, 0]) < 0:
+            return number
         if lacks_room(table, records, pool, state):
             return number
         _put(table, interned, records, pool, state, held, hashes[number], slot, tier)
@@ -417,6 +432,8 @@ def remove(
 ) -> Scalar:
     """Take back a membership of hashes[start:]; return how far it came: less than all where `lacks_room`."""
     for number in range(start, hashes.shape[0]):
+        if (number - start) % _FETCHED == 0 and _fetch(table, hashes, number, records[0, 0]) < 0:
+            return number
         if lacks_room(table, records, pool, state):
             return number
         _take(table, interned, records, pool, state, held, hashes[number], slot, tier)
@@ -651,14 +668,17 @@ def match(
 ) -> Scalar:
     """Write how many blocks from the start each slot holds; return how many blocks were looked at.
 
-    depths: [3 tiers, width * 64], zeros before. scratch: [7, width].
+    depths: [3 tiers, width * 64]. scratch: [7, width].
     """
     active, planes = scratch[:3], scratch[3:]
+    depths[:] = 0
     for column in range(scratch.shape[1]):
         active[0, column], active[1, column], active[2, column] = _ALL, _ZERO, _ZERO
     last = _ZERO
     number = 0
     while number < hashes.shape[0]:
+        if number % _FETCHED == 0 and _fetch(table, hashes, number, records[0, 0]) < 0:
+            break
         word = table[_probe(table, hashes[number], records[0, 0]), 1]
         if word == _ZERO:
             break

@@ -1,0 +1,235 @@
+"""A prefix index in a process of its own, told what to do by lines of JSON: bireme's KvIndex, or ai-dynamo's RadixTree.
+
+    python -m benchmarks.contenders.index_process bireme
+    python -m benchmarks.contenders.index_process dynamo          (with the python of ai-dynamo's environment)
+
+Both do the same with the same blocks; each is fed its natural form, made outside of what is timed: ours the msgpack of
+the event plane, or arrays; the RadixTree JSON. Each line {"do": NAME, ...} is answered by one line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Blocks = npt.NDArray[np.uint64]
+_PORTION = 512  # events that are made before they are timed
+
+
+def chains(first: int, count: int, depth: int) -> Blocks:
+    """Return the blocks of chains [first, first + count), [count, depth]: always the same ones."""
+    return np.stack(
+        [np.random.default_rng(number).integers(1, 1 << 63, depth, np.uint64) for number in range(first, first + count)]
+    )
+
+
+class Ours:
+    def __init__(self) -> None:
+        import msgspec
+
+        from bireme.kv.index import KvIndex
+
+        class BlockStored(msgspec.Struct, tag=True, tag_field="type"):
+            block_hashes: list[int]
+            parent_block_hash: int | None = None
+
+        self._decode = msgspec.msgpack.Decoder(tuple[float, list[BlockStored], int]).decode
+        self._encode = msgspec.msgpack.encode
+        self._event = BlockStored
+        self.index = KvIndex()
+        self._slots: list[int] = []
+
+    def add_workers(self, count: int) -> None:
+        self._slots += [self.index.add_worker(f"worker_{number}") for number in range(len(self._slots), count)]
+
+    def event(self, blocks: Blocks, parent: int | None, form: str) -> Any:
+        if form == "arrays":
+            return parent, blocks
+        return self._encode((0.0, [self._event(blocks.tolist(), parent)], 0))
+
+    def apply(self, worker: int, event: Any) -> None:
+        if type(event) is tuple:
+            self.index.stored(self._slots[worker], *event)
+            return
+        for one in self._decode(event)[1]:
+            self.index.stored(self._slots[worker], one.parent_block_hash, np.array(one.block_hashes, np.uint64))
+
+    def query(self, blocks: Blocks) -> Any:
+        return blocks
+
+    def match(self, query: Any) -> Any:
+        return self.index.match(query)
+
+    def read(self, found: Any) -> list[int]:
+        return [int(depth) for depth in found[0] if depth]
+
+    def nbytes(self) -> int:
+        return self.index.nbytes
+
+
+class RadixTree:
+    def __init__(self) -> None:
+        from dynamo._core import RadixTree as Tree
+
+        self._tree = Tree()
+        self._number = 0
+
+    def add_workers(self, count: int) -> None:
+        pass
+
+    def event(self, blocks: Blocks, parent: int | None, form: str) -> Any:
+        self._number += 1
+        stored = {
+            "parent_hash": None if parent is None else parent ^ 1,
+            "blocks": [{"block_hash": one ^ 1, "tokens_hash": one} for one in blocks.tolist()],
+        }
+        return json.dumps({"event_id": self._number, "data": {"stored": stored}, "dp_rank": 0}).encode()
+
+    def apply(self, worker: int, event: Any) -> None:
+        self._tree.apply_event(worker, event)
+
+    def query(self, blocks: Blocks) -> Any:
+        return blocks.tolist()
+
+    def match(self, query: Any) -> Any:
+        return self._tree.find_matches(query)
+
+    def read(self, found: Any) -> list[int]:
+        return list(found.scores.values())
+
+    def nbytes(self) -> int:
+        return 0
+
+
+class IndexProcess:
+    def __init__(self, make: Callable[[], Ours | RadixTree]) -> None:
+        self._make = make
+        self._index = make()  # loads what is loaded once
+        self._num_chains = 0
+
+    def load(self, workers: int, per_worker: int, depth: int, form: str, sharing: int = 1) -> dict[str, float]:
+        """Make a new index in which each worker holds chains; `sharing` of them hold the same."""
+        del self._index
+        before = resident_bytes()
+        self._index = self._make()
+        self._index.match(self._index.query(np.zeros(1, np.uint64)))
+        self._index.add_workers(workers)
+        self._num_chains = workers * per_worker // sharing
+        seconds = 0.0
+        for numbers in portions(self._num_chains):
+            made = chains(numbers.start, len(numbers), depth)
+            events = [
+                (
+                    number % (workers // sharing) * sharing + other,
+                    self._index.event(made[number - numbers.start], None, form),
+                )
+                for number in numbers
+                for other in range(sharing)
+            ]
+            seconds += self._apply(events)
+        memberships = self._num_chains * depth * sharing
+        used = resident_bytes() - before
+        return {
+            "memberships": memberships,
+            "blocks_per_s": memberships / seconds,
+            "bytes_per_membership": used / memberships,
+            "own_bytes_per_membership": self._index.nbytes() / memberships,
+        }
+
+    def share(self, workers: int, depth: int, form: str, staggered: bool) -> dict[str, float]:
+        """One more prefix that all workers hold; staggered: each to another depth."""
+        prefix = chains(1 << 40 | staggered, 1, depth)[0]
+        events = [
+            self._index.event(prefix[: 1 + number % depth] if staggered else prefix, None, form)
+            for number in range(workers)
+        ]
+        for number, event in enumerate(events):
+            self._index.apply(number, event)
+        return self._times([self._index.query(prefix)] * 2000, workers)
+
+    def match(self, depth: int, count: int) -> dict[str, float]:
+        """Prompts that a worker holds whole, at random."""
+        numbers = np.random.default_rng(7).integers(0, self._num_chains, count).tolist()
+        return self._times([self._index.query(chains(number, 1, depth)[0]) for number in numbers], 1)
+
+    def grow_one_by_one(self, count: int, form: str) -> dict[str, float]:
+        """Events of one block each, as decoding fills them."""
+        made = chains(1 << 41, 1, count)[0]
+        events = [
+            self._index.event(made[number : number + 1], int(made[number - 1]) if number else None, form)
+            for number in range(count)
+        ]
+        return {"blocks_per_s": count / self._apply([(0, event) for event in events])}
+
+    def _apply(self, events: list[tuple[int, Any]]) -> float:
+        """Return the seconds of CPU until a match sees all of them: the RadixTree has a queue and a thread."""
+        last = self._index.query(np.ones(1, np.uint64))
+        began = time.process_time()
+        for worker, event in events:
+            self._index.apply(worker, event)
+        self._index.match(last)
+        return time.process_time() - began
+
+    def _times(self, queries: list[Any], num_holders: int) -> dict[str, float]:
+        """Microseconds of a match, whose result is left unread."""
+        index, clock = self._index, time.perf_counter_ns
+        assert len(index.read(index.match(queries[0]))) >= num_holders, "what was loaded is not found"
+        plain = []
+        for query in queries:
+            began = clock()
+            index.match(query)
+            plain.append(clock() - began)
+        p50, p99 = np.percentile(np.array(plain) / 1e3, [50, 99])
+        return {"p50_us": float(p50), "p99_us": float(p99)}
+
+    def decide(self, tokens: int, workers: int, count: int) -> dict[str, float]:
+        """Hash and match prompts, of which each worker holds another part. ai-dynamo's Python hashes one by one."""
+        from bireme.kv.index import KvIndex
+        from bireme.kv.prompt_hashing import PromptHasher
+
+        index, hasher, random = KvIndex(), PromptHasher(32), np.random.default_rng(3)
+        prompts = [random.integers(0, 100_000, tokens).astype(np.int32) for _ in range(8)]
+        for number in range(workers):
+            slot = index.add_worker(f"worker_{number}")
+            for prompt in prompts:
+                hashes = hasher(prompt)
+                index.stored(slot, None, hashes[: 1 + len(hashes) * (number + 1) // workers])
+        seconds = []
+        for number in range(count):
+            began = time.perf_counter()
+            index.match(hasher(prompts[number % len(prompts)]))
+            seconds.append(time.perf_counter() - began)
+        p50, p99 = np.percentile(np.array(seconds) * 1e6, [50, 99])
+        return {"p50_us": float(p50), "p99_us": float(p99)}
+
+
+def portions(count: int) -> Iterator[range]:
+    for first in range(0, count, _PORTION):
+        yield range(first, min(first + _PORTION, count))
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    process = IndexProcess({"bireme": Ours, "dynamo": RadixTree}[sys.argv[1]])
+    for line in sys.stdin:
+        order = json.loads(line)
+        print(json.dumps(getattr(process, order.pop("do"))(**order)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
