@@ -77,7 +77,7 @@ def _fetch(table: Words, hashes: Words, first: Scalar, secret: Scalar) -> Scalar
 
     Returns how many are there: without a use of what is read, the compiler leaves the reading out.
     """
-    found = 0
+    found: Scalar = 0
     for number in range(first, min(first + _FETCHED, hashes.shape[0])):
         found += np.int64(table[_home(hashes[number], secret, table.shape[0]), 0] == hashes[number])
     return found
