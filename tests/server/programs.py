@@ -18,6 +18,9 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("--contenders", "bireme", "--modes", "fast", "--streams", "2", "--repeat", "1"),
         *("--seconds", "1", "--warmup-s", "0.5", "--port", "{port}"),
     ),
+    "benchmarks/router.py": (
+        *("--contenders", "bireme", "--sizes", "2000", "--workers", "10", "--repeat", "1", "--matches", "10"),
+    ),
     "benchmarks/serving_overhead.py": (
         *("--streams", "2", "--step-ms", "1", "--seconds", "0.5", "--warmup-s", "0.2"),
         *("--prompt-tokens", "8", "--max-tokens", "8"),
