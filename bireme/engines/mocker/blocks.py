@@ -6,7 +6,7 @@ Blocks are known by their content: the prompt's, and those that an answer has fi
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from bireme.kv import hashing
@@ -29,6 +29,7 @@ class Holding:
 
     shared: list[bytes] = field(default_factory=list)  # keys of referenced blocks, from the prompt's start
     num_private: int = 0
+    computing: list[bytes] = field(default_factory=list)  # keys of blocks that will be known by their content
 
 
 class MockBlockPool:
@@ -43,6 +44,7 @@ class MockBlockPool:
         self._references: dict[bytes, int] = {}  # by content; referenced blocks only
         self._cached: OrderedDict[bytes, None] = OrderedDict()  # unreferenced, oldest first
         self._num_private = 0
+        self._computing: Counter[bytes] = Counter()
         self._events = events
         self._event_hashes: dict[bytes, int] = {}  # of all blocks that are known by their content
 
@@ -70,6 +72,26 @@ class MockBlockPool:
                 keys.append(key)
         return BlockContent(tokens, keys, lora_name, cache_salt)
 
+    def is_computing(self, keys: list[bytes], max_hits: int) -> bool:
+        """Return whether the first block that is not held is being computed: its prompt need not be computed twice."""
+        if not self._computing:
+            return False
+        keys = keys[:max_hits]
+        missing = next((key for key in keys if key not in self._references and key not in self._cached), None)
+        return missing in self._computing
+
+    def begin(self, holding: Holding, content: BlockContent) -> None:
+        """The prompt's blocks that are not shared are being computed, until `publish` or `free`."""
+        holding.computing = content.keys[len(holding.shared) :]
+        self._computing.update(holding.computing)
+
+    def _computed(self, holding: Holding) -> None:
+        for key in holding.computing:
+            self._computing[key] -= 1
+            if not self._computing[key]:
+                del self._computing[key]
+        holding.computing = []
+
     def allocate(self, keys: list[bytes], num_tokens: int, max_hits: int) -> Holding | None:
         """Take blocks for `num_tokens`, the first ones by content where they are held; None: no room now."""
         hits = 0
@@ -89,6 +111,7 @@ class MockBlockPool:
 
     def publish(self, holding: Holding, content: BlockContent) -> None:
         """Offer computed blocks to others; one that another request published first is shared."""
+        self._computed(holding)
         first = len(holding.shared)
         if self._events is not None:
             self._record(content, first)
@@ -101,6 +124,7 @@ class MockBlockPool:
 
     def free(self, holding: Holding) -> None:
         """Give everything back; blocks with known content stay for reuse, the prompt's start longest."""
+        self._computed(holding)
         for key in reversed(holding.shared):
             self._references[key] -= 1
             if not self._references[key]:

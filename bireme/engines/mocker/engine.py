@@ -263,16 +263,23 @@ class MockEngine:
             self._end(one, "timeout", DeadlineExceededError(text))
 
     def _admit(self) -> None:
-        """Admit by rank while batch and blocks have room; the first that does not fit stops the queue."""
-        while self._waiting and len(self._running) < self._max_batch_size:
-            one = self._waiting[0]
+        """Admit by rank while batch and blocks have room; the first that does not fit stops the queue.
+
+        One whose prompt's beginning is being computed waits until it can share it, and is passed by.
+        """
+        at = 0
+        while at < len(self._waiting) and len(self._running) < self._max_batch_size:
+            one = self._waiting[at]
             # At least one prompt token is computed, so that there are logits to sample from.
             max_hits = (one.num_prompt - 1) // self._pool.tokens_per_block
             assert one.content is not None
+            if one.params is None and self._pool.is_computing(one.content.keys, max_hits):
+                at += 1
+                continue
             holding = self._pool.allocate(one.content.keys, one.num_total, max_hits)
             if holding is None:
                 return
-            self._waiting.pop(0)
+            self._waiting.pop(at)
             self._leave_queue(one)
             self._running[one.key] = one
             try:
@@ -291,6 +298,8 @@ class MockEngine:
             return
         one.state = MockSequenceStatus.PREFILL
         one.prefill_left = one.num_prompt - held
+        assert one.content is not None
+        self._pool.begin(holding, one.content)
         self._num_prefill_tokens += one.prefill_left
         if one.request.request_type == "context_only":
             assert self._context.transfer is not None, "the gate lets no context_only through without a transfer"

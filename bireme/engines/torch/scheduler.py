@@ -140,6 +140,9 @@ class Scheduler:
             if not self._claim(head, is_import):
                 self._refused = (head.number, self._manager.num_released)
                 return
+            if not is_import and self._is_computing(plan, head):
+                self._manager.release(head.table)
+                return
             if is_import:
                 head.state = SequenceStatus.IMPORTING
                 self._manager.slide(head.table, len(head.tokens))
@@ -157,6 +160,17 @@ class Scheduler:
             head.slot = self._slots.pop()
             head.mirrored = [0] * len(self._manager.groups)
             self.running.append(head)
+
+    def _is_computing(self, plan: SchedulerOutput, sequence: Sequence) -> bool:
+        """Return whether this step computes the next block that the sequence lacks: it shares that in the next step."""
+        size, hashes = self._manager.tokens_per_block, sequence.table.hashes
+        missing = sequence.computed // size
+        if sequence.wants_prompt_logprobs or missing >= len(hashes):
+            return False
+        return any(
+            hashes[missing] in other.table.hashes[other.computed // size : (other.computed + count) // size]
+            for other, count in plan.chunks
+        )
 
     def _place(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> None:
         if sequence.num_pending == 1:

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 
 import msgspec
+import numpy as np
 import pytest
 
 from bireme.config import EngineConfig, KvCacheConfig, Limits, MockerConfig, SchedulerConfig
@@ -137,6 +138,24 @@ def test_a_repeated_prompt_hits_the_prefix_cache(start):
     submit(engine, 3, make_request(max_tokens=2, cache_salt="other"))
     cached = [emitted.finish_of(number).usage.cached_tokens for number in (1, 2, 3)]
     assert cached == [0, 48, 0]
+
+
+def test_prompts_that_come_together_have_their_common_beginning_computed_once(start):
+    engine, emitted, _ = start(EngineConfig(kv_cache_config=KvCacheConfig(tokens_per_block=16)), prefill_ms=5.0)
+    for number in range(1, 31):
+        prompt = np.array([*range(160), 200 + number], np.int32).tobytes()
+        submit(engine, number, msgspec.structs.replace(make_request(max_tokens=2), prompt=prompt))
+    cached = [emitted.finish_of(number).usage.cached_tokens for number in range(1, 31)]
+    assert sorted(cached) == [0, *[160] * 29]
+
+
+def test_a_prompt_whose_common_beginning_is_given_up_is_computed(start):
+    engine, emitted, _ = start(EngineConfig(max_num_tokens=8), step_ms=5.0)
+    for number in (1, 2):
+        submit(engine, number, make_request(max_tokens=2))
+    engine.abort((0, 1))
+    assert emitted.finish_of(1).reason == "cancelled"
+    assert emitted.finish_of(2).reason == "length"
 
 
 def held_after(events, held=()):

@@ -54,6 +54,15 @@ def test_reused_blocks_give_the_same_tokens(tiny, name):
             assert result.finish.usage.cached_tokens == (len(prompt) - 1) // 8 * 8
 
 
+@pytest.mark.parametrize("budget", [24, 2048])
+def test_prompts_that_come_together_have_their_common_beginning_computed_once(tiny, budget):
+    prompts = [[*PROMPTS[4], 5, 7 + number] for number in range(6)]
+    with Harness(tiny("llama").path, max_num_tokens=budget, tokens_per_block=8) as engine:
+        results = [engine.submit(request(prompt, 4)) for prompt in prompts]
+        whole = len(PROMPTS[4]) // 8 * 8
+        assert sorted(result.finish.usage.cached_tokens for result in results) == [0, *[whole] * 5]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prompt_that_goes_on_from_a_cached_one_equals_generate(tiny, name):
     model = tiny(name)
