@@ -188,6 +188,12 @@ TABLE: dict[str, MetricSpec] = {
         _counter(
             "bireme_kv_event_errors_total", "Errors of the publisher, by what failed (publish, turn).", "worker", "at"
         ),
+        _counter("bireme_kv_feed_gaps_total", "Batches of KV events that a router missed and asked for.", "worker"),
+        _counter(
+            "bireme_kv_feed_resyncs_total", "Times that a router came into step with a worker's events.", "worker"
+        ),
+        _counter("bireme_kv_feed_discarded_total", "Messages that a router left out, by reason.", "worker", "reason"),
+        _gauge("bireme_kv_feed_lag_seconds", "Age of KV events when the router's index took them.", "worker"),
         *_trtllm_series(),
     )
 }

@@ -272,6 +272,7 @@ class KvPublisher:
 
     def _begin_answer(self, request: ReplayRequest) -> None:
         self._metrics.add("bireme_kv_event_replays_total")
+        self._last_load = None  # a new reader wants it before the next sign of life
         if request.client not in self._answers and len(self._answers) >= _MAX_ANSWERS:
             return  # it asks again
         payloads: Iterator[tuple[int, bytes]] = iter(())

@@ -193,6 +193,10 @@ def connect(context: Any, kind: int, endpoint: str, deployment_key: bytes, prepa
     if needs_curve(endpoint):
         socket.curve_publickey, socket.curve_secretkey = curve_keys(deployment_key, "reader")
         socket.curve_serverkey = curve_keys(deployment_key, "engine")[0]
-    prepare(socket)
-    socket.connect(endpoint)
+    try:
+        prepare(socket)
+        socket.connect(endpoint)
+    except Exception:
+        socket.close(0)
+        raise
     return socket

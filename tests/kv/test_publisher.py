@@ -5,63 +5,28 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import zmq
 
 from bireme.errors import ConfigError
 from bireme.kv.event_wire import LOAD_TOPIC, WorkerLoad, decode_load
-from bireme.kv.events import EventBuffer, StoredBlock
-from bireme.kv.hashing import sequence_hashes
-from bireme.kv.publisher import KvPublisher
 from bireme.kv.zmq_plane import ZmqPlane, connect, curve_keys, needs_curve
-from bireme.metrics import Registry
 from tests.engines.engine_fixtures import wait_for
 from tests.kv.event_readers import AllBlocksCleared, BlockRemoved, BlockStored, VllmSubscriber
+from tests.kv.publishing import KEY, SIZE, Published
 
-SIZE = 16
 TOKENS = list(range(5, 37))
 HASHES = [12561198586583604988, 17946932516392534513]  # of an independent publisher for these tokens
-KEY = b"k" * 32
 
 
-class Source:
-    """An engine as its publisher sees it."""
+class Bench(Published):
+    """A publisher, and a subscriber that knows vLLM's format alone."""
 
-    def __init__(self, max_size=1000):
-        self.events = EventBuffer(max_size)
-        self.state = {"step": 0, "num_waiting": 0, "num_running": 0, "num_waiting_tokens": 0, "num_blocks_used": 0}
-        self.error = None
-
-    def kv_events(self):
-        if self.error:
-            raise self.error
-        return self.events.drain()
-
-    def progress(self):
-        return SimpleNamespace(**self.state, num_blocks=8)
-
-    def store(self, tokens=TOKENS):
-        values = sequence_hashes(tokens, SIZE)
-        blocks = [StoredBlock(value, tuple(tokens[at * SIZE : (at + 1) * SIZE])) for at, value in enumerate(values)]
-        self.events.stored(None, tuple(blocks))
-
-
-class Bench:
-    """A publisher, its source, and a subscriber that is connected."""
-
-    def __init__(self, folder, host="", topic="kv-events", **settings):
-        self.source, self.metrics = Source(settings.pop("max_size", 1000)), Registry("decode")
-        self.plane = ZmqPlane(f"ipc://{folder}/decode-7", host, KEY)
-        options = {"has_events": True, "replay_batches": 100, "num_ranks": 1} | settings
-        self.publisher = KvPublisher(
-            self.source, self.plane, worker="decode", life=7, tokens_per_block=SIZE,
-            deployment_key=KEY, metrics=self.metrics, **options,
-        )  # fmt: skip
+    def __init__(self, folder, topic="kv-events", **settings):
+        super().__init__(folder, **settings)
         events = self.plane.load_endpoint if topic == "load" else self.plane.event_endpoint
         self.reader = VllmSubscriber(events, self.plane.replay_endpoint, topic)
-        self.publisher.start()
 
     def sync(self):
         """Return once the subscription reaches the publisher, and the next seq."""
@@ -72,15 +37,11 @@ class Bench:
 
     def _arrives(self):
         self.source.events.removed(1)
-        self.source.store([secrets.randbelow(1 << 20) for _ in range(SIZE)])
-        self.publisher.wake()
+        self.store([secrets.randbelow(1 << 20) for _ in range(SIZE)])
         return self.reader.sub.poll(20)
 
-    def counter(self, name):
-        return sum(value for found, _, value in self.metrics.take_delta().counters if found == name)
-
     def close(self):
-        self.publisher.close()
+        super().close()
         self.reader.close()
 
 
@@ -101,8 +62,7 @@ def bench(tmp_path):
 def test_a_reader_of_vllm_s_format_gets_the_stream_unchanged(bench, topic):
     one = bench(topic=topic)
     seq = one.sync()
-    one.source.store()
-    one.publisher.wake()
+    one.store(TOKENS)
     name, number, batch = one.reader.take()
     assert (name, number, batch.data_parallel_rank) == (b"kv-events", seq, 0)
     assert batch.events == [BlockStored(HASHES, None, TOKENS, SIZE, None, "GPU", None)]
@@ -112,7 +72,7 @@ def test_a_reader_of_vllm_s_format_gets_the_stream_unchanged(bench, topic):
 def test_what_happens_together_shares_a_batch(bench):
     one = bench()
     one.sync()
-    one.source.store()
+    one.source.store(TOKENS)
     one.source.events.removed(HASHES[1])
     one.source.events.removed(HASHES[0])
     one.publisher.wake()
@@ -123,8 +83,7 @@ def test_missed_batches_are_sent_again_from_the_one_that_is_asked_for(bench):
     one = bench()
     seq = one.sync()
     for _ in range(3):
-        one.source.store([secrets.randbelow(1 << 20) for _ in range(SIZE)])
-        one.publisher.wake()
+        one.store([secrets.randbelow(1 << 20) for _ in range(SIZE)])
         one.reader.take()
     again = one.reader.replay(seq + 1)
     assert [number for number, _ in again] == [seq + 1, seq + 2]
@@ -134,8 +93,7 @@ def test_missed_batches_are_sent_again_from_the_one_that_is_asked_for(bench):
 def test_a_start_below_what_is_kept_is_answered_by_a_snapshot(bench):
     one = bench(replay_batches=1)
     seq = one.sync()
-    one.source.store()
-    one.publisher.wake()
+    one.store(TOKENS)
     one.reader.take()
     (number, batch), *rest = one.reader.replay(0)
     assert number == seq and isinstance(batch.events[0], AllBlocksCleared)
@@ -150,8 +108,7 @@ def _hashes(event):
 def test_a_snapshot_can_be_asked_for(bench):
     one = bench()
     one.sync()
-    one.source.store()
-    one.publisher.wake()
+    one.store(TOKENS)
     seq = one.reader.take()[1]
     answers = one.reader.replay(-1)
     assert {number for number, _ in answers} == {seq}
@@ -204,7 +161,7 @@ def test_an_error_is_counted_and_the_next_events_come(bench):
     one.publisher.wake()
     wait_for(lambda: one.counter("bireme_kv_event_errors_total"))
     one.source.error = None
-    one.source.store()
+    one.source.store(TOKENS)
     assert one.reader.take()[2].events[0].block_hashes == HASHES
 
 
@@ -241,8 +198,7 @@ def test_the_engine_never_waits_for_a_reader_that_reads_nothing(bench):
     for _ in range(200):
         silent.send_multipart([b"", b"\xff" * 8])
     wait_for(lambda: one.counter("bireme_kv_event_replays_total"))
-    one.source.store()
-    one.publisher.wake()
+    one.store(TOKENS)
     assert one.reader.take()[2].events[0].block_hashes == HASHES
 
 
@@ -258,10 +214,9 @@ def test_deleted_socket_files_are_made_again(bench, tmp_path):
 
 def test_closing_leaves_no_socket_and_no_thread(bench, tmp_path):
     one = bench()
-    one.publisher.close()
+    one.close()
     assert list(tmp_path.glob("decode-7.*")) == []
     assert not [thread for thread in threading.enumerate() if thread.name == "kv-publisher"]
-    one.publisher.close = lambda: None
 
 
 def test_addresses_of_other_hosts_need_curve():

@@ -1,0 +1,311 @@
+"""What workers hold and how busy they are, as their publishers tell it: one thread a process follows them all.
+
+The feed writes into a KvIndex, under a lock that its readers take as well, and keeps each worker's last load. Events
+that come twice, late, out of order, malformed or from another life are counted and change nothing (event_stream.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from bireme.discovery.run import WorkerRecord
+from bireme.kv.event_stream import KvEventStream
+from bireme.kv.event_wire import (
+    END,
+    LOAD_TOPIC,
+    MAX_PAYLOAD_BYTES,
+    TIERS_OF_MEDIA,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    WireEvent,
+    WorkerLoad,
+    decode_batch,
+    decode_load,
+    decode_seq,
+    encode_seq,
+    event_topic,
+    rank_of,
+)
+from bireme.kv.events import DISK
+from bireme.kv.index import KvIndex
+from bireme.kv.transfer.mailbox import Mailbox
+from bireme.kv.zmq_plane import connect
+from bireme.metrics import Registry
+
+logger = logging.getLogger("bireme.kv")
+
+SILENT_S = 3.5  # without a report for so long a worker's load is not known
+_TURN_MS = 100  # how often time limits are looked at
+_REST_S = 0.002  # between turns: what comes meanwhile is taken together
+_MESSAGES_A_TURN = 1_000  # of one worker
+_HWM = 100_000
+
+
+class FollowedWorker:
+    """One life of one worker: its sockets, its ranks' streams, its slots in the index."""
+
+    def __init__(self, name: str, record: WorkerRecord, feed: KvFeed) -> None:
+        self.name, self.record, self.feed = name, record, feed
+        self.slots: list[int] = []
+        self.streams: list[KvEventStream] = []
+        self.reported_at = time.monotonic()
+        self._other_life = 0  # that answers at this one's address
+        if record.event_endpoint and feed.index is not None:
+            num_ranks = record.capacity.attention_dp_size if record.capacity else 1
+            self.streams = [KvEventStream(partial(self._apply, rank), feed.count) for rank in range(num_ranks)]
+        self.dealers: list[Any] = [None] * len(self.streams)
+        self.subscriber = feed.open(zmq.SUB, record.load_endpoint or record.event_endpoint, self._subscribe)
+        try:
+            if record.load_endpoint and self.streams:
+                self.subscriber.connect(record.event_endpoint)
+            for rank in range(len(self.streams)):
+                assert feed.index is not None
+                self.slots.append(feed.index.add_worker(f"{name}#{rank}" if rank else name))
+        except Exception:
+            self.close()
+            raise
+
+    def _subscribe(self, socket: Any) -> None:
+        socket.subscribe(LOAD_TOPIC)
+        for rank in range(len(self.streams)):
+            socket.subscribe(event_topic(rank))
+
+    def close(self) -> None:
+        """With the index's lock held."""
+        for socket in (self.subscriber, *filter(None, self.dealers)):
+            self.feed.close_socket(socket)
+        assert not self.slots or self.feed.index is not None
+        for slot in self.slots:
+            self.feed.index.remove_worker(slot)  # type: ignore[union-attr]
+
+    def read(self) -> None:
+        """Take what has arrived; of several reports only the last."""
+        report = None
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MESSAGES_A_TURN):
+                frames = self.subscriber.recv_multipart(zmq.NOBLOCK)
+                if frames[0] == LOAD_TOPIC:
+                    report = frames
+                else:
+                    self._take_batch(frames)
+        if report is not None:
+            self._take_report(report)
+
+    def read_answers(self, rank: int) -> None:
+        stream, dealer = self.streams[rank], self.dealers[rank]
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MESSAGES_A_TURN):
+                frames = dealer.recv_multipart(zmq.NOBLOCK)
+                seq, batch = _read_batch(frames[1:] if len(frames) == 3 and not frames[0] else [])
+                stream.take_answer(seq, batch)
+
+    def ask(self) -> None:
+        """Send what the streams want to know, each question on a socket of its own: late answers go nowhere."""
+        for rank, stream in enumerate(self.streams):
+            if (start := stream.question()) is None:
+                if stream.is_in_step and self.dealers[rank] is not None:
+                    self.feed.close_socket(self.dealers[rank])
+                    self.dealers[rank] = None
+                continue
+            if self.dealers[rank] is not None:
+                self.feed.close_socket(self.dealers[rank])
+            dealer = self.feed.open(zmq.DEALER, self.record.replay_endpoint, lambda socket: None)
+            self.dealers[rank] = dealer
+            with contextlib.suppress(zmq.ZMQError):  # it asks again
+                dealer.send_multipart([b"", encode_seq(start), event_topic(rank)], zmq.NOBLOCK)
+
+    def _take_batch(self, frames: list[bytes]) -> None:
+        rank = rank_of(frames[0])
+        if rank is None or rank >= len(self.streams):
+            self.feed.count("malformed", 1)
+            return
+        seq, batch = _read_batch(frames[1:])
+        if batch is None or seq < 0 or batch.data_parallel_rank != rank:
+            self.streams[rank].take_malformed()
+        else:
+            self.streams[rank].take(seq, batch)
+            self.feed.lag_s = max(self.feed.lag_s, time.time() - batch.ts)
+
+    def _take_report(self, frames: list[bytes]) -> None:
+        try:
+            report = decode_load(frames[2])
+        except (msgspec.DecodeError, IndexError, RecursionError):
+            self.feed.count("malformed", 1)
+            return
+        if report.worker != self.record.worker:
+            self.feed.count("unknown_worker", 1)
+        elif report.life != self.record.life:
+            self.feed.count("dead_life", 1)
+            if report.life != self._other_life:
+                self._other_life = report.life
+                for stream in self.streams:
+                    stream.take_new_life()
+        else:
+            self.reported_at = time.monotonic()
+            self.feed.loads[self.name] = report.load
+            for stream, next_seq in zip(self.streams, report.next_seqs, strict=False):
+                stream.take_next_seq(next_seq)
+
+    def _apply(self, rank: int, events: list[WireEvent]) -> None:
+        index, slot = self.feed.index, self.slots[rank]
+        assert index is not None
+        with self.feed.lock:
+            for event in events:
+                if isinstance(event, BlockStored):
+                    tier = TIERS_OF_MEDIA.get(event.medium or "GPU", DISK)
+                    index.stored(slot, event.parent_block_hash, np.array(event.block_hashes, np.uint64), tier)
+                elif isinstance(event, BlockRemoved):
+                    tier = TIERS_OF_MEDIA.get(event.medium or "GPU", DISK)
+                    index.removed(slot, np.array(event.block_hashes, np.uint64), tier)
+                else:
+                    index.cleared(slot)
+
+
+class KvFeed:
+    """`start`, then `follow` whenever the view of workers changes; `close` at the end."""
+
+    def __init__(
+        self,
+        index: KvIndex | None,
+        deployment_key: bytes,
+        metrics: Registry,
+        lock: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """`index`: None where only load is wanted. `lock`: whoever reads the index holds it."""
+        self.index, self.lock = index, lock if lock is not None else threading.Lock()
+        self.loads: dict[str, WorkerLoad] = {}  # of the workers that have reported lately; read from any thread
+        self.slots: Mapping[str, tuple[int, ...]] = {}  # worker -> slot of each rank; changes with the lock held
+        self.counters: Counter[str] = Counter()
+        self.lag_s = 0.0  # the oldest batch when it was applied, since the last look
+        self._deployment_key, self._metrics = deployment_key, metrics
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._mailbox = Mailbox()
+        self._poller.register(self._mailbox.descriptor, zmq.POLLIN)
+        self._followers: dict[str, FollowedWorker] = {}
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kv-feed", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def follow(self, workers: Mapping[str, WorkerRecord]) -> None:
+        """Take the whole present view; from any thread. Those without a publisher are left out."""
+        view = {name: one for name, one in workers.items() if one.event_endpoint or one.load_endpoint}
+        self._mailbox.post(lambda: self._set_workers(view))
+
+    def out_of_step(self) -> list[str]:
+        """Return the workers of whose blocks or load nothing certain is known now; from any thread."""
+        return [
+            name
+            for name, one in list(self._followers.items())
+            if name not in self.loads or not all(stream.is_in_step for stream in one.streams)
+        ]
+
+    def close(self) -> None:
+        self._mailbox.post(self._begin_close)
+        if self._thread.ident is not None:
+            self._thread.join(2)
+
+    def count(self, what: str, amount: int) -> None:
+        self.counters[what] += amount
+        if what == "gaps":
+            self._metrics.add("bireme_kv_feed_gaps_total", amount)
+        elif what == "resyncs":
+            self._metrics.add("bireme_kv_feed_resyncs_total", amount)
+        else:
+            self._metrics.add("bireme_kv_feed_discarded_total", amount, what)
+
+    def open(self, kind: int, endpoint: str, prepare: Callable[[Any], None]) -> Any:
+        def limit(socket: Any) -> None:
+            socket.setsockopt(zmq.RCVHWM, _HWM)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+            prepare(socket)
+
+        socket = connect(self._context, kind, endpoint, self._deployment_key, limit)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def close_socket(self, socket: Any) -> None:
+        self._poller.unregister(socket)
+        socket.close(0)
+
+    def _begin_close(self) -> None:
+        self._is_closing = True
+
+    def _set_workers(self, view: Mapping[str, WorkerRecord]) -> None:
+        for name, one in list(self._followers.items()):
+            if name not in view or _identity(view[name]) != _identity(one.record):
+                self._drop(name)
+        for name, record in view.items():
+            if name not in self._followers:
+                try:
+                    with self.lock:
+                        self._followers[name] = FollowedWorker(name, record, self)
+                except Exception as error:  # an address that makes no sense, an index that is full: the others go on
+                    logger.error("kv_feed_not_followed worker=%s error=%s", name, error)
+        with self.lock:
+            self.slots = {name: tuple(one.slots) for name, one in self._followers.items()}
+
+    def _drop(self, name: str) -> None:
+        with self.lock:
+            self._followers.pop(name).close()
+            self.slots = {other: slots for other, slots in self.slots.items() if other != name}
+        self.loads.pop(name, None)
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            try:
+                self._turn()
+            except Exception:  # one worker's messages must not end what all need
+                logger.exception("kv_feed_failed")
+                time.sleep(_TURN_MS / 1000)
+        for name in list(self._followers):
+            self._drop(name)
+        self._mailbox.close()
+        self._context.term()
+
+    def _turn(self) -> None:
+        ready = dict(self._poller.poll(_TURN_MS))
+        for letter in self._mailbox.take():
+            letter()
+        now = time.monotonic()
+        self.lag_s = 0.0
+        for name, one in list(self._followers.items()):
+            if one.subscriber in ready:
+                one.read()
+            for rank, dealer in enumerate(one.dealers):
+                if dealer is not None and dealer in ready:
+                    one.read_answers(rank)
+            one.ask()
+            if now - one.reported_at > SILENT_S:
+                self.loads.pop(name, None)
+        if ready:
+            self._metrics.set("bireme_kv_feed_lag_seconds", self.lag_s)
+            time.sleep(_REST_S)
+
+
+def _identity(record: WorkerRecord) -> tuple[Any, ...]:
+    return record.worker, record.life, record.event_endpoint, record.replay_endpoint, record.load_endpoint
+
+
+def _read_batch(frames: list[bytes]) -> tuple[int, EventBatch | None]:
+    """Return seq and batch; without one: the end of an answer, or (seq 0) what can't be read."""
+    try:
+        number, payload = frames
+        seq = decode_seq(number)
+        return seq, None if seq == END else decode_batch(payload)
+    except (ValueError, msgspec.DecodeError, RecursionError):
+        return 0, None
