@@ -348,6 +348,24 @@ class VideoConfig(Settings, frozen=True, kw_only=True):
     public_url: str = ""  # beginning of URLs of results, https://videos.example.com; "": the frontend's own address
 
 
+class DiscoveryConfig(Settings, frozen=True, kw_only=True):
+    """How servers of one model find each other's workers; serve.py --discovery sets it for a launch."""
+
+    # static: a server knows the recipe's workers, which are its own; the others hold what all servers share
+    backend: Literal["static", "directory", "etcd"] = "static"
+    folder: str = ""  # directory: on one host or a shared file system, of one user, with nothing else in it
+    endpoints: tuple[str, ...] = ()  # etcd: http://host:2379 or https://...; one after the other until one answers
+    prefix: str = "bireme"  # etcd: of all keys
+    ca_cert: str = ""  # etcd over https: file; "": the system's authorities
+    cert: str = ""  # etcd over https: the client's certificate, with cert_key
+    cert_key: str = ""
+    lease_s: Annotated[float, msgspec.Meta(ge=2, le=3600)] = 10.0  # a worker that was silent for so long is gone
+
+    @property
+    def is_shared(self) -> bool:
+        return self.backend != "static"
+
+
 class SupervisorConfig(Settings, frozen=True, kw_only=True):
     start_timeout_s: PositiveDuration = 600.0  # load and warm-up
     ping_interval_s: PositiveDuration = 0.1
@@ -372,6 +390,7 @@ class Recipe(Settings, frozen=True, kw_only=True):
     router: RouterConfig = RouterConfig()
     kv_events: KvEventsConfig = KvEventsConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    discovery: DiscoveryConfig = DiscoveryConfig()
     chat: ChatConfig = ChatConfig()
     frontend: FrontendConfig = FrontendConfig()
     video: VideoConfig = VideoConfig()
@@ -401,6 +420,11 @@ class Recipe(Settings, frozen=True, kw_only=True):
         return find_model((entry.model if entry else "") or self.model, self.folder)
 
     @property
+    def served_name(self) -> str:
+        """The name under which text is asked for."""
+        return self.served_model_name or self.name
+
+    @property
     def video_name(self) -> str:
         """The name under which videos are asked for."""
         alone = self.served_model_name or self.name
@@ -427,7 +451,8 @@ class Recipe(Settings, frozen=True, kw_only=True):
         """How placements are decided, unless a request says otherwise."""
         if self.router.mode is not None:
             return self.router.mode
-        return "kv" if any(len(self.replicas(stage)) > 1 for stage in ROUTED_STAGES) else "round_robin"
+        has_choice = self.discovery.is_shared or any(len(self.replicas(stage)) > 1 for stage in ROUTED_STAGES)
+        return "kv" if has_choice else "round_robin"
 
     @property
     def has_kv_routing(self) -> bool:

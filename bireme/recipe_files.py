@@ -15,6 +15,7 @@ import difflib
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from bireme.config import (
     UNREAD_EVENTS,
     UNREAD_EVENTS_REMEDY,
     WORKER_STAGES,
+    DiscoveryConfig,
     EngineConfig,
     Recipe,
     WorkerEntry,
@@ -170,8 +172,11 @@ def check_rules(recipe: Recipe) -> None:
             near = difflib.get_close_matches(stage, WORKER_STAGES, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"workers.{stage}: not a stage ({', '.join(WORKER_STAGES)}){hint}")
-        if not 1 <= entry.replicas <= 64:
-            raise ConfigError(f"workers.{stage}.replicas: {entry.replicas}; 1 to 64")
+        least = 0 if recipe.discovery.is_shared and stage in ("prefill", "decode") else 1
+        if not least <= entry.replicas <= 64:
+            hint = "; 0 leaves the stage to other servers and needs discovery" if entry.replicas == 0 else ""
+            raise ConfigError(f"workers.{stage}.replicas: {entry.replicas}; {least} to 64{hint}")
+    _check_discovery(recipe.discovery)
     if "decode" not in recipe.workers and "prefill" in recipe.workers:
         raise ConfigError("workers: prefill without decode; add decode, or use decode alone for aggregated serving")
     if recipe.pipeline.enforce_disaggregation and "prefill" not in recipe.workers:
@@ -194,6 +199,17 @@ def _check_events(recipe: Recipe) -> None:
                 f"workers.{stage}.engine_config.kv_cache_config.event_buffer_max_size: {size}; {UNREAD_EVENTS};"
                 f" {UNREAD_EVENTS_REMEDY}"
             )
+
+
+def _check_discovery(discovery: DiscoveryConfig) -> None:
+    needed = {"directory": "folder", "etcd": "endpoints"}.get(discovery.backend)
+    if needed and not getattr(discovery, needed):
+        raise ConfigError(f"discovery.{needed}: missing; discovery.backend {discovery.backend} needs it")
+    for endpoint in discovery.endpoints:
+        if not re.fullmatch(r"https?://[^/\s]+:\d+", endpoint):
+            raise ConfigError(f"discovery.endpoints: {endpoint}; write http://host:2379 or https://host:2379")
+    if bool(discovery.cert) != bool(discovery.cert_key):
+        raise ConfigError("discovery: cert and cert_key belong together; give both or none")
 
 
 def _check_encoder(workers: Mapping[str, WorkerEntry]) -> None:

@@ -4,6 +4,7 @@
     python tools/serve.py --model models/tiny-llama --disaggregated
     python tools/serve.py recipes/tiny --override '{"workers": {"decode": {"replicas": 2}}}' --http-port 8100
     python tools/serve.py recipes/tiny --set workers.decode.replicas=2
+    python tools/serve.py recipes/tiny --discovery etcd://host:2379 --host 0.0.0.0  # one of several servers
 
 Prints the endpoints when ready; OpenAI's API is on --openai-port. SIGTERM, SIGHUP or Ctrl-C lets requests under way
 end, then stops; a second one stops at once. GET /health/live and /health/ready on --health-port are for probes
@@ -25,11 +26,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bireme.config import DEFAULT_RECIPE
+from bireme.discovery.store import with_discovery
 from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import LEVELS, Console
-from bireme.launch.deployment import Deployment, DeploymentSettings
+from bireme.launch.deployment import Deployment, DeploymentSettings, advertised_address
 from bireme.launch.frontend import FrontendSettings, check_frontend
 from bireme.launch.override import add_settings
 from bireme.launch.ports import Ports
@@ -78,7 +80,9 @@ def serve(deployment: Deployment, console: Console, options: argparse.Namespace)
             return report(console, error, FAILED)
 
 
-def frontend_of(options: argparse.Namespace, recipe: str, override: str, run: RunFolder) -> FrontendSettings | None:
+def frontend_of(
+    options: argparse.Namespace, recipe: str, override: str, run: RunFolder, advertised: str
+) -> FrontendSettings | None:
     if not options.openai_port:
         return None
     arguments = ["--log-level", options.log_level, "--processes", str(options.frontend_processes)]
@@ -91,7 +95,12 @@ def frontend_of(options: argparse.Namespace, recipe: str, override: str, run: Ru
         port=options.openai_port,
         drain_timeout_s=options.drain_timeout,
         arguments=tuple(arguments),
-        environment={"BIREME_OVERRIDE": override},
+        environment={
+            "BIREME_OVERRIDE": override,
+            "BIREME_GRPC": address(options.host, options.grpc_port),
+            "BIREME_ADVERTISE": advertised,
+            "BIREME_RUN_DIR": str(run.path),
+        },
         shm_prefix=run.shm_prefix,
     )
 
@@ -149,6 +158,14 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         "--allow-client-shm", action="store_true",
         help="let KServe clients on this machine pass tensors in shared memory: for trusted clients only",
     )  # fmt: skip
+    parser.add_argument(
+        "--discovery", metavar="ADDRESS",
+        help="where servers of one model find each other: a folder that all see, or etcd://host:2379[,host2:2379]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--advertise", default="", metavar="HOST[:PORT]",
+        help="by which other servers reach this one's gRPC port; default: --host, or this host's name for 0.0.0.0",
+    )  # fmt: skip
     parser.add_argument("--api-keys", metavar="FILE", help="keys that the OpenAI frontend asks for")
     parser.add_argument("--frontend-processes", type=int, default=1, metavar="N", help="that share the OpenAI port")
 
@@ -159,8 +176,9 @@ def settings_of(options: argparse.Namespace, run: RunFolder) -> DeploymentSettin
         folder = write_recipe(
             run.path / "recipe", options.model, disaggregated=options.disaggregated, engine=options.engine
         )
-    override = add_settings(options.override, options.set)
+    override = with_discovery(add_settings(options.override, options.set), options.discovery)
     recipe = load_recipe(folder, override)
+    advertised = advertised_address(options.advertise or options.host, options.grpc_port)
     return DeploymentSettings(
         recipe=recipe,
         override=override,
@@ -169,7 +187,8 @@ def settings_of(options: argparse.Namespace, run: RunFolder) -> DeploymentSettin
         health_port=options.health_port,
         drain_timeout_s=options.drain_timeout,
         canaries=CanarySettings(interval_s=options.canary_interval),
-        frontend=frontend_of(options, recipe.folder, override, run),
+        frontend=frontend_of(options, recipe.folder, override, run, advertised),
+        advertise=advertised,
         allow_client_shm=options.allow_client_shm,
         triton_arguments=tuple(options.triton_arg),
         environment={"BIREME_LOG_LEVEL": options.log_level},

@@ -7,20 +7,24 @@ and is replaced atomically.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
+import socket
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from bireme.config import stage_of
+from bireme.config import stage_of, worker_id
 from bireme.errors import ConfigError, NotFoundError
 from bireme.messages import Capacity
 
 KEY_BYTES = 32
 MIN_KEY_BYTES = 16
+DRAIN = "drain"  # file in the run directory, or a worker's with its name before it
 
 
 WorkerState = Literal["ready", "draining"]
@@ -52,6 +56,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     replay_endpoint: str = ""  # ZeroMQ ROUTER address that answers with missed events; "": none
 
     @property
+    def id(self) -> str:
+        """What others call it."""
+        return worker_id(self.worker, self.server)
+
+    @property
     def stage(self) -> str:
         return stage_of(self.worker)
 
@@ -75,13 +84,13 @@ def run_dir() -> Path:
         return path
     own = base / f"bireme-{os.getuid()}"
     own.mkdir(exist_ok=True, mode=0o700)
-    _make_private(own)
+    make_private(own)
     path = own / str(os.getppid())
     path.mkdir(exist_ok=True, mode=0o700)
     return path
 
 
-def _make_private(folder: Path) -> None:
+def make_private(folder: Path) -> None:
     """Refuse a directory that another user made in a shared place: ours holds the key and the sockets."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
@@ -115,6 +124,42 @@ def _parse_key(text: str) -> bytes:
     if len(key) < MIN_KEY_BYTES:
         raise ConfigError(f"BIREME_KEY: {len(key)} bytes; at least {MIN_KEY_BYTES}: `openssl rand -hex 32` makes one")
     return key
+
+
+def key_id(key: bytes) -> str:
+    """Return a name of the deployment key that says nothing about it."""
+    return hashlib.blake2b(b"bireme deployment", key=key, digest_size=8).hexdigest()
+
+
+def launch_id(folder: Path) -> str:
+    """Return the name of a launch, by its run directory; no other launch on any host has it."""
+    return f"{socket.gethostname()}:{folder.resolve()}"
+
+
+def host_id() -> str:
+    """Return a name for what shared memory reaches: equal in processes that see one /dev/shm and each other's pids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    seen = f"{boot} {os.stat('/dev/shm').st_dev} {os.readlink('/proc/self/ns/pid')}"
+    return hashlib.blake2b(seen.encode(), digest_size=8).hexdigest()
+
+
+def own_address(environment: Mapping[str, str] = os.environ) -> str:
+    """Return host:port by which other servers reach this one's gRPC endpoint: BIREME_ADVERTISE, else BIREME_GRPC."""
+    return environment.get("BIREME_ADVERTISE") or environment.get("BIREME_GRPC") or ""
+
+
+def is_draining(folder: Path, worker: str = "") -> bool:
+    """Return whether somebody has asked a worker, or with "" the whole launch, to take no new requests."""
+    return (folder / (f"{worker}.{DRAIN}" if worker else DRAIN)).exists()
+
+
+def ask_drain(folder: Path, worker: str = "", *, undo: bool = False) -> None:
+    """Have a worker take no new requests, or with "" the whole launch none of other servers.
+
+    Engine processes look for this and say so in their records.
+    """
+    marker = folder / (f"{worker}.{DRAIN}" if worker else DRAIN)
+    marker.unlink(missing_ok=True) if undo else marker.touch(mode=0o600)
 
 
 def publish(folder: Path, record: WorkerRecord) -> None:

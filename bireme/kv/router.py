@@ -191,6 +191,8 @@ class WorkerRouter:
         sources = prefills.allowed(skipped)
         if not sources.any() and self._must_transfer:
             sources = prefills.is_ready  # all are down; the caller's pauses wait for their return
+        if self._must_transfer and may_transfer and not sources.any():
+            raise UnavailableError("no prefill worker takes requests now (pipeline.enforce_disaggregation); try again")
         has_prefill = bool(may_transfer and sources.any())
         decodes = self._stages["decode"]
         allowed = next((some for some in map(decodes.allowed, (skipped, avoid, ())) if some.any()), None)

@@ -13,6 +13,7 @@ import contextlib
 import math
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -24,7 +25,10 @@ from typing import Any
 
 from bireme.child_process import Backoff
 from bireme.config import CHECKOUT, Recipe
-from bireme.errors import BiremeError, UnavailableError
+from bireme.discovery import run
+from bireme.discovery.directory import LOOK_S
+from bireme.discovery.view import WorkerView, discover
+from bireme.errors import BiremeError, ConfigError, UnavailableError
 from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
 from bireme.launch.drain import drain
@@ -55,6 +59,8 @@ _SHORT_STOP_S = 3.0
 _TOUCH_S = 600.0
 _RUN_FOLDER_S = 1.0  # how soon deleted files are there again
 _EXIT_S = 10.0  # of a server without models: Triton looks once a second
+_ANNOUNCE_S = 3.0  # until the shared store has it that a server drains
+_HEARD_S = 2 * LOOK_S  # and until its readers have seen it
 _DEATH_S = 5.0  # from the close of its connections to the end of a dying process, with its core dump
 
 
@@ -65,6 +71,7 @@ class DeploymentSettings:
     host: str = "127.0.0.1"
     ports: Ports = Ports()
     health_port: int = 8003  # 0: any free one
+    advertise: str = ""  # host:port of gRPC as other servers reach it; "": as clients on this machine do
     drain_timeout_s: int = 30  # for requests under way at the end
     canaries: CanarySettings = CanarySettings()
     frontend: FrontendSettings | None = None  # None: without OpenAI's API
@@ -85,7 +92,8 @@ class Deployment:
         self._console = console
         self.threads = GuardedThreads(console)
         self.run = run or RunFolder()
-        self._key = os.environ.get("BIREME_KEY") or secrets.token_hex(32)
+        self._key = deployment_key(settings.recipe)
+        self._view: WorkerView | None = None  # of the workers on all servers
         models, pipelines = used_models(settings.recipe, settings.checkout)
         self._phases = (models, pipelines)
         self._installation: Installation | None = None
@@ -138,6 +146,9 @@ class Deployment:
         self._health = HealthServer(settings.host, settings.health_port, self._live, self._ready)
         self._health.start()
         self._run_keeper = self.threads.start("run-folder", self._keep_run_folder, _RUN_FOLDER_S)
+        if settings.recipe.discovery.is_shared:
+            self._view = discover(settings.recipe, self._address, self.run.path)
+            self._view.watch(lambda records: None)
         if settings.frontend is not None:
             self._frontend = FrontendProcess(settings.frontend, self._console, self.threads)
             self._frontend.spawn()  # it takes as long as the models' load: side by side
@@ -168,6 +179,7 @@ class Deployment:
     def stop(self) -> None:
         """Drain and end everything; remove the run folder. Harmless when called again."""
         self._stopping.set()
+        self._announce_end()
         if self._frontend is not None:
             self._frontend.stop()
             self._frontend = None
@@ -185,7 +197,27 @@ class Deployment:
             self._health = None
         if self._run_keeper is not None:
             self._run_keeper.stop()
+        if self._view is not None:
+            self._view.stop()
+            self._view = None
         self.run.remove()
+
+    @property
+    def _address(self) -> str:
+        return self.settings.advertise or address(self.settings.host, self.settings.ports.grpc)
+
+    def _announce_end(self) -> None:
+        """Have other servers send nothing new, and wait until they know. Own pipelines use the workers to the end."""
+        view = self._view
+        if view is None or self._monitor is None or not self.server.is_running or not self.run.path.exists():
+            return
+        run.ask_drain(self.run.path)
+        deadline = time.monotonic() + _ANNOUNCE_S
+        while not view.is_drained_elsewhere() and time.monotonic() < deadline:
+            time.sleep(_READY_LOOK_S)
+        is_known = view.is_drained_elsewhere()
+        self._console.event("draining", "info" if is_known else "warning", known_to_others=is_known)
+        time.sleep(_HEARD_S)
 
     def _keep_run_folder(self) -> None:
         now = time.monotonic()
@@ -259,6 +291,7 @@ class Deployment:
             "BIREME_RECIPE": settings.recipe.folder,
             "BIREME_OVERRIDE": settings.override,
             "BIREME_KEY": self._key,
+            "BIREME_ADVERTISE": self._address,
             **settings.environment,
         }
         return ServerOptions(
@@ -389,7 +422,45 @@ class Deployment:
             report |= {"status": "not_ready", "run_folder": self._run_problem}
         if problems := self.threads.problems():
             report |= {"status": "not_ready", "threads": problems}
+        if (view := self._view) is not None:
+            report["discovery"] = told = view.report()
+            is_well = told["current"] and not told["unregistered"] and not told["refused"]
+            if report["status"] == "ready" and not is_well:
+                report["status"] = "degraded"
         return report["status"] != "not_ready", report
+
+
+def deployment_key(recipe: Recipe) -> str:
+    """Return the key (hex) of a launch: BIREME_KEY, or that of the folder that all servers share, or a new one.
+
+    Raises ConfigError for several servers that have no way to share one.
+    """
+    if named := os.environ.get("BIREME_KEY"):
+        return named
+    discovery = recipe.discovery
+    if discovery.backend == "directory":
+        folder = Path(discovery.folder)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            run.make_private(folder)
+            return run.deployment_key(folder).hex()
+        except OSError as error:
+            raise ConfigError(f"discovery.folder: {folder} can't be used: {error}") from error
+    if discovery.is_shared:
+        raise ConfigError(
+            "BIREME_KEY: not set; servers that share discovery through etcd must have one key:"
+            " `openssl rand -hex 32` makes one, give it to all of them"
+        )
+    return secrets.token_hex(32)
+
+
+def advertised_address(host: str, grpc_port: int) -> str:
+    """Return host:port for other servers; `host` may have a port. One that means any becomes this host's name."""
+    if host in ("0.0.0.0", "::", ""):
+        host = socket.gethostname()
+    if host.count(":") == 1 or host.startswith("[") and "]:" in host:
+        return host
+    return address(host.strip("[]"), grpc_port)
 
 
 def thread_pool_size(num_models: int, limit: int | None = None) -> int:

@@ -196,7 +196,8 @@ class HealthMonitor:
         if server or not self._server.is_running or any((*doors.values(), *paths.values(), *others)):
             return "not_ready"
         for stage in self._recipe.workers:
-            if self._is_essential(stage) and all(problems[name] for name in self._recipe.replicas(stage)):
+            own = self._recipe.replicas(stage)  # none: other servers have this stage
+            if own and self._is_essential(stage) and all(problems[name] for name in own):
                 return "not_ready"
         return "degraded" if has_lost_members or any(problems.values()) else "ready"
 

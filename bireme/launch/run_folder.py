@@ -122,7 +122,7 @@ def default_base() -> Path:
 def sweep_stale(base: Path) -> list[Path]:
     """Remove the run folders of dead launches, and their shared memory; return the folders."""
     swept = []
-    for folder in _launches(base):
+    for folder in launches(base):
         lock = _take_lock(folder)
         if lock is None:
             continue
@@ -155,8 +155,9 @@ def _content(path: Path) -> str | bytes:
     return os.readlink(path) if path.is_symlink() else path.read_bytes()
 
 
-def _launches(base: Path) -> Iterator[Path]:
-    return (folder for folder in sorted(base.glob("*-*")) if (folder / _LOCK).is_file())
+def launches(base: Path) -> list[Path]:
+    """Return the run folders in a user's folder, those of killed launches among them until the next launch."""
+    return [folder for folder in sorted(base.glob("*-*")) if (folder / _LOCK).is_file()]
 
 
 def _shm_prefix(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
     python -m bireme.openai --recipe recipes/tiny-chat                       # BIREME_GRPC, else 127.0.0.1:8001
     python -m bireme.openai --recipe recipes/a --grpc host1:8001 --recipe recipes/b --grpc host2:8001 --port 9000
+    python -m bireme.openai --recipe recipes/a --discovery etcd://host:2379  # every server that registers there
 
 SIGTERM: no new connections, running requests get --drain-timeout seconds, then an error, then exit code 0.
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 import uvicorn
 
 from bireme.config import FrontendConfig, Recipe
+from bireme.discovery.store import with_discovery
 from bireme.errors import ConfigError
 from bireme.launch.processes import started_at
 from bireme.metrics import Registry
@@ -68,6 +70,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--recipe", action="append", help="folder with recipe.yaml; one for each --grpc")
     parser.add_argument("--grpc", action="append", metavar="HOST:PORT", help="a tritonserver's gRPC endpoint")
+    parser.add_argument(
+        "--discovery", metavar="ADDRESS",
+        help="where servers of the recipes register: a folder, or etcd://host:2379; no --grpc is needed then",
+    )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 opens it to the network")
     parser.add_argument("--port", type=int, default=9000)
     parser.add_argument(
@@ -110,21 +116,36 @@ def _positive(text: str) -> int:
 
 def make_server(options: argparse.Namespace) -> uvicorn.Server:
     """Return a server that is ready to run. Raises ConfigError."""
-    recipes = [load_recipe(path) for path in options.recipe or [None]]
-    addresses = options.grpc or [server_address()]
-    if len(recipes) != len(addresses):
-        raise ConfigError(f"{len(recipes)} --recipe, {len(addresses)} --grpc; give one --grpc for each recipe")
+    override = with_discovery(os.environ.get("BIREME_OVERRIDE", ""), options.discovery)
+    recipes = [load_recipe(path, override) for path in options.recipe or [None]]
+    addresses = _addresses(options.grpc, recipes)
     metrics = Registry("frontend")
     served = list(zip(recipes, addresses, strict=True))
     models = Models([connect(recipe, address, metrics) for recipe, address in served if "decode" in recipe.workers])
     url = f"http://{options.host}:{options.port}"
     videos = VideoModels(
-        [connect_video(*each, metrics, url) for each in served if "video_diffusion" in each[0].workers]
+        [
+            connect_video(recipe, address, metrics, url)
+            for recipe, address in served
+            if "video_diffusion" in recipe.workers and address is not None
+        ]
     )
     config = recipes[0].frontend
     keys = _keys(options.api_keys, recipes[0], options.member)
     frontend = Frontend(models, metrics, config, keys, options.member, videos)
     return _Server(_uvicorn_config(frontend, options, config), frontend, options.member)
+
+
+def _addresses(given: list[str] | None, recipes: list[Recipe]) -> list[str | None]:
+    """Return each recipe's own server; None: discovery has them all. Raises ConfigError."""
+    if given is not None and len(recipes) != len(given):
+        raise ConfigError(f"{len(recipes)} --recipe, {len(given)} --grpc; give one --grpc for each recipe")
+    addresses: list[str | None] = []
+    for at, recipe in enumerate(recipes):
+        addresses.append(given[at] if given else None if recipe.discovery.is_shared else server_address())
+        if addresses[-1] is None and "decode" not in recipe.workers:
+            raise ConfigError(f"{recipe.name}: videos are made on one server; give its --grpc")
+    return addresses
 
 
 class _Server(uvicorn.Server):

@@ -76,6 +76,8 @@ class Frontend:
 
     async def start(self) -> None:
         pacer = Pacer()
+        for model in self._models:
+            model.start()
         self.readiness = Readiness(self._models, self._videos)
         chats = ChatCompletions(self._models, pacer, self._streams)
         completions = Completions(self._models, pacer, self._streams)

@@ -1,4 +1,7 @@
-"""Whether this frontend can answer now. It asks the workers, at most once a second: Triton calls dead ones ready."""
+"""Whether this frontend can answer now. It asks the workers, at most once a second: Triton calls dead ones ready.
+
+Discovery that can't be reached takes nothing down: the last view serves, and the report says that it is an old one.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ class Readiness:
             is_there = await _in_time(video.is_ready())
             details[video.name] = {"video_diffusion": READY if is_there else "not ready"}
             is_ready = is_ready and is_there
-        return is_ready, {"status": "ready" if is_ready else "not_ready", "models": details}
+        report: dict[str, Any] = {"status": "ready" if is_ready else "not_ready", "models": details}
+        if followed := {model.name: told for model in models if (told := model.discovery_report())}:
+            report["discovery"] = followed
+        return is_ready, report
 
 
 def _can_answer(workers: dict[str, str]) -> bool:
@@ -56,9 +62,16 @@ def _can_answer(workers: dict[str, str]) -> bool:
 
 async def _workers(model: ServedModel) -> dict[str, str]:
     """Return worker -> ready, or its error."""
-    names = [*model.recipe.replicas("decode"), *model.recipe.replicas("prefill")]
-    answers = await asyncio.gather(*(_state(model.workers, name) for name in names))
+    members = model.services.members
+    names = [name for stage in ("decode", "prefill") for name, one in members.items() if one.stage == stage]
+    answers = await asyncio.gather(
+        *(_told_draining() if members[name].is_draining else _state(model.workers, name) for name in names)
+    )
     return dict(zip(names, answers, strict=True))
+
+
+async def _told_draining() -> str:
+    return "draining"
 
 
 async def _state(workers: WorkerClient, name: str) -> str:

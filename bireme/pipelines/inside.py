@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bireme.discovery import run
+from bireme.discovery.view import discover
 from bireme.errors import UnavailableError
 from bireme.pipelines.routing import make_router
 from bireme.pipelines.services import Services
@@ -27,4 +29,7 @@ def make_services(
         if context.call_async is None:
             raise UnavailableError(f"{context.model_name}: no way to call other models")
         workers = Workers(GrpcChannel(), recipe.pipeline.stall_timeout_s, context.metrics, context.call_async)
+        services = Services(recipe, workers, make_router(recipe), context.metrics)
+        services.follow(discover(recipe, run.own_address(), run.run_dir()))
+        return services, tokenizer
     return Services(recipe, workers, make_router(recipe), context.metrics), tokenizer

@@ -91,14 +91,17 @@ class RequestPictures:
     async def _encode(self, copies: int) -> tuple[EncodeAnswer, str]:
         """Encode on one worker after another until one can. Returns the answer and the worker."""
         recipe, began, losses = self._services.recipe, time.monotonic(), 0
-        workers = recipe.replicas(recipe.encoder_stage)
-        at, pause_s = secrets.randbelow(len(workers)), _FIRST_PAUSE_S
+        at, pause_s = secrets.randbelow(1 << 16), _FIRST_PAUSE_S
         while True:
-            worker = workers[at % len(workers)]
+            workers = self._services.stage_workers(recipe.encoder_stage)
             try:
+                if not workers:
+                    raise UnavailableError(f"no {recipe.encoder_stage} worker takes pictures now; try again")
+                worker = workers[at % len(workers)]
                 return await self._encode_on(worker, copies), worker
             except UnreachableError:
-                raise
+                if not recipe.discovery.is_shared or time.monotonic() - began > recipe.pipeline.stall_timeout_s:
+                    raise
             except EngineLostError as error:
                 losses += 1
                 if losses > recipe.pipeline.migration_limit:
@@ -107,7 +110,7 @@ class RequestPictures:
                 if time.monotonic() - began > recipe.pipeline.stall_timeout_s:
                     raise
             at += 1
-            if at % len(workers) == 0:
+            if not workers or at % len(workers) == 0:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

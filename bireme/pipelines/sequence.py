@@ -183,19 +183,22 @@ class SequenceRunner:
         """
         try:
             while True:
-                request = self._request()
-                placement = self._placement = self._place()
+                request, placement = self._request(), None
                 try:
+                    placement = self._placement = self._place()
                     await self._attempt(request, placement)
                     return
                 except (UnavailableError, ResourceExhaustedError) as error:
-                    if self._has_all_tokens(placement.decode):  # all that was lost is word of the end
+                    if placement is not None and self._has_all_tokens(
+                        placement.decode
+                    ):  # all that was lost is word of the end
                         self._stream.finish(self._whole(Finish("length", Usage())))
                         return
                     pause_s = self._plan_retry(error)
                     drop_frames(error)
                 finally:
-                    self._services.router.finished(placement)
+                    if placement is not None:
+                        self._services.router.finished(placement)
                 if pause_s:
                     await asyncio.sleep(pause_s)
         finally:
@@ -220,7 +223,8 @@ class SequenceRunner:
         if isinstance(error, KvTransferError) and not config.enforce_disaggregation:
             return 0.0
         self._failing_since = self._failing_since or now
-        if isinstance(error, UnreachableError) and not self.tokens and not self.migrations:
+        has_fixed_address = not self._services.recipe.discovery.is_shared  # which is wrong, then
+        if isinstance(error, UnreachableError) and not self.tokens and not self.migrations and has_fixed_address:
             raise error
         if isinstance(error, EngineLostError):
             self.migrations += 1

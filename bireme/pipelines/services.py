@@ -1,19 +1,26 @@
-"""What every text pipeline works with: workers, router, limits, metrics; and the count of running requests."""
+"""What every text pipeline works with: workers, router, limits, metrics; and the count of running requests.
+
+Which workers there are is told by a `Discovery`, while requests run: router and worker clients are told on the loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Iterator
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from bireme.config import Recipe
+from bireme.discovery.run import WorkerRecord
+from bireme.discovery.view import Discovery
 from bireme.errors import BiremeError, ResourceExhaustedError, drop_frames
 from bireme.kv.router import WorkerRouter
 from bireme.messages import Capacity
 from bireme.metrics import Registry
+from bireme.pipelines.routing import recipe_workers
 from bireme.workers.base import WorkerClient
 
 logger = logging.getLogger("bireme.pipeline")
@@ -28,11 +35,44 @@ class Services:
     router: WorkerRouter
     metrics: Registry
     num_active: int = 0
+    members: Mapping[str, WorkerRecord] = field(default_factory=dict)  # by worker id, those that drain among them
+    discovery: Discovery | None = None
     _background: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Without a discovery the workers are the recipe's."""
+        self.members = self.members or recipe_workers(self.recipe)
+
+    def follow(self, discovery: Discovery) -> None:
+        """Take the workers from `discovery` until `close`; on the loop that this is used on."""
+        loop, own_thread = asyncio.get_running_loop(), threading.get_ident()
+
+        def tell(view: Mapping[str, WorkerRecord]) -> None:
+            if threading.get_ident() == own_thread:
+                self.set_workers(view)
+                return
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self.set_workers, view)
+
+        self.discovery = discovery
+        discovery.watch(tell)
+
+    def set_workers(self, view: Mapping[str, WorkerRecord]) -> None:
+        for name in view.keys() ^ self.members.keys():
+            if "@" in name:  # those of the own server come with the recipe
+                logger.info("%s worker=%s", "worker_joined" if name in view else "worker_left", name)
+        self.members = view
+        self.router.set_workers(view)
+        self.workers.set_workers(view.keys())
+
+    def stage_workers(self, stage: str) -> list[str]:
+        """Return the workers of a stage that take requests."""
+        return [name for name, one in self.members.items() if one.stage == stage and not one.is_draining]
 
     def capacity(self) -> Capacity | None:
         """Return what the first decode worker takes, once it is known."""
-        found = (self.workers.capacity(worker) for worker in self.recipe.replicas("decode"))
+        decode = {name: one for name, one in self.members.items() if one.stage == "decode"}
+        found = (self.workers.capacity(name) or one.capacity for name, one in decode.items())
         return next((capacity for capacity in found if capacity is not None), None)
 
     @contextlib.contextmanager
@@ -56,6 +96,8 @@ class Services:
         task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
+        if self.discovery is not None:
+            self.discovery.stop()
         if self._background:
             await asyncio.wait(list(self._background), timeout=1.0)
         self.router.close()

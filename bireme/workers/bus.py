@@ -64,6 +64,7 @@ from bireme.workers.grpc import GrpcChannel, infer_request, leave, rpc_error
 logger = logging.getLogger("bireme.bus")
 IDLE_S = 1.0  # without requests for so long, a session closes
 KEEPALIVE_S = 3.0  # the longest silence of this side
+LOST_STALL_S = 5.0  # pipeline.stall_timeout_s of a worker that discovery has lost
 OPEN_TIMEOUT_S = 10.0  # from the first byte to Welcome
 LEAVE_S = 1.0  # for each step of an orderly end
 RENEW_AFTER = 1000  # responses of one subscription: a megabyte in the server, 5 s at 5 ms a step
@@ -97,11 +98,25 @@ class BusRequest:
 class Bus:
     """The connection to one decode worker."""
 
-    def __init__(self, worker: str, channel: GrpcChannel, stall_timeout_s: float, metrics: Registry | None) -> None:
-        self.worker, self.channel, self.stall_timeout_s, self.metrics = worker, channel, stall_timeout_s, metrics
+    def __init__(
+        self, worker: str, channel: GrpcChannel, stall_timeout_s: float, metrics: Registry | None, model: str = ""
+    ) -> None:
+        """`model`: the worker's model on its server, if it is not the worker's name."""
+        self.worker, self.channel, self.metrics, self.model = worker, channel, metrics, model or worker
         self.capacity: Capacity | None = None  # of the last life that was seen
+        self.is_lost = False  # discovery no longer has it: its server is gone, or can't reach discovery
+        self._stall_timeout_s = stall_timeout_s
         self._session: Session | None = None  # takes new requests
         self._closing: set[Session] = set()
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """How long a stub may be silent: a lost one's host may be gone, which no connection would tell."""
+        return min(LOST_STALL_S, self._stall_timeout_s) if self.is_lost else self._stall_timeout_s
+
+    @property
+    def is_idle(self) -> bool:
+        return self._session is None and not self._closing
 
     def submit(self, request: EngineRequest | EncodeRequest, sink: Sink) -> BusRequest:
         submitted = BusRequest(request, sink)
@@ -325,10 +340,8 @@ class Session:
         if self._requests:
             self._busy_at = now
             if now - self._heard_at > self._bus.stall_timeout_s:
-                raise EngineLostError(
-                    f"{self._bus.worker}: no news for {now - self._heard_at:.1f} s;"
-                    f" pipeline.stall_timeout_s is {self._bus.stall_timeout_s:g}"
-                )
+                limit = "discovery has lost it" if self._bus.is_lost else "that is more than pipeline.stall_timeout_s"
+                raise EngineLostError(f"{self._bus.worker}: no news for {now - self._heard_at:.1f} s; {limit}")
             if now - self._sent_at >= min(KEEPALIVE_S, self._bus.stall_timeout_s / 4):
                 self._sent_at = now
                 await self._send(subscribe=b"keep")
@@ -339,7 +352,7 @@ class Session:
     async def _send(self, **tensors: bytes | Array) -> None:
         if self._welcome is not None:
             tensors["consumer"] = self._welcome.consumer.encode()
-        await self._call.write(infer_request(self._bus.worker, tensors))
+        await self._call.write(infer_request(self._bus.model, tensors))
 
     async def _read(self) -> None:
         while await self._receive():

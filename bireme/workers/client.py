@@ -1,19 +1,21 @@
-"""All workers of one tritonserver: unary calls to the models, decode's tokens over the token bus.
+"""All workers: unary calls to the models, decode's tokens over the token bus.
 
-The same inside Triton, where unary calls are BLS, and outside, where they go over gRPC.
+Inside Triton unary calls to models of the own server are BLS; all others go over gRPC, a channel a server. A worker of
+another server is called by its id, decode_1@host:8001.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 
 import msgspec
 import numpy as np
 
-from bireme.config import stage_of
+from bireme.config import split_worker, stage_of
 from bireme.errors import (
     BiremeError,
     EngineLostError,
@@ -41,7 +43,7 @@ from bireme.multimodal.answers import EncodeSink
 from bireme.multimodal.wire import EncodeAnswer, decode_answer, decode_answer_json
 from bireme.types import Array, Tensors
 from bireme.workers.base import Generation, PrefillResult
-from bireme.workers.bus import Bus
+from bireme.workers.bus import LOST_STALL_S, Bus
 from bireme.workers.grpc import GrpcChannel
 
 Call = Callable[[str, Tensors], Awaitable[Tensors]]
@@ -54,17 +56,32 @@ class Workers:
 
     def __init__(
         self,
-        channel: GrpcChannel,
+        channel: GrpcChannel | None,
         stall_timeout_s: float,
         metrics: Registry | None = None,
         call: Call | None = None,
     ) -> None:
-        """`call`: StageContext.call_async, of a pipeline inside Triton; None: unary calls go over the channel, too."""
-        self._channel, self._stall_timeout_s, self._metrics = channel, stall_timeout_s, metrics
-        self._call: Call = call or channel.infer
-        self._call_worker: Call = call or self._call_watched
+        """`channel`: to the own server; None: there is none, every worker's id names its server.
+
+        `call`: StageContext.call_async, of a pipeline inside Triton; None: unary calls go over the channel, too.
+        """
+        self._channels: dict[str, GrpcChannel] = {} if channel is None else {"": channel}  # by server
+        self._stall_timeout_s, self._metrics, self._bls = stall_timeout_s, metrics, call
         self._buses: dict[str, Bus] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._members: Collection[str] | None = None  # None: nobody has told
         self._encodes: dict[str, Generation] = {}  # on decode workers, by request id
+
+    def set_workers(self, workers: Collection[str]) -> None:
+        """Take which workers there are. One that is gone keeps its streams for as long as they make progress."""
+        self._members = frozenset(workers)
+        for worker, bus in list(self._buses.items()):
+            bus.is_lost = worker not in workers
+            if bus.is_lost and bus.is_idle:
+                del self._buses[worker]
+        used = {split_worker(worker)[1] for worker in (*workers, *self._buses)}
+        for server in self._channels.keys() - used - {""}:
+            self._close_later(self._channels.pop(server))
 
     async def tokenize(self, text: str) -> list[int]:
         outputs = await self._call("tokenizer", {"text_input": _bytes(text.encode())})
@@ -104,7 +121,8 @@ class Workers:
         return bus.capacity if bus else None
 
     async def check(self, worker: str) -> None:
-        if not await self._channel.is_loaded(worker):
+        channel, model = self._model_of(worker)
+        if not await channel.is_loaded(model):
             raise UnavailableError(f"{worker}: not loaded")
         await self.ping(worker)
 
@@ -117,24 +135,56 @@ class Workers:
 
     async def close(self) -> None:
         await asyncio.gather(*(bus.close() for bus in self._buses.values()))
-        await self._channel.close()
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()), *self._closing)
 
     def _bus(self, worker: str) -> Bus:
         bus = self._buses.get(worker)
         if bus is None:
-            bus = self._buses[worker] = Bus(worker, self._channel, self._stall_timeout_s, self._metrics)
+            channel, model = self._model_of(worker)
+            bus = self._buses[worker] = Bus(worker, channel, self._stall_timeout_s, self._metrics, model)
         return bus
+
+    def _model_of(self, worker: str) -> tuple[GrpcChannel, str]:
+        """Return a worker's server and its model's name there. Raises UnavailableError where it has no server."""
+        model, server = split_worker(worker)
+        channel = self._channels.get(server)
+        if channel is None:
+            if not server:
+                raise UnavailableError(f"{worker}: this process has no tritonserver of its own")
+            channel = self._channels[server] = GrpcChannel(server)
+        return channel, model
+
+    def _close_later(self, channel: GrpcChannel) -> None:
+        """Close a channel of which the last stream has just ended."""
+        task = asyncio.get_running_loop().create_task(channel.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _call(self, worker: str, inputs: Tensors) -> Tensors:
+        if self._bls is not None and "@" not in worker:
+            return await self._bls(worker, inputs)
+        channel, model = self._model_of(worker)
+        return await channel.infer(model, inputs)
+
+    async def _call_worker(self, worker: str, inputs: Tensors) -> Tensors:
+        if self._bls is not None and "@" not in worker:
+            return await self._bls(worker, inputs)
+        return await self._call_watched(worker, inputs)
 
     async def _call_watched(self, worker: str, inputs: Tensors) -> Tensors:
         """Call a worker while it answers pings: a dead stub would be silent forever.
 
-        Inside Triton there are no pings: each would take one of the few threads of BLS.
+        Inside Triton there are no pings to models of the own server: each would take one of the few threads of BLS.
         """
         call = asyncio.ensure_future(self._call(worker, inputs))
         interval_s = self._stall_timeout_s / 2
+        pinged_at = time.monotonic()
         try:
-            while not (await asyncio.wait({call}, timeout=interval_s))[0]:
-                await asyncio.wait_for(self.ping(worker), interval_s)
+            while not (await asyncio.wait({call}, timeout=min(interval_s, LOST_STALL_S)))[0]:
+                if self._is_member(worker) and time.monotonic() - pinged_at < interval_s:
+                    continue
+                await asyncio.wait_for(self.ping(worker), interval_s if self._is_member(worker) else LOST_STALL_S)
+                pinged_at = time.monotonic()
             return call.result()
         except asyncio.TimeoutError:
             raise EngineLostError(
@@ -142,6 +192,9 @@ class Workers:
             ) from None
         finally:
             call.cancel()
+
+    def _is_member(self, worker: str) -> bool:
+        return self._members is None or worker in self._members
 
     async def _encode_on_bus(self, worker: str, request: EncodeRequest, request_id: str) -> EncodeAnswer:
         """Encode on a decode worker that has the vision tower: a request of the token bus that makes no tokens."""

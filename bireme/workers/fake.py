@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
+from collections.abc import Collection
 
 import msgspec
 import numpy as np
@@ -107,7 +108,11 @@ class FakeWorkers:
         self.log: list[str] = []  # worker and request type, or what was aborted
         self.errors: deque[BiremeError] = deque()  # the next decode requests end with these, as engines do
         self.capacities: dict[str, Capacity] = {}
+        self.members: frozenset[str] = frozenset()  # as the last set_workers told
         self.is_closed = False
+
+    def set_workers(self, workers: Collection[str]) -> None:
+        self.members = frozenset(workers)
 
     async def tokenize(self, text: str) -> list[int]:
         await self._wait("tokenizer", "tokenizer")

@@ -28,6 +28,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 ELSEWHERE = {  # program -> the test that runs it
     "tools/clients.py": "tests/tools/test_client_environments.py",
+    "tools/drain.py": "tests/launch/test_drain.py",
     "tools/perf_analyzer.py": "tests/server/test_perf_analyzer.py",
     "tools/screenshots.py": "tests/services/test_screenshots.py",
     "tools/serve.py": "tests/server/test_served_recipes.py",

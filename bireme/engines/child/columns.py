@@ -20,8 +20,9 @@ from bireme.multimodal.answers import seal_outcome
 class StepEncoder:
     """Turns an engine's output into frames and keeps the ledger."""
 
-    def __init__(self, life: int, ledger: Ledger, key: bytes) -> None:
-        self._life = life
+    def __init__(self, life: int, ledger: Ledger, key: bytes, worker: str = "") -> None:
+        """`worker`: the id by which engines of other servers find this one; "": its name will do."""
+        self._life, self._worker = life, worker
         self._ledger = ledger
         self._key = key  # signs what context_only requests export
         self._open: dict[int, Step] = {}  # by consumer; the next step is added to the same ones
@@ -104,7 +105,8 @@ class StepEncoder:
 
     def _sign(self, delta: StepOutput, finish: Finish, record: Record) -> Finish:
         if delta.exported is not None:
-            exported = msgspec.structs.replace(delta.exported, prompt_digest=record.digest)
+            worker = self._worker or delta.exported.worker
+            exported = msgspec.structs.replace(delta.exported, prompt_digest=record.digest, worker=worker)
             finish.disaggregated_params = disagg.seal(exported, self._key)
         if delta.encoded is not None:
             finish.encoded = seal_outcome(delta.encoded, self._key)

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bireme.config import ROUTED_STAGES, Recipe, WorkerEntry, stage_of
+from bireme.config import ROUTED_STAGES, Recipe, WorkerEntry, stage_of, worker_id
 from bireme.discovery import run
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.view import own_record
 from bireme.engines.base import Engine, EngineContext
+from bireme.engines.child.presence import Presence
 from bireme.engines.child.server import EngineServer
 from bireme.engines.child.validate import Gate
 from bireme.engines.config import check_engine_config, with_events
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("bireme.engine")
 DRAIN_S = 1.0  # how long open requests may run on after SIGTERM
-_RECORD_LOOK_S = 1.0
+_RECORD_LOOK_S = 0.25
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h
 _SWITCH_INTERVAL_S = 0.001  # a Python-heavy step must not hold up the IO thread for the default 5 ms
 
@@ -59,7 +60,6 @@ class EngineProcess:
         self._create_engine = create_engine
         self._engine: Engine | None = None
         self._parts = contextlib.ExitStack()  # what ends with the process, the engine first
-        self._records: list[tuple[Path, WorkerRecord]] = []
         self._has_ended = threading.Event()
         self._began_at = time.monotonic()
 
@@ -80,7 +80,8 @@ class EngineProcess:
         self._server.open(self._engine, gate)
         logger.info("engine_ready life=%d load_s=%.2f", self._life, gate.capacity.load_s)
         while not self._has_ended.wait(_RECORD_LOOK_S):
-            self._keep_published()
+            self._presence.look()
+        self._presence.close()
         self._drain()
         self._stop()
         logger.info("engine_stopped life=%d", self._life)
@@ -90,6 +91,8 @@ class EngineProcess:
         folder = run.run_dir()
         recipe, entry = given_recipe(self._worker)
         check_engine_config(entry)
+        self._presence = presence = Presence(recipe, folder)
+        self._parts.callback(presence.close)
         transfer = self._make_transfer(entry, folder)
         share = self._make_share(recipe, entry, folder)
         self._engine = self._create_engine(entry.engine, self._context(recipe, entry, transfer, share))
@@ -97,25 +100,31 @@ class EngineProcess:
         capacity = self._engine.start(self._server.emit)
         if not capacity.load_s:
             capacity = msgspec.structs.replace(capacity, load_s=time.monotonic() - self._began_at)
-        plane = self._make_publisher(recipe, entry, folder, capacity)
-        record = WorkerRecord(
-            worker=self._worker,
-            life=self._life,
-            pid=os.getpid(),
+        key = run.deployment_key(folder)
+        plane = self._make_publisher(recipe, entry, key, capacity)
+        record = own_record(
+            recipe,
+            self._worker,
+            self._life,
+            folder,
+            key,
             transfer_endpoint=transfer.endpoint if transfer else "",
             load_endpoint=plane.load_endpoint if plane else "",
             event_endpoint=plane.event_endpoint if plane else "",
             replay_endpoint=plane.replay_endpoint if plane else "",
             tokens_per_block=capacity.tokens_per_block,
+            capacity=capacity,
+            moves_own_kv=entry.kind.moves_own_kv,
         )
-        self._publish(folder, record)
+        presence.publish(record)
         return Gate(
             stage_of(self._worker),
             capacity,
             recipe.limits,
-            run.deployment_key(folder),
+            key,
             entry.engine_config.cache_transceiver_config.backend is not None,
             entry.engine_config.max_input_len,
+            worker=worker_id(self._worker, presence.server),
         )
 
     def _context(
@@ -155,10 +164,11 @@ class EngineProcess:
             life=self._life,
             config=msgspec.structs.replace(entry.engine_config.cache_transceiver_config, max_tokens_in_buffer=None),
             metrics=ShareMetrics(self._metrics, name),
+            find=self._presence.find,
         )
-        record = WorkerRecord(worker=name, life=self._life, pid=os.getpid(), transfer_endpoint=moves.endpoint)
-        self._publish(folder, record)
-        share = EmbeddingShare(moves, name, self._life)
+        key = run.deployment_key(folder)
+        self._presence.publish(own_record(recipe, name, self._life, folder, key, transfer_endpoint=moves.endpoint))
+        share = EmbeddingShare(moves, worker_id(name, self._presence.server), self._life)
         self._parts.callback(share.close)
         return share
 
@@ -175,11 +185,12 @@ class EngineProcess:
             life=self._life,
             config=transceiver,
             metrics=self._metrics,
+            find=self._presence.find,
         )
         self._parts.callback(transfer.close)
         return transfer
 
-    def _make_publisher(self, recipe: Recipe, entry: WorkerEntry, folder: Path, capacity: Capacity) -> ZmqPlane | None:
+    def _make_publisher(self, recipe: Recipe, entry: WorkerEntry, key: bytes, capacity: Capacity) -> ZmqPlane | None:
         """Tell routers what the engine does, if any asks."""
         has_events = recipe.publishes_events
         if stage_of(self._worker) not in ROUTED_STAGES or not (has_events or recipe.has_load_routing):
@@ -188,7 +199,6 @@ class EngineProcess:
         from bireme.kv.zmq_plane import ZmqPlane
 
         assert self._engine is not None
-        key = run.deployment_key(folder)
         plane = ZmqPlane(self._endpoint, recipe.kv_events.host, key, has_events=has_events)
         publisher = KvPublisher(
             self._engine,
@@ -206,19 +216,6 @@ class EngineProcess:
         publisher.start()
         self._server.on_change = publisher.wake
         return plane
-
-    def _publish(self, folder: Path, record: WorkerRecord) -> None:
-        run.publish(folder, record)
-        self._records.append((folder, record))
-
-    def _keep_published(self) -> None:
-        """Restore records that were deleted, as cleaners of temporary files do: others find this engine by them."""
-        for folder, record in self._records:
-            try:
-                if run.restore(folder, record):
-                    logger.warning("record_restored worker=%s folder=%s", record.worker, folder)
-            except OSError as error:  # the next look tries again
-                logger.warning("record_not_restored worker=%s error=%s", record.worker, error)
 
     def _give_up(self, error: Exception) -> int:
         is_expected = isinstance(error, ConfigError)

@@ -96,7 +96,7 @@ class EngineServer:
 
     def open(self, engine: Engine, gate: Gate) -> None:
         """Say hello: from now on submits reach the engine."""
-        self._encoder = StepEncoder(self._life, self._ledger, gate.key)
+        self._encoder = StepEncoder(self._life, self._ledger, gate.key, gate.worker)
         self._service = _Service(engine, gate)
         self._io.send(Hello(VERSION, self._life, gate.capacity))
 

@@ -39,6 +39,7 @@ class Gate:
     key: bytes  # the deployment's, for disaggregated_params
     has_transfer: bool = False
     max_input_len: int | None = None
+    worker: str = ""  # its id among several servers; "": it has one server's workers for company
 
     @property
     def context(self) -> int:

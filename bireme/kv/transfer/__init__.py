@@ -9,14 +9,25 @@ from bireme.errors import ConfigError
 
 if TYPE_CHECKING:
     from bireme.config import CacheTransceiverConfig
-    from bireme.kv.transfer.base import KvTransfer
+    from bireme.kv.transfer.base import Find, KvTransfer
     from bireme.metrics import Registry
 
 
 def create_transfer(
-    backend: str, *, run_dir: Path, worker: str, life: int, config: CacheTransceiverConfig, metrics: Registry
+    backend: str,
+    *,
+    run_dir: Path,
+    worker: str,
+    life: int,
+    config: CacheTransceiverConfig,
+    metrics: Registry,
+    find: Find | None = None,
 ) -> KvTransfer:
-    """Make the transfer of one engine process; not started yet. Raises ConfigError."""
+    """Make the transfer of one engine process; not started yet. Raises ConfigError.
+
+    `find`: returns the record of the worker that disaggregated_params name, or raises NotFoundError; None: all are of
+    this run directory.
+    """
     if backend not in ("DEFAULT", "SHM"):
         raise ConfigError(
             f"cache_transceiver_config.backend: {backend} is not available on the embedded engines, which have"
@@ -24,7 +35,7 @@ def create_transfer(
         )
     from bireme.kv.transfer.shm import ShmTransfer
 
-    return ShmTransfer(run_dir=run_dir, worker=worker, life=life, config=config, metrics=metrics)
+    return ShmTransfer(run_dir=run_dir, worker=worker, life=life, config=config, metrics=metrics, find=find)
 
 
 def sweep(run_dir: Path, worker: str) -> int:

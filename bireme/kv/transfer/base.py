@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from bireme.disagg import DisaggregatedParams
+from bireme.discovery.run import WorkerRecord
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
@@ -51,6 +52,7 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True):
 Read = Callable[[int, int, int, memoryview], None]  # group, first, last, data
 Write = Callable[[int, int, int, memoryview], None]
 Done = Callable[[BiremeError | None], None]
+Find = Callable[[str], WorkerRecord]  # worker id -> its record; raises NotFoundError
 
 
 class Lease(Protocol):

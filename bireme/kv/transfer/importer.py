@@ -31,7 +31,7 @@ from bireme.errors import (
     from_message,
 )
 from bireme.kv.transfer import wire
-from bireme.kv.transfer.base import Done, KvLayout, Write, fetch_failure
+from bireme.kv.transfer.base import Done, Find, KvLayout, Write, fetch_failure
 from bireme.kv.transfer.chunks import Chunk, plan_chunks
 from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.process import Process
@@ -48,6 +48,7 @@ class Peer:
     endpoint: str
     process: Process
     socket: Any  # zmq DEALER
+    file_prefix: str  # of the files that it may offer
 
     def send(self, message: wire.Claim | wire.Ack | wire.Cancel) -> None:
         """Never blocks. A message that can't be queued is lost: the timers of both sides cover that."""
@@ -99,7 +100,7 @@ class Importer:
         self,
         *,
         layout: KvLayout,
-        run_dir: Path,
+        find: Find,
         timeout_s: float,
         copier: Copier,
         connect: Callable[[str], Any],  # endpoint -> DEALER, which the control loop reads
@@ -108,7 +109,8 @@ class Importer:
         metrics: Registry,
     ) -> None:
         self._layout = layout
-        self._run_dir = run_dir
+        self._find = find
+        self._host = run.host_id()
         self._timeout_s = timeout_s
         self._copier = copier
         self._connect = connect
@@ -196,9 +198,13 @@ class Importer:
 
     def _find_peer(self, params: DisaggregatedParams) -> Peer:
         try:
-            record = run.find(self._run_dir, params.worker)
+            record = self._find(params.worker)
         except NotFoundError as error:
             raise UnavailableError(f"prefill worker {params.worker} is not running; prefill again") from error
+        if record.life < params.life:
+            raise UnavailableError(
+                f"life {params.life} of prefill worker {params.worker} is not known yet; prefill again"
+            )
         if record.life != params.life:
             raise NotFoundError(
                 f"the KV lease belongs to life {params.life} of {params.worker}, which now lives {record.life}:"
@@ -206,12 +212,19 @@ class Importer:
             )
         if not record.transfer_endpoint:
             raise UnavailableError(f"worker {params.worker} does not export KV: set cache_transceiver_config.backend")
+        if record.host and record.host != self._host:
+            raise UnavailableError(
+                f"prefill worker {params.worker} is on another host, or in a container of its own: shared memory does"
+                " not reach it; serve both on one host, or use engine: trtllm with NIXL"
+            )
         peer = self._peers.get(record.transfer_endpoint)
         if peer is None:
             process = Process(record.pid)
             if not process.is_alive():
                 raise UnavailableError(f"prefill worker {params.worker} has died; prefill again")
-            peer = Peer(record.transfer_endpoint, process, self._connect(record.transfer_endpoint))
+            folder = Path(record.transfer_endpoint.removeprefix("ipc://")).parent  # another launch's has another name
+            prefix = file_prefix(folder, record.worker)
+            peer = Peer(record.transfer_endpoint, process, self._connect(record.transfer_endpoint), prefix)
             self._peers[peer.endpoint] = peer
         return peer
 
@@ -255,8 +268,8 @@ class Importer:
         fetch.write(chunk.group, chunk.first, chunk.last, file.view[chunk.begin : chunk.end])
 
     def _open(self, fetch: ShmFetch, offer: wire.Offer) -> SharedFile:
-        prefix = file_prefix(self._run_dir, fetch.params.worker)
-        if not offer.file_name.startswith(prefix) or "/" in offer.file_name:
+        assert fetch.peer is not None
+        if not offer.file_name.startswith(fetch.peer.file_prefix) or "/" in offer.file_name:
             raise BiremeError("KV transfer: the offer names a file that is not its worker's")
         try:
             return SharedFile.open(offer.file_name, offer.num_bytes)

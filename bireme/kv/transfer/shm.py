@@ -22,8 +22,9 @@ import zmq
 
 from bireme.config import CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
+from bireme.discovery import run
 from bireme.errors import ConfigError, EngineLostError
-from bireme.kv.transfer.base import Done, Fetch, KvLayout, Lease, Write
+from bireme.kv.transfer.base import Done, Fetch, Find, KvLayout, Lease, Write
 from bireme.kv.transfer.buffer import TransferBuffer
 from bireme.kv.transfer.chunks import CHUNK_BYTES
 from bireme.kv.transfer.copier import Copier
@@ -59,8 +60,10 @@ class ShmTransfer:
         config: CacheTransceiverConfig,
         metrics: Registry,
         chunk_bytes: int = CHUNK_BYTES,
+        find: Find | None = None,
     ) -> None:
         self._run_dir = run_dir.resolve()
+        self._find = find or partial(run.find, self._run_dir)
         self._worker = worker
         self._life = life
         self._config = config
@@ -240,7 +243,7 @@ class ShmTransfer:
     def _make_importer(self, layout: KvLayout) -> Importer:
         return Importer(
             layout=layout,
-            run_dir=self._run_dir,
+            find=self._find,
             timeout_s=self._timeout_s,
             copier=self._copier,
             connect=self._connect,

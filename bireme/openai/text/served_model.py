@@ -1,11 +1,16 @@
-"""A model that a frontend serves: its recipe, its workers on one tritonserver, its name."""
+"""A model that a frontend serves: its recipe, its workers on one tritonserver or several, its name."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 from bireme.config import Recipe
+from bireme.discovery import run
+from bireme.discovery.view import Discovery, discover
 from bireme.errors import ConfigError
 from bireme.messages import Capacity
 from bireme.metrics import Registry
@@ -21,12 +26,17 @@ from bireme.workers.grpc import GrpcChannel
 
 
 class ServedModel:
-    """One tritonserver's language model."""
+    """One language model."""
 
-    def __init__(self, recipe: Recipe, workers: WorkerClient, tokenizer: TextTokenizer, metrics: Registry) -> None:
+    def __init__(
+        self, recipe: Recipe, workers: WorkerClient, tokenizer: TextTokenizer, metrics: Registry,
+        discovery: Discovery | None = None,
+    ) -> None:  # fmt: skip
+        """`discovery`: of its workers; None: they are the recipe's."""
         check_defaults(recipe)
         self.recipe, self.workers, self.tokenizer = recipe, workers, tokenizer
-        self.name = recipe.served_model_name or recipe.name
+        self._discovery = discovery
+        self.name = recipe.served_name
         self.created = int(time.time())
         self.services = Services(recipe, workers, make_router(recipe), metrics)
         self.chat = ChatService(self.services, tokenizer)
@@ -36,17 +46,35 @@ class ServedModel:
         """What the first decode worker takes, once it is known."""
         return self.services.capacity()
 
+    def start(self) -> None:
+        """Begin to follow its workers, on the loop that will serve."""
+        if self._discovery is not None:
+            self.services.follow(self._discovery)
+
+    def discovery_report(self) -> dict[str, Any]:
+        """Return how its workers on other servers are followed; {} where there are none to follow."""
+        return self._discovery.report() if self._discovery is not None else {}
+
     async def close(self) -> None:
         self.chat.close()
         await self.services.close()
 
 
-def connect(recipe: Recipe, address: str, metrics: Registry) -> ServedModel:
-    """Return a model at a tritonserver's gRPC address; connections open with the first request."""
+def connect(recipe: Recipe, address: str | None, metrics: Registry) -> ServedModel:
+    """Return a model whose workers are found from `start` on; connections open with the first request.
+
+    `address`: gRPC endpoint of a tritonserver that has the recipe's workers; None: all are the recipe's discovery's.
+    Raises ConfigError.
+    """
     tokenizer = recipe_tokenizer(recipe)
     tokenizer.detokenizer()  # tabulates the vocabulary now
-    workers = Workers(GrpcChannel(address), recipe.pipeline.stall_timeout_s, metrics)
-    return ServedModel(recipe, workers, tokenizer, metrics)
+    server, folder = address, None
+    if address is not None and address == os.environ.get("BIREME_GRPC"):  # of this launch
+        server, folder = run.own_address(), Path(named) if (named := os.environ.get("BIREME_RUN_DIR")) else None
+    discovery = discover(recipe, server, folder)
+    channel = GrpcChannel(address) if address is not None else None
+    workers = Workers(channel, recipe.pipeline.stall_timeout_s, metrics)
+    return ServedModel(recipe, workers, tokenizer, metrics, discovery)
 
 
 class Models:

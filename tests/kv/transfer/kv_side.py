@@ -20,7 +20,7 @@ import numpy as np
 from bireme.config import CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
 from bireme.discovery import run
-from bireme.kv.transfer.base import GroupLayout, KvLayout
+from bireme.kv.transfer.base import Find, GroupLayout, KvLayout
 from bireme.kv.transfer.shm import ShmTransfer, file_prefix
 from bireme.kv.transfer.shm_file import SHM_DIR
 from bireme.metrics import Registry
@@ -83,6 +83,7 @@ class Side:
         timeout_ms: int = 60_000,
         max_tokens: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        find: Find | None = None,
     ) -> None:
         self.run_dir, self.worker, self.life, self.layout = run_dir, worker, life, layout
         self.metrics = Registry(worker)
@@ -92,8 +93,9 @@ class Side:
             backend="DEFAULT", kv_transfer_timeout_ms=timeout_ms, max_tokens_in_buffer=max_tokens
         )
         self.transfer = ShmTransfer(
-            run_dir=run_dir, worker=worker, life=life, config=config, metrics=self.metrics, chunk_bytes=chunk_bytes
-        )
+            run_dir=run_dir, worker=worker, life=life, config=config, metrics=self.metrics, chunk_bytes=chunk_bytes,
+            find=find,
+        )  # fmt: skip
         self.transfer.start(layout)
         run.publish(run_dir, self.record())
 

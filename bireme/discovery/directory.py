@@ -1,0 +1,136 @@
+"""Workers' records as files of a folder that all servers share, on one host or a file system in the network.
+
+One JSON file a worker, replaced when the record changes and touched as its heartbeat. A reader notes when it last saw
+each file change, by its own clock, so clocks of hosts need not agree; it takes a file that it has never seen for alive
+until a lease has passed. What nobody has touched for ten leases is removed by whoever sees that first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from bireme.config import DiscoveryConfig
+from bireme.discovery.run import WorkerRecord
+from bireme.discovery.store import NameTakenError, StoreError
+
+LOOK_S = 0.5
+_REMOVED_AFTER = 10  # leases without a heartbeat
+_SUFFIX = ".json"
+logger = logging.getLogger("bireme.discovery")
+_Stamp = tuple[int, int, int]  # inode, modification time (ns), bytes
+
+
+@dataclass(slots=True)
+class _Sighting:
+    """A file as it was when it was last seen to change."""
+
+    stamp: _Stamp
+    changed_at: float
+    record: WorkerRecord | None  # None: it can't be read
+
+
+class DirectoryStore:
+    """RecordStore."""
+
+    def __init__(self, config: DiscoveryConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._lease_s, self._clock = Path(config.folder), config.lease_s, clock
+        self._sightings: dict[str, _Sighting] = {}  # by id
+        self._held: dict[str, WorkerRecord] = {}
+        self._closing = threading.Event()
+
+    def read(self) -> dict[str, WorkerRecord]:
+        try:
+            names = [entry.name for entry in os.scandir(self._folder) if entry.name.endswith(_SUFFIX)]
+        except OSError as error:
+            raise StoreError(f"discovery.folder: {self._folder} can't be read: {error}") from error
+        ids = [name.removesuffix(_SUFFIX) for name in names if not name.startswith(".")]
+        seen = {name: sighting for name in ids if (sighting := self._look(name)) is not None}
+        self._sightings = seen
+        now, found = self._clock(), {}
+        for name, sighting in seen.items():
+            silent_s = now - sighting.changed_at
+            if silent_s > _REMOVED_AFTER * self._lease_s:
+                self._path(name).unlink(missing_ok=True)
+            elif silent_s <= self._lease_s and sighting.record is not None:
+                found[name] = sighting.record
+        return found
+
+    def wait(self, timeout_s: float) -> None:
+        self._closing.wait(min(timeout_s, LOOK_S))
+
+    def hold(self, record: WorkerRecord) -> None:
+        path, name = self._path(record.id), record.id
+        self._refuse_rival(record)
+        try:
+            if self._held.get(name) == record and path.exists():
+                os.utime(path)
+                return
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            draft = self._folder / f".{name}-{os.getpid()}"
+            draft.write_bytes(msgspec.json.encode(record))
+            draft.replace(path)
+        except OSError as error:
+            raise StoreError(f"discovery.folder: {self._folder} can't be written: {error}") from error
+        self._held[name] = record
+
+    def withdraw(self) -> None:
+        for name, record in self._held.items():
+            now = self._look(name)
+            if now is not None and now.record is not None and now.record.launch == record.launch:
+                with contextlib.suppress(OSError):
+                    self._path(name).unlink(missing_ok=True)
+        self._held.clear()
+
+    def close(self) -> None:
+        self._closing.set()
+
+    def _refuse_rival(self, record: WorkerRecord) -> None:
+        """Raise NameTakenError while the file is another launch's and that one may be alive."""
+        now = self._look(record.id)
+        if now is None or now.record is None or now.record.launch == record.launch:
+            return
+        self._held.pop(record.id, None)
+        self._sightings[record.id] = now
+        if self._clock() - now.changed_at <= self._lease_s:
+            raise taken(record, now.record)
+
+    def _look(self, name: str) -> _Sighting | None:
+        """Return what is seen of a file now; None when it is gone. Raises StoreError."""
+        before = self._sightings.get(name)
+        try:
+            with self._path(name).open("rb") as file:  # opening asks a network file system for the present state
+                status = os.fstat(file.fileno())
+                stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+                if before is not None and before.stamp == stamp:
+                    return before
+                content = file.read()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"discovery.folder: {self._path(name)} can't be read: {error}") from error
+        try:
+            record: WorkerRecord | None = msgspec.json.decode(content, type=WorkerRecord)
+        except msgspec.DecodeError as error:
+            record = None
+            if before is None or before.record is not None:
+                logger.warning("record_unreadable path=%s error=%s", self._path(name), error)
+        return _Sighting(stamp, self._clock(), record)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}{_SUFFIX}"
+
+
+def taken(mine: WorkerRecord, theirs: WorkerRecord) -> NameTakenError:
+    return NameTakenError(
+        f"{mine.id} is registered by another launch already ({theirs.launch}, process {theirs.pid}); give one of the"
+        " servers another --grpc-port or --advertise"
+    )

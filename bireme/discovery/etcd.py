@@ -1,0 +1,178 @@
+"""Workers' records in etcd: a key a worker under a lease, followed by a watch.
+
+Over etcd's HTTP gateway (etcd3gw), so that a stub needs no second set of generated gRPC messages. A watch only says
+that something has changed: the whole prefix is read again then, and every few seconds anyway, so a broken watch costs
+time and never a change. Of several endpoints one is used until it fails.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from bireme.config import DiscoveryConfig
+from bireme.discovery.directory import taken
+from bireme.discovery.run import WorkerRecord
+from bireme.discovery.store import StoreError
+from bireme.errors import ConfigError
+
+TIMEOUT_S = 3.0  # of a call
+_SETTLE_S = 0.02  # changes come together: a server has several workers
+logger = logging.getLogger("bireme.discovery")
+
+
+class EtcdStore:
+    """RecordStore."""
+
+    def __init__(self, config: DiscoveryConfig) -> None:
+        try:
+            import etcd3gw  # noqa: F401
+        except ImportError:
+            raise ConfigError("discovery.backend: etcd needs etcd3gw: pip install 'bireme[etcd]'") from None
+        self._config = config
+        self._prefix = f"{config.prefix}/workers/"
+        self._endpoints = itertools.cycle(config.endpoints)
+        self._endpoint = next(self._endpoints)
+        self._client: Any = None
+        self._lease: Any = None  # of all that is held
+        self._held: dict[str, WorkerRecord] = {}
+        self._watch: Any = None  # the open response
+        self._unread: dict[str, bytes] = {}  # what has been complained about, by id
+        self._is_closed = False
+
+    def read(self) -> dict[str, WorkerRecord]:
+        with self._errors() as client:
+            if self._watch is None:
+                self._watch = self._open_watch(client)  # first, so that no change falls between the two
+            pairs = client.get_prefix(self._prefix)
+        values = {meta["key"].decode().removeprefix(self._prefix): value for value, meta in pairs}
+        return {name: record for name, value in values.items() if (record := self._decode(name, value)) is not None}
+
+    def wait(self, timeout_s: float) -> None:
+        """A watch that is silent for `timeout_s` is opened anew: etcd's own heartbeats are minutes apart."""
+        import requests
+
+        response, raw = self._watch, self._watch.raw
+        try:
+            if raw.connection is not None and raw.connection.sock is not None:
+                raw.connection.sock.settimeout(timeout_s)
+            if next(response.iter_content(chunk_size=None), None):
+                time.sleep(_SETTLE_S)
+                return
+        except (requests.RequestException, OSError, AttributeError, ValueError):  # silence, or it was closed
+            pass
+        self._close_watch()
+
+    def hold(self, record: WorkerRecord) -> None:
+        name = record.id
+        with self._errors() as client:
+            if self._lease is not None and self._lease.refresh() <= 0:
+                self._lease = None  # it ended while etcd could not be reached
+                self._held.clear()
+            if self._lease is None:
+                self._lease = client.lease(math.ceil(self._config.lease_s))
+            if self._held.get(name) == record:
+                return
+            key, value = self._prefix + name, msgspec.json.encode(record)
+            if not client.create(key, value, lease=self._lease):
+                present = client.get(key)
+                rival = self._decode(name, present[0]) if present else None
+                if rival is not None and rival.launch != record.launch:
+                    raise taken(record, rival)
+                client.put(key, value, lease=self._lease)
+        self._held[name] = record
+
+    def withdraw(self) -> None:
+        lease, self._lease = self._lease, None
+        self._held.clear()
+        if lease is not None:
+            with self._errors():
+                lease.revoke()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._close_watch()
+
+    def _open_watch(self, client: Any) -> Any:
+        begin, end = self._prefix, self._prefix[:-1] + chr(ord("/") + 1)
+        create = {"key": _base64(begin), "range_end": _base64(end)}
+        url = client.get_url("/watch")
+        response = client.session.post(
+            url, json={"create_request": create}, stream=True, timeout=(TIMEOUT_S, TIMEOUT_S)
+        )
+        response.raise_for_status()
+        if b'"created":true' not in next(response.iter_content(chunk_size=None), b""):
+            raise StoreError(f"etcd at {self._endpoint}: it refused a watch")
+        return response
+
+    def _close_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    def _decode(self, name: str, value: bytes) -> WorkerRecord | None:
+        try:
+            record = msgspec.json.decode(value, type=WorkerRecord)
+        except msgspec.DecodeError as error:
+            if self._unread.get(name) != value:
+                self._unread[name] = value
+                logger.warning("record_unreadable key=%s error=%s", self._prefix + name, error)
+            return None
+        return record
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[Any]:
+        """Yield the client; turn what goes wrong into a StoreError, and take the next endpoint then."""
+        import requests
+        from etcd3gw.exceptions import Etcd3Exception
+
+        if self._is_closed:
+            raise StoreError("discovery is closed")
+        try:
+            if self._client is None:
+                self._client = self._connect()
+            yield self._client
+        except (Etcd3Exception, requests.RequestException, OSError, KeyError, ValueError) as error:
+            detail = getattr(error, "detail_text", None) or str(error) or type(error).__name__
+            endpoint = self._endpoint
+            self._close_watch()
+            if self._lease is not None and "lease not found" in detail:
+                self._lease = None
+                self._held.clear()
+            client, self._client, self._endpoint = self._client, None, next(self._endpoints)
+            if client is not None:
+                client.session.close()
+            if self._lease is not None:
+                self._lease.client = None
+            raise StoreError(f"etcd at {endpoint}: {str(detail)[:200]}") from error
+
+    def _connect(self) -> Any:
+        import requests
+        from etcd3gw.client import Etcd3Client
+
+        config, address = self._config, urlsplit(self._endpoint)
+        session = requests.Session()
+        session.trust_env = False  # a proxy for the internet has no business here
+        if config.ca_cert:
+            session.verify = config.ca_cert
+        if config.cert:
+            session.cert = (config.cert, config.cert_key)
+        client = Etcd3Client(
+            host=address.hostname, port=address.port, protocol=address.scheme, timeout=TIMEOUT_S, session=session
+        )
+        if self._lease is not None:
+            self._lease.client = client
+        return client
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

@@ -1,0 +1,90 @@
+"""Follows a store on a thread of its own: the last view, what has changed, whether it is current.
+
+While the store can't be reached the last view stands. When it can be reached again, workers that are not in it yet are
+kept for one more lease: a store that came back empty must not take a whole deployment down.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from bireme.discovery.run import WorkerRecord
+from bireme.discovery.store import RecordStore, StoreError
+from bireme.errors import drop_frames
+
+Records = Mapping[str, WorkerRecord]  # by worker id
+OnChange = Callable[[Records], None]
+WAIT_S = 3.0  # at most, from one look to the next
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+logger = logging.getLogger("bireme.discovery")
+
+
+class Follower:
+    """`start` once, `stop` once. `on_change` is called on its thread, with the whole view, after each change."""
+
+    def __init__(self, store: RecordStore, lease_s: float, on_change: OnChange = lambda records: None) -> None:
+        self._store, self._lease_s, self._on_change = store, lease_s, on_change
+        self._stopping = threading.Event()
+        self._records: Records = {}
+        self._problem, self._failing_since = "not read yet", 0.0
+        self._kept_until = 0.0
+        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+
+    @property
+    def records(self) -> Records:
+        return self._records
+
+    @property
+    def problem(self) -> str:
+        """Why the view may be out of date, and since when; empty while it is current."""
+        if not self._problem or not self._failing_since:
+            return self._problem
+        return f"{self._problem} (for {time.monotonic() - self._failing_since:.0f} s)"
+
+    def read_now(self) -> None:
+        """Read before `start`, on the caller's thread, for a store that does not block."""
+        self._take(self._store.read())
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._store.close()
+
+    def _run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            try:
+                self._take(self._store.read())
+                pause_s = _FIRST_PAUSE_S
+                self._store.wait(WAIT_S)
+            except StoreError as error:
+                self._note_failure(str(error))
+                drop_frames(error)
+                self._stopping.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            except Exception as error:
+                logger.exception("discovery_failed")
+                self._note_failure(f"{type(error).__name__}: {error}")
+                self._stopping.wait(_LONGEST_PAUSE_S)
+
+    def _take(self, read: Records) -> None:
+        now = time.monotonic()
+        if self._failing_since:
+            logger.info("discovery_current_again after_s=%.1f", now - self._failing_since)
+            self._kept_until = now + self._lease_s
+        self._problem, self._failing_since = "", 0.0
+        records = read if now >= self._kept_until else {**self._records, **read}
+        if records != self._records:
+            self._records = records
+            self._on_change(records)
+
+    def _note_failure(self, problem: str) -> None:
+        if not self._failing_since:
+            self._failing_since = time.monotonic()
+            logger.warning("discovery_stale workers=%d reason=%s", len(self._records), problem)
+        self._problem = problem

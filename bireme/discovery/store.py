@@ -1,0 +1,82 @@
+"""Where several servers keep the records of their workers: the interface, its factory, the address that names one.
+
+A record stays for as long as its writer holds it: `directory.py` (heartbeats in files), `etcd.py` (leases). Nothing is
+agreed upon among readers; each follows the store by itself (follower.py) and judges what it finds (view.py).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+from bireme.config import DiscoveryConfig
+from bireme.discovery.run import WorkerRecord
+from bireme.errors import ConfigError, UnavailableError
+
+
+class StoreError(UnavailableError):
+    """The store can't be reached, or refuses; the text says which and why."""
+
+
+class NameTakenError(StoreError):
+    """A living worker of another launch has this worker's id."""
+
+
+class RecordStore(Protocol):
+    """Blocking; used by one thread, but for `close`. Every method may raise StoreError."""
+
+    def read(self) -> dict[str, WorkerRecord]:
+        """Return the workers whose leases last, by id. What can't be read is logged once and left out."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something may have changed, or the time is over."""
+
+    def hold(self, record: WorkerRecord) -> None:
+        """Put the record, or renew its lease; to be called every lease_s / 3. Raises NameTakenError."""
+
+    def withdraw(self) -> None:
+        """Remove all that this store holds, as far as it can be reached."""
+
+    def close(self) -> None:
+        """End a running `wait` soon; from any thread."""
+
+
+def create_store(config: DiscoveryConfig) -> RecordStore:
+    """Return a shared store, not connected yet. Raises ConfigError."""
+    if config.backend == "directory":
+        from bireme.discovery.directory import DirectoryStore
+
+        return DirectoryStore(config)
+    if config.backend == "etcd":
+        from bireme.discovery.etcd import EtcdStore
+
+        return EtcdStore(config)
+    raise ConfigError("discovery.backend: static has nothing that servers share; choose directory or etcd")
+
+
+def parse_address(text: str) -> dict[str, Any]:
+    """Return the recipe's `discovery` block for a folder, or etcd://host:2379,host2[/prefix]. Raises ConfigError."""
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        if not text.startswith("/"):
+            raise ConfigError(f"--discovery: {text}; give an absolute folder, or etcd://host:2379")
+        return {"backend": "directory", "folder": text}
+    if scheme not in ("etcd", "etcds"):
+        raise ConfigError(f"--discovery: {text}; give an absolute folder, etcd://host:2379 or etcds://host:2379")
+    hosts, _, prefix = rest.partition("/")
+    protocol = "https" if scheme == "etcds" else "http"
+    endpoints = [f"{protocol}://{host if ':' in host else f'{host}:2379'}" for host in hosts.split(",") if host]
+    if not endpoints:
+        raise ConfigError(f"--discovery: {text}; no host in it, write etcd://host:2379")
+    return {"backend": "etcd", "endpoints": endpoints} | ({"prefix": prefix} if prefix else {})
+
+
+def with_discovery(override: str, address: str | None) -> str:
+    """Return a recipe's override (JSON) with what --discovery asks for in it. Raises ConfigError."""
+    if not address:
+        return override
+    try:
+        tree = json.loads(override or "{}")
+    except json.JSONDecodeError:
+        return override  # who reads it refuses it by name
+    return json.dumps(tree | {"discovery": parse_address(address)}) if isinstance(tree, dict) else override

@@ -1,0 +1,237 @@
+"""Which workers serve a recipe now, as one process sees it.
+
+    own server's workers   the recipe's, with their records from the run directory where that is within reach
+    other servers' workers the shared store's (recipe block `discovery`), less those that may not serve this recipe
+
+So without a shared store a server knows its own workers, as the recipe has them; with one that is down it still does.
+Refused by name are workers of another model, block size or deployment key, and one that took this server's address.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from bireme.config import Recipe, worker_id
+from bireme.discovery import run
+from bireme.discovery.follower import Follower, OnChange, Records
+from bireme.discovery.run import WorkerRecord
+from bireme.discovery.store import RecordStore, create_store
+from bireme.errors import ConfigError, NotFoundError
+
+_TEXT_STAGES = ("prefill", "decode", "multimodal_encoder")
+LOOK_S = 0.5
+logger = logging.getLogger("bireme.discovery")
+
+
+class Discovery(Protocol):
+    """Who serves, followed until `stop`."""
+
+    def watch(self, on_change: OnChange) -> None:
+        """Call `on_change` with the whole view: now, before this returns, then on a thread after each change."""
+
+    def stop(self) -> None: ...
+
+    @property
+    def is_current(self) -> bool:
+        """False: the shared store can't be reached, and the last view stands."""
+
+    def report(self) -> dict[str, Any]:
+        """Return what readiness tells: how it is followed, what is wrong, who was refused; {} without a store."""
+
+
+class OwnWorkers:
+    """The recipe's workers on this process's server, as a store that is read and never written."""
+
+    def __init__(self, recipe: Recipe, folder: Path | None) -> None:
+        """`folder`: the run directory; None: out of reach, so that names are all that is known."""
+        self._unknown = {
+            name: WorkerRecord(worker=name, tokens_per_block=entry.engine_config.kv_cache_config.tokens_per_block)
+            for stage, entry in recipe.workers.items()
+            if stage in _TEXT_STAGES
+            for name in recipe.replicas(stage)
+        }
+        self._folder = folder
+        self._read: dict[str, tuple[int, WorkerRecord]] = {}  # name -> modification time (ns), record
+        self._closing = threading.Event()
+
+    def read(self) -> dict[str, WorkerRecord]:
+        return {name: self._record(name) for name in self._unknown}
+
+    def wait(self, timeout_s: float) -> None:
+        self._closing.wait(LOOK_S if self._folder is not None else None)
+
+    def hold(self, record: WorkerRecord) -> None:
+        raise NotImplementedError("an engine process writes its own record")
+
+    def withdraw(self) -> None: ...
+
+    def close(self) -> None:
+        self._closing.set()
+
+    def _record(self, name: str) -> WorkerRecord:
+        unknown = self._unknown[name]
+        if self._folder is None:
+            return unknown
+        try:
+            changed = (self._folder / f"{name}.json").stat().st_mtime_ns
+            if name not in self._read or self._read[name][0] != changed:
+                self._read[name] = changed, run.find(self._folder, name)
+        except (OSError, NotFoundError):  # its engine starts, or is being started again: it may still get requests
+            return unknown
+        return self._read[name][1]
+
+
+class WorkerView:
+    """Discovery."""
+
+    def __init__(
+        self, recipe: Recipe, own: RecordStore | None, shared: RecordStore | None, server: str = "", launch: str = ""
+    ) -> None:
+        """`server`, `launch`: of the own server, by which its records in the shared store are known."""
+        self._recipe, self._server, self._launch = recipe, server, launch
+        self._own_store, lease_s = own, recipe.discovery.lease_s
+        self._own = Follower(own, lease_s, self._merge) if own is not None else None
+        self._shared = Follower(shared, lease_s, self._merge) if shared is not None else None
+        self._lock = threading.Lock()
+        self._on_change: OnChange = lambda records: None
+        self._told: Records | None = None
+        self._refused: dict[str, str] = {}  # worker id -> why
+
+    @property
+    def is_current(self) -> bool:
+        return self._shared is None or not self._shared.problem
+
+    def watch(self, on_change: OnChange) -> None:
+        self._on_change = on_change
+        if self._own is not None:
+            self._own.read_now()
+        self._merge({})
+        for follower in filter(None, (self._own, self._shared)):
+            follower.start()
+
+    def stop(self) -> None:
+        for follower in filter(None, (self._own, self._shared)):
+            follower.stop()
+
+    def report(self) -> dict[str, Any]:
+        if self._shared is None:
+            return {}
+        with self._lock:
+            others = [name for name in self._told or {} if "@" in name]
+            return {
+                "backend": self._recipe.discovery.backend,
+                "current": self.is_current,
+                "reason": self._shared.problem,
+                "workers_elsewhere": len(others),
+                "unregistered": [record.worker for record in self._registered().values() if not record.life],
+                "refused": dict(self._refused),
+            }
+
+    def is_drained_elsewhere(self) -> bool:
+        """Return whether the shared store says of none of the own workers that it is ready."""
+        return not any(record.life and not record.is_draining for record in self._registered().values())
+
+    def _registered(self) -> Records:
+        """Return the own workers as the shared store has them; with life 0 where it does not."""
+        if self._own is None or self._shared is None:
+            return {}
+        found, names = self._shared.records, self._own.records
+        ours = {name: found.get(worker_id(name, self._server)) for name in names}
+        return {
+            name: record if record is not None and record.launch == self._launch else WorkerRecord(worker=name)
+            for name, record in ours.items()
+        }
+
+    def _merge(self, _: Records) -> None:
+        """Tell the view if it has changed; on the thread of either follower."""
+        with self._lock:
+            own = dict(self._own.records) if self._own is not None else {}
+            others, refused = admit(
+                self._shared.records if self._shared is not None else {}, self._recipe, own, self._server, self._launch
+            )
+            for name, reason in refused.items():
+                if self._refused.get(name) != reason:
+                    logger.error("worker_refused worker=%s reason=%s", name, reason)
+            self._refused = refused
+            view = own | others
+            if view != self._told:
+                self._told = view
+                self._on_change(view)
+
+
+def admit(
+    records: Records, recipe: Recipe, own: Mapping[str, WorkerRecord], server: str = "", launch: str = ""
+) -> tuple[dict[str, WorkerRecord], dict[str, str]]:
+    """Return other servers' workers that may serve a recipe, and why others may not; both by id.
+
+    Workers of other served models are none of its business. What a worker must equal is what the own ones have, else
+    the first by its id: two servers that differ are told apart, and one of them serves.
+    """
+    known = [record for record in own.values() if record.life]
+    model = _model_name(recipe)
+    keys = [record.key_id for record in known]
+    blocks = {record.stage: record.tokens_per_block for record in known if record.tokens_per_block}
+    admitted: dict[str, WorkerRecord] = {}
+    refused: dict[str, str] = {}
+    for name in sorted(records):
+        record = records[name]
+        if record.served_model_name != recipe.served_name or record.stage not in _TEXT_STAGES:
+            continue
+        if record.server == server:
+            if launch and record.launch != launch:
+                refused[name] = f"another launch ({record.launch}) has registered this server's address"
+            continue
+        keys = keys or [record.key_id]
+        block = blocks.setdefault(record.stage, record.tokens_per_block)
+        if name != worker_id(record.worker, record.server):
+            refused[name] = f"its record is that of {record.id}"
+        elif record.model != model:
+            refused[name] = f"it serves {record.model} as {recipe.served_name}, this recipe {model}"
+        elif record.key_id != keys[0]:
+            refused[name] = "it has another deployment key; give all servers one BIREME_KEY"
+        elif record.tokens_per_block != block:
+            refused[name] = f"tokens_per_block: {record.tokens_per_block}; {record.stage} workers here have {block}"
+        else:
+            admitted[name] = record
+    return admitted, refused
+
+
+def discover(recipe: Recipe, server: str | None, folder: Path | None = None) -> WorkerView:
+    """Return a recipe's view. Raises ConfigError.
+
+    `server`: gRPC address of the own tritonserver as others know it; None: this process has none. `folder`: that
+    server's run directory, where this process can read it.
+    """
+    shared = create_store(recipe.discovery) if recipe.discovery.is_shared else None
+    if server is None and shared is None:
+        raise ConfigError(f"{recipe.name}: no server's address, and discovery.backend is static; give one of them")
+    own = OwnWorkers(recipe, folder) if server is not None else None
+    return WorkerView(recipe, own, shared, server or "", run.launch_id(folder) if folder else "")
+
+
+def own_record(recipe: Recipe, worker: str, life: int, folder: Path, key: bytes, **facts: Any) -> WorkerRecord:
+    """Return the record of an engine process of this launch, as its server's environment describes it."""
+    record = WorkerRecord(
+        worker=worker,
+        life=life,
+        pid=os.getpid(),
+        server=run.own_address() if recipe.discovery.is_shared else "",
+        launch=run.launch_id(folder),
+        host=run.host_id(),
+        served_model_name=recipe.served_name,
+        model=_model_name(recipe),
+        key_id=run.key_id(key),
+    )
+    return msgspec.structs.replace(record, **facts)
+
+
+def _model_name(recipe: Recipe) -> str:
+    """Folders differ from host to host, and a folder may hold what another host takes from the hub."""
+    return Path(recipe.model.rstrip("/")).name

@@ -1,0 +1,165 @@
+"""Which workers serve a recipe: own ones, those of other servers, and who is refused."""
+
+import os
+
+import pytest
+
+from bireme.config import Recipe
+from bireme.conversion import convert
+from bireme.discovery import run
+from bireme.discovery.store import parse_address, with_discovery
+from bireme.discovery.view import OwnWorkers, WorkerView, admit, discover
+from bireme.errors import ConfigError
+from tests.discovery.conftest import MemoryStore, by_id, record
+
+
+def recipe(**more):
+    workers = {"decode": {"engine": "mocker", "replicas": 2}}
+    shared = {"discovery": {"backend": "directory", "folder": "/nowhere"}}
+    return convert({"model": "models/tiny", "workers": workers, "name": "chat"} | shared | more, Recipe, "test")
+
+
+def view_of(chosen, folder, shared):
+    return WorkerView(chosen, OwnWorkers(chosen, folder), shared, "a:8001", "own launch")
+
+
+def test_without_records_the_workers_are_the_recipe_s(tmp_path):
+    views = []
+    view = discover(recipe(discovery={}), "a:8001", tmp_path)
+    view.watch(views.append)
+    view.stop()
+    assert [(name, one.life) for name, one in views[0].items()] == [("decode", 0), ("decode_1", 0)]
+    assert view.report() == {} and view.is_current
+
+
+def test_own_workers_are_known_by_their_records(tmp_path, until):
+    views = []
+    view = discover(recipe(discovery={}), "a:8001", tmp_path)
+    view.watch(views.append)
+    run.publish(tmp_path, record(event_endpoint="tcp://x"))
+    until(lambda: views[-1]["decode"].event_endpoint == "tcp://x")
+    run.publish(tmp_path, record(state="draining"))
+    until(lambda: views[-1]["decode"].is_draining)
+    run.withdraw(tmp_path, "decode")
+    until(lambda: views[-1]["decode"].life == 0)
+    view.stop()
+
+
+def test_other_servers_workers_join_and_leave(tmp_path, until):
+    views, shared = [], MemoryStore()
+    view = view_of(recipe(), tmp_path, shared)
+    view.watch(views.append)
+    shared.change(record(), record("prefill"))
+    until(lambda: set(views[-1]) == {"decode", "decode_1", "decode@b:8001", "prefill@b:8001"})
+    shared.change()
+    until(lambda: set(views[-1]) == {"decode", "decode_1"})
+    view.stop()
+
+
+def test_own_workers_serve_while_the_store_can_t_be_reached(tmp_path, until):
+    views, shared = [], MemoryStore()
+    shared.fail("etcd is gone")
+    view = view_of(recipe(), tmp_path, shared)
+    view.watch(views.append)
+    assert set(views[0]) == {"decode", "decode_1"}
+    until(lambda: "etcd is gone" in view.report()["reason"])
+    assert not view.is_current
+    view.stop()
+
+
+def test_a_server_s_own_records_are_not_other_workers(tmp_path):
+    mine = by_id(record(server="a:8001", launch="own launch"))
+    assert admit(mine, recipe(), {}, "a:8001", "own launch") == ({}, {})
+
+
+REFUSALS = {
+    "model": (record(model="other"), "it serves other as chat, this recipe tiny"),
+    "key": (record(key_id="z"), "give all servers one BIREME_KEY"),
+    "block": (record(tokens_per_block=16), "tokens_per_block: 16; decode workers here have 32"),
+    "name": (record(server="a:8001", launch="theirs"), r"another launch (theirs) has registered this server's address"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_worker_that_does_not_fit_is_refused_by_name(kind):
+    stranger, reason = REFUSALS[kind]
+    own = {"decode": record(server="a:8001", launch="mine")}
+    admitted, refused = admit(by_id(stranger, record("prefill", "c:1")), recipe(), own, "a:8001", "mine")
+    assert set(admitted) == {"prefill@c:1"}
+    assert reason in refused[stranger.id]
+
+
+def test_workers_of_other_models_are_nobody_s_business():
+    assert admit(by_id(record(served_model_name="other")), recipe(), {}, "a:1", "x") == ({}, {})
+
+
+def test_without_own_workers_the_first_says_what_others_must_equal():
+    one, two = record(server="b:1", key_id="x"), record(server="c:1", key_id="y")
+    admitted, refused = admit(by_id(two, one), recipe(), {})
+    assert set(admitted) == {one.id} and set(refused) == {two.id}
+
+
+def test_a_refusal_is_in_the_report_and_in_the_log(tmp_path, until, caplog):
+    shared = MemoryStore()
+    view = view_of(recipe(), tmp_path, shared)
+    view.watch(lambda records: None)
+    shared.change(record(model="other"))
+    until(lambda: view.report()["refused"])
+    view.stop()
+    assert "worker_refused worker=decode@b:8001" in caplog.text
+
+
+def test_a_server_knows_whether_its_workers_are_registered_and_told_to_drain(tmp_path, until):
+    shared = MemoryStore()
+    view = view_of(recipe(), tmp_path, shared)
+    view.watch(lambda records: None)
+    assert view.report()["unregistered"] == ["decode", "decode_1"]
+    ours = [record(name, "a:8001", launch="own launch") for name in ("decode", "decode_1")]
+    shared.change(*ours)
+    until(lambda: not view.report()["unregistered"])
+    assert not view.is_drained_elsewhere()
+    shared.change(*(record(one.worker, "a:8001", launch="own launch", state="draining") for one in ours))
+    until(view.is_drained_elsewhere)
+    view.stop()
+
+
+def test_a_process_without_a_server_needs_a_shared_discovery():
+    with pytest.raises(ConfigError, match="no server's address, and discovery.backend is static"):
+        discover(recipe(discovery={}), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("/shared/x", {"backend": "directory", "folder": "/shared/x"}),
+        ("etcd://h", {"backend": "etcd", "endpoints": ["http://h:2379"]}),
+        ("etcd://a:1,b/p", {"backend": "etcd", "endpoints": ["http://a:1", "http://b:2379"], "prefix": "p"}),
+        ("etcds://h:1", {"backend": "etcd", "endpoints": ["https://h:1"]}),
+    ],
+)
+def test_an_address_names_a_store(text, block):
+    assert parse_address(text) == block
+
+
+@pytest.mark.parametrize("text", ["folder", "http://h:1", "etcd://", "etcd:///prefix"])
+def test_an_address_that_names_none_is_refused(text):
+    with pytest.raises(ConfigError, match="--discovery: "):
+        parse_address(text)
+
+
+def test_an_address_comes_over_the_recipe_s_block():
+    assert with_discovery('{"model": "x"}', "/f") == (
+        '{"model": "x", "discovery": {"backend": "directory", "folder": "/f"}}'
+    )
+    assert with_discovery("", None) == ""
+
+
+def test_a_launch_and_a_worker_of_it_are_asked_to_drain_apart(tmp_path):
+    run.ask_drain(tmp_path, "decode_1")
+    assert run.is_draining(tmp_path, "decode_1") and not run.is_draining(tmp_path)
+    run.ask_drain(tmp_path, "decode_1", undo=True)
+    assert not run.is_draining(tmp_path, "decode_1") and os.listdir(tmp_path) == []
+
+
+def test_a_key_s_name_says_nothing_about_the_key():
+    assert run.key_id(b"a" * 16) != run.key_id(b"b" * 16) and len(run.key_id(b"a" * 16)) == 16

@@ -1,0 +1,69 @@
+"""KV from an engine of another launch on this host, and from one that shared memory can't reach."""
+
+import msgspec
+import pytest
+
+from bireme.discovery import run
+from bireme.errors import KvTransferError, NotFoundError
+from tests.kv.transfer.kv_side import Side, files_of, wait_until
+
+ELSEWHERE = "prefill@b:8001"
+
+
+@pytest.fixture
+def far(tmp_path):
+    """A prefill engine of another launch, with a run directory of its own."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    side = Side(folder, "prefill")
+    yield side
+    side.close()
+    assert not files_of(folder, "prefill")
+
+
+@pytest.fixture
+def decode_of(make_side):
+    """Return a function: changes to the record of the far worker, as discovery has it -> a decode engine."""
+
+    def make(far, **changes):
+        record = msgspec.structs.replace(far.record(), server="b:8001", **changes)
+
+        def find(worker):
+            if worker != ELSEWHERE:
+                raise NotFoundError(worker)
+            return record
+
+        return make_side("decode", find=find)
+
+    return make
+
+
+def exported(far):
+    return msgspec.structs.replace(far.export(100), worker=ELSEWHERE)
+
+
+def test_rows_come_from_another_launch_of_this_host(far, decode_of):
+    fetching = decode_of(far, host=run.host_id()).fetch(exported(far))
+    assert fetching.result() is None and fetching.is_right
+    wait_until(lambda: far.num_released == 1 and not far.lease_counts())
+
+
+def test_a_worker_of_another_host_is_named_with_the_remedy(far, decode_of):
+    params = exported(far)
+    error = decode_of(far, host="elsewhere").fetch(params).result()
+    assert isinstance(error, KvTransferError)
+    assert f"{ELSEWHERE} is on another host" in str(error) and "NIXL" in str(error)
+
+
+def test_a_life_that_discovery_does_not_know_yet_is_prefill_s_fault(far, decode_of):
+    decode = decode_of(far, life=far.life - 1)
+    assert isinstance(decode.fetch(exported(far)).result(), KvTransferError)
+
+
+def test_a_life_that_is_over_has_no_lease(far, decode_of):
+    assert isinstance(decode_of(far, life=far.life + 1).fetch(exported(far)).result(), NotFoundError)
+
+
+def test_a_worker_that_discovery_has_lost_is_prefill_s_fault(far, decode_of):
+    params = msgspec.structs.replace(exported(far), worker="prefill@c:1")
+    assert isinstance(decode_of(far).fetch(params).result(), KvTransferError)
