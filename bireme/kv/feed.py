@@ -1,6 +1,7 @@
 """What workers hold and how busy they are, as their publishers tell it: one thread a process follows them all.
 
-The feed writes into a KvIndex, under a lock that its readers take as well, and keeps each worker's last load. Events
+The feed writes into a KvIndex, under a lock that its readers take as well, and keeps each worker's last load. Workers
+that the index does not know it adds, and removes with their records; those that its owner has added it only clears. Events
 that come twice, late, out of order, malformed or from another life are counted and change nothing (event_stream.py).
 """
 
@@ -39,7 +40,7 @@ from bireme.kv.event_wire import (
     rank_of,
 )
 from bireme.kv.events import DISK
-from bireme.kv.index import KvIndex
+from bireme.kv.index import KvIndex, rank_name
 from bireme.kv.transfer.mailbox import Mailbox
 from bireme.kv.zmq_plane import connect
 from bireme.metrics import Registry
@@ -59,6 +60,7 @@ class FollowedWorker:
     def __init__(self, name: str, record: WorkerRecord, feed: KvFeed) -> None:
         self.name, self.record, self.feed = name, record, feed
         self.slots: list[int] = []
+        self._added: list[int] = []  # slots that were not there
         self.streams: list[KvEventStream] = []
         self.reported_at = time.monotonic()
         self._other_life = 0  # that answers at this one's address
@@ -71,8 +73,7 @@ class FollowedWorker:
             if record.load_endpoint and self.streams:
                 self.subscriber.connect(record.event_endpoint)
             for rank in range(len(self.streams)):
-                assert feed.index is not None
-                self.slots.append(feed.index.add_worker(f"{name}#{rank}" if rank else name))
+                self.slots.append(self._take_slot(rank_name(name, rank)))
         except Exception:
             self.close()
             raise
@@ -86,9 +87,26 @@ class FollowedWorker:
         """With the index's lock held."""
         for socket in (self.subscriber, *filter(None, self.dealers)):
             self.feed.close_socket(socket)
-        assert not self.slots or self.feed.index is not None
-        for slot in self.slots:
-            self.feed.index.remove_worker(slot)  # type: ignore[union-attr]
+        index = self.feed.index
+        for rank, slot in enumerate(self.slots):
+            if index is None or not self._has_slot(rank):
+                continue
+            if slot in self._added:
+                index.remove_worker(slot)
+            else:
+                index.cleared(slot)
+
+    def _take_slot(self, name: str) -> int:
+        """Return the slot of a worker that the index's owner has added, or else add it."""
+        assert self.feed.index is not None
+        if (slot := self.feed.index.slots.get(name)) is None:
+            self._added.append(slot := self.feed.index.add_worker(name))
+        return slot
+
+    def _has_slot(self, rank: int) -> bool:
+        """Whether its slot has not gone to another worker meanwhile."""
+        assert self.feed.index is not None
+        return self.feed.index.slots.get(rank_name(self.name, rank)) == self.slots[rank]
 
     def read(self) -> None:
         """Take what has arrived; of several reports only the last."""
@@ -162,7 +180,7 @@ class FollowedWorker:
         index, slot = self.feed.index, self.slots[rank]
         assert index is not None
         with self.feed.lock:
-            for event in events:
+            for event in events if self._has_slot(rank) else ():
                 if isinstance(event, BlockStored):
                     tier = TIERS_OF_MEDIA.get(event.medium or "GPU", DISK)
                     index.stored(slot, event.parent_block_hash, np.array(event.block_hashes, np.uint64), tier)

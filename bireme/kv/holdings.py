@@ -9,7 +9,7 @@ import numpy as np
 
 from bireme.config import ROUTED_STAGES, RouterConfig
 from bireme.discovery.run import WorkerRecord
-from bireme.kv.index import KvIndex
+from bireme.kv.index import KvIndex, rank_name
 from bireme.kv.placement import Floats, Hashes
 
 
@@ -51,8 +51,3 @@ class IndexHoldings:
 
     def close(self) -> None:
         pass
-
-
-def rank_name(worker: str, rank: int) -> str:
-    """Return what the index calls a worker's rank."""
-    return f"{worker}/{rank}" if rank else worker

@@ -252,6 +252,11 @@ class KvIndex:
         self._records, self._interned, self._pool = records, interned, pool
 
 
+def rank_name(worker: str, rank: int) -> str:
+    """Return what the index calls a worker's rank."""
+    return f"{worker}/{rank}" if rank else worker
+
+
 def _words(hashes: Hashes | Iterable[int]) -> Hashes:
     """Return hashes as the compiled functions take them."""
     if not isinstance(hashes, np.ndarray):

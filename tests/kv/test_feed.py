@@ -142,6 +142,33 @@ def test_a_restarted_worker_holds_what_its_new_life_has_stored(router, publish):
     router.finds("decode", 2)
 
 
+def test_a_slot_that_the_index_s_owner_added_is_used_cleared_and_left_to_him(router, publish):
+    one = publish()
+    slot = router.feed.index.add_worker("decode")
+    router.follow(one)
+    one.store(PROMPT)
+    router.finds("decode", 8)
+    router.follow()
+    wait_for(lambda: router.feed.index.num_memberships == 0)
+    assert router.feed.index.slots == {"decode": slot}
+
+
+def test_a_slot_that_went_to_another_worker_gets_none_of_the_first_one_s_blocks(router, publish):
+    one = publish()
+    router.feed.index.add_worker("decode")
+    router.follow(one)
+    wait_for(lambda: router.feed.out_of_step() == [])
+    with router.feed.lock:
+        router.feed.index.remove_worker(router.feed.index.slots["decode"])
+        router.feed.index.add_worker("decode_1")
+    one.store(PROMPT)
+    next_seq = one.publisher._ranks[0].next_seq
+    wait_for(lambda: one.publisher._ranks[0].next_seq > next_seq or router.feed.loads)
+    router.follow()
+    wait_for(lambda: not router.feed.slots)
+    assert router.feed.index.num_memberships == 0
+
+
 def test_a_silent_worker_s_load_is_not_known(router, publish):
     one = publish()
     router.follow(one)
