@@ -1,8 +1,9 @@
 """What workers hold and how busy they are, as their publishers tell it: one thread a process follows them all.
 
 The feed writes into a KvIndex, under a lock that its readers take as well, and keeps each worker's last load. Workers
-that the index does not know it adds, and removes with their records; those that its owner has added it only clears. Events
-that come twice, late, out of order, malformed or from another life are counted and change nothing (event_stream.py).
+that the index does not know it adds, and removes with their records; those that its owner has added it only clears.
+Events that come twice, late, out of order, malformed or from another life are counted and change nothing
+(event_stream.py).
 """
 
 from __future__ import annotations
