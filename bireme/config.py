@@ -484,6 +484,8 @@ def missing_worker(stage: str, recipe: Recipe) -> str:
 
 def is_wanted(stage: str, recipe: Recipe) -> bool:
     """Return whether a launch has the model at all: some are for clients that a recipe must name."""
+    if stage == "router":
+        return recipe.router.has_model
     return recipe.pipeline.tensorrtllm_backend_models or stage not in ("tensorrt_llm_bls", "ensemble")
 
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bireme.config import Limits, Recipe
+from bireme.config import Limits, Recipe, RoutingMode
 from bireme.errors import RequestError
 from bireme.messages import SamplingParams
 from bireme.parameters import MAX_INT32
@@ -34,6 +34,23 @@ Contract = Literal["vllm", "trtllm"]
 VLLM_ONLY = frozenset({"sampling_parameters", "return_finish_reason", "return_cumulative_logprob", "return_logprobs"})
 _SUMS_AND_LOGPROBS = frozenset({"cumulative_logprob", "logprobs"})
 _RETURNED = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
+
+
+MAX_SESSION_CHARACTERS = 256
+
+
+class RoutingChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a request says about its own placement; unset: the router decides."""
+
+    mode: RoutingMode | None = None
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    prefill_dp_rank: int | None = None
+    decode_dp_rank: int | None = None
+    query_only: bool = False  # answer with the placement, and compute nothing
+
+
+NO_CHOICE = RoutingChoice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +68,8 @@ class GenerateRequest:
     cache_salt: str = ""
     lora_name: str = ""
     timeout_ms: int = 0  # from arrival; 0: none
+    session_id: str = ""
+    routing: RoutingChoice = NO_CHOICE
 
 
 def parse_generate(inputs: Tensors, spec: ModelSpec, recipe: Recipe) -> GenerateRequest:
@@ -72,10 +91,34 @@ def parse_generate(inputs: Tensors, spec: ModelSpec, recipe: Recipe) -> Generate
         cache_salt=values.get("cache_salt", ""),
         lora_name=sampling.lora_name,
         timeout_ms=timeout_ms(inputs, recipe),
+        session_id=check_session(values.get("session_id", "")),
+        routing=parse_routing(values.get("routing", "")),
     )
     if _SUMS_AND_LOGPROBS & request.extras and sampling.params.logprobs is None:
         return replace(request, sampling=_with_logprobs(sampling))
     return request
+
+
+def check_session(session_id: str, where: str = "session_id") -> str:
+    if len(session_id) > MAX_SESSION_CHARACTERS:
+        raise RequestError(f"{where}: {len(session_id)} characters; the limit is {MAX_SESSION_CHARACTERS}, shorten it")
+    return session_id
+
+
+def parse_routing(text: str) -> RoutingChoice:
+    """Read the tensor `routing`. Raises RequestError."""
+    if not text:
+        return NO_CHOICE
+    try:
+        choice = msgspec.json.decode(text, type=RoutingChoice)
+    except msgspec.MsgspecError as error:
+        raise RequestError(f"routing: {str(error)[:200]}; send a JSON object with {_ROUTING_FIELDS}") from None
+    if choice.query_only:
+        raise RequestError("routing.query_only: the model `router` (router.has_model) answers that, remove it")
+    return choice
+
+
+_ROUTING_FIELDS = ", ".join(field.name for field in msgspec.structs.fields(RoutingChoice))
 
 
 def timeout_ms(inputs: Tensors, recipe: Recipe) -> int:

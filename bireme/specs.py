@@ -210,6 +210,8 @@ _TEXT_IN = (
     _in("return_num_output_tokens", "BOOL"),
     _in("lora_name", "BYTES"),
     _in("cache_salt", "BYTES"),
+    _in("session_id", "BYTES"),
+    _in("routing", "BYTES"),  # JSON of request.RoutingChoice
 )
 
 # Where n > 1 answers come in one response: one element a sequence; output_ids and log_probs of all
@@ -237,6 +239,30 @@ GENERATE = ModelSpec("generate", inputs=(*_TEXT_IN, _in("stream", "BOOL")), outp
 COMPLETION = ModelSpec("completion", inputs=_TEXT_IN, outputs=_TEXT_OUT)
 CHAT = ModelSpec("chat", inputs=(_in("request", "BYTES"),), outputs=(_out("response", "BYTES"),), decoupled=True)
 VIDEO = ModelSpec("video", inputs=(_in("request", "BYTES"),), outputs=(_out("response", "BYTES"),), decoupled=True)
+
+ROUTER = ModelSpec(
+    "router",
+    inputs=(
+        _in("text_input", "BYTES"),
+        _in("input_ids", "INT32", (-1,), "array"),
+        _in("lora_name", "BYTES"),
+        _in("cache_salt", "BYTES"),
+        _in("priority", "FP32"),
+        _in("session_id", "BYTES"),
+        _in("routing", "BYTES"),
+    ),
+    outputs=(
+        _out("prefill_worker", "BYTES"),  # "": decode computes the prompt
+        _out("decode_worker", "BYTES"),
+        _out("prefill_dp_rank", "INT32"),  # -1: the engine has one, or chooses
+        _out("decode_dp_rank", "INT32"),
+        _out("overlap_tokens", "INT32"),  # of the prompt, that the worker that computes it holds
+        _out("workers", "BYTES", (-1,)),  # all candidates, those of prefill first
+        _out("overlaps", "INT32", (-1,)),
+        _out("costs", "FP32", (-1,)),  # in KV blocks
+        _out("placement", "BYTES"),  # all of this and each candidate's load, as JSON
+    ),
+)
 
 # tensorrtllm_backend's, by name, type and shape. What can't be served is an input all the same: its refusal can then
 # say what to do, while Triton's own (of an input that a model has not) says nothing.
@@ -294,5 +320,5 @@ TENSORRT_LLM_BLS, ENSEMBLE = (
 )
 
 STAGES = (TOKENIZER, PREFILL, DECODE, MULTIMODAL_ENCODER, LOGITS_PROCESSOR, VIDEO_DIFFUSION)
-PIPELINES = (GENERATE, COMPLETION, CHAT, VIDEO, TENSORRT_LLM_BLS, ENSEMBLE)
+PIPELINES = (GENERATE, COMPLETION, CHAT, VIDEO, ROUTER, TENSORRT_LLM_BLS, ENSEMBLE)
 MODELS = {spec.name: spec for spec in (*STAGES, *PIPELINES)}

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bireme.config import RoutingMode
 from bireme.discovery.run import WorkerRecord
 from bireme.kv.hashing import MediaSpan
+from bireme.request import NO_CHOICE, RoutingChoice
 
 if TYPE_CHECKING:
     from bireme.kv.active import SentRequest
@@ -21,20 +20,6 @@ if TYPE_CHECKING:
 Hashes = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
-
-
-class RoutingChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a request says about its own placement; unset: the router decides."""
-
-    mode: RoutingMode | None = None
-    prefill_worker: str = ""
-    decode_worker: str = ""
-    prefill_dp_rank: int | None = None
-    decode_dp_rank: int | None = None
-    query_only: bool = False  # answer with the placement, and compute nothing
-
-
-NO_CHOICE = RoutingChoice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +59,6 @@ class Candidate:
     waiting_tokens: float  # prompt tokens to be computed there
     num_blocks: float  # in use
     num_requests: float
-
-
-class ReportedLoad(Protocol):
-    """A worker's report of itself."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Prompt tokens that are still to be computed."""
-        ...
-
-    @property
-    def num_blocks_used(self) -> int: ...
-    @property
-    def num_blocks(self) -> int: ...
 
 
 class Holdings(Protocol):

@@ -27,6 +27,7 @@ from bireme.config import BusyRule, RouterConfig, RoutingMode
 from bireme.discovery.run import WorkerRecord, can_transfer
 from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
 from bireme.kv.active import SentRequest
+from bireme.kv.event_wire import WorkerLoad
 from bireme.kv.placement import (
     Candidate,
     Floats,
@@ -35,7 +36,6 @@ from bireme.kv.placement import (
     Holdings,
     Mask,
     Placement,
-    ReportedLoad,
     RoutingRequest,
 )
 from bireme.kv.sessions import SessionTable
@@ -76,7 +76,7 @@ class WorkerRouter:
         enforce_disaggregation: bool = False,
         holdings: Holdings | None = None,
         hash_prompt: HashPrompt | None = None,
-        loads: Mapping[str, ReportedLoad] | None = None,
+        loads: Mapping[str, WorkerLoad] | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw: random.Random | None = None,
     ) -> None:

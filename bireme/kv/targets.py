@@ -9,7 +9,8 @@ import numpy as np
 from bireme.config import BusyRule
 from bireme.discovery.run import WorkerRecord
 from bireme.kv.active import ActiveRequests, SentRequest
-from bireme.kv.placement import Floats, Mask, ReportedLoad
+from bireme.kv.event_wire import WorkerLoad
+from bireme.kv.placement import Floats, Mask
 
 
 class Target:
@@ -19,14 +20,14 @@ class Target:
         self.worker, self.dp_rank, self.record = worker, dp_rank, record
         self.index = -1  # in its stage's columns; -1: it has left
         self.active = ActiveRequests()
-        self.report: ReportedLoad | None = None  # the last one that was counted
+        self.report: WorkerLoad | None = None  # the last one that was counted
         self.other_blocks = self.other_tokens = self.other_requests = 0.0
 
     @property
     def key(self) -> tuple[str, int]:
         return self.worker, self.dp_rank or 0
 
-    def take_report(self, report: ReportedLoad | None, now: float) -> None:
+    def take_report(self, report: WorkerLoad | None, now: float) -> None:
         """Find what the worker has beyond this router's own: other routers' requests, leases, generated tokens.
 
         Called before anything of the own load changes, so that both figures are of one time. What is on its way to the
@@ -45,7 +46,7 @@ class Target:
 class StageTargets:
     """Used on one loop. Load in columns: a decision over many workers is a few operations on arrays."""
 
-    def __init__(self, loads: Mapping[str, ReportedLoad]) -> None:
+    def __init__(self, loads: Mapping[str, WorkerLoad]) -> None:
         self._loads = loads
         self.targets: list[Target] = []
         self._resize()

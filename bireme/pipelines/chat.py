@@ -57,6 +57,9 @@ class Chat:
             with services.admitted():
                 request = self._parse(inputs)
                 cancel_with(cancelled)
+                if request.routing.query_only:
+                    send(JsonResponse(await self._service.placement(request, arrived_at), is_last=True))
+                    return
                 sequences = await self._serve(self._service, request, send, arrived_at)
         except asyncio.CancelledError:
             count_request(services.metrics, "CANCELLED", arrived_at)

@@ -21,6 +21,7 @@ from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelN
 from bireme.pipelines.json_body import check_plain, decode_body
 from bireme.pipelines.picture_parts import PICTURE_PARTS, PictureCollector
 from bireme.pipelines.pictures import PictureSource
+from bireme.request import RoutingChoice
 from bireme.sampling import Sampling, parse_sampling
 from bireme.text.chat_template import Message
 
@@ -174,6 +175,8 @@ class ChatRequest:
     include_usage: bool
     cache_salt: str
     return_timing: bool
+    session_id: str
+    routing: RoutingChoice
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -215,6 +218,8 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         cache_salt=options.cache_salt,
         return_timing=options.return_timing,
+        session_id=options.session_id,
+        routing=options.routing,
     )
 
 

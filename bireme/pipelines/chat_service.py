@@ -5,7 +5,8 @@ render and encode -> parser and guide -> n sequences side by side -> the answer'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,10 @@ import msgspec
 from bireme.errors import RequestError
 from bireme.messages import SamplingParams
 from bireme.multimodal.model_config import picture_model_of
-from bireme.pipelines.chat_answer import ChatOutput, Choice
+from bireme.pipelines.chat_answer import ChatOutput, Choice, encode_json
 from bireme.pipelines.chat_request import ChatRequest
 from bireme.pipelines.pictures import RequestPictures
+from bireme.pipelines.placement_answer import placement_json
 from bireme.pipelines.prompts import EncodedPrompt, Prompts
 from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
 from bireme.pipelines.services import Services
@@ -58,13 +60,28 @@ class ChatService:
         if request.functions and self._tools is None:
             name = self.services.recipe.name
             raise RequestError(f"tools: the model has no tool parser (chat.tool_parser in recipe {name}); remove them")
+        async with self._prepared(request, arrived_at) as (prompt, pictures):
+            return await self._generate(request, prompt, pictures, answer, arrived_at, on_prompt)
+
+    async def placement(self, request: ChatRequest, arrived_at: float, on_prompt: OnPrompt = _ignore) -> bytes:
+        """Return where the request would run now, as JSON; nothing but its pictures is computed."""
+        async with self._prepared(request, arrived_at) as (prompt, pictures):
+            on_prompt(len(prompt.ids))
+            works = self._works(request, prompt, request.sampling.params, pictures, arrived_at)
+            return encode_json(placement_json(self.services.router, works[0].routing_request()))
+
+    @contextlib.asynccontextmanager
+    async def _prepared(
+        self, request: ChatRequest, arrived_at: float
+    ) -> AsyncIterator[tuple[EncodedPrompt, RequestPictures | None]]:
+        """Render, encode and fetch; the pictures are closed at the end."""
         prompt = await self.prompts.chat(request.messages, request.tools, request.variables)
         pictures = self._pictures(request, arrived_at)
         try:
             if pictures is not None:
                 prompt = replace(prompt, ids=await pictures.expand(prompt.ids, request.sampling.params.n))
                 check_prompt_tokens(len(prompt.ids), self.services.recipe.limits)  # again: with room for each picture
-            return await self._generate(request, prompt, pictures, answer, arrived_at, on_prompt)
+            yield prompt, pictures
         finally:
             if pictures is not None:
                 pictures.close()
@@ -134,6 +151,8 @@ class ChatService:
                 priority=request.sampling.priority,
                 deadline=deadline,
                 pictures=pictures,
+                session_id=request.session_id,
+                routing=request.routing,
             )
             for single in expand(params)
         ]

@@ -34,4 +34,6 @@ def _timing(usage: Usage) -> dict[str, Any]:
         "decode_ms": round(usage.decode_ms, 3),
         "prefill_worker": usage.prefill_worker or usage.decode_worker,
         "decode_worker": usage.decode_worker,
+        "cached_tokens": usage.cached_tokens,
+        "predicted_cached_tokens": usage.predicted_cached_tokens,
     }

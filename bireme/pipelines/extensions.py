@@ -15,6 +15,7 @@ import msgspec
 from bireme.errors import RequestError
 from bireme.parameters import PARAMETERS
 from bireme.pipelines.json_body import check_plain
+from bireme.request import NO_CHOICE, RoutingChoice, check_session
 
 if TYPE_CHECKING:
     from msgspec import Struct as ForAll
@@ -44,6 +45,8 @@ class Extensions(SharedNames, kw_only=True, forbid_unknown_fields=True):
     logits_processors: list[dict[str, Any]] | None = None  # [{"name": ..., "args": {...}}]
     guided_decoding: dict[str, Any] | None = None  # exactly one of json, regex, grammar, choice, structural_tag, ...
     return_timing: bool = False  # times and workers in the answer's own `bireme` object
+    session_id: str = ""  # requests of one session stay with their worker
+    routing: RoutingChoice = NO_CHOICE
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -98,6 +101,8 @@ class RequestOptions:
     chat_template_kwargs: dict[str, Any]
     cache_salt: str
     return_timing: bool
+    session_id: str
+    routing: RoutingChoice
 
 
 _SHARED = tuple(field.encode_name for field in msgspec.structs.fields(SharedNames))
@@ -108,7 +113,7 @@ _STRUCTURED = ("json", "regex", "choice", "grammar", "structural_tag")
 _NOT_STRUCTURED = (
     "disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern",
 )  # fmt: skip
-_PLACED_HERE = "this server places requests itself; remove it"
+_PLACED_HERE = "workers have names here; send bireme.routing"
 REFUSED_NAMES = {
     **{
         f"nvext.{name}": _PLACED_HERE
@@ -118,7 +123,7 @@ REFUSED_NAMES = {
     "nvext.max_thinking_tokens": "not served; remove it, or send max_tokens",
     "nvext.extra_fields": "not served; bireme.return_timing has times and workers",
     "nvext.agent_hints": "not served; priority is a field of its own",
-    "nvext.session_control": "there are no sessions here; remove it",
+    "nvext.session_control": "send bireme.session_id, or the header x-session-id",
     "nvext.guided_decoding_backend": "guides have one backend; remove it",
     "nvext.guided_whitespace_pattern": "not served; remove it",
     **{
@@ -164,6 +169,8 @@ def request_options(body: TopLevelNames) -> RequestOptions:
         chat_template_kwargs=chat_template_kwargs,
         cache_salt=values.pop("cache_salt", ""),
         return_timing=own.return_timing,
+        session_id=check_session(own.session_id, "bireme.session_id"),
+        routing=own.routing,
         sampling=values,
     )
 

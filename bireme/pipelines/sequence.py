@@ -42,11 +42,11 @@ from bireme.errors import (
     drop_frames,
     from_message,
 )
-from bireme.kv.placement import NO_CHOICE, Placement, RoutingChoice, RoutingRequest
+from bireme.kv.placement import Placement, RoutingRequest
 from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs, Usage
 from bireme.pipelines.pictures import RequestEmbeddings, RequestPictures
 from bireme.pipelines.services import Services
-from bireme.request import Ids
+from bireme.request import NO_CHOICE, Ids, RoutingChoice
 from bireme.text.detokenizer import Detokenizer
 from bireme.text.output import TextStream, TokenDelta
 from bireme.workers.base import Generation, PrefillResult, UnreachableError
@@ -80,6 +80,19 @@ class SequenceRequest:
     pictures: RequestPictures | None = None  # of a prompt that has room for them
     session_id: str = ""  # requests of one session stay with their worker
     routing: RoutingChoice = NO_CHOICE
+
+    def routing_request(self, is_resumed: bool = False, has_transfer: bool = True) -> RoutingRequest:
+        return RoutingRequest(
+            prompt=self.prompt,
+            cache_salt=self.cache_salt,
+            lora_name=self.lora_name,
+            priority=self.priority,
+            media=self.pictures.spans if self.pictures is not None else (),
+            session_id=self.session_id,
+            choice=self.routing,
+            is_resumed=is_resumed,
+            has_transfer=has_transfer,
+        )
 
 
 class _KvState(enum.Enum):
@@ -281,20 +294,9 @@ class SequenceRunner:
 
     def _place(self) -> Placement:
         """Have the router choose. Raises what it refuses."""
-        work, metrics = self._work, self._services.metrics
-        request = RoutingRequest(
-            prompt=work.prompt,
-            cache_salt=work.cache_salt,
-            lora_name=work.lora_name,
-            priority=work.priority,
-            media=work.pictures.spans if work.pictures is not None else (),
-            session_id=work.session_id,
-            choice=work.routing,
-            is_resumed=bool(self.tokens),
-            has_transfer=self._has_kv,
-        )
+        metrics = self._services.metrics
         try:
-            placement = self._services.router.place(request)
+            placement = self._services.router.place(self._work.routing_request(bool(self.tokens), self._has_kv))
         except ResourceExhaustedError:
             metrics.add("bireme_routing_decisions_total", 1, "refused")
             raise

@@ -102,6 +102,8 @@ class TextPipeline:
             lora_name=request.lora_name,
             priority=request.sampling.priority,
             deadline=arrived_at + request.timeout_ms / 1000 if request.timeout_ms else 0.0,
+            session_id=request.session_id,
+            routing=request.routing,
         )
         return [first, *(replace(first, sampling=other) for other in params[1:])]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from bireme.config import RouterConfig, RoutingMode
 from bireme.discovery.run import WorkerRecord
+from bireme.kv.event_wire import WorkerLoad
 from bireme.kv.hashing import event_seed, sequence_hashes
-from bireme.kv.placement import Floats, Hashes, Placement, ReportedLoad, RoutingRequest
+from bireme.kv.placement import Floats, Hashes, Placement, RoutingRequest
 from bireme.kv.router import WorkerRouter
 from bireme.messages import Capacity
 
@@ -86,17 +86,8 @@ def capacity(**fields: Any) -> Capacity:
     return Capacity(**shown | {"tokens_per_block": BLOCK, "num_blocks": 100, "vocab_size": 1000} | fields)
 
 
-@dataclass(frozen=True)
-class FixedLoad:
-    num_running: int
-    num_waiting: int
-    num_waiting_tokens: int
-    num_blocks_used: int
-    num_blocks: int
-
-
-def load(running: int = 0, waiting: int = 0, tokens: int = 0, used: int = 0, blocks: int = 100) -> ReportedLoad:
-    return FixedLoad(running, waiting, tokens, used, blocks)
+def load(running: int = 0, waiting: int = 0, tokens: int = 0, used: int = 0, blocks: int = 100) -> WorkerLoad:
+    return WorkerLoad(running, waiting, tokens, used, blocks, step=0)
 
 
 class RouterBench:
@@ -104,7 +95,7 @@ class RouterBench:
 
     def __init__(self, *workers: str, mode: RoutingMode = "kv", enforce: bool = False, **config: Any) -> None:
         self.held, self.clock = HeldBlocks(), Clock()
-        self.loads: dict[str, ReportedLoad] = {}
+        self.loads: dict[str] = {}
         is_kv = mode == "kv"
         self.router = WorkerRouter(
             RouterConfig(**config),

@@ -7,8 +7,8 @@ import pytest
 
 from bireme.discovery.run import WorkerRecord
 from bireme.errors import RequestError, UnavailableError
-from bireme.kv.placement import RoutingChoice
 from bireme.kv.router import DOWN_S, draw_cost
+from bireme.request import RoutingChoice
 from tests.kv.router_fixtures import RouterBench, capacity, load, record, request
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from bireme.config import BusyRule
 from bireme.errors import ResourceExhaustedError
-from bireme.kv.placement import RoutingChoice
+from bireme.request import RoutingChoice
 from tests.kv.router_fixtures import RouterBench, capacity, load, record, request
 
 # sessions

@@ -109,6 +109,9 @@ class Gate:
             raise RequestError(f"priority: {request.priority}; 0 to 1, higher first")
         if request.timeout_ms < 0:
             raise RequestError(f"timeout_ms: {request.timeout_ms}; 0 (none) or more")
+        num_ranks = self.capacity.attention_dp_size
+        if request.dp_rank is not None and not 0 <= request.dp_rank < num_ranks:
+            raise RequestError(f"dp_rank: {request.dp_rank}; this worker has ranks 0 to {num_ranks - 1}")
         if len(request.cache_salt) > MAX_SALT_CHARACTERS:
             raise RequestError(
                 f"cache_salt: {len(request.cache_salt)} characters; the limit is {MAX_SALT_CHARACTERS}; send a digest"

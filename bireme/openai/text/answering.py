@@ -19,9 +19,17 @@ from bireme.openai.http.event_stream import EventStream
 from bireme.openai.text.served_model import ServedModel
 from bireme.pipelines.sequence import SequenceRunner
 from bireme.pipelines.side_by_side import count_request
+from bireme.request import check_session
 
 logger = logging.getLogger("bireme.openai")
 Streams = set[EventStream]  # the running ones, for comments
+PLACED = "placed"  # outcome of a request that only asked where it would run
+SESSION_HEADER = b"x-session-id"
+
+
+def session_of(call: Call, given: str) -> str:
+    """Return the request's session: its field's, else the header's. Raises RequestError."""
+    return given or check_session(call.header(SESSION_HEADER).decode("latin-1"), SESSION_HEADER.decode())
 
 
 async def answer_whole(call: Call, work: Awaitable[list[SequenceRunner]]) -> list[SequenceRunner]:

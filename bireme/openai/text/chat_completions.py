@@ -7,7 +7,7 @@ from dataclasses import replace
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import PREFIX, SUFFIX, EventStream
 from bireme.openai.http.pace import Pacer
-from bireme.openai.text.answering import Streams, answer_events, answer_whole, counted, note_usage
+from bireme.openai.text.answering import PLACED, Streams, answer_events, answer_whole, counted, note_usage, session_of
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_request import REFUSED, ChatBody, ChatRequest, check_chat
@@ -28,10 +28,20 @@ class ChatCompletions:
             request = check_chat(body, model.recipe)
             if (salt := call.tenant.cache_salt(request.cache_salt)) != request.cache_salt:
                 request = replace(request, cache_salt=salt)
-            if request.stream:
+            if session_id := session_of(call, request.session_id):
+                request = replace(request, session_id=session_id)
+            if request.routing.query_only:
+                await self._query(call, model, request)
+            elif request.stream:
                 await self._stream(call, model, request)
             else:
                 await self._whole(call, model, request)
+
+    async def _query(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
+        work = model.chat.placement(request, call.arrived_at, call.tenant.take_prompt)
+        answer = await call.unless_gone(work)
+        call.notes["outcome"] = PLACED
+        await call.reply(200, answer)
 
     async def _whole(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
         answer = WholeAnswer(ResponseMeta.of(model.name), request.sampling.params.n, request.return_timing)

@@ -12,6 +12,7 @@ from bireme.errors import RequestError
 from bireme.parameters import BY_NAME
 from bireme.pipelines.chat_request import OpenAIBody, openai_sampling
 from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, request_options
+from bireme.request import RoutingChoice
 from bireme.sampling import Sampling
 
 REFUSED = {
@@ -44,6 +45,8 @@ class CompletionRequest:
     include_usage: bool
     cache_salt: str
     return_timing: bool
+    session_id: str
+    routing: RoutingChoice
 
 
 def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
@@ -67,6 +70,8 @@ def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         cache_salt=options.cache_salt,
         return_timing=options.return_timing,
+        session_id=options.session_id,
+        routing=options.routing,
     )
 
 

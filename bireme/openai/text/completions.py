@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from bireme.errors import RequestError
 from bireme.messages import SamplingParams
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import EventStream
 from bireme.openai.http.pace import Pacer
-from bireme.openai.text.answering import Streams, answer_events, answer_whole, counted, note_usage
+from bireme.openai.text.answering import PLACED, Streams, answer_events, answer_whole, counted, note_usage, session_of
 from bireme.openai.text.completion_answer import (
     CompletionTemplate,
     LogprobColumns,
@@ -21,8 +22,9 @@ from bireme.openai.text.completion_answer import (
 )
 from bireme.openai.text.completion_request import REFUSED, CompletionBody, CompletionRequest, check_completion
 from bireme.openai.text.served_model import Models, ServedModel
-from bireme.pipelines.chat_answer import ResponseMeta
+from bireme.pipelines.chat_answer import ResponseMeta, encode_json
 from bireme.pipelines.json_body import decode_body
+from bireme.pipelines.placement_answer import placement_json
 from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
 from bireme.pipelines.side_by_side import Output, run_sequences
 from bireme.request import Ids, check_ids, check_prompt_tokens
@@ -56,8 +58,12 @@ class Completions:
             request = check_completion(body, model.recipe)
             if (salt := call.tenant.cache_salt(request.cache_salt)) != request.cache_salt:
                 request = replace(request, cache_salt=salt)
+            if session_id := session_of(call, request.session_id):
+                request = replace(request, session_id=session_id)
             job = await self._prepare(call, model, request)
-            if request.stream:
+            if request.routing.query_only:
+                await self._query(call, model, job)
+            elif request.stream:
                 await self._stream(call, model, job)
             else:
                 await self._whole(call, model, job)
@@ -76,6 +82,8 @@ class Completions:
                 cache_salt=request.cache_salt,
                 priority=request.sampling.priority,
                 deadline=call.arrived_at + timeout_s if timeout_s else 0.0,
+                session_id=request.session_id,
+                routing=request.routing,
             )
             for prompt in prompts
             for single in expand(params)
@@ -89,6 +97,13 @@ class Completions:
         ids = check_ids(f"prompt[{at}]", np.array(prompt, object), model.tokenizer.vocab_size)
         check_prompt_tokens(len(ids), model.recipe.limits)
         return ids
+
+    async def _query(self, call: Call, model: ServedModel, job: _CompletionJob) -> None:
+        if len(job.request.prompts) > 1:
+            raise RequestError(f"bireme.routing.query_only: {len(job.request.prompts)} prompts; ask for each by itself")
+        answer = placement_json(model.services.router, job.works[0].routing_request())
+        call.notes["outcome"] = PLACED
+        await call.reply(200, encode_json(answer))
 
     async def _whole(self, call: Call, model: ServedModel, job: _CompletionJob) -> None:
         answer = WholeCompletion(ResponseMeta.of(model.name, "cmpl"), job.echoes, _columns(model, job))

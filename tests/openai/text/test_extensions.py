@@ -114,3 +114,51 @@ async def test_the_schema_knows_the_names(frontend):
         assert {*SAMPLING, "priority", "guided_json", "structured_outputs", "nvext"} <= schemas[kind][
             "properties"
         ].keys()
+
+
+# where requests go
+
+
+async def finished(bench, reply):
+    await bench.workers.emit(4)
+    await reply.end()
+    return reply.json()["bireme"]["timing"][0]
+
+
+@POSTS
+async def test_a_request_may_name_its_worker(frontend, post):
+    bench = await frontend(workers={"decode": {"engine": "mocker", "replicas": 3}})
+    fields = {"routing": {"decode_worker": "decode_2"}, "return_timing": True}
+    timing = await finished(bench, getattr(bench, post)(bireme=fields))
+    assert timing["decode_worker"] == "decode_2"
+
+
+@pytest.mark.parametrize("where", ["field", "header"])
+async def test_requests_of_a_session_stay_together(frontend, where):
+    bench = await frontend(workers={"decode": {"engine": "mocker", "replicas": 4}}, router={"mode": "round_robin"})
+    fields = {"return_timing": True} | ({"session_id": "s"} if where == "field" else {})
+    headers = {"x-session-id": "s"} if where == "header" else None
+    timings = [await finished(bench, bench.chat(headers, bireme=fields)) for _ in range(4)]
+    assert len({timing["decode_worker"] for timing in timings}) == 1
+
+
+@POSTS
+async def test_a_query_is_answered_with_the_placement_and_nothing_runs(frontend, post):
+    bench = await frontend(workers={"decode": {"engine": "mocker", "replicas": 2}})
+    reply = await getattr(bench, post)(bireme={"routing": {"query_only": True}}).end()
+    answer = reply.json()
+    assert answer["object"] == "bireme.placement" and answer["decode_worker"] in ("decode", "decode_1")
+    assert [one["worker"] for one in answer["candidates"]] == ["decode", "decode_1"]
+    assert bench.workers.log == []
+
+
+@POSTS
+async def test_when_all_workers_are_busy_the_reply_says_when_to_come_again(frontend, post):
+    bench = await frontend(router={"busy": [{"max_waiting_tokens": 1}]})
+    first = bench.complete(prompt="a long prompt")
+    await bench.workers.reached("decode")
+    reply = await getattr(bench, post)().end()
+    assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+    assert reply.json()["error"]["code"] == "overloaded"
+    await bench.workers.emit(4)
+    await first.end()
