@@ -74,3 +74,69 @@ def test_what_tensorrt_llm_would_refuse_is_told_before_the_job_queues(tmp_path, 
 def test_a_dry_run_prints_the_command_and_runs_nothing(capsys):
     assert serve_nodes.main([WIDE, "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("srun --mpi pmix")
+
+
+ETCD = "etcd://head:2379"
+
+
+def server_commands(*arguments, recipe="recipes/deepseek-r1-disagg"):
+    options = serve_nodes.parse([recipe, "--discovery", ETCD, *arguments])
+    return [shlex.join(words) for words in serve_nodes.server_plans(load_recipe(recipe, ""), options)]
+
+
+@pytest.fixture
+def key(monkeypatch):
+    monkeypatch.setenv("BIREME_KEY", "ab" * 32)
+
+
+def test_prefill_and_decode_have_a_server_each_on_nodes_of_their_own(key):
+    prefill, decode = server_commands()
+    assert "--relative 0 --nodes 1 --ntasks 1" in prefill and "--relative 1 --nodes 1 --ntasks 1" in decode
+    assert "workers.prefill.replicas=1 --set workers.decode.replicas=0 --host 0.0.0.0" in prefill
+    assert "workers.decode.replicas=1 --set workers.prefill.replicas=0" in decode
+    assert f"--discovery {ETCD}" in prefill and "trtllm-llmapi-launch" not in prefill
+
+
+def test_engines_that_span_nodes_are_led_each_by_its_rank_0(key):
+    prefill, decode = server_commands("--gpus-per-node", "2")
+    for text, first in ((prefill, 0), (decode, 2)):
+        assert f"--relative {first} --nodes 2 --ntasks 4 --ntasks-per-node 2" in text
+        assert "trtllm-llmapi-launch" in text and "supervisor.max_restarts=0" in text
+
+
+def test_hosts_are_shared_out_in_their_order(key, monkeypatch):
+    prefill, decode = server_commands("--with", "mpirun", "--hosts", "a,b", "--", "--host", "10.0.0.1")
+    assert prefill.startswith("mpirun -np 1 --host a:1 -x BIREME_KEY ")
+    assert decode.startswith("mpirun -np 1 --host b:1 -x BIREME_KEY ") and "0.0.0.0" not in decode
+
+
+def test_replicas_that_fit_a_node_share_its_server(key, tmp_path):
+    override = '{"workers": {"decode": {"replicas": 3}}}'
+    recipe = load_recipe("recipes/llama-3.1-8b-disagg", override)
+    parts = serve_nodes.server_parts(recipe, 2)
+    assert [(part.stage, part.replicas, part.num_nodes) for part in parts] == [
+        ("prefill", 1, 1),
+        ("decode", 2, 1),
+        ("decode", 1, 1),
+    ]
+
+
+def test_hosts_must_be_as_many_as_the_servers_take(key):
+    with pytest.raises(ConfigError, match="3 nodes; the servers of deepseek-r1-disagg take 2"):
+        server_commands("--with", "mpirun", "--hosts", "a,b,c")
+
+
+def test_servers_without_one_key_are_refused(monkeypatch):
+    monkeypatch.delenv("BIREME_KEY", raising=False)
+    with pytest.raises(ConfigError, match="BIREME_KEY: not set"):
+        server_commands()
+
+
+def test_kv_in_shared_memory_keeps_a_recipe_on_one_host(key):
+    with pytest.raises(ConfigError, match=r"workers\.prefill\.engine: torch; .* use engine: trtllm"):
+        server_commands(recipe="recipes/tiny-chat-disagg")
+
+
+def test_when_one_command_ends_the_others_are_ended():
+    waits = ["python3", "-c", "import time; time.sleep(600)"]
+    assert serve_nodes.run_together([waits, ["python3", "-c", "raise SystemExit(3)"]]) == 3

@@ -1,0 +1,141 @@
+"""Discovery through a real etcd-server: leases, watches, outages."""
+
+import time
+
+import msgspec
+import pytest
+
+from benchmarks.chaos.etcd import EtcdServer
+from bireme.config import DiscoveryConfig
+from bireme.discovery.etcd import EtcdStore
+from bireme.discovery.follower import Follower
+from bireme.discovery.registration import Registration
+from bireme.discovery.store import NameTakenError, StoreError
+from tests.discovery.conftest import by_id, record
+
+LEASE_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as running:
+        yield running
+
+
+@pytest.fixture
+def store(server, request):
+    """Return a function that makes stores of this test alone; all are closed at its end."""
+    made = []
+
+    def make(*more, lease_s=LEASE_S):
+        endpoints = (*more, server.endpoint)
+        config = DiscoveryConfig(backend="etcd", endpoints=endpoints, prefix=request.node.name, lease_s=lease_s)
+        made.append(EtcdStore(config))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def follow(store):
+    """Return a function that starts to follow; what was told is in `.views`."""
+    followers = []
+
+    def start():
+        views = []
+        followers.append(Follower(store(), LEASE_S, views.append))
+        followers[-1].views = views
+        followers[-1].start()
+        return followers[-1]
+
+    yield start
+    for one in followers:
+        one.stop()
+
+
+def until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)
+
+
+def test_a_change_is_seen_without_polling(store, follow):
+    writer, follower = store(), follow()
+    until(lambda: not follower.problem)
+    writer.hold(record())
+    until(lambda: follower.records == by_id(record()))
+    writer.hold(record(state="draining"))
+    until(lambda: follower.records["decode@b:8001"].is_draining)
+    writer.withdraw()
+    until(lambda: not follower.records)
+
+
+def test_a_worker_that_is_not_renewed_is_gone(store, follow):
+    follower = follow()
+    store().hold(record())
+    until(lambda: follower.records)
+    until(lambda: not follower.records)
+
+
+def test_a_renewed_lease_lasts(store):
+    registration = Registration(store(), LEASE_S)
+    registration.set(record())
+    reader = store()
+    until(reader.read)
+    deadline = time.monotonic() + 2 * LEASE_S
+    while time.monotonic() < deadline:
+        assert reader.read() == by_id(record())
+        time.sleep(0.1)
+    registration.stop()
+    assert reader.read() == {}
+
+
+def test_an_id_is_one_living_launch_s(store):
+    store(lease_s=60).hold(record(launch="first"))
+    with pytest.raises(NameTakenError, match="registered by another launch already"):
+        store().hold(record(launch="second"))
+    store().hold(record(launch="first", life=2))
+    assert store().read()["decode@b:8001"].life == 2
+
+
+def test_another_prefix_is_another_deployment(store, server):
+    store().hold(record())
+    other = EtcdStore(DiscoveryConfig(backend="etcd", endpoints=(server.endpoint,), prefix="other"))
+    assert other.read() == {}
+    other.close()
+
+
+def test_a_dead_endpoint_is_passed_by(store):
+    writer = store("http://127.0.0.1:1")
+    with pytest.raises(StoreError, match=r"etcd at http://127\.0\.0\.1:1"):
+        writer.hold(record())
+    writer.hold(record())
+    assert store().read() == by_id(record())
+
+
+def test_a_value_that_is_no_record_harms_no_other(store, server, request):
+    from etcd3gw.client import Etcd3Client
+
+    store().hold(record())
+    host, port = server.endpoint.removeprefix("http://").split(":")
+    Etcd3Client(host, int(port)).put(f"{request.node.name}/workers/noise", b"\xff{")
+    assert store().read() == by_id(record())
+
+
+def test_while_etcd_is_gone_the_last_view_stands_and_then_goes_on(store, follow, server):
+    registration, follower = Registration(store(), LEASE_S), follow()
+    registration.set(record())
+    until(lambda: follower.records)
+    server.kill()
+    until(lambda: follower.problem and registration.problem)
+    time.sleep(2 * LEASE_S)
+    assert follower.records == by_id(record())
+    server.start()
+    until(lambda: not follower.problem and not registration.problem)
+    registration.set(msgspec.structs.replace(record(), state="draining"))
+    until(lambda: follower.records["decode@b:8001"].is_draining)
+    assert all(view for view in follower.views)
+    registration.stop()
