@@ -144,6 +144,9 @@ TABLE: dict[str, MetricSpec] = {
             "worker",
             "stage",
         ),
+        _gauge("bireme_router_index_blocks", "KV blocks that the router knows of.", "worker"),
+        _gauge("bireme_router_index_memberships", "Holdings that it knows of: blocks by worker and tier.", "worker"),
+        _gauge("bireme_router_index_bytes", "Memory of its index.", "worker"),
         _counter("bireme_router_prompt_tokens_total", "Prompt tokens of requests with a prediction.", "worker"),
         _counter(
             "bireme_router_predicted_tokens_total", "Of those, tokens that the router expected to be cached.", "worker"

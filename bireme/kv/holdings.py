@@ -1,8 +1,9 @@
-"""What workers hold, for a router: the index, and who of the workers tells of it."""
+"""What workers hold, for a router: its index, into which a feed of their events writes."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,43 +12,60 @@ from bireme.config import ROUTED_STAGES, RouterConfig
 from bireme.discovery.run import WorkerRecord
 from bireme.kv.index import KvIndex, rank_name
 from bireme.kv.placement import Floats, Hashes
+from bireme.metrics import Registry
+
+_REPORT_S = 1.0
 
 
 class IndexHoldings:
-    """Thread-safe. A worker without KV events is taken to hold what it was sent, for `approximate_ttl_s`."""
+    """Thread-safe: whoever writes into `index` holds `lock`.
 
-    def __init__(self, config: RouterConfig) -> None:
-        self._config = config
-        self._index = KvIndex()
-        self._lock = threading.Lock()
+    A worker that publishes no events is taken to hold what it was sent, for `approximate_ttl_s`.
+    """
+
+    def __init__(self, config: RouterConfig, metrics: Registry) -> None:
+        self.index, self.lock = KvIndex(), threading.Lock()
+        self._config, self._metrics = config, metrics
+        self._has_events: frozenset[str] = frozenset()
+        self._reported_at = 0.0
 
     def follow(self, workers: Mapping[str, WorkerRecord]) -> None:
         """Take the whole present view; those that are missing are forgotten."""
+        self._has_events = frozenset(name for name, record in workers.items() if record.event_endpoint)
         names = {
             rank_name(name, rank)
             for name, record in workers.items()
             if record.stage in ROUTED_STAGES
             for rank in range(record.capacity.attention_dp_size if record.capacity else 1)
         }
-        with self._lock:
-            for name, slot in list(self._index.slots.items()):
+        with self.lock:
+            for name, slot in list(self.index.slots.items()):
                 if name not in names:
-                    self._index.remove_worker(slot)
-            for name in sorted(names - self._index.slots.keys()):
-                self._index.add_worker(name)
+                    self.index.remove_worker(slot)
+            for name in sorted(names - self.index.slots.keys()):
+                self.index.add_worker(name)
 
     def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> tuple[Floats, Floats]:
-        with self._lock:
-            depths = self._index.match(hashes).astype(float)
-            slots = self._index.slots
+        with self.lock:
+            depths = self.index.match(hashes)
+            slots = self.index.slots
             columns = np.array([slots.get(rank_name(*target), -1) for target in targets], int)
+            if (now := time.monotonic()) - self._reported_at > _REPORT_S:
+                self._reported_at = now
+                self._report()
         is_known = columns >= 0
-        return depths[0, columns] * is_known, depths[-1, columns] * is_known
+        return depths[0, columns] * is_known.astype(float), depths[-1, columns] * is_known.astype(float)
 
     def predict(self, target: tuple[str, int], hashes: Hashes) -> None:
-        with self._lock:
-            if (slot := self._index.slots.get(rank_name(*target))) is not None:
-                self._index.predicted(slot, hashes, self._config.approximate_ttl_s)
+        config = self._config
+        ttl_s = config.predicted_ttl_s if target[0] in self._has_events else config.approximate_ttl_s
+        with self.lock:
+            if len(hashes) and (slot := self.index.slots.get(rank_name(*target))) is not None:
+                self.index.predicted(slot, hashes, ttl_s)
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
+
+    def _report(self) -> None:
+        self._metrics.set("bireme_router_index_blocks", self.index.num_blocks)
+        self._metrics.set("bireme_router_index_memberships", self.index.num_memberships)
+        self._metrics.set("bireme_router_index_bytes", self.index.nbytes)

@@ -71,8 +71,12 @@ class Holdings(Protocol):
     def predict(self, target: tuple[str, int], hashes: Hashes) -> None:
         """Count blocks that are being computed there as held for a while. The array is kept."""
 
+
+class WorkerFollower(Protocol):
+    """Knows something of workers, and must be told which there are."""
+
     def follow(self, workers: Mapping[str, WorkerRecord]) -> None:
-        """Take the whole present view of the workers; those that are missing are forgotten."""
+        """Take the whole present view; those that are missing are forgotten."""
 
     def close(self) -> None: ...
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,7 @@ from bireme.kv.placement import (
     Mask,
     Placement,
     RoutingRequest,
+    WorkerFollower,
 )
 from bireme.kv.sessions import SessionTable
 from bireme.kv.targets import StageTargets, Target
@@ -77,15 +78,16 @@ class WorkerRouter:
         holdings: Holdings | None = None,
         hash_prompt: HashPrompt | None = None,
         loads: Mapping[str, WorkerLoad] | None = None,
+        followers: Sequence[WorkerFollower] = (),
         clock: Callable[[], float] = time.monotonic,
         draw: random.Random | None = None,
     ) -> None:
         """`holdings` and `hash_prompt`: mode kv needs both. `loads`: by worker, kept up to date by its owner.
 
-        Without loads, load plays no part and none is counted.
+        Without loads, load plays no part and none is counted. `followers` are told of workers, and closed at the end.
         """
         self.mode, self._config, self._must_transfer = mode, config, enforce_disaggregation
-        self._holdings, self._hash_prompt = holdings, hash_prompt
+        self._holdings, self._hash_prompt, self._followers = holdings, hash_prompt, tuple(followers)
         self._counts_load = loads is not None
         self._clock, self._draw = clock, draw or random.Random()
         self._stages = {name: StageTargets({} if loads is None else loads) for name in ("prefill", "decode")}
@@ -103,8 +105,8 @@ class WorkerRouter:
         self._records = workers
         for name, stage in self._stages.items():
             stage.set_workers({worker: record for worker, record in workers.items() if record.stage == name})
-        if self._holdings is not None:
-            self._holdings.follow(workers)
+        for follower in self._followers:
+            follower.follow(workers)
 
     def place(self, request: RoutingRequest, *, avoid: Collection[str] = ()) -> Placement:
         """Choose workers, none of `avoid` if there is another.
@@ -175,8 +177,8 @@ class WorkerRouter:
             self._down_until.pop(worker, None)
 
     def close(self) -> None:
-        if self._holdings is not None:
-            self._holdings.close()
+        for follower in self._followers:
+            follower.close()
 
     def _decide(
         self, request: RoutingRequest, avoid: Collection[str], now: float

@@ -31,16 +31,18 @@ class Target:
         """Find what the worker has beyond this router's own: other routers' requests, leases, generated tokens.
 
         Called before anything of the own load changes, so that both figures are of one time. What is on its way to the
-        worker is in the own figure alone: the difference is too small for a moment, and nothing counts twice.
+        worker is in the own figure alone: the difference is too small for a moment, and nothing counts twice. A rank has
+        an equal share of its worker's report.
         """
         self.report = report
         if report is None:
             self.other_blocks = self.other_tokens = self.other_requests = 0.0
             return
-        own = self.active
-        self.other_blocks = max(0.0, report.num_blocks_used - own.num_blocks)
-        self.other_tokens = max(0.0, report.num_waiting_tokens - own.prefill_left(now))
-        self.other_requests = max(0.0, report.num_running + report.num_waiting - own.num_requests)
+        own, capacity = self.active, self.record.capacity
+        share = 1.0 / capacity.attention_dp_size if capacity is not None else 1.0
+        self.other_blocks = max(0.0, share * report.num_blocks_used - own.num_blocks)
+        self.other_tokens = max(0.0, share * report.num_waiting_tokens - own.prefill_left(now))
+        self.other_requests = max(0.0, share * (report.num_running + report.num_waiting) - own.num_requests)
 
 
 class StageTargets:
@@ -157,6 +159,7 @@ class StageTargets:
 
 
 def _num_blocks(target: Target) -> int:
-    if target.report is not None:
-        return target.report.num_blocks
-    return target.record.capacity.num_blocks if target.record.capacity else 0
+    """Return the rank's blocks; 0: not known."""
+    capacity = target.record.capacity
+    num_blocks = target.report.num_blocks if target.report is not None else capacity.num_blocks if capacity else 0
+    return num_blocks // (capacity.attention_dp_size if capacity else 1)

@@ -29,7 +29,8 @@ def make_services(
         if context.call_async is None:
             raise UnavailableError(f"{context.model_name}: no way to call other models")
         workers = Workers(GrpcChannel(), recipe.pipeline.stall_timeout_s, context.metrics, context.call_async)
-        services = Services(recipe, workers, make_router(recipe), context.metrics)
-        services.follow(discover(recipe, run.own_address(), run.run_dir()))
+        folder = run.run_dir()
+        services = Services(recipe, workers, make_router(recipe, context.metrics, folder), context.metrics)
+        services.follow(discover(recipe, run.own_address(), folder))
         return services, tokenizer
-    return Services(recipe, workers, make_router(recipe), context.metrics), tokenizer
+    return Services(recipe, workers, make_router(recipe, context.metrics), context.metrics), tokenizer

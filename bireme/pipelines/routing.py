@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import numpy as np
+
 from bireme.config import Recipe
+from bireme.discovery import run
 from bireme.discovery.run import WorkerRecord
 from bireme.kv import hashing
-from bireme.kv.placement import Hashes, HashPrompt, RoutingRequest
+from bireme.kv.placement import Hashes, HashPrompt, RoutingRequest, WorkerFollower
 from bireme.kv.router import WorkerRouter
+from bireme.metrics import Registry
 
 
-def make_router(recipe: Recipe) -> WorkerRouter:
+def make_router(recipe: Recipe, metrics: Registry, folder: Path | None = None) -> WorkerRouter:
     """Return a router over the recipe's workers, until it is told of others.
 
-    Where it counts what workers hold, this loads the index, which takes a second where numba is installed.
+    `folder`: the run directory, with the key without which workers' events and load can't be read; None: the key is
+    BIREME_KEY, else the router knows what it has sent itself. Where it counts what workers hold, this loads the index,
+    which takes a second where numba is installed. Raises ConfigError for a key that is none.
     """
-    holdings, hash_prompt = None, None
+    key = run.deployment_key(folder or Path()) if folder is not None or os.environ.get("BIREME_KEY") else None
+    holdings, hash_prompt, loads = None, None, None
+    followers: list[WorkerFollower] = []
     if recipe.has_kv_routing:
         from bireme.kv.holdings import IndexHoldings
 
-        holdings, hash_prompt = IndexHoldings(recipe.router), prompt_hashes()
+        holdings, hash_prompt = IndexHoldings(recipe.router, metrics), prompt_hashes(key)
+        followers.append(holdings)
+    if recipe.has_load_routing:
+        loads = {}
+        if key is not None:
+            from bireme.kv.feed import KvFeed
+
+            index, lock = (holdings.index, holdings.lock) if holdings is not None else (None, None)
+            feed = KvFeed(index, key, metrics, lock)
+            feed.start()
+            loads = feed.loads
+            followers.append(feed)
     router = WorkerRouter(
         recipe.router,
         recipe.routing_mode,
         enforce_disaggregation=recipe.pipeline.enforce_disaggregation,
         holdings=holdings,
         hash_prompt=hash_prompt,
-        loads={} if recipe.has_load_routing else None,
+        loads=loads,
+        followers=followers,
     )
     router.set_workers(recipe_workers(recipe))
     return router
@@ -40,16 +63,25 @@ def recipe_workers(recipe: Recipe) -> dict[str, WorkerRecord]:
     }
 
 
-def prompt_hashes() -> HashPrompt:
-    """Return the function that makes the public hashes of a prompt's full blocks, as workers tell of them."""
+def prompt_hashes(key: bytes | None) -> HashPrompt:
+    """Return the function that makes the hashes of a prompt's full blocks, as workers tell of them.
+
+    `key`: the deployment's; without it nobody can tell what salted prompts' blocks are called, so they have none.
+    """
     from bireme.kv.prompt_hashing import PromptHasher
 
     hashers: dict[int, PromptHasher] = {}
+    salt_key = hashing.salt_key(key) if key is not None else None
 
     def hash_prompt(request: RoutingRequest, tokens_per_block: int) -> Hashes:
+        if request.cache_salt and salt_key is None:
+            return np.zeros(0, np.uint64)
         if (hasher := hashers.get(tokens_per_block)) is None:
             hasher = hashers[tokens_per_block] = PromptHasher(tokens_per_block)
         seed = hashing.event_seed(request.lora_name, request.cache_salt)
-        return hasher(request.prompt, seed, request.media)
+        hashes = hasher(request.prompt, seed, request.media)
+        if request.cache_salt and salt_key is not None:
+            return np.array([hashing.salted_hash(item, salt_key) for item in hashes.tolist()], np.uint64)
+        return hashes
 
     return hash_prompt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,6 @@ class HeldBlocks:
         self.device: dict[tuple[str, int], set[int]] = {}
         self.host: dict[tuple[str, int], set[int]] = {}
         self.predicted: list[tuple[tuple[str, int], int]] = []
-        self.workers: set[str] = set()
 
     def give(
         self,
@@ -55,12 +54,6 @@ class HeldBlocks:
     def predict(self, target: tuple[str, int], hashes: Hashes) -> None:
         self.predicted.append((target, len(hashes)))
         self.device.setdefault(target, set()).update(hashes.tolist())
-
-    def follow(self, workers: Mapping[str, WorkerRecord]) -> None:
-        self.workers = set(workers)
-
-    def close(self) -> None:
-        self.workers = set()
 
     @staticmethod
     def _depth(hashes: Hashes, held: set[int]) -> int:

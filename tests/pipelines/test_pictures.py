@@ -44,7 +44,8 @@ class Bench:
         tree = {"model": "none", "workers": workers, "name": "test", "router": {"transfer_ms": 0}} | tree
         self.recipe = convert(tree, Recipe, "test")
         self.workers = FakeWorkers()
-        self.services = Services(self.recipe, self.workers, make_router(self.recipe), Registry("chat"))
+        metrics = Registry("chat")
+        self.services = Services(self.recipe, self.workers, make_router(self.recipe, metrics), metrics)
 
     def pictures(self, *sources, deadline=0.0):
         return RequestPictures(self.services, MODEL, sources or (source(), source(b"abcd")), deadline)

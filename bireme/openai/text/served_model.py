@@ -30,15 +30,15 @@ class ServedModel:
 
     def __init__(
         self, recipe: Recipe, workers: WorkerClient, tokenizer: TextTokenizer, metrics: Registry,
-        discovery: Discovery | None = None,
+        discovery: Discovery | None = None, folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """`discovery`: of its workers; None: they are the recipe's."""
+        """`discovery`: of its workers; None: they are the recipe's. `folder`: the launch's run directory, in reach."""
         check_defaults(recipe)
         self.recipe, self.workers, self.tokenizer = recipe, workers, tokenizer
         self._discovery = discovery
         self.name = recipe.served_name
         self.created = int(time.time())
-        self.services = Services(recipe, workers, make_router(recipe), metrics)
+        self.services = Services(recipe, workers, make_router(recipe, metrics, folder), metrics)
         self.chat = ChatService(self.services, tokenizer)
 
     @property
@@ -74,7 +74,7 @@ def connect(recipe: Recipe, address: str | None, metrics: Registry) -> ServedMod
     discovery = discover(recipe, server, folder)
     channel = GrpcChannel(address) if address is not None else None
     workers = Workers(channel, recipe.pipeline.stall_timeout_s, metrics)
-    return ServedModel(recipe, workers, tokenizer, metrics, discovery)
+    return ServedModel(recipe, workers, tokenizer, metrics, discovery, folder)
 
 
 class Models:
