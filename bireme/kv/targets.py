@@ -31,8 +31,8 @@ class Target:
         """Find what the worker has beyond this router's own: other routers' requests, leases, generated tokens.
 
         Called before anything of the own load changes, so that both figures are of one time. What is on its way to the
-        worker is in the own figure alone: the difference is too small for a moment, and nothing counts twice. A rank has
-        an equal share of its worker's report.
+        worker is in the own figure alone: the difference is too small for a moment, and nothing counts twice. A rank
+        has an equal share of its worker's report.
         """
         self.report = report
         if report is None:
