@@ -1,4 +1,4 @@
-"""A process does not outlive its parent."""
+"""A process does not outlive its parent, and ends without a look at each object."""
 
 from __future__ import annotations
 
@@ -43,3 +43,22 @@ def test_the_process_ends_soon_after_its_parent():
     while is_running(stub) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(stub), os.kill(stub, 9)
+
+
+_ENDING = """
+import atexit
+from bireme.own_process import end_process
+
+class Visited:
+    def __del__(self):
+        print("visited")
+
+kept = Visited()
+atexit.register(print, "handler")
+end_process(3)
+"""
+
+
+def test_the_end_calls_the_exit_handlers_and_visits_no_object():
+    done = subprocess.run([sys.executable, "-c", _ENDING], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "handler\n")

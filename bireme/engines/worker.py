@@ -8,10 +8,8 @@ Nothing heavy is imported before the process is tied to its parent (own_process.
 from __future__ import annotations
 
 import argparse
-import gc
-import sys
 
-from bireme.own_process import die_with_parent
+from bireme.own_process import die_with_parent, end_process
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,6 +31,4 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    status = main()
-    gc.unfreeze()  # what a process has frozen for good, libraries would report as leaked
-    sys.exit(status)
+    end_process(main())
