@@ -41,6 +41,7 @@ from benchmarks.load.meter import percentile
 from benchmarks.load.processes import FOREIGN, CpuMeter, roles
 from benchmarks.options import chosen, numbers
 from bireme.launch import Ports, Server, free_ports, start_server
+from bireme.launch.override import add_settings
 
 PATHS = ("engine", "bus", "decode", "generate")
 TITLES = {"engine": "in process", "bus": "token bus", "decode": "decode", "generate": "generate"}
@@ -132,7 +133,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Cell]:
 def start(arguments: argparse.Namespace, step_ms: float, step_log: Path) -> Any:
     settings = {"engine_config": {"mocker": {"step_ms": step_ms}}, "env": {"BIREME_STEP_LOG": str(step_log)}}
     ports = Ports(*range(arguments.port, arguments.port + 3)) if arguments.port else free_ports()
-    return start_server(arguments.recipe, ports=ports, override=json.dumps({"workers": {"decode": settings}}))
+    override = add_settings(json.dumps({"workers": {"decode": settings}}), arguments.set)
+    return start_server(arguments.recipe, ports=ports, override=override)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +304,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--recipe", default="recipes/mocker", help="its decode worker must be a mocker")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="pipeline.instances.generate=4; may repeat"
+    )
     parser.add_argument("--port", type=int, default=0, help="first of three ports; 0: any free ones")
     parser.add_argument("--plot", default="", help="PNG to write, when matplotlib is installed")
     return parser.parse_args()

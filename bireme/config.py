@@ -20,6 +20,7 @@ NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 SeqLen = Annotated[int, msgspec.Meta(ge=2)]  # a prompt of one token, and one that is generated
 Duration = Annotated[float, msgspec.Meta(ge=0)]  # its unit is in the field's name
 PositiveDuration = Annotated[float, msgspec.Meta(gt=0)]
+Instances = Annotated[int, msgspec.Meta(ge=1, le=64)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -210,7 +211,7 @@ class Limits(Settings, frozen=True, kw_only=True):
     max_bus_buffer_bytes: Positive = (
         64 << 20
     )  # a slow bus consumer's unsent steps; above it the subscription is dropped
-    max_concurrent_requests: Positive = 4096  # a pipeline's; one more is refused with RESOURCE_EXHAUSTED
+    max_concurrent_requests: Positive = 4096  # of a process of a pipeline or frontend; RESOURCE_EXHAUSTED above
     max_messages: Positive = 2048  # of one chat request
     max_tools: NotNegative = 128
     max_guide_bytes: Positive = 256 << 10  # JSON schema, grammar or regex of one request
@@ -236,12 +237,21 @@ class MediaLimits(Settings, frozen=True, kw_only=True):
     allowed_local_media_path: str = ""  # folder (absolute) that file: URLs may read; "": none
 
 
+class PipelineInstances(Settings, frozen=True, kw_only=True):
+    """Stub processes of each text pipeline; Triton hands a request to one that is free."""
+
+    generate: Instances = 1
+    chat: Instances = 1
+    completion: Instances = 1
+
+
 class PipelineConfig(Settings, frozen=True, kw_only=True):
     migration_limit: NotNegative = 3  # times that one stream may move to another engine or engine life
     stall_timeout_s: PositiveDuration = 30.0  # no news from a worker for so long ends the stream with UNAVAILABLE
     # prefill computes every prompt, short ones too; no prefill worker: refuse instead of serving aggregated
     enforce_disaggregation: bool = False
     request_timeout_s: Duration = 0.0  # default deadline; 0: none
+    instances: PipelineInstances = PipelineInstances()
     tensorrtllm_backend_models: bool = False  # load tensorrt_llm_bls and ensemble, for that backend's own clients
 
 
@@ -444,7 +454,12 @@ class Recipe(Settings, frozen=True, kw_only=True):
     def replicas(self, stage: str) -> tuple[str, ...]:
         """Return the Triton model names of a stage's workers; empty when the recipe has none."""
         entry = self.workers.get(stage)
-        return tuple(stage if i == 0 else f"{stage}_{i}" for i in range(entry.replicas)) if entry else ()
+        return tuple(numbered(stage, number) for number in range(entry.replicas)) if entry else ()
+
+    def instances(self, model_name: str) -> tuple[str, ...]:
+        """Return the names of a Triton model's stub processes: more than one only of a pipeline."""
+        count: int = getattr(self.pipeline.instances, model_name, 1)
+        return tuple(numbered(model_name, number) for number in range(count))
 
     @property
     def routing_mode(self) -> RoutingMode:
@@ -487,6 +502,17 @@ def is_wanted(stage: str, recipe: Recipe) -> bool:
     if stage == "router":
         return recipe.router.has_model
     return recipe.pipeline.tensorrtllm_backend_models or stage not in ("tensorrt_llm_bls", "ensemble")
+
+
+def numbered(name: str, number: int) -> str:
+    """Return the name of a replica, or of a stub of a model with several: decode, decode_1, ..."""
+    return f"{name}_{number}" if number else name
+
+
+def instance_name(model: str, triton_name: str) -> str:
+    """Return the name of a stub of `model` that Triton calls generate_0_1: generate_1; "" if it is no such name."""
+    match = re.fullmatch(rf"{re.escape(model)}_\d+_(\d+)", triton_name)
+    return numbered(model, int(match.group(1))) if match else ""
 
 
 def stage_of(worker: str) -> str:

@@ -105,7 +105,7 @@ class Launch:
         for pid, arguments in lines.items():
             if arguments and arguments[0].endswith("tritonserver"):
                 found["server"] = pid
-            elif model := processes.stub_model(arguments):
+            elif model := processes.stub_name(arguments):
                 found[f"{model}.stub"] = pid
                 models[pid] = model
             elif "bireme.openai" in arguments:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from bireme.launch.processes import command_line, descendants, is_alive, stub_model
+from bireme.launch.processes import command_line, descendants, is_alive, stub_name
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -21,7 +21,7 @@ def roles(server_pid: int) -> dict[str, int]:
     models: dict[int, str] = {}
     for pid in descendants(server_pid):
         arguments = command_line(pid)
-        if model := stub_model(arguments):
+        if model := stub_name(arguments):
             models[pid] = model
             found[f"{model}.stub"] = pid
         elif "bireme.engines.worker" in arguments:

@@ -1,4 +1,4 @@
-"""A sign of life: a counter in a file of eight bytes, which a process moves on while its event loop turns.
+"""A sign of life: a counter that a process moves on while its event loop turns, and its open requests, in a small file.
 
     pulse = own_pulse()   # None outside of a launch
     pulse.beat()          # every BEAT_S, on that loop; `run` does
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 from pathlib import Path
 
 BEAT_S = 0.5
 SHM = Path("/dev/shm")
-_NUM_BYTES = 8
+_RECORD = struct.Struct("<QQ")  # beats, open requests
 
 
 class Pulse:
@@ -27,9 +28,9 @@ class Pulse:
         self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         self.beat()
 
-    def beat(self) -> None:
+    def beat(self, num_requests: int = 0) -> None:
         self._count += 1
-        os.pwrite(self._descriptor, self._count.to_bytes(_NUM_BYTES, "little"), 0)
+        os.pwrite(self._descriptor, _RECORD.pack(self._count, num_requests), 0)
 
     async def run(self) -> None:
         while True:
@@ -59,10 +60,18 @@ class PulseReader:
         """Return the beats so far; None: the pulse was removed, and silence means nothing."""
         if not os.fstat(self._descriptor).st_nlink:
             return None
-        return int.from_bytes(os.pread(self._descriptor, _NUM_BYTES, 0), "little")
+        return self._read()[0]
+
+    def is_idle(self) -> bool:
+        """Whether it had no request at its last beat."""
+        return self._read()[1] == 0
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+    def _read(self) -> tuple[int, int]:
+        count, num_requests = _RECORD.unpack(os.pread(self._descriptor, _RECORD.size, 0))
+        return count, num_requests
 
 
 def pulse_path(prefix: str, pid: int) -> Path:

@@ -15,7 +15,7 @@ from bireme.errors import BiremeError
 from bireme.launch import canary
 from bireme.launch.canary import CanaryPrompt, CanaryResult
 from bireme.launch.console import Console
-from bireme.launch.series import WorkerSeries
+from bireme.launch.series import WorkerSeries, total
 from bireme.multimodal.model_config import picture_model_of
 
 OPENAI = "openai"
@@ -171,7 +171,7 @@ class Canaries:
 
     def _probe_path(self, name: str, probe: Callable[[CanaryPrompt], CanaryResult], prompt: CanaryPrompt) -> None:
         way, now = self._ways[name], time.monotonic()
-        series = self._series().get("video_diffusion" if name == "video" else name)
+        series = total(self._series(), ("video_diffusion",) if name == "video" else self._recipe.instances(name))
         if self.is_stopping or now < way.due_at:
             return
         if name == "video" and series is not None and series.queued:

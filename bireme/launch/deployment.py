@@ -117,6 +117,10 @@ class Deployment:
         return self._phases[0] + self._phases[1]
 
     @property
+    def _num_stubs(self) -> int:
+        return sum(len(self.settings.recipe.instances(model)) for model in self.models)
+
+    @property
     def server(self) -> Server:
         assert self._server is not None, "the deployment was not started"
         return self._server
@@ -140,7 +144,7 @@ class Deployment:
         ports = {f"--{name}-port": getattr(settings.ports, name) for name in ("http", "grpc", "metrics")}
         if settings.health_port:
             ports["--health-port"] = settings.health_port
-        self._installation = check_all(settings.recipe, ports, settings.host, len(self.models), self.run.path)
+        self._installation = check_all(settings.recipe, ports, settings.host, self._num_stubs, self.run.path)
         self.run.remember()
         self._console.event("starting", recipe=settings.recipe.name, tritonserver=self._installation.binary)
         self._health = HealthServer(settings.host, settings.health_port, self._live, self._ready)
@@ -299,7 +303,7 @@ class Deployment:
             ports=settings.ports,
             host=settings.host,
             models=(),
-            thread_pool_size=settings.thread_pool_size or thread_pool_size(len(self.models)),
+            thread_pool_size=settings.thread_pool_size or thread_pool_size(self._num_stubs),
             exit_timeout_s=settings.drain_timeout_s,
             allow_client_shm=settings.allow_client_shm,
             environment=environment,
@@ -345,11 +349,12 @@ class Deployment:
     def _watch(self, server: Server) -> None:
         server.note_members()
         self.run.remember()
-        with_stubs = python_models(self.run.path / "models", self.models)
-        self._watchdog = StubWatchdog(server, with_stubs, self._console, self.threads)
+        recipe = self.settings.recipe
+        stubs = {model: recipe.instances(model) for model in python_models(self.run.path / "models", self.models)}
+        self._watchdog = StubWatchdog(server, stubs, self._console, self.threads)
         self._watchdog.start()
         self._monitor = HealthMonitor(
-            server, self._watchdog, self.settings.recipe, self.models, self._console, self.threads,
+            server, self._watchdog, recipe, self.models, self._console, self.threads,
             self.settings.canaries, self._frontend,
         )  # fmt: skip
         self._monitor.start()
@@ -463,13 +468,13 @@ def advertised_address(host: str, grpc_port: int) -> str:
     return address(host.strip("[]"), grpc_port)
 
 
-def thread_pool_size(num_models: int, limit: int | None = None) -> int:
-    """Return threads for each model's backend pool: fewer than THREAD_POOL_SIZE where a container limits processes.
+def thread_pool_size(num_stubs: int, limit: int | None = None) -> int:
+    """Return threads for each stub's backend pool: fewer than THREAD_POOL_SIZE where a container limits processes.
 
     Idle threads cost little, but each counts against the limit; half of it is left to everything else.
     """
     limit = _process_limit() if limit is None else limit
-    return max(32, min(THREAD_POOL_SIZE, limit // 2 // max(num_models, 1)))
+    return max(32, min(THREAD_POOL_SIZE, limit // 2 // max(num_stubs, 1)))
 
 
 def _process_limit() -> int:

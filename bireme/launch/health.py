@@ -25,7 +25,7 @@ from bireme.launch.doors import INTERVAL_S, Door, ask_grpc, ask_http, get
 from bireme.launch.frontend import FrontendProcess
 from bireme.launch.guarded_thread import GuardedThread, GuardedThreads
 from bireme.launch.process_watch import LOOK_S, ProcessWatch
-from bireme.launch.series import WorkerSeries, worker_series
+from bireme.launch.series import WorkerSeries, total, worker_series
 from bireme.launch.tritonserver import Server
 from bireme.launch.watchdog import StubWatchdog
 from bireme.multimodal.model_config import picture_model_of
@@ -88,7 +88,7 @@ class HealthMonitor:
         self._canary_interval_s = canaries.interval_s
         self._canaries = Canaries(
             server.http, recipe, models, way, canaries, console,
-            series=lambda: self._series, is_down=self._is_down, on_hung=self._watchdog.kill,
+            series=lambda: self._series, is_down=self._is_down, on_hung=self._watchdog.kill_all,
         )  # fmt: skip
         self._running: list[GuardedThread] = []
         self._is_stopping = False
@@ -115,11 +115,12 @@ class HealthMonitor:
             series = worker_series(self._server.metrics_text())
         except BiremeError:  # too busy to answer, or gone
             return list(self._models) if self._server.is_running else []
+        figures = {name: total(series, self._recipe.instances(name)) for name in self._models}
         return [
             name
-            for name in self._models
-            if name in series and self._watchdog.is_alive(name)
-            if series[name].queued or (series[name].streams and stage_of(name) != "decode")
+            for name, of_stubs in figures.items()
+            if of_stubs is not None and self._watchdog.is_alive(name)
+            if of_stubs.queued or (of_stubs.streams and stage_of(name) != "decode")
         ]
 
     def report(self) -> dict[str, Any]:
@@ -156,10 +157,10 @@ class HealthMonitor:
         }
 
     def _model_problem(self, name: str, wrong: Mapping[str, str]) -> str:
-        """Return why a model's stub can't serve now; empty when it can."""
+        """Return why a model's stub, or one of them, can't serve now; empty when all can."""
         if not self._watchdog.is_alive(name):
             return "stub is down"
-        return f"stub: {wrong[name]}" if name in wrong else ""
+        return next((f"stub: {wrong[stub]}" for stub in self._recipe.instances(name) if stub in wrong), "")
 
     def _worker_problem(self, name: str, wrong: Mapping[str, str]) -> str:
         """Return why a worker can't serve now; empty when it can."""
@@ -224,7 +225,7 @@ class HealthMonitor:
                 worker.take(self._series[name])
 
     def _find(self) -> dict[str, int]:
-        """Return name -> pid: the server, each stub by its model's name, and what stubs have started."""
+        """Return name -> pid: the server, each stub, and what stubs have started."""
         if not self._server.is_running:
             return {}
         found = {_SERVER: self._server.pid, **self._watchdog.stubs()}

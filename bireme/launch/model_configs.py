@@ -13,11 +13,17 @@ from bireme.specs import ModelSpec, TensorSpec
 
 _ASKED = ("input", "output", "max_batch_size", "model_transaction_policy")
 _KEY = re.compile(rf"^\s*({'|'.join(_ASKED)})\b", re.MULTILINE)
+_COUNT = re.compile(r"^(\s*instance_group\s*\[\s*\{[^}]*\bcount\s*:\s*)\d+", re.MULTILINE)
 _ENSEMBLE = re.compile(r'^\s*platform\s*:\s*"ensemble"', re.MULTILINE)
 
 
-def whole_config(text: str, spec: ModelSpec) -> str:
-    """Return a config.pbtxt with the contents of `spec`; `text` itself where it has some of it already."""
+def whole_config(text: str, spec: ModelSpec, num_instances: int = 1) -> str:
+    """Return a config.pbtxt with the contents of `spec`, without them where `text` has some already.
+
+    `num_instances` above 1 replaces the text's own count.
+    """
+    if num_instances > 1:
+        text = _COUNT.sub(rf"\g<1>{num_instances}", text)
     if _KEY.search(text):
         return text
     inputs = [f"input {_tensor(tensor)}" for tensor in spec.inputs]

@@ -29,7 +29,7 @@ from bireme.launch.run_folder import SHM
 
 SUPPORTED_PYTHON = ((3, 10), (3, 12))  # oldest and newest, both inclusive
 _MIB = 1 << 20
-_SHM_MIB_PER_MODEL = 2  # a region of 1 MiB for the instance, one while its configuration is completed
+_SHM_MIB_PER_STUB = 2  # a region of 1 MiB for the instance, one while its configuration is completed
 _SHM_MIB_SPARE = 32  # larger tensors grow the regions
 _SHM_MIB_TRANSFER = 64  # KV on its way from a prefill to a decode worker, for each prefill worker
 _RUN_FOLDER_MIB = 32
@@ -48,7 +48,7 @@ def check_all(
     recipe: Recipe,
     ports: Mapping[str, int],
     host: str,
-    num_models: int,
+    num_stubs: int,
     run_folder: Path,
     environment: Mapping[str, str] = os.environ,
 ) -> Installation:
@@ -62,7 +62,7 @@ def check_all(
         problems += check_installation(installation)
     except ConfigError as error:
         problems.append(str(error))
-    problems += check_shared_memory(needed_shm_mib(recipe, num_models))
+    problems += check_shared_memory(needed_shm_mib(recipe, num_stubs))
     problems += check_disk(run_folder, _RUN_FOLDER_MIB)
     problems += check_socket_paths(run_folder)
     problems += check_ports(ports, host)
@@ -193,10 +193,10 @@ def _check_model_folder(folder: Path, needs_weights: bool) -> list[str]:
     return []
 
 
-def needed_shm_mib(recipe: Recipe, num_models: int) -> int:
+def needed_shm_mib(recipe: Recipe, num_stubs: int) -> int:
     """Return what must be free in /dev/shm at the start."""
     transfers = len(recipe.replicas("prefill")) * _SHM_MIB_TRANSFER
-    return num_models * _SHM_MIB_PER_MODEL + transfers + _SHM_MIB_SPARE
+    return num_stubs * _SHM_MIB_PER_STUB + transfers + _SHM_MIB_SPARE
 
 
 def check_shared_memory(needed_mib: int, folder: Path = SHM) -> list[str]:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from bireme.config import instance_name
+
 _PROC = Path("/proc")
 _STUB = "triton_python_backend_stub"
 _ENGINE = "bireme.engines.worker"
@@ -105,27 +107,29 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def stubs(server_pid: int) -> dict[str, list[int]]:
-    """Return model name -> stub processes of a tritonserver, without those that only complete a configuration."""
+    """Return name -> stub processes of a tritonserver, without those that only complete a configuration.
+
+    More than one: a former one still ends.
+    """
     found: dict[str, list[int]] = {}
     for pid in children(server_pid):
-        model = stub_model(command_line(pid))
-        if model is not None and is_alive(pid):
-            found.setdefault(model, []).append(pid)
+        name = stub_name(command_line(pid))
+        if name is not None and is_alive(pid):
+            found.setdefault(name, []).append(pid)
     return found
 
 
-def stub_model(arguments: list[str]) -> str | None:
-    """Return the model of a stub's command line: .../decode/1/model.py ... decode_0_0 -> decode; None: no instance.
+def stub_name(arguments: list[str]) -> str | None:
+    """Return the stub's name out of its command line; None: it is no instance of a model.
 
-    The stub that completes a model's configuration before its load has the bare model name instead.
+    .../decode/1/model.py ... decode_0_0 -> decode; generate_0_1, the second instance of generate -> generate_1. The
+    stub that completes a model's configuration before its load has the bare model name instead.
     """
     if not arguments or not arguments[0].endswith(_STUB):
         return None
     paths = (re.search(r"([^/]+)/\d+/[^/]+\.py$", argument) for argument in arguments)
     model = next((match.group(1) for match in paths if match), None)
-    if model is None or not any(re.fullmatch(rf"{re.escape(model)}_\d+_\d+", argument) for argument in arguments):
-        return None
-    return model
+    return next((name for argument in arguments if model and (name := instance_name(model, argument))), None)
 
 
 def engines(stub_pid: int) -> list[int]:

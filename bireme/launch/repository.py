@@ -28,18 +28,18 @@ def link_models(folder: Path, recipe: Recipe, checkout: Path = CHECKOUT) -> tupl
             continue
         _compile(source)
         for name in recipe.replicas(stage) or (stage,):
-            _link(folder / name, source, MODELS.get(stage))
+            _link(folder / name, source, MODELS.get(stage), len(recipe.instances(name)))
             names.append(name)
     return tuple(names)
 
 
-def _link(model: Path, source: Path, spec: ModelSpec | None) -> None:
+def _link(model: Path, source: Path, spec: ModelSpec | None, num_instances: int) -> None:
     if spec is None:  # a declarative ensemble has its whole configuration
         model.symlink_to(source)
         return
     model.mkdir()
     (model / "1").symlink_to(source / "1")
-    (model / "config.pbtxt").write_text(whole_config((source / "config.pbtxt").read_text(), spec))
+    (model / "config.pbtxt").write_text(whole_config((source / "config.pbtxt").read_text(), spec, num_instances))
 
 
 def _compile(model: Path) -> None:

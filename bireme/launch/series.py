@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _SAMPLE = re.compile(r"^(bireme_\w+)(?:\{([^}]*)\})? (\S+)")
@@ -31,6 +32,17 @@ def worker_series(text: str) -> dict[str, WorkerSeries]:
             labels = dict(_LABEL.findall(match.group(2) or ""))
             _take(workers, match.group(1), labels, float(match.group(3)))
     return workers
+
+
+def total(series: Mapping[str, WorkerSeries], names: Sequence[str]) -> WorkerSeries | None:
+    """Return the figures of a model's stubs together; None: none has published any.
+
+    Only of a pipeline, which has no engine: its requests are what counts.
+    """
+    found = [series[name] for name in names if name in series]
+    if len(found) < 2:
+        return found[0] if found else None
+    return WorkerSeries(streams=sum(one.streams for one in found), served=sum(one.served for one in found))
 
 
 def _take(workers: dict[str, WorkerSeries], name: str, labels: dict[str, str], value: float) -> None:

@@ -177,7 +177,7 @@ class Server:
                 self._members.update({pid: processes.started_at(pid) for pid in processes.descendants(self.pid)})
 
     def stub_pids(self, model: str) -> list[int]:
-        """Return the stub processes of a model: one, or none when it has died."""
+        """Return the processes of a model's stub, or of one of its stubs: one, or none when it has died."""
         return processes.stubs(self.pid).get(model, [])
 
     def stub_pid(self, model: str) -> int:

@@ -1,18 +1,22 @@
 """Heals what Triton never heals itself: a model whose stub process has died.
 
-Such a model still says READY, its streams hang and each new request fails. Unload plus load brings a new stub, also
-while the old one hangs in UNLOADING; load alone does nothing. Models that call it keep running.
+Such a model still says READY, its streams hang and each new request fails; of a model with several stubs, those that
+Triton gives to the dead one. Unload plus load brings new stubs, also while an old one hangs in UNLOADING; load alone
+does nothing. Models that call it keep running, and streams of a model's other stubs go on in these to their end; Triton
+never ends these stubs, because it waits for the dead one's requests, so they are ended here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bireme.child_process import Backoff
+from bireme.discovery.pulse import PulseReader
 from bireme.errors import BiremeError
 from bireme.launch import processes
 from bireme.launch.console import Console
@@ -22,14 +26,16 @@ from bireme.launch.tritonserver import Server
 _INTERVAL_S = 0.25
 _INDEX_INTERVAL_S, _INDEX_TIMEOUT_S = 5.0, 2.0  # not longer: the stubs are to be looked at, too
 _MAX_BACKOFF_S = 30.0
+_IDLE_S = 2.0  # longer than a request waits in Triton for a stub that is idle
 
 
 @dataclass(slots=True)
 class StubState:
-    """A model's stub as last seen."""
+    """A model's stubs as last seen."""
 
-    pid: int | None = None
-    start: int | None = None  # with the pid identifies the process
+    names: tuple[str, ...]
+    pids: dict[str, int] = field(default_factory=dict)  # by name
+    starts: dict[int, int | None] = field(default_factory=dict)  # with the pid identifies the process
     restarts: int = 0
     backoff: Backoff = field(default_factory=lambda: Backoff(1.0, _MAX_BACKOFF_S))  # after loads that failed in a row
     retry_at: float = 0.0
@@ -39,9 +45,9 @@ class StubState:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the stub runs; the last answer where /proc can't be read now."""
+        """Whether every stub runs; the last answer where /proc can't be read now."""
         try:
-            self.was_alive = bool(self.pid is not None and processes.survivors([(self.pid, self.start)]))
+            self.was_alive = len(processes.survivors(self.starts.items())) == len(self.names)
         except OSError:  # this process has no descriptor or memory left: the stub is not dead
             pass
         return self.was_alive
@@ -50,15 +56,19 @@ class StubState:
 class StubWatchdog:
     """Watches the stubs of one life of a server. `start` once all models are loaded, `stop` before the server's."""
 
-    def __init__(self, server: Server, models: Iterable[str], console: Console, threads: GuardedThreads) -> None:
+    def __init__(
+        self, server: Server, models: Mapping[str, tuple[str, ...]], console: Console, threads: GuardedThreads
+    ) -> None:
+        """`models`: the names of each one's stubs."""
         self._server = server
         self._console = console
         self._threads = threads
-        self._states = {model: StubState() for model in models}
+        self._states = {model: StubState(names) for model, names in models.items()}
         self._is_stopping = False
         self._thread: GuardedThread | None = None
         self._has_found = False
         self._next_index = 0.0
+        self._idle_since: dict[tuple[int, int | None], float] = {}  # stubs that have been replaced; inf: not idle
 
     def start(self) -> None:
         with contextlib.suppress(OSError):  # /proc can't be read just now: the first turn looks again
@@ -72,24 +82,34 @@ class StubWatchdog:
             self._thread.stop()
 
     def is_alive(self, model: str) -> bool:
-        """Return whether the model's stub runs; true for a model without one."""
+        """Return whether the model's stubs run, all of them; true for a model without any."""
         state = self._states.get(model)
         return state is None or (state.is_alive and not state.is_healing)
 
     def stubs(self) -> dict[str, int]:
-        """Return model -> pid of the stubs that are meant to run now."""
-        return {name: state.pid for name, state in self._states.items() if state.pid and not state.is_healing}
+        """Return name -> pid of the stubs that are meant to run now."""
+        return {
+            name: pid for state in self._states.values() if not state.is_healing for name, pid in state.pids.items()
+        }
 
     def restarts(self, model: str) -> int:
         state = self._states.get(model)
         return state.restarts if state else 0
 
-    def kill(self, model: str, cause: str) -> None:
+    def kill(self, name: str, cause: str) -> None:
         """End a stub that hangs, so that it is replaced."""
-        state = self._states.get(model)
-        if state is not None and not state.is_healing and state.is_alive and state.pid is not None:
-            self._console.event("stub_killed", "warning", model=model, pid=state.pid, cause=cause)
-            processes.kill_all([(state.pid, state.start)])
+        state = next((state for state in self._states.values() if name in state.pids), None)
+        if state is None or state.is_healing:
+            return
+        pid = state.pids[name]
+        if processes.kill_all([(pid, state.starts[pid])]):
+            self._console.event("stub_killed", "warning", model=name, pid=pid, cause=cause)
+
+    def kill_all(self, model: str, cause: str) -> None:
+        """End every stub of a model that does not answer."""
+        if (state := self._states.get(model)) is not None:
+            for name in state.names:
+                self.kill(name, cause)
 
     def _is_server_alive(self) -> bool:
         # The kernel knows first: the server's own log line comes a moment later, its stubs' end before that.
@@ -105,9 +125,22 @@ class StubWatchdog:
         for model in dead:
             if now >= self._states[model].retry_at:
                 self._heal_later(model, self._states[model], "stub_died")
+        self._end_replaced(now)
         if now >= self._next_index:
             self._next_index = now + _INDEX_INTERVAL_S
             self._look_at_index(now)
+
+    def _end_replaced(self, now: float) -> None:
+        """End stubs that were replaced, once they have had no request for a while."""
+        for stub in list(self._idle_since):
+            reader = PulseReader.open(self._server.run.shm_prefix, stub[0]) if processes.survivors([stub]) else None
+            if reader is None:  # it has ended
+                del self._idle_since[stub]
+                continue
+            with contextlib.closing(reader):
+                self._idle_since[stub] = min(now, self._idle_since[stub]) if reader.is_idle() else math.inf
+            if now - self._idle_since[stub] >= _IDLE_S:
+                processes.kill_all([stub])
 
     def _look_at_index(self, now: float) -> None:
         """A model may also have been unloaded by hand, or its load have failed halfway."""
@@ -122,7 +155,7 @@ class StubWatchdog:
 
     def _heal_later(self, model: str, state: StubState, cause: str) -> None:
         state.is_healing = True
-        self._console.event("healing", "warning", model=model, cause=cause, pid=state.pid)
+        self._console.event("healing", "warning", model=model, cause=cause, pid=_shown(state))
         try:
             threading.Thread(target=self._heal, args=(model, state), name=f"heal-{model}", daemon=True).start()
         except RuntimeError:  # the system has no thread left: the next look tries again
@@ -137,7 +170,7 @@ class StubWatchdog:
             state.restarts += 1
             state.last_error = ""
             state.backoff.reset()
-            self._console.event("healed", model=model, seconds=time.monotonic() - began, pid=state.pid)
+            self._console.event("healed", model=model, seconds=time.monotonic() - began, pid=_shown(state))
         except (BiremeError, OSError) as error:
             state.last_error = str(error)
             delay = state.backoff.next_s()
@@ -156,18 +189,29 @@ class StubWatchdog:
 
     def _find_all(self) -> None:
         found = processes.stubs(self._server.pid)
-        for model, state in self._states.items():
-            _take(state, found.get(model, []))
+        for state in self._states.values():
+            _take(state, found, ())
         self._has_found = True
 
     def _find(self, model: str, state: StubState) -> None:
-        _take(state, [pid for pid in self._server.stub_pids(model) if pid != state.pid])
+        former = dict(state.starts)
+        _take(state, processes.stubs(self._server.pid), tuple(former))
+        self._idle_since.update(dict.fromkeys(former.items(), math.inf))
         self._server.note_members()
-        if state.pid is None:
-            raise BiremeError(f"model {model} was loaded but has no stub process")
+        if missing := [name for name in state.names if name not in state.pids]:
+            raise BiremeError(f"model {model} was loaded but has no stub process {', '.join(missing)}")
 
 
-def _take(state: StubState, pids: list[int]) -> None:
-    state.pid = max(pids, default=None, key=lambda pid: processes.started_at(pid) or 0)
-    state.start = processes.started_at(state.pid) if state.pid is not None else None
-    state.was_alive = state.start is not None
+def _take(state: StubState, found: Mapping[str, list[int]], former: tuple[int, ...]) -> None:
+    """Note the youngest process of each name; `former` ones may still be ending."""
+    state.pids, state.starts = {}, {}
+    for name in state.names:
+        starts = {pid: processes.started_at(pid) for pid in found.get(name, []) if pid not in former}
+        pid = max(starts, default=None, key=lambda pid: starts[pid] or 0)
+        if pid is not None and starts[pid] is not None:
+            state.pids[name], state.starts[pid] = pid, starts[pid]
+    state.was_alive = len(state.pids) == len(state.names)
+
+
+def _shown(state: StubState) -> str:
+    return ",".join(map(str, state.pids.values())) or "none"

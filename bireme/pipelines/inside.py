@@ -25,6 +25,7 @@ def make_services(
     recipe = context.recipe
     check_defaults(recipe)
     tokenizer = tokenizer or recipe_tokenizer(recipe)
+    tokenizer.detokenizer()  # tabulates the vocabulary now
     if workers is None:
         if context.call_async is None:
             raise UnavailableError(f"{context.model_name}: no way to call other models")

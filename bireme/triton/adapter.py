@@ -20,7 +20,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from bireme.coalescing import BURST, BURST_PAUSE_S
-from bireme.config import WORKER_STAGES, Recipe, missing_worker, stage_of
+from bireme.config import WORKER_STAGES, Recipe, instance_name, missing_worker, stage_of
 from bireme.discovery.pulse import BEAT_S, Pulse, own_pulse
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, drop_frames
 from bireme.metrics import Registry
@@ -61,7 +61,8 @@ class Adapter:
     def initialize(self, args: dict[str, str]) -> None:
         """Load the recipe and start the stage. An error becomes the load's error."""
         self._model_name = args["model_name"]
-        logs.configure(self._model_name)
+        self._name = instance_name(self._model_name, args["model_instance_name"]) or self._model_name
+        logs.configure(self._name)
         # A crashed tritonserver leaves its stubs waiting in shared memory for ever, deaf to SIGTERM.
         watch_parent(functools.partial(os._exit, 1))
         try:
@@ -70,7 +71,7 @@ class Adapter:
             self._loop.run(self._start(recipe))
             self._pulse = own_pulse()
             if self._pulse is not None:
-                self._loop.every(BEAT_S, self._pulse.beat)
+                self._loop.every(BEAT_S, self._beat)
         except Exception as error:
             logger.error("load_failed model=%s error=%r", self._model_name, error)
             self.finalize()
@@ -116,7 +117,7 @@ class Adapter:
         self._counts_lock = threading.Lock()
         self._bls = BlsClient()
         self._stage = self._make_stage(recipe)
-        self._metrics = Registry(self._model_name)
+        self._metrics = Registry(self._name)
         self._senders = Senders()
         self._poller = CancelPoller()
         self._publisher = MetricsPublisher(self._metrics, self._collect_metrics)
@@ -224,6 +225,10 @@ class Adapter:
         if self._is_stopping:
             return UnavailableError(f"{self._model_name} is shutting down")
         return RequestCancelledError("the request was cancelled")
+
+    def _beat(self) -> None:
+        assert self._pulse is not None
+        self._pulse.beat(len(self._streams))
 
     def _forget(self, stream: Stream) -> None:
         self._streams.discard(stream)

@@ -26,6 +26,14 @@ def test_each_beat_moves_the_count(pulse):
     reader.close()
 
 
+def test_a_beat_tells_whether_there_are_requests(pulse):
+    reader = PulseReader.open(PREFIX, os.getpid())
+    assert reader.is_idle()
+    pulse.beat(num_requests=3)
+    assert not reader.is_idle()
+    reader.close()
+
+
 def test_a_loop_that_turns_beats(pulse):
     reader = PulseReader.open(PREFIX, os.getpid())
     before = reader.count()

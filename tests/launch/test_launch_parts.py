@@ -21,7 +21,7 @@ from bireme.launch.deployment import thread_pool_size
 from bireme.launch.ports import is_free
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.repository import link_models, python_models, used_models
-from bireme.launch.series import worker_series
+from bireme.launch.series import WorkerSeries, total, worker_series
 from bireme.launch.tritonserver import THREAD_POOL_SIZE, address, failed_models
 from bireme.recipe_files import load_recipe
 
@@ -95,9 +95,22 @@ def test_a_checkout_without_models_is_named(tmp_path):
 
 def test_a_stub_is_told_by_its_command_line():
     path = "/run/models/decode_1/1/model.py"
-    assert processes.stub_model([STUB, path, "prefix_x", "1048576", "decode_1_0_0", "DEFAULT"]) == "decode_1"
-    assert processes.stub_model([STUB, path, "prefix_x", "1048576", "decode_1", "DEFAULT"]) is None
-    assert processes.stub_model(["vim", path]) is None
+    assert processes.stub_name([STUB, path, "prefix_x", "1048576", "decode_1_0_0", "DEFAULT"]) == "decode_1"
+    assert processes.stub_name([STUB, path, "prefix_x", "1048576", "decode_1", "DEFAULT"]) is None
+    assert processes.stub_name(["vim", path]) is None
+
+
+def test_stubs_of_a_model_with_several_have_the_instance_s_number():
+    path = "/run/models/generate/1/model.py"
+    assert processes.stub_name([STUB, path, "prefix_x", "1048576", "generate_0_0", "DEFAULT"]) == "generate"
+    assert processes.stub_name([STUB, path, "prefix_x", "1048576", "generate_0_3", "DEFAULT"]) == "generate_3"
+
+
+def test_what_a_model_s_stubs_have_counted_is_added_up():
+    series = {"generate": WorkerSeries(streams=2, served=5), "generate_1": WorkerSeries(streams=1, served=7)}
+    both = total(series, ("generate", "generate_1"))
+    assert (both.streams, both.served) == (3, 12)
+    assert total(series, ("generate", "generate_2")) is series["generate"] and total(series, ("chat",)) is None
 
 
 def test_killing_spares_a_process_that_has_the_pid_of_a_former_one():

@@ -47,7 +47,7 @@ def server(tmp_path_factory, recipe):
 
 def test_a_started_server_is_ready_and_names_its_stub(server):
     assert server.admin.is_ready()
-    assert processes.stub_model(processes.command_line(server.stub_pid("echo"))) == "echo"
+    assert processes.stub_name(processes.command_line(server.stub_pid("echo"))) == "echo"
 
 
 def test_metrics_are_reachable(server):

@@ -6,12 +6,13 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from bireme.config import CHECKOUT, PipelineConfig, Recipe, WorkerEntry
+from bireme.config import CHECKOUT, PipelineConfig, PipelineInstances, Recipe, WorkerEntry
 from bireme.launch.model_configs import are_whole, whole_config
 from bireme.launch.repository import link_models, used_models
 from bireme.launch.tritonserver import start_server
 from bireme.specs import MODELS
 
+INSTANCES = PipelineConfig(instances=PipelineInstances(generate=3))
 PLAIN = 'backend: "python"\ninstance_group [{ kind: KIND_MODEL count: 1 }]\n'
 
 
@@ -40,6 +41,15 @@ def test_a_configuration_that_says_a_part_by_itself_is_left_to_triton(own, tmp_p
     (tmp_path / "decode").mkdir()
     (tmp_path / "decode" / "config.pbtxt").write_text(text)
     assert not are_whole(tmp_path)
+
+
+def test_the_recipe_s_number_of_instances_stands_in_the_configuration(tmp_path):
+    recipe = Recipe(model="m", workers={"decode": WorkerEntry(engine="mocker")}, pipeline=INSTANCES)
+    link_models(tmp_path, recipe)
+    configs = {name: parsed((tmp_path / name / "config.pbtxt").read_text()) for name in ("generate", "chat", "decode")}
+    counts = {name: config.instance_group[0].count for name, config in configs.items()}
+    assert counts == {"generate": 3, "chat": 1, "decode": 1}
+    assert recipe.instances("generate") == ("generate", "generate_1", "generate_2")
 
 
 def test_a_comment_that_names_a_key_is_none():

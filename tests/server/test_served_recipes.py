@@ -70,7 +70,7 @@ class Served:
         found = {}
         for pid in processes.descendants(self.process.pid):
             arguments = processes.command_line(pid)
-            if model := processes.stub_model(arguments):
+            if model := processes.stub_name(arguments):
                 found[model] = pid
             elif "bireme.engines.worker" in arguments:
                 found["engine of " + arguments[arguments.index("--worker") + 1]] = pid
@@ -168,9 +168,10 @@ def test_each_process_of_a_recipe_that_stands_still_or_is_killed_is_noticed(name
 
 @pytest.fixture(scope="module")
 def mockers(tmp_path_factory, sample_model):
-    """A disaggregated deployment with two frontend processes."""
+    """A disaggregated deployment with two frontend processes and two stubs of a pipeline."""
     sample_model("llama")
-    with serving("mocker-disagg", tmp_path_factory.mktemp("log") / "log", "--frontend-processes=2") as served:
+    several = ("--frontend-processes=2", "--set=pipeline.instances.completion=2")
+    with serving("mocker-disagg", tmp_path_factory.mktemp("log") / "log", *several) as served:
         yield served
 
 
