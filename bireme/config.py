@@ -391,6 +391,8 @@ class Recipe(Settings, frozen=True, kw_only=True):
     model: str
     tokenizer: str = ""  # "": the model's
     tokenizer_backend: Literal["auto", "tokenizers", "fastokens"] = "auto"  # what encodes; auto: see text/encoder.py
+    # of each process that encodes: tokens kept for long prompts that begin alike; 0: none
+    tokenizer_cache_bytes: NotNegative = 64 << 20
     served_model_name: str = ""  # "": the recipe's name
     workers: dict[str, WorkerEntry]
     sampling: dict[str, Any] = {}  # default sampling parameters, weaker than the request's

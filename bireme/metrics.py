@@ -167,6 +167,13 @@ TABLE: dict[str, MetricSpec] = {
         _counter("bireme_bus_dropped_total", "Subscriptions dropped because the consumer fell behind.", "worker"),
         _gauge("bireme_streams", "Response streams open in the stub.", "worker"),
         _counter("bireme_responses_total", "Responses sent to clients by the stub.", "worker"),
+        _counter(
+            "bireme_tokenized_tokens_total",
+            "Tokens of prompts of more than 4096 characters, by where they come from (cache, encoder).",
+            "worker",
+            "source",
+        ),
+        _gauge("bireme_tokenizer_cache_bytes", "Texts and tokens kept for prompts that begin alike.", "worker"),
         _counter("bireme_http_requests_total", "HTTP requests answered by the frontend.", "worker", "path", "status"),
         _gauge("bireme_http_requests_active", "HTTP requests that the frontend is working on.", "worker"),
         _counter("bireme_rate_limited_total", "Requests refused by a key's own limit.", "worker", "key"),

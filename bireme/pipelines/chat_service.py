@@ -43,7 +43,7 @@ class ChatService:
     def __init__(self, services: Services, tokenizer: TextTokenizer) -> None:
         """Raises ConfigError when the recipe names unknown formats."""
         self.services, self.tokenizer = services, tokenizer
-        self.prompts = Prompts(tokenizer, services.recipe.limits, services.capacity)
+        self.prompts = Prompts(tokenizer, services.recipe, services.capacity, services.metrics)
         self.texts = TokenTexts(tokenizer)
         self._reasoning = reasoning_format(services.recipe.chat.reasoning_parser)
         self._tools = tool_format(services.recipe.chat.tool_parser)
@@ -75,7 +75,7 @@ class ChatService:
         self, request: ChatRequest, arrived_at: float
     ) -> AsyncIterator[tuple[EncodedPrompt, RequestPictures | None]]:
         """Render, encode and fetch; the pictures are closed at the end."""
-        prompt = await self.prompts.chat(request.messages, request.tools, request.variables)
+        prompt = await self.prompts.chat(request.messages, request.tools, request.variables, request.cache_salt)
         pictures = self._pictures(request, arrived_at)
         try:
             if pictures is not None:

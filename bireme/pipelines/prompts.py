@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from bireme.config import Limits
+from bireme.config import Recipe
 from bireme.messages import Capacity
+from bireme.metrics import Registry
 from bireme.request import Ids, check_prompt_tokens
 from bireme.text.chat_template import Message
 from bireme.text.prompt_encoder import PromptEncoder
@@ -31,37 +30,49 @@ class EncodedPrompt:
 class Prompts:
     """Encodes with one tokenizer; used on one loop."""
 
-    def __init__(self, tokenizer: TextTokenizer, limits: Limits, capacity: Callable[[], Capacity | None]) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, recipe: Recipe, capacity: Callable[[], Capacity | None], metrics: Registry
+    ) -> None:
         """`capacity`: of the decode workers, once it is known."""
-        self._tokenizer, self._limits, self._capacity = tokenizer, limits, capacity
-        self._encoder = PromptEncoder(tokenizer, limits)
+        self._limits, self._capacity = recipe.limits, capacity
+        self._encoder = PromptEncoder(tokenizer, recipe.limits, recipe.tokenizer_cache_bytes, metrics)
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+        cache_salt: str = "",
     ) -> EncodedPrompt:
         """Render and encode a conversation. Raises RequestError."""
         size = sum(_num_characters(message["content"]) for message in messages)
-        return await self._encoder.run(lambda: self._encode_chat(messages, tools, variables), size + 1000 * len(tools))
+        return await self._encoder.run(
+            lambda: self._encode_chat(messages, tools, variables, cache_salt), size + 1000 * len(tools)
+        )
 
-    async def text(self, text: str, add_special_tokens: bool = True) -> EncodedPrompt:
+    async def text(self, text: str, add_special_tokens: bool = True, cache_salt: str = "") -> EncodedPrompt:
         """Encode plain text. Raises RequestError."""
         self._encoder.check("prompt", text, self._context())
         return await self._encoder.run(
-            lambda: self._checked(self._tokenizer.encode(text, add_special_tokens)), len(text)
+            lambda: self._checked(self._encoder.encode(text, add_special_tokens, cache_salt)), len(text)
         )
 
     def close(self) -> None:
         self._encoder.close()
 
     def _encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+        cache_salt: str,
     ) -> EncodedPrompt:
-        ids, text = self._encoder.encode_chat("prompt", messages, tools, variables, self._context())
+        ids, text = self._encoder.encode_chat("prompt", messages, tools, variables, self._context(), cache_salt)
         return self._checked(ids, text[-_NUM_END_CHARACTERS:])
 
-    def _checked(self, ids: list[int], end: str = "") -> EncodedPrompt:
+    def _checked(self, ids: Ids, end: str = "") -> EncodedPrompt:
         check_prompt_tokens(len(ids), self._limits)
-        return EncodedPrompt(np.array(ids, np.int32), end)
+        return EncodedPrompt(ids, end)
 
     def _context(self) -> int | None:
         capacity = self._capacity()

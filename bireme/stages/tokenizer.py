@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bireme.errors import RequestCancelledError, RequestError
-from bireme.request import check_prompt_text, read_tensors
+from bireme.request import Ids, check_prompt_text, read_tensors
 from bireme.specs import TOKENIZER, ModelSpec
 from bireme.text.prompt_encoder import PromptEncoder
 from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
@@ -21,7 +21,7 @@ from bireme.types import Cancelled, Send, StageContext, TensorResponse, Tensors
 
 _CHAT_ONLY = ("tools", "chat_template_kwargs")
 
-Tokenized = tuple[list[int], str]  # ids, prompt
+Tokenized = tuple[Ids, str]  # ids, prompt
 
 
 class Tokenizer:
@@ -36,7 +36,8 @@ class Tokenizer:
     async def start(self, context: StageContext) -> None:
         self._limits = context.recipe.limits
         self._tokenizer = await asyncio.to_thread(lambda: self._given or recipe_tokenizer(context.recipe))
-        self._encoder = PromptEncoder(self._tokenizer, self._limits)
+        cache_bytes = context.recipe.tokenizer_cache_bytes
+        self._encoder = PromptEncoder(self._tokenizer, self._limits, cache_bytes, context.metrics)
         self._is_started = True
 
     async def stop(self) -> None:
@@ -55,12 +56,12 @@ class Tokenizer:
         def encode() -> Tokenized:
             if cancelled:
                 raise RequestCancelledError("the client is gone")
-            return self._encode_chat(values) if text is None else (self._tokenizer.encode(text), text)
+            return self._encode_chat(values) if text is None else (self._encoder.encode(text), text)
 
         ids, prompt = await self._encoder.run(encode, sum(map(len, texts)))
-        if not ids:
+        if len(ids) == 0:
             raise RequestError("the prompt has no tokens; send at least one")
-        outputs = {"input_ids": np.array(ids, np.int32), "prompt": np.array([prompt.encode()], np.object_)}
+        outputs = {"input_ids": ids, "prompt": np.array([prompt.encode()], np.object_)}
         send(TensorResponse(outputs))
 
     def _text_input(self, values: dict[str, Any]) -> str | None:

@@ -21,8 +21,8 @@ _KEEP_ALL = {"ByteLevel", "Digits", "Metaspace"}  # pre-tokenizers
 def longest_token_bytes(tokenizer: Any) -> int | None:
     """Return the most bytes of a text that one token of a `tokenizers.Tokenizer` can stand for; None: not certain."""
     model = tokenizer.model
-    shrinks = _shrinks(_state(tokenizer.normalizer))
-    splits = _flat(_state(tokenizer.pre_tokenizer), "pretokenizers")
+    shrinks = _shrinks(state_of(tokenizer.normalizer))
+    splits = parts_of(state_of(tokenizer.pre_tokenizer), "pretokenizers")
     added = tokenizer.get_added_tokens_decoder().values()
     if (
         not isinstance(model, models.BPE)
@@ -44,23 +44,24 @@ def longest_token_bytes(tokenizer: Any) -> int | None:
     return shrinks * longest
 
 
-def _state(part: Any) -> dict[str, Any] | None:
+def state_of(part: Any) -> dict[str, Any] | None:
+    """Return the settings of a normalizer or pre-tokenizer; None: there is none."""
     return json.loads(part.__getstate__()) if part else None
 
 
-def _flat(state: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """Return the parts of a sequence, or the one that there is."""
+def parts_of(state: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """Return the parts of a sequence, which stand under `name`, or the one that there is."""
     if state is None:
         return []
     if state["type"] != "Sequence":
         return [state]
-    return [part for inner in state[name] for part in _flat(inner, name)]
+    return [part for inner in state[name] for part in parts_of(inner, name)]
 
 
 def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
     """Return how many bytes at most become one; None: not known."""
     factor = 1
-    for part in _flat(normalizer, "normalizers"):
+    for part in parts_of(normalizer, "normalizers"):
         if part["type"] == "NFC":
             factor *= _NFC_SHRINKS
         elif part["type"] == "Replace":

@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from bireme.config import Recipe
 from bireme.errors import ConfigError, RequestError
 from bireme.text import vocabulary
 from bireme.text.chat_template import ChatTemplate, Message, Prompt
+from bireme.text.cuts import cut_pattern
 from bireme.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
 from bireme.text.encoder import Backend, Encoder, ReferenceEncoder, create_encoder
 from bireme.text.token_lengths import longest_token_bytes
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+_END_PROBES = ("a b c", "The quick brown fox", "x = 12")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -56,6 +59,17 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         """Ids in use; the model's head may be larger."""
         return int(self._inner.get_vocab_size())
+
+    @functools.cached_property
+    def cut_pattern(self) -> re.Pattern[str] | None:
+        """Where `encode_plain` of a text is that of its parts (cuts.py); None: nowhere for certain."""
+        return cut_pattern(self._inner)
+
+    @functools.cached_property
+    def ends(self) -> tuple[list[int], list[int]] | None:
+        """The special tokens that `encode` puts before and after every text; None: they are not always the same."""
+        found = [_around(self.encode_plain(text), self.encode(text)) for text in _END_PROBES]
+        return found[0] if all(ends == found[0] for ends in found) else None
 
     @functools.cached_property
     def longest_token_bytes(self) -> int | None:
@@ -117,11 +131,12 @@ class TextTokenizer:
 
     def encode_chat(self, prompt: Prompt) -> list[int]:
         """Encode a rendered prompt: the template's special tokens are tokens, those in messages are text."""
-        ids: list[int] = []
+        return [token for text in self.chat_texts(prompt) for token in self.encode_plain(text)]
+
+    def chat_texts(self, prompt: Prompt) -> Iterator[str]:
+        """Yield the texts that a rendered prompt is encoded in, each by `encode_plain`."""
         for at, piece in enumerate(prompt.pieces):
-            for text in [piece] if at % 2 == 0 else self._fragments(piece):
-                ids += self.encode_plain(text)
-        return ids
+            yield from [piece] if at % 2 == 0 else self._fragments(piece)
 
     def _fragments(self, text: str) -> list[str]:
         """Cut the text of a special token so that no fragment is one."""
@@ -137,6 +152,12 @@ class TextTokenizer:
     @functools.cached_property
     def _table_without_special(self) -> vocabulary.Vocabulary | None:
         return self._table and self._table.without(self._special_ids)
+
+
+def _around(plain: list[int], whole: list[int]) -> tuple[list[int], list[int]] | None:
+    """Return what stands before and after `plain` in `whole`; None: it is not in there, or at several places."""
+    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+    return (whole[: places[0]], whole[places[0] + len(plain) :]) if len(places) == 1 else None
 
 
 def load_tokenizer(

@@ -9,9 +9,10 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
-from bireme.config import Limits
+from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
 from bireme.messages import Capacity
+from bireme.metrics import Registry
 from bireme.pipelines.prompts import Prompts
 from bireme.text.token_lengths import longest_token_bytes
 from bireme.text.tokenizer import load_tokenizer
@@ -95,6 +96,11 @@ CONTEXT = Capacity(
 )  # fmt: skip
 
 
+def prompts_with(limits, capacity=None):
+    recipe = Recipe(model="m", workers={}, limits=limits)
+    return Prompts(load_tokenizer("models/tiny-chat"), recipe, lambda: capacity, Registry("chat"))
+
+
 @pytest.mark.parametrize(
     "limits, capacity, told",
     [
@@ -103,12 +109,12 @@ CONTEXT = Capacity(
     ],
 )
 def test_a_text_that_cannot_fit_is_refused_without_encoding_it(limits, capacity, told):
-    prompts = Prompts(load_tokenizer("models/tiny-chat"), limits, lambda: capacity)
+    prompts = prompts_with(limits, capacity)
     with pytest.raises(RequestError, match=told):
         asyncio.run(prompts.text(" " * 80_001))
 
 
 def test_a_chat_that_cannot_fit_is_refused_without_encoding_it():
-    prompts = Prompts(load_tokenizer("models/tiny-chat"), LIMITS, lambda: None)
+    prompts = prompts_with(LIMITS)
     with pytest.raises(RequestError, match=r"prompt: \d+ bytes; 1000 tokens"):
         asyncio.run(prompts.chat([{"role": "user", "content": "x" * 80_000}], [], {}))

@@ -69,7 +69,8 @@ class Completions:
                 await self._whole(call, model, job)
 
     async def _prepare(self, call: Call, model: ServedModel, request: CompletionRequest) -> _CompletionJob:
-        prompts = [await self._encode(model, prompt, at) for at, prompt in enumerate(request.prompts)]
+        salt = request.cache_salt
+        prompts = [await self._encode(model, prompt, at, salt) for at, prompt in enumerate(request.prompts)]
         num_prompt_tokens = sum(map(len, prompts))
         call.tenant.take_prompt(num_prompt_tokens)
         tokenizer = model.tokenizer
@@ -79,7 +80,7 @@ class Completions:
             SequenceRequest(
                 prompt=prompt,
                 sampling=single,
-                cache_salt=request.cache_salt,
+                cache_salt=salt,
                 priority=request.sampling.priority,
                 deadline=call.arrived_at + timeout_s if timeout_s else 0.0,
                 session_id=request.session_id,
@@ -91,9 +92,9 @@ class Completions:
         texts = [_echo(model, prompt, params) if request.echo else "" for prompt in request.prompts]
         return _CompletionJob(request, works, [text for text in texts for _ in range(params.n)], num_prompt_tokens)
 
-    async def _encode(self, model: ServedModel, prompt: str | list[int], at: int) -> Ids:
+    async def _encode(self, model: ServedModel, prompt: str | list[int], at: int, salt: str) -> Ids:
         if isinstance(prompt, str):
-            return (await model.chat.prompts.text(prompt)).ids
+            return (await model.chat.prompts.text(prompt, cache_salt=salt)).ids
         ids = check_ids(f"prompt[{at}]", np.array(prompt, object), model.tokenizer.vocab_size)
         check_prompt_tokens(len(ids), model.recipe.limits)
         return ids

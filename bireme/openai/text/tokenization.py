@@ -44,8 +44,9 @@ class Tokenization:
         model = self._models.get(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt: send exactly one of prompt and messages")
+        salt = call.tenant.cache_salt("")
         if body.prompt is not None:
-            prompt = await model.chat.prompts.text(body.prompt, body.add_special_tokens)
+            prompt = await model.chat.prompts.text(body.prompt, body.add_special_tokens, salt)
         else:
             chat = ChatBody(
                 messages=body.messages or [], tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
@@ -54,7 +55,7 @@ class Tokenization:
             if request.pictures:
                 where = request.pictures[0].where
                 raise RequestError(f"{where}: a picture's tokens are known once it is encoded; tokenize text alone")
-            prompt = await model.chat.prompts.chat(request.messages, request.tools, request.variables)
+            prompt = await model.chat.prompts.chat(request.messages, request.tools, request.variables, salt)
         ids = prompt.ids.tolist()
         capacity = model.capacity
         texts = [model.chat.texts.text(token) for token in ids] if body.return_token_strs else None
