@@ -11,6 +11,7 @@ a way in answers nothing; a fault that does not heal; anything left behind. The 
     python tools/chaos.py --seconds 1200                                  # five minutes for each topology
     python tools/chaos.py --topology mocker-2+2 --seconds 120 --seed 7
     python tools/chaos.py --topology tiny-1+1 --faults engine_killed,engine_ended --seconds 60
+    python tools/chaos.py --topology cluster --streams 25 --seconds 600   # several servers, frontends and a real etcd
     python tools/chaos.py --plan 10 --seed 7                              # only say what would be done
 
 Progress goes to stderr, then a table; the very last line is one JSON document.
@@ -32,6 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.chaos import cluster
 from benchmarks.chaos.campaign import Campaign, CampaignSettings, Outcome
 from benchmarks.chaos.faults import KINDS, plan
 from benchmarks.chaos.topologies import TOPOLOGIES
@@ -44,17 +46,20 @@ _SHOWN = 40  # violations in the table's list; the JSON has all
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # launches end with the campaign, as at Ctrl-C
-    topologies = [TOPOLOGIES[name] for name in options.topology]
+    topologies = [TOPOLOGIES[name] for name in options.topology if name != cluster.NAME]
     print(f"seed {options.seed}", file=sys.stderr, flush=True)
     if options.plan:
         for topology in topologies:
             for fault in itertools.islice(plan(options.seed, topology, options.faults), options.plan):
                 print(f"{topology.name}: {fault}")
         return 0
-    settings = CampaignSettings(options.seed, options.seconds / len(topologies), tuple(options.faults), options.streams)
+    seconds = options.seconds / len(options.topology)
+    settings = CampaignSettings(options.seed, seconds, tuple(options.faults), options.streams)
     folder = Path(options.keep or tempfile.mkdtemp(prefix="bireme-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = [Campaign(topology, settings, folder, say).run() for topology in topologies]
+    if cluster.NAME in options.topology:
+        outcomes.append(cluster.ClusterCampaign(settings, folder, say).run())
     return conclude(outcomes, folder, {"seed": options.seed, "seconds": options.seconds})
 
 
@@ -93,7 +98,7 @@ def print_result(outcomes: Sequence[Outcome]) -> None:
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Return a row for each kind of fault that happened: how often, its recovery, what must not have been."""
     table = []
-    for kind in KINDS:
+    for kind in (*KINDS, *cluster.KINDS):
         hits = [(o, n) for o in outcomes for n, hit in enumerate(o.hits) if hit.fault.kind == kind]
         if not hits:
             continue
@@ -142,8 +147,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1200.0, help="under faults, shared by the topologies")
     parser.add_argument("--seed", type=int, default=None, help="default: a new one, which is printed")
-    names, kinds = tuple(TOPOLOGIES), tuple(KINDS)
-    parser.add_argument("--topology", type=chosen(names), default=list(names), help=f"of {','.join(names)}")
+    names, kinds = (*TOPOLOGIES, cluster.NAME), (*KINDS, *cluster.KINDS)
+    parser.add_argument("--topology", type=chosen(names), default=list(TOPOLOGIES), help=f"of {','.join(names)}")
     parser.add_argument("--faults", type=chosen(kinds), default=[], help=f"of {','.join(kinds)}; default: all")
     parser.add_argument("--streams", type=int, default=2, help="of each way in")
     parser.add_argument("--keep", metavar="FOLDER", default="", help="for logs; default: a new one under /tmp")

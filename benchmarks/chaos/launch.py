@@ -38,8 +38,12 @@ class NotStartedError(RuntimeError):
 
 
 class Launch:
-    def __init__(self, topology: Topology, folder: Path) -> None:
-        self.topology, self.folder = topology, folder
+    def __init__(
+        self, topology: Topology, folder: Path, *, arguments: tuple[str, ...] = (), has_frontend: bool = True
+    ) -> None:
+        """`arguments`: further ones of serve.py. Without a frontend of its own it is one of several servers."""
+        self.topology, self.folder, self._arguments = topology, folder, arguments
+        self._sign_of_start = b"frontend_ready" if has_frontend else b"ready seconds="
         self.mark = secrets.token_hex(8)
         self.ports = {name: free_port() for name in ("http", "grpc", "metrics", "health", "openai")}
         self.reads_log = threading.Event()
@@ -66,12 +70,12 @@ class Launch:
         return self._process.poll()
 
     def start(self) -> None:
-        """Start and wait until the frontend is ready. Raises NotStartedError."""
+        """Start and wait until it is ready. Raises NotStartedError."""
         ports = [f"--{name}-port={port}" for name, port in self.ports.items()]
         command = [
             sys.executable, "tools/serve.py", self.topology.recipe, *ports,
             f"--frontend-processes={self.topology.frontend_processes}",
-            f"--override={json.dumps(self.topology.override)}",
+            f"--override={json.dumps(self.topology.override)}", *self._arguments,
         ]  # fmt: skip
         own = {_MARK: self.mark, "XDG_RUNTIME_DIR": str(self.runtime), "TMPDIR": str(self.temporary)}
         own["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "torchinductor")  # torch's cache outlives its processes
@@ -86,7 +90,7 @@ class Launch:
         self._reader.start()
         began = time.monotonic()
         deadline = began + START_S
-        while b"frontend_ready" not in self.log_bytes():
+        while self._sign_of_start not in self.log_bytes():
             if self.exit_code is not None or time.monotonic() > deadline:
                 text = self.log_bytes().decode(errors="replace")
                 self.kill()

@@ -41,6 +41,7 @@ class LoadSettings:
     drop_share: float = 0.15
     seed: int = 1
     has_probes: bool = True
+    ways: tuple[str, ...] = ()  # empty: all
 
 
 def say(record: Any) -> None:
@@ -145,7 +146,8 @@ async def watch_delays() -> None:
 
 async def run(settings: LoadSettings) -> None:
     workloads = questions.load(settings.questions)
-    loads = [WayLoad(way, settings, workloads) for way in ways_of(settings.num_decode).values()]
+    ways = ways_of(settings.num_decode)
+    loads = [WayLoad(ways[name], settings, workloads) for name in settings.ways or ways]
     watchers: list[Callable[[], Awaitable[None]]] = [watch_delays]
     if settings.has_probes:
         watchers += [lambda: watch_readiness(settings.health)]
