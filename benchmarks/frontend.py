@@ -6,6 +6,8 @@ are shown.
 
 - fast: engines as fast as they go, answers of 32 tokens: requests/s, and what a request costs
 - paced: 5 ms a step, answers of 256 tokens: tokens/s over streams/step (share), ITL over the step
+- long: as fast, answers of 16 tokens to prompts of 60,000 that differ in their last words: what all have in common is
+  a system message, so that ai-dynamo's cache of tokens, which cuts at special tokens, can know it
 - us/tok, us/req: CPU time of all server processes; what the machine's other load distorts least
 - CPU in cores by process; `foreign` is what the rest of the machine took meanwhile
 - ratio: bireme's requests/s (fast) or tokens/s (paced) over dynamo's
@@ -25,8 +27,10 @@ import datetime
 import itertools
 import json
 import os
+import shutil
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -43,10 +47,21 @@ from benchmarks.contenders.ours import ours
 from benchmarks.load.load_process import LoadProcess
 from benchmarks.load.processes import FOREIGN, CpuMeter
 from benchmarks.options import chosen, numbers
+from bireme.text.tokenizer import load_tokenizer
 
 CONTENDERS = ("bireme", "dynamo")
-MODES = {"fast": (0.0, 32), "paced": (5.0, 256)}  # step in ms, tokens of an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    step_ms: float
+    max_tokens: int  # of an answer
+    num_shared: int = 0  # tokens that all prompts begin with
+
+
+MODES = {"fast": Mode(0.0, 32), "paced": Mode(5.0, 256), "long": Mode(0.0, 16, 60_000)}
 AIM_RATIO, AIM_STREAMS = 2.0, (64, 256)  # fast, over dynamo
+AIM_LONG = 1.0  # long, over dynamo
 AIM_SHARE = 0.93  # paced, at 256 streams
 CLIENT = "client"
 _FIGURES = ("requests_per_s", "tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
@@ -80,7 +95,7 @@ class Cell:
     @property
     def share(self) -> float | None:
         """Return tokens/s over streams/step; None without a pace."""
-        step_ms = MODES[self.mode][0]
+        step_ms = MODES[self.mode].step_ms
         return self.tokens_per_s * step_ms / (1e3 * self.streams) if step_ms else None
 
     @property
@@ -107,23 +122,26 @@ def main() -> int:
 
 def measure(arguments: argparse.Namespace, mode: str) -> Iterator[Cell]:
     """Yield the cells of a mode; all contenders run for all of it, idle while another has its turn."""
-    step_ms, max_tokens = MODES[mode]
     with ExitStack() as stack:
-        endpoints = [stack.enter_context(started(name, arguments, step_ms)) for name in arguments.contenders]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bireme-bench-")))
+        system = write_shared(folder, MODES[mode].num_shared)
+        endpoints = [stack.enter_context(started(name, arguments, mode, folder)) for name in arguments.contenders]
         for endpoint in endpoints:
             check_events(endpoint)
         for streams in arguments.streams:
             runs: dict[str, list[Run]] = {endpoint.name: [] for endpoint in endpoints}
             for _, endpoint in itertools.product(range(arguments.repeat), endpoints):
-                runs[endpoint.name].append(run_once(endpoint, arguments, streams, max_tokens))
+                runs[endpoint.name].append(run_once(endpoint, arguments, streams, MODES[mode].max_tokens, system))
             for endpoint in endpoints:
                 cell = combine(endpoint.name, mode, streams, runs[endpoint.name])
                 note(cell)
                 yield cell
 
 
-def started(name: str, arguments: argparse.Namespace, step_ms: float) -> Any:
-    model = model_folder()
+def started(name: str, arguments: argparse.Namespace, mode: str, folder: Path) -> Any:
+    model, step_ms = model_folder(), MODES[mode].step_ms
+    if MODES[mode].num_shared:
+        model = with_long_context(model, folder / "model")
     if name == "dynamo":
         return dynamo(model, step_ms, arguments.port + 4, arguments.tokenizer)
     return ours(model, step_ms, arguments.port, arguments.tokenizer, tuple(arguments.frontend_option))
@@ -135,6 +153,28 @@ def model_folder() -> Path:
 
     folder: Path = make(Path(__file__).resolve().parents[1] / "models" / "tiny-llama", "llama")
     return folder
+
+
+def with_long_context(model: Path, folder: Path) -> Path:
+    """Return a copy of the model that says it takes 131,072 tokens: ai-dynamo's frontend asks it."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+        settings = json.loads((folder / name).read_text()) | {key: 131_072}
+        (folder / name).write_text(json.dumps(settings))
+    return folder
+
+
+def write_shared(folder: Path, num_tokens: int) -> Path | None:
+    """Write a text of so many tokens, these docs over and over; None: there is none."""
+    if not num_tokens:
+        return None
+    tokenizer = load_tokenizer(str(model_folder()))
+    docs = "\n".join(path.read_text() for path in sorted((Path(__file__).resolve().parents[1] / "docs").glob("*.md")))
+    ids = tokenizer.encode_plain(docs)
+    text = (docs * (num_tokens // len(ids))) + tokenizer.decode(ids[: num_tokens % len(ids)])
+    file = folder / "shared.txt"
+    file.write_text(text)
+    return file
 
 
 def check_events(endpoint: Endpoint) -> None:
@@ -150,7 +190,9 @@ class Run:
     cpu_cores: dict[str, float]
 
 
-def run_once(endpoint: Endpoint, arguments: argparse.Namespace, streams: int, max_tokens: int) -> Run:
+def run_once(
+    endpoint: Endpoint, arguments: argparse.Namespace, streams: int, max_tokens: int, system: Path | None
+) -> Run:
     """Load one endpoint; CPU is that of the measured time alone."""
     options = {
         "target": endpoint.address,
@@ -159,6 +201,7 @@ def run_once(endpoint: Endpoint, arguments: argparse.Namespace, streams: int, ma
         "seconds": arguments.seconds,
         "warmup_s": arguments.warmup_s,
         "max_tokens": max_tokens,
+        "system_file": system,
     }
     report: dict[str, Any] = {}
     cores: dict[str, float] = {}
@@ -226,6 +269,9 @@ def verdict(cell: Cell, cells: list[Cell]) -> str | None:
     if cell.mode == "fast" and cell.streams in AIM_STREAMS and over_dynamo is not None:
         word = "ok" if over_dynamo >= AIM_RATIO else "BELOW"
         return f"aim: fast at {cell.streams} streams {over_dynamo:.2f} x dynamo, {AIM_RATIO:g} asked for: {word}"
+    if cell.mode == "long" and over_dynamo is not None:
+        word = "ok" if over_dynamo >= AIM_LONG else "BELOW"
+        return f"aim: long at {cell.streams} streams {over_dynamo:.2f} x dynamo, {AIM_LONG:g} asked for: {word}"
     if cell.contender == "bireme" and cell.mode == "paced" and cell.streams == 256 and cell.share is not None:
         word = "ok" if cell.share >= AIM_SHARE else "BELOW"
         return f"aim: paced at 256 streams {cell.share:.1%} of the ideal tokens/s, {AIM_SHARE:.0%} asked for: {word}"
@@ -249,7 +295,7 @@ def note(cell: Cell) -> None:
 def plot(cells: list[Cell], path: str) -> None:
     panels = []
     for mode in sorted({cell.mode for cell in cells}):
-        step_ms, max_tokens = MODES[mode]
+        step_ms, max_tokens = MODES[mode].step_ms, MODES[mode].max_tokens
         pace = f"{step_ms:g} ms a step" if step_ms else "engines as fast as they go"
         lines = {
             name: [(cell.streams, cell.tokens_per_s) for cell in cells if (cell.contender, cell.mode) == (name, mode)]
@@ -263,7 +309,7 @@ def parse_arguments() -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contenders", type=chosen(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--modes", type=chosen(list(MODES)), default=list(MODES))
+    parser.add_argument("--modes", type=chosen(list(MODES)), default=["fast", "paced"])
     parser.add_argument("--streams", type=numbers(int), default=[1, 16, 64, 256])
     parser.add_argument("--seconds", type=float, default=8.0, help="measured time of a run")
     parser.add_argument("--warmup-s", type=float, default=2.0)

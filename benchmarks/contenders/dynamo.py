@@ -31,6 +31,7 @@ _NEEDED = (
 _START_S = 60.0
 # 0 is not infinite: its mocker then keeps its own pace of about 5 ms.
 FASTEST = ("--speedup-ratio", "1000")
+TOKEN_CACHE = {"DYN_TOKENIZER_CACHE": "1", "DYN_TOKENIZER_CACHE_EXTEND": "1"}  # of prompts' beginnings: off by default
 TOKENIZERS = {"fastokens": "fastokens", "tokenizers": "default"}  # our names -> its own
 
 
@@ -39,7 +40,7 @@ def dynamo(model: Path, step_ms: float, port: int, tokenizer: str) -> Iterator[E
     """Both processes on this model; a step and a prefill take `step_ms` whatever they hold, 0: as fast as it can."""
     python = environment()
     with tempfile.TemporaryDirectory(prefix="bireme-dynamo-") as folder, contextlib.ExitStack() as stack:
-        env = {"DYN_FILE_KV": f"{folder}/discovery", "HF_HUB_OFFLINE": "1", "DYN_LOG": "warn"}
+        env = {"DYN_FILE_KV": f"{folder}/discovery", "HF_HUB_OFFLINE": "1", "DYN_LOG": "warn"} | TOKEN_CACHE
         pace = ("--planner-profile-data", str(write_pace(Path(folder), step_ms))) if step_ms else FASTEST
         common = ("--discovery-backend", "file")
         backend = ("--tokenizer", TOKENIZERS[tokenizer], "--no-tokenizer-fallback")

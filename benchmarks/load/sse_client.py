@@ -18,12 +18,14 @@ import re
 import socket
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.load.meter import percentile
 
 _USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
 _TIMEOUT_S = 60.0
+NUMBER = b"#NUMBER#"
 
 
 @dataclass(slots=True)
@@ -59,7 +61,9 @@ class Connection(asyncio.Protocol):
     """One keep-alive connection with one request at a time."""
 
     def __init__(self, request: bytes, tally: Tally) -> None:
-        self._request, self._tally = request, tally
+        """`request` has NUMBER in it, which each request replaces by a number of its own."""
+        self._head, self._rest = request.split(NUMBER)
+        self._tally, self._num_asked = tally, 0
         self._tail = b""
         self._began = self._first_at = 0.0
         self.done = asyncio.get_running_loop().create_future()
@@ -73,7 +77,8 @@ class Connection(asyncio.Protocol):
     def _ask(self) -> None:
         self._tail, self._first_at = b"", 0.0
         self._began = time.monotonic()
-        self._transport.write(self._request)
+        self._num_asked += 1
+        self._transport.writelines((self._head, b"%0*d" % (len(NUMBER), self._num_asked), self._rest))
 
     def data_received(self, data: bytes) -> None:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
@@ -101,10 +106,11 @@ class Connection(asyncio.Protocol):
             self.done.set_result(None)
 
 
-def request_of(host: str, model: str, max_tokens: int, text: str, extra: dict[str, Any]) -> bytes:
+def request_of(host: str, model: str, max_tokens: int, text: str, extra: dict[str, Any], system: str = "") -> bytes:
+    messages = [{"role": "system", "content": system}] if system else []
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": text}],
+        "messages": [*messages, {"role": "user", "content": text}],
         "max_tokens": max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -129,8 +135,9 @@ async def load(arguments: argparse.Namespace) -> dict[str, Any]:
 
 async def connect(arguments: argparse.Namespace, slot: int, tally: Tally) -> Connection:
     host, _, port = arguments.target.rpartition(":")
-    text = f"Stream {slot}: " + "two banks of oars " * 6
-    request = request_of(arguments.target, arguments.model, arguments.max_tokens, text, arguments.extra)
+    text = f"Stream {slot}: " + "two banks of oars " * 6 + NUMBER.decode()
+    system = arguments.system_file.read_text() if arguments.system_file else ""
+    request = request_of(arguments.target, arguments.model, arguments.max_tokens, text, arguments.extra, system)
     loop = asyncio.get_running_loop()
     return (await loop.create_connection(functools.partial(Connection, request, tally), host, int(port)))[1]
 
@@ -173,6 +180,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--warmup-s", type=float, default=1.5)
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--system-file", type=Path, help="text that every prompt begins with")
     parser.add_argument("--extra", type=json.loads, default={}, metavar="JSON", help="further fields of each request")
     return parser.parse_args()
 

@@ -5,9 +5,10 @@ Blocks are known by their content: the prompt's, and those that an answer has fi
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+
+import xxhash
 
 from bireme.kv import hashing
 from bireme.kv.events import EventBuffer, StoredBlock
@@ -68,7 +69,7 @@ class MockBlockPool:
             size = 4 * self.tokens_per_block
             key = keys[-1] if keys else f"{cache_salt}\0{lora_name}".encode()
             for end in range(size * (len(keys) + 1), len(tokens) + 1, size):
-                key = hashlib.blake2b(key + tokens[end - size : end], digest_size=16).digest()
+                key = xxhash.xxh3_128_digest(key + tokens[end - size : end])
                 keys.append(key)
         return BlockContent(tokens, keys, lora_name, cache_salt)
 
