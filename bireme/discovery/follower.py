@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from bireme.discovery.run import WorkerRecord
-from bireme.discovery.store import RecordStore, StoreError
+from bireme.discovery.store import RecordReader, StoreError
 from bireme.errors import drop_frames
 
 Records = Mapping[str, WorkerRecord]  # by worker id
@@ -25,7 +25,7 @@ logger = logging.getLogger("bireme.discovery")
 class Follower:
     """`start` once, `stop` once. `on_change` is called on its thread, with the whole view, after each change."""
 
-    def __init__(self, store: RecordStore, lease_s: float, on_change: OnChange = lambda records: None) -> None:
+    def __init__(self, store: RecordReader, lease_s: float, on_change: OnChange = lambda records: None) -> None:
         self._store, self._lease_s, self._on_change = store, lease_s, on_change
         self._stopping = threading.Event()
         self._records: Records = {}

@@ -22,7 +22,7 @@ class NameTakenError(StoreError):
     """A living worker of another launch has this worker's id."""
 
 
-class RecordStore(Protocol):
+class RecordReader(Protocol):
     """Blocking; used by one thread, but for `close`. Every method may raise StoreError."""
 
     def read(self) -> dict[str, WorkerRecord]:
@@ -31,14 +31,18 @@ class RecordStore(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Return when something may have changed, or the time is over."""
 
+    def close(self) -> None:
+        """End a running `wait` soon; from any thread."""
+
+
+class RecordStore(RecordReader, Protocol):
+    """What several servers share."""
+
     def hold(self, record: WorkerRecord) -> None:
         """Put the record, or renew its lease; to be called every lease_s / 3. Raises NameTakenError."""
 
     def withdraw(self) -> None:
         """Remove all that this store holds, as far as it can be reached."""
-
-    def close(self) -> None:
-        """End a running `wait` soon; from any thread."""
 
 
 def create_store(config: DiscoveryConfig) -> RecordStore:

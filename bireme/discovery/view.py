@@ -22,7 +22,7 @@ from bireme.config import Recipe, worker_id
 from bireme.discovery import run
 from bireme.discovery.follower import Follower, OnChange, Records
 from bireme.discovery.run import WorkerRecord
-from bireme.discovery.store import RecordStore, create_store
+from bireme.discovery.store import RecordReader, create_store
 from bireme.errors import ConfigError, NotFoundError
 
 _TEXT_STAGES = ("prefill", "decode", "multimodal_encoder")
@@ -47,7 +47,7 @@ class Discovery(Protocol):
 
 
 class OwnWorkers:
-    """The recipe's workers on this process's server, as a store that is read and never written."""
+    """RecordReader: the recipe's workers on this process's server."""
 
     def __init__(self, recipe: Recipe, folder: Path | None) -> None:
         """`folder`: the run directory; None: out of reach, so that names are all that is known."""
@@ -66,11 +66,6 @@ class OwnWorkers:
 
     def wait(self, timeout_s: float) -> None:
         self._closing.wait(LOOK_S if self._folder is not None else None)
-
-    def hold(self, record: WorkerRecord) -> None:
-        raise NotImplementedError("an engine process writes its own record")
-
-    def withdraw(self) -> None: ...
 
     def close(self) -> None:
         self._closing.set()
@@ -92,11 +87,11 @@ class WorkerView:
     """Discovery."""
 
     def __init__(
-        self, recipe: Recipe, own: RecordStore | None, shared: RecordStore | None, server: str = "", launch: str = ""
+        self, recipe: Recipe, own: RecordReader | None, shared: RecordReader | None, server: str = "", launch: str = ""
     ) -> None:
         """`server`, `launch`: of the own server, by which its records in the shared store are known."""
         self._recipe, self._server, self._launch = recipe, server, launch
-        self._own_store, lease_s = own, recipe.discovery.lease_s
+        lease_s = recipe.discovery.lease_s
         self._own = Follower(own, lease_s, self._merge) if own is not None else None
         self._shared = Follower(shared, lease_s, self._merge) if shared is not None else None
         self._lock = threading.Lock()

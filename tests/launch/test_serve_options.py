@@ -1,9 +1,13 @@
 """serve.py's options and exit codes, without a server."""
 
 import os
+import socket
+import stat
 
 import pytest
 
+from bireme.errors import ConfigError
+from bireme.launch.deployment import advertised_address, deployment_key
 from bireme.launch.run_folder import RunFolder, default_base
 from bireme.recipe_files import load_recipe
 from tools import serve
@@ -44,3 +48,46 @@ def test_a_broken_override_ends_with_code_2_and_leaves_no_folder(capsys):
     assert serve.main(["recipes/mocker", "--override", "{"]) == serve.WRONG
     assert "not valid JSON" in capsys.readouterr().err
     assert not list(default_base().glob(f"{os.getpid()}-*"))
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "127.0.0.1:8001"),
+        ("node7", "node7:8001"),
+        ("node7:9", "node7:9"),
+        ("::1", "[::1]:8001"),
+        ("[::1]:9", "[::1]:9"),
+    ],
+)
+def test_other_servers_are_told_the_address_that_is_given(host, address):
+    assert advertised_address(host, 8001) == address
+
+
+def test_an_address_that_means_any_becomes_the_host_s_name():
+    assert advertised_address("0.0.0.0", 8001) == f"{socket.gethostname()}:8001"
+
+
+def test_servers_that_share_a_folder_share_the_key_in_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("BIREME_KEY", raising=False)
+    options = serve.parse(["recipes/mocker", "--discovery", str(tmp_path / "shared")])
+    recipes = [serve.settings_of(options, tmp_path).recipe for _ in range(2)]
+    assert deployment_key(recipes[0]) == deployment_key(recipes[1])
+    assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o700
+
+
+def test_servers_that_share_etcd_are_given_one_key(tmp_path, monkeypatch):
+    monkeypatch.delenv("BIREME_KEY", raising=False)
+    recipe = serve.settings_of(serve.parse(["recipes/mocker", "--discovery", "etcd://h"]), tmp_path).recipe
+    with pytest.raises(ConfigError, match="BIREME_KEY: not set; servers that share discovery"):
+        deployment_key(recipe)
+
+
+def test_a_stage_is_left_to_others_only_where_there_can_be_others(tmp_path):
+    arguments = ["recipes/mocker-disagg", "--set", "workers.decode.replicas=0"]
+    with pytest.raises(
+        ConfigError, match=r"workers\.decode\.replicas: 0; 1 to 64; 0 leaves the stage to other servers"
+    ):
+        serve.settings_of(serve.parse(arguments), tmp_path)
+    settings = serve.settings_of(serve.parse([*arguments, "--discovery", str(tmp_path)]), tmp_path)
+    assert settings.recipe.replicas("decode") == () and "decode" in settings.recipe.workers

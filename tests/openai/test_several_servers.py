@@ -1,0 +1,96 @@
+"""A frontend whose workers are on several servers, or on none of its own."""
+
+import pytest
+
+from bireme.config import Recipe
+from bireme.conversion import convert
+from bireme.discovery.run import WorkerRecord
+from bireme.errors import ConfigError, UnavailableError
+from bireme.metrics import Registry
+from bireme.openai import __main__ as program
+from bireme.openai.readiness import Readiness
+from bireme.openai.text.served_model import Models, ServedModel
+from bireme.workers.fake import FakeWorkers
+from tests.pipelines.conftest import letters
+
+ETCD = {"backend": "etcd", "current": False, "reason": "etcd at http://h:1: gone (for 60 s)", "refused": {}}
+
+
+class Told:
+    """A Discovery that is told what to say."""
+
+    is_current = False
+
+    def __init__(self, view):
+        self.view = view
+
+    def watch(self, on_change):
+        on_change(self.view)
+
+    def stop(self): ...
+
+    def report(self):
+        return ETCD
+
+
+def recipe(**more):
+    tree = {"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": "test"}
+    return convert(tree | more, Recipe, "test")
+
+
+@pytest.fixture
+def served():
+    """Return a function: worker id -> state => a started model and its workers."""
+
+    def make(**states):
+        view = {f"{name}@b:1": WorkerRecord(worker=name, state=state) for name, state in states.items()}
+        workers = FakeWorkers()
+        model = ServedModel(recipe(), workers, letters(), Registry("frontend"), Told(view))
+        model.start()
+        return model, workers
+
+    return make
+
+
+async def test_readiness_asks_the_workers_that_there_are(served):
+    model, workers = served(decode="ready", decode_1="ready", decode_2="draining")
+    workers.down["decode@b:1"] = UnavailableError("its engine starts")
+    is_ready, report = await Readiness(Models([model])).report()
+    assert is_ready
+    assert report["models"]["test"] == {
+        "decode@b:1": "its engine starts",
+        "decode_1@b:1": "ready",
+        "decode_2@b:1": "draining",
+    }
+
+
+async def test_a_discovery_that_is_gone_is_said_and_takes_nothing_down(served):
+    model, _ = served(decode="ready")
+    is_ready, report = await Readiness(Models([model])).report()
+    assert is_ready and report["discovery"] == {"test": ETCD}
+
+
+async def test_without_any_worker_it_is_not_ready(served):
+    model, _ = served()
+    is_ready, report = await Readiness(Models([model])).report()
+    assert not is_ready and report["models"] == {"test": {}}
+
+
+def test_a_recipe_with_a_shared_discovery_needs_no_server():
+    shared = recipe(discovery={"backend": "directory", "folder": "/nowhere"})
+    assert program._addresses(None, [shared]) == [None]
+    assert program._addresses(["h:1"], [shared]) == ["h:1"]
+    assert program._addresses(None, [recipe()]) == ["127.0.0.1:8001"]
+
+
+def test_as_many_servers_as_recipes_are_asked_for():
+    with pytest.raises(ConfigError, match="2 --recipe, 1 --grpc"):
+        program._addresses(["h:1"], [recipe(), recipe()])
+
+
+def test_videos_are_made_on_one_server():
+    video = recipe(
+        workers={"video_diffusion": {"engine": "mocker"}}, discovery={"backend": "directory", "folder": "/nowhere"}
+    )
+    with pytest.raises(ConfigError, match="videos are made on one server; give its --grpc"):
+        program._addresses(None, [video])
