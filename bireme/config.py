@@ -297,7 +297,11 @@ class KvEventsConfig(Settings, frozen=True, kw_only=True):
     """How engines tell routers what they hold and how busy they are: docs/kv_events.md."""
 
     enabled: bool | None = None  # KV events; None: where routers ask for them. Load is told wherever routers ask for it
-    host: str = ""  # address that engines bind and others reach, e.g. 127.0.0.1; "": Unix sockets in the run folder
+    plane: Literal["zmq", "nats", "jetstream"] = "zmq"  # what carries events and load
+    host: str = ""  # zmq: address that engines bind and others reach, 127.0.0.1; "": Unix sockets in the run folder
+    nats_url: str = ""  # nats and jetstream: nats://host:4222 or tls://..., with user:password@ ($NAME is expanded)
+    nats_credentials: str = ""  # file that NATS calls a creds file ($NAME is expanded); "": none
+    nats_prefix: Annotated[str, msgspec.Meta(pattern=r"^[\w-]+(\.[\w-]+)*$")] = "bireme"  # of all subjects
     replay_batches: Positive = 10_000  # sent batches that an engine keeps for readers that missed some, 64 MiB at most
 
 

@@ -194,6 +194,7 @@ TABLE: dict[str, MetricSpec] = {
         _counter("bireme_kv_events_total", "KV events recorded by type (stored, removed).", "worker", "type"),
         _counter("bireme_kv_event_gaps_total", "KV events that the engine lost before they were read.", "worker"),
         _counter("bireme_kv_event_batches_total", "Batches of KV events published.", "worker"),
+        _gauge("bireme_kv_publisher_up", "1 while KV events and load can be sent.", "worker"),
         _counter("bireme_kv_event_replays_total", "Readers' requests for missed KV events.", "worker"),
         _counter(
             "bireme_kv_event_errors_total", "Errors of the publisher, by what failed (publish, turn).", "worker", "at"

@@ -192,6 +192,15 @@ def check_rules(recipe: Recipe) -> None:
 
 
 def _check_events(recipe: Recipe) -> None:
+    events = recipe.kv_events
+    if events.plane != "zmq" and not events.nats_url:
+        raise ConfigError(f"kv_events.plane is {events.plane} but kv_events.nats_url is not set (nats://host:4222)")
+    if events.plane != "zmq" and events.host:
+        raise ConfigError(f"kv_events.host: {events.host!r} is for plane zmq, plane is {events.plane}; remove it")
+    if events.plane == "zmq" and (events.nats_url or events.nats_credentials):
+        raise ConfigError(
+            "kv_events.nats_url and nats_credentials are for planes nats and jetstream; set kv_events.plane"
+        )
     for stage, entry in recipe.workers.items():
         size = entry.engine_config.kv_cache_config.event_buffer_max_size
         if size and not recipe.publishes_events and not entry.kind.has_llm_args:  # those have checks of their own

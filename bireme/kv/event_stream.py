@@ -28,10 +28,14 @@ class KvEventStream:
         apply: Callable[[list[WireEvent]], None],
         count: Callable[[str, int], None],
         clock: Callable[[], float] = time.monotonic,
+        first: int | None = None,
     ) -> None:
-        """`apply` gets events in order; `count` gets `gaps`, `resyncs` and reasons why something was discarded."""
+        """`apply` gets events in order; `count` gets `gaps`, `resyncs` and reasons why something was discarded.
+
+        `first`: the seq to begin with; None: with a snapshot.
+        """
         self._apply, self._count, self._clock = apply, count, clock
-        self._expected: int | None = None  # next seq; None: only a snapshot helps
+        self._expected = first  # next seq; None: only a snapshot helps
         self._last_ts = 0.0
         self._is_asking = True
         self._asked_at: float | None = None  # None: not yet, or again

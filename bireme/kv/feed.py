@@ -13,20 +13,20 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
 import zmq
 
+from bireme.config import KvEventsConfig
 from bireme.discovery.run import WorkerRecord
 from bireme.kv.event_stream import KvEventStream
 from bireme.kv.event_wire import (
     END,
     LOAD_TOPIC,
-    MAX_PAYLOAD_BYTES,
     TIERS_OF_MEDIA,
     BlockRemoved,
     BlockStored,
@@ -36,27 +36,45 @@ from bireme.kv.event_wire import (
     decode_batch,
     decode_load,
     decode_seq,
-    encode_seq,
-    event_topic,
     rank_of,
 )
 from bireme.kv.events import DISK
 from bireme.kv.index import KvIndex, rank_name
 from bireme.kv.transfer.mailbox import Mailbox
-from bireme.kv.zmq_plane import connect
+from bireme.kv.zmq_link import ZmqLink
 from bireme.metrics import Registry
+
+if TYPE_CHECKING:
+    from bireme.kv.nats_link import NatsReader
 
 logger = logging.getLogger("bireme.kv")
 
 SILENT_S = 3.5  # without a report for so long a worker's load is not known
 _TURN_MS = 100  # how often time limits are looked at
 _REST_S = 0.002  # between turns: what comes meanwhile is taken together
-_MESSAGES_A_TURN = 1_000  # of one worker
-_HWM = 100_000
+
+
+class Link(Protocol):
+    """A reader's connection to one publisher; used on the feed's thread, never blocks."""
+
+    first_seq: int | None  # what a reader begins with; None: with a snapshot
+
+    def take(self) -> Iterable[list[bytes]]:
+        """Return messages that have arrived, some of them: [topic, seq, payload], or whatever was sent instead."""
+
+    def take_answers(self, rank: int) -> Iterable[list[bytes]]:
+        """Return [seq, payload] of the answer to the last question alone."""
+
+    def ask(self, rank: int, start: int) -> None: ...
+
+    def hang_up(self, rank: int) -> None:
+        """Nothing is asked any more."""
+
+    def close(self) -> None: ...
 
 
 class FollowedWorker:
-    """One life of one worker: its sockets, its ranks' streams, its slots in the index."""
+    """One life of one worker: the link to its publisher, its ranks' streams, its slots in the index."""
 
     def __init__(self, name: str, record: WorkerRecord, feed: KvFeed) -> None:
         self.name, self.record, self.feed = name, record, feed
@@ -65,29 +83,21 @@ class FollowedWorker:
         self.streams: list[KvEventStream] = []
         self.reported_at = time.monotonic()
         self._other_life = 0  # that answers at this one's address
+        num_ranks = 0
         if record.event_endpoint and feed.index is not None:
             num_ranks = record.capacity.attention_dp_size if record.capacity else 1
-            self.streams = [KvEventStream(partial(self._apply, rank), feed.count) for rank in range(num_ranks)]
-        self.dealers: list[Any] = [None] * len(self.streams)
-        self.subscriber = feed.open(zmq.SUB, record.load_endpoint or record.event_endpoint, self._subscribe)
+        self.link = feed.open_link(record, num_ranks)
         try:
-            if record.load_endpoint and self.streams:
-                self.subscriber.connect(record.event_endpoint)
-            for rank in range(len(self.streams)):
+            for rank in range(num_ranks):
+                self.streams.append(KvEventStream(partial(self._apply, rank), feed.count, first=self.link.first_seq))
                 self.slots.append(self._take_slot(rank_name(name, rank)))
         except Exception:
             self.close()
             raise
 
-    def _subscribe(self, socket: Any) -> None:
-        socket.subscribe(LOAD_TOPIC)
-        for rank in range(len(self.streams)):
-            socket.subscribe(event_topic(rank))
-
     def close(self) -> None:
         """With the index's lock held."""
-        for socket in (self.subscriber, *filter(None, self.dealers)):
-            self.feed.close_socket(socket)
+        self.link.close()
         index = self.feed.index
         for rank, slot in enumerate(self.slots):
             if index is None or not self._has_slot(rank):
@@ -109,41 +119,23 @@ class FollowedWorker:
         assert self.feed.index is not None
         return self.feed.index.slots.get(rank_name(self.name, rank)) == self.slots[rank]
 
-    def read(self) -> None:
-        """Take what has arrived; of several reports only the last."""
+    def turn(self) -> None:
+        """Take what has arrived, of several reports only the last, and ask what is to be asked."""
         report = None
-        with contextlib.suppress(zmq.Again):
-            for _ in range(_MESSAGES_A_TURN):
-                frames = self.subscriber.recv_multipart(zmq.NOBLOCK)
-                if frames[0] == LOAD_TOPIC:
-                    report = frames
-                else:
-                    self._take_batch(frames)
+        for frames in self.link.take():
+            if frames[0] == LOAD_TOPIC:
+                report = frames
+            else:
+                self._take_batch(frames)
         if report is not None:
             self._take_report(report)
-
-    def read_answers(self, rank: int) -> None:
-        stream, dealer = self.streams[rank], self.dealers[rank]
-        with contextlib.suppress(zmq.Again):
-            for _ in range(_MESSAGES_A_TURN):
-                frames = dealer.recv_multipart(zmq.NOBLOCK)
-                seq, batch = _read_batch(frames[1:] if len(frames) == 3 and not frames[0] else [])
-                stream.take_answer(seq, batch)
-
-    def ask(self) -> None:
-        """Send what the streams want to know, each question on a socket of its own: late answers go nowhere."""
         for rank, stream in enumerate(self.streams):
-            if (start := stream.question()) is None:
-                if stream.is_in_step and self.dealers[rank] is not None:
-                    self.feed.close_socket(self.dealers[rank])
-                    self.dealers[rank] = None
-                continue
-            if self.dealers[rank] is not None:
-                self.feed.close_socket(self.dealers[rank])
-            dealer = self.feed.open(zmq.DEALER, self.record.replay_endpoint, lambda socket: None)
-            self.dealers[rank] = dealer
-            with contextlib.suppress(zmq.ZMQError):  # it asks again
-                dealer.send_multipart([b"", encode_seq(start), event_topic(rank)], zmq.NOBLOCK)
+            for frames in self.link.take_answers(rank):
+                stream.take_answer(*_read_batch(frames))
+            if (start := stream.question()) is not None:
+                self.link.ask(rank, start)
+            elif stream.is_in_step:
+                self.link.hang_up(rank)
 
     def _take_batch(self, frames: list[bytes]) -> None:
         rank = rank_of(frames[0])
@@ -201,18 +193,20 @@ class KvFeed:
         deployment_key: bytes,
         metrics: Registry,
         lock: contextlib.AbstractContextManager[Any] | None = None,
+        config: KvEventsConfig | None = None,
     ) -> None:
-        """`index`: None where only load is wanted. `lock`: whoever reads the index holds it."""
+        """`index`: None where only load is wanted. `lock`: whoever reads the index holds it. `config`: for NATS."""
         self.index, self.lock = index, lock if lock is not None else threading.Lock()
         self.loads: dict[str, WorkerLoad] = {}  # of the workers that have reported lately; read from any thread
         self.slots: Mapping[str, tuple[int, ...]] = {}  # worker -> slot of each rank; changes with the lock held
         self.counters: Counter[str] = Counter()
         self.lag_s = 0.0  # the oldest batch when it was applied, since the last look
-        self._deployment_key, self._metrics = deployment_key, metrics
+        self._deployment_key, self._metrics, self._config = deployment_key, metrics, config or KvEventsConfig()
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._mailbox = Mailbox()
         self._poller.register(self._mailbox.descriptor, zmq.POLLIN)
+        self._nats: NatsReader | None = None
         self._followers: dict[str, FollowedWorker] = {}
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-feed", daemon=True)
@@ -247,19 +241,21 @@ class KvFeed:
         else:
             self._metrics.add("bireme_kv_feed_discarded_total", amount, what)
 
-    def open(self, kind: int, endpoint: str, prepare: Callable[[Any], None]) -> Any:
-        def limit(socket: Any) -> None:
-            socket.setsockopt(zmq.RCVHWM, _HWM)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
-            prepare(socket)
+    def open_link(self, record: WorkerRecord, num_ranks: int) -> Link:
+        """Raises ConfigError, ZMQError."""
+        endpoint = record.load_endpoint or record.event_endpoint
+        if not endpoint.startswith("nats:"):
+            return ZmqLink(record, num_ranks, self._context, self._poller, self._deployment_key)
+        if self._nats is None:
+            from bireme.kv.nats_link import NatsReader
 
-        socket = connect(self._context, kind, endpoint, self._deployment_key, limit)
-        self._poller.register(socket, zmq.POLLIN)
-        return socket
+            self._nats = NatsReader(self._config, self._deployment_key, lambda: self._mailbox.post(lambda: None))
+        return self._nats.open_link(endpoint, num_ranks)
 
-    def close_socket(self, socket: Any) -> None:
-        self._poller.unregister(socket)
-        socket.close(0)
+    @property
+    def problem(self) -> str:
+        """Why nothing can be learned from any worker now; "": no reason. From any thread."""
+        return self._nats.problem if self._nats is not None else ""
 
     def _begin_close(self) -> None:
         self._is_closing = True
@@ -293,22 +289,19 @@ class KvFeed:
                 time.sleep(_TURN_MS / 1000)
         for name in list(self._followers):
             self._drop(name)
+        if self._nats is not None:
+            self._nats.close()
         self._mailbox.close()
         self._context.term()
 
     def _turn(self) -> None:
-        ready = dict(self._poller.poll(_TURN_MS))
+        ready = self._poller.poll(_TURN_MS)
         for letter in self._mailbox.take():
             letter()
         now = time.monotonic()
         self.lag_s = 0.0
         for name, one in list(self._followers.items()):
-            if one.subscriber in ready:
-                one.read()
-            for rank, dealer in enumerate(one.dealers):
-                if dealer is not None and dealer in ready:
-                    one.read_answers(rank)
-            one.ask()
+            one.turn()
             if now - one.reported_at > SILENT_S:
                 self.loads.pop(name, None)
         if ready:

@@ -13,7 +13,7 @@ from bireme.kv import hashing
 from bireme.kv.event_wire import MEDIA_OF_TIERS, AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
 from bireme.kv.events import DEVICE, BlocksCleared, BlocksMoved, BlocksRemoved, BlocksStored, KvEvent, StoredBlock
 
-_MAX_BLOCKS = 512  # of one wire event
+_MAX_TOKENS = 16_384  # of one wire event, and as many hashes
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ def _describe(
     for block_hash in _parents_first(held):
         block, tier = held[block_hash]
         goes_on = run and block.parent == last and _kind(block, tier) == _kind(run[0], run_tier)
-        if run and (not goes_on or len(run) == _MAX_BLOCKS):
+        if run and (not goes_on or len(run) * size >= _MAX_TOKENS):
             yield _stored(run, run_tier, size, wire_hash)
             run = []
         run_tier = tier
@@ -166,10 +166,14 @@ def _stored(run: list[HeldBlock], tier: int, size: int, wire_hash: Callable[[int
 def _merge_removals(events: list[WireEvent]) -> list[WireEvent]:
     """Engines tell of evictions one by one."""
     found: list[WireEvent] = []
+    last: BlockRemoved | None = None  # if it is the event before
     for event in events:
-        last = found[-1] if found else None
-        if isinstance(event, BlockRemoved) and isinstance(last, BlockRemoved) and event.medium == last.medium:
+        if not isinstance(event, BlockRemoved):
+            last = None
+            found.append(event)
+        elif last and last.medium == event.medium and len(last.block_hashes) < _MAX_TOKENS:
             last.block_hashes.extend(event.block_hashes)
         else:
             found.append(event)
+            last = event
     return found

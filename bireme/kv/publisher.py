@@ -23,6 +23,7 @@ from bireme.kv.event_wire import (
     LOAD_TOPIC,
     SNAPSHOT,
     AllBlocksCleared,
+    BlockStored,
     EventBatch,
     LoadReport,
     WireEvent,
@@ -39,12 +40,12 @@ logger = logging.getLogger("bireme.kv")
 LOOK_S = 0.005  # between two looks while something changes
 HEARTBEAT_S = 1.0
 _QUIET_S = 0.1  # without a change for so long it sleeps until it is woken
-_BATCH_EVENTS = 256  # of one batch
-_SNAPSHOT_EVENTS = 2  # of one turn: up to 512 blocks each
+_BATCH_WEIGHT = 65_536  # tokens and hashes of one batch: half a MiB at the most, which every plane carries
+_SNAPSHOT_WEIGHT = 16_384  # of one turn's part
 _MAX_ANSWERS = 64  # that are being sent at once; one more must ask again
 _ANSWER_TIMEOUT_S = 5.0  # a reader that takes nothing for so long must ask again
 _KEPT_BYTES = 64 << 20  # of sent batches, a rank
-_MAX_BACKOFF_S = 5.0
+_MAX_BACKOFF_S = 1.0
 
 
 class EngineState(Protocol):
@@ -80,7 +81,21 @@ class ReplayRequest:
 
 
 class EventPlane(Protocol):
-    """Carries messages to readers. Everything but `wake` is called on the publisher's thread, and never blocks."""
+    """Carries messages to readers. Everything but `wake` is called on the publisher's thread, and never blocks.
+
+    The endpoints are for the worker's record.
+    """
+
+    @property
+    def problem(self) -> str:
+        """Why nothing can be sent now; "": it can. Meanwhile the engine's buffer keeps its events."""
+
+    @property
+    def load_endpoint(self) -> str: ...
+    @property
+    def event_endpoint(self) -> str: ...
+    @property
+    def replay_endpoint(self) -> str: ...
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a request is there, it is woken, or the time is over."""
@@ -185,14 +200,13 @@ class KvPublisher:
         self._plane.close()
 
     def _run(self) -> None:
-        for rank in self._ranks:  # readers of an earlier life at this address forget what it held
-            self._send(rank, [AllBlocksCleared()])
         self._changed_at = time.monotonic()
         while not self._is_closing:
             self._plane.wait(self._pause())
             self._has_failed = False
             self._guard("turn", self._turn)
             self._num_errors = self._num_errors + 1 if self._has_failed else 0
+            self._metrics.set("bireme_kv_publisher_up", not self._has_failed)
             if self._num_errors and not self._is_closing:
                 time.sleep(min(LOOK_S * 2**self._num_errors, _MAX_BACKOFF_S))
 
@@ -210,6 +224,11 @@ class KvPublisher:
         if self._is_awake:
             self._changed_at = time.monotonic()
             self._is_awake = False
+        if problem := self._plane.problem:
+            raise OSError(problem)
+        for rank in self._ranks:
+            if not rank.next_seq:  # readers of an earlier life at this address forget what it held
+                self._send(rank, [AllBlocksCleared()])
         self._publish_events()
         self._report_load()
         for request in self._plane.requests():
@@ -229,7 +248,7 @@ class KvPublisher:
             by_rank.setdefault(event.dp_rank, []).append(event)
         for number, part in by_rank.items():
             rank = self._rank(number)
-            for told in _portions(rank.held.apply(part), _BATCH_EVENTS):
+            for told in _portions(rank.held.apply(part), _BATCH_WEIGHT):
                 self._send(rank, told)
 
     def _lose_track(self, event_id: int, by_rank: dict[int, list[KvEvent]]) -> None:
@@ -289,7 +308,7 @@ class KvPublisher:
         """Yield batches that say what is held after the last one sent."""
         seq, ts, number = rank.next_seq - 1, self._now(), rank.number
         events = itertools.chain([AllBlocksCleared()], rank.held.snapshot())
-        return ((seq, encode_payload(EventBatch(ts, part, number))) for part in _portions(events, _SNAPSHOT_EVENTS))
+        return ((seq, encode_payload(EventBatch(ts, part, number))) for part in _portions(events, _SNAPSHOT_WEIGHT))
 
     def _go_on_answering(self) -> None:
         """One payload to each reader that waits, so that none waits for another's snapshot."""
@@ -336,7 +355,16 @@ def _load_of(state: EngineState) -> WorkerLoad:
     )
 
 
-def _portions(events: Iterable[WireEvent], size: int) -> Iterator[list[WireEvent]]:
-    source = iter(events)
-    while part := list(itertools.islice(source, size)):
+def _portions(events: Iterable[WireEvent], max_weight: int) -> Iterator[list[WireEvent]]:
+    part: list[WireEvent] = []
+    weight = 0
+    for event in events:
+        of_event = 1 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+        of_event += len(event.token_ids) if isinstance(event, BlockStored) else 0
+        if part and weight + of_event > max_weight:
+            yield part
+            part, weight = [], 0
+        part.append(event)
+        weight += of_event
+    if part:
         yield part

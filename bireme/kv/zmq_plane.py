@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import ipaddress
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,6 +68,10 @@ class ZmqPlane:
             self._events = self._bind(zmq.PUB, _EVENT_HWM, base if host else base + ".e")
             self._router = self._bind(zmq.ROUTER, _ROUTER_HWM, base if host else base + ".r")
             self._poller.register(self._router, zmq.POLLIN)
+
+    @property
+    def problem(self) -> str:
+        return ""
 
     @property
     def load_endpoint(self) -> str:
@@ -184,19 +187,3 @@ def parse_request(client: Any, frames: list[bytes]) -> ReplayRequest | None:
     except ValueError:
         return None
     return ReplayRequest(client, rank, start) if rank is not None and start >= -1 else None
-
-
-def connect(context: Any, kind: int, endpoint: str, deployment_key: bytes, prepare: Callable[[Any], None]) -> Any:
-    """Return a reader's socket. `prepare` sets options before it connects. Raises ZMQError."""
-    socket = context.socket(kind)
-    socket.linger = 0
-    if needs_curve(endpoint):
-        socket.curve_publickey, socket.curve_secretkey = curve_keys(deployment_key, "reader")
-        socket.curve_serverkey = curve_keys(deployment_key, "engine")[0]
-    try:
-        prepare(socket)
-        socket.connect(endpoint)
-    except Exception:
-        socket.close(0)
-        raise
-    return socket

@@ -37,7 +37,7 @@ def make_router(recipe: Recipe, metrics: Registry, folder: Path | None = None) -
             from bireme.kv.feed import KvFeed
 
             index, lock = (holdings.index, holdings.lock) if holdings is not None else (None, None)
-            feed = KvFeed(index, key, metrics, lock)
+            feed = KvFeed(index, key, metrics, lock, recipe.kv_events)
             feed.start()
             loads = feed.loads
             followers.append(feed)

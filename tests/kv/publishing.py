@@ -46,7 +46,8 @@ class Published:
     def __init__(self, folder: Path, worker: str = "decode", life: int = 7, host: str = "", **settings: Any) -> None:
         self.source, self.metrics = Source(settings.pop("max_size", 1000)), Registry(worker)
         has_events = settings.get("has_events", True)
-        self.plane = ZmqPlane(f"ipc://{folder}/{worker}-{life}", host, KEY, has_events=has_events)
+        plane = settings.pop("plane", None)
+        self.plane: Any = plane or ZmqPlane(f"ipc://{folder}/{worker}-{life}", host, KEY, has_events=has_events)
         options = {"has_events": True, "replay_batches": 100, "num_ranks": 1} | settings
         self.publisher = KvPublisher(
             self.source, self.plane, worker=worker, life=life, tokens_per_block=SIZE,

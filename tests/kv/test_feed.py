@@ -32,6 +32,9 @@ class Router:
     def follow(self, *publishers):
         self.feed.follow({one.record.worker: one.record for one in publishers})
 
+    def is_in_step(self, worker="decode"):
+        wait_for(lambda: worker in self.feed.loads and not self.feed.out_of_step())
+
     def depth(self, worker, hashes=HASHES, tier=0):
         with self.feed.lock:
             slots = self.feed.slots.get(worker, ())
@@ -157,7 +160,7 @@ def test_a_slot_that_went_to_another_worker_gets_none_of_the_first_one_s_blocks(
     one = publish()
     router.feed.index.add_worker("decode")
     router.follow(one)
-    wait_for(lambda: router.feed.out_of_step() == [])
+    router.is_in_step()
     with router.feed.lock:
         router.feed.index.remove_worker(router.feed.index.slots["decode"])
         router.feed.index.add_worker("decode_1")
@@ -173,7 +176,7 @@ def test_a_silent_worker_s_load_is_not_known(router, publish):
     one = publish()
     router.follow(one)
     wait_for(lambda: "decode" in router.feed.loads)
-    wait_for(lambda: router.feed.out_of_step() == [])
+    router.is_in_step()
     one.close()
     wait_for(lambda: "decode" not in router.feed.loads)
     assert router.feed.out_of_step() == ["decode"]
@@ -192,7 +195,7 @@ def test_ranks_of_a_worker_have_slots_of_their_own(router, publish):
     one = publish(num_ranks=2)
     one.record = msgspec.structs.replace(one.record, capacity=_capacity(2))
     router.follow(one)
-    wait_for(lambda: router.feed.out_of_step() == [])
+    router.is_in_step()
     block = StoredBlock(HASHES[0], tuple(PROMPT[:SIZE]))
     one.source.events._events.append(BlocksStored(0, None, (block,), dp_rank=1))
     one.publisher.wake()
@@ -272,7 +275,8 @@ def test_reports_of_others_at_a_worker_s_address_are_counted_and_not_believed(ro
 
 
 def test_an_engine_with_another_key_is_not_heard(publish, monkeypatch):
-    monkeypatch.setattr("bireme.kv.zmq_plane.needs_curve", lambda endpoint: endpoint.startswith("tcp://"))
+    for module in ("zmq_plane", "zmq_link"):
+        monkeypatch.setattr(f"bireme.kv.{module}.needs_curve", lambda endpoint: endpoint.startswith("tcp://"))
     one, stranger, friend = publish(host="127.0.0.1"), Router(b"another key"), Router()
     for router in (stranger, friend):
         router.follow(one)

@@ -11,7 +11,7 @@ import zmq
 
 from bireme.errors import ConfigError
 from bireme.kv.event_wire import LOAD_TOPIC, WorkerLoad, decode_load
-from bireme.kv.zmq_plane import ZmqPlane, connect, curve_keys, needs_curve
+from bireme.kv.zmq_plane import ZmqPlane, curve_keys, needs_curve
 from tests.engines.engine_fixtures import wait_for
 from tests.kv.event_readers import AllBlocksCleared, BlockRemoved, BlockStored, VllmSubscriber
 from tests.kv.publishing import KEY, SIZE, Published
@@ -233,7 +233,10 @@ def curve_bench(bench, monkeypatch):
 
 def _answers_to(endpoint, key):
     context = zmq.Context()
-    socket = connect(context, zmq.DEALER, endpoint, key, lambda socket: None)
+    socket = context.socket(zmq.DEALER)
+    socket.curve_publickey, socket.curve_secretkey = curve_keys(key, "reader")
+    socket.curve_serverkey = curve_keys(key, "engine")[0]
+    socket.connect(endpoint)
     socket.send_multipart([b"", b"\xff" * 8])
     try:
         return bool(socket.poll(1000))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bireme.config import ROUTED_STAGES, Recipe, WorkerEntry, stage_of, worker_id
+from bireme.config import ROUTED_STAGES, KvEventsConfig, Recipe, WorkerEntry, stage_of, worker_id
 from bireme.discovery import run
 from bireme.discovery.view import own_record
 from bireme.engines.base import Engine, EngineContext
@@ -37,7 +37,7 @@ from bireme.own_process import freeze_gc
 from bireme.stop_signals import on_stop_signal
 
 if TYPE_CHECKING:
-    from bireme.kv.zmq_plane import ZmqPlane
+    from bireme.kv.publisher import EventPlane
     from bireme.multimodal.embedding_share import EmbeddingShare
 
 logger = logging.getLogger("bireme.engine")
@@ -190,16 +190,15 @@ class EngineProcess:
         self._parts.callback(transfer.close)
         return transfer
 
-    def _make_publisher(self, recipe: Recipe, entry: WorkerEntry, key: bytes, capacity: Capacity) -> ZmqPlane | None:
+    def _make_publisher(self, recipe: Recipe, entry: WorkerEntry, key: bytes, capacity: Capacity) -> EventPlane | None:
         """Tell routers what the engine does, if any asks."""
         has_events = recipe.publishes_events
         if stage_of(self._worker) not in ROUTED_STAGES or not (has_events or recipe.has_load_routing):
             return None
         from bireme.kv.publisher import KvPublisher
-        from bireme.kv.zmq_plane import ZmqPlane
 
         assert self._engine is not None
-        plane = ZmqPlane(self._endpoint, recipe.kv_events.host, key, has_events=has_events)
+        plane = self._make_plane(recipe.kv_events, key, has_events)
         publisher = KvPublisher(
             self._engine,
             plane,
@@ -233,6 +232,15 @@ class EngineProcess:
             if not progress.num_waiting + progress.num_running:
                 return
             time.sleep(0.005)
+
+    def _make_plane(self, config: KvEventsConfig, key: bytes, has_events: bool) -> EventPlane:
+        if config.plane == "zmq":
+            from bireme.kv.zmq_plane import ZmqPlane
+
+            return ZmqPlane(self._endpoint, config.host, key, has_events=has_events)
+        from bireme.kv.nats_plane import NatsPlane
+
+        return NatsPlane(config, self._worker, self._life, key, has_events=has_events)
 
     def _stop(self) -> None:
         try:
