@@ -175,7 +175,10 @@ class Cluster:
             vocab_size=1 << 17,
         )
         router.set_workers(
-            {name: WorkerRecord(worker=name, life=1, tokens_per_block=TOKENS_PER_BLOCK, capacity=capacity) for name in names}
+            {
+                name: WorkerRecord(worker=name, life=1, tokens_per_block=TOKENS_PER_BLOCK, capacity=capacity)
+                for name in names
+            }
         )
         return router
 

@@ -7,6 +7,7 @@ A prompt is told by the hashes of its full blocks, which stand for all before th
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,6 +163,19 @@ GENERATORS: dict[str, Callable[[int, int, float], list[SimulatedRequest]]] = {
 
 def faster(requests: list[SimulatedRequest], speed: float) -> list[SimulatedRequest]:
     return [replace(one, arrival_s=one.arrival_s / speed) for one in requests]
+
+
+def spread_out(requests: list[SimulatedRequest]) -> list[SimulatedRequest]:
+    """Spread requests of one time evenly until the next time: Mooncake's timestamps are multiples of three seconds."""
+    times = sorted({one.arrival_s for one in requests})
+    gaps = dict(zip(times, np.diff([*times, 2 * times[-1] - times[-2] if len(times) > 1 else times[-1]]), strict=True))
+    counts, seen = Counter(one.arrival_s for one in requests), Counter[float]()
+    found = []
+    for one in requests:
+        at = one.arrival_s + float(gaps[one.arrival_s]) * seen[one.arrival_s] / counts[one.arrival_s]
+        seen[one.arrival_s] += 1
+        found.append(replace(one, arrival_s=at))
+    return found
 
 
 def endless_hits(requests: list[SimulatedRequest]) -> list[int]:

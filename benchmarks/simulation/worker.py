@@ -1,8 +1,8 @@
 """A worker in virtual time: the mocker's timing model and its pool of blocks, without threads, bytes or waiting.
 
 As in bireme/engines/mocker: a step takes `step_ms + step_ms_per_request * decoding + prefill`; prompts are computed
-within the step's token budget, oldest first; blocks are taken at admission for the whole request; the least recently
-used of those that nobody uses go first.
+within the step's token budget, oldest first; blocks are taken at admission for the whole request; one whose beginning
+is being computed waits for it; the least recently used of the blocks that nobody uses go first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 
 from benchmarks.simulation.trace import TOKENS_PER_BLOCK, SimulatedRequest, cachable
@@ -44,12 +44,13 @@ class SimulatedWorker:
     def __init__(self, number: int, model: MockerConfig, num_blocks: int, max_num_tokens: int, max_batch: int) -> None:
         self._number, self._model, self._num_blocks = number, model, num_blocks
         self._max_num_tokens, self._max_batch = max_num_tokens, max_batch
-        self._waiting: deque[SimulatedRun] = deque()
+        self._waiting: list[SimulatedRun] = []
         self._prefilling: list[SimulatedRun] = []
         self._decoding: list[tuple[int, int, SimulatedRun]] = []  # a heap of (last step, order, run)
         self._order = itertools.count()
         self._used: dict[int, int] = {}  # references, by hash
         self._cached: OrderedDict[int, None] = OrderedDict()  # unused, oldest first
+        self._computing: Counter[int] = Counter()
         self._num_private = 0
         self._step = 0
         self._at = 0.0  # the end of the last step
@@ -156,20 +157,24 @@ class SimulatedWorker:
         self._evict()
 
     def _admit(self) -> None:
-        while self._waiting and len(self._prefilling) + len(self._decoding) < self._max_batch:
-            run = self._waiting[0]
+        at = 0
+        while at < len(self._waiting) and len(self._prefilling) + len(self._decoding) < self._max_batch:
+            run = self._waiting[at]
             blocks, hits = run.request.blocks.tolist(), 0
-            while hits < min(len(blocks), cachable(run.request)) and (
-                blocks[hits] in self._used or blocks[hits] in self._cached
-            ):
+            max_hits = cachable(run.request)
+            while hits < max_hits and (blocks[hits] in self._used or blocks[hits] in self._cached):
                 hits += 1
+            if hits < max_hits and blocks[hits] in self._computing:
+                at += 1
+                continue
             needed = -(-(run.request.num_prompt + run.request.num_output) // TOKENS_PER_BLOCK) - hits
             revived = sum(one in self._cached for one in blocks[:hits])
             if self._num_private + len(self._used) + revived + needed > self._num_blocks:
                 return
-            self._waiting.popleft()
+            self._waiting.pop(at)
             run.shared = blocks[:hits]
             self._use(run.shared)
+            self._computing.update(blocks[hits:])
             self._num_private += needed
             run.num_blocks, run.num_cached = needed, hits * TOKENS_PER_BLOCK
             run.left = run.request.num_prompt - run.num_cached
@@ -185,6 +190,7 @@ class SimulatedWorker:
         """Offer computed blocks to others; one that another request published first is shared."""
         blocks = run.request.blocks.tolist()
         first = len(run.shared)
+        self._computing -= Counter(blocks[first:])
         new = [one for one in blocks[first:] if one not in self._used and one not in self._cached]
         self._use(blocks[first:])
         self._num_private -= len(blocks) - first

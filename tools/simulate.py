@@ -1,0 +1,183 @@
+"""Replay requests through bireme's router and prefix index in virtual time, for each routing mode.
+
+The router and the index are the real ones; workers have the mocker's timing model and a cache of KV blocks; what
+routers know of them comes late by --lag-ms. The same --seed gives the same figures, whatever the machine.
+
+    python tools/simulate.py conversations
+    python tools/simulate.py mooncake_conversation.jsonl --modes kv,round_robin --plot modes.png
+    python tools/simulate.py shared_prefix --requests 4000 --rate 12 --workers 8
+    python tools/simulate.py agentic --routers 8 --config '{"decode_weight": 0.3}'
+
+Traces have Mooncake's form (kvcache-ai/Mooncake, FAST25-release/traces); what came in the same three seconds is spread
+over them. Progress goes to stderr; the table comes first, the last line of stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
+
+import numpy as np
+
+from benchmarks.options import chosen
+from benchmarks.simulation.cluster import ClusterSettings, Outcome, simulate
+from benchmarks.simulation.trace import (
+    GENERATORS,
+    TOKENS_PER_BLOCK,
+    SimulatedRequest,
+    endless_hits,
+    faster,
+    read_trace,
+    spread_out,
+)
+from bireme.config import MockerConfig, RouterConfig, RoutingMode
+from bireme.conversion import convert
+from bireme.errors import ConfigError
+
+MODES = tuple(mode for mode in get_args(RoutingMode) if mode != "direct")
+COLUMNS = {
+    "ttft_p50_ms": "TTFT p50", "ttft_p99_ms": "p99 ms", "itl_p50_ms": "ITL p50", "itl_p99_ms": "p99 ms",
+    "hit_rate": "hit rate", "hits_of_endless": "of endless", "load_cov": "load CoV", "tokens_per_s": "tokens/s",
+    "goodput_per_s": "goodput/s",
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        router = convert(json.loads(options.config), RouterConfig, "--config")
+        requests = load(options)
+    except (ConfigError, ValueError, OSError) as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 2
+    settings = ClusterSettings(
+        num_workers=options.workers,
+        num_routers=options.routers,
+        num_blocks=options.blocks,
+        model=MockerConfig(
+            step_ms=options.step_ms,
+            step_ms_per_request=options.step_ms_per_request,
+            prefill_ms_per_token=options.prefill_ms_per_token,
+        ),
+        router=router,
+        lag_s=options.lag_ms / 1e3,
+        ttft_s=options.slo_ttft_ms / 1e3,
+        itl_s=options.slo_itl_ms / 1e3,
+        seed=options.seed,
+    )
+    outcomes = [simulate(requests, mode, settings, Progress(mode, len(requests))) for mode in options.modes]
+    rows = [outcome.summary() for outcome in outcomes]
+    print_table(rows)
+    if options.plot:
+        draw(options.plot, outcomes)
+    print(json.dumps({"simulation": options.requests_from, "statistics": statistics_of(requests), "rows": rows}))
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("requests_from", help=f"a trace, or one of {', '.join(GENERATORS)}")
+    parser.add_argument("--modes", type=chosen(MODES), default=list(MODES))
+    parser.add_argument("--requests", type=int, default=12_000, help="how many, at the most")
+    parser.add_argument("--rate", type=float, default=3.4, help="generated requests a second")
+    parser.add_argument("--speed", type=float, default=1.0, help="how much faster than recorded they come")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--routers", type=int, default=1, help="each request comes to one of them")
+    parser.add_argument("--blocks", type=int, default=16_384, help=f"of {TOKENS_PER_BLOCK} tokens, that a worker holds")
+    parser.add_argument("--step-ms", type=float, default=8.0, help="of the timing model, as in engine_config.mocker")
+    parser.add_argument("--step-ms-per-request", type=float, default=0.05)
+    parser.add_argument("--prefill-ms-per-token", type=float, default=0.03)
+    parser.add_argument("--config", default="{}", help="the recipe's block `router`, as JSON")
+    parser.add_argument("--lag-ms", type=float, default=5.0, help="until routers know of an event or a load")
+    parser.add_argument("--slo-ttft-ms", type=float, default=2000.0)
+    parser.add_argument("--slo-itl-ms", type=float, default=25.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--plot", help="write a PNG")
+    return parser.parse_args(arguments)
+
+
+def load(options: argparse.Namespace) -> list[SimulatedRequest]:
+    """Raises ValueError or OSError for a trace that can't be read."""
+    if (make := GENERATORS.get(options.requests_from)) is not None:
+        requests = make(options.seed, options.requests, options.rate)
+    else:
+        requests = spread_out(read_trace(Path(options.requests_from)))[: options.requests]
+    if not requests:
+        raise ValueError(f"{options.requests_from}: no requests")
+    return faster(requests, options.speed)
+
+
+def statistics_of(requests: Sequence[SimulatedRequest]) -> dict[str, float]:
+    prompts, answers = [one.num_prompt for one in requests], [one.num_output for one in requests]
+    return {
+        "requests": len(requests),
+        "seconds": requests[-1].arrival_s - requests[0].arrival_s,
+        "prompt_mean": float(np.mean(prompts)),
+        "prompt_p50": float(np.median(prompts)),
+        "prompt_p90": float(np.percentile(prompts, 90)),
+        "answer_mean": float(np.mean(answers)),
+        "endless_hit_rate": sum(endless_hits(list(requests))) / sum(prompts),
+    }
+
+
+class Progress:
+    """A line that is written over, where somebody looks."""
+
+    def __init__(self, name: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._total, self._clock, self._shown_at = name, total, clock, 0.0
+
+    def __call__(self, done: int) -> None:
+        if not sys.stderr.isatty() or (self._clock() - self._shown_at < 0.2 and done < self._total):
+            return
+        self._shown_at = self._clock()
+        bar = "#" * (30 * done // self._total)
+        end = "\n" if done == self._total else ""
+        print(f"\r{self._name:<14}[{bar:<30}] {done:,} of {self._total:,}", end=end, file=sys.stderr, flush=True)
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    print(f"{'mode':<14}" + "".join(f"{title:>12}" for title in COLUMNS.values()))
+    for row in rows:
+        print(
+            f"{row['mode']:<14}"
+            + "".join(f"{row[name]:>12,.3g}" if row[name] < 10 else f"{row[name]:>12,.0f}" for name in COLUMNS)
+        )
+
+
+def draw(path: str, outcomes: Sequence[Outcome]) -> None:
+    """Write a PNG. Says so where there is no matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 5, figsize=(22, 4))
+    for axis, title, values in (
+        (axes[0], "TTFT, ms", [outcome.ttft_s for outcome in outcomes]),
+        (axes[1], "ITL of a request, ms", [outcome.itl_s for outcome in outcomes]),
+    ):
+        for outcome, one in zip(outcomes, values, strict=True):
+            axis.plot(np.sort(one) * 1e3, np.linspace(0, 1, len(one)), label=outcome.mode)
+        axis.set(title=title, xscale="log", ylabel="share of requests")
+        axis.legend()
+    rows = [outcome.summary() for outcome in outcomes]
+    for axis, name in zip(axes[2:], ("hits_of_endless", "load_cov", "goodput_per_s"), strict=True):
+        axis.bar([str(row["mode"]) for row in rows], [float(row[name]) for row in rows])
+        axis.set(title=COLUMNS[name])
+        axis.tick_params(axis="x", rotation=30)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
