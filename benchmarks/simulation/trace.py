@@ -86,7 +86,7 @@ def conversations(seed: int, count: int, rate: float) -> list[SimulatedRequest]:
     duration, at = count / rate, 0.0
     while (at := at + random.exponential(1.61 / rate)) < duration:
         chat, now = system.fork(), at
-        chat.grow(int(np.clip(random.lognormal(8.55, 1.12), 380, 125_000)))
+        chat.grow(int(np.clip(random.lognormal(8.64, 1.21), 380, 125_000)))
         while now < duration:
             found.append(chat.ask(now // 3 * 3, _answer(random)))
             if random.random() > 0.4:
@@ -194,7 +194,7 @@ def endless_hits(requests: list[SimulatedRequest]) -> list[int]:
 
 def cachable(request: SimulatedRequest) -> int:
     """Return how many blocks of a prompt a cache can save: an engine computes at least the last token."""
-    return (request.num_prompt - 1) // TOKENS_PER_BLOCK
+    return min(len(request.blocks), (request.num_prompt - 1) // TOKENS_PER_BLOCK)
 
 
 def _answer(random: Random) -> int:

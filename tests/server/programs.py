@@ -10,6 +10,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tools/make_dashboard.py": ("--check",),
     "tools/make_sample_model.py": ("--arch", "llama", "--out", "{folder}/tiny-llama"),
     "tools/serve_nodes.py": ("--dry-run", "recipes/deepseek-r1-wide-ep"),
+    "tools/simulate.py": ("agentic", "--requests", "50", "--modes", "kv,random", "--plot", "{folder}/modes.png"),
     "tools/train_samples.py": ("tiny-chat", "--budget", "smoke", "--out", "{folder}/tiny-chat"),
     "benchmarks/embedding_cache.py": ("--recipe", "recipes/tiny-vlm-agg", "--pictures", "1"),
     "benchmarks/engine_cpu.py": ("--batch", "1", "--prompt", "8", "--steps", "2", "--threads", "1"),

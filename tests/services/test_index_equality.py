@@ -1,0 +1,127 @@
+"""Our index and the RadixTree of ai-dynamo's wheel, an independent reader, find the same in one stream of KV events."""
+
+import json
+import random
+import subprocess
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from benchmarks.contenders import dynamo
+from bireme.engines.mocker.blocks import MockBlockPool
+from bireme.kv import hashing
+from bireme.kv.event_wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, decode_batch, encode_payload
+from bireme.kv.events import EventBuffer
+from bireme.kv.held_blocks import HeldBlocks
+from bireme.kv.index import KvIndex
+from bireme.kv.prompt_hashing import PromptHasher
+
+SIZE = 16
+NUM_QUESTIONS = 10_000
+READER = Path(__file__).parent / "radix_tree_reader.py"
+
+
+class Engine:
+    """The mocker's pool of blocks and what its publisher would send."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.buffer = EventBuffer(100_000)
+        self.pool = MockBlockPool(90, SIZE, True, self.buffer)
+        self.held = HeldBlocks(SIZE, b"key")
+        self.running = []
+
+    def step(self, prompt, lora_name):
+        if self.running and self.random.random() < 0.5:
+            self.pool.free(self.running.pop(self.random.randrange(len(self.running))))
+            return
+        tokens = hashing.token_bytes(prompt)
+        content = self.pool.content(tokens, lora_name, "")
+        if (holding := self.pool.allocate(content.keys, len(prompt), len(content.keys))) is not None:
+            self.pool.begin(holding, content)
+            self.pool.publish(holding, content)
+            self.running.append(holding)
+
+    def batch(self):
+        return self.held.apply(self.buffer.drain())
+
+
+class Stream:
+    """Steps for both readers, and the answers of ours."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.engines = [Engine(number) for number in range(6)]
+        self.index, self.hasher = KvIndex(), PromptHasher(SIZE)
+        self.slots = [self.index.add_worker(str(number)) for number in range(6)]
+        self.has_gap = [False] * 6
+        self.trunks = [[self.random.randrange(1 << 17) for _ in range(SIZE * 12)] for _ in range(5)]
+        self.steps, self.answers = [], []
+        self.kinds = {"gap": 0, "lost": 0, "BlockRemoved": 0, "BlockStored": 0, "AllBlocksCleared": 0}
+
+    def prompt(self):
+        trunk = self.random.choice(self.trunks)
+        end = self.random.randint(1, len(trunk))
+        tail = random.Random(self.random.randrange(40)).choices(range(1 << 17), k=SIZE * 8)
+        return trunk[:end] + tail[: self.random.randint(0, SIZE * 8)], self.random.choice(["", "", "adapter-a"])
+
+    def events(self):
+        number = self.random.randrange(6)
+        if self.random.random() < 0.003:
+            self.steps.append(("lost", number, None, ""))
+            self.index.remove_worker(self.slots[number])
+            self.slots[number] = self.index.add_worker(str(number))
+            self.engines[number], self.has_gap[number] = Engine(self.random.random()), False
+            self.kinds["lost"] += 1
+            return
+        engine = self.engines[number]
+        engine.step(*self.prompt())
+        if not (events := engine.batch()):
+            return
+        if self.random.random() < 0.02:
+            self.has_gap[number] = True
+            self.kinds["gap"] += 1
+            return
+        if self.has_gap[number] or self.random.random() < 0.002:
+            events, self.has_gap[number] = [AllBlocksCleared(), *engine.held.snapshot()], False
+        payload = encode_payload(EventBatch(0.0, events, 0))
+        self.steps.append(("batch", number, payload, ""))
+        self.apply(self.slots[number], decode_batch(payload).events)
+
+    def apply(self, slot, events):
+        for event in events:
+            self.kinds[type(event).__name__] += 1
+            if isinstance(event, BlockStored):
+                self.index.stored(slot, event.parent_block_hash, event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                self.index.removed(slot, event.block_hashes)
+            else:
+                self.index.cleared(slot)
+
+    def ask(self):
+        prompt, lora_name = self.prompt()
+        self.steps.append(("ask", 0, (SIZE, prompt), lora_name))
+        hashes = self.hasher(np.array(prompt, np.int32), hashing.event_seed(lora_name))
+        depths = self.index.match(hashes)[0]
+        self.answers.append({str(number): int(depths[slot]) for number, slot in enumerate(self.slots) if depths[slot]})
+
+
+def test_ten_thousand_prompts_have_the_overlaps_that_the_radix_tree_finds(tmp_path):
+    stream = Stream(1)
+    for _ in range(NUM_QUESTIONS):
+        stream.events()
+        stream.events()
+        stream.ask()
+    assert min(stream.kinds.values()) > 20, stream.kinds
+    file = tmp_path / "stream"
+    file.write_bytes(msgspec.msgpack.encode(stream.steps))
+    ran = subprocess.run([dynamo.environment(), str(READER), str(file)], check=True, capture_output=True)
+    theirs = json.loads(ran.stdout)
+    different = [
+        (number, ours, other)
+        for number, (ours, other) in enumerate(zip(stream.answers, theirs, strict=True))
+        if ours != other
+    ]
+    assert different == []
+    assert sum(map(len, theirs)) > NUM_QUESTIONS

@@ -1,0 +1,112 @@
+"""The simulator: requests with known statistics, the mocker's timing, real routers, the same figures every time."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.simulation.cluster import ClusterSettings, simulate
+from benchmarks.simulation.trace import (
+    SimulatedRequest,
+    conversations,
+    endless_hits,
+    read_trace,
+    shared_prefix,
+    spread_out,
+)
+from benchmarks.simulation.worker import SimulatedRun, SimulatedWorker
+from bireme.config import MockerConfig, RouterConfig
+from tools import simulate as program
+
+MODEL = MockerConfig(step_ms=10, step_ms_per_request=1, prefill_ms=5, prefill_ms_per_token=0.01)
+
+
+def request(at, num_prompt, num_output, *blocks):
+    return SimulatedRequest(at, num_prompt, num_output, np.array(blocks, np.uint64))
+
+
+def ran(*requests, num_blocks=1000):
+    worker = SimulatedWorker(0, MODEL, num_blocks, 1000, 8)
+    runs = [SimulatedRun(one) for one in requests]
+    for run in runs:
+        worker.advance(run.request.arrival_s)
+        worker.submit(run, run.request.arrival_s)
+    worker.advance(float("inf"))
+    return runs
+
+
+def test_a_request_alone_takes_the_mockers_time():
+    (run,) = ran(request(1.0, 700, 3))
+    assert run.first_token_s == pytest.approx(1.0 + 0.010 + 0.005 + 0.007)
+    assert run.end_s == pytest.approx(run.first_token_s + 2 * 0.011)
+
+
+def test_a_long_prompt_is_computed_in_steps_of_the_token_budget():
+    (run,) = ran(request(0.0, 2500, 1))
+    assert run.first_token_s == run.end_s == pytest.approx(3 * 0.010 + 0.005 + 0.025)
+
+
+def test_one_that_comes_during_a_step_begins_after_it():
+    first, second = ran(request(0.0, 100, 50), request(0.1, 100, 2))
+    steps = -(-(0.1 - first.first_token_s) // 0.011)
+    began = first.first_token_s + steps * 0.011
+    assert second.first_token_s == pytest.approx(began + 0.011 + 0.005 + 0.001)
+
+
+def test_blocks_are_found_again_and_the_oldest_go_first():
+    same = [request(at, 1100, 1, 1, 2) for at in (0, 10, 30)]
+    runs = ran(*same[:2], request(20, 1600, 1, 7, 8, 9), same[2], num_blocks=5)
+    assert [run.num_cached for run in runs] == [0, 1024, 0, 512]
+
+
+def test_a_beginning_that_is_being_computed_is_not_computed_again():
+    runs = ran(*[request(0.0, 1100, 5, 1, 2) for _ in range(4)])
+    assert [run.num_cached for run in runs] == [0, 1024, 1024, 1024]
+
+
+def test_a_request_that_never_fits_is_said():
+    with pytest.raises(RuntimeError, match="5 blocks; set more"):
+        ran(request(0, 5120, 1), num_blocks=5)
+
+
+def test_an_endless_cache_finds_all_that_was_there_but_the_last_token():
+    made = [request(0, 1100, 1, 1, 2), request(1, 1100, 1, 1, 3), request(2, 1024, 1, 1, 2)]
+    assert endless_hits(made) == [0, 512, 512]
+
+
+def test_generated_conversations_have_the_statistics_of_the_trace():
+    """Those of Mooncake's conversation trace, measured on its 12,031 requests."""
+    found = program.statistics_of(conversations(1, 12_031, 12_031 / 3537))
+    for name, measured in {"requests": 12_031, "seconds": 3537, "prompt_mean": 12_035, "prompt_p50": 6909,
+                           "prompt_p90": 27_367, "answer_mean": 343, "endless_hit_rate": 0.373}.items():  # fmt: skip
+        assert found[name] == pytest.approx(measured, rel=0.15), name
+
+
+def test_a_trace_is_read_and_its_requests_spread_over_their_three_seconds(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": at, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]} for at in (0, 0, 3000)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    found = spread_out(read_trace(file))
+    assert [one.arrival_s for one in found] == [0, 1.5, 3]
+    assert [len(one.blocks) for one in found] == [2, 2, 2]
+
+
+def test_a_line_of_another_form_is_named(tmp_path, capsys):
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [0]}\n{"a": 1}')
+    assert program.main([str(file)]) == 2
+    assert "trace.jsonl:2" in capsys.readouterr().err
+
+
+def test_the_same_seed_gives_the_same_figures():
+    made = shared_prefix(3, 200, 20, 0.5)
+    first, again, other = (simulate(made, "kv", ClusterSettings(num_routers=2, seed=seed)) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_mode_kv_computes_less_than_turns_do():
+    made = shared_prefix(3, 300, 10, 0.9)
+    settings = ClusterSettings(router=RouterConfig(decode_weight=0.1))
+    by_cost, in_turns = (simulate(made, mode, settings).summary() for mode in ("kv", "round_robin"))
+    assert by_cost["computed_tokens"] < 0.9 * in_turns["computed_tokens"]
+    assert by_cost["predicted_over_actual"] == pytest.approx(1, abs=0.02)
