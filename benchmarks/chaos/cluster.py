@@ -10,6 +10,7 @@ use, and no record in etcd.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import secrets
@@ -195,8 +196,9 @@ class Cluster:
         ]
         command += ["--port", str(port), "--no-access-log"]
         environment = {name: value for name, value in os.environ.items() if name != "BIREME_GRPC"}
+        own = {"PYTHONPATH": str(CHECKOUT), "BIREME_OVERRIDE": json.dumps(topology("a").settings)}
         return FarFrontend(
-            number, command, environment | {"PYTHONPATH": str(CHECKOUT)}, self.folder / f"frontend{number}.log",
+            number, command, environment | own, self.folder / f"frontend{number}.log",
             f"127.0.0.1:{port}",
         )  # fmt: skip
 

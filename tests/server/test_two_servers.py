@@ -20,6 +20,7 @@ from tools import drain
 pytestmark = pytest.mark.server
 LIMIT_S = 180
 MODEL = "mocker-disagg"
+SETTINGS = {"router": {"mode": "round_robin"}}
 
 
 def topology(name):
@@ -30,7 +31,7 @@ def topology(name):
         served_name=MODEL,
         replicas={"prefill": 1, "decode": 1},
         engine_config={"mocker": {"step_ms": 20, "prefill_ms": 10}},
-        settings={"router": {"mode": "round_robin"}},
+        settings=SETTINGS,
     )
 
 
@@ -52,7 +53,7 @@ class Servers:
         command = [sys.executable, "-m", "bireme.openai", "--recipe", f"recipes/{MODEL}", "--port", str(self.port)]
         command += ["--discovery", str(self.shared)]
         with self.log.open("wb") as log:
-            environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
+            environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "BIREME_OVERRIDE": json.dumps(SETTINGS)}
             self.frontend = subprocess.Popen(command, cwd=CHECKOUT, env=environment, stdout=log, stderr=log)
         self.until(lambda: len(self.workers()) == 4)
 
