@@ -45,7 +45,8 @@ class Launch:
         self.topology, self.folder, self._arguments = topology, folder, arguments
         self._sign_of_start = b"frontend_ready" if has_frontend else b"ready seconds="
         self.mark = secrets.token_hex(8)
-        self.ports = {name: free_port() for name in ("http", "grpc", "metrics", "health", "openai")}
+        self.ports = {name: free_port() for name in ("http", "grpc", "metrics", "health")}
+        self.ports["openai"] = free_port() if has_frontend else 0
         self.reads_log = threading.Event()
         self.reads_log.set()
         self._shm_before = set(_listing(_SHM))
