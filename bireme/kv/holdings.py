@@ -63,6 +63,10 @@ class IndexHoldings:
             if len(hashes) and (slot := self.index.slots.get(rank_name(*target))) is not None:
                 self.index.predicted(slot, hashes, ttl_s)
 
+    @property
+    def problem(self) -> str:
+        return ""
+
     def close(self) -> None: ...
 
     def _report(self) -> None:

@@ -78,6 +78,10 @@ class WorkerFollower(Protocol):
     def follow(self, workers: Mapping[str, WorkerRecord]) -> None:
         """Take the whole present view; those that are missing are forgotten."""
 
+    @property
+    def problem(self) -> str:
+        """Why it can learn nothing new now; "": it can."""
+
     def close(self) -> None: ...
 
 

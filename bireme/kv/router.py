@@ -108,6 +108,11 @@ class WorkerRouter:
         for follower in self._followers:
             follower.follow(workers)
 
+    @property
+    def problem(self) -> str:
+        """Why placements rest on an old view of what workers hold and do; "": they don't."""
+        return "; ".join(problem for follower in self._followers if (problem := follower.problem))
+
     def place(self, request: RoutingRequest, *, avoid: Collection[str] = ()) -> Placement:
         """Choose workers, none of `avoid` if there is another.
 

@@ -40,6 +40,7 @@ class WorkerHealth:
     """A worker's state on the metrics page."""
 
     engine_up: bool | None = None
+    publishes: bool | None = None
     steps: float | None = None
     queued: float = 0.0
     moved_at: float = field(default_factory=time.monotonic)  # when a step was last seen, or nothing was queued
@@ -50,6 +51,7 @@ class WorkerHealth:
         now = time.monotonic()
         if series.steps != self.steps or not series.queued:
             self.moved_at = now
+        self.publishes = series.publishes
         self.engine_up = False if now < self.doubted_until else series.engine_up
         self.steps, self.queued = series.steps, series.queued
 
@@ -151,6 +153,7 @@ class HealthMonitor:
             "ready": not problem,
             "reason": problem,
             "engine_up": worker.engine_up,
+            "publishes": worker.publishes,
             "steps": worker.steps,
             "queued": worker.queued,
             "stub_restarts": self._watchdog.restarts(name),
@@ -200,7 +203,8 @@ class HealthMonitor:
             own = self._recipe.replicas(stage)  # none: other servers have this stage
             if own and self._is_essential(stage) and all(problems[name] for name in own):
                 return "not_ready"
-        return "degraded" if has_lost_members or any(problems.values()) else "ready"
+        is_unheard = any(worker.publishes is False for worker in self._workers.values())
+        return "degraded" if has_lost_members or is_unheard or any(problems.values()) else "ready"
 
     def _is_essential(self, stage: str) -> bool:
         """Without prefill workers, decode does their work, unless the recipe forbids it or they encode pictures."""

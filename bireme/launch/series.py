@@ -16,6 +16,7 @@ class WorkerSeries:
     """One worker's figures; None: the worker has not published the series."""
 
     engine_up: bool | None = None
+    publishes: bool | None = None  # its KV events and load get out
     steps: float | None = None  # engine steps so far
     queued: float = 0.0  # requests running or waiting
     streams: float = 0.0  # requests that the stub has not fully answered
@@ -52,6 +53,8 @@ def _take(workers: dict[str, WorkerSeries], name: str, labels: dict[str, str], v
     series = workers.setdefault(worker, WorkerSeries())
     if name == "bireme_engine_up":
         series.engine_up = value >= 1
+    elif name == "bireme_kv_publisher_up":
+        series.publishes = value >= 1
     elif name == "bireme_engine_step_seconds_count":
         series.steps = value
     elif name in ("bireme_requests_running", "bireme_requests_waiting"):

@@ -1,6 +1,7 @@
 """Whether this frontend can answer now. It asks the workers, at most once a second: Triton calls dead ones ready.
 
-Discovery that can't be reached takes nothing down: the last view serves, and the report says that it is an old one.
+Discovery, or a plane of KV events, that can't be reached takes nothing down: the last view serves, and the report says
+that it is an old one.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Readiness:
         report: dict[str, Any] = {"status": "ready" if is_ready else "not_ready", "models": details}
         if followed := {model.name: told for model in models if (told := model.discovery_report())}:
             report["discovery"] = followed
+        if stale := {model.name: problem for model in models if (problem := model.services.router.problem)}:
+            report["routing"] = stale
         return is_ready, report
 
 

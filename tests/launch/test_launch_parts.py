@@ -161,6 +161,8 @@ def test_series_are_read_per_worker():
 # TYPE bireme_engine_up gauge
 bireme_engine_up{worker="decode"} 1
 bireme_engine_up{worker="decode_1"} 0
+bireme_kv_publisher_up{worker="decode"} 1
+bireme_kv_publisher_up{worker="decode_1"} 0
 bireme_engine_step_seconds_count{worker="decode"} 12
 bireme_requests_running{worker="decode"} 2
 bireme_requests_waiting{worker="decode"} 3
@@ -168,6 +170,7 @@ nv_inference_count{model="decode"} 9
 """
     series = worker_series(page)
     assert series["decode"].engine_up and series["decode"].steps == 12 and series["decode"].queued == 5
+    assert series["decode"].publishes and series["decode_1"].publishes is False
     assert series["decode_1"].engine_up is False and series["decode_1"].steps is None
 
 

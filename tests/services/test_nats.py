@@ -9,12 +9,13 @@ import subprocess
 
 import pytest
 
-from bireme.config import KvEventsConfig
+from bireme.config import KvEventsConfig, RouterConfig
 from bireme.kv.feed import KvFeed
 from bireme.kv.hashing import sequence_hashes
 from bireme.kv.index import KvIndex
 from bireme.kv.nats_connection import ENDPOINT, MAC_HEADER, SEQ_HEADER
 from bireme.kv.nats_plane import NatsPlane
+from bireme.kv.router import WorkerRouter
 from bireme.launch.ports import free_port
 from bireme.metrics import Registry
 from tests.engines.engine_fixtures import wait_for
@@ -150,6 +151,15 @@ def test_while_the_server_is_gone_the_last_view_stands_and_says_so(config, serve
     server.start()
     wait_for(lambda: feed.problem == "", 30)
     wait_for(lambda: depth(feed) == 3, 30)
+
+
+def test_a_router_says_that_its_view_is_old(config, server, publish, follow):
+    one = publish(config)
+    feed = follow(config, one)
+    router = WorkerRouter(RouterConfig(), "round_robin", followers=[feed])
+    wait_for(lambda: feed.loads and router.problem == "")
+    server.kill()
+    wait_for(lambda: router.problem.startswith("NATS: "))
 
 
 def test_an_engine_that_starts_before_the_server_is_heard_when_it_is_there(config, server, publish, follow):
