@@ -17,6 +17,7 @@ class SentRequest:
     used: Sequence[int]  # hashes of the prompt's full blocks, from its start; empty: they are not counted
     prefill_tokens: int  # that the worker must compute
     computed: Sequence[int] = ()  # hashes of the full blocks that it computes
+    prompt_tokens: int = 0  # all of them, if it computes any
     is_over: bool = False
 
 
@@ -30,6 +31,7 @@ class ActiveRequests:
     def __init__(self) -> None:
         self.num_requests = 0
         self.prefill_tokens = 0  # sent, and not known to be computed
+        self.prompt_tokens = 0  # of these prompts: an engine counts so many until it finds what it has cached
         self._computed_tokens = self._computing_s = 0.0  # whose quotient is the rate
         self._blocks: Counter[int] = Counter()
         self._computing: Counter[int] = Counter()
@@ -80,6 +82,7 @@ class ActiveRequests:
             self._waiting[id(request)] = request
             self._computing.update(request.computed)
             self.prefill_tokens += request.prefill_tokens
+            self.prompt_tokens += request.prompt_tokens
 
     def prefilled(self, request: SentRequest, now: float) -> None:
         """The prompt has been computed; harmless when that is known."""
@@ -113,6 +116,7 @@ class ActiveRequests:
         if self._waiting.pop(id(request), None) is None:
             return False
         self.prefill_tokens -= request.prefill_tokens
+        self.prompt_tokens -= request.prompt_tokens
         _subtract(self._computing, request.computed)
         return True
 

@@ -163,14 +163,12 @@ class WorkerRouter:
             stage = self._stages[target.record.stage]
             stage.prefilled(target, sent, now)
             if target.worker == placement.prefill:
-                stage.free(target, sent, now)
+                stage.free(target, sent)
 
     def finished(self, placement: Placement) -> None:
         """Nothing of this placement is running any more."""
-        if placement.sent:
-            now = self._clock()
-            for target, sent in placement.sent:
-                self._stages[target.record.stage].free(target, sent, now)
+        for target, sent in placement.sent:
+            self._stages[target.record.stage].free(target, sent)
 
     def note_down(self, worker: str) -> None:
         """The worker was lost, or could not be reached."""
@@ -191,7 +189,7 @@ class WorkerRouter:
         """Choose decode first: what it holds says whether prefill is worth its transfer."""
         if self._counts_load:
             for stage in self._stages.values():
-                stage.sync(now)
+                stage.sync()
         skipped = {*avoid, *self._down(now)}
         may_transfer = not request.is_resumed and (request.has_transfer or self._must_transfer)
         prefills, choice = self._stages["prefill"], request.choice
@@ -381,7 +379,9 @@ class WorkerRouter:
         else:
             costs = prices.new * np.maximum(new, 0.0) + prices.waiting * waiting
         if prices.used:
-            costs += prices.used * (stage.blocks + len(listed) - stage.shared_blocks(listed))
+            # What other routers' requests use there may be this prompt's blocks, as far as the worker holds them.
+            shared = np.maximum(stage.shared_blocks(listed), np.minimum(np.floor(held), stage.other_blocks))
+            costs += prices.used * (stage.blocks + len(listed) - shared)
         return costs
 
     def _down(self, now: float) -> set[str]:
@@ -434,9 +434,11 @@ def _sent(choice: StageChoice, request: RoutingRequest, is_used: bool, is_comput
     """Return what a worker is sent: a prompt whose blocks it uses from now on, that it computes, or both."""
     hashes: list[int] = choice.hashes.tolist() if choice.hashes is not None else []
     num_cached = choice.cached_tokens or 0
-    num_new = len(request.prompt) - num_cached if is_computed else 0
+    num_new = len(request.prompt) - num_cached
     num_held = num_cached // (choice.target.record.tokens_per_block or DEFAULT_TOKENS_PER_BLOCK) if num_cached else 0
-    return SentRequest(hashes if is_used else (), num_new, hashes[num_held:] if is_computed else ())
+    if not is_computed:
+        return SentRequest(hashes if is_used else (), 0)
+    return SentRequest(hashes if is_used else (), num_new, hashes[num_held:], len(request.prompt))
 
 
 def _with_sent(placement: Placement, sent: tuple[tuple[Target, SentRequest], ...]) -> Placement:

@@ -27,7 +27,7 @@ class Target:
     def key(self) -> tuple[str, int]:
         return self.worker, self.dp_rank or 0
 
-    def take_report(self, report: WorkerLoad | None, now: float) -> None:
+    def take_report(self, report: WorkerLoad | None) -> None:
         """Find what the worker has beyond this router's own: other routers' requests, leases, generated tokens.
 
         Called before anything of the own load changes, so that both figures are of one time. What is on its way to the
@@ -41,7 +41,7 @@ class Target:
         own, capacity = self.active, self.record.capacity
         share = 1.0 / capacity.attention_dp_size if capacity is not None else 1.0
         self.other_blocks = max(0.0, share * report.num_blocks_used - own.num_blocks)
-        self.other_tokens = max(0.0, share * report.num_waiting_tokens - own.prefill_left(now))
+        self.other_tokens = max(0.0, share * report.num_waiting_tokens - own.prompt_tokens)
         self.other_requests = max(0.0, share * (report.num_running + report.num_waiting) - own.num_requests)
 
 
@@ -76,6 +76,7 @@ class StageTargets:
         self.workers = [target.worker for target in self.targets]
         self.is_ready: Mask = np.array([not target.record.is_draining for target in self.targets], bool)
         self.blocks: Floats = np.zeros(count)  # in use
+        self.other_blocks: Floats = np.zeros(count)  # of these, other routers', and what answers have filled
         self.requests: Floats = np.zeros(count)
         self._tokens: Floats = np.zeros(count)  # prompt tokens sent and not known to be computed
         self._first: Floats = np.zeros(count)  # of those, of the prompt that is being computed
@@ -90,16 +91,17 @@ class StageTargets:
         if index < 0:
             return
         self.blocks[index] = own.num_blocks + target.other_blocks
+        self.other_blocks[index] = target.other_blocks
         self.requests[index] = own.num_requests + target.other_requests
         self._tokens[index] = own.prefill_tokens + target.other_tokens
         self._first[index], self._rates[index], self._began[index] = own.first_tokens, own.rate, own.began_at
 
-    def sync(self, now: float) -> None:
+    def sync(self) -> None:
         """Count the reports that have come since."""
         loads = self._loads
         for target in self.targets:
             if (report := loads.get(target.worker)) is not target.report:
-                target.take_report(report, now)
+                target.take_report(report)
                 self._show(target)
 
     def waiting_tokens(self, now: float) -> Floats:
@@ -126,18 +128,18 @@ class StageTargets:
         self._show(target)
 
     def prefilled(self, target: Target, sent: SentRequest, now: float) -> None:
-        self._count_report(target, now)
+        self._count_report(target)
         target.active.prefilled(sent, now)
         self._show(target)
 
-    def free(self, target: Target, sent: SentRequest, now: float) -> None:
-        self._count_report(target, now)
+    def free(self, target: Target, sent: SentRequest) -> None:
+        self._count_report(target)
         target.active.free(sent)
         self._show(target)
 
-    def _count_report(self, target: Target, now: float) -> None:
+    def _count_report(self, target: Target) -> None:
         if (report := self._loads.get(target.worker)) is not target.report and target.index >= 0:
-            target.take_report(report, now)
+            target.take_report(report)
 
     def allowed(self, skipped: Collection[str]) -> Mask:
         """Return those that take new requests and are not `skipped`."""

@@ -145,6 +145,22 @@ def test_reported_load_does_not_count_this_routers_own_requests_twice():
     assert bench.costs(list(range(100, 140)))[placed.decode] == before
 
 
+def test_a_prefix_that_another_router_uses_costs_its_worker_nothing_more():
+    bench = RouterBench("decode", "decode_1")
+    bench.held.give("decode", 40, 10)
+    bench.loads["decode"] = load(running=1, used=12)
+    assert bench.costs() == {"decode": 12, "decode_1": 20}
+
+
+def test_requests_of_a_burst_that_wait_for_their_prefix_are_no_other_routers():
+    bench = RouterBench("decode", "decode_1")
+    first = bench.place(400)
+    for _ in range(5):
+        assert bench.place(400).decode == first.decode
+    bench.loads[first.decode] = load(running=1, waiting=5, tokens=6 * 400, used=100)
+    assert bench.place(400).decode == first.decode
+
+
 def test_after_the_report_a_request_that_ends_makes_room_at_once():
     bench = RouterBench("decode")
     bench.router.set_workers({"decode": record("decode"), "decode_1": record("decode_1")})

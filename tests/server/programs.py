@@ -22,6 +22,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/router.py": (
         *("--contenders", "bireme", "--sizes", "2000", "--workers", "10", "--repeat", "1", "--matches", "10"),
     ),
+    "benchmarks/routing.py": (
+        *("--servers", "1", "--prefixes", "1", "--turns", "2", "--prefix-tokens", "64", "--question-tokens", "8"),
+        *("--answer-tokens", "2", "--rounds", "1", "--herd", "4", "--step-ms", "1"),
+    ),
     "benchmarks/serving_overhead.py": (
         *("--streams", "2", "--step-ms", "1", "--seconds", "0.5", "--warmup-s", "0.2"),
         *("--prompt-tokens", "8", "--max-tokens", "8"),
