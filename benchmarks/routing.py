@@ -126,15 +126,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="of each server")
     parser.add_argument("--prefixes", type=int, default=8, help="of each round and mode")
     parser.add_argument("--conversations", type=int, default=2, help="with each prefix")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--prefix-tokens", type=int, default=4096)
     parser.add_argument("--question-tokens", type=int, default=64)
     parser.add_argument("--answer-tokens", type=int, default=32)
-    parser.add_argument("--streams", type=int, default=4, help="conversations at a time")
+    parser.add_argument("--streams", type=int, default=6, help="conversations at a time")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--herd", type=int, default=80)
     parser.add_argument("--step-ms", type=float, default=5.0, help="of the mocker")
-    parser.add_argument("--prefill-ms-per-token", type=float, default=0.1, help="of the mocker")
+    parser.add_argument("--prefill-ms-per-token", type=float, default=0.2, help="of the mocker")
     return parser.parse_args()
 
 

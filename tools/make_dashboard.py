@@ -83,6 +83,25 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("KV events", ("bireme_kv_events_total",), "ops", by=("worker", "type")),
         Panel("KV events lost", ("bireme_kv_event_gaps_total",), "ops"),
     ),
+    "Routing": (
+        Panel("Placements by worker", ("bireme_routed_total",), "reqps", by=("target",)),
+        Panel("Placements by reason", ("bireme_routing_decisions_total",), "reqps", by=("worker", "reason")),
+        Panel("Who computes prompts", ("bireme_prompts_placed_total",), "reqps", by=("worker", "stage")),
+        Panel(
+            "Prompt tokens found in caches",
+            unit="percentunit",
+            expression=ratio("bireme_router_cached_tokens_total", "bireme_router_prompt_tokens_total"),
+        ),
+        Panel(
+            "Cached tokens mispredicted, of prompt tokens",
+            unit="percentunit",
+            expression=ratio("bireme_router_mispredicted_tokens_total", "bireme_router_prompt_tokens_total"),
+        ),
+        Panel("Prediction error of a request", ("bireme_router_prediction_error_tokens",)),
+        Panel("Blocks in the index", ("bireme_router_index_blocks", "bireme_router_index_memberships")),
+        Panel("Age of KV events", ("bireme_kv_feed_lag_seconds",), "s"),
+        Panel("Event gaps and resyncs", ("bireme_kv_feed_gaps_total", "bireme_kv_feed_resyncs_total"), "ops"),
+    ),
     "Disaggregation": (
         Panel("Transferred", ("bireme_kv_transfer_bytes_total",), "Bps", by=("worker", "direction")),
         Panel("One transfer", ("bireme_kv_transfer_seconds",), "s"),

@@ -3,10 +3,11 @@
 A `WorkerRouter` decides placements and is told how they went and which workers there are; pipelines keep no accounts of
 their own. In mode kv the worker with the lowest cost wins (with a temperature, it is the likeliest):
 
-    prefill_weight x (prompt tokens that wait there + this prompt - what the worker holds of it) / tokens_per_block
+    prefill_weight x (this prompt - what the worker holds of it) / tokens_per_block
+    + waiting_weight x prompt tokens that wait there / tokens_per_block
     + decode_weight x blocks in use there, with this prompt's
 
-A prefill worker has the first line alone. A decode worker that gets its KV from prefill pays for what it does not hold
+A prefill worker has the first two lines alone. A decode worker that gets its KV from prefill pays for what it does not hold
 at the price of a transfer, and nothing for what waits.
 
 Load is the worker's own report, and what this router has sent since: several routers agree without talking to each
@@ -333,9 +334,9 @@ class WorkerRouter:
     def _prices(self, stage: str, has_prefill: bool) -> Prices:
         config = self._config
         if stage == "prefill":
-            return Prices(config.prefill_weight, config.prefill_weight, 0.0)
+            return Prices(config.prefill_weight, config.waiting_weight, 0.0)
         if not has_prefill:
-            return Prices(config.prefill_weight, config.prefill_weight, config.decode_weight)
+            return Prices(config.prefill_weight, config.waiting_weight, config.decode_weight)
         share = config.transfer_ms_per_token / config.prefill_ms_per_token if config.prefill_ms_per_token else 0.0
         return Prices(config.prefill_weight * share, 0.0, config.decode_weight)
 

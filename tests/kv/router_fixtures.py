@@ -87,6 +87,7 @@ class RouterBench:
     """A router over workers of these names, with everything that it asks in reach."""
 
     def __init__(self, *workers: str, mode: RoutingMode = "kv", enforce: bool = False, **config: Any) -> None:
+        config = {"waiting_weight": 1.0, "decode_weight": 1.0} | config  # costs in whole blocks
         self.held, self.clock = HeldBlocks(), Clock()
         self.loads: dict[str] = {}
         is_kv = mode == "kv"

@@ -68,6 +68,12 @@ def test_cost_is_blocks_to_compute_and_blocks_in_use(prompt, held, cost):
     assert bench.costs(prompt) == {"decode": cost}
 
 
+def test_what_waits_and_what_is_in_use_have_prices_of_their_own():
+    bench = RouterBench("decode", "decode_1", prefill_weight=1.0, waiting_weight=0.5, decode_weight=0.25)
+    bench.loads["decode"] = load(running=1, used=8, tokens=80)
+    assert bench.costs() == {"decode": 10 + 20 / 2 + 18 / 4, "decode_1": 10 + 10 / 4}
+
+
 def test_host_memory_saves_its_credit_of_a_block():
     bench = RouterBench("decode", "decode_1")
     bench.held.give("decode", 40, 8, host=True)
