@@ -274,7 +274,7 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
         None  # None: kv where a stage has more than one worker; without a choice it costs nothing
     )
     prefill_weight: Duration = 1.0  # price of a KV block that must be computed
-    # Price of a block that the worker must compute before: that delays this request, computing one again later ones too.
+    # Price of a block that it must compute before: that delays this request, computing one again also later ones.
     waiting_weight: Duration = 0.5
     decode_weight: Duration = 0.25  # price of a KV block that running requests use
     host_credit: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.75  # share of a block's price that host memory saves

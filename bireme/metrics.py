@@ -237,7 +237,7 @@ class Registry:
     def set(self, name: str, value: float, *labels: str) -> None:
         key = self._key(name, labels)
         with self._lock:
-            self._gauges[key] = value
+            self._gauges[key] = float(value)  # a flag, which msgpack would tell from a number
 
     def observe(self, name: str, value: float, *labels: str, times: int = 1) -> None:
         key = self._key(name, labels)

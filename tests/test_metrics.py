@@ -52,6 +52,13 @@ def test_taking_a_delta_forgets_increments_and_keeps_gauges():
     assert delta.gauges == [(GAUGE, ("decode",), 2)]
 
 
+def test_a_flag_travels_as_a_number():
+    engine, stub = Registry("decode"), Registry("decode")
+    engine.set(GAUGE, True)
+    stub.merge(decode_delta(encode_delta(engine.take_delta())))
+    assert stub.take_delta().gauges == [(GAUGE, ("decode",), 1.0)]
+
+
 def test_an_observation_falls_into_the_first_bucket_that_holds_it():
     registry = Registry("decode")
     for value in (0.001, 0.0011, 1000.0):

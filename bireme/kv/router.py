@@ -7,8 +7,8 @@ their own. In mode kv the worker with the lowest cost wins (with a temperature, 
     + waiting_weight x prompt tokens that wait there / tokens_per_block
     + decode_weight x blocks in use there, with this prompt's
 
-A prefill worker has the first two lines alone. A decode worker that gets its KV from prefill pays for what it does not hold
-at the price of a transfer, and nothing for what waits.
+A prefill worker has the first two lines alone. A decode worker that gets its KV from prefill pays for what it does not
+hold at the price of a transfer, and nothing for what waits.
 
 Load is the worker's own report, and what this router has sent since: several routers agree without talking to each
 other. What a worker holds is known from its KV events, and for a while from placements whose events are still to come,
