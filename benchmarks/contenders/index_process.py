@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 Blocks = npt.NDArray[np.uint64]
+_TOKENS_PER_BLOCK = 32  # ours carry them, as vLLM's do
 _PORTION = 512  # events that are made before they are timed
 
 
@@ -35,17 +36,10 @@ def chains(first: int, count: int, depth: int) -> Blocks:
 
 class Ours:
     def __init__(self) -> None:
-        import msgspec
-
+        from bireme.kv import event_wire
         from bireme.kv.index import KvIndex
 
-        class BlockStored(msgspec.Struct, tag=True, tag_field="type"):
-            block_hashes: list[int]
-            parent_block_hash: int | None = None
-
-        self._decode = msgspec.msgpack.Decoder(tuple[float, list[BlockStored], int]).decode
-        self._encode = msgspec.msgpack.encode
-        self._event = BlockStored
+        self._wire = event_wire
         self.index = KvIndex()
         self._slots: list[int] = []
 
@@ -55,13 +49,15 @@ class Ours:
     def event(self, blocks: Blocks, parent: int | None, form: str) -> Any:
         if form == "arrays":
             return parent, blocks
-        return self._encode((0.0, [self._event(blocks.tolist(), parent)], 0))
+        tokens = list(range(_TOKENS_PER_BLOCK * len(blocks)))
+        stored = self._wire.BlockStored(blocks.tolist(), parent, tokens, _TOKENS_PER_BLOCK)
+        return self._wire.encode_payload(self._wire.EventBatch(0.0, [stored], 0))
 
     def apply(self, worker: int, event: Any) -> None:
         if type(event) is tuple:
             self.index.stored(self._slots[worker], *event)
             return
-        for one in self._decode(event)[1]:
+        for one in self._wire.decode_batch(event).events:
             self.index.stored(self._slots[worker], one.parent_block_hash, np.array(one.block_hashes, np.uint64))
 
     def query(self, blocks: Blocks) -> Any:

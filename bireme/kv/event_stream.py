@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from bireme.kv.event_wire import END, SNAPSHOT, AllBlocksCleared, EventBatch, WireEvent
+from bireme.kv.event_wire import END, SNAPSHOT, AllBlocksCleared, ReadBatch, ReadEvent
 
 ANSWER_TIMEOUT_S = 2.0  # without any part of an answer; then it is asked for again
 STALE_S = 5.0  # out of step for so long: what was known is forgotten
@@ -25,7 +25,7 @@ class KvEventStream:
 
     def __init__(
         self,
-        apply: Callable[[list[WireEvent]], None],
+        apply: Callable[[list[ReadEvent]], None],
         count: Callable[[str, int], None],
         clock: Callable[[], float] = time.monotonic,
         first: int | None = None,
@@ -42,7 +42,7 @@ class KvEventStream:
         self._ask_at = 0.0
         self._pause_s = _FIRST_PAUSE_S
         self._snapshot_seq: int | None = None  # of the snapshot that is being read
-        self._waiting: deque[tuple[int, EventBatch]] = deque()
+        self._waiting: deque[tuple[int, ReadBatch]] = deque()
         self._out_of_step_since: float | None = None  # None: in step, or nothing is known that could be wrong
         self._behind: tuple[int, float] | None = None  # (next seq that a report named, since when)
 
@@ -50,7 +50,7 @@ class KvEventStream:
     def is_in_step(self) -> bool:
         return not self._is_asking
 
-    def take(self, seq: int, batch: EventBatch) -> None:
+    def take(self, seq: int, batch: ReadBatch) -> None:
         """A batch has arrived by subscription."""
         if self._is_asking:
             self._wait(seq, batch)
@@ -73,7 +73,7 @@ class KvEventStream:
         if not self._is_asking:
             self._ask(from_start=True)
 
-    def take_answer(self, seq: int, batch: EventBatch | None) -> None:
+    def take_answer(self, seq: int, batch: ReadBatch | None) -> None:
         """A part of an answer has arrived; None: it can't be read, or is the end."""
         if not self._is_asking or self._asked_at is None:
             self._count("stray", 1)
@@ -119,7 +119,7 @@ class KvEventStream:
         self._ask_at = now + self._pause_s
         return SNAPSHOT if self._expected is None else self._expected
 
-    def _take_next(self, batch: EventBatch) -> None:
+    def _take_next(self, batch: ReadBatch) -> None:
         assert self._expected is not None
         self._apply(batch.events)
         self._expected += 1
@@ -139,13 +139,13 @@ class KvEventStream:
         self._ask(from_start=True)
         self._out_of_step_since = None
 
-    def _wait(self, seq: int, batch: EventBatch) -> None:
+    def _wait(self, seq: int, batch: ReadBatch) -> None:
         self._waiting.append((seq, batch))
         if len(self._waiting) > _MAX_WAITING:
             self._waiting.popleft()
             self._count("overflow", 1)
 
-    def _take_part(self, seq: int, batch: EventBatch) -> None:
+    def _take_part(self, seq: int, batch: ReadBatch) -> None:
         begins_anew = bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
         if self._snapshot_seq is not None and seq == self._snapshot_seq:
             self._apply(batch.events)

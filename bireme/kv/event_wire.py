@@ -60,6 +60,28 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
+class StoredHashes(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored", gc=False):
+    """A BlockStored as routers read it: its tokens, which would take most of the time, are left as they came."""
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: msgspec.Raw
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+
+
+ReadEvent = StoredHashes | BlockRemoved | AllBlocksCleared
+
+
+class ReadBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An EventBatch as routers read it."""
+
+    ts: float
+    events: list[ReadEvent]
+    data_parallel_rank: int | None = None
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_running: int  # requests
     num_waiting: int
@@ -103,5 +125,5 @@ def decode_seq(data: bytes) -> int:
 
 
 encode_payload = msgspec.msgpack.Encoder().encode
-decode_batch = msgspec.msgpack.Decoder(EventBatch).decode
+decode_batch = msgspec.msgpack.Decoder(ReadBatch).decode
 decode_load = msgspec.msgpack.Decoder(LoadReport).decode

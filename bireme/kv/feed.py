@@ -29,9 +29,9 @@ from bireme.kv.event_wire import (
     LOAD_TOPIC,
     TIERS_OF_MEDIA,
     BlockRemoved,
-    BlockStored,
-    EventBatch,
-    WireEvent,
+    ReadBatch,
+    ReadEvent,
+    StoredHashes,
     WorkerLoad,
     decode_batch,
     decode_load,
@@ -169,12 +169,12 @@ class FollowedWorker:
             for stream, next_seq in zip(self.streams, report.next_seqs, strict=False):
                 stream.take_next_seq(next_seq)
 
-    def _apply(self, rank: int, events: list[WireEvent]) -> None:
+    def _apply(self, rank: int, events: list[ReadEvent]) -> None:
         index, slot = self.feed.index, self.slots[rank]
         assert index is not None
         with self.feed.lock:
             for event in events if self._has_slot(rank) else ():
-                if isinstance(event, BlockStored):
+                if isinstance(event, StoredHashes):
                     tier = TIERS_OF_MEDIA.get(event.medium or "GPU", DISK)
                     index.stored(slot, event.parent_block_hash, np.array(event.block_hashes, np.uint64), tier)
                 elif isinstance(event, BlockRemoved):
@@ -313,7 +313,7 @@ def _identity(record: WorkerRecord) -> tuple[Any, ...]:
     return record.worker, record.life, record.event_endpoint, record.replay_endpoint, record.load_endpoint
 
 
-def _read_batch(frames: list[bytes]) -> tuple[int, EventBatch | None]:
+def _read_batch(frames: list[bytes]) -> tuple[int, ReadBatch | None]:
     """Return seq and batch; without one: the end of an answer, or (seq 0) what can't be read."""
     try:
         number, payload = frames

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.contenders import dynamo
 from bireme.engines.mocker.blocks import MockBlockPool
 from bireme.kv import hashing
-from bireme.kv.event_wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, decode_batch, encode_payload
+from bireme.kv.event_wire import AllBlocksCleared, BlockRemoved, EventBatch, StoredHashes, decode_batch, encode_payload
 from bireme.kv.events import EventBuffer
 from bireme.kv.held_blocks import HeldBlocks
 from bireme.kv.index import KvIndex
@@ -58,7 +58,7 @@ class Stream:
         self.has_gap = [False] * 6
         self.trunks = [[self.random.randrange(1 << 17) for _ in range(SIZE * 12)] for _ in range(5)]
         self.steps, self.answers = [], []
-        self.kinds = {"gap": 0, "lost": 0, "BlockRemoved": 0, "BlockStored": 0, "AllBlocksCleared": 0}
+        self.kinds = {"gap": 0, "lost": 0, "BlockRemoved": 0, "StoredHashes": 0, "AllBlocksCleared": 0}
 
     def prompt(self):
         trunk = self.random.choice(self.trunks)
@@ -92,7 +92,7 @@ class Stream:
     def apply(self, slot, events):
         for event in events:
             self.kinds[type(event).__name__] += 1
-            if isinstance(event, BlockStored):
+            if isinstance(event, StoredHashes):
                 self.index.stored(slot, event.parent_block_hash, event.block_hashes)
             elif isinstance(event, BlockRemoved):
                 self.index.removed(slot, event.block_hashes)
