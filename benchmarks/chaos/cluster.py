@@ -1,8 +1,9 @@
 """Several servers of one model behind frontends of their own, hit again and again: nobody may notice.
 
 Two launches of the mocker (prefill + decode, prefill + 2 decode) register in a real etcd; two frontends without a
-server follow it. Each few seconds a process is killed by its id: an engine, a stub, a tritonserver, a whole launch,
-etcd, a frontend; or a launch leaves in good order, and comes back. There is always one launch that serves.
+server follow it; KV events and load go over a real nats-server. Each few seconds a process is killed by its id: an
+engine, a stub, a tritonserver, a whole launch, etcd, nats-server, a frontend; or a launch leaves in good order, and
+comes back. There is always one launch that serves.
 
 A request that fails is a violation, unless its own frontend was dead while it ran. At the end nothing may be left in
 use, and no record in etcd.
@@ -30,6 +31,7 @@ from benchmarks.chaos.etcd import EtcdServer
 from benchmarks.chaos.faults import HONEST
 from benchmarks.chaos.launch import STOP_S, Launch, NotStartedError, send_signal
 from benchmarks.chaos.load import LoadSettings, ask_readiness
+from benchmarks.chaos.nats import NatsProcess
 from benchmarks.chaos.observer import Observer
 from benchmarks.chaos.records import Hit, Request
 from benchmarks.chaos.topologies import Topology
@@ -49,13 +51,14 @@ KINDS = {  # fault -> how often, against the others
     "launch_killed": 1,
     "launch_leaves": 2,
     "etcd_killed": 1,
+    "nats_killed": 1,
     "far_frontend_killed": 1,
 }
 WAYS = ("chat_stream", "chat", "completions_stream", "completions")
 NUM_FRONTENDS = 2
 START_S, BACK_S = 240.0, 300.0
 _PAUSE_S = (2.0, 5.0)
-_ETCD_GONE_S = (3.0, 20.0)
+_GONE_S = (3.0, 20.0)
 _BASELINE_S = 3.0
 _CONNECTIONS_S = 1.0  # a killed frontend's clients see it so long after it at most
 _MOCKER = {"mocker": {"step_ms": 50, "prefill_ms": 10}}
@@ -112,7 +115,7 @@ class Cluster:
         self.folder = folder
         self.key = secrets.token_hex(32)
         os.environ["BIREME_KEY"] = self.key  # launches take it from here
-        self.etcd = EtcdServer(folder)
+        self.etcd, self.nats = EtcdServer(folder), NatsProcess(folder)
         self.launches: dict[str, Launch | None] = {"a": None, "b": None}  # None: it is being started again
         self.frontends: list[FarFrontend] = []
         self._lock = threading.Lock()
@@ -125,6 +128,7 @@ class Cluster:
 
     def start(self) -> None:
         self.etcd.start()
+        self.nats.start()
         starting = [threading.Thread(target=self.start_launch, args=(name,)) for name in self.launches]
         for thread in starting:
             thread.start()
@@ -138,7 +142,7 @@ class Cluster:
 
     def start_launch(self, name: str) -> None:
         launch = Launch(
-            topology(name), self.folder, arguments=("--discovery", self.discovery, "--drain-timeout=60"),
+            topology(name, self.nats.url), self.folder, arguments=("--discovery", self.discovery, "--drain-timeout=60"),
             has_frontend=False,
         )  # fmt: skip
         try:
@@ -196,7 +200,7 @@ class Cluster:
         ]
         command += ["--port", str(port), "--no-access-log"]
         environment = {name: value for name, value in os.environ.items() if name != "BIREME_GRPC"}
-        own = {"PYTHONPATH": str(CHECKOUT), "BIREME_OVERRIDE": json.dumps(topology("a").settings)}
+        own = {"PYTHONPATH": str(CHECKOUT), "BIREME_OVERRIDE": json.dumps(topology("a", self.nats.url).settings)}
         return FarFrontend(
             number, command, environment | own, self.folder / f"frontend{number}.log",
             f"127.0.0.1:{port}",
@@ -215,6 +219,7 @@ class Cluster:
         for launch in filter(None, self.launches.values()):
             launch.remove()
         self.etcd.kill()
+        self.nats.kill()
 
 
 class ClusterCampaign:
@@ -272,11 +277,12 @@ class ClusterCampaign:
 
     def _hit(self, cluster: Cluster, kind: str) -> ClusterFault | None:
         """Do it; return None where nobody could be hit now."""
-        if kind == "etcd_killed":
-            gone_s = self._rng.uniform(*_ETCD_GONE_S)
-            cluster.etcd.kill()
+        if kind in ("etcd_killed", "nats_killed"):
+            service = cluster.etcd if kind == "etcd_killed" else cluster.nats
+            gone_s = self._rng.uniform(*_GONE_S)
+            service.kill()
             time.sleep(gone_s)
-            cluster.etcd.start()
+            service.start()
             return ClusterFault(kind, f"for {gone_s:.0f} s")
         if kind == "far_frontend_killed":
             frontend = self._rng.choice(cluster.frontends)
@@ -387,7 +393,8 @@ def judge_request(request: Request, downs: Sequence[Sequence[float]]) -> Violati
     return None if HONEST.search(request.error) else Violation("dishonest", what)
 
 
-def topology(name: str) -> Topology:
+def topology(name: str, nats_url: str = "") -> Topology:
+    events = {"kv_events": {"plane": "nats", "nats_url": nats_url}} if nats_url else {}
     return Topology(
         name=f"{NAME}-{name}",
         recipe="recipes/mocker-disagg",
@@ -396,7 +403,7 @@ def topology(name: str) -> Topology:
         replicas={"prefill": 1, "decode": 1 if name == "a" else 2},
         is_mocker=True,
         engine_config=_MOCKER,
-        settings={"pipeline": {"migration_limit": 20}, "router": {"mode": "kv"}},
+        settings={"pipeline": {"migration_limit": 20}, "router": {"mode": "kv"}, **events},
     )
 
 

@@ -1,4 +1,4 @@
-"""Servers of one model under faults, with a real etcd: tools/chaos.py --topology cluster, for a minute."""
+"""Servers of one model under faults, with a real etcd and nats-server: a minute of tools/chaos.py."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 from bireme.config import CHECKOUT
 
-FAULTS = "worker_engine_killed,triton_killed,etcd_killed,far_frontend_killed,launch_leaves"
+FAULTS = "worker_engine_killed,triton_killed,etcd_killed,nats_killed,far_frontend_killed,launch_leaves"
 
 
 def test_nobody_notices_that_workers_servers_and_etcd_die(sample_model, tmp_path):
