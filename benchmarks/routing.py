@@ -134,7 +134,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--herd", type=int, default=80)
     parser.add_argument("--step-ms", type=float, default=5.0, help="of the mocker")
-    parser.add_argument("--prefill-ms-per-token", type=float, default=0.2, help="of the mocker")
+    parser.add_argument("--prefill-ms-per-token", type=float, default=0.5, help="of the mocker")
     return parser.parse_args()
 
 
