@@ -59,7 +59,8 @@ class DirectoryStore:
         for name, sighting in seen.items():
             silent_s = now - sighting.changed_at
             if silent_s > _REMOVED_AFTER * self._lease_s:
-                self._path(name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # the next reader may be allowed to
+                    self._path(name).unlink(missing_ok=True)
             elif silent_s <= self._lease_s and sighting.record is not None:
                 found[name] = sighting.record
         return found
