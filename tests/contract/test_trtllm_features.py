@@ -126,7 +126,7 @@ def test_a_rank_pins_the_request_strictly_and_must_exist(make_engine):
     harness.tokens(dp_rank=3)
     given = last_call(harness)["scheduling_params"]
     assert (given.attention_dp_rank, given.attention_dp_relax) == (3, False)
-    with pytest.raises(RequestError, match="dp_rank: 4; this worker has 4"):
+    with pytest.raises(RequestError, match="dp_rank: 4; this worker has ranks 0 to 3"):
         harness.ask(dp_rank=4)
 
 

@@ -156,6 +156,8 @@ class Scheduler:
                 head.state = SequenceStatus.RUNNING
                 self._manager.grow(head.table, head.computed + count, head.computed)
                 self._place(head, count, plan)
+            if head.num_cached < 0:  # later admissions, after a preemption, find its own blocks
+                head.num_cached = min(head.computed, head.num_prompt)
             self.waiting.remove(head)
             head.slot = self._slots.pop()
             head.mirrored = [0] * len(self._manager.groups)
@@ -191,8 +193,6 @@ class Scheduler:
             manager.release(table)
             return False
         sequence.computed = matched
-        if sequence.num_cached < 0:
-            sequence.num_cached = min(matched, sequence.num_prompt)
         return True
 
     def need(self, sequence: Sequence) -> list[int]:
