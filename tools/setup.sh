@@ -98,6 +98,8 @@ install_package() {
     if [ -e "$stamp" ]; then return; fi
     say "[2/2] bireme with [$extras] (about 150 MB)"
     pip_install -e ".[$extras]" || fail "pip could not install the package; its message stands above"
+    # Compiled now and kept beside the source: the first server that routes by KV does not wait for it.
+    "$VENV/bin/python" -c 'import bireme.kv.hash_kernels, bireme.kv.index_kernels' || fail "the compiled functions of bireme/kv can't be made"
     rm -f "$VENV"/.stamp-*
     : >"$stamp"
 }

@@ -12,7 +12,7 @@ from bireme.discovery import run
 from bireme.discovery.run import WorkerRecord
 from bireme.kv import hashing
 from bireme.kv.placement import Hashes, HashPrompt, RoutingRequest, WorkerFollower
-from bireme.kv.router import WorkerRouter
+from bireme.kv.router import DEFAULT_TOKENS_PER_BLOCK, WorkerRouter
 from bireme.metrics import Registry
 
 
@@ -70,7 +70,8 @@ def prompt_hashes(key: bytes | None) -> HashPrompt:
     """
     from bireme.kv.prompt_hashing import PromptHasher
 
-    hashers: dict[int, PromptHasher] = {}
+    # One is made now: the first of a process loads compiled code, for which no request should wait.
+    hashers = {DEFAULT_TOKENS_PER_BLOCK: PromptHasher(DEFAULT_TOKENS_PER_BLOCK)}
     salt_key = hashing.salt_key(key) if key is not None else None
 
     def hash_prompt(request: RoutingRequest, tokens_per_block: int) -> Hashes:

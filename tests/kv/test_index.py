@@ -251,11 +251,17 @@ def test_no_operation_of_a_new_index_waits_for_a_compiler():
     program = """
 import sys
 from tests.kv.naive_index import Pair
-pair = Pair(1)
+import numpy as np
+from bireme.kv.placement import RoutingRequest
+from bireme.pipelines.routing import prompt_hashes
+pair, hash_prompt = Pair(1), prompt_hashes(None)
 from numba.core.event import install_recorder
+loaded = set(sys.modules)
 with install_recorder("numba:compile") as recorder:
     for _ in range(300): pair.step()
     pair.check()
+    hash_prompt(RoutingRequest(np.arange(500, dtype=np.int32)), 16)
+assert set(sys.modules) == loaded, set(sys.modules) - loaded
 assert not recorder.buffer, recorder.buffer
 """
     pytest.importorskip("numba")
