@@ -276,7 +276,7 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     prefill_weight: Duration = 1.0  # price of a KV block that must be computed
     # Price of a block that it must compute before: that delays this request, computing one again also later ones.
     waiting_weight: Duration = 0.5
-    # Price of a KV block that running requests use. More of it costs hits and balances no better (docs/measurements.md).
+    # Price of a KV block that running requests use. More costs hits and balances no better (docs/measurements.md).
     decode_weight: Duration = 0.1
     host_credit: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.75  # share of a block's price that host memory saves
     temperature: Duration = 0.0  # of the softmax over costs; 0: the lowest cost
