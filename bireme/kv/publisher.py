@@ -37,7 +37,8 @@ from bireme.metrics import Registry
 
 logger = logging.getLogger("bireme.kv")
 
-LOOK_S = 0.005  # between two looks while something changes
+LOOK_S = 0.01  # between two looks while something changes
+LOAD_S = 0.05  # between two reports of which only blocks and tokens differ: in decode they do at every step
 HEARTBEAT_S = 1.0
 _QUIET_S = 0.1  # without a change for so long it sleeps until it is woken
 _BATCH_WEIGHT = 65_536  # tokens and hashes of one batch: half a MiB at the most, which every plane carries
@@ -275,11 +276,17 @@ class KvPublisher:
         self._guard("publish", lambda: self._plane.publish(event_topic(rank.number), seq, payload))
 
     def _report_load(self) -> None:
-        """Send the load if it has changed, or nothing was sent for a second."""
-        load, now = _load_of(self._source.progress()), time.monotonic()
-        if load == self._last_load and now - self._reported_at < HEARTBEAT_S:
-            return
-        if load != self._last_load:
+        """Send the load if it has changed, or nothing was sent for a second. Steps alone are no change."""
+        state, last, now = self._source.progress(), self._last_load, time.monotonic()
+        is_new = last is None or (state.num_running, state.num_waiting) != (last.num_running, last.num_waiting)
+        if not is_new and last is not None:
+            figures = (state.num_waiting_tokens, state.num_blocks_used)
+            is_due = figures != (last.num_waiting_tokens, last.num_blocks_used)
+            if now - self._reported_at < (LOAD_S if is_due else HEARTBEAT_S):
+                return
+            is_new = is_due
+        load = _load_of(state)
+        if is_new:
             self._changed_at = now
         if now - self._reported_at >= HEARTBEAT_S:
             self._plane.tick()
