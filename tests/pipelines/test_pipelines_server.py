@@ -13,10 +13,10 @@ import pytest
 
 from bireme.discovery import run
 from bireme.errors import UnavailableError
-from bireme.launch import free_ports, start_server
 from bireme.workers.client import Workers
 from bireme.workers.grpc import GrpcChannel
 from tests.server.triton_client import Client
+from tests.servers import start_server
 
 pytestmark = pytest.mark.server
 PROMPT = {"text_input": "Hello world", "max_tokens": 24}
@@ -25,7 +25,7 @@ PROMPT = {"text_input": "Hello world", "max_tokens": 24}
 @pytest.fixture(scope="module")
 def server(sample_model):
     sample_model("llama")
-    with start_server("recipes/mocker-disagg", ports=free_ports()) as running:
+    with start_server("recipes/mocker-disagg") as running:
         yield running
 
 
@@ -84,7 +84,7 @@ async def test_workers_of_a_frontend_are_checked_until_one_is_lost(server):
 def test_a_prefill_of_300_ms_is_counted_once(sample_model):
     sample_model("llama")
     override = json.dumps({"workers": {"prefill": {"engine_config": {"mocker": {"prefill_ms": 300}}}}})
-    with start_server("recipes/mocker-disagg", ports=free_ports(), override=override) as server:
+    with start_server("recipes/mocker-disagg", override=override) as server:
         usage = json.loads(Client(server.grpc).infer("completion", **PROMPT)["usage"])
     assert usage["prefill_worker"] == "prefill" and 300 <= usage["prefill_ms"] < 600
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.servers import start_server
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -38,8 +39,6 @@ def write_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[..., Any]]:
     """Return `start_server`, whose servers end with the test module."""
-    from bireme.launch.tritonserver import start_server
-
     with ExitStack() as stack:
         yield lambda *args, **kwargs: stack.enter_context(start_server(*args, **kwargs))
 
@@ -110,16 +109,13 @@ def tiny_chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="session")
 def shared(sample_model: Callable[[str], Path], write_recipe: Callable[..., Path]) -> Iterator[Callable[[str], Any]]:
     """Return a function: name of a deployment in shared_deployments -> its server, which ends with the session."""
-    from bireme.launch.tritonserver import Server, start_server
+    from bireme.launch import Server
     from tests.server.shared_deployments import recipe_of
 
-    made: list[ExitStack] = []
+    with ExitStack() as stack:
 
-    @functools.cache
-    def get(name: str) -> Server:
-        made.append(ExitStack())
-        return made[-1].enter_context(start_server(write_recipe(sample_model("llama"), **recipe_of(name))))
+        @functools.cache
+        def get(name: str) -> Server:
+            return stack.enter_context(start_server(write_recipe(sample_model("llama"), **recipe_of(name))))
 
-    yield get
-    with ThreadPoolExecutor() as pool:  # a server whose engines were killed may take its whole exit time-out
-        list(pool.map(ExitStack.close, made))
+        yield get

@@ -58,7 +58,8 @@ def served(recipe: str, log: Path, *arguments: str, ports: dict[str, int] = PORT
             time.sleep(0.1)
         yield Served(process, log, ports)
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)  # the second one: at once (an orderly end takes seconds, and has its tests)
         process.wait(LIMIT_S)
 
 

@@ -14,9 +14,10 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from bireme.config import CHECKOUT
-from bireme.launch import ServerStartError, free_ports, start_server
+from bireme.launch import ServerStartError
 from bireme.specs import MODELS
 from tests.server.triton_client import Client, inputs_of
+from tests.servers import start_server
 from tools import show_config
 
 pytestmark = pytest.mark.server
@@ -26,9 +27,7 @@ REPOSITORIES = (CHECKOUT / "model_repository", CHECKOUT / "ensembles")
 @pytest.fixture(scope="module")
 def server(sample_model):
     sample_model("llama")
-    with start_server(
-        "recipes/mocker", ports=free_ports(), repositories=REPOSITORIES, env={"BIREME_CHECK_TENSORS": "1"}
-    ) as running:
+    with start_server("recipes/mocker", repositories=REPOSITORIES, env={"BIREME_CHECK_TENSORS": "1"}) as running:
         yield running
 
 
@@ -100,7 +99,6 @@ def test_a_recipe_that_can_not_be_served_is_the_load_error_of_every_model(tmp_pa
         pytest.raises(ServerStartError) as caught,
         start_server(
             "recipes/mocker",
-            ports=free_ports(),
             repositories=REPOSITORIES,
             env={"BIREME_OVERRIDE": '{"pipelin": {}}'},
         ),

@@ -17,6 +17,7 @@ from tests.contract import stand_in_workers
 from tests.server.shared_deployments import CONTEXT
 from tests.server.triton_client import Client
 from tests.server.watch import is_idle, until
+from tests.servers import start_server
 
 pytestmark = pytest.mark.server
 
@@ -29,8 +30,6 @@ disaggregated = pytest.mark.parametrize("server", PAIRS, indirect=True)
 
 @pytest.fixture(scope="module", params=[*PAIRS, *SHARED])
 def server(request, sample_model, write_recipe, shared):
-    from bireme.launch.tritonserver import start_server
-
     if request.param in SHARED:
         yield shared(SHARED[request.param])
         return

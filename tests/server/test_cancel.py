@@ -14,6 +14,7 @@ from tests.contract import stand_in_workers
 from tests.server.shared_deployments import STEP_MS
 from tests.server.triton_client import Client
 from tests.server.watch import held, is_idle, total, until
+from tests.servers import start_server
 
 pytestmark = pytest.mark.server
 
@@ -25,8 +26,6 @@ PROMPT = list(range(400, 500))
 
 @pytest.fixture(scope="module", params=["mocker", "trtllm", *SHARED])
 def server(request, sample_model, write_recipe, shared):
-    from bireme.launch.tritonserver import start_server
-
     if request.param in SHARED:
         yield shared(SHARED[request.param])
         return

@@ -16,6 +16,7 @@ from tests.contract import stand_in_workers
 from tests.server.shared_deployments import faults_keys
 from tests.server.triton_client import Client
 from tests.server.watch import is_idle, total, until
+from tests.servers import start_server
 
 pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
 
@@ -28,8 +29,6 @@ disaggregated = pytest.mark.parametrize("kind", PAIRS, indirect=True)
 
 
 def _start(kind, sample_model, write_recipe, migration_limit):
-    from bireme.launch.tritonserver import start_server
-
     config = {
         "max_batch_size": 64,
         "kv_cache_config": {"max_tokens": 1 << 18},

@@ -12,6 +12,7 @@ from tritonclient.utils import InferenceServerException
 from tests.contract import stand_in_workers
 from tests.engines.torch.schemas import make_schemas
 from tests.server.triton_client import Client
+from tests.servers import start_server
 
 pytest.importorskip("xgrammar")
 jsonschema = pytest.importorskip("jsonschema")
@@ -29,8 +30,6 @@ def _worker(mode):
 
 @pytest.fixture(scope="module", params=[*SHARED, "disaggregated", "trtllm_disaggregated"])
 def client(request, sample_model, write_recipe, shared):
-    from bireme.launch.tritonserver import start_server
-
     if request.param in SHARED:
         yield Client(shared(SHARED[request.param]).grpc)
         return

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bireme.launch import start_server
+from tests.servers import start_server
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BRIEFLY = (

@@ -14,6 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.contract import stand_in_workers
 from tests.server.triton_client import Client
+from tests.servers import start_server
 
 pytestmark = pytest.mark.server
 
@@ -62,8 +63,6 @@ def _workers(mode):
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
 def deployment(request, sample_model, reference, write_recipe, shared):
-    from bireme.launch.tritonserver import start_server
-
     arch, mode = request.param
     model = reference(arch)
     if request.param in SHARED:

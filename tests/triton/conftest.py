@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from bireme.config import Recipe, WorkerEntry
-from bireme.launch import Server, free_ports, start_server
+from bireme.launch import Server
 from bireme.launch.installation import find_installation
+from tests.servers import start_server
 from tests.triton import adapter_stages
 from tests.triton.adapter_client import Client
 
@@ -53,7 +54,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = tuple(stage.spec.name for stage in adapter_stages.STAGES if stage is not adapter_stages.Unstartable)
     with start_server(
         write_recipe(folder / "recipe"),
-        ports=free_ports(),
         repositories=(write_repository(folder / "repository"),),
         models=models,
         env={"BIREME_CHECK_TENSORS": "1", "STEP_MS": "10"},
