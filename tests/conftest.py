@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -20,10 +21,45 @@ hypothesis.settings.register_profile("fuzz", derandomize=False, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
+# Modules that share servers, by the start of their paths: with `-n` each row runs in one process, every other module by
+# itself. The rows come first, being the longest, then other servers; small tests fill up what is left at the end.
+ONE_PROCESS = (
+    ("tests/server/test_text_equality", "tests/server/test_bad_input", "tests/server/test_guided"),
+    ("tests/server/test_faults", "tests/server/test_cancel"),
+    ("tests/server/test_openai_accuracy", "tests/server/test_openai_conversations", "tests/server/test_openai_scoring"),
+    ("tests/server/test_openai_",),
+    ("tests/services/test_playground_", "tests/services/test_screenshots"),
+    ("tests/triton/test_adapter_", "tests/triton/test_show_config"),
+)
+
+
+def _row(module: str) -> int:
+    """Return the number of its row, or how many there are."""
+    return next((number for number, row in enumerate(ONE_PROCESS) if module.startswith(row)), len(ONE_PROCESS))
+
+
+@pytest.hookimpl(optionalhook=True)  # environments of engines may lack pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByServer(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            row = _row(module)
+            return module if row == len(ONE_PROCESS) else f"row {row}"
+
+    config.option.loadscopereorder = False  # not by how many tests they have
+    return ByServer(config, log)
+
+
+@pytest.hookimpl(trylast=True)  # after pytest has put together what shares a parameter
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-n`, servers come first: the small tests fill up what is left at the end."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.get_closest_marker("server") is None)
+        items.sort(key=lambda item: (_row(item.nodeid), not _is_of_servers(item)))
+
+
+def _is_of_servers(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("server", "services"))
 
 
 @pytest.fixture(scope="session")
