@@ -5,6 +5,7 @@ Blocks are known by their content: the prompt's, and those that an answer has fi
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
@@ -95,20 +96,19 @@ class MockBlockPool:
 
     def allocate(self, keys: list[bytes], num_tokens: int, max_hits: int) -> Holding | None:
         """Take blocks for `num_tokens`, the first ones by content where they are held; None: no room now."""
-        hits = 0
-        while hits < min(len(keys), max_hits) and (keys[hits] in self._references or keys[hits] in self._cached):
-            hits += 1
-        shared = keys[:hits]
-        needed = self.blocks_for(num_tokens) - hits
-        revived = sum(key in self._cached for key in shared)
-        if self.num_used + revived + needed > self.num_blocks:
+        references, cached = self._references, self._cached
+        shared = list(itertools.takewhile(lambda key: key in references or key in cached, keys[:max_hits]))
+        needed = self.blocks_for(num_tokens) - len(shared)
+        revived = [key for key in shared if key in cached]
+        if self.num_used + len(revived) + needed > self.num_blocks:
             return None
+        for key in revived:
+            del cached[key]
         for key in shared:
-            self._cached.pop(key, None)
-            self._references[key] = self._references.get(key, 0) + 1
+            references[key] = references.get(key, 0) + 1
         self._num_private += needed
         self._evict()
-        return Holding(list(shared), needed)
+        return Holding(shared, needed)
 
     def publish(self, holding: Holding, content: BlockContent) -> None:
         """Offer computed blocks to others; one that another request published first is shared."""
@@ -126,11 +126,13 @@ class MockBlockPool:
     def free(self, holding: Holding) -> None:
         """Give everything back; blocks with known content stay for reuse, the prompt's start longest."""
         self._computed(holding)
+        references, cached = self._references, self._cached
         for key in reversed(holding.shared):
-            self._references[key] -= 1
-            if not self._references[key]:
-                del self._references[key]
-                self._cached[key] = None
+            if (count := references[key]) > 1:
+                references[key] = count - 1
+            else:
+                del references[key]
+                cached[key] = None
         self._num_private -= holding.num_private
         holding.shared, holding.num_private = [], 0
         self._evict()
