@@ -64,8 +64,11 @@ PY
 
 pip_install() {
     if [ -t 1 ]; then quiet=; else quiet=--quiet; fi
-    "$VENV/bin/python" -m pip install --disable-pip-version-check $quiet "$@"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-compile $quiet "$@"
 }
+
+# pip itself compiles on one core, half a minute for all. Some packages carry files that are no Python: no error.
+compile_packages() { "$VENV/bin/python" -m compileall -qq -j 0 "$VENV"/lib/python3*/site-packages || true; }
 
 make_venv() {
     if [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
@@ -98,6 +101,7 @@ install_package() {
     if [ -e "$stamp" ]; then return; fi
     say "[2/2] bireme with [$extras] (about 150 MB)"
     pip_install -e ".[$extras]" || fail "pip could not install the package; its message stands above"
+    compile_packages
     # Compiled now and kept beside the source: the first server that routes by KV does not wait for it.
     "$VENV/bin/python" -c 'import bireme.kv.hash_kernels, bireme.kv.index_kernels' || fail "the compiled functions of bireme/kv can't be made"
     rm -f "$VENV"/.stamp-*
