@@ -35,12 +35,10 @@ class RunFolder:
     def __init__(self, base: Path | None = None) -> None:
         """Make a new folder, and sweep those that killed launches left. Raises ConfigError."""
         base = base or default_base()
-        _make_private(base)
-        sweep_stale(base)
-        self.path = base / f"{os.getpid()}-{secrets.token_hex(3)}"
-        self.path.mkdir(mode=0o700)
-        self._lock = _take_lock(self.path)
+        self.path, lock = _new_folder(base)
+        self._lock: int | None = lock
         self._folder_lock = _lock_folder(self.path)
+        sweep_stale(base)
         self._own: dict[Path, str | bytes] = {}  # path -> a link's target, a file's content
         self._mutex = threading.Lock()  # `restore` has a thread of its own
 
@@ -183,6 +181,23 @@ def _make_private(base: Path) -> None:
         raise ConfigError(f"{base} belongs to user {status.st_uid} or is no folder; remove it or set XDG_RUNTIME_DIR")
     if status.st_mode & 0o077:
         base.chmod(0o700)
+
+
+def _new_folder(base: Path) -> tuple[Path, int]:
+    """Return a new folder and its lock. Meanwhile other launches may remove an empty base, or sweep the folder before
+    its lock is taken: then again.
+    """
+    while True:
+        folder = base / f"{os.getpid()}-{secrets.token_hex(3)}"
+        with contextlib.suppress(FileNotFoundError):
+            _make_private(base)
+            folder.mkdir(mode=0o700)
+            lock = _take_lock(folder)
+            if lock is None:
+                continue
+            if os.fstat(lock).st_nlink:
+                return folder, lock
+            os.close(lock)
 
 
 def _take_lock(folder: Path) -> int | None:

@@ -23,6 +23,23 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+COMES_AND_GOES = """
+import pathlib, sys
+from bireme.launch.run_folder import RunFolder
+for _ in range(40):
+    run = RunFolder(pathlib.Path(sys.argv[1]))
+    assert (run.path / "lock").is_file()
+    run.remove()
+"""
+
+
+def test_launches_that_come_and_go_at_once_do_not_disturb_each_other(tmp_path):
+    """The last one to go removes the base, just when another one comes."""
+    command = [sys.executable, "-c", COMES_AND_GOES, tmp_path / "base"]
+    launches = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [launch.communicate()[1] for launch in launches] == [""] * 3
+
+
 def test_a_run_folder_is_private(tmp_path):
     run = RunFolder(tmp_path / "base")
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
