@@ -92,6 +92,14 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
     max_queue_time_s: Duration = 0.0  # waiting longer ends with DEADLINE_EXCEEDED; 0: no limit
 
 
+class CudaGraphConfig(Settings, frozen=True, kw_only=True):
+    """Batch sizes whose decode steps are one launch."""
+
+    max_batch_size: Positive | None = None  # None: max_batch_size of the engine, 256 at the most
+    batch_sizes: tuple[Positive, ...] | None = None  # None: a few, up to max_batch_size
+    enable_padding: bool = True  # a batch between two sizes is filled up; false: it is launched kernel by kernel
+
+
 class CacheTransceiverConfig(Settings, frozen=True, kw_only=True):
     # DEFAULT: shm on one host
     backend: Annotated[
@@ -154,7 +162,13 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         bool, _not_torch("no code of a checkpoint is run; remove it, or use engine: trtllm")
     ] = False
     attn_backend: Annotated[str | None, _SPEED_ELSEWHERE] = None
-    disable_overlap_scheduler: Annotated[bool, _SPEED_ELSEWHERE] = False
+    disable_overlap_scheduler: Annotated[bool, _NOT_MOCKER] = False
+    # None: decode steps are launched kernel by kernel
+    cuda_graph_config: Annotated[CudaGraphConfig | None, _NOT_MOCKER] = CudaGraphConfig()
+    # dummy: random weights of config.json's shape; no weights are read
+    load_format: Annotated[
+        str, _not_torch("safetensors are read here; set auto, or use engine: trtllm", "auto", "dummy")
+    ] = "auto"
     # None: requests with guided_decoding are refused
     guided_decoding_backend: Annotated[
         Literal["xgrammar", "llguidance"] | None,

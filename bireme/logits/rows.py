@@ -78,6 +78,7 @@ class Row:
         "guidance",
         "history",
         "is_plain",
+        "is_simple",
         "min_p",
         "num_output",
         "num_top",
@@ -115,15 +116,17 @@ class Row:
         self._take_bans(params, eos_ids)
         wants_history = self._banned_sequences or self.processors
         self.history: list[int] | None = list(prompt_ids) if wants_history else None
-        self.is_plain = not (
-            self.temperature
-            or self.counts
+        is_edited = bool(
+            self.counts
             or len(self.bias_ids)
             or len(self._banned_always)
             or self._min_tokens
             or wants_history
             or guidance
         )
+        self.is_plain = not (self.temperature or is_edited)
+        # Its next token depends on logits, temperature, top-k, top-p, min-p, seed and position alone.
+        self.is_simple = not (is_edited or self.num_top is not None)
         self.guidance: Guidance | None = None
         for token in output_ids:
             self.append(token)

@@ -79,6 +79,16 @@ class Sampler(Generic[Key]):
         """Forget a sequence; unknown ones are ignored."""
         self._rows.pop(key, None)
 
+    def row(self, key: Key) -> Row:
+        return self._rows[key]
+
+    def accept(self, key: Key, token: int) -> None:
+        """Add a token that was chosen elsewhere, for a simple row. Raises BiremeError for NO_TOKEN."""
+        row = self._rows[key]
+        if token == NO_TOKEN:
+            raise _why_unusable(row)
+        row.append(token)
+
     def sample(self, logits: torch.Tensor, keys: Sequence[Key]) -> Sampled:
         """Choose one token a row of `logits` (rows, vocab), any float dtype, unchanged."""
         logits = logits[:, : self._vocab_size]  # heads may be padded

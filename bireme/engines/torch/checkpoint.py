@@ -29,7 +29,7 @@ class Checkpoint:
 
     folder: Path
     config: Any  # transformers' PretrainedConfig
-    shards: tuple[Path, ...]
+    shards: tuple[Path, ...]  # none: load_format dummy
     digest: str  # hex; different weights or configuration: different digest
 
     @property
@@ -41,8 +41,11 @@ class Checkpoint:
         return self.config.get_text_config()
 
 
-def open_checkpoint(model: str, trust_remote_code: bool = False) -> Checkpoint:
-    """Check a model folder (or fetch a hub id). Raises ConfigError naming the file and what is wrong with it."""
+def open_checkpoint(model: str, trust_remote_code: bool = False, load_format: str = "auto") -> Checkpoint:
+    """Check a model folder (or fetch a hub id). Raises ConfigError naming the file and what is wrong with it.
+
+    load_format dummy: config.json is all that is needed.
+    """
     if trust_remote_code:
         raise ConfigError(
             "trust_remote_code: true is not supported by the torch engine; it runs no code of a checkpoint"
@@ -50,18 +53,26 @@ def open_checkpoint(model: str, trust_remote_code: bool = False) -> Checkpoint:
     folder = _resolve(model)
     config = _read_config(folder)
     check_architecture(config)
-    shards = _shards(folder)
+    shards = () if load_format == "dummy" else _shards(folder)
     for shard in shards:
         _check_shard(shard)
     return Checkpoint(folder, config, shards, _digest(folder, shards))
 
 
 def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
-    """Return the transformers model in eval mode, its weights complete. Raises ConfigError."""
+    """Return the transformers model in eval mode, its weights complete. Raises ConfigError.
+
+    A checkpoint without shards (load_format dummy) gets random weights, made on the device.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText if is_picture_model(checkpoint.name) else AutoModelForCausalLM
-    model, report = from_pretrained(kind, checkpoint, checkpoint.config, choose_dtype(dtype, checkpoint.config))
+    own = choose_dtype(dtype, checkpoint.config)
+    if not checkpoint.shards:
+        torch.manual_seed(0)
+        with device:
+            return kind.from_config(checkpoint.config, dtype=own).eval().requires_grad_(False)
+    model, report = from_pretrained(kind, checkpoint, checkpoint.config, own)
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         raise ConfigError(

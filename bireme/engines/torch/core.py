@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from bireme.errors import BiremeError, DeadlineExceededError, RequestCancelledEr
 from bireme.kv.block_manager import BlockManager
 from bireme.logits.sampler import Sampled, Sampler
 from bireme.messages import Finish, FinishReason, TokenLogprobs
+
+if TYPE_CHECKING:
+    from bireme.engines.torch.resident_decode import Flight, ResidentDecode  # Triton's language: CUDA builds alone
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -56,6 +60,17 @@ class Parts:
     exporter: TorchExporter | None = None
     importer: TorchImporter | None = None
     pictures: PictureStore | None = None  # of a model that takes pictures
+    resident: ResidentDecode | None = None  # decode steps of a model that can be fused
+
+
+@dataclass(slots=True)
+class _Started:
+    """A decode step whose tokens have not been read."""
+
+    plan: SchedulerOutput
+    batch: list[Sequence]  # in the order of its rows
+    flight: Flight
+    began_at: float
 
 
 class EngineCore:
@@ -69,6 +84,8 @@ class EngineCore:
         self._plain = PlainTokens([], [])  # of the last step; what happens between steps is emitted before it
         self._num_added = 0
         self._num_failed_steps = 0
+        self._started: _Started | None = None
+        self._landed_at = 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -159,18 +176,25 @@ class EngineCore:
         return outputs, plain
 
     def step(self) -> bool:
-        """Do one step; False: nothing can run now. Raises BrokenEngineError."""
-        began = time.monotonic()
-        plan = self.scheduler.schedule()
-        for sequence in plan.imports:
+        """Do one step, or start one and read the tokens of the one before; False: nothing can run now.
+
+        Raises BrokenEngineError.
+        """
+        began, started = time.monotonic(), self._started
+        plan = self.scheduler.schedule() if started is None else started.plan
+        for sequence in plan.imports if started is None else ():
             self._start_import(sequence, began)
         if not plan.has_tokens:
             self._set_levels()
             return bool(plan.imports)
         try:
-            self._run(plan, began)
+            if started is None:
+                self._run(plan, began)
+            else:
+                self._go_on(started, began)
             self._num_failed_steps = 0
         except Exception as error:
+            self._started = None
             self._fail_step(plan, error)
         self.num_steps += 1
         self._set_levels()
@@ -180,6 +204,9 @@ class EngineCore:
         parts = self._parts
         self._begin(plan, began)
         if not plan.has_tokens:
+            return
+        if parts.resident is not None and not plan.chunks and len(plan.decodes) <= parts.resident.most_rows:
+            self._run_resident(parts.resident, plan, began)
             return
         computed = self._compute(plan)
         if computed is None:
@@ -192,12 +219,65 @@ class EngineCore:
             sampled = parts.sampler.sample(logits[: len(keys)], keys)
         self._advance(plan)
         now = time.monotonic()
-        for row, sequence in enumerate(batch.sampled):
+        self._accept_all(batch.sampled, sampled, now)
+        parts.accounts.stepped(now - began, len(batch.sampled))
+
+    def _run_resident(self, resident: ResidentDecode, plan: SchedulerOutput, began: float) -> None:
+        """Start a decode step. Where its rows need nothing from here, its tokens are read when the next has started."""
+        started = self._start(resident, plan, began)
+        rows = [self._parts.sampler.row(sequence.key) for sequence in plan.decodes]
+        is_on_its_way = all(row.is_simple for row in rows) and not any(
+            sequence.request.request_type == "context_only" for sequence in plan.decodes
+        )
+        if is_on_its_way and self._parts.limits.overlaps:
+            self._started = started
+        else:
+            self._land(resident, started)
+
+    def _go_on(self, started: _Started, began: float) -> None:
+        resident = self._parts.resident
+        assert resident is not None
+        following = self.scheduler.follow(started.plan)
+        self._started = None if following is None else self._start(resident, following, began, ahead=1)
+        self._land(resident, started)
+
+    def _start(self, resident: ResidentDecode, plan: SchedulerOutput, began: float, ahead: int = 0) -> _Started:
+        sampler = self._parts.sampler
+        flight = resident.start(plan.decodes, lambda sequence: sampler.row(sequence.key), ahead)
+        return _Started(plan, list(plan.decodes), flight, began)
+
+    def _land(self, resident: ResidentDecode, started: _Started) -> None:
+        """Read the tokens of a step; choose those that the GPU could not."""
+        sampler, batch = self._parts.sampler, started.batch
+        tokens = resident.tokens(started.flight)
+        sampled = Sampled(tokens, [None] * len(batch))
+        running = [row for row, sequence in enumerate(batch) if sequence.state is SequenceStatus.RUNNING]
+        edited = [row for row in running if not sampler.row(batch[row].key).is_simple]
+        if edited:
+            found = sampler.sample(started.flight.logits[edited], [batch[row].key for row in edited])
+            for index, row in enumerate(edited):
+                tokens[row], sampled.logprobs[row] = found.tokens[index], found.logprobs[index]
+            sampled.errors = {edited[index]: error for index, error in found.errors.items()}
+        for row in set(running).difference(edited):
+            try:
+                sampler.accept(batch[row].key, tokens[row])
+            except BiremeError as error:
+                sampled.errors[row] = error
+        started.plan.keep_running()
+        self._advance(started.plan)
+        now = time.monotonic()
+        self._accept_all(batch, sampled, now)
+        self._parts.accounts.stepped(now - max(started.began_at, self._landed_at), len(running))
+        self._landed_at = now
+
+    def _accept_all(self, sequences: list[Sequence], sampled: Sampled, now: float) -> None:
+        for row, sequence in enumerate(sequences):
+            if sequence.state is not SequenceStatus.RUNNING:
+                continue  # aborted meanwhile
             if (error := sampled.errors.get(row)) is not None:
                 self._fail(sequence, error)
             elif not self._accept_plain(sequence, sampled.tokens[row], now):
                 self._accept(sequence, sampled.tokens[row], sampled.logprobs[row], now)
-        parts.accounts.stepped(now - began, len(batch.sampled))
 
     def _compute(self, plan: SchedulerOutput) -> tuple[Batch, Tensor] | None:
         """Return the step's logits. Out of memory ends the request that needs most, and the others' step is done."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bireme.config import CudaGraphConfig
 from bireme.engines.torch.attention import DecodeTable, KernelGroup
 from bireme.engines.torch.batch import Batch
 
@@ -38,15 +39,16 @@ class DecodeGraphs:
         compute: Callable[[Batch], Tensor],
         windows: list[int],
         columns: int,
-        max_batch_size: int,
+        sizes: Sequence[int],
         has_grid_positions: bool,
+        is_padded: bool = True,
     ) -> None:
-        """`columns`: blocks of the longest row."""
+        """`columns`: blocks of the longest row. Padded: batches between two sizes are filled up."""
         began = time.monotonic()
         self._compute = compute
         self._windows, self._columns, self._has_grid_positions = windows, columns, has_grid_positions
         self._graphs: dict[int, _Graph] = {}
-        self._sizes = bucket_sizes(min(_LARGEST, max_batch_size))
+        self._sizes, self._is_padded = sizes, is_padded
         self._logits = torch.empty_like(compute(self._batch(self._sizes[-1])))  # of every graph
         pool = None
         for size in reversed(self._sizes):  # the largest first: the others fit into its memory
@@ -60,6 +62,8 @@ class DecodeGraphs:
         if not batch.is_decode or count > self._sizes[-1]:
             return None
         size = next(size for size in self._sizes if size >= count)
+        if size != count and not self._is_padded:
+            return None
         made = self._graphs[size]
         made.batch.ids[:, :count].copy_(batch.ids, non_blocking=True)
         made.batch.positions[..., :count].copy_(batch.positions, non_blocking=True)
@@ -119,6 +123,15 @@ class DecodeGraphs:
             for window in self._windows
         ]
         return Batch(ids, positions, torch.arange(size, device=device), groups, [], [])
+
+
+def graph_sizes(config: CudaGraphConfig | None, max_batch_size: int) -> list[int]:
+    """Return the batch sizes of decode steps that get a graph; none: graphs are off."""
+    if config is None:
+        return []
+    if config.batch_sizes is not None:
+        return sorted({size for size in config.batch_sizes if size <= max_batch_size})
+    return bucket_sizes(min(config.max_batch_size or _LARGEST, max_batch_size))
 
 
 def bucket_sizes(most: int) -> list[int]:

@@ -27,16 +27,54 @@ class KernelStep:
         group, keys, values = self.groups[layer], self.keys[layer], self.values[layer]
         store_rows(group.slots, key, keys)
         store_rows(group.slots, value, values)
-        query_THK, num_kv, parts = query[0].transpose(0, 1), key.shape[1], []
-        if (view := group.decode) is not None:
+        query_THK, key_TNK, value_TNV = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        parts = attend_stored(group, query_THK, key_TNK, value_TNV, keys, values, self.block_size, extras)
+        return parts.unsqueeze(0)
+
+
+def attend_stored(
+    group: KernelGroup,
+    query_THK: Tensor,
+    key_TNK: Tensor,
+    value_TNV: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_size: int,
+    extras: Extras,
+) -> Tensor:
+    """Attend to a layer's pools, which have the step's keys and values already -> (T, H, V)."""
+    num_kv, parts = key_TNK.shape[1], []
+    if (view := group.decode) is not None:
+        parts.append(
+            paged_decode(
+                query_THK[: len(view.lengths)],
+                keys,
+                values,
+                view.blocks,
+                view.lengths,
+                block_size,
+                num_kv,
+                extras.scaling,
+                group.window,
+                extras.softcap,
+                extras.sinks,
+            )
+        )
+    for chunks in group.chunks:
+        own = slice(chunks.begin, chunks.end)
+        if _flash_takes(query_THK, value_TNV, extras):
+            fresh = (key_TNK[own], value_TNV[own])
+            parts.append(_flash(chunks, query_THK[own], *fresh, keys, values, group.window, extras.scaling))
+        else:
             parts.append(
-                paged_decode(
-                    query_THK[: len(view.lengths)],
+                packed_prefill(
+                    query_THK[own],
                     keys,
                     values,
-                    view.blocks,
-                    view.lengths,
-                    self.block_size,
+                    chunks.rows,
+                    chunks.query_begins,
+                    chunks.key_begins,
+                    chunks.longest_query,
                     num_kv,
                     extras.scaling,
                     group.window,
@@ -44,39 +82,18 @@ class KernelStep:
                     extras.sinks,
                 )
             )
-        for chunks in group.chunks:
-            query_chunks = query_THK[chunks.begin : chunks.end]
-            if _flash_takes(query, value, extras):
-                parts.append(_flash(chunks, query_chunks, key, value, keys, values, group.window, extras.scaling))
-            else:
-                parts.append(
-                    packed_prefill(
-                        query_chunks,
-                        keys,
-                        values,
-                        chunks.rows,
-                        chunks.query_begins,
-                        chunks.key_begins,
-                        chunks.longest_query,
-                        num_kv,
-                        extras.scaling,
-                        group.window,
-                        extras.softcap,
-                        extras.sinks,
-                    )
-                )
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _flash_takes(query: Tensor, value: Tensor, extras: Extras) -> bool:
     """What flash attention computes: 16-bit numbers, plain softmax, on Ampere and later."""
-    size = query.shape[3]
+    size = query.shape[2]
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and extras.softcap is None
         and extras.sinks is None
-        and size == value.shape[3]
+        and size == value.shape[2]
         and size % 8 == 0
         and size <= 256
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -93,17 +110,17 @@ def _flash(
     window: int,
     scaling: float,
 ) -> Tensor:
-    """A chunk behind its prefix is causal from the lower right corner: flash attention's own rule."""
-    if chunks.is_fresh:
-        own = slice(chunks.begin, chunks.end)
-        key_LNK, value_LNV = key[0, :, own].transpose(0, 1), value[0, :, own].transpose(0, 1)
-    else:
+    """Query, key and value are the chunks' own.
+
+    A chunk behind its prefix is causal from the lower right corner: flash attention's own rule.
+    """
+    if not chunks.is_fresh:
         shape = len(chunks.rows), key.shape[1], -1
-        key_LNK, value_LNV = (pool.index_select(0, chunks.rows).view(shape) for pool in (keys, values))
+        key, value = (pool.index_select(0, chunks.rows).view(shape) for pool in (keys, values))
     out: Tensor = torch.ops.aten._flash_attention_forward(
         query,
-        key_LNK,
-        value_LNV,
+        key,
+        value,
         chunks.query_begins,
         chunks.key_begins,
         chunks.longest_query,

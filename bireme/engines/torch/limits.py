@@ -36,6 +36,7 @@ class EngineLimits:
     max_logprob_rows: int
     max_queue_size: int
     max_queue_time_s: float
+    overlaps: bool = False  # a decode step is started before the tokens of the one before are read
 
 
 def resolve_limits(config: EngineConfig, model_config: Any) -> EngineLimits:
@@ -62,6 +63,7 @@ def resolve_limits(config: EngineConfig, model_config: Any) -> EngineLimits:
         max_logprob_rows=max(1, _LOGPROB_ELEMENTS // model_config.vocab_size),
         max_queue_size=_at_least_one("scheduler_config.max_queue_size", scheduler.max_queue_size, 1),
         max_queue_time_s=scheduler.max_queue_time_s,
+        overlaps=not config.disable_overlap_scheduler,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bireme.config import EngineConfig
 from bireme.engines.base import EngineContext, RequestKey
 from bireme.engines.torch import kernels
 from bireme.engines.torch import limits as limit
@@ -23,7 +24,7 @@ from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.metrics import TorchMetrics
 from bireme.engines.torch.runner import HfRunner, peak_bytes, probe
 from bireme.engines.torch.vision_models import is_picture_model
-from bireme.engines.torch.warmup import warm_up
+from bireme.engines.torch.warmup import check_resident, warm_up
 from bireme.errors import ConfigError
 from bireme.kv.block_manager import BlockManager, GroupSpec
 from bireme.kv.events import EventBuffer
@@ -31,7 +32,9 @@ from bireme.logits.sampler import Sampler
 from bireme.messages import Capacity
 
 if TYPE_CHECKING:
+    from bireme.engines.torch.fused_decoder import FusedWeights
     from bireme.engines.torch.picture_side import PictureSide
+    from bireme.engines.torch.resident_decode import ResidentDecode
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -43,7 +46,8 @@ class LoadedEngine:
         began = time.monotonic()
         torch.set_num_threads(context.num_threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        checkpoint = open_checkpoint(context.model_path, context.config.trust_remote_code)
+        config = context.config
+        checkpoint = open_checkpoint(context.model_path, config.trust_remote_code, config.load_format)
         # cuDNN's attention makes a plan for every shape, 30 to 40 ms of host time each.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.limits = limit.resolve_limits(context.config, checkpoint.text_config)
@@ -53,6 +57,8 @@ class LoadedEngine:
         if pictures:
             model = pictures.language_model
         geometry = _geometry(context, model, checkpoint, device)
+        uses_kernels = kernels.is_usable(device)
+        weights = _fused(model, self.limits) if uses_kernels and pictures is None else None
         store, manager = _pools(context, model, geometry, self.limits, checkpoint, device)
         self.events = manager.events
         self.num_blocks = manager.num_blocks
@@ -70,14 +76,16 @@ class LoadedEngine:
         )
         accounts = TorchMetrics(context.metrics, context.worker)
         has_grid_positions = pictures is not None and pictures.merge_size > 0
-        uses_kernels = kernels.is_usable(device)
         if device.type == "cuda" and not uses_kernels:
             logger.warning("kernels_off reason=triton is not installed: attention copies each step's whole context")
         runner = HfRunner(model, store, uses_kernels)
         builder = _builder(store, self.limits, device, has_grid_positions, uses_kernels)
+        resident = None
+        if weights is not None:
+            resident = _resident(weights, runner, builder, manager, store, self.limits, context.config, vocab_size)
         warm_up(runner, builder, manager, store, self.limits)
-        if uses_kernels:
-            _make_graphs(runner, store, self.limits, has_grid_positions)
+        if uses_kernels and resident is None and device.type == "cuda":
+            _make_graphs(runner, store, self.limits, context.config, has_grid_positions)
         self.core = EngineCore(
             Parts(
                 worker=context.worker,
@@ -93,6 +101,7 @@ class LoadedEngine:
                 exporter=TorchExporter(context.transfer, manager, store, post) if context.transfer else None,
                 importer=TorchImporter(context.transfer, manager, store, post) if context.transfer else None,
                 pictures=pictures.store if pictures else None,
+                resident=resident,
             )
         )
         if context.transfer is not None:
@@ -143,12 +152,58 @@ def _builder(
     )
 
 
-def _make_graphs(runner: HfRunner, store: KvStore, limits: EngineLimits, has_grid_positions: bool) -> None:
-    from bireme.engines.torch.decode_graphs import DecodeGraphs
+def _fused(model: Any, limits: EngineLimits) -> FusedWeights | None:
+    """Return the weights as the fused decoder has them; None: the model keeps its own modules."""
+    from bireme.engines.torch.fused_decoder import fuse, why_not_fused
+
+    if reason := why_not_fused(model):
+        logger.info("fused_off reason=%s", reason)
+        return None
+    return fuse(model, limits.max_seq_len)
+
+
+def _resident(
+    weights: FusedWeights,
+    runner: HfRunner,
+    builder: BatchBuilder,
+    manager: BlockManager,
+    store: KvStore,
+    limits: EngineLimits,
+    config: EngineConfig,
+    vocab_size: int,
+) -> ResidentDecode | None:
+    """Put the fused decoder in place of the model's modules; None: it does not compute what they do."""
+    from bireme.engines.torch.decode_graphs import bucket_sizes, graph_sizes
+    from bireme.engines.torch.fused_decoder import FusedDecoder
+    from bireme.engines.torch.resident_decode import DecodeState, ResidentDecode
+
+    decoder, most = FusedDecoder(weights, store), limits.max_batch_size
+    graphs = graph_sizes(config.cuda_graph_config, most) if store.device.type == "cuda" else []
+    is_padded = config.cuda_graph_config is None or config.cuda_graph_config.enable_padding
+    try:
+        state = DecodeState(decoder, store, most, -(-limits.max_seq_len // limits.tokens_per_block) + 1, most)
+        sizes = sorted({*graphs, *bucket_sizes(most)})
+        resident = ResidentDecode(decoder, state, vocab_size, sizes, graphs, is_padded)
+        check_resident(resident, runner, builder, manager, limits)
+    except Exception as error:  # whatever is wrong with a kernel on this GPU: the model's own modules still run
+        logger.warning("fused_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
+        return None
+    runner.use_decoder(decoder)
+    return resident
+
+
+def _make_graphs(
+    runner: HfRunner, store: KvStore, limits: EngineLimits, config: EngineConfig, has_grid_positions: bool
+) -> None:
+    from bireme.engines.torch.decode_graphs import DecodeGraphs, graph_sizes
 
     windows, columns = [group.window for group in store.groups], -(-limits.max_seq_len // limits.tokens_per_block) + 1
+    sizes, settings = graph_sizes(config.cuda_graph_config, limits.max_batch_size), config.cuda_graph_config
+    if settings is None or not sizes:
+        return
     try:
-        runner.use(DecodeGraphs(runner.compute, windows, columns, limits.max_batch_size, has_grid_positions))
+        made = DecodeGraphs(runner.compute, windows, columns, sizes, has_grid_positions, settings.enable_padding)
+        runner.use(made)
     except Exception as error:  # of whatever the model does that a graph can't hold: it still runs, more slowly
         logger.warning("graphs_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
         torch.cuda.empty_cache()

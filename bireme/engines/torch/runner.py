@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from bireme.engines.torch.decode_graphs import DecodeGraphs
+    from bireme.engines.torch.fused_decoder import FusedDecoder
 
 
 def probe(model: Any, device: torch.device) -> list[LayerGeometry]:
@@ -88,6 +89,7 @@ class HfRunner:
 
             self._make_step = KernelStep
         self._graphs: DecodeGraphs | None = None
+        self._decoder: FusedDecoder | None = None
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the batch: writes its KV rows, returns logits (rows wanted, vocabulary).
@@ -100,6 +102,12 @@ class HfRunner:
 
     def compute(self, batch: Batch) -> Tensor:
         """Compute the batch, kernel by kernel."""
+        if self._decoder is not None:
+            return self._decoder.compute(batch)
+        return self.compute_by_modules(batch)
+
+    def compute_by_modules(self, batch: Batch) -> Tensor:
+        """Compute the batch with transformers' own modules."""
         groups = [batch.groups[group] for group in self._store.group_of]
         step = self._make_step(self._store.keys, self._store.values, groups, self._store.tokens_per_block)
         return _forward(self._model, step, batch.ids, batch.positions, batch.logits_rows, batch.embeddings)
@@ -107,6 +115,10 @@ class HfRunner:
     def use(self, graphs: DecodeGraphs) -> None:
         """From now on decode steps replay these."""
         self._graphs = graphs
+
+    def use_decoder(self, decoder: FusedDecoder) -> None:
+        """From now on it computes the steps, in place of the model's modules."""
+        self._decoder = decoder
 
 
 def _forward(

@@ -69,6 +69,25 @@ class Scheduler:
             plan.keep_running()
         return plan
 
+    def follow(self, plan: SchedulerOutput) -> SchedulerOutput | None:
+        """Plan the step after one that only decodes, before its tokens are known; None: they are needed first.
+
+        Requests that reach their length in the first are left out. One that turns out to have ended with a stop token
+        takes part in vain: the blocks that it writes to are its own until then.
+        """
+        head = self.waiting.peek()
+        if head is not None and self._slots and (head.number, self._manager.num_released) != self._refused:
+            return None
+        going = [sequence for sequence in plan.decodes if sequence.state is SequenceStatus.RUNNING]
+        if len(going) < sum(sequence.state is SequenceStatus.RUNNING for sequence in self.running):
+            return None  # others have joined
+        going = [sequence for sequence in going if sequence.num_output + 1 < sequence.max_tokens]
+        for sequence in going:
+            if not self._manager.can_grow(sequence.table, sequence.computed + 2, sequence.computed + 1):
+                return None
+            self._manager.grow(sequence.table, sequence.computed + 2, sequence.computed + 1)
+        return SchedulerOutput(decodes=going) if going else None
+
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence, wherever it is; it keeps its blocks."""
         self.waiting.remove(sequence)
@@ -160,7 +179,7 @@ class Scheduler:
                 head.num_cached = min(head.computed, head.num_prompt)
             self.waiting.remove(head)
             head.slot = self._slots.pop()
-            head.mirrored = [0] * len(self._manager.groups)
+            head.mirrored, head.resident = [0] * len(self._manager.groups), []
             self.running.append(head)
 
     def _is_computing(self, plan: SchedulerOutput, sequence: Sequence) -> bool:

@@ -44,6 +44,7 @@ class Sequence:
     computed: int = 0
     slot: int = -1  # row of the batch's block tables
     mirrored: list[int] = field(default_factory=list)  # per group, blocks copied to that row
+    resident: list[int] = field(default_factory=list)  # per group, blocks that ResidentDecode has; empty: not there
     is_sampling: bool = False  # the sampler knows it
     guidance: Guidance | None = None  # set before it joins the queue, if the request has a guide
     wants_prompt_logprobs: bool = False

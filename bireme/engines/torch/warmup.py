@@ -5,6 +5,10 @@ Runs on empty pools with unowned blocks, and zeroes them afterwards.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
+
 from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.kv_store import KvStore
 from bireme.engines.torch.limits import EngineLimits
@@ -12,8 +16,14 @@ from bireme.engines.torch.runner import HfRunner
 from bireme.engines.torch.scheduler import SchedulerOutput
 from bireme.engines.torch.sequence import Sequence
 from bireme.kv.block_manager import BlockManager
+from bireme.logits.rows import Row
 from bireme.messages import EngineRequest, SamplingParams
 
+if TYPE_CHECKING:
+    from bireme.engines.torch.resident_decode import ResidentDecode
+
+_CHECKED_TOKENS = 40
+_MOST_ERROR = {torch.bfloat16: 0.1, torch.float32: 1e-3}  # relative; bf16's own is 0.04
 _MOST_TOKENS = 512  # enough to choose kernels and grow the allocator; a full budget would take seconds
 
 
@@ -40,6 +50,34 @@ def warm_up(
     for sequence in decodes:
         manager.release(sequence.table)
     store.clear(min(min(spec.num_blocks for spec in manager.groups), max(count, -(-num_tokens // size))) * size + size)
+
+
+def check_resident(
+    resident: ResidentDecode, runner: HfRunner, builder: BatchBuilder, manager: BlockManager, limits: EngineLimits
+) -> None:
+    """Compare a prompt and a decode step with what the model's own modules make of them. Raises RuntimeError."""
+    room = min(spec.num_blocks for spec in manager.groups) * manager.tokens_per_block
+    count = max(1, min(_CHECKED_TOKENS, limits.max_num_tokens, limits.max_seq_len - 2, room - 1))
+    sequence = _sequence(manager, 0, count)
+    sequence.tokens = [7 * at % 97 for at in range(count)]
+    _hold(manager, sequence, count + 1)
+    prompt = builder.build(SchedulerOutput(chunks=[(sequence, count)]))
+    _compare("prompt", runner.compute_by_modules(prompt), resident.decoder.compute(prompt))
+    sequence.computed = count
+    sequence.tokens.append(11)
+    step = builder.build(SchedulerOutput(decodes=[sequence]))
+    row = Row(SamplingParams(), [], (), (), resident.vocab_size)
+    flight = resident.start([sequence], lambda _: row)
+    resident.tokens(flight)
+    found = flight.logits.clone()
+    _compare("decode step", runner.compute_by_modules(step), found)
+    manager.release(sequence.table)
+
+
+def _compare(what: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+    error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    if not error <= _MOST_ERROR[expected.dtype]:
+        raise RuntimeError(f"its logits of a {what} are {error:.3g} off those of the model's modules")
 
 
 def _sequence(manager: BlockManager, slot: int, num_tokens: int) -> Sequence:

@@ -250,18 +250,17 @@ def test_out_of_memory_ends_the_request_that_needs_most_and_nobody_else(engine, 
 
 
 def test_what_ends_between_steps_is_told_before_the_next_step(engine):
-    runner = engine.core._parts.runner
-    forward, seen = runner.forward, []
+    step, seen = engine.core.step, []
 
-    def watch(batch):
+    def watch():
         seen.append(len(ended.finishes))
         if len(seen) == 3:
             engine.abort(ended)
-        return forward(batch)
+        return step()
 
     with engine.engine._wake:  # the first step has both
         ended, other = engine.submit(request(PROMPTS[1], 400)), engine.submit(request(PROMPTS[0], 8))
-        runner.forward = watch
+        engine.core.step = watch
     assert other.finish.reason == "length" and ended.finish.reason == "cancelled"
     assert seen[:4] == [0, 0, 0, 1]
 

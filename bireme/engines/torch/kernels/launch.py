@@ -1,0 +1,49 @@
+"""How kernels follow each other without a pause: a kernel of a chain is launched while the one before it runs.
+
+On Hopper and later (programmatic dependent launch). Each kernel of a chain calls `wait` before it touches what others
+write, in all its programs, and may load weights before that.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wait(CHAINED: tl.constexpr) -> None:
+    """Let the next kernel start, then wait until all that the kernels before have written can be read."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def prefetch(at: tl.tensor) -> None:
+    """Fetch what begins at these pointers, 256 bytes each, into the L2 cache. Not in the interpreter."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; prefetch.global.L2 [$1 + 128]; mov.u32 $0, 0;",
+        "=r,l",
+        [at.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@functools.cache
+def _is_chained(index: int) -> bool:
+    major, _ = torch.cuda.get_device_capability(index)
+    return bool(major >= 9)
+
+
+def chain(device: torch.device) -> dict[str, Any]:
+    """Return the arguments of a launch that make its kernel part of a chain."""
+    if device.type != "cuda" or not _is_chained(device.index or 0):
+        return {"CHAINED": False}
+    return {"CHAINED": True, "launch_pdl": True}

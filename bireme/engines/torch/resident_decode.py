@@ -1,0 +1,223 @@
+"""Decode steps whose state stays on the GPU: tokens, block tables and sampling parameters of every running request.
+
+A step is told, in one small copy, which requests take part and which blocks are new. It finds the tokens that the step
+before chose on the GPU, and chooses the next ones there; so it can be started before anybody has read those. One CUDA
+graph for each bucket of batch sizes holds it all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bireme.engines.torch import sequence as sequences
+from bireme.engines.torch.fused_decoder import FusedDecoder
+from bireme.engines.torch.kernels.decode_attention import (
+    PART_COLUMNS,
+    Scratch,
+    cut_into_parts,
+    most_parts,
+    num_parts,
+    tile_of,
+)
+from bireme.engines.torch.kernels.draw import NUM_COLUMNS, draw
+from bireme.engines.torch.kernels.step_begin import BLOCKS, NO_BLOCK, POSITION, SLOT, TAKE_LAST, TOKEN
+from bireme.engines.torch.kv_store import KvStore
+from bireme.logits.rows import Row
+
+logger = logging.getLogger("bireme.engines.torch")
+
+_MOST_ERROR = 0.02  # of a graph's logits against the same kernels launched singly, relative
+Ints = npt.NDArray[np.int32]
+RowOf = Callable[[sequences.Sequence], Row]
+
+
+class DecodeState:
+    """What decode steps read and write between them. A slot is a sequence's; one more is of rows that fill up."""
+
+    def __init__(self, decoder: FusedDecoder, store: KvStore, num_slots: int, columns: int, most_rows: int) -> None:
+        """`columns`: blocks of the longest row."""
+        head, size = decoder.weights.head, decoder.weights.layers[0].rotary.cos_sin.shape[1]
+        num_kv, self.num_groups = store.keys[0].shape[1] // size, len(store.groups)
+        make: Any = {"dtype": torch.int32, "device": head.device}
+        self.spare, self.num_kv, self.tile = num_slots, num_kv, tile_of(store.dtype, size)
+        self.windows = [group.window for group in store.groups]
+        self.told = torch.zeros(self.size_of(most_rows), **make)
+        self.tables = torch.zeros(self.num_groups, num_slots + 1, columns, **make)
+        self.requests = torch.zeros(num_slots + 1, NUM_COLUMNS, **make)
+        self.last = torch.zeros(num_slots + 1, **make)
+        self.tokens = torch.zeros(most_rows, **make)
+        self.logits = torch.empty(most_rows, len(head), dtype=head.dtype, device=head.device)
+        self.scratch = Scratch.make(most_rows, decoder.weights.num_heads, num_kv, size, head.device)
+
+    def size_of(self, rows: int) -> int:
+        return rows * (BLOCKS + 2 * self.num_groups) + self.num_groups * num_parts(rows, self.num_kv) * PART_COLUMNS
+
+    def views(self, told: Any, rows: int) -> tuple[Any, Any]:
+        """Return steps (rows, 3 + 2 * groups) and parts (groups, num_parts, 7) in a tensor or array."""
+        columns = BLOCKS + 2 * self.num_groups
+        steps, parts = told[: rows * columns], told[rows * columns : self.size_of(rows)]
+        return steps.reshape(rows, columns), parts.reshape(self.num_groups, -1, PART_COLUMNS)
+
+    def fill(self, told: Ints, rows: int, count: int, slots: Ints, positions: Ints) -> Ints:
+        """Say which rows there are, of a step for `rows` of which `count` are wanted; return `steps`, tokens zero."""
+        steps, parts = self.views(told, rows)
+        steps[:] = (self.spare, 0, 0, *[NO_BLOCK] * (2 * self.num_groups))
+        steps[:count, SLOT], steps[:count, POSITION] = slots, positions
+        for group, window in enumerate(self.windows):
+            count, most = parts.shape[1], most_parts(self.num_kv)
+            parts[group] = cut_into_parts(steps[:, SLOT], steps[:, POSITION], count, most, window, self.tile)
+        found: Ints = steps
+        return found
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was started; its tokens are on their way."""
+
+    count: int
+    logits: Tensor  # (count, vocabulary), until the next step is started
+    tokens: Tensor  # (count,) in host memory, once `done`
+    done: torch.cuda.Event | None
+
+
+class ResidentDecode:
+    """Used by the engine's thread."""
+
+    def __init__(
+        self,
+        decoder: FusedDecoder,
+        state: DecodeState,
+        vocab_size: int,
+        sizes: Sequence[int],
+        graphs: Sequence[int] = (),
+        is_padded: bool = True,
+    ) -> None:
+        """`sizes`: batch sizes that steps are made for, those with a graph among them.
+
+        Padded: a batch between two sizes is filled up, otherwise launched as it is.
+        """
+        self.most_rows = sizes[-1]
+        self.decoder, self.vocab_size = decoder, vocab_size
+        self._state, self._sizes = state, sizes
+        self._is_cuda = state.told.device.type == "cuda"
+        self._turn = 0
+        shapes = (state.told.shape, state.tokens.shape)
+        self._told, self._heard = (
+            [torch.zeros(shape, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(2)] for shape in shapes
+        )
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._is_padded = is_padded
+        if graphs:
+            self._make_graphs(graphs)
+
+    def start(self, batch: Sequence[sequences.Sequence], row_of: RowOf, ahead: int = 0) -> Flight:
+        """Start a step of one token for each. `ahead`: tokens of each that have been started and not been read."""
+        self._turn = 1 - self._turn
+        count, state = len(batch), self._state
+        size = next(size for size in self._sizes if size >= count) if self._is_padded else count
+        told = self._told[self._turn]
+        self._tell(told.numpy(), batch, row_of, ahead, size)
+        length = state.size_of(size)
+        state.told[:length].copy_(told[:length], non_blocking=True)
+        with torch.inference_mode():
+            if (graph := self._graphs.get(size)) is not None:
+                graph.replay()
+            else:
+                self._compute(size)
+            heard = self._heard[self._turn][:count]
+            heard.copy_(state.tokens[:count], non_blocking=True)
+        done = None
+        if self._is_cuda:
+            done = torch.cuda.Event()
+            done.record()
+        return Flight(count, state.logits[:count], heard, done)
+
+    def tokens(self, flight: Flight) -> list[int]:
+        """Wait for a step and return its tokens; UNUSABLE for a row whose logits are not finite."""
+        if flight.done is not None:
+            flight.done.synchronize()
+        found: list[int] = flight.tokens.tolist()
+        return found
+
+    def _tell(self, told: Ints, batch: Sequence[sequences.Sequence], row_of: RowOf, ahead: int, size: int) -> None:
+        """Fill in what the step is told; of requests that are new here, or changed a lot, all is copied at once."""
+        slots = np.array([sequence.slot for sequence in batch], dtype=np.int32)
+        positions = np.array([sequence.computed + ahead for sequence in batch], dtype=np.int32)
+        steps = self._state.fill(told, size, len(batch), slots, positions)
+        steps[: len(batch), TOKEN] = TAKE_LAST if ahead else [sequence.tokens[-1] for sequence in batch]
+        new = []
+        for row, sequence in enumerate(batch):
+            blocks, resident = sequence.table.blocks, sequence.resident
+            if not resident or any(len(own) > known + 1 for own, known in zip(blocks, resident, strict=True)):
+                new.append(sequence)
+                sequence.resident = [len(own) for own in blocks]
+                continue
+            for group, known in enumerate(resident):
+                if len(blocks[group]) > known:
+                    steps[row, BLOCKS + 2 * group : BLOCKS + 2 * group + 2] = known, blocks[group][known]
+                    resident[group] = known + 1
+        if new:
+            self._copy_whole(new, row_of)
+
+    def _copy_whole(self, new: Sequence[sequences.Sequence], row_of: RowOf) -> None:
+        state, device = self._state, self._state.told.device
+        slots = torch.tensor([sequence.slot for sequence in new], device=device)
+        params = np.stack([request_columns(row_of(sequence), sequence.num_prompt) for sequence in new])
+        state.requests.index_copy_(0, slots, torch.from_numpy(params).to(device))
+        for group, table in enumerate(state.tables):
+            rows = np.zeros((len(new), max(len(sequence.table.blocks[group]) for sequence in new)), dtype=np.int32)
+            for row, sequence in zip(rows, new, strict=True):
+                row[: len(sequence.table.blocks[group])] = sequence.table.blocks[group]
+            table[:, : rows.shape[1]].index_copy_(0, slots, torch.from_numpy(rows).to(device))
+
+    def _compute(self, size: int) -> Tensor:
+        state = self._state
+        steps, _ = state.views(state.told, size)
+        logits = self.decoder.decode(state, size)
+        draw(logits, steps, state.requests, state.last, state.tokens[:size], self.vocab_size)
+        return logits
+
+    def _make_graphs(self, sizes: Sequence[int]) -> None:
+        began, pool = time.monotonic(), None
+        with torch.inference_mode():
+            for size in reversed(sizes):  # the largest first: the others fit into its memory
+                self._graphs[size] = graph = self._make(size, pool)
+                pool = graph.pool()
+        made = ",".join(map(str, sizes))
+        logger.info("decode_graphs_made sizes=%s s=%.1f", made, time.monotonic() - began)
+
+    def _make(self, size: int, pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
+        nothing, state = np.zeros(0, dtype=np.int32), self._state
+        told = np.zeros(state.size_of(size), dtype=np.int32)
+        state.fill(told, size, 0, nothing, nothing)
+        state.told[: len(told)].copy_(torch.from_numpy(told))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # what is made at a first use must not be made in the graph
+                expected = self._compute(size).float()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self._compute(size)
+        graph.replay()
+        error = float((self._state.logits[:size].float() - expected).norm() / expected.norm())
+        if not error <= _MOST_ERROR:
+            raise RuntimeError(f"a graph of {size} rows is {error:.3g} off")
+        return graph
+
+
+def request_columns(row: Row, num_prompt: int) -> Ints:
+    """Return a row of `DecodeState.requests`."""
+    seed = np.array([row.seed & 0xFFFFFFFF, row.seed >> 32], dtype=np.uint32).view(np.int32)
+    floats = np.array([row.temperature, row.top_p, row.min_p], dtype=np.float32).view(np.int32)
+    return np.array([num_prompt, row.top_k, *seed, *floats], dtype=np.int32)

@@ -1,0 +1,58 @@
+"""The fused decoder with its resident decode steps answers as transformers' modules do, whatever a request asks for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
+from bireme.config import CudaGraphConfig
+from bireme.engines.torch import kernels
+from bireme.engines.torch.decode_graphs import graph_sizes
+from tests.engines.torch import tiny_models
+from tests.engines.torch.torch_harness import Harness, make_prompts, request
+
+PROMPTS = make_prompts(5, 9, 3, seed=1)
+ASKED = [
+    [request(PROMPTS[0], 5), request(PROMPTS[1], 3, temperature=1.1, seed=5, top_p=0.9)],
+    [request(PROMPTS[2], 4, temperature=0.8, seed=9, top_k=20, min_p=0.02), request(PROMPTS[1], 3, logprobs=2)],
+    [request(PROMPTS[0], 3, temperature=1.0, seed=3, repetition_penalty=1.4), request(PROMPTS[2], 4)],
+]
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory):
+    """Return what an engine answers, by its settings; small enough for Triton's interpreter."""
+    folder = tmp_path_factory.mktemp("model")
+    changes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 10}
+    path = tiny_models.save(folder, "mistral", **changes)
+
+    def run(is_fused, **settings):
+        with Harness(path, max_seq_len=24, max_batch_size=2, tokens_per_block=4, **settings) as engine:
+            assert (engine.core._parts.resident is not None) is is_fused
+            return [engine.run(requests) for requests in ASKED]
+
+    return run
+
+
+@pytest.mark.parametrize("is_serial", [False, True] if torch.cuda.is_available() else [False])
+def test_an_engine_on_the_fused_decoder_answers_as_one_on_modules(answer, monkeypatch, is_serial):
+    monkeypatch.setattr(kernels, "is_usable", lambda device: False)
+    expected = answer(is_fused=False)
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    assert answer(is_fused=True, disable_overlap_scheduler=is_serial) == expected
+
+
+def test_graphs_are_made_for_the_sizes_that_the_settings_name():
+    assert graph_sizes(None, 64) == []
+    assert graph_sizes(CudaGraphConfig(batch_sizes=(8, 2, 100)), 64) == [2, 8]
+    assert graph_sizes(CudaGraphConfig(max_batch_size=4), 64) == [1, 2, 4]
+    assert graph_sizes(CudaGraphConfig(), 8)[-1] == 8
+
+
+def test_random_weights_of_a_configuration_need_no_weights_file(tmp_path):
+    folder = tiny_models.save(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    with Harness(folder, load_format="dummy", dtype="bfloat16") as engine:
+        assert len(engine.run([request(PROMPTS[0], 5)])[0]) == 5
+        assert engine.capacity.dtype == "bfloat16"

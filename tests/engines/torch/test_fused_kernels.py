@@ -1,0 +1,154 @@
+"""The fused decoder's kernels equal plain torch: on a GPU as they are, elsewhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bireme.logits.filters import draw_batch
+from bireme.logits.random import uniforms
+from bireme.logits.rows import Row
+from bireme.messages import SamplingParams
+
+pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
+from bireme.engines.torch.kernels import (
+    decode_attention,
+    draw,
+    few_rows_linear,
+    one_row_linear,
+    rotary,
+    row_wise,
+    step_begin,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HEADS, NUM_KV, BLOCK_SIZE, BLOCKS = 6, 2, 8, 160
+close = torch.testing.assert_close
+
+
+@pytest.fixture
+def randn():
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    return lambda *shape: torch.randn(*shape, generator=rng, device=DEVICE)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_the_product_of_one_row_and_of_a_few_equals_plain_torch(randn, rows, is_gated):
+    x, weight = randn(rows, 96), randn(144 if is_gated else 72, 96)
+    add_to = None if is_gated else randn(rows, 72)
+    given = (x, weight, None if is_gated else randn(72), randn(96), 1e-5, is_gated, add_to)
+    function, reference = one_row_linear.one_row_linear, one_row_linear.one_row_linear_reference
+    if rows > 1:
+        given = (x, weight, is_gated, add_to)
+        function, reference = few_rows_linear.few_rows_linear, few_rows_linear.few_rows_linear_reference
+    expected = reference(*given)
+    close(function(*given), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_norm_and_gated_activation_equal_plain_torch(randn):
+    x, weight = randn(5, 72), randn(72)
+    close(row_wise.rms_norm(x, weight, 1e-6), row_wise.rms_norm_reference(x, weight, 1e-6))
+    close(row_wise.silu_times(x), row_wise.silu_times_reference(x))
+
+
+def a_rotary(randn, size, has_norms):
+    norms = (randn(size), randn(size)) if has_norms else (None, None)
+    return decode_attention.Rotary(randn(300, size), 1e-6, *norms)
+
+
+@pytest.mark.parametrize(("size", "has_norms"), [(16, False), (24, True)])
+def test_keys_and_values_are_turned_and_stored_as_in_plain_torch(randn, size, has_norms):
+    qkv, how = randn(7, (HEADS + 2 * NUM_KV) * size), a_rotary(randn, size, has_norms)
+    positions, slots = torch.arange(40, 47, device=DEVICE), torch.arange(70, 0, -10, device=DEVICE)
+    results = []
+    for function in (rotary.rotate_and_store, rotary.rotate_and_store_reference):
+        keys, values = torch.zeros(80, NUM_KV * size, device=DEVICE), torch.zeros(80, NUM_KV * size, device=DEVICE)
+        given = (how.q_norm, how.k_norm, how.eps, how.cos_sin, positions, slots, keys, values, HEADS)
+        results.append((function(qkv, *given), keys, values))
+    close(*results)
+
+
+@pytest.mark.parametrize("window", [0, 33])
+@pytest.mark.parametrize(("size", "has_norms"), [(16, False), (24, True)])
+def test_a_decode_step_attends_as_plain_torch(randn, size, has_norms, window):
+    qkv, how = randn(4, (HEADS + 2 * NUM_KV) * size), a_rotary(randn, size, has_norms)
+    slots, positions = (np.array(values, dtype=np.int32) for values in ([2, 0, 3, 1], [0, 70, 133, 256]))
+    most = decode_attention.most_parts(NUM_KV)
+    tile = decode_attention.tile_of(torch.float32, size)
+    parts = decode_attention.cut_into_parts(slots, positions, most, most, window, tile)
+    assert parts[:, 6].max() > 1  # a row of several parts
+    table = torch.randperm(BLOCKS, device=DEVICE).view(4, 40).int()
+    scratch = decode_attention.Scratch.make(4, HEADS, NUM_KV, size, torch.device(DEVICE))
+    rows = randn(BLOCKS * BLOCK_SIZE, NUM_KV * size), randn(BLOCKS * BLOCK_SIZE, NUM_KV * size)
+    results = []
+    for function in (decode_attention.decode_attention, decode_attention.decode_attention_reference):
+        keys, values = rows[0].clone(), rows[1].clone()
+        told = torch.from_numpy(parts).to(DEVICE)
+        out = function(qkv, how, told, table, keys, values, scratch, BLOCK_SIZE, HEADS, 0.3, window)
+        results.append((out, keys, values))
+    close(*results)
+    assert not scratch.counters.any()
+
+
+def test_rows_are_cut_into_parts_that_cover_them_once():
+    positions = np.random.default_rng(0).integers(0, 5000, 40).astype(np.int32)
+    parts = decode_attention.cut_into_parts(np.arange(40, dtype=np.int32), positions, 56, 32, 1000, 64)
+    for row, position in enumerate(positions):
+        own = sorted(parts[(parts[:, 0] == row) & (parts[:, 6] > 0)].tolist(), key=lambda part: part[5])
+        tiles = [tile for part in own for tile in range(part[3], part[4])]
+        assert tiles == list(range(max(0, position - 999) // 64, -(-position // 64)))
+        assert [part[5] for part in own] == list(range(own[0][6]))
+
+
+PARAMS = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 2.0, "min_p": 0.1},
+    {"temperature": 1.5, "top_p": 1e-9},
+    {"temperature": 5.0, "top_p": 0.999, "top_k": 1000},
+]
+
+
+def draw_all(logits, rows, num_prompt=10):
+    """Return the tokens that the kernel chooses, in slots from the last to the first."""
+    from bireme.engines.torch.resident_decode import request_columns
+
+    count = len(rows)
+    slots = list(range(count))[::-1]
+    steps = torch.tensor([[slot, num_prompt + row.num_output - 1, 0] for slot, row in zip(slots, rows, strict=True)])
+    requests = torch.from_numpy(np.stack([request_columns(rows[slots[slot]], num_prompt) for slot in range(count)]))
+    tokens, last = torch.zeros(2, count, dtype=torch.int32, device=DEVICE)
+    draw.draw(logits, steps.int().to(DEVICE), requests.to(DEVICE), last, tokens, logits.shape[1])
+    assert last.flip(0).equal(tokens)
+    return tokens.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_drawn_as_the_sampler_draws_them(randn, dtype):
+    logits = (3 * randn(len(PARAMS), 1000)).to(dtype)
+    rows = [
+        Row(SamplingParams(seed=2**63 + 7919 * at, **params), [1], [3] * at, (), 1000)
+        for at, params in enumerate(PARAMS)
+    ]
+    numbers = uniforms([row.seed for row in rows], [row.num_output for row in rows])
+    assert draw_all(logits, rows) == draw_batch(logits.float().clone(), rows, numbers)
+
+
+def test_a_greedy_row_takes_the_likeliest_token_and_one_with_unusable_logits_none(randn):
+    logits, rows = randn(4, 700), [Row(SamplingParams(temperature=0.0), [1], (), (), 700)] * 4
+    assert draw_all(logits, rows) == logits.argmax(-1).tolist()
+    logits[1, 5], logits[2, 6], logits[3] = float("nan"), float("inf"), float("-inf")
+    assert draw_all(logits, rows)[1:] == [draw.UNUSABLE] * 3
+
+
+def test_a_step_begins_with_the_tokens_of_the_one_before_and_takes_in_new_blocks(randn):
+    steps = torch.tensor([[3, 4, -1, 2, 11, -1, 0], [1, 0, 13, -1, 0, 8, 17]], dtype=torch.int32, device=DEVICE)
+    last, embeddings = torch.arange(5, 10, dtype=torch.int32, device=DEVICE), randn(20, 48)
+    tables = [torch.zeros(2, 5, 9, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    expected = step_begin.begin_step_reference(steps, tables[0], last, embeddings)
+    close(step_begin.begin_step(steps, tables[1], last, embeddings), expected)
+    assert tables[0].equal(tables[1]) and tables[0].any()

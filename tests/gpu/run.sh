@@ -1,0 +1,29 @@
+#!/bin/sh
+# The torch engine on this machine's GPU: equality with transformers first, then speed. Nothing has to be built:
+# Triton compiles the kernels when they are first used. Needs pytest, pytest-asyncio and hypothesis beside the engine.
+#
+#   sh tests/gpu/run.sh                          # figures as JSON in out/engine_gpu.json
+#   sh tests/gpu/run.sh /tmp/figures.json --shape 1b --batch 1 8
+#
+# After the file's name: options of benchmarks/engine_gpu.py. BIREME_PYTHON names the Python. Fails where a test does.
+set -eu
+cd "$(dirname "$0")/../.."
+python=${BIREME_PYTHON:-python3}
+output=out/engine_gpu.json
+if [ $# -gt 0 ]; then
+    output=$1
+    shift
+fi
+mkdir -p "$(dirname "$output")"
+
+if ! "$python" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
+    echo "run.sh: $python has no torch that sees a GPU; name another in BIREME_PYTHON" >&2
+    exit 2
+fi
+workers=$("$python" -c 'import importlib.util, os; print(min(12, os.cpu_count()) if importlib.util.find_spec("xdist") else "")')
+"$python" -m pytest -q ${workers:+-n "$workers"} -p no:cacheprovider tests/engines/torch --ignore tests/engines/torch/test_pictures.py \
+    --ignore tests/engines/torch/test_video_pipelines.py
+"$python" benchmarks/engine_gpu.py "$@" | tee "$output.txt"
+grep '^{' "$output.txt" >"$output"
+rm "$output.txt"
+echo "figures: $output"
