@@ -167,8 +167,6 @@ class FusedDecoder:
         for index, layer in enumerate(weights.layers):
             if is_one:
                 qkv = one_row_linear(x, layer.qkv, layer.qkv_bias, layer.attention_norm, eps)
-            elif rows <= MOST_ROWS and layer.qkv_bias is None:
-                qkv = few_rows_linear(rms_norm(x, layer.attention_norm, eps), layer.qkv)
             else:
                 qkv = F.linear(rms_norm(x, layer.attention_norm, eps), layer.qkv, layer.qkv_bias)
             attended = decode_attention(

@@ -251,7 +251,7 @@ def decode_attention(
         PRECISION=precision(qkv.dtype),
         num_warps=4,
         num_stages=_stages(rows) if qkv.dtype.itemsize == 2 and pad_k <= 128 else 2,
-        **chain(qkv.device),
+        **chain(qkv),
     )
     return out
 

@@ -155,5 +155,5 @@ def draw(logits: Tensor, steps: Tensor, requests: Tensor, last: Tensor, tokens: 
         TILE=min(8192, triton.next_power_of_2(size)),
         BITS=16 if logits.dtype == torch.bfloat16 else 32,
         num_warps=32 if size > 4096 else 4,
-        **chain(logits.device),
+        **chain(logits),
     )

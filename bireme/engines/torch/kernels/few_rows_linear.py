@@ -81,7 +81,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, is_gated: bool = False, add_to: T
         PRECISION=precision(x.dtype),
         num_warps=4,
         num_stages=4 if is_gated else 3,
-        **chain(x.device),
+        **chain(x),
     )
     return out
 

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+MOST_ROWS = 32  # more gain nothing: programs that wait take room from those that work
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -42,8 +45,8 @@ def _is_chained(index: int) -> bool:
     return bool(major >= 9)
 
 
-def chain(device: torch.device) -> dict[str, Any]:
-    """Return the arguments of a launch that make its kernel part of a chain."""
-    if device.type != "cuda" or not _is_chained(device.index or 0):
+def chain(x: Tensor) -> dict[str, Any]:
+    """Return the arguments of a launch for these rows that make its kernel part of a chain."""
+    if not x.is_cuda or len(x) > MOST_ROWS or not _is_chained(x.device.index or 0):
         return {"CHAINED": False}
     return {"CHAINED": True, "launch_pdl": True}

@@ -108,7 +108,7 @@ def one_row_linear(
         IS_GATED=is_gated,
         IS_ADDED=add_to is not None,
         num_warps=4 if width <= size else 8,
-        **chain(x.device),
+        **chain(x),
     )
     return out
 

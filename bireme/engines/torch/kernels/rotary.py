@@ -110,7 +110,7 @@ def rotate_and_store(
         HEADS=heads,
         HAS_NORM=q_norm is not None,
         num_warps=2,
-        **chain(qkv.device),
+        **chain(qkv),
     )
     return out
 

@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     warps = 8 if size > 2048 else 4
     pad = triton.next_power_of_2(size)
-    _norm_kernel[(rows,)](x, weight, out, eps, K=size, PAD_K=pad, num_warps=warps, **chain(x.device))
+    _norm_kernel[(rows,)](x, weight, out, eps, K=size, PAD_K=pad, num_warps=warps, **chain(x))
     return out
 
 
@@ -50,7 +50,7 @@ def silu_times(gate_up: Tensor) -> Tensor:
     """gate_up (T, 2 I) -> silu(gate) * up (T, I)."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    _silu_kernel[(rows, triton.cdiv(width, 1024))](gate_up, out, width, TILE=1024, **chain(gate_up.device))
+    _silu_kernel[(rows, triton.cdiv(width, 1024))](gate_up, out, width, TILE=1024, **chain(gate_up))
     return out
 
 
