@@ -29,6 +29,7 @@ from bireme.discovery import run
 from bireme.discovery.directory import LOOK_S
 from bireme.discovery.view import WorkerView, discover
 from bireme.errors import BiremeError, ConfigError, UnavailableError
+from bireme.kv.zmq_plane import needs_curve
 from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
 from bireme.launch.drain import drain
@@ -438,7 +439,7 @@ class Deployment:
 def deployment_key(recipe: Recipe) -> str:
     """Return the key (hex) of a launch: BIREME_KEY, or that of the folder that all servers share, or a new one.
 
-    Raises ConfigError for several servers that have no way to share one.
+    Raises ConfigError for several hosts or servers that have no way to share one.
     """
     if named := os.environ.get("BIREME_KEY"):
         return named
@@ -454,6 +455,12 @@ def deployment_key(recipe: Recipe) -> str:
     if discovery.is_shared:
         raise ConfigError(
             "BIREME_KEY: not set; servers that share discovery through etcd must have one key:"
+            " `openssl rand -hex 32` makes one, give it to all of them"
+        )
+    host = recipe.kv_events.host
+    if host and needs_curve(f"tcp://{host}:*"):
+        raise ConfigError(
+            f"BIREME_KEY: not set; kv_events.host {host} is for readers on other hosts, which need the key:"
             " `openssl rand -hex 32` makes one, give it to all of them"
         )
     return secrets.token_hex(32)

@@ -83,6 +83,17 @@ def test_servers_that_share_etcd_are_given_one_key(tmp_path, monkeypatch):
         deployment_key(recipe)
 
 
+def test_events_for_other_hosts_need_a_key_that_those_can_have(tmp_path, monkeypatch):
+    monkeypatch.delenv("BIREME_KEY", raising=False)
+    recipes = [
+        serve.settings_of(serve.parse(["recipes/mocker", "--set", f"kv_events.host={host}"]), tmp_path).recipe
+        for host in ("127.0.0.1", "10.0.0.1")
+    ]
+    assert len(deployment_key(recipes[0])) == 64
+    with pytest.raises(ConfigError, match="BIREME_KEY: not set; kv_events.host 10.0.0.1 is for readers on other hosts"):
+        deployment_key(recipes[1])
+
+
 def test_a_stage_is_left_to_others_only_where_there_can_be_others(tmp_path):
     arguments = ["recipes/mocker-disagg", "--set", "workers.decode.replicas=0"]
     with pytest.raises(
