@@ -48,10 +48,10 @@ def test_tensor_parallelism_is_refused_on_torch_with_a_remedy():
 
 def test_harmless_keys_are_named_once_in_one_line(caplog):
     caplog.set_level("INFO", "bireme.engines")
-    config = EngineConfig(attn_backend="FLASHINFER", disable_overlap_scheduler=True, mocker=MockerConfig(step_ms=9))
+    config = EngineConfig(attn_backend="FLASHINFER", mocker=MockerConfig(step_ms=9))
     check_engine_config(WorkerEntry(engine="torch", engine_config=config))
     assert [record.getMessage() for record in caplog.records] == [
-        "engine_config_ignored engine=torch keys=attn_backend,disable_overlap_scheduler,mocker.step_ms"
+        "engine_config_ignored engine=torch keys=attn_backend,mocker.step_ms"
     ]
 
 

@@ -79,8 +79,9 @@ def test_a_unary_pipeline_of_two_stubs_answers(deployment):
 def test_a_client_that_leaves_is_noticed_by_the_stub_that_has_its_stream(deployment):
     server = deployment.server
     readers = [Client(server.grpc).stream("generate", input_ids=PROMPT, max_tokens=5000, stream=True) for _ in range(9)]
-    for reader in readers:
-        next(iter(reader))
+    answers = [iter(reader) for reader in readers]  # kept: a reader whose iterator is gone has left
+    for one in answers:
+        next(one)
     until(lambda: sum(streams(server).values()) == len(readers), 10, "streams on the page")
     for reader in readers:
         reader.cancel()
