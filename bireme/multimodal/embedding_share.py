@@ -11,9 +11,12 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from bireme.disagg import DisaggregatedParams
 from bireme.errors import BiremeError, EngineLostError, NotFoundError, UnavailableError
 from bireme.kv.transfer.base import Fetch, GroupLayout, KvLayout, KvTransfer, Lease
+from bireme.kv.transfer.memory import HostMemory
 from bireme.metrics import Registry
 from bireme.multimodal.wire import EmbeddingHandle, Grid
 
@@ -29,8 +32,8 @@ class EmbeddingRows(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def read(self, first: int, last: int, data: memoryview) -> None:
-        """Copy rows [first, last) into `data`; from any thread."""
+    @property
+    def memory(self) -> HostMemory: ...
 
 
 Fetched = EmbeddingRows | bytearray  # made here, or the bytes of rows made elsewhere
@@ -82,7 +85,7 @@ class EmbeddingShare:
             ids.append(lease.lease_id)
             self._offers[lease.lease_id] = (lease, rows)
             self._owned.setdefault(owner, set()).add(lease.lease_id)
-        lease.export(rows.num_tokens, lambda group, first, last, data: rows.read(first, last, data))
+        lease.export(rows.num_tokens, rows.memory.token_rows())
         return EmbeddingHandle(
             worker=self._worker,
             life=self._life,
@@ -119,7 +122,8 @@ class EmbeddingShare:
             num_tokens=handle.num_tokens,
         )
         buffer = bytearray(handle.num_tokens * self._row_bytes)
-        return self._transfer.fetch(params, (0,), partial(self._write, buffer), partial(_finish, buffer, done))
+        memory = HostMemory([[np.frombuffer(buffer, np.uint8).reshape(-1, self._row_bytes)]])
+        return self._transfer.fetch(params, (0,), memory.token_rows(), partial(_finish, buffer, done))
 
     def close(self) -> None:
         self._transfer.close()
@@ -140,9 +144,6 @@ class EmbeddingShare:
                 owned.discard(lease_id)
                 if not owned:
                     del self._owned[owner]
-
-    def _write(self, buffer: bytearray, group: int, first: int, last: int, data: memoryview) -> None:
-        buffer[first * self._row_bytes : last * self._row_bytes] = data
 
 
 def _finish(buffer: bytearray, done: Done, error: BiremeError | None) -> None:

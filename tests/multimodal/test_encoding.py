@@ -20,6 +20,7 @@ from bireme.errors import (
     UnavailableError,
 )
 from bireme.kv.transfer.fake import FakeNetwork
+from bireme.kv.transfer.memory import HostMemory, as_bytes
 from bireme.messages import EncodeRequest, EncodeSource
 from bireme.metrics import Registry
 from bireme.multimodal.embedding_share import EmbeddingShare, embedding_layout
@@ -42,8 +43,9 @@ class ArrayRows:
     def num_bytes(self):
         return self.array.nbytes
 
-    def read(self, first, last, data):
-        data[:] = self.array[first:last].tobytes()
+    @property
+    def memory(self):
+        return HostMemory([[as_bytes(self.array)]])
 
 
 @dataclass

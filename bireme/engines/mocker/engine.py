@@ -313,7 +313,7 @@ class MockEngine:
     def _fetch(self, one: MockSequence, params: DisaggregatedParams, held: int) -> None:
         assert self._context.transfer is not None, "the gate lets no generation_only through without a transfer"
         one.state = MockSequenceStatus.FETCHING
-        one.rows = MockKvRows(one.prompt_ids)
+        one.rows, one.first_row = MockKvRows.empty(one.prompt_ids), held
         first = params.first_gen_tokens
         if first and (first[0] in one.stop_ids or one.num_generated + len(first) >= one.max_tokens):
             one.state, one.decode_at = MockSequenceStatus.DECODE, time.monotonic()
@@ -323,7 +323,7 @@ class MockEngine:
         def done(error: BiremeError | None) -> None:
             self._inbox.put(lambda: self._fetched(one, error))
 
-        one.fetch = self._context.transfer.fetch(params, (held,), one.rows.write, done)
+        one.fetch = self._context.transfer.fetch(params, (held,), one.rows.rows, done)
 
     def _fetched(self, one: MockSequence, error: BiremeError | None) -> None:
         if one.state is not MockSequenceStatus.FETCHING:
@@ -333,8 +333,10 @@ class MockEngine:
         elif time.monotonic() > one.deadline:
             text = f"timeout_ms: {one.request.timeout_ms} have passed while KV was on the way"
             self._end(one, "timeout", DeadlineExceededError(text))
-        elif error is not None or (one.rows and one.rows.corruption):
-            self._end(one, "error", error or BiremeError(one.rows.corruption if one.rows else ""))
+        elif error is not None:
+            self._end(one, "error", error)
+        elif one.rows is not None and (text := one.rows.corruption(one.first_row)):
+            self._end(one, "error", BiremeError(text))
         else:
             assert one.params is not None
             self._begin_decode(one)
@@ -446,7 +448,7 @@ class MockEngine:
         if delta.finish is None:
             delta.finish = Finish("not_finished", usage)
             self._leases[one.key] = one.lease
-            one.lease.export(one.num_prompt, MockKvRows(one.prompt_ids).read)
+            one.lease.export(one.num_prompt, MockKvRows.computed(one.prompt_ids).rows)
             one.lease = one.holding = None
 
     def _finish(

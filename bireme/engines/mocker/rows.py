@@ -8,22 +8,34 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.kv.transfer.base import GroupLayout, KvLayout
+from bireme.kv.transfer.memory import HostMemory, TokenRows, as_bytes
 
 LAYOUT = KvLayout("mocker", "int32", (GroupLayout(0, (8,)),))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class MockKvRows:
-    """The rows of one prompt; `read` and `write` run on the transfer's thread."""
+    """The rows of one prompt, in memory of their own."""
 
-    ids: npt.NDArray[np.int32]
-    corruption: str = ""  # what an importer found wrong
+    ids: npt.NDArray[np.int32]  # (tokens,) the prompt's
+    keys: npt.NDArray[np.int32]  # (tokens,)
+    values: npt.NDArray[np.int32]  # (tokens,)
 
-    def read(self, group: int, first: int, last: int, data: memoryview) -> None:
-        rows = np.frombuffer(data, "<i4").reshape(2, last - first)  # (id | position, tokens)
-        rows[0], rows[1] = self.ids[first:last], np.arange(first, last)
+    @classmethod
+    def computed(cls, ids: npt.NDArray[np.int32]) -> MockKvRows:
+        return cls(ids, np.ascontiguousarray(ids), np.arange(len(ids), dtype=np.int32))
 
-    def write(self, group: int, first: int, last: int, data: memoryview) -> None:
-        rows = np.frombuffer(data, "<i4").reshape(2, last - first)  # (id | position, tokens)
-        if not (np.array_equal(rows[0], self.ids[first:last]) and np.array_equal(rows[1], np.arange(first, last))):
-            self.corruption = f"KV rows {first} to {last} are not those of this prompt"
+    @classmethod
+    def empty(cls, ids: npt.NDArray[np.int32]) -> MockKvRows:
+        return cls(ids, np.full(len(ids), -1, np.int32), np.full(len(ids), -1, np.int32))
+
+    @property
+    def rows(self) -> TokenRows:
+        return HostMemory([[as_bytes(self.keys), as_bytes(self.values)]]).token_rows()
+
+    def corruption(self, first: int) -> str:
+        """Return what an importer of the tokens from `first` on found wrong; "": nothing."""
+        is_right = np.array_equal(self.keys[first:], self.ids[first:]) and np.array_equal(
+            self.values[first:], np.arange(first, len(self.ids))
+        )
+        return "" if is_right else f"KV rows {first} to {len(self.ids)} are not those of this prompt"

@@ -42,6 +42,7 @@ class MockSequence:
     lease: Lease | None = None
     fetch: Fetch | None = None
     rows: MockKvRows | None = None  # what the fetch writes to
+    first_row: int = 0  # of those that it writes
     is_aborted: bool = False
     num_cached: int = 0
     prefill_left: int = 0  # prompt tokens still to compute

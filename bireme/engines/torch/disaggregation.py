@@ -1,7 +1,7 @@
 """The two ends of a KV transfer in this engine: rows that prefill leases out, rows that decode imports.
 
-Transfers call back on threads of their own: `read` and `write` touch only rows that the engine leaves alone meanwhile,
-everything else is posted to the engine's thread.
+Transfers copy on threads of their own, and touch only rows that the engine leaves alone meanwhile; what they report is
+posted to the engine's thread.
 """
 
 from __future__ import annotations
@@ -40,12 +40,7 @@ class TorchExporter:
         assert sequence.lease is not None
         self._manager.settle(sequence.table)
         self._pinned[sequence.number] = self._latest[sequence.key] = sequence
-        blocks = [list(group) for group in sequence.table.blocks]
-
-        def read(group: int, first: int, last: int, data: memoryview) -> None:
-            self._store.read(group, self._store.rows(blocks[group], first, last), data)
-
-        sequence.lease.export(sequence.computed, read)
+        sequence.lease.export(sequence.computed, self._store.token_rows(sequence.table.blocks, sequence.computed))
 
     def abort(self, key: RequestKey) -> None:
         """End the lease of a finished request; unknown keys are ignored."""
@@ -91,14 +86,12 @@ class TorchImporter:
     def fetch(self, sequence: Sequence, done: Callable[[Sequence, BiremeError | None], None]) -> None:
         """Start it; `done` is posted when the last row has been written."""
         assert sequence.params is not None
-        blocks = [list(group) for group in sequence.table.blocks]
-        end = sequence.params.num_tokens
+        blocks, end = sequence.table.blocks, sequence.params.num_tokens
         firsts = [max(sequence.computed, self._manager.first_visible(group, end)) for group in range(len(blocks))]
         sequence.imported_from = firsts
-
-        def write(group: int, first: int, last: int, data: memoryview) -> None:
-            self._store.write(group, self._store.rows(blocks[group], first, last), data)
-
         sequence.fetch = self._transfer.fetch(
-            sequence.params, firsts, write, lambda error: self._post(partial(done, sequence, error))
+            sequence.params,
+            firsts,
+            self._store.token_rows(blocks, end),
+            lambda error: self._post(partial(done, sequence, error)),
         )

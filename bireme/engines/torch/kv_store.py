@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from bireme.engines.torch.attention import LayerGeometry
 from bireme.kv.block_pool import NULL
 from bireme.kv.transfer.base import GroupLayout, KvLayout
-
-Rows = npt.NDArray[np.int64]
+from bireme.kv.transfer.memory import NOT_HELD, MemoryKind, Region, Rows, TokenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +68,14 @@ class KvStore:
             rows = (num_blocks[self.group_of[layer]] + 1) * tokens_per_block
             self.keys.append(self._empty(rows, shape.num_kv_heads * shape.key_size, shape.dtype))
             self.values.append(self._empty(rows, shape.num_kv_heads * shape.value_size, shape.dtype))
+        kind = MemoryKind.DRAM if device.type == "cpu" else MemoryKind.VRAM
+        self.regions = tuple(
+            tuple(
+                Region(one.data_ptr(), one.shape[1] * one.element_size(), one.shape[0], kind, device.index or 0)
+                for one in self._tensors(index)
+            )
+            for index in range(len(groups))
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -79,13 +85,14 @@ class KvStore:
         groups = tuple(GroupLayout(group.window, group.row_bytes) for group in self.groups)
         return KvLayout(model, str(self.dtype).removeprefix("torch."), groups)
 
-    def rows(self, blocks: Sequence[int], first: int, last: int) -> Rows:
-        """Return the rows of tokens [first, last) of a request that holds `blocks`."""
-        positions = np.arange(first, last)
-        index = np.asarray(blocks, dtype=np.int64)[positions // self.tokens_per_block]
-        assert not (index == NULL).any(), "a row of a block that is not held"
-        rows: Rows = index * self.tokens_per_block + positions % self.tokens_per_block
-        return rows
+    def token_rows(self, blocks: Sequence[Sequence[int]], num_tokens: int) -> TokenRows:
+        """Return the rows of a request's tokens; `blocks`: the ids that it holds, a group each."""
+        size, positions = self.tokens_per_block, np.arange(num_tokens)
+        found = []
+        for held in blocks:
+            index = np.asarray(held, dtype=np.int64)[positions // size]
+            found.append(np.where(index == NULL, NOT_HELD, index * size + positions % size))
+        return TokenRows(self, tuple(found))
 
     def read(self, group: int, rows: Rows, data: memoryview) -> None:
         """Copy rows of all layers of a group into `data`: layer by layer, keys then values."""

@@ -1,4 +1,4 @@
-"""A picture's embeddings in this engine's form, and how they are read for a transfer."""
+"""A picture's embeddings in this engine's form, and as a transfer sees them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bireme.kv.transfer.base import KvLayout
+from bireme.kv.transfer.memory import HostMemory
 from bireme.multimodal.embedding_share import embedding_layout
 
 
@@ -25,9 +26,9 @@ class TensorRows:
     def num_bytes(self) -> int:
         return int(self.tensor.nbytes)
 
-    def read(self, first: int, last: int, data: memoryview) -> None:
-        source = self.tensor[first:last].view(torch.uint8)
-        torch.frombuffer(data, dtype=torch.uint8).view(source.shape).copy_(source)
+    @property
+    def memory(self) -> HostMemory:
+        return HostMemory([[self.tensor.view(torch.uint8).numpy()]])
 
 
 def layout_of(digest: str, dtype: torch.dtype, hidden_size: int) -> KvLayout:

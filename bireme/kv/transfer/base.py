@@ -23,6 +23,7 @@ from bireme.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from bireme.kv.transfer.memory import TokenRows
 
 
 class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -48,9 +49,6 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True):
         return sum(group.bytes_per_token for group in self.groups)
 
 
-# Copy rows of tokens [first, last) of all layers of a group to / from `data`: layer by layer, K rows then V rows.
-Read = Callable[[int, int, int, memoryview], None]  # group, first, last, data
-Write = Callable[[int, int, int, memoryview], None]
 Done = Callable[[BiremeError | None], None]
 Find = Callable[[str], WorkerRecord]  # worker id -> its record; raises NotFoundError
 
@@ -59,8 +57,8 @@ class Lease(Protocol):
     lease_id: int
     generation: int
 
-    def export(self, num_tokens: int, read: Read) -> None:
-        """RESERVED -> EXPORTED: rows [0, num_tokens) may be read, from another thread, until released."""
+    def export(self, num_tokens: int, rows: TokenRows) -> None:
+        """RESERVED -> EXPORTED: rows of tokens [0, num_tokens) may be read, by another thread, until released."""
 
     def abort(self) -> None:
         """End it now, or when the current copy ends. Harmless after the end."""
@@ -84,15 +82,16 @@ class KvTransfer(Protocol):
     def endpoint(self) -> str:
         """Address of the control socket, for discovery."""
 
-    def start(self, layout: KvLayout) -> None: ...
+    def start(self, layout: KvLayout) -> None:
+        """Begin to serve. Raises ConfigError."""
 
     def reserve(self, release: Callable[[], None]) -> Lease:
         """Make a lease. `release` is called once, on the transfer's thread, when its blocks may be freed."""
 
-    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], write: Write, done: Done) -> Fetch:
-        """Claim params' lease and copy, group by group, rows [firsts[group], params.num_tokens) through `write`.
+    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], rows: TokenRows, done: Done) -> Fetch:
+        """Claim params' lease and copy, group by group, tokens [firsts[group], params.num_tokens) into `rows`.
 
-        Returns at once; `write` and `done` run on the transfer's thread. Errors given to `done`:
+        Returns at once; the rows are written, and `done` is called, on the transfer's thread. Errors given to `done`:
         NotFoundError (lease gone, claimed before, other life), KvTransferError (exporter gone or silent, no room for
         its rows), RequestError (layouts differ), RequestCancelledError, EngineLostError (this side is stopping).
         """

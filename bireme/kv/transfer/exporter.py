@@ -246,16 +246,16 @@ class Exporter:
 
     def _fill(self, transfer: Outgoing, file: SharedFile) -> Iterator[None]:
         lease = transfer.lease
-        read = lease.begin_copy()
+        rows = lease.begin_copy()
         try:
             for chunk in transfer.plan.chunks:
-                if read is None or lease.state is not LeaseState.CLAIMED:
+                if rows is None or lease.state is not LeaseState.CLAIMED:
                     raise _aborted()  # half a file must never be offered
-                read(chunk.group, chunk.first, chunk.last, file.view[chunk.begin : chunk.end])
+                file.store(rows, chunk)
                 yield
         finally:
             lease.end_copy()
-            file.unmap()
+            file.close()
 
     def _on_copied(self, transfer: Outgoing, error: BiremeError | None) -> None:
         transfer.stage = LeaseStage.OFFERED  # in any case: the copier has finished with it

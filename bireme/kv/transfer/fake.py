@@ -15,11 +15,12 @@ from functools import partial
 
 from bireme.disagg import DisaggregatedParams
 from bireme.errors import BiremeError, EngineLostError, NotFoundError, RequestCancelledError, UnavailableError
-from bireme.kv.transfer.base import Done, Fetch, KvLayout, Lease, Write, fetch_failure
+from bireme.kv.transfer.base import Done, Fetch, KvLayout, Lease, fetch_failure
 from bireme.kv.transfer.chunks import plan_chunks
 from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.exporter import check_layouts
 from bireme.kv.transfer.lease import LeaseTable, TableLease
+from bireme.kv.transfer.memory import TokenRows
 
 
 class FakeNetwork:
@@ -35,10 +36,10 @@ class FakeNetwork:
 
 
 class FakeFetch:
-    def __init__(self, params: DisaggregatedParams, firsts: Sequence[int], write: Write, done: Done) -> None:
+    def __init__(self, params: DisaggregatedParams, firsts: Sequence[int], rows: TokenRows, done: Done) -> None:
         self.params = params
         self.firsts = tuple(firsts)
-        self.write = write
+        self.rows = rows
         self.is_cancelled = False
         self._done: Done | None = done
 
@@ -76,8 +77,8 @@ class FakeTransfer:
     def reserve(self, release: Callable[[], None]) -> Lease:
         return self.leases.reserve(release)
 
-    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], write: Write, done: Done) -> Fetch:
-        fetch = FakeFetch(params, firsts, write, done)
+    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], rows: TokenRows, done: Done) -> Fetch:
+        fetch = FakeFetch(params, firsts, rows, done)
         if self._is_closed:
             self._copier.call(partial(fetch.finish, EngineLostError("the decode engine is stopping")))
         else:
@@ -124,14 +125,14 @@ class FakeTransfer:
             assert exporter.layout is not None and self.layout is not None
             check_layouts(exporter.layout, self.layout)
             plan = plan_chunks(self.layout, fetch.firsts, lease.num_tokens, self._chunk_bytes)
-            read = lease.begin_copy()
-            if read is None:
+            source = lease.begin_copy()
+            if source is None:
                 raise NotFoundError("the KV lease has ended; prefill again")
             for chunk in plan.chunks:
                 self._check(fetch)
-                rows = memoryview(bytearray(chunk.end - chunk.begin))
-                read(chunk.group, chunk.first, chunk.last, rows)
-                fetch.write(chunk.group, chunk.first, chunk.last, rows)
+                data = memoryview(bytearray(chunk.end - chunk.begin))
+                source.read(chunk.group, chunk.first, chunk.last, data)
+                fetch.rows.write(chunk.group, chunk.first, chunk.last, data)
                 yield
         except BaseException:
             lease.abort()

@@ -31,9 +31,10 @@ from bireme.errors import (
     from_message,
 )
 from bireme.kv.transfer import wire
-from bireme.kv.transfer.base import Done, Find, KvLayout, Write, fetch_failure
+from bireme.kv.transfer.base import Done, Find, KvLayout, fetch_failure
 from bireme.kv.transfer.chunks import Chunk, plan_chunks
 from bireme.kv.transfer.copier import Copier
+from bireme.kv.transfer.memory import TokenRows
 from bireme.kv.transfer.process import Process
 from bireme.kv.transfer.shm_file import SharedFile, file_prefix
 from bireme.metrics import Registry
@@ -64,13 +65,13 @@ class ShmFetch:
         self,
         params: DisaggregatedParams,
         firsts: Sequence[int],
-        write: Write,
+        rows: TokenRows,
         done: Done,
         wake: Callable[[ShmFetch], None],
     ) -> None:
         self.params = params
         self.firsts = tuple(firsts)
-        self.write = write
+        self.rows = rows
         self.number = 0
         self.began_at = time.monotonic()
         self.peer: Peer | None = None
@@ -260,12 +261,12 @@ class Importer:
                 self._write_chunk(fetch, file, chunk)
                 yield
         finally:
-            file.unmap()
+            file.close()
 
     def _write_chunk(self, fetch: ShmFetch, file: SharedFile, chunk: Chunk) -> None:
         if fetch.stopped is not None:
             raise fetch.stopped
-        fetch.write(chunk.group, chunk.first, chunk.last, file.view[chunk.begin : chunk.end])
+        file.load(fetch.rows, chunk)
 
     def _open(self, fetch: ShmFetch, offer: wire.Offer) -> SharedFile:
         assert fetch.peer is not None

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bireme.errors import NotFoundError
-from bireme.kv.transfer.base import Read
+from bireme.kv.transfer.memory import TokenRows
 
 REMEMBERED = 4096  # ended leases whose end is still known, for error texts
 
@@ -47,8 +47,8 @@ class TableLease:
     __slots__ = (
         "_deadline",
         "_is_copying",
-        "_read",
         "_release",
+        "_rows",
         "_table",
         "generation",
         "lease_id",
@@ -62,18 +62,18 @@ class TableLease:
         self.num_tokens = 0
         self.state = LeaseState.RESERVED
         self._table = table
-        self._read: Read | None = None
+        self._rows: TokenRows | None = None
         self._release: Callable[[], None] | None = release  # None: has been called
         self._deadline = 0.0
         self._is_copying = False
 
-    def export(self, num_tokens: int, read: Read) -> None:
+    def export(self, num_tokens: int, rows: TokenRows) -> None:
         """RESERVED -> EXPORTED. Does nothing after the lease's end (an abort was first)."""
         with self._table.lock:
             if self.state not in LIVE:
                 return
             assert self.state is LeaseState.RESERVED, f"a lease is exported once; this one is {self.state.value}"
-            self.num_tokens, self._read = num_tokens, read
+            self.num_tokens, self._rows = num_tokens, rows
             self._table.move(self, LeaseState.EXPORTED)
 
     def abort(self) -> None:
@@ -85,13 +85,13 @@ class TableLease:
         assert self.state is not LeaseState.RESERVED and self.state is not LeaseState.EXPORTED
         return self._table.end(self, LeaseState.ACKED)
 
-    def begin_copy(self) -> Read | None:
+    def begin_copy(self) -> TokenRows | None:
         """Pin the rows. Returns None when the lease has ended: then they must not be read."""
         with self._table.lock:
             if self.state is not LeaseState.CLAIMED:
                 return None
             self._is_copying = True
-            return self._read
+            return self._rows
 
     def end_copy(self) -> None:
         """Free the blocks: a lease is copied once, completely or not."""
@@ -104,7 +104,7 @@ class TableLease:
             self._table.restart_timer(self)
 
     def _take_release(self) -> Callable[[], None] | None:
-        release, self._release, self._read = self._release, None, None
+        release, self._release, self._rows = self._release, None, None
         return release
 
 

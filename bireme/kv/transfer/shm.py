@@ -24,7 +24,7 @@ from bireme.config import CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
 from bireme.discovery import run
 from bireme.errors import ConfigError, EngineLostError
-from bireme.kv.transfer.base import Done, Fetch, Find, KvLayout, Lease, Write
+from bireme.kv.transfer.base import Done, Fetch, Find, KvLayout, Lease
 from bireme.kv.transfer.buffer import TransferBuffer
 from bireme.kv.transfer.chunks import CHUNK_BYTES
 from bireme.kv.transfer.copier import Copier
@@ -32,6 +32,7 @@ from bireme.kv.transfer.exporter import Exporter, Outgoing
 from bireme.kv.transfer.importer import Importer, ShmFetch
 from bireme.kv.transfer.lease import LeaseTable
 from bireme.kv.transfer.mailbox import Mailbox
+from bireme.kv.transfer.memory import TokenRows
 from bireme.kv.transfer.shm_file import file_prefix, sweep
 from bireme.kv.transfer.wire import MAX_MESSAGE_BYTES
 from bireme.metrics import Registry
@@ -97,8 +98,8 @@ class ShmTransfer:
     def reserve(self, release: Callable[[], None]) -> Lease:
         return self._table.reserve(release)
 
-    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], write: Write, done: Done) -> Fetch:
-        fetch = ShmFetch(params, firsts, write, done, self._wake_cancelled)
+    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], rows: TokenRows, done: Done) -> Fetch:
+        fetch = ShmFetch(params, firsts, rows, done, self._wake_cancelled)
         if not self._mailbox.post(lambda: self._importer.begin(fetch)):
             self._copier.call(partial(fetch.finish, EngineLostError("the decode engine is stopping")))
         return fetch

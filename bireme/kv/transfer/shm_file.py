@@ -1,4 +1,4 @@
-"""Shared-memory files: names, creation, mapping, sweeping.
+"""Shared-memory files: names, creation, copying, sweeping.
 
 The creator of a file unlinks it. The names carry run and worker, so that the supervisor finds what a killed engine
 left.
@@ -7,16 +7,27 @@ left.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from bireme.errors import BiremeError, ResourceExhaustedError, UnavailableError
+from bireme.kv.transfer.chunks import Chunk
+from bireme.kv.transfer.memory import Pieces, TokenRows
 
 SHM_DIR = Path("/dev/shm")
+_IOV_MAX = 1024  # pieces a system call takes
+_LIBC = ctypes.CDLL(None, use_errno=True)  # a call through it leaves the GIL to others
+for _call in (_LIBC.pwritev, _LIBC.preadv):
+    _call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+    _call.restype = ctypes.c_ssize_t
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 
 
@@ -36,14 +47,19 @@ def sweep(run_dir: Path, worker: str) -> int:
 
 
 class SharedFile:
-    """One mapped file. The creator writes it before anybody else learns its name."""
+    """One file, open. The creator writes it before anybody else learns its name.
 
-    __slots__ = ("_map", "_path", "view")
+    Rows that the CPU can address are written and read by system calls with lists of their pieces: one copy, no page
+    faults of a mapping, and no GIL meanwhile. Others are copied by their owner, through a mapping.
+    """
 
-    def __init__(self, path: Path, mapping: mmap.mmap) -> None:
+    __slots__ = ("_descriptor", "_map", "_num_bytes", "_path")
+
+    def __init__(self, path: Path, descriptor: int, num_bytes: int) -> None:
         self._path = path
-        self._map = mapping
-        self.view = memoryview(mapping)
+        self._descriptor = descriptor
+        self._num_bytes = num_bytes
+        self._map: mmap.mmap | None = None
 
     @property
     def name(self) -> str:
@@ -51,7 +67,7 @@ class SharedFile:
 
     @classmethod
     def create(cls, next_name: Callable[[], str], num_bytes: int) -> SharedFile:
-        """Make a file with its memory reserved: a full /dev/shm is an error here, not a SIGBUS in the copy.
+        """Make a file with its memory reserved: a full /dev/shm is an error here, not in the middle of the copy.
 
         Raises ResourceExhaustedError when there is no room, UnavailableError when it can't be made at all.
         """
@@ -61,36 +77,69 @@ class SharedFile:
             raise _creation_error(error, num_bytes) from error
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
-            return cls(path, mmap.mmap(descriptor, num_bytes))
         except OSError as error:
             path.unlink(missing_ok=True)
-            raise _creation_error(error, num_bytes) from error
-        finally:
             os.close(descriptor)
+            raise _creation_error(error, num_bytes) from error
+        return cls(path, descriptor, num_bytes)
 
     @classmethod
     def open(cls, name: str, num_bytes: int) -> SharedFile:
-        """Map another engine's file. Raises FileNotFoundError, or BiremeError for a wrong size."""
+        """Open another engine's file. Raises FileNotFoundError, or BiremeError for a wrong size."""
         path = SHM_DIR / name
         # Writable, though only read: torch.frombuffer warns about read-only memory.
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size != num_bytes:
-                raise BiremeError(f"KV transfer file has {size} bytes; the offer says {num_bytes}")
-            # Not MAP_POPULATE: mmap() holds the GIL, the page faults of the copy don't.
-            return cls(path, mmap.mmap(descriptor, num_bytes))
-        finally:
+        size = os.fstat(descriptor).st_size
+        if size != num_bytes:
             os.close(descriptor)
+            raise BiremeError(f"KV transfer file has {size} bytes; the offer says {num_bytes}")
+        return cls(path, descriptor, num_bytes)
 
-    def unmap(self) -> None:
-        # A callback that kept its memoryview keeps the mapping.
-        with contextlib.suppress(BufferError):
-            self.view.release()
-            self._map.close()
+    def store(self, rows: TokenRows, chunk: Chunk) -> None:
+        """Copy a chunk's rows into the file."""
+        if rows.is_addressable(chunk.group):
+            _copy(_LIBC.pwritev, self._descriptor, rows.pieces(chunk.group, chunk.first, chunk.last), chunk.begin)
+        else:
+            rows.read(chunk.group, chunk.first, chunk.last, self._view(chunk))
+
+    def load(self, rows: TokenRows, chunk: Chunk) -> None:
+        """Copy a chunk out of the file into its rows."""
+        if rows.is_addressable(chunk.group):
+            _copy(_LIBC.preadv, self._descriptor, rows.pieces(chunk.group, chunk.first, chunk.last), chunk.begin)
+        else:
+            rows.write(chunk.group, chunk.first, chunk.last, self._view(chunk))
+
+    def close(self) -> None:
+        """Let go of it; the file stays until `unlink`."""
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # an owner that kept its memoryview keeps the mapping
+                self._map.close()
+            self._map = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def unlink(self) -> None:
         self._path.unlink(missing_ok=True)
+
+    def _view(self, chunk: Chunk) -> memoryview:
+        if self._map is None:
+            # Not MAP_POPULATE: mmap() holds the GIL, the page faults of the copy don't.
+            self._map = mmap.mmap(self._descriptor, self._num_bytes)
+        return memoryview(self._map)[chunk.begin : chunk.end]
+
+
+def _copy(call: Any, descriptor: int, pieces: Pieces, at: int) -> None:
+    """Copy between a file, from `at` on, and pieces of memory. Raises OSError."""
+    table = np.stack([pieces.addresses, pieces.lengths], axis=1)  # struct iovec[]
+    for begin in range(0, len(table), _IOV_MAX):
+        part = np.ascontiguousarray(table[begin : begin + _IOV_MAX])
+        wanted = int(part[:, 1].sum())
+        copied = call(descriptor, part.ctypes.data, len(part), at)
+        if copied != wanted:
+            number = ctypes.get_errno() if copied < 0 else errno.EIO
+            raise OSError(number, f"{copied} of {wanted} bytes copied: {os.strerror(number)}")
+        at += wanted
 
 
 def free_bytes() -> int:

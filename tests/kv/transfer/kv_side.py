@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from bireme.config import CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
 from bireme.discovery import run
 from bireme.kv.transfer.base import Find, GroupLayout, KvLayout
+from bireme.kv.transfer.memory import HostMemory, MemoryKind, TokenRows
 from bireme.kv.transfer.shm import ShmTransfer, file_prefix
 from bireme.kv.transfer.shm_file import SHM_DIR
 from bireme.metrics import Registry
@@ -35,28 +37,62 @@ def expected_rows(group: int, first: int, last: int, row_bytes: int) -> np.ndarr
     return ((tokens * 31 + group * 101 + np.arange(row_bytes) * 7) % 251).astype(np.uint8)
 
 
+def arrays_of(layout: KvLayout, num_tokens: int) -> list[list[np.ndarray]]:
+    """Return memory for rows, one tensor a group; 255 is in no expected row."""
+    return [[np.full((num_tokens, group.bytes_per_token), 255, np.uint8)] for group in layout.groups]
+
+
+class SlowMemory:
+    """Rows that only their owner can copy, as those of a GPU, and slowly."""
+
+    def __init__(self, layout: KvLayout, num_tokens: int, delay_s: float) -> None:
+        self._arrays, self._delay_s = HostMemory(arrays_of(layout, num_tokens)), delay_s
+        self.began = threading.Event()
+        self.regions = tuple(
+            tuple(replace(region, kind=MemoryKind.VRAM) for region in group) for group in self._arrays.regions
+        )
+
+    def token_rows(self) -> TokenRows:
+        return TokenRows(self, self._arrays.token_rows().rows)
+
+    def read(self, group: int, rows: np.ndarray, data: memoryview) -> None:
+        self.began.set()
+        self._arrays.read(group, rows, data)
+        time.sleep(self._delay_s)
+
+    def write(self, group: int, rows: np.ndarray, data: memoryview) -> None:
+        self.began.set()
+        self._arrays.write(group, rows, data)
+        time.sleep(self._delay_s)
+
+
 class Fetching:
     """What one fetch did."""
 
-    def __init__(self, layout: KvLayout, write_delay_s: float) -> None:
+    def __init__(self, layout: KvLayout, num_tokens: int, write_delay_s: float) -> None:
         self._layout = layout
-        self._write_delay_s = write_delay_s
-        self.rows: list[tuple[int, int, int]] = []
-        self.is_right = True
+        self.arrays = arrays_of(layout, num_tokens)
+        host = HostMemory(self.arrays)
+        slow = SlowMemory(layout, num_tokens, write_delay_s)
+        slow._arrays = host
+        self.memory: Any = slow if write_delay_s else host
+        self.began_writing = slow.began
         self.num_done = 0
         self.errors: list[Any] = []
         self.ended = threading.Event()
-        self.began_writing = threading.Event()
         self.handle: Any = None
 
-    def write(self, group: int, first: int, last: int, data: memoryview) -> None:
-        self.began_writing.set()
-        assert not self.ended.is_set()
-        width = self._layout.groups[group].bytes_per_token
-        actual = np.frombuffer(data, np.uint8).reshape(last - first, width)
-        self.is_right &= bool((actual == expected_rows(group, first, last, width)).all())
-        self.rows.append((group, first, last))
-        time.sleep(self._write_delay_s)
+    @property
+    def is_right(self) -> bool:
+        """Whether every row is what was exported, or untouched."""
+        return all(
+            bool(((array == expected_rows(group, 0, len(array), array.shape[1])) | (array == 255)).all())
+            for group, (array,) in enumerate(self.arrays)
+        )
+
+    @property
+    def has_written(self) -> bool:
+        return any(bool((array != 255).any()) for (array,) in self.arrays)
 
     def done(self, error: Any) -> None:
         self.num_done += 1
@@ -69,7 +105,7 @@ class Fetching:
         return self.errors[0]
 
     def tokens_written(self, group: int) -> list[int]:
-        return sorted(token for g, first, last in self.rows if g == group for token in range(first, last))
+        return np.flatnonzero((self.arrays[group][0] != 255).all(axis=1)).tolist()
 
 
 class Side:
@@ -114,13 +150,11 @@ class Side:
         return self.export_lease(self.reserve(), num_tokens, read_delay_s)
 
     def export_lease(self, lease: Any, num_tokens: int, read_delay_s: float = 0.0) -> DisaggregatedParams:
-        def read(group: int, first: int, last: int, data: memoryview) -> None:
-            self.began_reading.set()
-            width = self.layout.groups[group].bytes_per_token
-            np.frombuffer(data, np.uint8).reshape(last - first, width)[:] = expected_rows(group, first, last, width)
-            time.sleep(read_delay_s)
-
-        lease.export(num_tokens, read)
+        slow = SlowMemory(self.layout, num_tokens, read_delay_s)
+        slow.began = self.began_reading
+        for group, (array,) in enumerate(slow._arrays._groups):
+            array[:] = expected_rows(group, 0, num_tokens, array.shape[1])
+        lease.export(num_tokens, slow.token_rows() if read_delay_s else slow._arrays.token_rows())
         return DisaggregatedParams(
             worker=self.worker,
             life=self.life,
@@ -132,8 +166,9 @@ class Side:
     def fetch(
         self, params: DisaggregatedParams, firsts: tuple[int, ...] = (0, 0), write_delay_s: float = 0.0
     ) -> Fetching:
-        fetching = Fetching(self.layout, write_delay_s)
-        fetching.handle = self.transfer.fetch(params, firsts, fetching.write, fetching.done)
+        fetching = Fetching(self.layout, params.num_tokens, write_delay_s)
+        rows = fetching.memory.token_rows()
+        fetching.handle = self.transfer.fetch(params, firsts, rows, fetching.done)
         return fetching
 
     def lease_counts(self) -> dict[str, int]:

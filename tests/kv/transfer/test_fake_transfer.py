@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 
 import msgspec
+import numpy as np
 import pytest
 
 from bireme.disagg import DisaggregatedParams
 from bireme.errors import KvTransferError, NotFoundError, RequestCancelledError, RequestError, UnavailableError
 from bireme.kv.transfer.base import GroupLayout, KvLayout
 from bireme.kv.transfer.fake import FakeNetwork
+from bireme.kv.transfer.memory import HostMemory
 
 LAYOUT = KvLayout("tiny", "float32", (GroupLayout(0, (4,)),))
 
@@ -25,23 +27,22 @@ class Story:
         self.prefill.start(LAYOUT)
         self.decode.start(LAYOUT)
         self.released: list[int] = []
-        self.written: dict[int, int] = {}
+        self.target = np.full((10, 4), 255, np.uint8)
 
     def export(self, num_tokens=10):
         lease = self.prefill.reserve(lambda: self.released.append(1))
-        lease.export(num_tokens, self.read)
+        rows = np.repeat(np.arange(num_tokens, dtype=np.uint8)[:, None], 4, axis=1)
+        lease.export(num_tokens, HostMemory([[rows]]).token_rows())
         ids = {"lease_id": lease.lease_id, "generation": lease.generation}
         return DisaggregatedParams(worker="prefill", life=1, num_tokens=num_tokens, **ids)
 
-    def read(self, group, first, last, data):
-        data[:] = bytes(token for token in range(first, last) for _ in range(4))
-
-    def write(self, group, first, last, data):
-        self.written |= {token: data[4 * (token - first)] for token in range(first, last)}
+    @property
+    def written(self):
+        return {token: int(row[0]) for token, row in enumerate(self.target) if row[0] != 255}
 
     def fetch(self, params, first=0):
-        ended, errors = threading.Event(), []
-        fetch = self.decode.fetch(params, (first,), self.write, lambda error: (errors.append(error), ended.set()))
+        ended, errors, rows = threading.Event(), [], HostMemory([[self.target]]).token_rows()
+        fetch = self.decode.fetch(params, (first,), rows, lambda error: (errors.append(error), ended.set()))
 
         def result():
             assert ended.wait(5)

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
+from bireme.disagg import DisaggregatedParams
 from bireme.discovery import run
 from bireme.errors import (
     ConfigError,
@@ -24,8 +26,19 @@ from bireme.errors import (
 )
 from bireme.kv.transfer import create_transfer
 from bireme.kv.transfer.base import GroupLayout, KvLayout
+from bireme.kv.transfer.memory import HostMemory, TokenRows
 from bireme.kv.transfer.shm import ShmTransfer
-from tests.kv.transfer.kv_side import LAYOUT, Side, files_of, wait_until
+from tests.kv.transfer.kv_side import LAYOUT, Fetching, Side, SlowMemory, files_of, wait_until
+
+
+class BrokenMemory(SlowMemory):
+    def __init__(self):
+        super().__init__(LAYOUT, 10, 0)
+
+    def read(self, group, rows, data):
+        raise ZeroDivisionError
+
+    write = read
 
 
 def test_every_row_arrives_as_it_was_exported(prefill, decode):
@@ -46,7 +59,7 @@ def test_nothing_to_copy_is_acknowledged_without_a_file(prefill, decode):
     fetching = decode.fetch(prefill.export(100), firsts=(100, 100))
     assert fetching.result() is None
     wait_until(lambda: prefill.num_released == 1 and not prefill.lease_counts())
-    assert not fetching.rows
+    assert not fetching.has_written
     assert "bireme_kv_transfer_bytes_total export" not in prefill.counters()
 
 
@@ -211,7 +224,7 @@ def test_an_abort_during_the_copy_waits_for_the_chunk_and_refuses_the_claim(pref
     lease.abort()
     assert isinstance(fetching.result(), NotFoundError)
     wait_until(lambda: prefill.num_released == 1)
-    assert not fetching.rows
+    assert not fetching.has_written
 
 
 def test_an_abort_between_claim_and_copy_offers_nothing(prefill, decode):
@@ -222,7 +235,7 @@ def test_an_abort_between_claim_and_copy_offers_nothing(prefill, decode):
     lease.abort()
     gate.set()
     assert isinstance(fetching.result(), NotFoundError)
-    assert not fetching.rows
+    assert not fetching.has_written
     wait_until(lambda: prefill.num_released == 1)
 
 
@@ -302,7 +315,12 @@ def test_a_slow_importer_makes_others_wait_no_longer_than_the_limit(make_side):
 def test_a_full_dev_shm_is_a_clean_error_with_the_remedy(make_side):
     layout = KvLayout("vast", "float32", (GroupLayout(0, (1 << 50,)),))
     prefill, decode = make_side("prefill", layout=layout), make_side("decode", layout=layout)
-    error = decode.fetch(prefill.export(1), firsts=(0,)).result()
+    rows = TokenRows(HostMemory([]), (np.arange(1),))  # never touched
+    lease, fetching = prefill.reserve(), Fetching(LAYOUT, 1, 0)
+    lease.export(1, rows)
+    ids = {"lease_id": lease.lease_id, "generation": lease.generation}
+    decode.transfer.fetch(DisaggregatedParams(worker="prefill", life=1, num_tokens=1, **ids), (0,), rows, fetching.done)
+    error = fetching.result()
     assert isinstance(error, KvTransferError)
     assert "/dev/shm" in str(error) and "--shm-size" in str(error)
     wait_until(lambda: prefill.num_released == 1)
@@ -327,7 +345,7 @@ def test_a_small_dev_shm_makes_transfers_wait_for_each_other(prefill, decode, tm
 def test_a_read_that_fails_refuses_the_claim_and_frees_the_blocks(prefill, decode, caplog):
     lease = prefill.reserve()
     params = prefill.export_lease(lease, 10)
-    lease._read = lambda *_: 1 / 0
+    lease._rows = BrokenMemory().token_rows()
     error = decode.fetch(params).result()
     assert "ZeroDivisionError" in str(error)
     wait_until(lambda: prefill.num_released == 1 and not prefill.lease_counts())
@@ -335,7 +353,7 @@ def test_a_read_that_fails_refuses_the_claim_and_frees_the_blocks(prefill, decod
 
 def test_a_write_that_fails_ends_the_fetch_and_frees_the_lease(prefill, decode, tmp_path):
     fetching = decode.fetch(prefill.export(10))
-    broken = decode.transfer.fetch(prefill.export(10), (0, 0), lambda *_: 1 / 0, fetching.done)
+    broken = decode.transfer.fetch(prefill.export(10), (0, 0), BrokenMemory().token_rows(), fetching.done)
     assert broken
     wait_until(lambda: fetching.num_done == 2)
     assert any("ZeroDivisionError" in str(error) for error in fetching.errors)

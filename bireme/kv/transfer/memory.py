@@ -1,0 +1,137 @@
+"""Memory that holds rows, as a transfer sees it: regions, and where the rows of a request's tokens lie in them.
+
+A row is one token's bytes in one tensor of a layer. A transfer addresses DRAM by itself; rows of other kinds it has
+the memory's owner copy, unless its backend can address those too.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bireme.errors import RequestError
+
+NOT_HELD = -1  # row of a token that slid out of its group's window
+Rows = npt.NDArray[np.int64]
+Bytes2D = npt.NDArray[np.uint8]  # (rows, bytes of a row), contiguous
+
+
+class MemoryKind(enum.Enum):
+    DRAM = "DRAM"
+    VRAM = "VRAM"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Rows that follow each other in memory: one tensor."""
+
+    address: int
+    row_bytes: int
+    num_rows: int
+    kind: MemoryKind = MemoryKind.DRAM
+    device: int = 0  # of VRAM
+
+    @property
+    def num_bytes(self) -> int:
+        return self.row_bytes * self.num_rows
+
+
+class RowMemory(Protocol):
+    """An engine's rows. They stay where they are as long as this object lives."""
+
+    @property
+    def regions(self) -> tuple[tuple[Region, ...], ...]:
+        """A group of the layout each: its tensors, layer by layer, keys then values; all of one kind."""
+
+    def read(self, group: int, rows: Rows, data: memoryview) -> None:
+        """Copy rows into `data`: tensor by tensor in the order of `regions`."""
+
+    def write(self, group: int, rows: Rows, data: memoryview) -> None:
+        """Copy `data`, in the order of `read`, into rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Pieces of memory that make up some rows, in the order of RowMemory.read; both arrays (pieces,)."""
+
+    addresses: npt.NDArray[np.uint64]
+    lengths: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Where the rows of a request's tokens lie."""
+
+    memory: RowMemory
+    rows: tuple[Rows, ...]  # a group: the row of each token from 0 on, or NOT_HELD
+
+    def is_addressable(self, group: int) -> bool:
+        """Return whether the CPU can copy a group's rows by their addresses."""
+        return all(region.kind is MemoryKind.DRAM for region in self.memory.regions[group])
+
+    def pieces(self, group: int, first: int, last: int) -> Pieces:
+        """Return the memory of tokens [first, last); rows that follow each other are one piece of a tensor.
+
+        Raises RequestError when a token's row is not held.
+        """
+        rows = self._pick(group, first, last)
+        begins = np.concatenate(([0], np.flatnonzero(np.diff(rows) != 1) + 1))
+        counts = np.diff(np.append(begins, len(rows)))
+        regions = self.memory.regions[group]
+        bases = np.array([region.address for region in regions], np.uint64)[:, None]
+        widths = np.array([region.row_bytes for region in regions], np.uint64)[:, None]
+        addresses = bases + rows[begins].astype(np.uint64)[None, :] * widths
+        lengths = counts.astype(np.uint64)[None, :] * widths
+        return Pieces(addresses.reshape(-1), lengths.reshape(-1))
+
+    def read(self, group: int, first: int, last: int, data: memoryview) -> None:
+        self.memory.read(group, self._pick(group, first, last), data)
+
+    def write(self, group: int, first: int, last: int, data: memoryview) -> None:
+        self.memory.write(group, self._pick(group, first, last), data)
+
+    def _pick(self, group: int, first: int, last: int) -> Rows:
+        """Return rows that may be touched: addresses are computed from them."""
+        rows = self.rows[group][first:last]
+        most = min((region.num_rows for region in self.memory.regions[group]), default=0)
+        if len(rows) != last - first or len(rows) == 0 or rows.min() < 0 or rows.max() >= most:
+            raise RequestError(f"firsts: KV rows of tokens {first} to {last} of group {group} are not held")
+        return rows
+
+
+class HostMemory:
+    """Rows in arrays of this process."""
+
+    def __init__(self, groups: Sequence[Sequence[Bytes2D]]) -> None:
+        self._groups = groups
+        self.regions = tuple(tuple(_region_of(array) for array in arrays) for arrays in groups)
+
+    def token_rows(self) -> TokenRows:
+        """Return rows of tokens that lie in their order, from row 0 on."""
+        return TokenRows(self, tuple(np.arange(len(arrays[0])) for arrays in self._groups))
+
+    def read(self, group: int, rows: Rows, data: memoryview) -> None:
+        parts = [array[rows].reshape(-1) for array in self._groups[group]]
+        np.concatenate(parts, out=np.frombuffer(data, np.uint8))
+
+    def write(self, group: int, rows: Rows, data: memoryview) -> None:
+        source, at = np.frombuffer(data, np.uint8), 0
+        for array in self._groups[group]:
+            end = at + len(rows) * array.shape[1]
+            array[rows] = source[at:end].reshape(len(rows), -1)
+            at = end
+
+
+def as_bytes(array: npt.NDArray[Any]) -> Bytes2D:
+    """Return a contiguous array's memory as (rows, bytes of a row)."""
+    return array.view(np.uint8).reshape(len(array), -1)
+
+
+def _region_of(array: Bytes2D) -> Region:
+    assert array.flags.c_contiguous and array.dtype == np.uint8
+    return Region(array.ctypes.data, array.shape[1], array.shape[0])
