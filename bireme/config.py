@@ -76,9 +76,13 @@ class KvCacheConfig(Settings, frozen=True, kw_only=True):
         ),
     ] = "auto"
     enable_partial_reuse: Annotated[bool, _SPEED_ELSEWHERE] = False
-    host_cache_size: Annotated[
-        int | None, _not_torch("blocks are not offloaded to host memory; remove it, or use engine: trtllm", 0)
-    ] = None
+    # Bytes of host memory for blocks that are evicted from the pool; None, 0: none
+    host_cache_size: Annotated[NotNegative | None, _NOT_MOCKER] = None
+    # Blocks of a lower retention priority are not copied there; None: 35, what a block has if no request says otherwise
+    secondary_offload_min_priority: Annotated[Annotated[int, msgspec.Meta(ge=0, le=100)] | None, _NOT_MOCKER] = None
+    # Bytes on disk for blocks that are evicted from host memory; None, 0: none. TensorRT-LLM has both keys from 1.3 on
+    disk_cache_size: Annotated[NotNegative | None, _NOT_MOCKER] = None
+    disk_cache_path: Annotated[str | None, _NOT_MOCKER] = None  # folder for them ($NAME and ~ are expanded)
 
 
 class SchedulerConfig(Settings, frozen=True, kw_only=True):

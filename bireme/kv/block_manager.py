@@ -3,6 +3,9 @@
 A group with a window holds only the blocks that the next token can see: decode frees the others as it advances (they
 stay reusable while cached), and a prefix hit needs only the visible ones.
 
+Blocks that a lower tier has are *missing* from a table until `onboard` has taken room for them, and belong to nobody
+else until `onboarded`.
+
 A *reservation* promises a request its worst case. In a group without a window a request keeps its blocks, so only what
 is promised beyond them must be available, and a shared block counts once. In a group with a window a request frees a
 shared block and needs another while the sharer keeps the first, so each request counts with all that it may hold.
@@ -10,13 +13,15 @@ shared block and needs another while the sharer keeps the first, so each request
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bireme.kv import hashing
-from bireme.kv.block_pool import NULL, BlockPool
-from bireme.kv.events import EventBuffer, StoredBlock
+from bireme.kv.block_pool import DEFAULT_PRIORITY, NULL, BlockPool, Retention
+from bireme.kv.block_tiers import BlockCopy, BlockTiers, CopyResult
+from bireme.kv.events import DEVICE, EventBuffer, StoredBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class GroupSpec:
 
     window: int  # tokens visible, the token itself among them; 0: all
     num_blocks: int
+    lower: tuple[int, ...] = ()  # blocks in host memory, and on disk
 
 
 @dataclass(slots=True, eq=False)
@@ -42,9 +48,12 @@ class BlockTable:
     hashes: list[bytes] = field(default_factory=list)  # of full blocks
     event_hashes: list[int] = field(default_factory=list)
     num_committed: int = 0  # blocks offered for reuse
+    missing: list[list[int]] = field(default_factory=list)  # per group, indices of blocks that lower tiers have
+    matched: Counter[int] = field(default_factory=Counter)  # tier -> blocks of the widest window, by the last match
+    retention: Callable[[int], Retention] | None = None  # by the block's index; None: as usual
 
     def num_held(self, group: int) -> int:
-        return len(self.blocks[group]) - self.first[group]
+        return len(self.blocks[group]) - self.first[group] - len(self.missing[group])
 
     def claim(self, group: int) -> int:
         return max(self.reserved[group], self.num_held(group))
@@ -60,7 +69,10 @@ class BlockManager:
         model: str = "",
         enable_reuse: bool = True,
         events: EventBuffer | None = None,
+        margin: int = 0,
+        min_priority: int = DEFAULT_PRIORITY,
     ) -> None:
+        """`margin`, `min_priority`: see BlockTiers."""
         self.groups = tuple(groups)
         self.tokens_per_block = tokens_per_block
         self.events = events
@@ -71,10 +83,10 @@ class BlockManager:
         self.num_released = 0  # changes whenever room may have been made
         self._model = model
         self._enable_reuse = enable_reuse
-        self.pools = tuple(
-            BlockPool(spec.num_blocks, events.removed if events is not None and at == self._event_group else None)
-            for at, spec in enumerate(groups)
-        )
+        lower = [[spec.lower[tier] for spec in groups] for tier in range(len(groups[0].lower))]
+        num_blocks = [[spec.num_blocks for spec in groups], *lower]
+        self.tiers = BlockTiers(num_blocks, events, margin, min_priority)
+        self.pools = self.tiers.pools[DEVICE]
         self._promised = [0] * len(self.groups)  # reserved and not held yet
         self._claimed = [0] * len(self.groups)  # reserved or held, whichever is more, shared blocks as often as held
 
@@ -107,7 +119,13 @@ class BlockManager:
     def can_ever_hold(self, need: Sequence[int]) -> bool:
         return all(count <= spec.num_blocks for count, spec in zip(need, self.groups, strict=True))
 
-    def open(self, lora_name: str = "", cache_salt: str = "", media: tuple[hashing.MediaSpan, ...] = ()) -> BlockTable:
+    def open(
+        self,
+        lora_name: str = "",
+        cache_salt: str = "",
+        media: tuple[hashing.MediaSpan, ...] = (),
+        retention: Callable[[int], Retention] | None = None,
+    ) -> BlockTable:
         """Return an empty table. Only requests of the same LoRA and salt share blocks."""
         count = len(self.groups)
         return BlockTable(
@@ -119,13 +137,17 @@ class BlockManager:
             lora_name=lora_name,
             cache_salt=cache_salt,
             media=media,
+            missing=[[] for _ in range(count)],
+            retention=retention,
         )
 
     def match(self, table: BlockTable, tokens: Sequence[int], limit: int) -> int:
         """Take the cached blocks of the longest known prefix of at most `limit` tokens; return its tokens.
 
-        The table must be empty. Groups with a window get only the blocks that the next token sees.
+        The table must be empty. Groups with a window get only the blocks that the next token sees. Those that a lower
+        tier has are missing.
         """
+        table.matched.clear()
         if not self._enable_reuse:
             return 0
         size = self.tokens_per_block
@@ -133,14 +155,17 @@ class BlockManager:
         count = self._longest(table.hashes[: limit // size])
         for group, pool in enumerate(self.pools):
             first = self.first_visible(group, count * size) // size
-            held = [pool.lookup(digest) for digest in table.hashes[first:count]]
+            held = [pool.lookup(digest) or NULL for digest in table.hashes[first:count]]
             for block in held:
-                assert block is not None
-                pool.share(block)
+                if block != NULL:
+                    pool.share(block)
             with self._counted(table, group):
-                table.blocks[group] = [NULL] * first + [block for block in held if block is not None]
+                table.blocks[group] = [NULL] * first + held
                 table.first[group] = first
+                table.missing[group] = [at for at, block in enumerate(held, first) if block == NULL]
+            self._retain(table, group, range(first, count))
         table.num_committed = count
+        table.matched = self._tiers_of(table, count)
         return count * size
 
     def reserve(self, table: BlockTable, need: Sequence[int]) -> bool:
@@ -153,6 +178,33 @@ class BlockManager:
                 self.num_released += count < table.reserved[group]
                 table.reserved[group] = count
         return True
+
+    def is_coming(self, table: BlockTable) -> bool:
+        """Whether copies for another request bring a block that is missing here."""
+        return any(
+            self.tiers.is_coming(group, table.hashes[index])
+            for group, missing in enumerate(table.missing)
+            for index in missing
+        )
+
+    def onboard(self, table: BlockTable) -> list[BlockCopy]:
+        """Take room on the device for the missing blocks, which must be reserved; `onboarded` must follow."""
+        copies: list[BlockCopy] = []
+        for group, missing in enumerate(table.missing):
+            with self._counted(table, group):
+                for index in missing:
+                    copy = self.tiers.onboard(group, table.hashes[index])
+                    table.blocks[group][index] = copy.target
+                    copies.append(copy)
+                missing.clear()
+        return copies
+
+    def onboarded(self, table: BlockTable, copies: Sequence[BlockCopy], results: Sequence[CopyResult]) -> None:
+        """Let others find what has arrived; what has not is the table's alone, and void."""
+        for copy, result in zip(copies, results, strict=True):
+            self.tiers.onboarded(copy, result)
+        for group, blocks in enumerate(table.blocks):
+            self._retain(table, group, range(len(blocks)))
 
     def can_grow(self, table: BlockTable, num_tokens: int, position: int) -> bool:
         """Say whether `grow` would succeed without touching what others were promised."""
@@ -193,6 +245,7 @@ class BlockManager:
         for group, pool in enumerate(self.pools):
             begin = -(-valid_from[group] // self.tokens_per_block) if valid_from is not None else 0
             self._commit_group(table, tokens, group, pool, max(begin, table.num_committed), full)
+            self._retain(table, group, range(table.num_committed, full))
         table.num_committed = full
 
     def slide(self, table: BlockTable, position: int) -> None:
@@ -207,6 +260,7 @@ class BlockManager:
                     # Shallowest first: a later hit needs the last of the hidden blocks longest.
                     self._free(table, group, range(first, hidden))
                     table.first[group] = hidden
+                    table.missing[group] = [index for index in table.missing[group] if index >= hidden]
 
     def release(self, table: BlockTable) -> None:
         """Free everything and drop the reservation; the empty table may be used again."""
@@ -215,6 +269,7 @@ class BlockManager:
                 # Deepest first: the leaves of a cached chain are evicted before their parents.
                 self._free(table, group, range(len(table.blocks[group]) - 1, table.first[group] - 1, -1))
                 table.blocks[group], table.first[group], table.reserved[group] = [], 0, 0
+                table.missing[group] = []
         table.num_committed = 0
         self.num_released += 1
 
@@ -248,8 +303,9 @@ class BlockManager:
     def _free(self, table: BlockTable, group: int, indices: Iterable[int]) -> None:
         blocks = table.blocks[group]
         for index in indices:
-            self.pools[group].free(blocks[index])
-            blocks[index] = NULL
+            if blocks[index] != NULL:  # else missing
+                self.pools[group].free(blocks[index])
+                blocks[index] = NULL
             self.num_released += 1
 
     def _hash(self, table: BlockTable, tokens: Sequence[int], count: int) -> None:
@@ -268,13 +324,29 @@ class BlockManager:
         """Return how many blocks from the start every group can serve."""
         best = len(hashes)
         usable = [True] * (best + 1)
-        for group, pool in enumerate(self.pools):
+        for group in range(len(self.pools)):
             run = 0  # consecutive blocks held, up to here
             for count, digest in enumerate(hashes, 1):
-                run = run + 1 if pool.lookup(digest) is not None else 0
+                run = run + 1 if self.tiers.find(group, digest) is not None else 0
                 hidden = self.first_visible(group, count * self.tokens_per_block) // self.tokens_per_block
                 usable[count] = usable[count] and run >= count - hidden
         return next(count for count in range(best, -1, -1) if usable[count])
+
+    def _retain(self, table: BlockTable, group: int, indices: Iterable[int]) -> None:
+        """The last request that says how its blocks are kept is heard."""
+        if table.retention is not None:
+            for index in indices:
+                if (block := table.blocks[group][index]) != NULL:
+                    self.pools[group].retain(block, table.retention(index))
+
+    def _tiers_of(self, table: BlockTable, count: int) -> Counter[int]:
+        """Return in which tiers the first blocks lie, of the widest window; those that it does not show need none."""
+        group = self._event_group
+        found: Counter[int] = Counter()
+        for index in table.missing[group]:
+            found[self.tiers.find(group, table.hashes[index]) or DEVICE] += 1
+        found[DEVICE] += count - len(table.missing[group])
+        return found
 
     def _commit_group(
         self, table: BlockTable, tokens: Sequence[int], group: int, pool: BlockPool, begin: int, full: int
@@ -285,13 +357,16 @@ class BlockManager:
         for index in range(begin, full):
             block = table.blocks[group][index]
             event_hash = table.event_hashes[index] if has_events else None
-            if block != NULL and pool.commit(block, table.hashes[index], event_hash):
-                if event_hash is None:
-                    continue
+            has_copy = self.tiers.find(group, table.hashes[index]) is not None
+            is_new = block != NULL and pool.commit(block, table.hashes[index], event_hash)
+            if is_new and event_hash is not None and not has_copy:
                 if not run:
                     parent = table.event_hashes[index - 1] if index else None
                 run.append(self._stored_block(table, tokens, index, event_hash))
-            elif run:
+                continue
+            if is_new and has_copy:
+                self.tiers.came_up(event_hash)
+            if run:
                 self._record(table, parent, run)
                 run = []
         if run:

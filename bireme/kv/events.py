@@ -71,6 +71,7 @@ class EventBuffer:
         self._next_id = 0
         self.num_stored = 0  # blocks
         self.num_removed = 0
+        self.num_moved = 0
 
     def stored(
         self, parent_hash: int | None, blocks: tuple[StoredBlock, ...], lora_name: str = "", cache_salt: str = ""
@@ -85,6 +86,12 @@ class EventBuffer:
             self._events.append(BlocksRemoved(self._next_id, (block_hash,)))
             self._next_id += 1
             self.num_removed += 1
+
+    def moved(self, block_hash: int, tier: int) -> None:
+        with self._lock:
+            self._events.append(BlocksMoved(self._next_id, (block_hash,), tier))
+            self._next_id += 1
+            self.num_moved += 1
 
     def drain(self) -> list[KvEvent]:
         """Return the buffered events, oldest first, and empty the buffer."""

@@ -40,7 +40,7 @@ def test_a_freed_block_without_hash_is_free_again():
 
 def test_the_least_recently_used_cached_block_goes_first():
     gone: list[int] = []
-    pool = BlockPool(2, gone.append)
+    pool = BlockPool(2, lambda block, digest, event_hash: gone.append(event_hash))
     first, second = pool.allocate(), pool.allocate()
     pool.commit(first, b"1", 1)
     pool.commit(second, b"2", 2)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from bireme.engines.base import PlainTokens, RequestKey, StepOutput
 from bireme.engines.torch.admission import Admission
 from bireme.engines.torch.batch import Batch, BatchBuilder
+from bireme.engines.torch.block_mover import BlockMover
 from bireme.engines.torch.deadlines import Deadlines
 from bireme.engines.torch.disaggregation import TorchExporter, TorchImporter
 from bireme.engines.torch.guides import TorchGuides
@@ -28,6 +31,7 @@ from bireme.engines.torch.scheduler import Scheduler, SchedulerOutput
 from bireme.engines.torch.sequence import Sequence, SequenceStatus
 from bireme.errors import BiremeError, DeadlineExceededError, RequestCancelledError, to_message
 from bireme.kv.block_manager import BlockManager
+from bireme.kv.block_tiers import BlockCopy, CopyResult
 from bireme.logits.sampler import Sampled, Sampler
 from bireme.messages import Finish, FinishReason, TokenLogprobs
 
@@ -49,6 +53,7 @@ class Parts:
 
     worker: str
     life: int
+    post: Callable[[Callable[[], None]], None]  # run it on the engine's thread, between steps
     limits: EngineLimits
     runner: HfRunner
     builder: BatchBuilder
@@ -59,6 +64,7 @@ class Parts:
     guides: TorchGuides
     exporter: TorchExporter | None = None
     importer: TorchImporter | None = None
+    mover: BlockMover | None = None  # where blocks have tiers below the device
     pictures: PictureStore | None = None  # of a model that takes pictures
     resident: ResidentDecode | None = None  # decode steps of a model that can be fused
 
@@ -184,9 +190,12 @@ class EngineCore:
         plan = self.scheduler.schedule() if started is None else started.plan
         for sequence in plan.imports if started is None else ():
             self._start_import(sequence, began)
+        for sequence, copies in plan.onboards:
+            self._start_onboarding(sequence, copies)
         if not plan.has_tokens:
+            self._offload()
             self._set_levels()
-            return bool(plan.imports)
+            return bool(plan.imports or plan.onboards)
         try:
             if started is None:
                 self._run(plan, began)
@@ -197,6 +206,7 @@ class EngineCore:
             self._started = None
             self._fail_step(plan, error)
         self.num_steps += 1
+        self._offload()
         self._set_levels()
         return True
 
@@ -408,6 +418,37 @@ class EngineCore:
             self._parts.importer.fetch(sequence, self._imported)
         except Exception as error:
             self._fail(sequence, _internal(error))
+
+    def _start_onboarding(self, sequence: Sequence, copies: list[BlockCopy]) -> None:
+        """Let the blocks that lower tiers have come to the device; the request takes no part in steps until then."""
+        mover, post = self._parts.mover, self._parts.post
+        assert mover is not None
+        sequence.fetch = mover.onboard(
+            copies, lambda copies, results: post(partial(self._onboarded, sequence, copies, results))
+        )
+
+    def _onboarded(self, sequence: Sequence, copies: list[BlockCopy], results: list[CopyResult]) -> None:
+        self._parts.manager.onboarded(sequence.table, copies, results)
+        self.scheduler.waiting.unpark()
+        sequence.fetch = None
+        if sequence.ending is not None:
+            self._finish(sequence, sequence.ending[0], StepOutput(sequence.key), error=sequence.ending[1])
+        elif any(result is not CopyResult.DONE for result in results):
+            self.scheduler.requeue(sequence)  # what could not be read is computed
+        else:
+            self.scheduler.found(sequence)
+            if sequence.params is not None and not sequence.is_sampling:
+                self._start_import(sequence, time.monotonic())
+            else:
+                sequence.state = SequenceStatus.RUNNING
+
+    def _offload(self) -> None:
+        """Start the copies of blocks that may be evicted soon."""
+        mover, post, tiers = self._parts.mover, self._parts.post, self._parts.manager.tiers
+        if mover is None or not (copies := tiers.offload()):
+            return
+
+        mover.offload(copies, lambda copies, results: post(partial(tiers.offloaded, copies, results)))
 
     def _imported(self, sequence: Sequence, error: BiremeError | None) -> None:
         """All rows have been written, or the import has failed."""

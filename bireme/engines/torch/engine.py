@@ -124,6 +124,8 @@ class TorchEngine:
             self._thread.join(_STOP_S)
         if self._loaded is not None:
             self._loaded.guides.close()
+            if self._loaded.mover is not None:
+                self._loaded.mover.close()
         if self._jobs is not None:
             self._jobs.service.stop()
 

@@ -115,6 +115,13 @@ class KvStore:
             target.index_copy_(0, index, source[at:end].view(len(rows), -1).to(self.device))
             at = end
 
+    def block_views(self, group: int) -> list[Tensor]:
+        """Return keys and values of a group's layers, in the order of `read`, as uint8 (blocks, bytes of a block)."""
+        return [
+            tensor.view(torch.uint8).view(tensor.shape[0] // self.tokens_per_block, -1)
+            for tensor in self._tensors(group)
+        ]
+
     def clear(self, num_rows: int) -> None:
         """Zero the first rows, which warm-up wrote; not all, which would take memory for unused rows."""
         for tensor in (*self.keys, *self.values):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,43 @@ def pool_sizes(
             " kv_cache_config.free_gpu_memory_fraction, or set kv_cache_config.max_tokens"
         )
     return sizes
+
+
+def tier_sizes(config: EngineConfig, groups: Sequence[LayerGroup]) -> list[tuple[int, ...]]:
+    """Return, per group, the number of blocks in each tier below the device: none, host memory, or that and disk."""
+    cache, size = config.kv_cache_config, config.kv_cache_config.tokens_per_block
+    if cache.disk_cache_size and not cache.host_cache_size:
+        raise ConfigError(
+            f"kv_cache_config.disk_cache_size: {cache.disk_cache_size}; blocks get to disk through host memory, set"
+            " host_cache_size as well"
+        )
+    if cache.disk_cache_size and not cache.disk_cache_path:
+        raise ConfigError("kv_cache_config.disk_cache_path: not set; disk_cache_size needs a folder")
+    if cache.host_cache_size and not cache.enable_block_reuse:
+        raise ConfigError(
+            f"kv_cache_config.host_cache_size: {cache.host_cache_size}; with enable_block_reuse: false no block is"
+            " found again, remove the one or the other"
+        )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (cache.host_cache_size or 0) > memory:
+        raise ConfigError(
+            f"kv_cache_config.host_cache_size: {cache.host_cache_size}; this host has {memory} bytes of memory, ask for"
+            " less"
+        )
+    block_bytes = [group.bytes_per_token * size for group in groups]
+    tiers: list[list[int]] = []
+    for key in ("host_cache_size", "disk_cache_size"):
+        if not (budget := getattr(cache, key)):
+            break
+        # Every group has the same number of blocks: a prefix comes back only if each group has its part of it.
+        count = budget // sum(block_bytes)
+        if not count:
+            raise ConfigError(
+                f"kv_cache_config.{key}: {budget} bytes do not hold one block of every layer, {sum(block_bytes)} bytes;"
+                " raise it, or set 0"
+            )
+        tiers.append([count] * len(groups))
+    return [tuple(tier[group] for tier in tiers) for group in range(len(groups))]
 
 
 def _window_cap(window: int, limits: EngineLimits) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from bireme.engines.torch import limits as limit
 from bireme.engines.torch.admission import Admission
 from bireme.engines.torch.attention import LayerGeometry
 from bireme.engines.torch.batch import BatchBuilder
+from bireme.engines.torch.block_mover import BlockMover
 from bireme.engines.torch.checkpoint import Checkpoint, eos_token_ids, load_model, open_checkpoint
 from bireme.engines.torch.core import EngineCore, Parts
 from bireme.engines.torch.disaggregation import Post, TorchExporter, TorchImporter
@@ -27,6 +29,8 @@ from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.warmup import check_resident, warm_up
 from bireme.errors import ConfigError
 from bireme.kv.block_manager import BlockManager, GroupSpec
+from bireme.kv.block_pool import DEFAULT_PRIORITY
+from bireme.kv.disk_blocks import DiskBlocks
 from bireme.kv.events import EventBuffer
 from bireme.logits.sampler import Sampler
 from bireme.messages import Capacity
@@ -74,7 +78,8 @@ class LoadedEngine:
             pictures.store if pictures else None,
             pictures.merge_size if pictures else 0,
         )
-        accounts = TorchMetrics(context.metrics, context.worker)
+        block_bytes = [group.bytes_per_token * self.limits.tokens_per_block for group in store.groups]
+        accounts = TorchMetrics(context.metrics, context.worker, block_bytes)
         has_grid_positions = pictures is not None and pictures.merge_size > 0
         if device.type == "cuda" and not uses_kernels:
             logger.warning("kernels_off reason=triton is not installed: attention copies each step's whole context")
@@ -84,12 +89,14 @@ class LoadedEngine:
         if weights is not None:
             resident = _resident(weights, runner, builder, manager, store, self.limits, context.config, vocab_size)
         warm_up(runner, builder, manager, store, self.limits)
+        self.mover = _mover(store, manager, context.config)
         if uses_kernels and resident is None and device.type == "cuda":
             _make_graphs(runner, store, self.limits, context.config, has_grid_positions)
         self.core = EngineCore(
             Parts(
                 worker=context.worker,
                 life=context.life,
+                post=post,
                 limits=self.limits,
                 runner=runner,
                 builder=builder,
@@ -100,6 +107,7 @@ class LoadedEngine:
                 guides=self.guides,
                 exporter=TorchExporter(context.transfer, manager, store, post) if context.transfer else None,
                 importer=TorchImporter(context.transfer, manager, store, post) if context.transfer else None,
+                mover=self.mover,
                 pictures=pictures.store if pictures else None,
                 resident=resident,
             )
@@ -235,14 +243,33 @@ def _pools(
     else:
         num_blocks = limit.pool_sizes(context.config, limits, groups)
     store = KvStore(geometry, groups, num_blocks, limits.tokens_per_block, device)
+    lower = limit.tier_sizes(context.config, groups)
     manager = BlockManager(
-        [GroupSpec(group.window, count) for group, count in zip(groups, num_blocks, strict=True)],
+        [GroupSpec(group.window, count, below) for group, count, below in zip(groups, num_blocks, lower, strict=True)],
         limits.tokens_per_block,
         model=checkpoint.digest,
         enable_reuse=cache.enable_block_reuse,
         events=EventBuffer(cache.event_buffer_max_size) if cache.event_buffer_max_size else None,
+        # Two steps' worth: copies of the one are made during the other.
+        margin=2 * (-(-limits.max_num_tokens // limits.tokens_per_block) + limits.max_batch_size),
+        min_priority=DEFAULT_PRIORITY
+        if cache.secondary_offload_min_priority is None
+        else cache.secondary_offload_min_priority,
     )
     return store, manager
+
+
+def _mover(store: KvStore, manager: BlockManager, config: EngineConfig) -> BlockMover | None:
+    """Return what copies blocks between tiers; None: there is only the device. Raises ConfigError."""
+    cache, lower = config.kv_cache_config, [spec.lower for spec in manager.groups]
+    if not lower[0]:
+        return None
+    disk = None
+    if len(lower[0]) > 1 and cache.disk_cache_path:
+        folder = os.path.expanduser(os.path.expandvars(cache.disk_cache_path))
+        sizes = [group.bytes_per_token * manager.tokens_per_block for group in store.groups]
+        disk = DiskBlocks(folder, [counts[1] for counts in lower], sizes)
+    return BlockMover(store, [counts[0] for counts in lower], disk)
 
 
 def _capacity(

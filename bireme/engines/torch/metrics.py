@@ -6,20 +6,32 @@ neither, because it is not delivered.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable
 
 from bireme.engines.torch.sequence import Sequence
 from bireme.kv.block_manager import BlockManager
+from bireme.kv.block_tiers import BlockTiers
+from bireme.kv.events import DEVICE, DISK, HOST
 from bireme.messages import FinishReason, Usage
 from bireme.metrics import Registry
 
+_TIERS = {DEVICE: "device", HOST: "host", DISK: "disk"}
+_RECENT_PROMPTS = 1000  # of KVBM's hit rates as well
+
 
 class TorchMetrics:
-    def __init__(self, metrics: Registry, worker: str) -> None:
+    def __init__(self, metrics: Registry, worker: str, block_bytes: Iterable[int] = ()) -> None:
+        """`block_bytes`: of a block of each group."""
         self._metrics = metrics
         self._worker = worker
-        self._num_events = (0, 0)
+        self._block_bytes = tuple(block_bytes)
+        self._num_events = (0, 0, 0)
+        self._recent: deque[Counter[int | None]] = deque()  # prompts' tokens by tier; None: all
+        self._recent_tokens: Counter[int | None] = Counter()  # their sum
+        self._tier_counts: dict[str, Counter[tuple[int, int]]] = {}
         self._num_preemptions = 0
+        self._lowest_tier = DEVICE
         self._gaps: Counter[float] = Counter()  # seconds between deliveries -> streams, of the step under way
 
     def scheduled(self, sequence: Sequence, now: float) -> None:
@@ -30,6 +42,19 @@ class TorchMetrics:
         self._metrics.observe("bireme_prompt_tokens", sequence.num_prompt)
         self._metrics.add("bireme_prompt_tokens_total", sequence.num_prompt)
         self._metrics.add("bireme_cached_prompt_tokens_total", max(0, sequence.num_cached))
+        self._matched(sequence)
+
+    def _matched(self, sequence: Sequence) -> None:
+        self._recent.append(Counter({None: sequence.num_prompt} | sequence.num_matched))
+        self._recent_tokens += self._recent[-1]
+        if len(self._recent) > _RECENT_PROMPTS:
+            self._recent_tokens -= self._recent.popleft()
+        for tier, num_tokens in sequence.num_matched.items():
+            self._metrics.add("bireme_kv_matched_tokens_total", num_tokens, _TIERS[tier])
+        for tier, name in _TIERS.items():
+            if tier <= self._lowest_tier:
+                rate = self._recent_tokens[tier] / self._recent_tokens[None]
+                self._metrics.set("bireme_kv_hit_rate", rate, name)
 
     def first_token(self, sequence: Sequence, now: float) -> None:
         sequence.first_token_at = now
@@ -66,11 +91,17 @@ class TorchMetrics:
             self._metrics.add("bireme_preemptions_total", num_preemptions - self._num_preemptions)
             self._num_preemptions = num_preemptions
         if manager.events is not None:
-            self._count_events(manager.events.num_stored, manager.events.num_removed)
+            events = manager.events
+            self._count_events((events.num_stored, events.num_removed, events.num_moved))
+        if len(manager.tiers.pools) > 1:
+            self._count_tiers(manager.tiers)
 
     def started(self, manager: BlockManager, load_s: float) -> None:
         self._metrics.set("bireme_kv_blocks_total", manager.num_blocks)
         self._metrics.set("bireme_engine_load_seconds", load_s)
+        self._lowest_tier = len(manager.tiers.pools) - 1
+        for tier, pools in enumerate(manager.tiers.pools[HOST:], HOST):
+            self._metrics.set("bireme_kv_tier_blocks_total", sum(pool.num_blocks for pool in pools), _TIERS[tier])
         self.levels(manager, 0, 0, 0)
 
     def usage(self, sequence: Sequence, now: float) -> Usage:
@@ -95,8 +126,28 @@ class TorchMetrics:
             usage.transfer_ms = 1e3 * ((sequence.imported_at or now) - begun)
         return usage
 
-    def _count_events(self, num_stored: int, num_removed: int) -> None:
-        for kind, before, count in zip(("stored", "removed"), self._num_events, (num_stored, num_removed), strict=True):
+    def _count_events(self, counts: tuple[int, int, int]) -> None:
+        for kind, before, count in zip(("stored", "removed", "updated"), self._num_events, counts, strict=True):
             if count > before:
                 self._metrics.add("bireme_kv_events_total", count - before, kind)
-        self._num_events = (num_stored, num_removed)
+        self._num_events = counts
+
+    def _count_tiers(self, tiers: BlockTiers) -> None:
+        metrics, counts = self._metrics, tiers.counts
+        for tier, pools in enumerate(tiers.pools[HOST:], HOST):
+            metrics.set("bireme_kv_tier_blocks", sum(pool.num_cached for pool in pools), _TIERS[tier])
+        for name, now in (
+            ("offloaded_blocks", counts.offloaded),
+            ("onboarded_blocks", counts.onboarded),
+            ("offload_missed_blocks", counts.missed),
+            ("tier_failures", counts.failed),
+        ):
+            before = self._tier_counts.get(name)
+            if now == before:
+                continue
+            self._tier_counts[name] = now.copy()
+            for (tier, group), count in (now - (before or Counter())).items():
+                metrics.add(f"bireme_kv_{name}_total", count, _TIERS[tier])
+                if name in ("offloaded_blocks", "onboarded_blocks"):
+                    num_bytes = count * self._block_bytes[group]
+                    metrics.add(f"bireme_kv_{name.replace('blocks', 'bytes')}_total", num_bytes, _TIERS[tier])

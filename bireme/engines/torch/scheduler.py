@@ -14,6 +14,7 @@ from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.sequence import Sequence, SequenceStatus
 from bireme.engines.torch.waiting import WaitingQueue
 from bireme.kv.block_manager import BlockManager
+from bireme.kv.block_tiers import BlockCopy
 
 
 @dataclass(slots=True)
@@ -21,6 +22,7 @@ class SchedulerOutput:
     decodes: list[Sequence] = field(default_factory=list)  # one token each
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # so many tokens of each
     imports: list[Sequence] = field(default_factory=list)  # admitted; their KV is to be fetched
+    onboards: list[tuple[Sequence, list[BlockCopy]]] = field(default_factory=list)  # admitted; copies to be made first
     budget: int = 0
 
     @property
@@ -97,6 +99,13 @@ class Scheduler:
             sequence.slot = -1
         sequence.state = SequenceStatus.FINISHED
 
+    def found(self, sequence: Sequence) -> None:
+        """Keep account of what it need not compute. Later admissions, after a preemption, find its own blocks."""
+        if sequence.num_cached < 0:
+            sequence.num_cached = min(sequence.computed, sequence.num_prompt)
+            size = self._manager.tokens_per_block
+            sequence.num_matched = {tier: count * size for tier, count in sequence.table.matched.items()}
+
     def prefilled(self, sequence: Sequence) -> None:
         """Free the reservation for prefill chunks: from now on it takes one token a step."""
         if not self._limits.may_preempt:
@@ -144,12 +153,16 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        self.requeue(sequence)
+        self.num_preemptions += 1
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Put an admitted sequence back into the queue; it holds nothing."""
         self._manager.release(sequence.table)
         self.finish(sequence)
         sequence.state, sequence.computed = SequenceStatus.WAITING, 0
         sequence.prompt_logprobs = []
         self.waiting.push(sequence)
-        self.num_preemptions += 1
 
     def _admit(self, plan: SchedulerOutput) -> None:
         while self._slots and plan.budget and (head := self.waiting.peek()) is not None:
@@ -159,13 +172,21 @@ class Scheduler:
             if not self._claim(head, is_import):
                 self._refused = (head.number, self._manager.num_released)
                 return
+            if self._manager.is_coming(head.table):
+                self._manager.release(head.table)
+                self.waiting.park(head)
+                continue
             if not is_import and self._is_computing(plan, head):
                 self._manager.release(head.table)
                 return
             if is_import:
-                head.state = SequenceStatus.IMPORTING
                 self._manager.slide(head.table, len(head.tokens))
                 self._manager.grow(head.table, len(head.tokens), len(head.tokens))
+            if copies := self._manager.onboard(head.table):
+                head.state = SequenceStatus.IMPORTING
+                plan.onboards.append((head, copies))
+            elif is_import:
+                head.state = SequenceStatus.IMPORTING
                 plan.imports.append(head)
             else:
                 count = self._chunk(head, plan.budget)
@@ -175,8 +196,8 @@ class Scheduler:
                 head.state = SequenceStatus.RUNNING
                 self._manager.grow(head.table, head.computed + count, head.computed)
                 self._place(head, count, plan)
-            if head.num_cached < 0:  # later admissions, after a preemption, find its own blocks
-                head.num_cached = min(head.computed, head.num_prompt)
+            if not copies:
+                self.found(head)
             self.waiting.remove(head)
             head.slot = self._slots.pop()
             head.mirrored, head.resident = [0] * len(self._manager.groups), []

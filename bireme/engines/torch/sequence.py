@@ -21,7 +21,7 @@ from bireme.messages import EngineRequest, FinishReason, SamplingParams, TokenLo
 class SequenceStatus(enum.Enum):
     WAITING = enum.auto()  # in the queue; holds no blocks
     RUNNING = enum.auto()  # in the batch: prefill or decode
-    IMPORTING = enum.auto()  # holds blocks that a transfer is filling
+    IMPORTING = enum.auto()  # holds blocks that a transfer, or copies from a lower tier, are filling
     FINISHED = enum.auto()
 
 
@@ -53,6 +53,7 @@ class Sequence:
     imported_from: list[int] = field(default_factory=list)  # per group, the first row that was fetched
     ending: tuple[FinishReason, str] | None = None  # how it ends when its import has stopped
     num_cached: int = -1  # tokens found in the pool at first admission; -1: not admitted yet
+    num_matched: dict[int, int] = field(default_factory=dict)  # of these, tokens by tier
     scheduled_at: float = 0.0
     imported_at: float = 0.0
     first_token_at: float = 0.0

@@ -1,4 +1,7 @@
-"""The queue of waiting requests: by priority, first come first served within one."""
+"""The queue of waiting requests: by priority, first come first served within one.
+
+One whose beginning is being copied to the device for another request is passed by until it has arrived.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ class WaitingQueue:
         self.num_tokens = 0  # that members are to compute, unless they are found in the prefix cache
         self._num_pushed = 0  # breaks ties: a preempted sequence comes back with the rank that it had
         self._members: dict[int, Sequence] = {}  # by number
+        self._parked: list[Sequence] = []  # members that are not in the heap
 
     def __len__(self) -> int:
         return len(self._members)
@@ -22,8 +26,20 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         self.num_tokens += _num_to_compute(sequence)
         self._members[sequence.number] = sequence
-        self._num_pushed += 1
-        heapq.heappush(self._heap, (sequence.rank, self._num_pushed, sequence))
+        self._insert(sequence)
+
+    def park(self, sequence: Sequence) -> None:
+        """Pass by the head of the queue until `unpark`."""
+        assert self.peek() is sequence, "only the head is parked"
+        heapq.heappop(self._heap)
+        self._parked.append(sequence)
+
+    def unpark(self) -> None:
+        """Let all that were parked come up again."""
+        parked, self._parked = self._parked, []
+        for sequence in parked:
+            if sequence.number in self._members:
+                self._insert(sequence)
 
     def peek(self) -> Sequence | None:
         while self._heap and self._heap[0][2].number not in self._members:
@@ -34,8 +50,14 @@ class WaitingQueue:
         if self._members.pop(sequence.number, None) is not None:
             self.num_tokens -= _num_to_compute(sequence)
         if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
-            self._heap = [(member.rank, at, member) for at, member in enumerate(self._members.values())]
+            parked = {parked.number for parked in self._parked}
+            queued = [member for member in self._members.values() if member.number not in parked]
+            self._heap = [(member.rank, at, member) for at, member in enumerate(queued)]
             heapq.heapify(self._heap)
+
+    def _insert(self, sequence: Sequence) -> None:
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (sequence.rank, self._num_pushed, sequence))
 
 
 def _num_to_compute(sequence: Sequence) -> int:
