@@ -172,7 +172,7 @@ def check_rules(recipe: Recipe) -> None:
             near = difflib.get_close_matches(stage, WORKER_STAGES, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"workers.{stage}: not a stage ({', '.join(WORKER_STAGES)}){hint}")
-        least = 0 if recipe.discovery.is_shared and stage in ("prefill", "decode") else 1
+        least = 0 if recipe.discovery.is_shared and stage in ("prefill", "decode", "multimodal_encoder") else 1
         if not least <= entry.replicas <= 64:
             hint = "; 0 leaves the stage to other servers and needs discovery" if entry.replicas == 0 else ""
             raise ConfigError(f"workers.{stage}.replicas: {entry.replicas}; {least} to 64{hint}")

@@ -7,6 +7,7 @@ Triton addresses models by name and can't choose an instance by cost, so each re
 from __future__ import annotations
 
 import compileall
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,10 +25,10 @@ def link_models(folder: Path, recipe: Recipe, checkout: Path = CHECKOUT) -> tupl
     folder.mkdir(parents=True, exist_ok=True)
     names: list[str] = []
     for stage, source in sources.items():
-        if not is_wanted(stage, recipe):
+        if not is_wanted(stage, recipe) or not _has_steps(source, recipe):
             continue
         _compile(source)
-        for name in recipe.replicas(stage) or (stage,):
+        for name in recipe.replicas(stage) if stage in recipe.workers else (stage,):
             _link(folder / name, source, MODELS.get(stage), len(recipe.instances(name)))
             names.append(name)
     return tuple(names)
@@ -40,6 +41,12 @@ def _link(model: Path, source: Path, spec: ModelSpec | None, num_instances: int)
     model.mkdir()
     (model / "1").symlink_to(source / "1")
     (model / "config.pbtxt").write_text(whole_config((source / "config.pbtxt").read_text(), spec, num_instances))
+
+
+def _has_steps(model: Path, recipe: Recipe) -> bool:
+    """Whether the workers that a declarative ensemble names are this server's: Triton would load them with it."""
+    steps = re.findall(r'^\s*model_name\s*:\s*"(\w+)"', (model / "config.pbtxt").read_text(), re.MULTILINE)
+    return all(recipe.workers[step].replicas for step in steps if step in recipe.workers)
 
 
 def _compile(model: Path) -> None:
@@ -61,6 +68,7 @@ def used_models(recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[tuple[str, .
         name
         for name in _names(checkout / REPOSITORIES[1])
         if is_wanted(name, recipe) and not missing_worker(name, recipe)
+        if _has_steps(checkout / REPOSITORIES[1] / name, recipe)
     ]
     return tuple(models), tuple(pipelines)
 

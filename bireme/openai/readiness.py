@@ -1,7 +1,7 @@
 """Whether this frontend can answer now. It asks the workers, at most once a second: Triton calls dead ones ready.
 
 Discovery, or a plane of KV events, that can't be reached takes nothing down: the last view serves, and the report says
-that it is an old one.
+`degraded` and why.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Readiness:
         self.is_draining = False
 
     async def report(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether it is ready, and the details by model."""
+        """Return whether it can answer, and status (ready, degraded, not_ready, stopping) and details by model."""
         if self.is_draining:
             return False, {"status": "stopping"}
         async with self._lock:
@@ -51,10 +51,14 @@ class Readiness:
             is_there = await _in_time(video.is_ready())
             details[video.name] = {"video_diffusion": READY if is_there else "not ready"}
             is_ready = is_ready and is_there
-        report: dict[str, Any] = {"status": "ready" if is_ready else "not_ready", "models": details}
-        if followed := {model.name: told for model in models if (told := model.discovery_report())}:
+        followed = {model.name: told for model in models if (told := model.discovery_report())}
+        stale = {model.name: problem for model in models if (problem := model.services.router.problem)}
+        is_well = not stale and all(told["current"] and not told["refused"] for told in followed.values())
+        status = "not_ready" if not is_ready else "ready" if is_well else "degraded"
+        report: dict[str, Any] = {"status": status, "models": details}
+        if followed:
             report["discovery"] = followed
-        if stale := {model.name: problem for model in models if (problem := model.services.router.problem)}:
+        if stale:
             report["routing"] = stale
         return is_ready, report
 

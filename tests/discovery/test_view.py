@@ -2,11 +2,13 @@
 
 import os
 
+import msgspec
 import pytest
 
-from bireme.config import Recipe
+from bireme.config import DiscoveryConfig, Recipe
 from bireme.conversion import convert
 from bireme.discovery import run
+from bireme.discovery.directory import DirectoryStore
 from bireme.discovery.store import parse_address, with_discovery
 from bireme.discovery.view import OwnWorkers, WorkerView, admit, discover
 from bireme.errors import ConfigError
@@ -87,6 +89,27 @@ def test_a_worker_that_does_not_fit_is_refused_by_name(kind):
     admitted, refused = admit(by_id(stranger, record("prefill", "c:1")), recipe(), own, "a:8001", "mine")
     assert set(admitted) == {"prefill@c:1"}
     assert reason in refused[stranger.id]
+
+
+def test_strangers_in_a_shared_folder_are_refused_and_the_others_serve(tmp_path, until):
+    config = DiscoveryConfig(backend="directory", folder=str(tmp_path / "shared"))
+    writer, own = DirectoryStore(config), tmp_path / "own"
+    own.mkdir()
+    run.publish(own, record(server="a:8001", launch="own launch"))
+    strangers = {
+        kind: msgspec.structs.replace(REFUSALS[kind][0], server=f"{kind}:1") for kind in ("model", "key", "block")
+    }
+    strangers["name"] = record("decode_1", server="a:8001", launch="theirs")
+    for one in (*strangers.values(), record("prefill", "c:1")):
+        writer.hold(one)
+    view = view_of(recipe(), own, DirectoryStore(config))
+    views = []
+    view.watch(views.append)
+    until(lambda: len(view.report()["refused"]) == len(strangers))
+    for kind, one in strangers.items():
+        assert REFUSALS[kind][1] in view.report()["refused"][one.id]
+    assert set(views[-1]) == {"decode", "decode_1", "prefill@c:1"}
+    view.stop()
 
 
 def test_workers_of_other_models_are_nobody_s_business():

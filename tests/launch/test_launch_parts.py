@@ -88,6 +88,16 @@ def test_a_declarative_ensemble_has_no_stub_to_watch(checkout):
     assert python_models(checkout / "models", ("decode", "generate")) == ("decode",)
 
 
+def test_a_stage_that_is_left_to_other_servers_is_not_there_and_no_ensemble_that_would_load_it(checkout):
+    ensemble = checkout / "ensembles" / "text_generation"
+    (ensemble / "1").mkdir(parents=True)
+    (ensemble / "config.pbtxt").write_text('platform: "ensemble"\nstep [{\n  model_name: "decode"\n}]\n')
+    for decode, found in ((1, {"decode", "text_generation"}), (0, set())):
+        names = link_models(checkout / f"models{decode}", recipe(prefill=1, decode=decode), checkout)
+        models, pipelines = used_models(recipe(prefill=1, decode=decode), checkout)
+        assert set(names) == {*models, *pipelines} == {"tokenizer", "prefill", "generate"} | found
+
+
 def test_a_checkout_without_models_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no model folders"):
         link_models(tmp_path / "models", recipe(decode=1), tmp_path)

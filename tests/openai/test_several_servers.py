@@ -67,7 +67,7 @@ async def test_readiness_asks_the_workers_that_there_are(served):
 async def test_a_discovery_that_is_gone_is_said_and_takes_nothing_down(served):
     model, _ = served(decode="ready")
     is_ready, report = await Readiness(Models([model])).report()
-    assert is_ready and report["discovery"] == {"test": ETCD}
+    assert is_ready and report["status"] == "degraded" and report["discovery"] == {"test": ETCD}
 
 
 async def test_without_any_worker_it_is_not_ready(served):

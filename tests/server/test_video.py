@@ -59,7 +59,8 @@ def start_long_job():
 
 def test_a_clip_comes_over_grpc_with_progress_and_the_frames_and_rate_asked_for(deployment):
     answers = list(stream("video_diffusion", prompt=PROMPT, num_frames=16, fps=8, num_inference_steps=4, seed=3))
-    assert [one["step"] for one in answers if "eta_s" in one] == [0, 1, 2, 3, 4]
+    steps = [one["step"] for one in answers if "eta_s" in one]  # of several that wait to be sent only the last is
+    assert steps == sorted(steps) and set(steps) <= set(range(5)) and steps[-1] == 4
     frames, rate = decode(answers[-1]["video"])
     assert frames.shape == (16, 64, 64, 3) and rate == 8
     details = json.loads(answers[-1]["details"])
