@@ -123,7 +123,7 @@ TABLE: dict[str, MetricSpec] = {
             "bireme_kv_hit_rate", "Share of prompt tokens found in a tier, of the last 1,000 prompts.", "worker", "tier"
         ),
         _gauge("bireme_kv_tier_blocks", "KV blocks held in a tier below the device.", "worker", "tier"),
-        _gauge("bireme_kv_tier_blocks_total", "KV blocks that such a tier has room for.", "worker", "tier"),
+        _gauge("bireme_kv_tier_capacity_blocks", "KV blocks that such a tier has room for.", "worker", "tier"),
         _counter("bireme_kv_offloaded_blocks_total", "KV blocks copied down into a tier.", "worker", "tier"),
         _counter("bireme_kv_offloaded_bytes_total", "Bytes of KV copied down into a tier.", "worker", "tier"),
         _counter("bireme_kv_onboarded_blocks_total", "KV blocks of a tier copied to the device.", "worker", "tier"),

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 
-from bireme.own_process import die_with_parent, end_process
+from bireme.own_process import die_with_parent, end_process, load_with_little_gc
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     if options.parent:
         die_with_parent(options.parent)
+    load_with_little_gc()
     from bireme.engines.registry import create_process
 
     return create_process(options.worker, options.endpoint, options.life).run()

@@ -101,7 +101,7 @@ class TorchMetrics:
         self._metrics.set("bireme_engine_load_seconds", load_s)
         self._lowest_tier = len(manager.tiers.pools) - 1
         for tier, pools in enumerate(manager.tiers.pools[HOST:], HOST):
-            self._metrics.set("bireme_kv_tier_blocks_total", sum(pool.num_blocks for pool in pools), _TIERS[tier])
+            self._metrics.set("bireme_kv_tier_capacity_blocks", sum(pool.num_blocks for pool in pools), _TIERS[tier])
         self.levels(manager, 0, 0, 0)
 
     def usage(self, sequence: Sequence, now: float) -> Usage:
