@@ -20,6 +20,7 @@ Progress goes to stderr, then a table; the very last line is one JSON document.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import secrets
@@ -27,13 +28,14 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.chaos import cluster
+from benchmarks.chaos import cluster_campaign
 from benchmarks.chaos.campaign import Campaign, CampaignSettings, Outcome
 from benchmarks.chaos.faults import KINDS, plan
 from benchmarks.chaos.topologies import TOPOLOGIES
@@ -46,7 +48,7 @@ _SHOWN = 40  # violations in the table's list; the JSON has all
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # launches end with the campaign, as at Ctrl-C
-    topologies = [TOPOLOGIES[name] for name in options.topology if name != cluster.NAME]
+    topologies = [TOPOLOGIES[name] for name in options.topology if name != cluster_campaign.NAME]
     print(f"seed {options.seed}", file=sys.stderr, flush=True)
     if options.plan:
         for topology in topologies:
@@ -58,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(options.keep or tempfile.mkdtemp(prefix="bireme-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = [Campaign(topology, settings, folder, say).run() for topology in topologies]
-    if cluster.NAME in options.topology:
-        outcomes.append(cluster.ClusterCampaign(settings, folder, say).run())
+    if cluster_campaign.NAME in options.topology:
+        outcomes.append(cluster_campaign.ClusterCampaign(settings, folder, say).run())
     return conclude(outcomes, folder, {"seed": options.seed, "seconds": options.seconds})
 
 
@@ -77,17 +79,22 @@ def say(text: str) -> None:
 
 
 def print_result(outcomes: Sequence[Outcome]) -> None:
-    print(f"{'fault':<22} {'times':>5} {'recovery p50':>13} {'p99':>7} {'longest lie':>12}  outcome")
+    print(
+        f"{'fault':<22} {'times':>5} {'recovery p50':>13} {'p99':>7} {'longest lie':>12}  requests meanwhile; outcome"
+    )
     for row in rows(outcomes):
         times = f"{row['recovery_p50_s']:>11.1f} s {row['recovery_p99_s']:>5.1f} s" if row["recovery_p50_s"] else ""
         bad = ", ".join(f"{count} {kind}" for kind, count in row["violations"].items()) or "as it should be"
-        print(f"{row['fault']:<22} {row['times']:>5} {times:>21} {row['longest_lie_s']:>10.1f} s  {bad}")
+        met = ", ".join(f"{count} {kind}" for kind, count in sorted(row["requests"].items()))
+        print(f"{row['fault']:<22} {row['times']:>5} {times:>21} {row['longest_lie_s']:>10.1f} s  {met}; {bad}")
     for outcome in outcomes:
         counts = " ".join(f"{name}={count}" for name, count in sorted(outcome.requests.items()))
         print(
             f"{outcome.topology:<12} {len(outcome.hits)} faults, requests {counts}; stopped in {outcome.stop_s} s with"
             f" {outcome.exit_code}; the machine kept the observer waiting for {outcome.delay_s:.1f} s"
         )
+        for one in outcome.memory:
+            print(f"{outcome.topology:<12} memory of {one}{'' if one.is_flat else ', not flat'}")
     found = [(outcome.topology, item) for outcome in outcomes for item in outcome.violations]
     for topology, item in found[:_SHOWN]:
         print(f"VIOLATION {topology} {item.kind}: {item.text[:600]}")
@@ -98,7 +105,7 @@ def print_result(outcomes: Sequence[Outcome]) -> None:
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Return a row for each kind of fault that happened: how often, its recovery, what must not have been."""
     table = []
-    for kind in (*KINDS, *cluster.KINDS):
+    for kind in (*KINDS, *cluster_campaign.KINDS):
         hits = [(o, n) for o in outcomes for n, hit in enumerate(o.hits) if hit.fault.kind == kind]
         if not hits:
             continue
@@ -116,6 +123,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "recovery_p50_s": percentile(recovery, 0.5),
                 "recovery_p99_s": percentile(recovery, 0.99),
                 "longest_lie_s": max(o.lies_s[n] for o, n in hits),
+                "requests": dict(sum((o.hits[n].requests for o, n in hits), Counter[str]())),
                 "violations": bad,
             }
         )
@@ -135,6 +143,7 @@ def document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
                 "stop_s": outcome.stop_s,
                 "observer_delay_s": round(outcome.delay_s, 1),
                 "memory_mb": outcome.memory_mb,
+                "memory": [dataclasses.asdict(one) for one in outcome.memory],
                 "violations": [{"kind": item.kind, "text": item.text} for item in outcome.violations],
             }
             for outcome in outcomes
@@ -147,7 +156,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1200.0, help="under faults, shared by the topologies")
     parser.add_argument("--seed", type=int, default=None, help="default: a new one, which is printed")
-    names, kinds = (*TOPOLOGIES, cluster.NAME), (*KINDS, *cluster.KINDS)
+    names, kinds = (*TOPOLOGIES, cluster_campaign.NAME), (*KINDS, *cluster_campaign.KINDS)
     parser.add_argument("--topology", type=chosen(names), default=list(TOPOLOGIES), help=f"of {','.join(names)}")
     parser.add_argument("--faults", type=chosen(kinds), default=[], help=f"of {','.join(kinds)}; default: all")
     parser.add_argument("--streams", type=int, default=2, help="of each way in")

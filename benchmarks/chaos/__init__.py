@@ -11,4 +11,7 @@ faults.py      the faults: how each is done, to whom, what it excuses
 garbage.py     clients that send anything but requests
 verdict.py     which of what was seen must not be
 campaign.py    one fault after the other, each to its recovery; the drain and the leak check at the end
+cluster.py     several launches of one model, frontends without a server, etcd and nats-server
+cluster_campaign.py  faults among these, the next before the last is over
+memory.py      who lasted, and whether it grew
 """

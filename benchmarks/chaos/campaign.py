@@ -17,6 +17,7 @@ from benchmarks.chaos import questions
 from benchmarks.chaos.faults import KINDS, Fault, plan
 from benchmarks.chaos.launch import STOP_S, Launch, NotStartedError, send_signal
 from benchmarks.chaos.load import LoadSettings
+from benchmarks.chaos.memory import Lasting
 from benchmarks.chaos.observer import Observer
 from benchmarks.chaos.records import Hit, ServerDeath
 from benchmarks.chaos.topologies import Topology
@@ -53,6 +54,7 @@ class Outcome:
     violations: list[Violation] = field(default_factory=list)
     delay_s: float = 0.0  # in which the machine did not run the observer
     memory_mb: tuple[float, float] | None = None  # of serve.py: first, last
+    memory: list[Lasting] = field(default_factory=list)  # of processes that lasted, where they come and go
     exit_code: int | None = None
     stop_s: float = 0.0
 
@@ -138,12 +140,12 @@ class Campaign:
             hit.recovered = time.monotonic()
         else:
             hit.gave_up = time.monotonic()
-        counts = {name: n - num_before[name] for name, n in observer.outcomes().items()}
+        counts = hit.requests = observer.outcomes() - num_before
         down = "" if hit.recovered else f" still down: {self._what_is_down(observer, hit.over)}"
         recovery = "NOT RECOVERED" if hit.recovery_s is None else f"recovered {hit.recovery_s:.1f} s"
         has_died = fault.victim != "server" and any(death.at >= hit.began for death in observer.seen.deaths)
         died = " (tritonserver died)" if has_died else ""
-        self._say(f"{self._topology.name}:    {recovery}{died} {counts}{down}")
+        self._say(f"{self._topology.name}:    {recovery}{died} {dict(counts)}{down}")
         return hit
 
     def _await_recovery(

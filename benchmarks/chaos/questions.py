@@ -27,8 +27,11 @@ NUM_QUESTIONS, NUM_PROBES = 24, 12
 Answer = Callable[[Prompt], Sequence[int]]  # a prompt without its answer -> the answer's tokens
 
 
-def make_questions(model: str, answer: Answer, seed: int) -> dict[str, Workload]:
-    """Return `chat`, `text`, `chat_probe` and `text_probe`: conversations, plain texts, and short ones of both."""
+def make_questions(model: str, answer: Answer, seed: int, count: int = NUM_QUESTIONS) -> dict[str, Workload]:
+    """Return `chat`, `text`, `chat_probe` and `text_probe`: conversations, plain texts, and short ones of both.
+
+    `count`: of conversations, and of texts.
+    """
     from bireme.text.tokenizer import load_tokenizer
 
     tokenizer, to_text, rng = load_tokenizer(model), tokenizer_text(model), random.Random(seed)
@@ -42,11 +45,11 @@ def make_questions(model: str, answer: Answer, seed: int) -> dict[str, Workload]
         seeded = None if number % 3 else rng.randrange(1 << 31)
         return Prompt(tuple(ids), array("i", [0] * length), None, message, seed=seeded)
 
-    kinds = {"chat": (NUM_QUESTIONS, 0), "text": (NUM_QUESTIONS, 0), "chat_probe": (NUM_PROBES, PROBE_TOKENS)}
+    kinds = {"chat": (count, 0), "text": (count, 0), "chat_probe": (NUM_PROBES, PROBE_TOKENS)}
     kinds["text_probe"] = kinds["chat_probe"]
     found = {}
-    for kind, (count, length) in kinds.items():
-        asked = [ask(n, kind.startswith("chat"), length or LENGTHS[n % len(LENGTHS)]) for n in range(count)]
+    for kind, (number, length) in kinds.items():
+        asked = [ask(n, kind.startswith("chat"), length or LENGTHS[n % len(LENGTHS)]) for n in range(number)]
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(answer, asked))
         answered = tuple(

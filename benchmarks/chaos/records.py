@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -75,6 +76,7 @@ class Hit:
     over: float  # when nothing more was done: a pause has ended, the log is read again
     recovered: float | None = None  # when all was well again; None: not within the time that it has
     gave_up: float | None = None  # when its recovery was waited for no longer
+    requests: Counter[str] = field(default_factory=Counter)  # outcome -> how many that ran meanwhile
 
     @property
     def recovery_s(self) -> float | None:

@@ -39,14 +39,14 @@ def judge(seen: Seen, hits: Sequence[Hit], ways: Mapping[str, Way]) -> list[Viol
     outages = [outage(death, seen, ways) for death in seen.deaths if _is_explained(death, hits)]
     found = [item for request in seen.requests if (item := judge_request(request, hits, ways, outages))]
     found += [
-        Violation("wrong", f"probe of {probe.way}: {probe.error}", _under(probe.sent, probe.ended, hits))
+        Violation("wrong", f"probe of {probe.way}: {probe.error}", hits_under(probe.sent, probe.ended, hits))
         for probe in seen.probes
         if probe.error.startswith("WRONG")
     ]
     found += lies(seen, hits, ways)
     for death in seen.deaths:
         if not _is_explained(death, hits):
-            under = _under(death.at, death.at, hits)
+            under = hits_under(death.at, death.at, hits)
             found.append(Violation("server_died", f"tritonserver died{_names(under, hits)}", under))
     for number, hit in enumerate(hits):
         if hit.recovered is None:
@@ -61,7 +61,7 @@ def judge_request(
     num_decode = sum(name.startswith("decode") for name in ways)
     if request.outcome in ("ok", "dropped"):
         return None
-    under = _under(request.began, request.ended, hits)
+    under = hits_under(request.began, request.ended, hits)
     what = f"{way.name}: {request.error}" + _names(under, hits)
     if request.outcome == "wrong":
         return Violation("wrong", what, under)
@@ -85,7 +85,7 @@ def lies(seen: Seen, hits: Sequence[Hit], ways: Mapping[str, Way]) -> list[Viola
         for down in down_spans([probe for probe in seen.probes if probe.way == name]):
             for begin, end in _overlaps(down, told):
                 if end - begin > LIE_S + RESOLUTION_S + seen.delay_s(begin, end):
-                    under = _under(begin, end, hits)
+                    under = hits_under(begin, end, hits)
                     text = f"ready for {end - begin:.1f} s while {name} answered nothing" + _names(under, hits)
                     found.append(Violation("lie", text, under))
     return found
@@ -179,7 +179,7 @@ def _is_explained(death: ServerDeath, hits: Sequence[Hit]) -> bool:
     return False
 
 
-def _under(began: float, ended: float, hits: Sequence[Hit]) -> tuple[int, ...]:
+def hits_under(began: float, ended: float, hits: Sequence[Hit]) -> tuple[int, ...]:
     spans = [hit.window() for hit in hits]
     return tuple(n for n, (begin, end) in enumerate(spans) if began <= end + AFTERMATH_S and ended >= begin)
 

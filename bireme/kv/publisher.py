@@ -341,13 +341,14 @@ class KvPublisher:
         return self._last_ts
 
     def _guard(self, what: str, action: Callable[[], None]) -> None:
-        """No error ends the thread; the first of a row is logged whole."""
+        """No error ends the thread; the first of a row is logged, with its stack unless the plane is just not there."""
         try:
             action()
         except Exception as error:
             self._metrics.add("bireme_kv_event_errors_total", 1, what)
             if not self._num_errors and not self._has_failed:
-                logger.exception("kv_publisher_failed worker=%s at=%s error=%s", self._worker, what, error)
+                tell = logger.warning if isinstance(error, OSError) else logger.exception
+                tell("kv_publisher_failed worker=%s at=%s error=%s", self._worker, what, error)
             self._has_failed = True
 
 

@@ -2,7 +2,9 @@
 
 import pytest
 
-from benchmarks.chaos.cluster import judge_request
+from benchmarks.chaos.cluster import remaining_decode
+from benchmarks.chaos.cluster_campaign import judge_request
+from benchmarks.chaos.memory import LASTING_S, lasting
 from benchmarks.chaos.records import Request
 
 DOWN = [(100.0, 110.0)]
@@ -35,3 +37,29 @@ def test_a_wrong_token_and_a_hang_are_never_excused(outcome):
 @pytest.mark.parametrize("outcome", ["ok", "dropped"])
 def test_what_ends_well_is_well(outcome):
     assert judged(outcome, 105.0, 106.0) == ""
+
+
+WORKERS = {"decode@a:1": "ready", "decode@b:1": "ready", "decode_1@b:1": "its engine starts", "prefill@b:1": "ready"}
+
+
+@pytest.mark.parametrize(
+    ("server", "worker", "left"),
+    [("a:1", "decode", ["decode@b:1"]), ("b:1", "", ["decode@a:1"]), ("b:1", "prefill", ["decode@a:1", "decode@b:1"])],
+)
+def test_what_remains_without_a_worker_or_a_server_is_what_is_ready(server, worker, left):
+    assert remaining_decode(WORKERS, server, worker) == left
+
+
+def samples(mb_of, seconds):
+    return {("b.serve", 7): [(float(at), mb_of(at)) for at in range(0, seconds, 5)]}
+
+
+def test_who_lasted_is_judged_by_its_first_warm_minute_and_its_last():
+    (grown,) = lasting(samples(lambda at: 50.0 + at / 10, 600))
+    assert (grown.first_mb, grown.last_mb) == (57.5, 106.5) and not grown.is_flat
+    (flat,) = lasting(samples(lambda at: 50.0 + min(at, 45), 600))  # what comes in with the first requests
+    assert flat.is_flat and str(flat) == "b.serve: 95.0 -> 95.0 MB (+0.0) in 595 s"
+
+
+def test_who_was_killed_early_is_not_judged():
+    assert lasting(samples(float, int(LASTING_S))) == []

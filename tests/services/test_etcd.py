@@ -101,6 +101,18 @@ def test_an_id_is_one_living_launch_s(store):
     assert store().read()["decode@b:8001"].life == 2
 
 
+def test_an_engine_whose_id_another_launch_has_says_so_and_registers_once_it_is_free(store):
+    first, second = (Registration(store(), LEASE_S) for _ in range(2))
+    first.set(record(launch="first"))
+    until(store().read)
+    second.set(record(launch="second"))
+    until(lambda: "decode@b:8001 is registered by another launch already (first" in second.problem)
+    first.stop()
+    until(lambda: not second.problem)
+    assert store().read()["decode@b:8001"].launch == "second"
+    second.stop()
+
+
 def test_another_prefix_is_another_deployment(store, server):
     store().hold(record())
     other = EtcdStore(DiscoveryConfig(backend="etcd", endpoints=(server.endpoint,), prefix="other"))

@@ -15,6 +15,8 @@ from tools import chaos
 
 def outcome_of(violations):
     hits = [Hit(Fault("engine_killed", "decode.engine", 3.0, 1), 10.0, 10.0, end) for end in (12.0, 14.0)]
+    for hit in hits:
+        hit.requests.update(ok=4, dropped=1)
     return Outcome("mocker-1+1", hits, lies_s=[0.0, 1.5], requests={"ok": 9}, violations=violations, exit_code=0)
 
 
@@ -29,7 +31,7 @@ def test_the_table_has_a_row_a_kind_with_recovery_lies_and_violations():
     (row,) = chaos.rows([outcome_of([Violation("wrong", "a token came again", (1,)), Violation("left", "a file")])])
     assert (row["fault"], row["times"]) == ("engine_killed", 2)
     assert (row["recovery_p50_s"], row["recovery_p99_s"], row["longest_lie_s"]) == (4.0, 4.0, 1.5)
-    assert row["violations"] == {"wrong": 1}
+    assert row["violations"] == {"wrong": 1} and row["requests"] == {"ok": 8, "dropped": 2}
 
 
 @pytest.mark.parametrize(
