@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from bireme.config import Limits, Recipe, RoutingMode
 from bireme.errors import RequestError
-from bireme.messages import SamplingParams
+from bireme.messages import KvCacheRetentionConfig, SamplingParams
 from bireme.parameters import MAX_INT32
 from bireme.sampling import Sampling, nearest, parse_sampling
 from bireme.specs import ModelSpec, TensorSpec
@@ -37,6 +38,7 @@ _RETURNED = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_token
 
 
 MAX_SESSION_CHARACTERS = 256
+MAX_RETENTION_RANGES = 64
 
 
 class RoutingChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -70,6 +72,7 @@ class GenerateRequest:
     timeout_ms: int = 0  # from arrival; 0: none
     session_id: str = ""
     routing: RoutingChoice = NO_CHOICE
+    kv_cache_retention_config: KvCacheRetentionConfig | None = None
 
 
 def parse_generate(inputs: Tensors, spec: ModelSpec, recipe: Recipe) -> GenerateRequest:
@@ -93,6 +96,7 @@ def parse_generate(inputs: Tensors, spec: ModelSpec, recipe: Recipe) -> Generate
         timeout_ms=timeout_ms(inputs, recipe),
         session_id=check_session(values.get("session_id", "")),
         routing=parse_routing(values.get("routing", "")),
+        kv_cache_retention_config=parse_retention(values.get("kv_cache_retention_config", "")),
     )
     if _SUMS_AND_LOGPROBS & request.extras and sampling.params.logprobs is None:
         return replace(request, sampling=_with_logprobs(sampling))
@@ -119,6 +123,59 @@ def parse_routing(text: str) -> RoutingChoice:
 
 
 _ROUTING_FIELDS = ", ".join(field.name for field in msgspec.structs.fields(RoutingChoice))
+
+
+def parse_retention(text: str) -> KvCacheRetentionConfig | None:
+    """Read the tensor `kv_cache_retention_config`. Raises RequestError."""
+    if not text:
+        return None
+    try:
+        config = msgspec.json.decode(text, type=KvCacheRetentionConfig)
+    except msgspec.MsgspecError as error:
+        raise RequestError(
+            f"kv_cache_retention_config: {str(error)[:200]}; send a JSON object with {_RETENTION_FIELDS}"
+        ) from None
+    return check_retention(config)
+
+
+_RETENTION_FIELDS = ", ".join(field.name for field in msgspec.structs.fields(KvCacheRetentionConfig))
+
+
+def check_retention(
+    config: KvCacheRetentionConfig | None, where: str = "kv_cache_retention_config"
+) -> KvCacheRetentionConfig | None:
+    """Return what is given. Raises RequestError for what no cache can do."""
+    if config is None:
+        return None
+    ranges = config.token_range_retention_configs
+    if len(ranges) > MAX_RETENTION_RANGES:
+        raise RequestError(
+            f"{where}.token_range_retention_configs: {len(ranges)} ranges; the limit is {MAX_RETENTION_RANGES}"
+        )
+    levels = [("decode_retention_priority", config.decode_retention_priority)]
+    durations = [("decode_duration_ms", config.decode_duration_ms)]
+    for at, one in enumerate(ranges):
+        name = f"token_range_retention_configs[{at}]"
+        levels.append((f"{name}.priority", one.priority))
+        durations.append((f"{name}.duration_ms", one.duration_ms))
+        if one.token_start < 0 or (one.token_end is not None and one.token_end <= one.token_start):
+            raise RequestError(
+                f"{where}.{name}: tokens {one.token_start} to {one.token_end}; token_start is 0 or more, token_end is"
+                " behind it, or null for the prompt's end"
+            )
+    for name, priority in levels:
+        if not 0 <= priority <= 100:
+            raise RequestError(f"{where}.{name}: {priority}; 0 to 100, higher is kept longer")
+    for name, duration_ms in durations:
+        if duration_ms is not None and not 1 <= duration_ms <= MAX_INT32:
+            raise RequestError(f"{where}.{name}: {duration_ms}; 1 to {MAX_INT32} milliseconds, or null for good")
+    for before, after in pairwise(sorted(ranges, key=lambda one: one.token_start)):
+        if before.token_end is None or before.token_end > after.token_start:
+            raise RequestError(
+                f"{where}.token_range_retention_configs: the ranges from tokens {before.token_start} and"
+                f" {after.token_start} overlap; end the first before the second begins"
+            )
+    return config
 
 
 def timeout_ms(inputs: Tensors, recipe: Recipe) -> int:

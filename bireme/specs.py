@@ -65,6 +65,7 @@ _REQUEST = (
     _in("multimodal", "BYTES", kind="bytes"),
     _in("lora_name", "BYTES"),
     _in("cache_salt", "BYTES"),
+    _in("kv_cache_retention_config", "BYTES"),  # JSON of messages.KvCacheRetentionConfig
     _in("request_id", "BYTES"),
     _in("abort", "BOOL"),
     _in("ping", "BOOL"),
@@ -212,6 +213,7 @@ _TEXT_IN = (
     _in("cache_salt", "BYTES"),
     _in("session_id", "BYTES"),
     _in("routing", "BYTES"),  # JSON of request.RoutingChoice
+    _in("kv_cache_retention_config", "BYTES"),
 )
 
 # Where n > 1 answers come in one response: one element a sequence; output_ids and log_probs of all

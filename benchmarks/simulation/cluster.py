@@ -54,9 +54,9 @@ class SimulatedHoldings:
         self.index = KvIndex(clock=clock)
         self._slots = {name: self.index.add_worker(name) for name in names}
 
-    def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> tuple[Floats, Floats]:
-        depths = self.index.match(hashes)[:, [self._slots[name] for name, _ in targets]].astype(float)
-        return depths[0], depths[-1]
+    def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> Floats:
+        depths: Floats = self.index.match(hashes)[:, [self._slots[name] for name, _ in targets]].astype(float)
+        return depths
 
     def predict(self, target: tuple[str, int], hashes: Hashes) -> None:
         self.index.predicted(self._slots[target[0]], hashes, self._config.predicted_ttl_s)

@@ -50,7 +50,7 @@ class BlockTable:
     num_committed: int = 0  # blocks offered for reuse
     missing: list[list[int]] = field(default_factory=list)  # per group, indices of blocks that lower tiers have
     matched: Counter[int] = field(default_factory=Counter)  # tier -> blocks of the widest window, by the last match
-    retention: Callable[[int], Retention] | None = None  # by the block's index; None: as usual
+    retention: Callable[[int], Retention | None] | None = None  # by index; None: as it was
 
     def num_held(self, group: int) -> int:
         return len(self.blocks[group]) - self.first[group] - len(self.missing[group])
@@ -124,7 +124,7 @@ class BlockManager:
         lora_name: str = "",
         cache_salt: str = "",
         media: tuple[hashing.MediaSpan, ...] = (),
-        retention: Callable[[int], Retention] | None = None,
+        retention: Callable[[int], Retention | None] | None = None,
     ) -> BlockTable:
         """Return an empty table. Only requests of the same LoRA and salt share blocks."""
         count = len(self.groups)
@@ -336,8 +336,9 @@ class BlockManager:
         """The last request that says how its blocks are kept is heard."""
         if table.retention is not None:
             for index in indices:
-                if (block := table.blocks[group][index]) != NULL:
-                    self.pools[group].retain(block, table.retention(index))
+                block, retention = table.blocks[group][index], table.retention(index)
+                if block != NULL and retention is not None:
+                    self.pools[group].retain(block, retention)
 
     def _tiers_of(self, table: BlockTable, count: int) -> Counter[int]:
         """Return in which tiers the first blocks lie, of the widest window; those that it does not show need none."""

@@ -42,15 +42,23 @@ class HeldBlocks:
     def apply(self, events: Iterable[KvEvent]) -> list[WireEvent]:
         """Return what readers are to be told, often less."""
         found: list[WireEvent] = []
+        moved: list[int] = []  # engines tell of them one by one
+        tier = DEVICE
         for event in events:
+            if moved and not (isinstance(event, BlocksMoved) and event.tier == tier):
+                found += self._move(moved, tier)
+                moved = []
             if isinstance(event, BlocksStored):
                 found += self._store(event)
             elif isinstance(event, BlocksRemoved):
                 found += self._remove(event)
             elif isinstance(event, BlocksMoved):
-                found += self._move(event)
+                moved += event.block_hashes
+                tier = event.tier
             elif isinstance(event, BlocksCleared):
                 found += self.clear()
+        if moved:
+            found += self._move(moved, tier)
         return _merge_removals(found)
 
     def snapshot(self) -> Iterator[WireEvent]:
@@ -96,16 +104,17 @@ class HeldBlocks:
                 found.append(BlockRemoved([block.wire_hash], MEDIA_OF_TIERS[block.tier]))
         return found
 
-    def _move(self, event: BlocksMoved) -> list[WireEvent]:
-        found: list[WireEvent] = []
-        for block_hash in event.block_hashes:
+    def _move(self, block_hashes: Iterable[int], tier: int) -> list[WireEvent]:
+        moved: dict[int, tuple[HeldBlock, int]] = {}
+        left: list[WireEvent] = []
+        for block_hash in block_hashes:
             block = self._held.get(block_hash)
-            if block is None or block.tier == event.tier or event.tier not in MEDIA_OF_TIERS:
+            if block is None or block.tier == tier or tier not in MEDIA_OF_TIERS:
                 continue
-            before, block.tier = block.tier, event.tier
-            found += _describe({block_hash: (block, event.tier)}, self._size, self._wire_hash)
-            found.append(BlockRemoved([block.wire_hash], MEDIA_OF_TIERS[before]))
-        return found
+            left.append(BlockRemoved([block.wire_hash], MEDIA_OF_TIERS[block.tier]))
+            block.tier = tier
+            moved[block_hash] = (block, tier)
+        return [*_describe(moved, self._size, self._wire_hash), *left]
 
     def _wire_hash(self, block_hash: int, is_salted: bool) -> int:
         return hashing.salted_hash(block_hash, self._salt_key) if is_salted else block_hash

@@ -45,7 +45,7 @@ class IndexHoldings:
             for name in sorted(names - self.index.slots.keys()):
                 self.index.add_worker(name)
 
-    def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> tuple[Floats, Floats]:
+    def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> Floats:
         with self.lock:
             depths = self.index.match(hashes)
             slots = self.index.slots
@@ -54,7 +54,8 @@ class IndexHoldings:
                 self._reported_at = now
                 self._report()
         is_known = columns >= 0
-        return depths[0, columns] * is_known.astype(float), depths[-1, columns] * is_known.astype(float)
+        known: Floats = depths[:, columns] * is_known.astype(float)
+        return known
 
     def predict(self, target: tuple[str, int], hashes: Hashes) -> None:
         config = self._config

@@ -64,8 +64,10 @@ class Candidate:
 class Holdings(Protocol):
     """What workers hold. Thread-safe."""
 
-    def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> tuple[Floats, Floats]:
-        """Return, for each (worker, rank), the blocks that it holds from a prompt's start: on its device, anywhere."""
+    def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> Floats:
+        """Return the blocks that each (worker, rank) holds from a prompt's start, [3, targets]: on its device, on
+        device or in host memory, anywhere.
+        """
         ...
 
     def predict(self, target: tuple[str, int], hashes: Hashes) -> None:

@@ -346,18 +346,19 @@ class WorkerRouter:
         return self._hash_prompt(request, _tokens_per_block(stage))
 
     def _held(self, stage: StageTargets, request: RoutingRequest, hashes: Hashes | None) -> tuple[Floats, Floats]:
-        """Return what each worker holds of the prompt: blocks' worth, host memory's at its credit, and tokens.
+        """Return what each worker holds of the prompt: blocks' worth, lower tiers' at their credit, and tokens.
 
         An engine computes at least the last token, so it never takes a whole prompt from its cache.
         """
         if self._holdings is None or hashes is None:
             nothing = np.zeros(len(stage.targets))
             return nothing, nothing
-        device, anywhere = self._holdings.match(hashes, stage.keys)
+        device, host, anywhere = self._holdings.match(hashes, stage.keys)
         size = _tokens_per_block(stage)
         limit = float((len(request.prompt) - 1) // size * size)
         tokens: Floats = np.minimum(anywhere * float(size), limit)
-        return device + self._config.host_credit * (anywhere - device), tokens
+        credit = self._config.host_credit * (host - device) + self._config.disk_credit * (anywhere - host)
+        return device + credit, tokens
 
     def _costs(
         self,

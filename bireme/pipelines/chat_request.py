@@ -16,6 +16,7 @@ import msgspec
 
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
+from bireme.messages import KvCacheRetentionConfig
 from bireme.parameters import BY_NAME, PARAMETERS
 from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelNames, request_options
 from bireme.pipelines.json_body import check_plain, decode_body
@@ -177,6 +178,7 @@ class ChatRequest:
     return_timing: bool
     session_id: str
     routing: RoutingChoice
+    kv_cache_retention_config: KvCacheRetentionConfig | None
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -220,6 +222,7 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         return_timing=options.return_timing,
         session_id=options.session_id,
         routing=options.routing,
+        kv_cache_retention_config=options.kv_cache_retention_config,
     )
 
 

@@ -153,6 +153,7 @@ class ChatService:
                 pictures=pictures,
                 session_id=request.session_id,
                 routing=request.routing,
+                kv_cache_retention_config=request.kv_cache_retention_config,
             )
             for single in expand(params)
         ]

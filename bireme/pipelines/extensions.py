@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from bireme.errors import RequestError
+from bireme.messages import KvCacheRetentionConfig
 from bireme.parameters import PARAMETERS
 from bireme.pipelines.json_body import check_plain
-from bireme.request import NO_CHOICE, RoutingChoice, check_session
+from bireme.request import NO_CHOICE, RoutingChoice, check_retention, check_session
 
 if TYPE_CHECKING:
     from msgspec import Struct as ForAll
@@ -47,6 +48,7 @@ class Extensions(SharedNames, kw_only=True, forbid_unknown_fields=True):
     return_timing: bool = False  # times and workers in the answer's own `bireme` object
     session_id: str = ""  # requests of one session stay with their worker
     routing: RoutingChoice = NO_CHOICE
+    kv_cache_retention_config: KvCacheRetentionConfig | None = None  # how long its KV blocks are kept
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -103,6 +105,7 @@ class RequestOptions:
     return_timing: bool
     session_id: str
     routing: RoutingChoice
+    kv_cache_retention_config: KvCacheRetentionConfig | None
 
 
 _SHARED = tuple(field.encode_name for field in msgspec.structs.fields(SharedNames))
@@ -171,6 +174,7 @@ def request_options(body: TopLevelNames) -> RequestOptions:
         return_timing=own.return_timing,
         session_id=check_session(own.session_id, "bireme.session_id"),
         routing=own.routing,
+        kv_cache_retention_config=check_retention(own.kv_cache_retention_config, "bireme.kv_cache_retention_config"),
         sampling=values,
     )
 

@@ -43,7 +43,7 @@ from bireme.errors import (
     from_message,
 )
 from bireme.kv.placement import Placement, RoutingRequest
-from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs, Usage
+from bireme.messages import EngineRequest, Finish, KvCacheRetentionConfig, SamplingParams, TokenLogprobs, Usage
 from bireme.pipelines.pictures import RequestEmbeddings, RequestPictures
 from bireme.pipelines.services import Services
 from bireme.request import NO_CHOICE, Ids, RoutingChoice
@@ -80,6 +80,7 @@ class SequenceRequest:
     pictures: RequestPictures | None = None  # of a prompt that has room for them
     session_id: str = ""  # requests of one session stay with their worker
     routing: RoutingChoice = NO_CHOICE
+    kv_cache_retention_config: KvCacheRetentionConfig | None = None
 
     def routing_request(self, is_resumed: bool = False, has_transfer: bool = True) -> RoutingRequest:
         return RoutingRequest(
@@ -342,6 +343,7 @@ class SequenceRunner:
             lora_name=work.lora_name,
             priority=work.priority,
             timeout_ms=timeout_ms,
+            kv_cache_retention_config=work.kv_cache_retention_config,
         )
 
     async def _decode(self, worker: str, request: EngineRequest) -> None:

@@ -104,6 +104,7 @@ class TextPipeline:
             deadline=arrived_at + request.timeout_ms / 1000 if request.timeout_ms else 0.0,
             session_id=request.session_id,
             routing=request.routing,
+            kv_cache_retention_config=request.kv_cache_retention_config,
         )
         return [first, *(replace(first, sampling=other) for other in params[1:])]
 

@@ -13,7 +13,7 @@ import numpy as np
 from bireme.config import Recipe
 from bireme.errors import BiremeError, NotFoundError, RequestCancelledError, RequestError, from_message
 from bireme.messages import Encode, EncodeRequest, EngineRequest, Finish, Release, Sink, Submit, decode_request
-from bireme.request import check_ids, check_prompt_tokens, timeout_ms
+from bireme.request import check_ids, check_prompt_tokens, parse_retention, timeout_ms
 from bireme.sampling import EncodeText, Sampling, parse_sampling, with_seed
 from bireme.types import Cancelled, Tensors, info_of
 
@@ -45,6 +45,7 @@ def parse_stage_request(values: Mapping[str, Any], inputs: Tensors, recipe: Reci
         sampling=with_seed(_single(sampling).resolve(encode)),
         num_resumed=num_resumed,
         cache_salt=values.get("cache_salt", ""),
+        kv_cache_retention_config=parse_retention(values.get("kv_cache_retention_config", "")),
         lora_name=values.get("lora_name", ""),
         priority=sampling.priority,
         timeout_ms=timeout_ms(inputs, recipe),

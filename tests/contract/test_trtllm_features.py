@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from datetime import timedelta
 
 import pytest
 
@@ -12,7 +13,7 @@ from bireme.engines.trtllm import loading
 from bireme.errors import ConfigError, RequestError
 from bireme.kv import hashing
 from bireme.kv.events import BlocksStored
-from bireme.messages import ProcessorCall
+from bireme.messages import KvCacheRetentionConfig, ProcessorCall, TokenRangeRetention
 from bireme.metrics import Registry
 from bireme.text.tokenizer import load_tokenizer
 from tests.contract.trtllm_harness import PROMPT, UNSET
@@ -355,6 +356,20 @@ def test_a_block_with_a_picture_s_digest_is_left_out_and_nothing_is_void(make_en
     harness.tokens(max_tokens=2)
     assert [value for _, value in stored_hashes(harness, 1)] == hashing.sequence_hashes(PROMPT, 32)[:1]
     assert "kv_event_unread" not in caplog.text
+
+
+def test_how_blocks_are_kept_goes_on_as_tensorrt_llms_own_object(make_engine, monkeypatch):
+    harness = make_engine()
+    asked, generate = [], harness.llm.generate_async
+    monkeypatch.setattr(
+        harness.llm, "generate_async", lambda *args, **more: asked.append(more) or generate(*args, **more)
+    )
+    ranges = (TokenRangeRetention(token_start=0, token_end=32, priority=90, duration_ms=1500),)
+    harness.tokens(kv_cache_retention_config=KvCacheRetentionConfig(token_range_retention_configs=ranges))
+    config = asked[0]["kv_cache_retention_config"]
+    [kept] = config.token_range_retention_configs
+    assert (kept.token_start, kept.token_end, kept.priority) == (0, 32, 90)
+    assert (kept.duration_ms, config.decode_retention_priority) == (timedelta(seconds=1.5), 35)
 
 
 def test_without_a_buffer_there_are_no_events(make_engine, monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 from bireme.config import RouterConfig, RoutingMode
 from bireme.discovery.run import WorkerRecord
 from bireme.kv.event_wire import WorkerLoad
+from bireme.kv.events import DEVICE, DISK, HOST
 from bireme.kv.hashing import event_seed, sequence_hashes
 from bireme.kv.placement import Floats, Hashes, Placement, RoutingRequest
 from bireme.kv.router import WorkerRouter
@@ -27,11 +28,10 @@ class Clock:
 
 
 class HeldBlocks:
-    """An index of sets: what workers hold on their device and in host memory, and what was predicted."""
+    """An index of sets: what workers hold in each tier, and what was predicted."""
 
     def __init__(self) -> None:
-        self.device: dict[tuple[str, int], set[int]] = {}
-        self.host: dict[tuple[str, int], set[int]] = {}
+        self.tiers: tuple[dict[tuple[str, int], set[int]], ...] = ({}, {}, {})
         self.predicted: list[tuple[tuple[str, int], int]] = []
 
     def give(
@@ -40,20 +40,22 @@ class HeldBlocks:
         prompt: int,
         num_blocks: int,
         rank: int = 0,
-        host: bool = False,
+        tier: int = DEVICE,
         tokens_per_block: int = BLOCK,
     ) -> None:
         hashes = hashes_of(request(prompt), tokens_per_block)[:num_blocks]
-        (self.host if host else self.device).setdefault((worker, rank), set()).update(hashes.tolist())
+        self.tiers[tier].setdefault((worker, rank), set()).update(hashes.tolist())
 
-    def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> tuple[Floats, Floats]:
-        device = [self._depth(hashes, self.device.get(key, set())) for key in targets]
-        both = [self._depth(hashes, self.device.get(key, set()) | self.host.get(key, set())) for key in targets]
-        return np.array(device, float), np.array(both, float)
+    def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> Floats:
+        held = [
+            [set[int]().union(*(tier.get(key, set()) for tier in self.tiers[: last + 1])) for key in targets]
+            for last in (DEVICE, HOST, DISK)
+        ]
+        return np.array([[self._depth(hashes, of_worker) for of_worker in row] for row in held], float)
 
     def predict(self, target: tuple[str, int], hashes: Hashes) -> None:
         self.predicted.append((target, len(hashes)))
-        self.device.setdefault(target, set()).update(hashes.tolist())
+        self.tiers[DEVICE].setdefault(target, set()).update(hashes.tolist())
 
     @staticmethod
     def _depth(hashes: Hashes, held: set[int]) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from bireme.discovery.run import WorkerRecord
 from bireme.errors import RequestError, UnavailableError
+from bireme.kv.events import DISK, HOST
 from bireme.kv.router import DOWN_S, draw_cost
 from bireme.request import RoutingChoice
 from tests.kv.router_fixtures import RouterBench, capacity, load, record, request
@@ -76,9 +77,17 @@ def test_what_waits_and_what_is_in_use_have_prices_of_their_own():
 
 def test_host_memory_saves_its_credit_of_a_block():
     bench = RouterBench("decode", "decode_1")
-    bench.held.give("decode", 40, 8, host=True)
+    bench.held.give("decode", 40, 8, tier=HOST)
     bench.held.give("decode_1", 40, 7)
     assert bench.costs() == {"decode": 10 - 6 + 10, "decode_1": 3 + 10}
+
+
+def test_a_disk_saves_less_than_host_memory():
+    bench = RouterBench("decode", "decode_1", disk_credit=0.5)
+    bench.held.give("decode", 40, 4, tier=HOST)
+    bench.held.give("decode", 40, 8, tier=DISK)
+    bench.held.give("decode_1", 40, 6, tier=DISK)
+    assert bench.costs() == {"decode": 10 - 3 - 2 + 10, "decode_1": 10 - 3 + 10}
 
 
 def test_a_whole_prompt_in_the_cache_still_has_its_last_token_computed():
@@ -133,7 +142,7 @@ def test_what_has_ended_counts_no_more():
     bench.router.prefilled(placed)
     bench.router.finished(placed)
     bench.router.finished(placed)
-    bench.held.device.clear()
+    bench.held.tiers[0].clear()
     assert bench.costs() == cold
 
 
@@ -345,7 +354,7 @@ def test_a_worker_that_comes_back_as_another_engine_has_nothing_to_do():
     bench.router.set_workers({"decode": record("decode", life=1), "decode_1": record("decode_1", life=1)})
     placed = bench.place(choice=RoutingChoice(decode_worker="decode"))
     bench.router.set_workers({"decode": record("decode", life=2), "decode_1": record("decode_1", life=1)})
-    bench.held.device.clear()
+    bench.held.tiers[0].clear()
     bench.router.finished(placed)
     assert bench.costs() == {"decode": 20, "decode_1": 20}
 

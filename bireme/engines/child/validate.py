@@ -23,6 +23,7 @@ from bireme.guides import parse_guide
 from bireme.messages import Capacity, EngineRequest, SamplingParams
 from bireme.multimodal.wire import OpenedItem, identity_of, open_multimodal
 from bireme.parameters import PARAMETERS, Parameter
+from bireme.request import check_retention
 
 MAX_SALT_CHARACTERS = 1024  # no key: a salt separates prompts as well by its digest
 _ANY = 1e9  # finite, and more than any sensible value
@@ -116,6 +117,7 @@ class Gate:
             raise RequestError(
                 f"cache_salt: {len(request.cache_salt)} characters; the limit is {MAX_SALT_CHARACTERS}; send a digest"
             )
+        check_retention(request.kv_cache_retention_config)
         if request.lora_name and request.lora_name not in self.capacity.lora_names:
             known = ", ".join(self.capacity.lora_names) or "none, leave it out"
             raise RequestError(f"lora_name: no adapter {request.lora_name[:100]!r}; this worker has {known}")

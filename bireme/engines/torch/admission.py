@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -19,8 +20,9 @@ from bireme.engines.torch.pictures import pictures_of
 from bireme.engines.torch.sequence import Sequence
 from bireme.errors import RequestError
 from bireme.kv.block_manager import BlockManager
+from bireme.kv.block_pool import Retention
 from bireme.logits.sampler import Sampler
-from bireme.messages import SamplingParams
+from bireme.messages import KvCacheRetentionConfig, SamplingParams
 
 
 class Admission:
@@ -78,7 +80,12 @@ class Admission:
             max_tokens=admitted.max_tokens,
             stop_ids=frozenset((*eos_ids, *request.sampling.stop_token_ids)),
             arrived_at=now,
-            table=self._manager.open(request.lora_name, request.cache_salt, pictures.spans if pictures else ()),
+            table=self._manager.open(
+                request.lora_name,
+                request.cache_salt,
+                pictures.spans if pictures else (),
+                block_retention(request.kv_cache_retention_config, num_prompt, self._limits.tokens_per_block),
+            ),
             deadline=now + request.timeout_ms / 1e3 if request.timeout_ms else 0.0,
             params=params,
             pictures=pictures,
@@ -103,3 +110,32 @@ class Admission:
             f" blocks of {self._manager.tokens_per_block} tokens; the pool has {have[need.index(max(need))]};"
             " ask for less, or raise kv_cache_config.max_tokens"
         )
+
+
+def block_retention(
+    config: KvCacheRetentionConfig | None, num_prompt: int, tokens_per_block: int
+) -> Callable[[int], Retention | None] | None:
+    """Return how a block is kept, by its index: the range of its first token counts, and none leaves it as it is."""
+    if config is None:
+        return None
+    generated = _retention(config.decode_retention_priority, config.decode_duration_ms)
+    ranges = [
+        (
+            one.token_start,
+            num_prompt if one.token_end is None else one.token_end,
+            _retention(one.priority, one.duration_ms),
+        )
+        for one in config.token_range_retention_configs
+    ]
+
+    def retention_of(index: int) -> Retention | None:
+        first = index * tokens_per_block
+        if first >= num_prompt:
+            return generated
+        return next((retention for begin, end, retention in ranges if begin <= first < end), None)
+
+    return retention_of
+
+
+def _retention(priority: int, duration_ms: int | None) -> Retention:
+    return Retention(priority, None if duration_ms is None else duration_ms / 1000)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,14 +43,14 @@ class BlockMover:
     def __init__(self, store: KvStore, num_host_blocks: Sequence[int], disk: DiskBlocks | None = None) -> None:
         """Raises ConfigError when host memory can't be had."""
         self._views = [store.block_views(group) for group in range(len(store.groups))]
-        self._block_bytes = [sum(int(view.shape[1]) for view in views) for views in self._views]
+        self._words = [[int(view.shape[1]) for view in views] for views in self._views]
+        self._block_bytes = [sum(view[0].nbytes for view in views) for views in self._views]
         self._disk = disk
         self._cuda = store.device if store.device.type == "cuda" else None
-        self._host = [
-            _host_memory(count, size, self._cuda is not None)
-            for count, size in zip(num_host_blocks, self._block_bytes, strict=True)
-        ]
-        self._bounce = [_host_memory(1, size, self._cuda is not None) for size in self._block_bytes] if disk else []
+        # Slices of arrays cost less than those of tensors, and there are two a layer and block.
+        self._arrays = [] if self._cuda else [[view.numpy() for view in views] for views in self._views]
+        self._host = [self._host_memory(group, count) for group, count in enumerate(num_host_blocks)]
+        self._bounce = [self._host_memory(group, 1) for group in range(len(self._views))] if disk else []
         self._streams: dict[str, Any] = {}
         if self._cuda is not None:
             self._streams = {name: torch.cuda.Stream(self._cuda) for name in ("offload", "onboard")}
@@ -120,14 +119,14 @@ class BlockMover:
         sources = [copy.source for copy in copies]
         if self._cuda is None:
             for source, row in zip(sources, rows, strict=True):
-                for view, part in self._parts(group, row):
-                    np.copyto(part.numpy(), view[source].numpy())
+                for place, part in self._parts(group, row.numpy()):
+                    part[...] = self._arrays[group][place][source]
             return [CopyResult.DONE] * len(copies)
         with self._on("offload", computed):
             index = torch.tensor(sources, device=self._cuda)
-            staged = torch.empty(len(copies), self._block_bytes[group], dtype=torch.uint8, device=self._cuda)
-            for view, part in self._parts(group, staged):
-                part.copy_(view.index_select(0, index))
+            staged = self._host[group].new_empty((len(copies), self._host[group].shape[1]), device=self._cuda)
+            for place, part in self._parts(group, staged):
+                part.copy_(self._views[group][place].index_select(0, index))
             for row, block in zip(rows, staged, strict=True):
                 row.copy_(block, non_blocking=True)
             self._finish("offload")
@@ -138,22 +137,22 @@ class BlockMover:
         if copies[0].source_tier == DISK:
             assert self._disk is not None and len(copies) == 1
             rows = [self._bounce[group][0]]
-            if not self._disk.read(group, copies[0].source, memoryview(rows[0].numpy())):
+            if not self._disk.read(group, copies[0].source, memoryview(rows[0].numpy()).cast("B")):
                 return [CopyResult.FAILED]
         else:
             rows = [self._host[group][copy.source - 1] for copy in copies]
         if self._cuda is None:
             for copy, row in zip(copies, rows, strict=True):
-                for view, part in self._parts(group, row):
-                    np.copyto(view[copy.target].numpy(), part.numpy())
+                for place, part in self._parts(group, row.numpy()):
+                    self._arrays[group][place][copy.target] = part
             return [CopyResult.DONE] * len(copies)
         with self._on("onboard", computed):
             index = torch.tensor([copy.target for copy in copies], device=self._cuda)
-            staged = torch.empty(len(copies), self._block_bytes[group], dtype=torch.uint8, device=self._cuda)
+            staged = self._host[group].new_empty((len(copies), self._host[group].shape[1]), device=self._cuda)
             for row, block in zip(rows, staged, strict=True):
                 block.copy_(row, non_blocking=True)
-            for view, part in self._parts(group, staged):
-                view.index_copy_(0, index, part)
+            for place, part in self._parts(group, staged):
+                self._views[group][place].index_copy_(0, index, part)
             self._finish("onboard")
         return [CopyResult.DONE] * len(copies)
 
@@ -161,7 +160,7 @@ class BlockMover:
         assert self._disk is not None
         results: list[CopyResult] = []
         for copy in copies:
-            data = memoryview(self._host[copy.group][copy.source - 1].numpy())
+            data = memoryview(self._host[copy.group][copy.source - 1].numpy()).cast("B")
             is_kept = not self._is_closing and self._disk.write(copy.group, copy.target, data)
             results.append(CopyResult.DONE if is_kept else CopyResult.FAILED)
             if not is_kept:  # the disk is full, or fails: what follows would fail as well
@@ -169,13 +168,27 @@ class BlockMover:
                 break
         return results
 
-    def _parts(self, group: int, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each layer's keys and values beside their part of `data`: (bytes of a block) or (blocks, bytes)."""
+    def _parts(self, group: int, data: Any) -> Iterator[tuple[int, Any]]:
+        """Yield the place of each layer's keys and values among the views, and their part of `data`.
+
+        `data`: (words of a block) or (blocks, words), a tensor or an array.
+        """
         at = 0
-        for view in self._views[group]:
-            end = at + int(view.shape[1])
-            yield view, data[..., at:end]
-            at = end
+        for place, words in enumerate(self._words[group]):
+            yield place, data[..., at : at + words]
+            at += words
+
+    def _host_memory(self, group: int, num_blocks: int) -> Tensor:
+        """Return (blocks, words of a block). Raises ConfigError."""
+        shape = num_blocks, sum(self._words[group])
+        try:
+            return torch.empty(shape, dtype=self._views[group][0].dtype, pin_memory=self._cuda is not None)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"kv_cache_config.host_cache_size: {shape[0] * self._block_bytes[group]} bytes: {reason};"
+                " ask for less, or raise the limit on locked memory (ulimit -l)"
+            ) from error
 
     def _computed(self) -> Any:
         """Return an event of all that the engine's stream has been given so far."""
@@ -197,15 +210,3 @@ class BlockMover:
         event = torch.cuda.Event(blocking=True)
         event.record(self._streams[name])
         event.synchronize()
-
-
-def _host_memory(num_blocks: int, block_bytes: int, is_pinned: bool) -> Tensor:
-    """Return uint8 (num_blocks, block_bytes) of host memory. Raises ConfigError."""
-    try:
-        return torch.empty(num_blocks, block_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"kv_cache_config.host_cache_size: {num_blocks * block_bytes} bytes can't be had ({reason}); ask for less,"
-            " or raise the limit on locked memory (ulimit -l)"
-        ) from error

@@ -116,11 +116,14 @@ class KvStore:
             at = end
 
     def block_views(self, group: int) -> list[Tensor]:
-        """Return keys and values of a group's layers, in the order of `read`, as uint8 (blocks, bytes of a block)."""
-        return [
-            tensor.view(torch.uint8).view(tensor.shape[0] // self.tokens_per_block, -1)
-            for tensor in self._tensors(group)
-        ]
+        """Return keys and values of a group's layers: (blocks, bytes of a block), in int64 where its rows allow it.
+
+        A GPU copies bytes one by one as slowly as words.
+        """
+        tensors = self._tensors(group)
+        is_wide = all(tensor.shape[1] * tensor.element_size() % 8 == 0 for tensor in tensors)
+        words = [tensor.view(torch.int64 if is_wide else torch.uint8) for tensor in tensors]
+        return [tensor.view(tensor.shape[0] // self.tokens_per_block, -1) for tensor in words]
 
     def clear(self, num_rows: int) -> None:
         """Zero the first rows, which warm-up wrote; not all, which would take memory for unused rows."""

@@ -52,6 +52,7 @@ class Api:
     disaggregated_params: Any
     scheduling_params: Any
     lora_request: Any
+    retention_config: Any  # KvCacheRetentionConfig
     logprob: Any
     request_error: type[Exception]
     generate_parameters: frozenset[str]  # of LLM.generate_async
@@ -109,6 +110,7 @@ def load(backend: str) -> Api:
             disaggregated_params=disaggregated,
             scheduling_params=importlib.import_module("tensorrt_llm.scheduling_params").SchedulingParams,
             lora_request=request.LoRARequest,
+            retention_config=importlib.import_module("tensorrt_llm.llmapi").KvCacheRetentionConfig,
             logprob=importlib.import_module("tensorrt_llm.executor.result").Logprob,
             request_error=importlib.import_module("tensorrt_llm.executor.utils").RequestError,
             generate_parameters=frozenset(inspect.signature(llm.generate_async).parameters),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from bireme.disagg import DisaggregatedParams
@@ -24,7 +25,7 @@ from bireme.engines.trtllm.sampling import sampling_fields, stop_ids
 from bireme.engines.trtllm.substitutes import Substitutes
 from bireme.errors import RequestError
 from bireme.logits.base import ProcessorContext
-from bireme.messages import EngineRequest
+from bireme.messages import EngineRequest, KvCacheRetentionConfig
 
 DEFAULT_PRIORITY = 0.5
 logger = logging.getLogger("bireme.engine")
@@ -159,6 +160,8 @@ class Planner:
             more["cache_salt"] = request.cache_salt
         if request.lora_name:
             more["lora_request"] = self._adapters.request(request.lora_name)
+        if request.kv_cache_retention_config is not None:
+            more["kv_cache_retention_config"] = retention_config(self._api, request.kv_cache_retention_config)
         if request.priority != DEFAULT_PRIORITY:
             self._tell_priority()
             if "priority" in self._api.generate_parameters:
@@ -184,3 +187,17 @@ class Planner:
             logger.warning("priority_without_effect reason=this release of TensorRT-LLM has none")
         elif scheduler.get("waiting_queue_policy") != "priority":
             logger.warning("priority_without_effect remedy=set scheduler_config.waiting_queue_policy to priority")
+
+
+def retention_config(api: Api, config: KvCacheRetentionConfig) -> Any:
+    """Return TensorRT-LLM's form: durations are timedeltas."""
+    kind = api.retention_config
+    ranges = [
+        kind.TokenRangeRetentionConfig(one.token_start, one.token_end, one.priority, _duration(one.duration_ms))
+        for one in config.token_range_retention_configs
+    ]
+    return kind(ranges, config.decode_retention_priority, _duration(config.decode_duration_ms))
+
+
+def _duration(duration_ms: int | None) -> timedelta | None:
+    return None if duration_ms is None else timedelta(milliseconds=duration_ms)

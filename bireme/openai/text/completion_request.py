@@ -9,6 +9,7 @@ import msgspec
 
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
+from bireme.messages import KvCacheRetentionConfig
 from bireme.parameters import BY_NAME
 from bireme.pipelines.chat_request import OpenAIBody, openai_sampling
 from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, request_options
@@ -47,6 +48,7 @@ class CompletionRequest:
     return_timing: bool
     session_id: str
     routing: RoutingChoice
+    kv_cache_retention_config: KvCacheRetentionConfig | None
 
 
 def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
@@ -72,6 +74,7 @@ def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
         return_timing=options.return_timing,
         session_id=options.session_id,
         routing=options.routing,
+        kv_cache_retention_config=options.kv_cache_retention_config,
     )
 
 

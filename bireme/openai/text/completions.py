@@ -85,6 +85,7 @@ class Completions:
                 deadline=call.arrived_at + timeout_s if timeout_s else 0.0,
                 session_id=request.session_id,
                 routing=request.routing,
+                kv_cache_retention_config=request.kv_cache_retention_config,
             )
             for prompt in prompts
             for single in expand(params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -9,8 +10,9 @@ from collections import Counter
 
 import pytest
 
-from bireme.errors import ConfigError
+from bireme.errors import ConfigError, RequestError
 from bireme.kv.events import DEVICE, DISK, HOST
+from bireme.messages import KvCacheRetentionConfig, TokenRangeRetention
 from tests.engines.torch.torch_harness import WAIT_S, Harness, make_prompts, request
 from tests.kv.naive_cache import NaiveCache
 
@@ -200,6 +202,38 @@ def test_metrics_are_those_of_a_naive_cache(llama):
     assert ("bireme_kv_offload_missed_blocks_total", "host") not in counters
 
 
+def keep(priority, end=None, **fields):
+    ranges = (TokenRangeRetention(token_start=0, token_end=end, priority=priority),)
+    return KvCacheRetentionConfig(token_range_retention_configs=ranges, **fields)
+
+
+def test_a_prompt_of_high_priority_stays_while_others_are_evicted(llama):
+    with Harness(llama.path, **SMALL) as engine:
+        engine.run([request(FIRST, 4, kv_cache_retention_config=keep(90, 64))])
+        run_apart(engine, OTHERS)
+        assert engine.submit(request(FIRST, 4)).finish.usage.cached_tokens == 64
+
+
+def test_generated_blocks_of_low_priority_go_first(llama):
+    with Harness(llama.path, **SMALL) as engine:
+        engine.run([request(OTHERS[0], 4)])  # the least recently used
+        low = KvCacheRetentionConfig(decode_retention_priority=1)
+        [output] = engine.run([request(FIRST, 40, kv_cache_retention_config=low)])  # the last full block is generated
+        engine.run([request(OTHERS[1][:20], 4)])  # two blocks, where one is free
+        assert engine.submit(request([*FIRST, *output], 4)).finish.usage.cached_tokens == 112
+
+
+def test_blocks_of_low_priority_are_not_copied_down(engine):
+    engine.run([request(FIRST, 4, kv_cache_retention_config=keep(10))])
+    run_apart(engine, OTHERS)
+    assert engine.submit(request(FIRST, 4)).finish.usage.cached_tokens == 0
+
+
+def test_the_gate_refuses_a_retention_that_no_cache_can_do(engine):
+    with pytest.raises(RequestError, match="kv_cache_retention_config.*priority: 101; 0 to 100"):
+        engine.submit(request(FIRST, 4, kv_cache_retention_config=keep(101)))
+
+
 def test_blocks_go_on_to_disk_and_come_back(with_disk, llama):
     run_apart(with_disk, MANY)
     result = with_disk.submit(request(FIRST, 4))
@@ -209,16 +243,12 @@ def test_blocks_go_on_to_disk_and_come_back(with_disk, llama):
 
 
 def flip(file, size):
-    import os
-
     for at in range(0, size, 512):
         os.pwrite(file, bytes([os.pread(file, 1, at)[0] ^ 4]), at)
 
 
 @pytest.mark.parametrize("harm", ["flipped", "truncated", "unreadable"])
 def test_a_disk_that_gives_back_something_else_is_not_believed(with_disk, llama, harm):
-    import os
-
     run_apart(with_disk, MANY)
     file = disk(with_disk)._file
     if harm == "flipped":
@@ -232,9 +262,15 @@ def test_a_disk_that_gives_back_something_else_is_not_believed(with_disk, llama,
     assert_nothing_is_held(with_disk)
 
 
-def test_the_file_of_the_disk_tier_has_no_name_and_is_its_owners(with_disk, tmp_path):
-    import os
+def test_a_full_disk_takes_nothing_and_is_asked_again_later(with_disk, llama):
+    os.dup2(os.open("/dev/full", os.O_RDWR), disk(with_disk)._file)
+    assert run_apart(with_disk, MANY) == llama.expect(MANY, 4)
+    counts = with_disk.manager.tiers.counts
+    assert counts.failed[DISK, 0] == 1 and not counts.offloaded[DISK, 0]
+    assert_nothing_is_held(with_disk)
 
+
+def test_the_file_of_the_disk_tier_has_no_name_and_is_its_owners(with_disk, tmp_path):
     run_apart(with_disk, MANY)
     status = os.fstat(disk(with_disk)._file)
     assert (status.st_mode & 0o777, status.st_nlink, list(tmp_path.iterdir())) == (0o600, 0, [])

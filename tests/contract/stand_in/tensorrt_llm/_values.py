@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
@@ -32,6 +33,33 @@ class Logprob:
 class SchedulingParams:
     attention_dp_rank: int | None = None
     attention_dp_relax: bool | None = None
+
+
+class KvCacheRetentionConfig:
+    """As the bindings have it: durations are timedeltas, ranges its own class."""
+
+    @dataclass
+    class TokenRangeRetentionConfig:
+        token_start: int
+        token_end: int | None
+        priority: int
+        duration_ms: timedelta | None = None
+
+        def __post_init__(self) -> None:
+            assert 0 <= self.priority <= 100
+            assert self.duration_ms is None or isinstance(self.duration_ms, timedelta)
+
+    def __init__(
+        self,
+        token_range_retention_configs: list[TokenRangeRetentionConfig],
+        decode_retention_priority: int = 35,
+        decode_duration_ms: timedelta | None = None,
+    ) -> None:
+        assert all(isinstance(one, self.TokenRangeRetentionConfig) for one in token_range_retention_configs)
+        assert decode_duration_ms is None or isinstance(decode_duration_ms, timedelta)
+        self.token_range_retention_configs = token_range_retention_configs
+        self.decode_retention_priority = decode_retention_priority
+        self.decode_duration_ms = decode_duration_ms
 
 
 @dataclass(slots=True, kw_only=True)
