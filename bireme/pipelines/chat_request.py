@@ -8,7 +8,7 @@ and `prompt_cache_key` are accepted without effect: nothing is stored here. So i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from bireme.sampling import Sampling, parse_sampling
 from bireme.text.chat_template import Message
 
 ToolMode = Literal["none", "auto", "required"]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ROLES = ("developer", "system", "user", "assistant", "tool")
 _MAX_METADATA = 16
@@ -118,23 +118,28 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False  # vLLM's; load generators send it and read the last chunk's usage
 
 
-class OpenAIBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):
-    """The common JSON of chats and completions."""
+class SamplingBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):
+    """The common JSON of all that generate text."""
 
     model: str = ""  # required by the frontend; inside Triton there is only one
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = None
-    best_of: int | None = None  # not OpenAI's for chats; old clients send it, equal to n
     stop: str | list[str] | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     user: str | None = None
+
+
+class OpenAIBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
+    """The common JSON of chats and completions."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None  # not OpenAI's for chats; old clients send it, equal to n
 
 
 class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
@@ -201,9 +206,8 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         raise RequestError("response_format: not together with tools; send tool_choice none, or no tools")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only with stream true; remove it")
-    if body.verbosity not in (None, "medium"):
-        raise RequestError(f"verbosity: {body.verbosity}; only medium changes nothing, say it in a message")
-    _check_metadata(body.metadata)
+    check_verbosity(body.verbosity, "verbosity")
+    check_metadata(body.metadata)
     messages, pictures = _messages(body.messages, recipe)
     return ChatRequest(
         model=body.model,
@@ -212,7 +216,7 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         functions=functions,
         tool_mode=mode,
         is_parallel=body.parallel_tool_calls is not False,
-        variables=_variables(body, options, recipe),
+        variables=template_variables(body.reasoning_effort, options, recipe),
         sampling=_sampling(body, options, recipe),
         logprobs=bool(body.logprobs),
         guide=guide,
@@ -246,10 +250,10 @@ def _sampling(body: ChatBody, options: RequestOptions, recipe: Recipe) -> Sampli
     return openai_sampling(body, fields, options, recipe)
 
 
-def openai_sampling(body: OpenAIBody, fields: dict[str, Any], options: RequestOptions, recipe: Recipe) -> Sampling:
+def openai_sampling(body: SamplingBody, fields: dict[str, Any], options: RequestOptions, recipe: Recipe) -> Sampling:
     """Check sampling values, `fields` beside the body's own, in OpenAI's ranges; temperature is 1 unless given."""
     for name in _OPENAI:
-        if (value := getattr(body, name)) is not None:
+        if (value := getattr(body, name, None)) is not None:
             fields[name] = value
     low, high, temperature = _TEMPERATURE.low, _TEMPERATURE.openai_high, body.temperature
     if temperature is not None and not low <= temperature <= high:
@@ -261,9 +265,10 @@ def openai_sampling(body: OpenAIBody, fields: dict[str, Any], options: RequestOp
     return parse_sampling({**fields, **options.sampling}, {}, recipe)
 
 
-def _variables(body: ChatBody, options: RequestOptions, recipe: Recipe) -> dict[str, Any]:
+def template_variables(effort: Effort | None, options: RequestOptions, recipe: Recipe) -> dict[str, Any]:
+    """Return what the chat template is given beside messages and tools."""
     variables = dict(recipe.chat.template_kwargs)
-    if (effort := body.reasoning_effort) is not None:
+    if effort is not None:
         variables |= {"reasoning_effort": effort, "enable_thinking": effort not in ("none", "minimal")}
     return variables | options.chat_template_kwargs
 
@@ -278,34 +283,43 @@ def _guide(body: ChatBody, options: RequestOptions) -> dict[str, Any] | None:
         return {"json_object": True}
     if form.json_schema is None:
         raise RequestError("response_format.json_schema: missing; send it, or type json_object")
-    if not _NAME.fullmatch(form.json_schema.name):
-        raise RequestError("response_format.json_schema.name: send 1 to 64 letters, digits, underscores or hyphens")
-    schema = form.json_schema.schema
+    return schema_guide(form.json_schema.name, form.json_schema.schema, "response_format.json_schema")
+
+
+def schema_guide(name: str, schema: dict[str, Any] | None, where: str) -> dict[str, Any]:
+    """Return the guide of a named JSON schema; of any object without one. Raises RequestError."""
+    if not _NAME.fullmatch(name):
+        raise RequestError(f"{where}.name: send 1 to 64 letters, digits, underscores or hyphens")
     if schema is None:
         return {"json_object": True}
-    check_plain(schema, "response_format.json_schema.schema")
+    check_plain(schema, f"{where}.schema")
     return {"json": schema}
 
 
 def _tools(body: ChatBody, limits: Limits) -> tuple[list[dict[str, Any]], ToolMode]:
     """Return the offered functions, and whether one must be called."""
     tools, choice = body.tools or [], body.tool_choice
-    if len(tools) > limits.max_tools:
-        raise RequestError(f"tools: {len(tools)}; limits.max_tools is {limits.max_tools}, send fewer")
+    functions = check_functions([tool.function for tool in tools], limits, ".function")
     if not tools:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice: without tools; send tools, or remove it")
         return [], "none"
-    functions = [_function(tool.function, f"tools[{at}].function") for at, tool in enumerate(tools)]
-    names = [function["name"] for function in functions]
-    if len(set(names)) < len(names):
-        raise RequestError("tools: two functions have the same name; give each its own")
     if isinstance(choice, ChosenTool):
         chosen = [function for function in functions if function["name"] == choice.function.name]
         if not chosen:
             raise RequestError(f"tool_choice.function.name: {choice.function.name[:64]}; no such function in tools")
         return chosen, "required"
     return ([], "none") if choice == "none" else (functions, choice or "auto")
+
+
+def check_functions(functions: Sequence[FunctionDefinition], limits: Limits, part: str = "") -> list[dict[str, Any]]:
+    """Return the functions as templates and parsers know them; `part` of an element of `tools`. Raises RequestError."""
+    if len(functions) > limits.max_tools:
+        raise RequestError(f"tools: {len(functions)}; limits.max_tools is {limits.max_tools}, send fewer")
+    shown = [_function(function, f"tools[{at}]{part}") for at, function in enumerate(functions)]
+    if len({function["name"] for function in shown}) < len(shown):
+        raise RequestError("tools: two functions have the same name; give each its own")
+    return shown
 
 
 def _function(function: FunctionDefinition, where: str) -> dict[str, Any]:
@@ -384,7 +398,14 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _check_metadata(metadata: dict[str, str] | None) -> None:
+def check_verbosity(verbosity: str | None, where: str) -> None:
+    """Raises RequestError."""
+    if verbosity not in (None, "medium"):
+        raise RequestError(f"{where}: {verbosity}; only medium changes nothing, say it in a message")
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """Raises RequestError."""
     if metadata is None:
         return
     if len(metadata) > _MAX_METADATA:

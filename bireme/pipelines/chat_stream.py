@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from bireme.messages import Usage
@@ -47,9 +48,10 @@ class ChunkTemplate:
     def text(self, index: int, text: str) -> bytes:
         return self._texts[index] + encode_json(text) + self._text_end
 
-    def frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return what stands before and after the text's JSON."""
-        return self._texts[index], self._text_end
+    def texts(self, index: int, jsons: Iterable[bytes]) -> bytes:
+        """Return a chunk a piece of text, which comes as JSON."""
+        head, tail = self._texts[index], self._text_end
+        return head + (tail + head).join(jsons) + tail
 
     def delta(self, index: int, delta: dict[str, Any], logprobs: Logprobs | None, reason: str | None) -> bytes:
         shown = None if logprobs is None else {"content": logprobs, "refusal": None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 from bireme.openai.http.direct import DirectWrite
@@ -19,12 +20,12 @@ _json_of = functools.lru_cache(1 << 16)(encode_json)  # pieces of text are token
 
 
 class TextTemplate(Protocol):
-    """Makes the event of a piece of text (ChunkTemplate)."""
+    """Makes the events of text (ChunkTemplate)."""
 
     def text(self, index: int, text: str) -> bytes: ...
 
-    def frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return what stands before and after the text's JSON."""
+    def texts(self, index: int, jsons: Iterable[bytes]) -> bytes:
+        """Return one event a piece of text, which comes as JSON; at least one."""
 
 
 class EventStream:
@@ -59,28 +60,24 @@ class EventStream:
     def chunk(self, data: bytes) -> None:
         self._put(data)
 
-    def end(self) -> None:
+    def end(self, last: bytes = DONE) -> None:
+        """Put the last events."""
         self.is_complete = True
-        self._put(DONE)
-
-    def fail(self, body: bytes) -> None:
-        """Tell the client of an error after the beginning."""
-        self._put(PREFIX + body + SUFFIX)
-        self.end()
+        self._put(last)
 
     def _put(self, data: bytes) -> None:
-        self._collect()
+        self.collect()
         self._add(data)
         self._mark()
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Make the events of all text so far: for a template whose next event depends on them."""
         if not self._deltas:
             return
         deltas, self._deltas = self._deltas, []
         for index, delta in deltas:
             if pieces := delta.pieces():
-                head, tail = self._template.frame(index)
-                self._add(head + (tail + head).join(map(_json_of, pieces)) + tail)
+                self._add(self._template.texts(index, map(_json_of, pieces)))
 
     def _add(self, data: bytes) -> None:
         if data:
@@ -105,7 +102,7 @@ class EventStream:
     def take(self) -> bytes:
         """Return what is to be written now; call `go_on` when it was."""
         self._is_sending = True
-        self._collect()
+        self.collect()
         data = self._joined()
         self._clear()
         return data
@@ -125,7 +122,7 @@ class EventStream:
 
     def wake(self) -> None:
         self._is_dirty = False
-        self._collect()
+        self.collect()
         if not self.is_closed:
             if self._is_sending or not self._parts:
                 return

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
 
 from bireme.errors import BiremeError, RequestCancelledError, drop_frames
 from bireme.messages import Usage
 from bireme.openai.http.call import Call, ClientGoneError
 from bireme.openai.http.error_replies import is_internal, reply_of, shutting_down
-from bireme.openai.http.event_stream import EventStream
+from bireme.openai.http.event_stream import DONE, PREFIX, SUFFIX, EventStream
+from bireme.openai.text.completion_request import CompletionRequest
 from bireme.openai.text.served_model import ServedModel
+from bireme.pipelines.chat_request import ChatRequest
 from bireme.pipelines.sequence import SequenceRunner
 from bireme.pipelines.side_by_side import count_request
 from bireme.request import check_session
@@ -25,11 +29,25 @@ logger = logging.getLogger("bireme.openai")
 Streams = set[EventStream]  # the running ones, for comments
 PLACED = "placed"  # outcome of a request that only asked where it would run
 SESSION_HEADER = b"x-session-id"
+_R = TypeVar("_R", ChatRequest, CompletionRequest)
 
 
-def session_of(call: Call, given: str) -> str:
-    """Return the request's session: its field's, else the header's. Raises RequestError."""
-    return given or check_session(call.header(SESSION_HEADER).decode("latin-1"), SESSION_HEADER.decode())
+def for_caller(call: Call, request: _R) -> _R:
+    """Return the request with its key's cache salt, and its session: the field's, else the header's.
+
+    Raises RequestError.
+    """
+    if (salt := call.tenant.cache_salt(request.cache_salt)) != request.cache_salt:
+        request = replace(request, cache_salt=salt)
+    if not request.session_id and (header := call.header(SESSION_HEADER)):
+        session_id = check_session(header.decode("latin-1"), SESSION_HEADER.decode())
+        request = replace(request, session_id=session_id)
+    return request
+
+
+def error_events(error: BaseException) -> bytes:
+    """Return what ends a stream of chunks with an error."""
+    return PREFIX + reply_of(error).body + SUFFIX + DONE
 
 
 async def answer_whole(call: Call, work: Awaitable[list[SequenceRunner]]) -> list[SequenceRunner]:
@@ -38,11 +56,12 @@ async def answer_whole(call: Call, work: Awaitable[list[SequenceRunner]]) -> lis
 
 
 async def answer_events(
-    call: Call, work: Awaitable[list[SequenceRunner]], stream: EventStream, streams: Streams
-) -> str:
+    call: Call, work: Awaitable[list[SequenceRunner]], stream: EventStream, streams: Streams,
+    last_events: Callable[[BaseException], bytes] = error_events,
+) -> str:  # fmt: skip
     """Write events until all are out; return the finish reason, or the code of the error sent.
 
-    Raises errors before the first event, and ClientGoneError.
+    `last_events`: of a stream that an error ends. Raises errors before the first event, and ClientGoneError.
     """
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda _: stream.close())
@@ -56,12 +75,12 @@ async def answer_events(
     except BiremeError as error:
         if not call.status:
             raise
-        return await _fail(call, stream, error)
+        return await _fail(call, stream, error, last_events)
     except asyncio.CancelledError:
         if watch.is_gone:
             raise ClientGoneError from None
         if call.status:
-            await _fail(call, stream, shutting_down())
+            await _fail(call, stream, shutting_down(), last_events)
         raise
     finally:
         streams.discard(stream)
@@ -79,12 +98,15 @@ async def _write(call: Call, stream: EventStream) -> None:
             stream.go_on(call.direct_write())
 
 
-async def _fail(call: Call, stream: EventStream, error: BiremeError) -> str:
+async def _fail(
+    call: Call, stream: EventStream, error: BiremeError, last_events: Callable[[BaseException], bytes]
+) -> str:
     drop_frames(error)
     if not stream.is_complete:
         if is_internal(error):
             logger.error("stream_failed request_id=%s error=%s", call.request_id.decode(), error)
-        stream.fail(reply_of(error).body)
+        stream.collect()
+        stream.end(last_events(error))
         await call.write_events(stream.take(), True)
     return error.code
 

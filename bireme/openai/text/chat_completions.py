@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import PREFIX, SUFFIX, EventStream
 from bireme.openai.http.pace import Pacer
-from bireme.openai.text.answering import PLACED, Streams, answer_events, answer_whole, counted, note_usage, session_of
+from bireme.openai.text.answering import PLACED, Streams, answer_events, answer_whole, counted, for_caller, note_usage
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_request import REFUSED, ChatBody, ChatRequest, check_chat
@@ -25,11 +23,7 @@ class ChatCompletions:
         body = decode_body(data, ChatBody, REFUSED)
         model = self._models.get(body.model)
         with counted(call, model):
-            request = check_chat(body, model.recipe)
-            if (salt := call.tenant.cache_salt(request.cache_salt)) != request.cache_salt:
-                request = replace(request, cache_salt=salt)
-            if session_id := session_of(call, request.session_id):
-                request = replace(request, session_id=session_id)
+            request = for_caller(call, check_chat(body, model.recipe))
             if request.routing.query_only:
                 await self._query(call, model, request)
             elif request.stream:

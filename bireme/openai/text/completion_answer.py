@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -82,9 +82,9 @@ class CompletionTemplate:
     def text(self, index: int, text: str) -> bytes:
         return self._texts[index] + encode_json(text) + self._text_end
 
-    def frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return what stands before and after the text's JSON."""
-        return self._texts[index], self._text_end
+    def texts(self, index: int, jsons: Iterable[bytes]) -> bytes:
+        head, tail = self._texts[index], self._text_end
+        return head + (tail + head).join(jsons) + tail
 
     def full(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> bytes:
         tail = b',"logprobs":%b,"finish_reason":%b}' % (encode_json(logprobs), encode_json(reason))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from bireme.messages import SamplingParams
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import EventStream
 from bireme.openai.http.pace import Pacer
-from bireme.openai.text.answering import PLACED, Streams, answer_events, answer_whole, counted, note_usage, session_of
+from bireme.openai.text.answering import PLACED, Streams, answer_events, answer_whole, counted, for_caller, note_usage
 from bireme.openai.text.completion_answer import (
     CompletionTemplate,
     LogprobColumns,
@@ -55,11 +55,7 @@ class Completions:
         body = decode_body(data, CompletionBody, REFUSED)
         model = self._models.get(body.model)
         with counted(call, model):
-            request = check_completion(body, model.recipe)
-            if (salt := call.tenant.cache_salt(request.cache_salt)) != request.cache_salt:
-                request = replace(request, cache_salt=salt)
-            if session_id := session_of(call, request.session_id):
-                request = replace(request, session_id=session_id)
+            request = for_caller(call, check_completion(body, model.recipe))
             job = await self._prepare(call, model, request)
             if request.routing.query_only:
                 await self._query(call, model, job)
