@@ -72,7 +72,8 @@ _REQUEST = (
 )
 # msgpack Submit, Encode or Release, from pipelines: instead of all the others
 _ENGINE_REQUEST = _in("engine_request", "UINT8", (-1,), "array")
-_STATE = _out("state", "BYTES")  # answers a ping: ready; the error UNAVAILABLE says what else
+# Answers a ping: ready. The error UNAVAILABLE says what else; NOT_FOUND that there is no request of the `request_id`.
+_STATE = _out("state", "BYTES")
 
 TOKENIZER = ModelSpec(
     "tokenizer",

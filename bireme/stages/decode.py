@@ -57,7 +57,7 @@ class Decode(EngineStage[EngineClient]):
         elif "commands" in values or "consumer" in values:
             self._command(values)
         elif values.get("ping"):
-            self._answer_ping(send)
+            self._answer_ping(request_id_of(values), send)
         elif values.get("abort"):
             self._abort(request_id_of(values))
         else:

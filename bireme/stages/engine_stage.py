@@ -59,9 +59,15 @@ class EngineStage(Generic[E]):
         assert self._given is not None, "start first"
         return self._given
 
-    def _answer_ping(self, send: Send) -> None:
-        """Answer that the stub lives and its engine takes requests. Raises UnavailableError otherwise."""
+    def _answer_ping(self, request_id: str, send: Send) -> None:
+        """Answer that the stub lives and its engine takes requests. Raises UnavailableError otherwise.
+
+        With a request's id it says as well that this stub has it: one that died may have been replaced. Raises
+        NotFoundError when it does not.
+        """
         self._check_ready()
+        if request_id:
+            self._names.find(request_id)
         send(TensorResponse({"state": np.array([b"ready"], np.object_)}))
 
     def _check_ready(self) -> None:

@@ -36,7 +36,7 @@ class MultimodalEncoder(EngineStage[EngineClient]):
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         values = read_tensors(inputs, self.spec)
         if values.get("ping"):
-            self._answer_ping(send)
+            self._answer_ping(request_id_of(values), send)
             return
         if values.get("abort"):
             self._abort(request_id_of(values), send)

@@ -47,7 +47,7 @@ class Prefill(EngineStage[EngineClient]):
         values = read_tensors(inputs, self.spec)
         self._forget_expired()
         if values.get("ping"):
-            self._answer_ping(send)
+            self._answer_ping(request_id_of(values), send)
             return
         if values.get("abort"):
             self._abort(request_id_of(values), send)

@@ -89,7 +89,8 @@ class Workers:
         return ids
 
     async def prefill(self, worker: str, request: EngineRequest, request_id: str) -> PrefillResult:
-        return prefill_result(await self._call_worker(worker, _command_inputs(start_command(0, request), request_id)))
+        inputs = _command_inputs(start_command(0, request), request_id)
+        return prefill_result(await self._call_worker(worker, inputs, request_id))
 
     async def abort_prefill(self, worker: str, request_id: str) -> None:
         await self._call(worker, {"abort": np.array([True]), "request_id": _bytes(request_id.encode())})
@@ -97,7 +98,7 @@ class Workers:
     async def encode(self, worker: str, request: EncodeRequest, request_id: str) -> EncodeAnswer:
         if stage_of(worker) == "decode":
             return await self._encode_on_bus(worker, request, request_id)
-        outputs = await self._call_worker(worker, _command_inputs(start_command(0, request), request_id))
+        outputs = await self._call_worker(worker, _command_inputs(start_command(0, request), request_id), request_id)
         return decode_answer_json(bytes(_output(outputs, "embedding_handles").reshape(-1)[0]))
 
     async def abort_encode(self, worker: str, request_id: str) -> None:
@@ -126,12 +127,16 @@ class Workers:
             raise UnavailableError(f"{worker}: not loaded")
         await self.ping(worker)
 
-    async def ping(self, worker: str) -> None:
-        """Return when the worker's stub answers and its engine is up. Raises UnavailableError when it is not."""
+    async def ping(self, worker: str, request_id: str = "") -> None:
+        """Return when the worker's stub answers and its engine is up. Raises UnavailableError when it is not.
+
+        With a request's id, of a worker that is not decode: NotFoundError when it has no such request.
+        """
         if stage_of(worker) == "decode":
             await self._bus(worker).check()  # whose stub would refuse a subscription
         else:
-            await self._call(worker, {"ping": np.array([True])})
+            named = {"request_id": _bytes(request_id.encode())} if request_id else {}
+            await self._call(worker, {"ping": np.array([True])} | named)
 
     async def close(self) -> None:
         await asyncio.gather(*(bus.close() for bus in self._buses.values()))
@@ -166,13 +171,13 @@ class Workers:
         channel, model = self._model_of(worker)
         return await channel.infer(model, inputs)
 
-    async def _call_worker(self, worker: str, inputs: Tensors) -> Tensors:
+    async def _call_worker(self, worker: str, inputs: Tensors, request_id: str = "") -> Tensors:
         if self._bls is not None and "@" not in worker:
             return await self._bls(worker, inputs)
-        return await self._call_watched(worker, inputs)
+        return await self._call_watched(worker, inputs, request_id)
 
-    async def _call_watched(self, worker: str, inputs: Tensors) -> Tensors:
-        """Call a worker while it answers pings: a dead stub would be silent forever.
+    async def _call_watched(self, worker: str, inputs: Tensors, request_id: str) -> Tensors:
+        """Call a worker while it answers pings and knows of the request: a dead stub would be silent forever.
 
         Inside Triton there are no pings to models of the own server: each would take one of the few threads of BLS.
         """
@@ -183,7 +188,12 @@ class Workers:
             while not (await asyncio.wait({call}, timeout=min(interval_s, LOST_STALL_S)))[0]:
                 if self._is_member(worker) and time.monotonic() - pinged_at < interval_s:
                     continue
-                await asyncio.wait_for(self.ping(worker), interval_s if self._is_member(worker) else LOST_STALL_S)
+                limit_s = interval_s if self._is_member(worker) else LOST_STALL_S
+                try:
+                    await asyncio.wait_for(self.ping(worker, request_id), limit_s)
+                except NotFoundError:  # another stub has taken its place, unless the answer is on its way
+                    if not (await asyncio.wait({call}, timeout=min(limit_s, LOST_STALL_S)))[0]:
+                        raise EngineLostError(f"{worker}: its stub died with this request") from None
                 pinged_at = time.monotonic()
             return call.result()
         except asyncio.TimeoutError:

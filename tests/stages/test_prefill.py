@@ -137,6 +137,14 @@ async def test_an_engine_that_is_not_ready_refuses(prefill):
         await test.ask(input_ids=[1]).end()
 
 
+async def test_a_ping_with_a_request_s_id_says_whether_this_stub_has_the_request(prefill):
+    test = await prefill()
+    await test.ask(input_ids=[1, 2], request_id="mine").begun()
+    assert (await test.ask(ping=True, request_id="mine").end())[0] == {"state": [b"ready"]}
+    with pytest.raises(NotFoundError, match="theirs is not under way"):
+        await test.ask(ping=True, request_id="theirs").end()
+
+
 async def test_a_ping_says_whether_the_engine_is_ready(prefill):
     test = await prefill()
     assert (await test.ask(ping=True).end())[0] == {"state": [b"ready"]}

@@ -14,17 +14,18 @@ from bireme.workers.client import Workers
 from bireme.workers.grpc import GrpcChannel, infer_request
 
 REQUEST = EngineRequest(prompt=b"\1\0\0\0", sampling=SamplingParams())
-STALL_S = 0.4
+STALL_S = 3.0
 
 
 class PrefillServer:
     """ModelInfer and ModelReady of a server with one prefill worker."""
 
     def __init__(self):
-        self.prefill_s = 0.0  # how long a prefill takes
+        self.answers_after = 0  # pings
         self.refusal = ""  # what a ping is told
         self.is_dead = False  # takes calls and never answers
         self.num_pings = 0
+        self.pinged_for = []  # request ids
 
     async def start(self):
         self.server = grpc.aio.server()
@@ -51,10 +52,14 @@ class PrefillServer:
             await asyncio.sleep(60)
         if any(tensor.name == "ping" for tensor in request.inputs):
             self.num_pings += 1
+            names = [tensor.name for tensor in request.inputs]
+            if "request_id" in names:
+                self.pinged_for.append(request.raw_input_contents[names.index("request_id")][4:].decode())
             if self.refusal:
                 await context.abort(grpc.StatusCode.INTERNAL, self.refusal)
             return answer({"state": b"ready"})
-        await asyncio.sleep(self.prefill_s)
+        while self.num_pings < self.answers_after:
+            await asyncio.sleep(0.01)
         return answer({"disaggregated_params": b"signed", "output_ids": np.array([7], np.int32), "usage": b"{}"})
 
 
@@ -87,15 +92,28 @@ async def test_a_prefill_is_answered(server, workers):
 
 
 async def test_a_long_prefill_is_waited_for_while_its_worker_lives(server, workers):
-    server.prefill_s = 3 * STALL_S
+    server.answers_after = 2
     assert (await workers.prefill("prefill", REQUEST, "mine")).output_ids == (7,)
-    assert server.num_pings >= 2
+    assert server.pinged_for == ["mine"] * 2
 
 
 async def test_a_prefill_on_a_dead_stub_is_lost(server, workers):
     server.is_dead = True
-    with pytest.raises(EngineLostError, match="prefill: no news for 0.4 s"):
-        await asyncio.wait_for(workers.prefill("prefill", REQUEST, "mine"), 5)
+    with pytest.raises(EngineLostError, match="prefill: no news for 3 s"):
+        await asyncio.wait_for(workers.prefill("prefill", REQUEST, "mine"), 30)
+
+
+async def test_a_prefill_that_died_with_its_stub_is_lost_though_the_next_stub_answers_pings(server, workers):
+    server.answers_after, server.refusal = 2, "NOT_FOUND: request_id: mine is not under way; it may have ended"
+    with pytest.raises(EngineLostError, match="prefill: its stub died with this request"):
+        await asyncio.wait_for(workers.prefill("prefill", REQUEST, "mine"), 30)
+    assert server.pinged_for == ["mine"]
+
+
+async def test_an_answer_that_is_on_its_way_when_nobody_knows_of_its_request_any_more_is_taken(server, workers):
+    server.answers_after, server.refusal = 1, "NOT_FOUND: request_id: mine is not under way; it may have ended"
+    assert (await workers.prefill("prefill", REQUEST, "mine")).output_ids == (7,)
+    assert server.pinged_for == ["mine"]
 
 
 async def test_a_prefill_worker_whose_engine_is_down_is_not_ready(server, workers):
@@ -110,7 +128,7 @@ async def test_inside_triton_calls_are_the_context_s_and_nobody_pings():
 
     async def call(model, inputs):
         asked.append((model, sorted(inputs)))
-        await asyncio.sleep(3 * STALL_S)
+        await asyncio.sleep(STALL_S)
         return {"disaggregated_params": np.array([b"signed"], object), "output_ids": np.array([7], np.int32),
                 "usage": np.array([b"{}"], object)}  # fmt: skip
 
