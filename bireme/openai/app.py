@@ -18,10 +18,10 @@ from bireme.discovery.pulse import own_pulse
 from bireme.errors import BiremeError, drop_frames
 from bireme.metrics import Registry
 from bireme.openai.http.call import JSON_ONLY, Call, ClientGoneError, Receive, Scope, Send
-from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal, reply_of, shutting_down
+from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal, shutting_down
 from bireme.openai.http.members import Member
 from bireme.openai.http.pace import Pacer
-from bireme.openai.keys import OPEN, ApiKeys
+from bireme.openai.keys import KEY_HEADERS, OPEN, ApiKeys
 from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
 from bireme.openai.openapi import openapi
 from bireme.openai.playground_files import PlaygroundFiles
@@ -155,7 +155,8 @@ class Frontend:
         _check_host(call)
         is_open = call.path in OPEN_PATHS | self._playground_paths or self._video_routes.is_open(call.path)
         if self._keys is not None and not is_open:
-            call.tenant = self._keys.tenant([value for key, value in call.headers if key == b"authorization"])
+            given = {name: [value for key, value in call.headers if key == name] for name in KEY_HEADERS}
+            call.tenant = self._keys.tenant(*given.values())
         methods = self._methods(call.path)
         handler = methods.get("GET" if call.method == "HEAD" else call.method)
         if handler is None:
@@ -183,7 +184,7 @@ class Frontend:
             logger.error("request_failed request_id=%s error=%s", call.request_id.decode(), error, exc_info=details)
         if call.status:
             return False
-        reply = reply_of(error)
+        reply = call.error_reply(error)
         await call.reply(reply.status, reply.body, *reply.headers)
         return True
 

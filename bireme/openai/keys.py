@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +29,8 @@ from bireme.conversion import convert
 from bireme.errors import ConfigError
 from bireme.openai.http.error_replies import HttpError, RateLimitError
 from bireme.openai.token_bucket import TokenBucket
+
+KEY_HEADERS = (b"authorization", b"x-api-key")
 
 
 class KeyEntry(Settings, frozen=True, kw_only=True):
@@ -115,16 +117,22 @@ class ApiKeys:
         if canary_key:
             self._tenants.append((hashlib.sha256(canary_key.encode()).digest(), OPEN))
 
-    def tenant(self, authorization: list[bytes]) -> Tenant:
-        """Return the tenant of these Authorization headers. Raises HttpError 401.
+    def tenant(self, authorization: Sequence[bytes], api_key: Sequence[bytes] = ()) -> Tenant:
+        """Return the tenant of these headers (KEY_HEADERS). Raises HttpError 401.
 
         Every key is compared, in constant time, also after a match.
         """
-        if len(authorization) != 1:
-            raise _unauthorized("send one header `Authorization: Bearer KEY`")
-        scheme, _, key = authorization[0].partition(b" ")
-        if scheme.lower() != b"bearer" or not key:
-            raise _unauthorized("send the key as `Authorization: Bearer KEY`")
+        if len(authorization) > 1 or len(api_key) > 1 or not (authorization or api_key):
+            raise _unauthorized("send one header `Authorization: Bearer KEY`, or `x-api-key: KEY`")
+        keys = set(api_key)
+        for value in authorization:
+            scheme, _, key = value.partition(b" ")
+            if scheme.lower() != b"bearer" or not key:
+                raise _unauthorized("send the key as `Authorization: Bearer KEY`, or as `x-api-key: KEY`")
+            keys.add(key)
+        if len(keys) > 1:
+            raise _unauthorized("Authorization and x-api-key hold different keys; send one of them")
+        (key,) = keys
         digest = hashlib.sha256(key).digest()
         found = [tenant for own, tenant in self._tenants if hmac.compare_digest(own, digest)]
         if not found:

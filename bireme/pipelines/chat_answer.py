@@ -50,8 +50,12 @@ class ChatOutput(Protocol):
 
     def arguments(self, index: int, number: int, text: str, logprobs: Logprobs | None) -> None: ...
 
-    def finish(self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int) -> None:
-        """The choice's last part; `logprobs` of tokens that belong to no other part."""
+    def finish(
+        self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int, stop_string: str
+    ) -> None:
+        """The choice's last part; `logprobs` of tokens that belong to no other part. `stop_string`: what ended it; "":
+        something else.
+        """
 
 
 class Choice:
@@ -114,7 +118,7 @@ class Choice:
         if self._num_calls and reason == "stop":
             reason = "tool_calls"
         usage = delta.usage or Usage()
-        self._answer.finish(self._index, reason, self._take_logprobs(), usage, self._num_reasoning)
+        self._answer.finish(self._index, reason, self._take_logprobs(), usage, self._num_reasoning, delta.stop_string)
 
     def _take_logprobs(self) -> Logprobs | None:
         if self._logprobs is None:
@@ -165,7 +169,9 @@ class WholeAnswer:
         self._choices[index].calls[number][1].append(text)
         self._add(index, logprobs)
 
-    def finish(self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int) -> None:
+    def finish(
+        self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int, stop_string: str
+    ) -> None:
         choice = self._choices[index]
         choice.texts += [delta.text for delta in choice.deltas]
         choice.reason, choice.usage, choice.num_reasoning = reason, usage, num_reasoning

@@ -251,11 +251,16 @@ def _sampling(body: ChatBody, options: RequestOptions, recipe: Recipe) -> Sampli
 
 
 def openai_sampling(body: SamplingBody, fields: dict[str, Any], options: RequestOptions, recipe: Recipe) -> Sampling:
-    """Check sampling values, `fields` beside the body's own, in OpenAI's ranges; temperature is 1 unless given."""
+    """Check sampling values, `fields` beside the body's own."""
     for name in _OPENAI:
         if (value := getattr(body, name, None)) is not None:
             fields[name] = value
-    low, high, temperature = _TEMPERATURE.low, _TEMPERATURE.openai_high, body.temperature
+    return api_sampling(fields, options, recipe)
+
+
+def api_sampling(fields: dict[str, Any], options: RequestOptions, recipe: Recipe) -> Sampling:
+    """Check a request's sampling values, in OpenAI's ranges; temperature is 1 unless request or recipe give another."""
+    low, high, temperature = _TEMPERATURE.low, _TEMPERATURE.openai_high, fields.get("temperature")
     if temperature is not None and not low <= temperature <= high:
         raise RequestError(f"temperature: {temperature}; the range is {low} to {high}, {_TEMPERATURE.advice}")
     if temperature is None and "temperature" not in recipe.sampling:

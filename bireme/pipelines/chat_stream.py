@@ -109,7 +109,9 @@ class StreamedAnswer:
     def arguments(self, index: int, number: int, text: str, logprobs: Logprobs | None) -> None:
         self._delta(index, {"tool_calls": [{"index": number, "function": {"arguments": text}}]}, logprobs)
 
-    def finish(self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int) -> None:
+    def finish(
+        self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int, stop_string: str
+    ) -> None:
         self._delta(index, {}, logprobs or None, reason)
         self._usages[index] = usage
         self._num_reasoning += num_reasoning

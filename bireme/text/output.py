@@ -47,6 +47,7 @@ class TokenDelta:
         "index",
         "logprobs",
         "prompt_logprobs",
+        "stop_string",
         "usage",
     )
 
@@ -60,6 +61,7 @@ class TokenDelta:
         finish_reason: str = "",
         usage: Usage | None = None,
         detokenizer: Detokenizer | None = None,
+        stop_string: str = "",
     ) -> None:
         self._tokens = tokens
         self._texts = [text] if text else []
@@ -68,6 +70,7 @@ class TokenDelta:
         self.index = index  # of n sequences; None: there is only one
         self.finish_reason = finish_reason  # "": it goes on
         self.usage = usage
+        self.stop_string = stop_string  # what ended the sequence, if a stop string did
         self._detokenizer = detokenizer  # makes the missing text; None: none is missing
         self._lock = threading.Lock()  # of `grow` against `_seal`
         self._is_sealed = False
@@ -131,6 +134,7 @@ class TokenDelta:
         self.prompt_logprobs = _joined(self.prompt_logprobs, later.prompt_logprobs)
         self.finish_reason = later.finish_reason
         self.usage = later.usage
+        self.stop_string = later.stop_string
         return self
 
     def _seal(self) -> None:
@@ -249,7 +253,8 @@ class TextStream:
         detokenizer = self._detokenizer if self._finder is None else None
         self.finish_reason = "stop" if is_stopped else finish.reason
         usage = msgspec.structs.replace(finish.usage, completion_tokens=len(self.output_ids))
-        self._send(TokenDelta([], text, None, None, self._index, self.finish_reason, usage, detokenizer))
+        stop_string = self._finder.stop_string if self._finder is not None else ""
+        self._send(TokenDelta([], text, None, None, self._index, self.finish_reason, usage, detokenizer, stop_string))
         self._done(finish)
 
     def close(self) -> None:

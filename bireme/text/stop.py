@@ -36,14 +36,14 @@ class _Follower:
         return None
 
     @property
-    def length(self) -> int:
-        return len(self._stop)
+    def stop(self) -> str:
+        return self._stop
 
 
 class StopFinder:
     """Follows all stop strings of one request."""
 
-    __slots__ = ("_beginnings", "_followers", "_held", "_includes_stop", "is_stopped")
+    __slots__ = ("_beginnings", "_followers", "_held", "_includes_stop", "is_stopped", "stop_string")
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         self._followers = [_Follower(stop) for stop in stops if stop]
@@ -51,6 +51,7 @@ class StopFinder:
         self._includes_stop = include_stop
         self._held = ""
         self.is_stopped = False
+        self.stop_string = ""  # the one that ended the text
 
     def push(self, text: str) -> str:
         """Take more text and return what can go out; after the stop (`is_stopped`) there is no more."""
@@ -58,11 +59,15 @@ class StopFinder:
             return ""
         if not self._held and self._beginnings.isdisjoint(text):  # nearly every call
             return text
-        ends = [(end, -follower.length) for follower in self._followers if (end := follower.advance(text)) is not None]
+        ends = [
+            (end, -len(follower.stop), follower.stop)
+            for follower in self._followers
+            if (end := follower.advance(text)) is not None
+        ]
         whole = self._held + text
         if ends:
             self.is_stopped = True
-            end, negative_length = min(ends)
+            end, negative_length, self.stop_string = min(ends)
             end += len(self._held)
             self._held = ""
             return whole[: end if self._includes_stop else end + negative_length]

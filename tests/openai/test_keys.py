@@ -47,6 +47,17 @@ async def test_a_wrong_key_is_401(frontend, header):
     assert reply.status == 401 and reply.headers["www-authenticate"] == "Bearer"
 
 
+async def test_a_key_may_come_as_x_api_key(frontend):
+    bench = await frontend(keys())
+    for headers in ({"x-api-key": KEY}, {"x-api-key": KEY, **bearer()}):
+        assert (await bench.call("GET", "/v1/models", None, headers).end()).status == 200
+
+
+@pytest.mark.parametrize("headers", [{"x-api-key": "br-secre"}, {"x-api-key": ""}, {"x-api-key": "other", **bearer()}])
+async def test_a_wrong_x_api_key_is_401(frontend, headers):
+    assert (await (await frontend(keys())).call("GET", "/v1/models", None, headers).end()).status == 401
+
+
 async def test_the_right_key_is_let_in(frontend):
     assert (await answered(await frontend(keys()))).status == 200
 

@@ -184,6 +184,7 @@ def test_a_stop_string_aborts_once_and_ends_with_stop_whatever_the_engine_says()
     client.stream.finish(finish("cancelled"))
     assert (client.text, client.num_aborts, client.num_tokens) == ("ab", 1, 4)
     assert client.deltas[-1].finish_reason == client.stream.finish_reason == "stop"
+    assert client.deltas[-1].stop_string == "cd"
     assert client.deltas[-1].usage.completion_tokens == 4
 
 

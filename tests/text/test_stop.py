@@ -9,7 +9,8 @@ ALPHABET = st.sampled_from("ab<")
 def run(pieces, stops, include=False):
     finder = StopFinder(stops, include)
     text = "".join([finder.push(piece) for piece in pieces])
-    return text + finder.flush(), finder.is_stopped
+    assert finder.is_stopped == bool(finder.stop_string)
+    return text + finder.flush(), finder.stop_string
 
 
 def expected(text, stops, include=False):
@@ -17,8 +18,8 @@ def expected(text, stops, include=False):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             longest = max(found, key=len)
-            return text[: end if include else end - len(longest)], True
-    return text, False
+            return text[: end if include else end - len(longest)], longest
+    return text, ""
 
 
 @settings(deadline=None, max_examples=1000)

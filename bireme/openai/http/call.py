@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from bireme.errors import drop_frames
 from bireme.openai.http.direct import AtOnce, DirectWrite, Watch, cycle_of, direct_write, is_body_coming
-from bireme.openai.http.error_replies import HttpError
+from bireme.openai.http.error_replies import ErrorForm, ErrorReply, HttpError, reply_of
 from bireme.openai.keys import OPEN, Tenant
 
 Message = MutableMapping[str, Any]
@@ -47,9 +47,20 @@ class Call:
         self.arrived_at = time.monotonic()
         given = self.header(b"x-request-id")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
+        self._own_headers: list[Header] = [(b"x-request-id", self.request_id)]
+        self._error_form: ErrorForm = reply_of
         self.tenant: Tenant = OPEN
         self.status = 0  # of the reply; 0: none yet
         self.notes: dict[str, object] = {}  # for the access log
+
+    def speak(self, error_form: ErrorForm, request_id_header: bytes) -> None:
+        """Show errors in this form, and the request's id under one more name."""
+        self._error_form = error_form
+        self._own_headers.append((request_id_header, self.request_id))
+
+    def error_reply(self, error: BaseException) -> ErrorReply:
+        """Return what the caller is told of an error, in the form of its API."""
+        return self._error_form(error, self.request_id)
 
     def header(self, name: bytes) -> bytes:
         """Return a header's value, b"" without; of several the first."""
@@ -110,7 +121,7 @@ class Call:
         kinds = () if any(key == b"content-type" for key, _ in headers) else (JSON,)
         self.status = status
         lengths = () if status == NOT_MODIFIED else ((b"content-length", str(len(body)).encode()),)
-        own = [(b"x-request-id", self.request_id), *lengths]
+        own = [*self._own_headers, *lengths]
         with AtOnce(self._cycle):
             await self._send({"type": "http.response.start", "status": status, "headers": [*own, *kinds, *headers]})
             await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
@@ -122,7 +133,7 @@ class Call:
             await self._send(body)
             return
         self.status = 200
-        headers = [*_EVENTS, (b"x-request-id", self.request_id)]
+        headers = [*_EVENTS, *self._own_headers]
         with AtOnce(self._cycle):
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send(body)

@@ -1,11 +1,13 @@
-"""Errors in the form of OpenAI's clients: a status, and {"error": {message, type, param, code}}.
+"""Errors as replies: what a caller may see, in the form of its API. Internal errors and addresses stay in the log.
 
-What a caller may see is decided here: internal errors and addresses stay in the log.
+OpenAI's form is {"error": {message, type, param, code}}. Anthropic's is {"type": "error", "error": {type, message},
+"request_id"}, with a type for each status.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -24,6 +26,17 @@ from bireme.workers.base import UnreachableError
 
 _RETRY_S = 1
 _TOO_LONG = re.compile(r"prompt: (?:[1-9]\d* tokens|\d+ bytes; \d+ tokens)")  # request.py, engines
+_MAX_MESSAGE = 8192  # characters
+_OVERLOADED = 529  # Anthropic's 503
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    _OVERLOADED: "overloaded_error",
+}
 _encode = msgspec.json.Encoder().encode
 
 
@@ -59,15 +72,53 @@ class ErrorReply:
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
-def reply_of(error: BaseException) -> ErrorReply:
+ErrorForm = Callable[[BaseException, bytes], ErrorReply]  # an error and the request's id
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """What a caller may see of an error."""
+
+    status: int
+    message: str
+    kind: str
+    code: str | None
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    param: str | None = None
+
+
+def reply_of(error: BaseException, request_id: bytes = b"") -> ErrorReply:
+    """Return the reply in OpenAI's form."""
+    shown = _refusal_of(error)
+    body = {"message": shown.message[:_MAX_MESSAGE], "type": shown.kind, "param": shown.param, "code": shown.code}
+    return ErrorReply(shown.status, _encode({"error": body}), shown.headers)
+
+
+def anthropic_reply_of(error: BaseException, request_id: bytes) -> ErrorReply:
+    """Return the reply in Anthropic's form."""
+    shown = _refusal_of(error)
+    status = _OVERLOADED if shown.status == 503 else shown.status
+    message = shown.message
+    if shown.code == "context_length_exceeded":  # clients that shorten their prompts look for these words
+        message = f"prompt is too long: {message.removeprefix('prompt: ')}"
+    kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    body = {
+        "type": "error",
+        "error": {"type": kind, "message": message[:_MAX_MESSAGE]},
+        "request_id": request_id.decode(),
+    }
+    return ErrorReply(status, _encode(body), shown.headers)
+
+
+def _refusal_of(error: BaseException) -> _Refusal:
     if isinstance(error, HttpError):
-        return _reply(error.status, str(error), error.kind, error.code, error.headers, param_of(str(error)))
+        return _Refusal(error.status, str(error), error.kind, error.code, error.headers, param_of(str(error)))
     if isinstance(error, RequestError):
         message = str(error)
         code = "context_length_exceeded" if _TOO_LONG.match(message) else "invalid_value"
-        return _reply(400, message, "invalid_request_error", code, param=param_of(message))
+        return _Refusal(400, message, "invalid_request_error", code, param=param_of(message))
     if isinstance(error, NotFoundError):
-        return _reply(404, str(error), "invalid_request_error", "not_found")
+        return _Refusal(404, str(error), "invalid_request_error", "not_found")
     if isinstance(error, ResourceExhaustedError):
         return _retryable(str(error), "overloaded")
     if isinstance(error, UnreachableError):
@@ -75,8 +126,8 @@ def reply_of(error: BaseException) -> ErrorReply:
     if isinstance(error, (UnavailableError, RequestCancelledError)):
         return _retryable(str(error), "unavailable")
     if isinstance(error, DeadlineExceededError):
-        return _reply(504, str(error), "server_error", "timeout")
-    return _reply(500, "internal error; the log has it under this x-request-id", "server_error", "internal_error")
+        return _Refusal(504, str(error), "server_error", "timeout")
+    return _Refusal(500, "internal error; the log has it under this x-request-id", "server_error", "internal_error")
 
 
 def is_internal(error: BaseException) -> bool:
@@ -86,17 +137,5 @@ def is_internal(error: BaseException) -> bool:
     return not isinstance(error, BiremeError) or type(error).code in ("INTERNAL", "FAILED_PRECONDITION")
 
 
-def _retryable(message: str, code: str) -> ErrorReply:
-    return _reply(503, message, "server_error", code, ((b"retry-after", str(_RETRY_S).encode()),))
-
-
-def _reply(
-    status: int,
-    message: str,
-    kind: str,
-    code: str | None,
-    headers: tuple[tuple[bytes, bytes], ...] = (),
-    param: str | None = None,
-) -> ErrorReply:
-    body = {"error": {"message": message[:8192], "type": kind, "param": param, "code": code}}
-    return ErrorReply(status, _encode(body), headers)
+def _retryable(message: str, code: str) -> _Refusal:
+    return _Refusal(503, message, "server_error", code, ((b"retry-after", str(_RETRY_S).encode()),))

@@ -32,12 +32,13 @@ class EventStream:
     """A buffer between an answer and its connection (pipelines.chat_stream.ChunkSink)."""
 
     __slots__ = (
-        "_deltas", "_direct", "_is_dirty", "_is_sending", "_max_bytes", "_pacer", "_parts", "_size", "_template",
-        "_waiter", "is_closed", "is_complete", "is_overrun", "written_at",
+        "_comment", "_deltas", "_direct", "_is_dirty", "_is_sending", "_max_bytes", "_pacer", "_parts", "_size",
+        "_template", "_waiter", "is_closed", "is_complete", "is_overrun", "written_at",
     )  # fmt: skip
 
-    def __init__(self, template: TextTemplate, pacer: Pacer, max_bytes: int) -> None:
-        self._template, self._pacer, self._max_bytes = template, pacer, max_bytes
+    def __init__(self, template: TextTemplate, pacer: Pacer, max_bytes: int, comment: bytes = COMMENT) -> None:
+        """`comment`: what keeps a silent stream open."""
+        self._template, self._pacer, self._max_bytes, self._comment = template, pacer, max_bytes, comment
         self._parts: list[bytes] = []
         self._size = 0
         self._deltas: list[tuple[int, TokenDelta]] = []  # with text that is not among the parts yet
@@ -139,4 +140,4 @@ class EventStream:
     def comment(self) -> None:
         """Write a comment, so that proxies keep the stream open."""
         if not self.is_complete:
-            self._put(COMMENT)
+            self._put(self._comment)
