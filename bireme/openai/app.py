@@ -30,6 +30,7 @@ from bireme.openai.text.answering import Streams
 from bireme.openai.text.chat_completions import ChatCompletions
 from bireme.openai.text.completions import Completions
 from bireme.openai.text.model_object import language_model, video_model
+from bireme.openai.text.responses import Responses
 from bireme.openai.text.served_model import Models
 from bireme.openai.text.tokenization import Tokenization
 from bireme.openai.video.routes import VideoRoutes
@@ -81,10 +82,12 @@ class Frontend:
         self.readiness = Readiness(self._models, self._videos)
         chats = ChatCompletions(self._models, pacer, self._streams)
         completions = Completions(self._models, pacer, self._streams)
+        responses = Responses(self._models, pacer, self._streams)
         tokens = Tokenization(self._models)
         self._routes = {
             "/v1/chat/completions": {"POST": self._with_body(chats.post)},
             "/v1/completions": {"POST": self._with_body(completions.post)},
+            "/v1/responses": {"POST": self._with_body(responses.post)},
             "/tokenize": {"POST": self._with_body(tokens.tokenize)},
             "/detokenize": {"POST": self._with_body(tokens.detokenize)},
             "/v1/models": {"GET": self._list_models},

@@ -8,6 +8,7 @@ import msgspec
 
 from bireme import __version__
 from bireme.openai.text.completion_request import CompletionBody
+from bireme.openai.text.response_request import ResponseBody
 from bireme.openai.text.tokenization import DetokenizeBody, TokenizeBody
 from bireme.pipelines.chat_request import ChatBody
 from bireme.pipelines.video_request import ImageBody, JobBody, VideoBody
@@ -15,6 +16,7 @@ from bireme.pipelines.video_request import ImageBody, JobBody, VideoBody
 _POSTS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "/v1/chat/completions": (ChatBody, "Answer a conversation, whole or as server-sent events"),
     "/v1/completions": (CompletionBody, "Continue prompts, whole or as server-sent events"),
+    "/v1/responses": (ResponseBody, "Answer items, whole or as typed server-sent events"),
     "/tokenize": (TokenizeBody, "Return the tokens of a prompt or conversation"),
     "/v1/videos": (JobBody, "Start a job that makes a video"),
     "/v1/videos/generations": (VideoBody, "Make a video in one call, with progress as server-sent events"),

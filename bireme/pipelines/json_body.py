@@ -42,6 +42,14 @@ def decode_body(body: bytes | str, kind: type[_S], refused: Mapping[str, str]) -
         raise RequestError(f"the body is not valid JSON ({str(error)[:200]}); send a JSON object in UTF-8") from None
 
 
+def convert_part(value: Any, kind: type[_S], where: str) -> _S:
+    """Return a part of a body, which `where` names, as a struct. Raises RequestError."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(_explain(str(error), kind, {}, where)) from None
+
+
 def _check_counts(body: bytes) -> None:
     containers, commas = body.count(b"{") + body.count(b"["), body.count(b",")
     if containers > MAX_CONTAINERS:
@@ -82,14 +90,14 @@ def _inner(item: Any, where: str) -> Iterable[Any]:
     return ()
 
 
-def _explain(text: str, kind: type[msgspec.Struct], refused: Mapping[str, str]) -> str:
-    """Return msgspec's message as `field: what is wrong; remedy`."""
+def _explain(text: str, kind: type[msgspec.Struct], refused: Mapping[str, str], where: str = "") -> str:
+    """Return msgspec's message as `field: what is wrong; remedy`; `where` is the field that was read."""
     match = _PATH.fullmatch(text)
-    text, path = (match["text"], match["path"].lstrip(".")) if match else (text, "")
+    text, path = (match["text"], (where + match["path"]).lstrip(".")) if match else (text, where)
     text = text.replace("`", "")
     if field := _after(text, "Object contains unknown field "):
-        where = f"{path}.{field}" if path else field
-        return f"{where[:200]}: {refused.get(where) or _unknown(field, path, kind)}"
+        name = f"{path}.{field}" if path else field
+        return f"{name[:200]}: {refused.get(name) or _unknown(field, path, kind)}"
     if field := _after(text, "Object missing required field "):
         return f"{path}.{field}: missing; send it" if path else f"{field}: missing; send it"
     if not path:

@@ -1,0 +1,88 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bireme.errors import RequestError
+from bireme.openai.http.call import Call
+from bireme.openai.http.event_stream import EventStream
+from bireme.openai.http.pace import Pacer
+from bireme.openai.text.answering import Streams, answer_events, answer_whole, counted, for_caller, note_usage
+from bireme.openai.text.response_answer import ResponseAnswer, ResponseEvents, ResponseForm
+from bireme.openai.text.response_request import REFUSED, ResponseBody, ResponseRequest, check_response
+from bireme.openai.text.served_model import Models, ServedModel
+from bireme.pipelines.chat_answer import ResponseMeta
+from bireme.pipelines.chat_request import ChatRequest
+from bireme.pipelines.json_body import decode_body
+from bireme.request import check_prompt_tokens
+
+
+class Responses:
+    """Answers with the models' chat services."""
+
+    def __init__(self, models: Models, pacer: Pacer, streams: Streams) -> None:
+        self._models, self._pacer, self._streams = models, pacer, streams
+
+    async def post(self, call: Call, data: bytes) -> None:
+        body = decode_body(data, ResponseBody, REFUSED)
+        model = self._models.get(body.model)
+        with counted(call, model):
+            request = check_response(body, model.recipe)
+            chat = for_caller(call, request.chat)
+            if request.is_truncated:
+                chat = await _truncated(model, chat)
+            request = replace(request, chat=chat)
+            form = ResponseForm(
+                ResponseMeta.of(model.name, "resp"), request.shown, has_timing=request.chat.return_timing
+            )
+            if request.chat.stream:
+                await self._stream(call, model, request, form)
+            else:
+                await self._whole(call, model, request, form)
+
+    async def _whole(self, call: Call, model: ServedModel, request: ResponseRequest, form: ResponseForm) -> None:
+        answer = ResponseAnswer(form, has_summary=request.has_summary, has_sealed=request.has_sealed)
+        work = model.chat.run(request.chat, answer, call.arrived_at, call.tenant.take_prompt)
+        sequences = await answer_whole(call, work)
+        call.notes["outcome"] = sequences[0].finish_reason
+        assert answer.usage is not None, "an answer without an error has finished"
+        note_usage(call, [answer.usage], answer.usage.prompt_tokens)
+        await call.reply(200, answer.json())
+
+    async def _stream(self, call: Call, model: ServedModel, request: ResponseRequest, form: ResponseForm) -> None:
+        events = ResponseEvents()
+        stream = EventStream(events, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
+        answer = ResponseAnswer(form, events, stream, has_summary=request.has_summary, has_sealed=request.has_sealed)
+        work = model.chat.run(request.chat, answer, call.arrived_at, call.tenant.take_prompt)
+        call.notes["outcome"] = await answer_events(call, work, stream, self._streams, answer.last_events)
+        if answer.usage is not None:
+            note_usage(call, [answer.usage], answer.usage.prompt_tokens)
+
+
+async def _truncated(model: ServedModel, request: ChatRequest) -> ChatRequest:
+    """Return the request without its oldest messages, as few as the context asks for; the system's stay.
+
+    It is cut before a user's message, so that no call loses its result. Raises RequestError when nothing helps.
+    """
+    messages, capacity = request.messages, model.capacity
+    first = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    cuts = [first, *(at for at in range(first + 1, len(messages)) if messages[at]["role"] == "user")]
+
+    async def fitting(cut: int) -> ChatRequest:
+        dropped = [part for message in messages[first:cut] for part in message["content"] if isinstance(part, dict)]
+        num_pictures = sum(part["type"] == "image" for part in dropped)
+        shorter = replace(request, messages=messages[:first] + messages[cut:], pictures=request.pictures[num_pictures:])
+        prompt = await model.chat.prompts.chat(shorter.messages, shorter.tools, shorter.variables, shorter.cache_salt)
+        check_prompt_tokens(len(prompt.ids), model.recipe.limits, capacity.max_seq_len if capacity else None)
+        return shorter
+
+    low, high = 0, len(cuts) - 1  # the answer is among these
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            await fitting(cuts[middle])
+            high = middle
+        except RequestError:
+            low = middle + 1
+    return await fitting(cuts[low])
