@@ -194,7 +194,9 @@ class ResponseAnswer:
         self._texts.append(text)
         self._tell("function_call_arguments.delta", delta=text)
 
-    def finish(self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int) -> None:
+    def finish(
+        self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int, stop_string: str
+    ) -> None:
         self.usage, self._num_reasoning = usage, num_reasoning
         self._status = "incomplete" if reason == "length" else "completed"
         if not self.items:
