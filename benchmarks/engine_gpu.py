@@ -149,9 +149,9 @@ class Bench:
             load_format="dummy",
         )
         if options.modules:
-            from bireme.engines.torch import fused_decoder
+            from bireme.engines.torch import decoder_weights
 
-            fused_decoder.FAMILIES = frozenset()
+            decoder_weights.FAMILIES = {}
         self._loaded = LoadedEngine(
             EngineContext("bench", "decode", folder, config, Registry("bench")), lambda act: act()
         )

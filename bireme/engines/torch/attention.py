@@ -94,6 +94,14 @@ class DecodeView:
 
 
 @dataclass(slots=True)
+class DecodeTable:
+    """KV of the step's decode rows."""
+
+    blocks: Tensor  # (rows, columns) int32
+    lengths: Tensor  # (rows,) int32: tokens that each sees, its own included
+
+
+@dataclass(slots=True)
 class ChunkView:
     """KV of one prefill chunk."""
 
@@ -108,16 +116,8 @@ class GroupStep:
     """One window's share of a step."""
 
     slots: Tensor  # (T,) pool row that each token's key and value go to
-    decode: DecodeView | None
+    decode: DecodeView | DecodeTable | None  # what its attention reads
     chunks: list[ChunkView]
-
-
-@dataclass(slots=True)
-class DecodeTable:
-    """KV of the step's decode rows."""
-
-    blocks: Tensor  # (rows, columns) int32
-    lengths: Tensor  # (rows,) int32: tokens that each sees, its own included
 
 
 @dataclass(slots=True)
@@ -157,13 +157,12 @@ class PagedStep:
         group, keys, values = self.groups[layer], self.keys[layer], self.values[layer]
         store_rows(group.slots, key, keys)
         store_rows(group.slots, value, values)
-        if group.decode is not None and not group.chunks:
-            return self._decode(group.decode, query, key.shape[1], keys, values, extras)
+        assert not isinstance(group.decode, DecodeTable)
         parts = []
         if group.decode is not None:
             parts.append(self._decode(group.decode, query, key.shape[1], keys, values, extras))
         for chunk in group.chunks:
-            parts.append(self._prefill(chunk, query, key, value, keys, values, extras))
+            parts.append(attend_chunk(chunk, query, key, value, keys, values, extras))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _decode(
@@ -180,26 +179,20 @@ class PagedStep:
         out_BNGV = attend(query_BNGK, key_BNLK, value_BNLV, view.mask, extras, sinks)
         return out_BNGV.reshape(1, rows, heads, -1)
 
-    def _prefill(
-        self,
-        view: ChunkView,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        extras: Extras,
-    ) -> Tensor:
-        num_kv, own = key.shape[1], slice(view.begin, view.end)
-        if view.rows is None:
-            key_1NLK, value_1NLV = key[:, :, own], value[:, :, own]
-        else:
-            key_1NLK = keys.index_select(0, view.rows).view(1, len(view.rows), num_kv, -1).transpose(1, 2)
-            value_1NLV = values.index_select(0, view.rows).view(1, len(view.rows), num_kv, -1).transpose(1, 2)
-        sinks = None if extras.sinks is None else extras.sinks.view(1, -1, 1, 1)
-        return attend(query[:, :, own], key_1NLK, value_1NLV, view.mask, extras, sinks, view.mask is None).transpose(
-            1, 2
-        )
+
+def attend_chunk(
+    view: ChunkView, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, extras: Extras
+) -> Tensor:
+    """Attend of one prefill chunk, whose rows are in the pools; query (1, H, T, K) -> (1, tokens, H, V)."""
+    num_kv, own = key.shape[1], slice(view.begin, view.end)
+    if view.rows is None:
+        key_1NLK, value_1NLV = key[:, :, own], value[:, :, own]
+    else:
+        key_1NLK = keys.index_select(0, view.rows).view(1, len(view.rows), num_kv, -1).transpose(1, 2)
+        value_1NLV = values.index_select(0, view.rows).view(1, len(view.rows), num_kv, -1).transpose(1, 2)
+    sinks = None if extras.sinks is None else extras.sinks.view(1, -1, 1, 1)
+    found = attend(query[:, :, own], key_1NLK, value_1NLV, view.mask, extras, sinks, view.mask is None)
+    return found.transpose(1, 2)
 
 
 def attend(

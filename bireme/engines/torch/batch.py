@@ -55,14 +55,19 @@ class BatchBuilder:
         device: torch.device,
         has_grid_positions: bool = False,
         uses_kernels: bool = False,
+        uses_tables: bool = False,
     ) -> None:
-        """`has_grid_positions`: the model's rotary positions have three dimensions."""
+        """`has_grid_positions`: the model's rotary positions have three dimensions.
+
+        `uses_tables`: decode rows of a CPU's step are told as DecodeTable, in place of DecodeView.
+        """
         columns = -(-max_seq_len // tokens_per_block) + 1
         self._windows = windows
         self._size = tokens_per_block
         self._device = device
         self._has_grid_positions = has_grid_positions
         self._uses_kernels = uses_kernels
+        self._uses_tables = uses_tables
         self._most_seen = max_seq_len  # tokens whose KV is gathered at once
         self._tables = [np.zeros((max_batch_size, columns), dtype=np.int64) for _ in windows]
 
@@ -118,12 +123,12 @@ class BatchBuilder:
     def _group(self, group: int, window: int, plan: SchedulerOutput, positions: Ints) -> GroupStep:
         table, size, count = self._tables[group], self._size, len(plan.decodes)
         slots = np.empty(len(positions), dtype=np.int64)
-        decode = None
+        decode: DecodeView | DecodeTable | None = None
         if count:
             rows = np.array([sequence.slot for sequence in plan.decodes])
             at = positions[:count]
             slots[:count] = table[rows, at // size] * size + at % size
-            decode = self._decode(table, rows, at, window)
+            decode = self._table(table, rows, at) if self._uses_tables else self._decode(table, rows, at, window)
         chunks, begin = [], count
         for sequence, length in plan.chunks:
             own, end = table[sequence.slot], begin + length
@@ -169,10 +174,7 @@ class BatchBuilder:
         if count:
             rows, at = np.array([sequence.slot for sequence in plan.decodes]), positions[:count]
             slots.append(table[rows, at // size] * size + at % size)
-            width = int(at.max()) // size + 1
-            decode = DecodeTable(
-                self._tensor(table[rows, :width].astype(np.int32)), self._tensor((at + 1).astype(np.int32))
-            )
+            decode = self._table(table, rows, at)
         begin, own = count, [0]
         seen: list[Ints] = []
         for sequence, length in plan.chunks:
@@ -189,6 +191,11 @@ class BatchBuilder:
         if seen:
             chunks.append(self._packed(begin, own, seen))
         return KernelGroup(self._tensor(np.concatenate(slots)), decode, chunks, window)
+
+    def _table(self, table: Ints, rows: Ints, positions: Ints) -> DecodeTable:
+        width = int(positions.max()) // self._size + 1
+        lengths = (positions + 1).astype(np.int32)
+        return DecodeTable(self._tensor(table[rows, :width].astype(np.int32)), self._tensor(lengths))
 
     def _packed(self, begin: int, own: list[int], seen: list[Ints]) -> PackedChunks:
         lengths = [len(rows) for rows in seen]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from bireme.engines.torch import cpu
 from bireme.engines.torch.architectures import architecture_of, check_architecture
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.errors import ConfigError, one_line
@@ -108,7 +109,10 @@ def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch
 
 
 def choose_dtype(name: str, config: Any) -> torch.dtype:
-    """Return the dtype of the weights; auto: the checkpoint's own. Raises ConfigError."""
+    """Return the dtype of the weights. Raises ConfigError.
+
+    auto: the checkpoint's own; without a GPU float32 in place of what the CPU has no instructions for.
+    """
     if name != "auto":
         if name not in _DTYPES:
             raise ConfigError(f"dtype: {name!r}; the torch engine has auto, {', '.join(_DTYPES)}")
@@ -116,7 +120,11 @@ def choose_dtype(name: str, config: Any) -> torch.dtype:
     own = getattr(config, "dtype", None)
     if isinstance(own, str):
         own = _DTYPES.get(own)
-    return own if own in _DTYPES.values() else torch.float32
+    if own not in _DTYPES.values():
+        return torch.float32
+    if torch.cuda.is_available() or (own is torch.bfloat16 and cpu.multiplies_bfloat16()):
+        return own
+    return torch.float32
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

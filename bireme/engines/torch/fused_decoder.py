@@ -1,15 +1,8 @@
-"""Llama's kind of decoder, made of few kernels, from the weights of a transformers model.
-
-The projections of queries, keys and values are one matrix, as are those of gate and up. The model's own modules keep
-views of them: they stay as usable as before, and nothing is held twice. Of a decode step with one row, a layer
-is five kernels.
-"""
+"""Llama's kind of decoder on a GPU, made of few kernels. Of a decode step with one row, a layer is five kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +10,9 @@ from torch import Tensor
 
 from bireme.engines.torch.attention import Extras, KernelGroup
 from bireme.engines.torch.batch import Batch
+from bireme.engines.torch.decoder_weights import DecoderWeights
 from bireme.engines.torch.kernel_step import attend_stored
-from bireme.engines.torch.kernels.decode_attention import Rotary, decode_attention
+from bireme.engines.torch.kernels.decode_attention import decode_attention
 from bireme.engines.torch.kernels.few_rows_linear import MOST_ROWS, few_rows_linear
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.rotary import rotate_and_store
@@ -29,99 +23,11 @@ from bireme.engines.torch.kv_store import KvStore
 if TYPE_CHECKING:
     from bireme.engines.torch.resident_decode import DecodeState
 
-FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-
-
-@dataclass(frozen=True, slots=True)
-class FusedLayer:
-    attention_norm: Tensor
-    qkv: Tensor  # ((H + 2 N) K, hidden)
-    qkv_bias: Tensor | None
-    output: Tensor  # (hidden, H K)
-    mlp_norm: Tensor
-    gate_up: Tensor  # (2 I, hidden)
-    down: Tensor  # (hidden, I)
-    rotary: Rotary
-    scaling: float
-
-
-@dataclass(frozen=True, slots=True)
-class FusedWeights:
-    embeddings: Tensor
-    layers: tuple[FusedLayer, ...]
-    norm: Tensor
-    head: Tensor
-    eps: float
-    num_heads: int
-
-
-def why_not_fused(model: Any) -> str:
-    """Return what keeps a model from this decoder; empty: nothing does."""
-    name, config = type(model).__name__, model.config
-    if name not in FAMILIES:
-        return f"{name} is not one of {', '.join(sorted(FAMILIES))}"
-    layer = model.model.layers[0]
-    if config.hidden_act != "silu":
-        return f"hidden_act is {config.hidden_act}"
-    if model.dtype not in (torch.bfloat16, torch.float32):
-        return f"dtype is {str(model.dtype).removeprefix('torch.')}"
-    if 2 * len(model.model.rotary_emb.inv_freq) != layer.self_attn.head_dim:
-        return "only a part of each head is turned by its position"
-    if layer.self_attn.o_proj.bias is not None or layer.mlp.down_proj.bias is not None:
-        return "output projections have a bias"
-    return ""
-
-
-def fuse(model: Any, max_seq_len: int) -> FusedWeights:
-    """Rearrange the weights of a model that `why_not_fused` has nothing against."""
-    body = model.model
-    device = body.embed_tokens.weight.device
-    with torch.inference_mode(False), torch.no_grad():
-        positions = torch.arange(max_seq_len, device=device)[None]
-        cos, sin = body.rotary_emb(torch.zeros((), device=device), positions)  # float32, whatever the model's dtype
-        half = cos.shape[-1] // 2
-        cos_sin = torch.cat([cos[0, :, :half], sin[0, :, :half]], 1).contiguous()
-        layers = tuple(_fuse_layer(layer, cos_sin) for layer in body.layers)
-    return FusedWeights(
-        body.embed_tokens.weight.detach(),
-        layers,
-        body.norm.weight.detach(),
-        model.lm_head.weight.detach(),
-        float(model.config.rms_norm_eps),
-        int(model.config.num_attention_heads),
-    )
-
-
-def _fuse_layer(layer: Any, cos_sin: Tensor) -> FusedLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    eps = float(norms[0].variance_epsilon) if norms[0] is not None else 0.0
-    return FusedLayer(
-        attention_norm=layer.input_layernorm.weight.detach(),
-        qkv=_join(projections),
-        qkv_bias=None if projections[0].bias is None else torch.cat([part.bias for part in projections]),
-        output=attention.o_proj.weight.detach(),
-        mlp_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=_join((mlp.gate_proj, mlp.up_proj)),
-        down=mlp.down_proj.weight.detach(),
-        rotary=Rotary(cos_sin, eps, *(None if norm is None else norm.weight.detach() for norm in norms)),
-        scaling=float(attention.scaling),
-    )
-
-
-def _join(parts: Sequence[Any]) -> Tensor:
-    """Return the parts' weights as one matrix, of which they keep views."""
-    joined = torch.cat([part.weight for part in parts])
-    for part, own in zip(parts, joined.split([len(part.weight) for part in parts]), strict=True):
-        part.weight.data = own
-    return joined
-
 
 class FusedDecoder:
     """Computes steps over the pools; used by the engine's thread."""
 
-    def __init__(self, weights: FusedWeights, store: KvStore) -> None:
+    def __init__(self, weights: DecoderWeights, store: KvStore) -> None:
         self.weights = weights
         self._store = store
         self._windows = [store.groups[group].window for group in store.group_of]

@@ -19,14 +19,17 @@ from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.block_mover import BlockMover
 from bireme.engines.torch.checkpoint import Checkpoint, eos_token_ids, load_model, open_checkpoint
 from bireme.engines.torch.core import EngineCore, Parts
+from bireme.engines.torch.decoder_ops import choose_ops
+from bireme.engines.torch.decoder_weights import DecoderWeights, fuse, why_not_fused
 from bireme.engines.torch.disaggregation import Post, TorchExporter, TorchImporter
 from bireme.engines.torch.guides import TorchGuides
 from bireme.engines.torch.kv_store import KvStore, group_layers
 from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.metrics import TorchMetrics
+from bireme.engines.torch.packed_decoder import PackedDecoder
 from bireme.engines.torch.runner import HfRunner, peak_bytes, probe
 from bireme.engines.torch.vision_models import is_picture_model
-from bireme.engines.torch.warmup import check_resident, warm_up
+from bireme.engines.torch.warmup import check_packed, check_resident, warm_up
 from bireme.errors import ConfigError
 from bireme.kv.block_manager import BlockManager, GroupSpec
 from bireme.kv.block_pool import DEFAULT_PRIORITY
@@ -36,7 +39,6 @@ from bireme.logits.sampler import Sampler
 from bireme.messages import Capacity
 
 if TYPE_CHECKING:
-    from bireme.engines.torch.fused_decoder import FusedWeights
     from bireme.engines.torch.picture_side import PictureSide
     from bireme.engines.torch.resident_decode import ResidentDecode
 
@@ -62,7 +64,8 @@ class LoadedEngine:
             model = pictures.language_model
         geometry = _geometry(context, model, checkpoint, device)
         uses_kernels = kernels.is_usable(device)
-        weights = _fused(model, self.limits) if uses_kernels and pictures is None else None
+        is_fused = _is_fused(model, pictures)
+        weights = fuse(model, self.limits.max_seq_len) if uses_kernels and is_fused else None
         store, manager = _pools(context, model, geometry, self.limits, checkpoint, device)
         self.events = manager.events
         self.num_blocks = manager.num_blocks
@@ -88,6 +91,8 @@ class LoadedEngine:
         resident = None
         if weights is not None:
             resident = _resident(weights, runner, builder, manager, store, self.limits, context.config, vocab_size)
+        elif device.type == "cpu" and is_fused:
+            builder = _packed(model, runner, builder, manager, store, self.limits)
         warm_up(runner, builder, manager, store, self.limits)
         self.mover = _mover(store, manager, context.config)
         if uses_kernels and resident is None and device.type == "cuda":
@@ -147,7 +152,12 @@ def _tell(model: Any, store: KvStore, manager: BlockManager, capacity: Capacity)
 
 
 def _builder(
-    store: KvStore, limits: EngineLimits, device: torch.device, has_grid_positions: bool, uses_kernels: bool
+    store: KvStore,
+    limits: EngineLimits,
+    device: torch.device,
+    has_grid_positions: bool = False,
+    uses_kernels: bool = False,
+    uses_tables: bool = False,
 ) -> BatchBuilder:
     return BatchBuilder(
         [group.window for group in store.groups],
@@ -157,21 +167,46 @@ def _builder(
         device,
         has_grid_positions,
         uses_kernels,
+        uses_tables,
     )
 
 
-def _fused(model: Any, limits: EngineLimits) -> FusedWeights | None:
-    """Return the weights as the fused decoder has them; None: the model keeps its own modules."""
-    from bireme.engines.torch.fused_decoder import fuse, why_not_fused
-
-    if reason := why_not_fused(model):
+def _is_fused(model: Any, pictures: PictureSide | None) -> bool:
+    """Return whether a decoder of this engine takes the place of the model's modules."""
+    reason = "the model takes pictures" if pictures is not None else why_not_fused(model)
+    if reason:
         logger.info("fused_off reason=%s", reason)
-        return None
-    return fuse(model, limits.max_seq_len)
+    return not reason
+
+
+def _packed(
+    model: Any,
+    runner: HfRunner,
+    by_modules: BatchBuilder,
+    manager: BlockManager,
+    store: KvStore,
+    limits: EngineLimits,
+) -> BatchBuilder:
+    """Put the packed decoder in place of the model's modules, which are emptied, and return its batches' builder.
+
+    If it does not compute what they do they stay, and so does their builder.
+    """
+    make_ops = choose_ops()
+    decoder = PackedDecoder(fuse(model, limits.max_seq_len), store, make_ops)
+    builder = _builder(store, limits, store.device, uses_tables=decoder.ops.uses_tables)
+    try:
+        check_packed(decoder, runner, (by_modules, builder), manager, limits)
+    except Exception as error:  # whatever is wrong with it on this CPU: the model's own modules still run
+        logger.warning("fused_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
+        return by_modules
+    if reason := decoder.pack(model):
+        logger.warning("weights_not_packed reason=%s: steps of few rows are slower", reason)
+    runner.use_decoder(decoder)
+    return builder
 
 
 def _resident(
-    weights: FusedWeights,
+    weights: DecoderWeights,
     runner: HfRunner,
     builder: BatchBuilder,
     manager: BlockManager,

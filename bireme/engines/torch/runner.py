@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from bireme.engines.torch.decode_graphs import DecodeGraphs
     from bireme.engines.torch.fused_decoder import FusedDecoder
+    from bireme.engines.torch.packed_decoder import PackedDecoder
 
 
 def probe(model: Any, device: torch.device) -> list[LayerGeometry]:
@@ -89,7 +90,7 @@ class HfRunner:
 
             self._make_step = KernelStep
         self._graphs: DecodeGraphs | None = None
-        self._decoder: FusedDecoder | None = None
+        self._decoder: FusedDecoder | PackedDecoder | None = None
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the batch: writes its KV rows, returns logits (rows wanted, vocabulary).
@@ -116,7 +117,7 @@ class HfRunner:
         """From now on decode steps replay these."""
         self._graphs = graphs
 
-    def use_decoder(self, decoder: FusedDecoder) -> None:
+    def use_decoder(self, decoder: FusedDecoder | PackedDecoder) -> None:
         """From now on it computes the steps, in place of the model's modules."""
         self._decoder = decoder
 

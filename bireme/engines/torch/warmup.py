@@ -20,6 +20,7 @@ from bireme.logits.rows import Row
 from bireme.messages import EngineRequest, SamplingParams
 
 if TYPE_CHECKING:
+    from bireme.engines.torch.packed_decoder import PackedDecoder
     from bireme.engines.torch.resident_decode import ResidentDecode
 
 _CHECKED_TOKENS = 40
@@ -56,15 +57,10 @@ def check_resident(
     resident: ResidentDecode, runner: HfRunner, builder: BatchBuilder, manager: BlockManager, limits: EngineLimits
 ) -> None:
     """Compare a prompt and a decode step with what the model's own modules make of them. Raises RuntimeError."""
-    room = min(spec.num_blocks for spec in manager.groups) * manager.tokens_per_block
-    count = max(1, min(_CHECKED_TOKENS, limits.max_num_tokens, limits.max_seq_len - 2, room - 1))
-    sequence = _sequence(manager, 0, count)
-    sequence.tokens = [7 * at % 97 for at in range(count)]
-    _hold(manager, sequence, count + 1)
+    sequence, count = _checked(manager, limits)
     prompt = builder.build(SchedulerOutput(chunks=[(sequence, count)]))
     _compare("prompt", runner.compute_by_modules(prompt), resident.decoder.compute(prompt))
-    sequence.computed = count
-    sequence.tokens.append(11)
+    _go_on(sequence, count)
     step = builder.build(SchedulerOutput(decodes=[sequence]))
     row = Row(SamplingParams(), [], (), (), resident.vocab_size)
     flight = resident.start([sequence], lambda _: row)
@@ -72,6 +68,47 @@ def check_resident(
     found = flight.logits.clone()
     _compare("decode step", runner.compute_by_modules(step), found)
     manager.release(sequence.table)
+
+
+def check_packed(
+    decoder: PackedDecoder,
+    runner: HfRunner,
+    builders: tuple[BatchBuilder, BatchBuilder],
+    manager: BlockManager,
+    limits: EngineLimits,
+) -> None:
+    """The same of a decoder on a CPU, and of a prompt's rest. `builders`: the modules', the decoder's."""
+    sequence, count = _checked(manager, limits)
+    plans = {
+        "prompt": SchedulerOutput(chunks=[(sequence, count)]),
+        "prompt's rest": SchedulerOutput(chunks=[(sequence, count - count // 2)]),
+        "decode step": SchedulerOutput(decodes=[sequence]),
+    }
+    for (what, plan), computed in zip(plans.items(), (0, count // 2, count), strict=True):
+        if computed == count:
+            _go_on(sequence, count)
+        sequence.computed = computed
+        found = []
+        for compute, builder in zip((runner.compute_by_modules, decoder.compute), builders, strict=True):
+            sequence.mirrored = [0] * len(manager.groups)
+            found.append(compute(builder.build(plan)))
+        _compare(what, *found)
+    manager.release(sequence.table)
+
+
+def _checked(manager: BlockManager, limits: EngineLimits) -> tuple[Sequence, int]:
+    """Return a prompt with blocks for one token more, and its length."""
+    room = min(spec.num_blocks for spec in manager.groups) * manager.tokens_per_block
+    count = max(1, min(_CHECKED_TOKENS, limits.max_num_tokens, limits.max_seq_len - 2, room - 1))
+    sequence = _sequence(manager, 0, count)
+    sequence.tokens = [7 * at % 97 for at in range(count)]
+    _hold(manager, sequence, count + 1)
+    return sequence, count
+
+
+def _go_on(sequence: Sequence, computed: int) -> None:
+    sequence.computed = computed
+    sequence.tokens.append(11)
 
 
 def _compare(what: str, expected: torch.Tensor, found: torch.Tensor) -> None:

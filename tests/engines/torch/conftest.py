@@ -33,7 +33,7 @@ class TinyModel:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
-    """Return the tiny model of a name: llama, qwen3 or gemma3 (window 32)."""
+    """Return the tiny model of a name: llama, qwen3 or gemma3 (window 32); what follows a space is the test's."""
     import torch
 
     from tests.engines.torch import tiny_models
@@ -44,6 +44,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
     made: dict[str, TinyModel] = {}
 
     def get(name: str) -> TinyModel:
+        name = name.partition(" ")[0]
         if name not in made:
             kind, changes = kinds[name]
             made[name] = TinyModel(folder / name, kind, **changes)

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from bireme.engines.torch.architectures import PROVED, check_architecture, position_limit
+from bireme.engines.torch.decoder_weights import FAMILIES
 from bireme.errors import ConfigError
 from tests.engines.torch import tiny_models
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
@@ -81,6 +83,9 @@ def test_a_tiny_model_equals_generate(tmp_path, model_type):
     assert len({token for tokens in expected for token in tokens}) > 20
     with Harness(path, max_num_tokens=24, tokens_per_block=8) as engine:
         assert engine.run([request(prompt, 24) for prompt in PROMPTS]) == expected
+        is_on_modules = engine.core._parts.runner._decoder is None
+    if not torch.cuda.is_available():
+        assert is_on_modules is (type(model).__name__ not in FAMILIES)
 
 
 def test_every_architecture_let_in_is_proved_above(tmp_path):

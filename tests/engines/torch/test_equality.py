@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from bireme.engines.torch import decoder_weights
 from tests.engines.torch.torch_harness import MIXED, Harness, make_prompts, request
 
-MODELS = ("llama", "qwen3", "gemma3")
+ON_MODULES = "gemma3 on modules"  # transformers' own; the others on a decoder of this engine's
+MODELS = ("llama", "qwen3", "gemma3", ON_MODULES)
 PROMPTS = make_prompts(*MIXED)
+
+
+@pytest.fixture(autouse=True)
+def chosen_decoder(request, monkeypatch):
+    if "name" in request.fixturenames and request.getfixturevalue("name") == ON_MODULES:
+        monkeypatch.setattr(decoder_weights, "FAMILIES", {})
 
 
 @pytest.mark.parametrize("name", MODELS)

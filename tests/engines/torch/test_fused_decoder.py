@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.config import CudaGraphConfig
-from bireme.engines.torch import kernels
+from bireme.engines.torch import decoder_weights, kernels
 from bireme.engines.torch.decode_graphs import graph_sizes
 from tests.engines.torch import tiny_models
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
@@ -37,8 +37,10 @@ def answer(tmp_path_factory):
 
 @pytest.mark.parametrize("is_serial", [False, True] if torch.cuda.is_available() else [False])
 def test_an_engine_on_the_fused_decoder_answers_as_one_on_modules(answer, monkeypatch, is_serial):
-    monkeypatch.setattr(kernels, "is_usable", lambda device: False)
-    expected = answer(is_fused=False)
+    with monkeypatch.context() as changed:
+        changed.setattr(kernels, "is_usable", lambda device: False)
+        changed.setattr(decoder_weights, "FAMILIES", {})
+        expected = answer(is_fused=False)
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
     assert answer(is_fused=True, disable_overlap_scheduler=is_serial) == expected
 

@@ -12,6 +12,7 @@ from bireme.logits.rows import Row
 from bireme.messages import SamplingParams
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
+from bireme.engines.torch import decoder_weights
 from bireme.engines.torch.kernels import (
     decode_attention,
     draw,
@@ -55,7 +56,7 @@ def test_norm_and_gated_activation_equal_plain_torch(randn):
 
 def a_rotary(randn, size, has_norms):
     norms = (randn(size), randn(size)) if has_norms else (None, None)
-    return decode_attention.Rotary(randn(300, size), 1e-6, *norms)
+    return decoder_weights.Rotary(randn(300, size), 1e-6, *norms)
 
 
 @pytest.mark.parametrize(("size", "has_norms"), [(16, False), (24, True)])

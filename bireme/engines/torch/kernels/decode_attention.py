@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bireme.engines.torch.decoder_weights import Rotary
 from bireme.engines.torch.kernels.launch import chain, prefetch, wait
 from bireme.engines.torch.kernels.paged_decode import paged_decode_reference, precision
 from bireme.engines.torch.kernels.rotary import rotate_and_store_reference, rotated
@@ -136,16 +137,6 @@ def _attention_kernel(
                     joined = tl.sum(found * weights[:, None], 0) / tl.sum(totals * weights, 0)
                     to_head = out + (row * H + kv_head * G + index) * K + k
                     tl.store(to_head, joined.to(out.dtype.element_ty), k < K)
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """How a layer's queries and keys are normed and turned."""
-
-    cos_sin: Tensor  # (positions, K) float32
-    eps: float = 0.0
-    q_norm: Tensor | None = None  # (K,)
-    k_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

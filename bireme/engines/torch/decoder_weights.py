@@ -1,0 +1,165 @@
+"""Llama's kind of decoder as data: the weights of a transformers model, arranged for the decoders of this engine.
+
+`fused_decoder.py` computes it on a GPU, `packed_decoder.py` on a CPU. The projections of queries, keys and values are
+one matrix, as are those of gate and up. The model's own modules keep views of them: they stay as usable as before, and
+nothing is held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_EVERYWHERE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_ON_CPU = ("MinistralForCausalLM", "SeedOssForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
+FAMILIES = dict.fromkeys(_EVERYWHERE, ("cpu", "cuda")) | dict.fromkeys(_ON_CPU, ("cpu",))  # and which devices have it
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """How a layer's queries and keys are normed and turned."""
+
+    cos_sin: Tensor  # (positions, K) float32: the cosines of the K / 2 angles, then their sines
+    eps: float = 0.0
+    q_norm: Tensor | None = None  # (K,)
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    attention_norm: Tensor
+    qkv: Tensor  # ((H + 2 N) K, hidden)
+    qkv_bias: Tensor | None
+    output: Tensor  # (hidden, H K)
+    mlp_norm: Tensor
+    gate_up: Tensor  # (2 I, hidden)
+    down: Tensor  # (hidden, I)
+    rotary: Rotary
+    scaling: float
+    softcap: float = 0.0  # of attention's scores; 0: none
+    attention_post_norm: Tensor | None = None  # of what attention and MLP add
+    mlp_post_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    embeddings: Tensor
+    layers: tuple[DecoderLayer, ...]
+    norm: Tensor
+    head: Tensor
+    eps: float
+    num_heads: int
+    is_gelu: bool = False  # tanh's approximation of it gates the MLP; else SiLU
+    embed_scale: float = 1.0
+    softcap: float = 0.0  # of the logits; 0: none
+
+
+def why_not_fused(model: Any) -> str:
+    """Return what keeps a model from these decoders; empty: nothing does."""
+    name = type(model).__name__
+    known = [family for family, devices in FAMILIES.items() if model.device.type in devices]
+    if name not in known:
+        return f"{name} is not one of {', '.join(sorted(known))}"
+    layer = model.model.layers[0]
+    if not (_is(layer.mlp.act_fn, F.silu) or _is_gelu(model)):
+        return f"the MLP is gated by {layer.mlp.act_fn}"
+    if model.dtype not in (torch.bfloat16, torch.float32):
+        return f"dtype is {str(model.dtype).removeprefix('torch.')}"
+    if _cos_sin(model.model, layer, 1).shape[1] != layer.self_attn.head_dim:
+        return "only a part of each head is turned by its position"
+    if layer.self_attn.o_proj.bias is not None or layer.mlp.down_proj.bias is not None:
+        return "output projections have a bias"
+    return ""
+
+
+def fuse(model: Any, max_seq_len: int) -> DecoderWeights:
+    """Rearrange the weights of a model that `why_not_fused` has nothing against."""
+    body, config, is_gemma = model.model, model.config, type(model).__name__.startswith("Gemma")
+    with torch.inference_mode(False), torch.no_grad():
+        tables: dict[str, Tensor] = {}  # by kind of layer
+        layers = []
+        for layer in body.layers:
+            kind = _kind(body, layer)
+            if kind not in tables:
+                tables[kind] = _cos_sin(body, layer, max_seq_len)
+            layers.append(_fuse_layer(layer, tables[kind], is_gemma))
+        norm = _norm(body.norm, is_gemma)
+    return DecoderWeights(
+        body.embed_tokens.weight.detach(),
+        tuple(layers),
+        norm,
+        model.lm_head.weight.detach(),
+        float(config.rms_norm_eps),
+        int(config.num_attention_heads),
+        _is_gelu(model),
+        config.hidden_size**0.5 if is_gemma else 1.0,
+        float(getattr(config, "final_logit_softcapping", None) or 0.0),
+    )
+
+
+def _fuse_layer(layer: Any, cos_sin: Tensor, is_gemma: bool) -> DecoderLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    eps = 0.0 if norms[0] is None else float(getattr(norms[0], "variance_epsilon", None) or norms[0].eps)
+    after_attention, before_mlp, after_mlp = None, layer.post_attention_layernorm, None
+    if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma 2 and 3: what is added is normed, too
+        after_attention, before_mlp = before_mlp, layer.pre_feedforward_layernorm
+        after_mlp = layer.post_feedforward_layernorm
+    return DecoderLayer(
+        attention_norm=_norm(layer.input_layernorm, is_gemma),
+        qkv=_join(projections),
+        qkv_bias=None if projections[0].bias is None else torch.cat([part.bias for part in projections]),
+        output=attention.o_proj.weight.detach(),
+        mlp_norm=_norm(before_mlp, is_gemma),
+        gate_up=_join((mlp.gate_proj, mlp.up_proj)),
+        down=mlp.down_proj.weight.detach(),
+        rotary=Rotary(cos_sin, eps, *(None if norm is None else _norm(norm, is_gemma) for norm in norms)),
+        scaling=float(attention.scaling),
+        softcap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
+        attention_post_norm=None if after_attention is None else _norm(after_attention, is_gemma),
+        mlp_post_norm=None if after_mlp is None else _norm(after_mlp, is_gemma),
+    )
+
+
+def _join(parts: Sequence[Any]) -> Tensor:
+    """Return the parts' weights as one matrix, of which they keep views."""
+    joined = torch.cat([part.weight for part in parts])
+    for part, own in zip(parts, joined.split([len(part.weight) for part in parts]), strict=True):
+        part.weight.data = own
+    return joined
+
+
+def _norm(module: Any, is_gemma: bool) -> Tensor:
+    """Return what a norm multiplies by; Gemma's keep it less one."""
+    weight: Tensor = module.weight.detach()
+    return weight.float() + 1 if is_gemma else weight
+
+
+def _kind(body: Any, layer: Any) -> str:
+    """Return the name by which rotary positions tell layers apart; empty: they don't."""
+    return str(layer.self_attn.layer_type) if hasattr(body.rotary_emb, "layer_types") else ""
+
+
+def _cos_sin(body: Any, layer: Any, num_positions: int) -> Tensor:
+    device = body.embed_tokens.weight.device
+    positions, kind = torch.arange(num_positions, device=device)[None], _kind(body, layer)
+    like = torch.zeros((), device=device)  # float32, whatever the model's dtype
+    cos, sin = body.rotary_emb(like, positions, kind) if kind else body.rotary_emb(like, positions)
+    half = cos.shape[-1] // 2
+    return torch.cat([cos[0, :, :half], sin[0, :, :half]], 1).contiguous()
+
+
+def _is_gelu(model: Any) -> bool:
+    return _is(model.model.layers[0].mlp.act_fn, lambda x: F.gelu(x, approximate="tanh"))
+
+
+def _is(activation: Any, expected: Callable[[Tensor], Tensor]) -> bool:
+    """Families spell activations in too many ways: their values tell."""
+    values = torch.linspace(-6, 6, 97)
+    return bool(torch.allclose(activation(values), expected(values), rtol=0, atol=1e-6))

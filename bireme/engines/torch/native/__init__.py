@@ -1,0 +1,80 @@
+"""What a decoder's step on a CPU does between its matrix products, in C++, compiled where it runs.
+
+The library is made by the machine's compiler when an engine first starts, for exactly this CPU, and kept in
+$XDG_CACHE_HOME/bireme (~/.cache/bireme). Without a compiler the same is done by `decoder_ops.PlainOps`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from bireme.engines.torch import cpu
+
+SOURCE = Path(__file__).with_name("decoder.cpp")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+_COMPILE_S = 300.0  # it takes 3 s of an idle core
+
+
+class NativeUnavailableError(Exception):
+    """There is no library on this machine; says why."""
+
+
+def load() -> tuple[ctypes.CDLL, float]:
+    """Return the library, and the seconds that compiling it took; 0: it was there. Raises NativeUnavailableError."""
+    flags = list(_FLAGS)
+    if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        flags.append("-mno-avx512f")  # of a CPU without it nothing changes; ATEN_CPU_CAPABILITY takes it away
+    try:
+        compiler, folder = _compiler(), _folder()
+        # With the CPU's flags: several hosts may share a home.
+        made_for = f"{compiler} {flags} {sorted(cpu.flags())}".encode() + SOURCE.read_bytes()
+        path = folder / f"decoder-{hashlib.sha256(made_for).hexdigest()[:16]}.so"
+        began, is_new = time.monotonic(), not path.exists()
+        if is_new:
+            _compile(compiler, flags, path)
+        return ctypes.CDLL(str(path)), time.monotonic() - began if is_new else 0.0
+    # RuntimeError: there is no home; ValueError: CXX can't be parsed
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        raise NativeUnavailableError(f"{type(error).__name__}: {error}") from error
+
+
+def _compiler() -> list[str]:
+    """Return its command; CXX may hold several words, such as "ccache g++"."""
+    found = (
+        shlex.split(os.environ.get("CXX", "")) or list(filter(None, map(shutil.which, ("g++", "c++", "clang++"))))[:1]
+    )
+    if not found:
+        raise NativeUnavailableError("no C++ compiler (g++, c++, clang++, CXX)")
+    return found
+
+
+def _folder() -> Path:
+    """Return this user's folder of compiled files. Raises OSError: others could put code there."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bireme"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} is not this user's alone; set XDG_CACHE_HOME, or chmod 700 it")
+    return folder
+
+
+def _compile(compiler: list[str], flags: list[str], path: Path) -> None:
+    """Processes that start at once each make their own; the last one's stays."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        made = Path(work) / path.name
+        command = [*compiler, *flags, "-o", str(made), str(SOURCE)]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
+        if found.returncode != 0:
+            raise NativeUnavailableError(f"{compiler[0]}: {found.stderr.strip().partition(chr(10))[0]}")
+        made.replace(path)
