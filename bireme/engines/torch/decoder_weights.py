@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _EVERYWHERE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_ON_CPU = ("MinistralForCausalLM", "SeedOssForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
+_ON_CPU = (
+    *("MinistralForCausalLM", "SeedOssForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+    *("Qwen3MoeForCausalLM", "MixtralForCausalLM"),
+)
 FAMILIES = dict.fromkeys(_EVERYWHERE, ("cpu", "cuda")) | dict.fromkeys(_ON_CPU, ("cpu",))  # and which devices have it
 
 
@@ -31,19 +34,29 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True)
+class TopKRouter:
+    """How a mixture's layer chooses a token's experts: those with the highest probabilities, which weigh them."""
+
+    weight: Tensor  # (E, hidden)
+    top_k: int
+    is_normed: bool  # the weights of those chosen add up to one
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     attention_norm: Tensor
     qkv: Tensor  # ((H + 2 N) K, hidden)
     qkv_bias: Tensor | None
     output: Tensor  # (hidden, H K)
     mlp_norm: Tensor
-    gate_up: Tensor  # (2 I, hidden)
-    down: Tensor  # (hidden, I)
+    gate_up: Tensor  # (2 I, hidden); of E experts (E, 2 I, hidden)
+    down: Tensor  # (hidden, I); of E experts (E, hidden, I)
     rotary: Rotary
     scaling: float
     softcap: float = 0.0  # of attention's scores; 0: none
     attention_post_norm: Tensor | None = None  # of what attention and MLP add
     mlp_post_norm: Tensor | None = None
+    router: TopKRouter | None = None  # of experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +79,14 @@ def why_not_fused(model: Any) -> str:
     if name not in known:
         return f"{name} is not one of {', '.join(sorted(known))}"
     layer = model.model.layers[0]
-    if not (_is(layer.mlp.act_fn, F.silu) or _is_gelu(model)):
-        return f"the MLP is gated by {layer.mlp.act_fn}"
+    if not (_is(_activation(model), F.silu) or _is_gelu(model)):
+        return f"the MLP is gated by {_activation(model)}"
     if model.dtype not in (torch.bfloat16, torch.float32):
         return f"dtype is {str(model.dtype).removeprefix('torch.')}"
     if _cos_sin(model.model, layer, 1).shape[1] != layer.self_attn.head_dim:
         return "only a part of each head is turned by its position"
-    if layer.self_attn.o_proj.bias is not None or layer.mlp.down_proj.bias is not None:
+    dense = [each.mlp for each in model.model.layers if not hasattr(each.mlp, "experts")]
+    if layer.self_attn.o_proj.bias is not None or any(mlp.down_proj.bias is not None for mlp in dense):
         return "output projections have a bias"
     return ""
 
@@ -111,19 +125,27 @@ def _fuse_layer(layer: Any, cos_sin: Tensor, is_gemma: bool) -> DecoderLayer:
     if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma 2 and 3: what is added is normed, too
         after_attention, before_mlp = before_mlp, layer.pre_feedforward_layernorm
         after_mlp = layer.post_feedforward_layernorm
+    router, experts = None, getattr(mlp, "experts", None)
+    if experts is None:
+        gate_up, down = _join((mlp.gate_proj, mlp.up_proj)), mlp.down_proj.weight.detach()
+    else:
+        gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        is_normed = bool(getattr(mlp.gate, "norm_topk_prob", True))  # Mixtral's has no such setting: it does
+        router = TopKRouter(mlp.gate.weight.detach(), int(mlp.gate.top_k), is_normed)
     return DecoderLayer(
         attention_norm=_norm(layer.input_layernorm, is_gemma),
         qkv=_join(projections),
         qkv_bias=None if projections[0].bias is None else torch.cat([part.bias for part in projections]),
         output=attention.o_proj.weight.detach(),
         mlp_norm=_norm(before_mlp, is_gemma),
-        gate_up=_join((mlp.gate_proj, mlp.up_proj)),
-        down=mlp.down_proj.weight.detach(),
+        gate_up=gate_up,
+        down=down,
         rotary=Rotary(cos_sin, eps, *(None if norm is None else _norm(norm, is_gemma) for norm in norms)),
         scaling=float(attention.scaling),
         softcap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
         attention_post_norm=None if after_attention is None else _norm(after_attention, is_gemma),
         mlp_post_norm=None if after_mlp is None else _norm(after_mlp, is_gemma),
+        router=router,
     )
 
 
@@ -155,8 +177,13 @@ def _cos_sin(body: Any, layer: Any, num_positions: int) -> Tensor:
     return torch.cat([cos[0, :, :half], sin[0, :, :half]], 1).contiguous()
 
 
+def _activation(model: Any) -> Any:
+    mlp = model.model.layers[0].mlp
+    return getattr(mlp, "experts", mlp).act_fn
+
+
 def _is_gelu(model: Any) -> bool:
-    return _is(model.model.layers[0].mlp.act_fn, lambda x: F.gelu(x, approximate="tanh"))
+    return _is(_activation(model), lambda x: F.gelu(x, approximate="tanh"))
 
 
 def _is(activation: Any, expected: Callable[[Tensor], Tensor]) -> bool:

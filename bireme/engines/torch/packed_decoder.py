@@ -19,45 +19,7 @@ from bireme.engines.torch.batch import Batch
 from bireme.engines.torch.decoder_ops import AttentionLayer, DecoderOps
 from bireme.engines.torch.decoder_weights import DecoderWeights, Rotary
 from bireme.engines.torch.kv_store import KvStore
-
-_EXPECTED_ROWS = 16  # of a step: what oneDNN chooses the order for; products of other shapes read it too
-_CHECKED_ROWS = (1, 40)
-_MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-4}  # relative
-
-
-class Linear:
-    """x (T, in) -> (T, out), with weights plain or packed."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight, self._bias = weight, bias
-        self._is_packed = False
-
-    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        if not self._is_packed:
-            product = F.linear(x, self._weight, self._bias)
-            return product if add_to is None else product.add_(add_to)
-        linear: Any = torch.ops.mkldnn._linear_pointwise
-        if add_to is None:
-            found: Tensor = linear(x, self._weight, self._bias, "none", [], "")
-        else:
-            found = linear.binary(x, add_to, self._weight, self._bias, "add")
-        return found
-
-    def pack(self) -> None:
-        """Raises RuntimeError where oneDNN can't, or computes something else; the weights are plain then."""
-        plain = self._weight
-        rows = [torch.randn(count, plain.shape[1]).to(plain.dtype) for count in _CHECKED_ROWS]
-        expected = [self(x, self(x)) for x in rows]
-        try:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(plain, _EXPECTED_ROWS)
-            self._is_packed = True
-            for x, right in zip(rows, expected, strict=True):
-                error = float((self(x, self(x)) - right).float().norm() / right.float().norm())
-                if not error <= _MOST_ERROR[plain.dtype]:
-                    raise RuntimeError(f"a packed product of {len(x)} rows is {error:.3g} off")
-        except (RuntimeError, AttributeError) as error:  # AttributeError: this torch has no such operation
-            self._weight, self._is_packed = plain, False
-            raise RuntimeError(str(error).partition("\n")[0]) from error
+from bireme.engines.torch.packed_linear import Experts, GatedMlp, Linear, make_mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +29,7 @@ class PackedLayer:
     qkv: Linear
     output: Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: GatedMlp | Experts
     attention_post_norm: Tensor | None
     mlp_post_norm: Tensor | None
 
@@ -103,8 +64,7 @@ class PackedDecoder:
                 Linear(layer.qkv, layer.qkv_bias),
                 Linear(layer.output),
                 _float(layer.mlp_norm),
-                Linear(layer.gate_up),
-                Linear(layer.down),
+                make_mlp(self.ops, layer, weights.is_gelu),
                 _float(layer.attention_post_norm),
                 _float(layer.mlp_post_norm),
             )
@@ -113,7 +73,7 @@ class PackedDecoder:
         # Copies: one tensor of a checkpoint's file keeps the whole file in memory.
         self._embeddings, self._norm, self._eps = weights.embeddings.clone(), _float(weights.norm), weights.eps
         self._scale = None if weights.embed_scale == 1 else torch.tensor(weights.embed_scale).to(store.dtype)
-        self._head, self._softcap, self._is_gelu = Linear(weights.head), weights.softcap, weights.is_gelu
+        self._head, self._softcap = Linear(weights.head), weights.softcap
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute(self, batch: Batch) -> Tensor:
@@ -127,36 +87,39 @@ class PackedDecoder:
             assert isinstance(group, GroupStep)
             qkv = layer.qkv(ops.rms_norm(x, layer.attention_norm, eps))
             x = self._add(x, layer.output, ops.attend(index, qkv, positions, group), layer.attention_post_norm)
-            inner = ops.gate(layer.gate_up(ops.rms_norm(x, layer.mlp_norm, eps)), self._is_gelu)
-            x = self._add(x, layer.down, inner, layer.mlp_post_norm)
+            x = self._add(x, layer.mlp, ops.rms_norm(x, layer.mlp_norm, eps), layer.mlp_post_norm)
         if not batch.is_decode:
             x = x[batch.logits_rows]
         logits = self._head(ops.rms_norm(x, self._norm, eps))
         return logits.div_(self._softcap).tanh_().mul_(self._softcap) if self._softcap else logits
 
-    def _add(self, x: Tensor, linear: Linear, inner: Tensor, post_norm: Tensor | None) -> Tensor:
+    def _add(self, x: Tensor, part: Linear | GatedMlp | Experts, inner: Tensor, post_norm: Tensor | None) -> Tensor:
         if post_norm is None:
-            return linear(inner, x)
-        return self.ops.rms_norm(linear(inner), post_norm, self._eps, x)
+            return part(inner, x)
+        return self.ops.rms_norm(part(inner), post_norm, self._eps, x)
 
     def pack(self, model: Any) -> str:
         """Put the weights in oneDNN's order and empty the model's modules. Returns why some are plain; empty: none."""
-        reasons = set()
+        known: dict[Any, str] = {}
         for layer, module in zip(self._layers, model.model.layers, strict=True):
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                reasons.add(_pack(linear))
+            for linear in (layer.qkv, layer.output, *layer.mlp.linears):
+                _pack(linear, known)
             module.to("meta")
-        reasons.add(_pack(self._head))
+        _pack(self._head, known)
         model.to("meta")
-        return "; ".join(sorted(filter(None, reasons)))
+        return "; ".join(sorted(set(filter(None, known.values()))))
 
 
-def _pack(linear: Linear) -> str:
+def _pack(linear: Linear, known: dict[Any, str]) -> None:
+    """`known`: why weights of a kind can't be packed; empty: they can. Each kind is checked once."""
+    kind = linear.kind
+    if known.get(kind):
+        return
     try:
-        linear.pack()
+        linear.pack(kind not in known)
+        known[kind] = ""
     except RuntimeError as error:
-        return str(error)
-    return ""
+        known[kind] = str(error)
 
 
 def _with_float_norms(rotary: Rotary) -> Rotary:

@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "qwen2_moe": MOE | {"shared_expert_intermediate_size": 32},
-    "qwen3_moe": MOE,
+    "qwen3_moe": MOE | {"mlp_only_layers": [1]},
     "mixtral": LOCAL_MOE | W16,
     "gemma": {},
     "gemma2": W16 | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 1.0, "num_hidden_layers": 4},

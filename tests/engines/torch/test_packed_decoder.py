@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bireme.engines.torch import cpu, decoder_weights, native, packed_decoder
+from bireme.engines.torch import cpu, decoder_weights, native, packed_decoder, packed_linear
 from bireme.engines.torch.attention import DecodeTable, GroupStep
 from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.checkpoint import choose_dtype
@@ -173,7 +173,7 @@ def test_one_that_computes_something_else_is_not_used(answer, by_modules, monkey
 
 
 def test_weights_that_can_not_be_packed_stay_plain(answer, by_modules, monkeypatch, caplog):
-    monkeypatch.setattr(packed_decoder, "_MOST_ERROR", dict.fromkeys(CLOSE, -1.0))
+    monkeypatch.setattr(packed_linear, "_MOST_ERROR", dict.fromkeys(CLOSE, -1.0))
     assert answer(is_packed=True)[0] == by_modules
     assert "weights_not_packed reason=a packed product" in caplog.text
 
