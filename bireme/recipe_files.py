@@ -176,6 +176,8 @@ def check_rules(recipe: Recipe) -> None:
         if not least <= entry.replicas <= 64:
             hint = "; 0 leaves the stage to other servers and needs discovery" if entry.replicas == 0 else ""
             raise ConfigError(f"workers.{stage}.replicas: {entry.replicas}; {least} to 64{hint}")
+        if entry.instances > 1 and stage != "decode":
+            raise ConfigError(f"workers.{stage}.instances: {entry.instances}; only decode shares streams, remove it")
     _check_discovery(recipe.discovery)
     if "decode" not in recipe.workers and "prefill" in recipe.workers:
         raise ConfigError("workers: prefill without decode; add decode, or use decode alone for aggregated serving")

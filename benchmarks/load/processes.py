@@ -18,14 +18,14 @@ FOREIGN = "foreign"
 def roles(server_pid: int) -> dict[str, int]:
     """Return role -> pid of a server's tree: server, decode.stub, decode.engine, ..."""
     found = {"server": server_pid}
-    models: dict[int, str] = {}
     for pid in descendants(server_pid):
         arguments = command_line(pid)
         if model := stub_name(arguments):
-            models[pid] = model
             found[f"{model}.stub"] = pid
         elif "bireme.engines.worker" in arguments:
-            found[f"{models.get(parent(pid), 'unknown')}.engine"] = pid
+            found[f"{arguments[arguments.index('--worker') + 1]}.engine"] = pid
+        elif "bireme.engines.stub.broker" in arguments:
+            found[f"{arguments[arguments.index('--worker') + 1]}.broker"] = pid
     return found
 
 

@@ -31,7 +31,7 @@ from bireme.launch.watchdog import StubWatchdog
 from bireme.multimodal.model_config import picture_model_of
 
 _SERVER = "tritonserver"
-_ENGINE = "/engine"
+_ENGINE, _BROKER = "/engine", "/broker"
 _PUBLISHED_S = 0.6  # until the metrics page shows an engine's end
 
 
@@ -82,6 +82,7 @@ class HealthMonitor:
         self._stall_s = recipe.supervisor.stall_timeout_s
         self._has_pictures = picture_model_of(recipe) is not None
         self._workers = {name: WorkerHealth() for stage in recipe.workers for name in recipe.replicas(stage)}
+        self._shared = [name for name in self._workers if len(recipe.instances(name)) > 1]  # among several stubs
         self._series: Mapping[str, WorkerSeries] = {}
         self._doors = self._make_doors()
         self._watch = ProcessWatch(self._find, self._end, server.run.shm_prefix, self._stall_s)
@@ -170,8 +171,9 @@ class HealthMonitor:
         worker = self._workers[name]
         if problem := self._model_problem(name, wrong):
             return problem
-        if problem := wrong.get(name + _ENGINE, ""):
-            return f"engine: {problem}"
+        for part in (_ENGINE, _BROKER):
+            if problem := wrong.get(name + part, ""):
+                return f"{part[1:]}: {problem}"
         if worker.engine_up is False:
             return "engine is down"
         stalled_s = time.monotonic() - worker.moved_at
@@ -233,13 +235,17 @@ class HealthMonitor:
         if not self._server.is_running:
             return {}
         found = {_SERVER: self._server.pid, **self._watchdog.stubs()}
-        for name in self._watchdog.stubs():
+        brokers = {name: processes.broker(self._server.run.path, name) for name in self._shared}
+        found |= {name + _BROKER: pid for name, pid in brokers.items() if pid is not None}
+        for owner in list(found):
+            name = owner.removesuffix(_BROKER)
             engine = None
-            for pid in processes.children(found[name]):
+            for pid in processes.children(found[owner]) if owner != _SERVER else ():
                 is_engine = stage_of(name) in WORKER_STAGES and processes.is_engine(pid)
                 engine = pid if is_engine else engine
-                found[name + _ENGINE if is_engine else f"{name}/{pid}"] = pid
-            if name in self._workers:
+                if pid not in brokers.values():
+                    found[name + _ENGINE if is_engine else f"{name}/{pid}"] = pid
+            if name in self._workers and (owner != name) == (name in self._shared):
                 self._workers[name].take_engine(engine)
         return found
 

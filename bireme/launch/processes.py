@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bireme.config import instance_name
+from bireme.engines.stub.broker_wire import lock_path
 
 _PROC = Path("/proc")
 _STUB = "triton_python_backend_stub"
-_ENGINE = "bireme.engines.worker"
+_ENGINE, _BROKER = "bireme.engines.worker", "bireme.engines.stub.broker"
 _GONE = (FileNotFoundError, ProcessLookupError)
 
 
@@ -133,8 +134,20 @@ def stub_name(arguments: list[str]) -> str | None:
 
 
 def engines(stub_pid: int) -> list[int]:
-    """Return the engine processes of a stub: one, none while it is down."""
+    """Return the engine processes of a stub, or of a broker: one, none while it is down."""
     return [pid for pid in children(stub_pid) if is_engine(pid) and is_alive(pid)]
+
+
+def broker(run_dir: Path, worker: str) -> int | None:
+    """Return the process that shares a worker's engine among its stubs; it is a child of none that must still live.
+
+    None: it has not written its process id yet, or has ended.
+    """
+    try:
+        pid = int(lock_path(run_dir, worker).read_text().strip() or 0)
+    except (FileNotFoundError, ValueError):
+        return None
+    return pid if _BROKER in command_line(pid) else None
 
 
 def is_engine(pid: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _SAMPLE = re.compile(r"^(bireme_\w+)(?:\{([^}]*)\})? (\S+)")
 _GOOD_OUTCOMES = ("stop", "length", "tool_calls")
@@ -38,12 +38,13 @@ def worker_series(text: str) -> dict[str, WorkerSeries]:
 def total(series: Mapping[str, WorkerSeries], names: Sequence[str]) -> WorkerSeries | None:
     """Return the figures of a model's stubs together; None: none has published any.
 
-    Only of a pipeline, which has no engine: its requests are what counts.
+    Those of a worker's one engine stand under the first name, that of the worker.
     """
     found = [series[name] for name in names if name in series]
     if len(found) < 2:
         return found[0] if found else None
-    return WorkerSeries(streams=sum(one.streams for one in found), served=sum(one.served for one in found))
+    streams, served = sum(one.streams for one in found), sum(one.served for one in found)
+    return replace(found[0], streams=streams, served=served)
 
 
 def _take(workers: dict[str, WorkerSeries], name: str, labels: dict[str, str], value: float) -> None:

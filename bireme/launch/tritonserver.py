@@ -187,7 +187,8 @@ class Server:
         return pids[0]
 
     def engine_pid(self, model: str) -> int:
-        pids = processes.engines(self.stub_pid(model))
+        owner = processes.broker(self.run.path, model)
+        pids = processes.engines(self.stub_pid(model) if owner is None else owner)
         if len(pids) != 1:
             raise BiremeError(f"model {model} has {len(pids)} engine processes, not one")
         return pids[0]

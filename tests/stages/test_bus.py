@@ -154,3 +154,44 @@ async def test_requests_that_can_not_reach_the_engine_are_refused_one_by_one(dec
     assert list(step.finished) == [2] and step.finished[2].error.startswith("UNAVAILABLE: the engine process")
     test.engine.emit(number, {1: 97})  # who has the engine goes on with it
     assert items_of(call)[-1].tokens == [97]
+
+
+async def both_stubs(decode):
+    """Return a worker's two stubs, in whose eyes the other is slot 0; a subscription of the first; its consumer id."""
+    one, other = await decode(), await decode()
+    call, welcome, number = await subscribe(one)
+    other.engine.peers = frozenset({0})
+    return one, other, call, welcome.consumer, number
+
+
+async def test_commands_of_a_subscription_may_come_by_another_stub(decode):
+    one, other, call, consumer, number = await both_stubs(decode)
+    await other.ask(consumer=consumer, commands=commands(Submit(1, REQUEST))).end()
+    assert list(other.engine.requests) == [(number, 1)]
+
+
+async def test_a_consumer_id_that_is_made_up_commands_no_other_stub_s_subscription(decode):
+    one, other, call, consumer, number = await both_stubs(decode)
+    with pytest.raises(NotFoundError, match="subscribe again"):
+        await other.ask(consumer=consumer[:8] + "0" * 24, commands=commands(Submit(1, REQUEST))).end()
+    assert not other.engine.payloads
+
+
+async def test_what_is_kept_or_closed_by_another_stub_is_told_to_the_one_that_has_it(decode):
+    one, other, call, consumer, number = await both_stubs(decode)
+    for verb in (b"keep", b"close"):
+        await other.ask(subscribe=verb, consumer=consumer).end()
+    assert other.engine.told == [(encode(("keep", number)), 0), (encode(("close", number)), 0)]
+    for text, _ in other.engine.told:
+        one.engine.on_told(2, text)
+    await call.end()
+    assert items_of(call) == [Step(1, 0)]
+
+
+async def test_a_consumer_that_another_stub_hears_is_not_silent(decode):
+    one, other, call, consumer, number = await both_stubs(decode)
+    subscription = one.stage._bus._open[number]
+    subscription.heard_at = 0.0
+    one.engine.on_told(2, encode(("keep", number)))
+    await call.begun()
+    assert subscription.heard_at > 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
-import os
 import signal
 import sys
 import threading
@@ -29,6 +28,7 @@ from bireme.engines.child.server import EngineServer
 from bireme.engines.child.validate import Gate
 from bireme.engines.config import check_engine_config, with_events
 from bireme.engines.stub.environment import given_recipe, gpu_neighbors, num_threads
+from bireme.engines.stub.process_log import start_log
 from bireme.errors import ConfigError, to_message
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import Capacity
@@ -65,7 +65,7 @@ class EngineProcess:
 
     def run(self) -> int:
         """Serve until told to stop; return the exit status."""
-        start_log(self._worker)
+        start_log(f"{self._worker} engine")
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -248,17 +248,6 @@ class EngineProcess:
         except Exception:
             logger.exception("stop_failed life=%d", self._life)
         self._server.close()
-
-
-def start_log(worker: str) -> None:
-    """Log to stderr, which is tritonserver's, with the worker's name on each line."""
-    handler = logging.StreamHandler(sys.stderr)
-    text = f"%(asctime)s.%(msecs)03d %(levelname).1s {worker} engine[{os.getpid()}] %(message)s"
-    handler.setFormatter(logging.Formatter(text, "%m%d %H:%M:%S"))
-    root = logging.getLogger("bireme")
-    root.handlers[:] = [handler]
-    root.setLevel(os.environ.get("BIREME_LOG_LEVEL", "INFO").upper())
-    root.propagate = False
 
 
 def _model_path(recipe: Recipe, entry: WorkerEntry) -> str:

@@ -22,12 +22,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _serve(channel: socket.socket) -> int:
-    from bireme.engines.child.process import start_log
     from bireme.engines.logits import frames
+    from bireme.engines.stub.process_log import start_log
     from bireme.errors import to_message
     from bireme.logits.application import apply, warm_up
 
-    start_log("logits_processor")
+    start_log("logits_processor engine")
     try:
         warm_up()
     except Exception as error:

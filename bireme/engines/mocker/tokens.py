@@ -2,7 +2,7 @@
 
     token(prompt, i) = ids[splitmix64(digest(prompt) + (i + 1) * GOLDEN) mod len(ids)]
 
-`digest` is the first 8 bytes of BLAKE2b over the prompt's int32 little-endian ids, resumed tokens left out;
+`digest` is XXH3-64 over the prompt's int32 little-endian ids, resumed tokens left out;
 i counts generated tokens from 0, resumed ones included. So a client that knows the prompt can tell a lost,
 repeated or reordered token, and a migrated stream goes on exactly. `ids` are the printable ids of the
 model's tokenizer, or all from FIRST_ID to the vocabulary's end where there is none.
@@ -10,12 +10,12 @@ model's tokenizer, or all from FIRST_ID to the vocabulary's end where there is n
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from bireme.errors import ConfigError
 
@@ -31,7 +31,7 @@ def expected_tokens(prompt_ids: Sequence[int], n: int, ids: Ids | None = None, f
 
 
 def prompt_digest(prompt: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(prompt, digest_size=8).digest(), "little")
+    return xxhash.xxh3_64_intdigest(prompt)
 
 
 def tokens_at(digest: int, first: int, n: int, ids: Ids) -> list[int]:

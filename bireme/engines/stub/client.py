@@ -3,6 +3,9 @@
     stub's threads      submit, abort, open_bus, send_commands, close_bus: quick, from any thread
     supervisor's thread deliver: sinks and bus pushes are called here, in order, with no lock held
 
+A stub that shares its worker with others has a broker's link in the supervisor's place (broker_link.py): the engine is
+then all stubs' and ends with the last of them.
+
 A request belongs to exactly one life of the engine (one run of its process): when that ends, its sink gets `finish`
 with UNAVAILABLE at once, and each bus an encoded Step(lost=True); a bus ends with the life it was opened in.
 """
@@ -20,11 +23,13 @@ import msgspec
 
 from bireme.config import Recipe
 from bireme.discovery import run
+from bireme.engines.stub.broker_link import BrokerLink, RemoteLife
+from bireme.engines.stub.broker_wire import SLOT_BITS, slot_of
+from bireme.engines.stub.engine_series import EngineSeries
 from bireme.engines.stub.life import Life
 from bireme.engines.stub.supervisor import Supervisor
 from bireme.errors import ConfigError, EngineLostError, UnavailableError, to_message
 from bireme.messages import (
-    STUB,
     Abort,
     Capacity,
     Command,
@@ -46,7 +51,7 @@ from bireme.messages import (
     frame,
     start_command,
 )
-from bireme.metrics import Labels, MetricDelta, Registry, decode_delta
+from bireme.metrics import Registry
 
 Push = Callable[[bytes], None]  # an encoded Step; called on the supervisor's thread, quick, must not raise
 
@@ -56,7 +61,7 @@ class _Session:
 
     __slots__ = ("buses", "capacity", "life", "sinks")
 
-    def __init__(self, life: Life, capacity: Capacity) -> None:
+    def __init__(self, life: Life | RemoteLife, capacity: Capacity) -> None:
         self.life = life
         self.capacity = capacity
         self.sinks: dict[int, Sink] = {}
@@ -77,14 +82,21 @@ class EngineClient:
         if recipe.entry(worker_name) is None:
             raise ConfigError(f"{worker_name} is not in recipe {recipe.name}")
         self._worker = worker_name
-        self._metrics = metrics
+        self.metrics = metrics
         self._logger = logger
-        self._supervisor = Supervisor(recipe, worker_name, run_dir or run.run_dir(), self, metrics, logger)
+        folder = run_dir or run.run_dir()
+        self._link: BrokerLink | None = None
+        self._supervisor: Supervisor | BrokerLink
+        if len(recipe.instances(worker_name)) > 1:
+            self._supervisor = self._link = BrokerLink(recipe, worker_name, folder, self, metrics, logger)
+        else:
+            self._supervisor = Supervisor(recipe, worker_name, folder, self, metrics, logger)
         self._lock = threading.Lock()  # guards the session's change, and registering with sending
         self._session: _Session | None = None
         self._numbers = itertools.count(1)
-        self._consumers = itertools.count(STUB + 1)
-        self._gauges: set[tuple[str, Labels]] = set()
+        self._subscriptions = itertools.count()
+        self._series = EngineSeries(metrics)
+        self.on_told: Callable[[int, bytes], None] = lambda slot, text: None  # what another stub of the worker says
         self._pong: Pong | None = None
         self._pong_at = 0.0
         self._is_draining = False
@@ -130,7 +142,7 @@ class EngineClient:
             number = next(self._numbers)
             session.sinks[number] = sink
             try:
-                self._send(session, STUB, start_command(number, request))
+                self._send(session, session.life.consumer, start_command(number, request))
             except UnavailableError:
                 del session.sinks[number]
                 raise
@@ -139,13 +151,14 @@ class EngineClient:
     def release(self, handles: tuple[str, ...]) -> None:
         """Free embeddings that nobody will fetch. Raises UnavailableError."""
         with self._lock:
-            self._send(self._require(), STUB, Release(handles))
+            session = self._require()
+            self._send(session, session.life.consumer, Release(handles))
 
     def abort(self, number: int) -> None:
         """Stop a request; its sink still gets its finish. After the end of a context_only one: free its lease."""
         with self._lock:
             if self._session is not None:
-                self._try_send(self._session, STUB, Abort(number))
+                self._try_send(self._session, self._session.life.consumer, Abort(number))
 
     def open_bus(self, push: Push) -> int:
         """Return a new consumer of the present life, whose steps go to `push`. Raises UnavailableError.
@@ -154,14 +167,19 @@ class EngineClient:
         """
         with self._lock:
             session = self._admit()
-            consumer = next(self._consumers)
+            consumer = session.life.consumer + 1 + next(self._subscriptions) % ((1 << SLOT_BITS) - 1)
+            if consumer in session.buses:
+                raise UnavailableError(f"{self._worker}: subscription {consumer} is still open; try again")
             session.buses[consumer] = push
             return consumer
 
     def send_commands(self, consumer: int, payload: bytes) -> None:
-        """Pass on an encoded Commands, unread. Raises UnavailableError when the bus has ended with its life."""
+        """Pass on an encoded Commands, unread. Raises UnavailableError when the bus has ended with its life.
+
+        `consumer` may be another stub's, which sees to its end.
+        """
         session = self._session
-        if session is None or consumer not in session.buses:
+        if session is None or (consumer not in session.buses and slot_of(consumer) not in self.peers):
             raise UnavailableError(f"this subscription has ended with its engine life; {self._ended_state()}")
         session.life.send(frame(consumer, payload))
 
@@ -171,12 +189,22 @@ class EngineClient:
             if self._session is not None and self._session.buses.pop(consumer, None) is not None:
                 self._try_send(self._session, consumer, Drop())
 
+    @property
+    def peers(self) -> frozenset[int]:
+        """The slots of the other stubs that share this worker now; empty for a lone one."""
+        return self._link.peers if self._link else frozenset()
+
+    def tell(self, text: bytes, slot: int = 0) -> None:
+        """Say something to another stub, or with 0 to all others. Raises UnavailableError without a broker."""
+        if self._link is not None:
+            self._link.tell(text, slot)
+
     def drain(self, timeout_s: float = 0.0) -> bool:
         """Refuse new requests; return whether the engine became idle within the time."""
         with self._lock:
             self._is_draining = True
             if self._session is not None:
-                self._try_send(self._session, STUB, Drain())
+                self._try_send(self._session, self._session.life.consumer, Drain())
         began = time.monotonic()
         while not self._is_idle(began):
             if time.monotonic() >= began + timeout_s:
@@ -188,36 +216,35 @@ class EngineClient:
         """End the engine process; open requests end with UNAVAILABLE. May be called again."""
         self._supervisor.stop()
 
-    def on_ready(self, life: Life, hello: Hello) -> None:
+    def on_ready(self, life: Life | RemoteLife, hello: Hello) -> None:
         assert hello.capacity is not None
         with self._lock:
             self._session = _Session(life, hello.capacity)
             if self._is_draining:
-                self._try_send(self._session, STUB, Drain())
+                self._try_send(self._session, self._session.life.consumer, Drain())
 
     def on_frame(self, consumer: int, data: bytes) -> None:
         session = self._session
         if session is None:
             return
-        if consumer == STUB:
+        if consumer == session.life.consumer:
             deliver(decode_step(memoryview(data)[4:]), session.sinks, self._sink_failed)
             return
         push = session.buses.get(consumer)
         if push is not None:
             self._push(push, data[4:])
+        elif self._link is not None:  # its commands may come by another stub, which can't know that it was closed
+            self._try_send(session, consumer, Drop())
 
     def on_pong(self, pong: Pong) -> None:
         self._pong, self._pong_at = pong, time.monotonic()
-        if pong.metrics:
-            delta = decode_delta(pong.metrics)
-            self._gauges |= {(name, tuple(labels)) for name, labels, _ in delta.gauges}
-            self._metrics.merge(delta)
+        self._series.take(pong.metrics)
 
-    def on_end(self, life: Life, error: EngineLostError) -> None:
+    def on_end(self, life: Life | RemoteLife, error: EngineLostError) -> None:
         with self._lock:
             session, self._session = self._session, None
             self._pong = None
-        self._metrics.merge(MetricDelta([], [(name, labels, 0.0) for name, labels in self._gauges], []))
+        self._series.end()
         if session is None:
             return
         text = to_message(error)
@@ -235,7 +262,7 @@ class EngineClient:
         self._logger.error("sink_failed worker=%s request=%d", self._worker, number, exc_info=error)
         session = self._session
         if session is not None and session.sinks.pop(number, None) is not None:
-            self._try_send(session, STUB, Abort(number))
+            self._try_send(session, session.life.consumer, Abort(number))
 
     def _push(self, push: Push, payload: bytes) -> None:
         try:

@@ -22,17 +22,20 @@ import zmq
 
 from bireme.child_process import ChildProcess, describe_exit
 from bireme.discovery import run
+from bireme.engines.stub.broker_wire import MAX_SOCKET_PATH
 from bireme.errors import ConfigError, NotFoundError, UnavailableError
 from bireme.kv import transfer
+from bireme.messages import STUB
 from bireme.multimodal.embedding_share import SUFFIX
 
 logger = logging.getLogger("bireme.engines")
-MAX_SOCKET_PATH = 107  # bytes of sun_path, less the final zero
 _EXIT_POLL_S = 0.02  # where the kernel has no pidfd
 
 
 class Life:
     """From `spawn` to `end`."""
+
+    consumer = STUB  # what the requests of its owner have before their number
 
     def __init__(self, worker: str, number: int, run_dir: Path) -> None:
         self.worker = worker

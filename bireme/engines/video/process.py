@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 
 from bireme.config import stage_of
-from bireme.engines.child.process import EXIT_CONFIG, start_log
+from bireme.engines.child.process import EXIT_CONFIG
 from bireme.engines.stub.environment import given_recipe, num_threads
+from bireme.engines.stub.process_log import start_log
 from bireme.engines.video.base import AbortedError, Frames, VideoContext, VideoEngine
 from bireme.engines.video.link import EngineLink
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, to_message
@@ -42,7 +43,7 @@ class VideoProcess:
 
     def run(self) -> int:
         """Serve until told to stop; return the exit status."""
-        start_log(self._worker)
+        start_log(f"{self._worker} engine")
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills
         self._link.start()

@@ -43,7 +43,7 @@ def decode(client, params, prompt=None, max_tokens=20, **fields):
 
 
 def used_blocks(client):
-    gauges = {name: value for name, _, value in client._metrics.take_delta().gauges}
+    gauges = {name: value for name, _, value in client.metrics.take_delta().gauges}
     return gauges.get("bireme_kv_blocks_used", -1)
 
 

@@ -18,7 +18,7 @@ IDS = plain_ids(VOCAB_SIZE)
 
 
 def used_blocks(client):
-    return {name: value for name, _, value in client._metrics.take_delta().gauges}["bireme_kv_blocks_used"]
+    return {name: value for name, _, value in client.metrics.take_delta().gauges}["bireme_kv_blocks_used"]
 
 
 def random_prompt(rng):

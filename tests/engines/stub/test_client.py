@@ -318,7 +318,7 @@ def test_engine_metrics_reach_the_stub_and_gauges_of_a_dead_life_are_zero(client
     os.kill(client.pid, signal.SIGKILL)
     sink.wait()
     wait_for(lambda: client.is_ready)
-    delta = client._metrics.take_delta()
+    delta = client.metrics.take_delta()
     counters = {(name, labels): value for name, labels, value in delta.counters}
     gauges = {name: value for name, _, value in delta.gauges}
     assert counters["bireme_engine_restarts_total", ("decode", "exit")] == 1
