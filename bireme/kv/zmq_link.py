@@ -9,8 +9,8 @@ from typing import Any
 import zmq
 
 from bireme.discovery.run import WorkerRecord
+from bireme.kv.curve import curve_keys, needs_curve
 from bireme.kv.event_wire import LOAD_TOPIC, MAX_PAYLOAD_BYTES, encode_seq, event_topic
-from bireme.kv.zmq_plane import curve_keys, needs_curve
 
 _MESSAGES_A_TURN = 1_000
 _HWM = 100_000  # messages that wait to be read; more are dropped, which shows as a gap

@@ -8,17 +8,14 @@ with keys made from the deployment's key: only its processes can read, and no re
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import ipaddress
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import zmq
-import zmq.auth.thread
-from zmq.utils import z85
 
 from bireme.errors import ConfigError
+from bireme.kv.curve import curve_keys, let_in_readers, needs_curve
 from bireme.kv.event_wire import LOAD_TOPIC, decode_seq, encode_seq, rank_of
 from bireme.kv.publisher import ReplayRequest
 
@@ -27,23 +24,6 @@ _LOAD_HWM = 100  # of reports only the last counts
 _ROUTER_HWM = 64
 _MAX_REQUEST_BYTES = 1024
 _REQUESTS_A_TURN = 64
-
-
-def curve_keys(deployment_key: bytes, side: Literal["engine", "reader"]) -> tuple[bytes, bytes]:
-    """Return the side's public and secret key in Z85: the same wherever the deployment's key is known."""
-    secret = z85.encode(hashlib.blake2b(deployment_key, digest_size=32, person=f"bireme {side}".encode()).digest())
-    return zmq.curve_public(secret), secret
-
-
-def needs_curve(endpoint: str) -> bool:
-    """Return whether an address can be reached from other hosts."""
-    if not endpoint.startswith("tcp://"):
-        return False
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    try:
-        return not ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return True
 
 
 class ZmqPlane:
@@ -56,7 +36,7 @@ class ZmqPlane:
         self._authenticator: Any = None
         base = f"tcp://{host}:*" if host else ipc_prefix
         if host and needs_curve(base):
-            self._authenticate(deployment_key)
+            self._authenticator = let_in_readers(self._context, deployment_key)
         self._deployment_key = deployment_key
         self._poller = zmq.Poller()
         self._poller.register(self._wakeup, zmq.POLLIN)
@@ -157,24 +137,9 @@ class ZmqPlane:
         self._sockets[_endpoint(socket)] = socket
         return socket
 
-    def _authenticate(self, deployment_key: bytes) -> None:
-        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _Readers(curve_keys(deployment_key, "reader")[0]))
-
 
 def _endpoint(socket: Any) -> str:
     return socket.last_endpoint.decode() if socket is not None else ""
-
-
-class _Readers:
-    """Lets in who has the readers' key."""
-
-    def __init__(self, public_key: bytes) -> None:
-        self._public_key = z85.decode(public_key)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return z85.decode(key) == self._public_key
 
 
 def parse_request(client: Any, frames: list[bytes]) -> ReplayRequest | None:

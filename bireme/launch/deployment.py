@@ -29,7 +29,7 @@ from bireme.discovery import run
 from bireme.discovery.directory import LOOK_S
 from bireme.discovery.view import WorkerView, discover
 from bireme.errors import BiremeError, ConfigError, UnavailableError
-from bireme.kv.zmq_plane import needs_curve
+from bireme.kv.curve import needs_curve
 from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
 from bireme.launch.drain import drain

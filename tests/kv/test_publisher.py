@@ -10,8 +10,9 @@ import pytest
 import zmq
 
 from bireme.errors import ConfigError
+from bireme.kv.curve import curve_keys, needs_curve
 from bireme.kv.event_wire import LOAD_TOPIC, WorkerLoad, decode_load
-from bireme.kv.zmq_plane import ZmqPlane, curve_keys, needs_curve
+from bireme.kv.zmq_plane import ZmqPlane
 from tests.engines.engine_fixtures import wait_for
 from tests.kv.event_readers import AllBlocksCleared, BlockRemoved, BlockStored, VllmSubscriber
 from tests.kv.publishing import KEY, SIZE, Published

@@ -93,7 +93,7 @@ class EngineProcess:
         check_engine_config(entry)
         self._presence = presence = Presence(recipe, folder)
         self._parts.callback(presence.close)
-        transfer = self._make_transfer(entry, folder)
+        transfer = self._make_transfer(recipe, entry, folder)
         share = self._make_share(recipe, entry, folder)
         self._engine = self._create_engine(entry.engine, self._context(recipe, entry, transfer, share))
         self._parts.callback(self._engine.stop)
@@ -114,7 +114,7 @@ class EngineProcess:
             replay_endpoint=plane.replay_endpoint if plane else "",
             tokens_per_block=capacity.tokens_per_block,
             capacity=capacity,
-            moves_own_kv=entry.kind.moves_own_kv,
+            moves_own_kv=entry.kind.moves_own_kv or (transfer is not None and transfer.reaches_other_hosts),
         )
         presence.publish(record)
         return Gate(
@@ -172,7 +172,7 @@ class EngineProcess:
         self._parts.callback(share.close)
         return share
 
-    def _make_transfer(self, entry: WorkerEntry, folder: Path) -> KvTransfer | None:
+    def _make_transfer(self, recipe: Recipe, entry: WorkerEntry, folder: Path) -> KvTransfer | None:
         transceiver = entry.engine_config.cache_transceiver_config
         if transceiver.backend is None or entry.kind.moves_own_kv:
             return None
@@ -186,6 +186,8 @@ class EngineProcess:
             config=transceiver,
             metrics=self._metrics,
             find=self._presence.find,
+            host=run.own_address().rpartition(":")[0] if recipe.discovery.is_shared else "",
+            deployment_key=run.deployment_key(folder),
         )
         self._parts.callback(transfer.close)
         return transfer

@@ -118,7 +118,7 @@ class LoadedEngine:
             )
         )
         if context.transfer is not None:
-            context.transfer.start(store.layout(checkpoint.digest))
+            context.transfer.start(store.layout(checkpoint.digest), store)
         load_s = time.monotonic() - began
         accounts.started(manager, load_s)
         self.capacity = _capacity(self.limits, manager, model, eos_ids, load_s, pictures)

@@ -9,6 +9,7 @@ from bireme.errors import ConfigError
 
 if TYPE_CHECKING:
     from bireme.config import CacheTransceiverConfig
+    from bireme.kv.transfer.backend import Backend
     from bireme.kv.transfer.base import Find, KvTransfer
     from bireme.metrics import Registry
 
@@ -22,20 +23,42 @@ def create_transfer(
     config: CacheTransceiverConfig,
     metrics: Registry,
     find: Find | None = None,
+    host: str = "",
+    deployment_key: bytes = b"",
 ) -> KvTransfer:
     """Make the transfer of one engine process; not started yet. Raises ConfigError.
 
     `find`: returns the record of the worker that disaggregated_params name, or raises NotFoundError; None: all are of
-    this run directory.
+    this run directory. `host`: by what name or address other hosts reach this one, "" if none is to; those need
+    `deployment_key`.
     """
-    if backend not in ("DEFAULT", "SHM"):
-        raise ConfigError(
-            f"cache_transceiver_config.backend: {backend} is not available on the embedded engines, which have"
-            " DEFAULT and SHM (shared memory of one host); use DEFAULT, or engine: trtllm for NIXL, UCX and MPI"
-        )
-    from bireme.kv.transfer.shm import ShmTransfer
+    from bireme.kv.transfer.leased import LeasedTransfer
 
-    return ShmTransfer(run_dir=run_dir, worker=worker, life=life, config=config, metrics=metrics, find=find)
+    mover: Backend
+    if backend in ("DEFAULT", "SHM"):
+        from bireme.kv.transfer.shm import ShmBackend
+
+        mover, host = ShmBackend(run_dir, worker, life), ""
+    elif backend in ("NIXL", "UCX"):
+        from bireme.kv.transfer.nixl import NixlBackend
+
+        mover = NixlBackend(worker)
+    else:
+        raise ConfigError(
+            f"cache_transceiver_config.backend: {backend} is not available on the embedded engines, which have DEFAULT"
+            " and SHM (shared memory of one host), NIXL and UCX (several hosts); engine: trtllm has it"
+        )
+    return LeasedTransfer(
+        mover,
+        run_dir=run_dir,
+        worker=worker,
+        life=life,
+        config=config,
+        metrics=metrics,
+        find=find,
+        host=host,
+        deployment_key=deployment_key,
+    )
 
 
 def sweep(run_dir: Path, worker: str) -> int:

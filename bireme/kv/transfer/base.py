@@ -23,7 +23,7 @@ from bireme.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from bireme.kv.transfer.memory import TokenRows
+from bireme.kv.transfer.memory import RowMemory, TokenRows
 
 
 class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -82,8 +82,11 @@ class KvTransfer(Protocol):
     def endpoint(self) -> str:
         """Address of the control socket, for discovery."""
 
-    def start(self, layout: KvLayout) -> None:
-        """Begin to serve. Raises ConfigError."""
+    @property
+    def reaches_other_hosts(self) -> bool: ...
+
+    def start(self, layout: KvLayout, memory: RowMemory | None = None) -> None:
+        """Begin to serve. `memory`: where the rows of most leases and fetches will lie. Raises ConfigError."""
 
     def reserve(self, release: Callable[[], None]) -> Lease:
         """Make a lease. `release` is called once, on the transfer's thread, when its blocks may be freed."""

@@ -1,13 +1,14 @@
-"""The exporting side: answers claims with files of rows.
+"""The exporting side: answers claims with rows.
 
-Runs on the control thread; only `_copy` runs on the copier. A transfer waits for room, is copied, is offered, and ends
-with the importer's ack or cancel, its death or timeout, or with the lease.
+Runs on the control thread; only `_copy` runs on the copier. A transfer waits for room, is offered, is copied chunk by
+chunk, and ends with the importer's ack or cancel, its death or timeout, or with the lease. A refusal is sent when the
+copier has stopped: the importer may then use the memory that was written to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -16,32 +17,35 @@ from functools import partial
 
 import msgspec
 
+from bireme.discovery.run import host_id
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
     NotFoundError,
+    RequestCancelledError,
     RequestError,
     ResourceExhaustedError,
     UnavailableError,
     to_message,
 )
 from bireme.kv.transfer import wire
+from bireme.kv.transfer.backend import Backend, RowOutlet
 from bireme.kv.transfer.base import KvLayout
 from bireme.kv.transfer.buffer import TransferBuffer
 from bireme.kv.transfer.chunks import TransferPlan, plan_chunks
 from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.lease import LeaseState, LeaseTable, TableLease
-from bireme.kv.transfer.process import Process
-from bireme.kv.transfer.shm_file import SharedFile
+from bireme.kv.transfer.process import FarProcess, Process
 from bireme.metrics import Registry
 
+ABORT_GRACE_S = 1.0  # for a chunk under way: one that is given up takes its connection with it
 logger = logging.getLogger("bireme.kv.transfer")
 
 
 class LeaseStage(enum.Enum):
     WAITING = "waiting"  # for room in the buffer
     COPYING = "copying"
-    OFFERED = "offered"
+    COPIED = "copied"
 
 
 @dataclass(slots=True, eq=False)
@@ -53,11 +57,13 @@ class Outgoing:
     lease: TableLease
     plan: TransferPlan
     chunk_bytes: int
-    importer: Process
+    importer: Process | FarProcess
+    target: wire.WriteTarget | None
     began_at: float = field(default_factory=time.monotonic)
     stage: LeaseStage = LeaseStage.WAITING
-    file: SharedFile | None = None
+    outlet: RowOutlet | None = None
     is_over: bool = False  # the copy stops at the next chunk
+    refusal: BiremeError | None = None  # for the importer, once the copy has stopped
     num_ended_before: int = 0  # transfers that had ended when this one was admitted
 
 
@@ -67,7 +73,7 @@ class Exporter:
         *,
         layout: KvLayout,
         life: int,
-        file_prefix: str,
+        backend: Backend,
         table: LeaseTable,
         buffer: TransferBuffer[Outgoing],
         copier: Copier,
@@ -85,10 +91,10 @@ class Exporter:
         self._post = post
         self._metrics = metrics
         self._chunk_bytes = chunk_bytes
+        self._backend = backend
+        self._host = host_id()
         self._outgoing: dict[int, Outgoing] = {}  # by lease id
         self._num_ended = 0
-        names = itertools.count()
-        self._next_name = lambda: f"{file_prefix}{life}-{next(names)}"
 
     @property
     def is_idle(self) -> bool:
@@ -102,6 +108,8 @@ class Exporter:
             return
         if isinstance(message, wire.Claim):
             self._on_claim(identity, message)
+        elif isinstance(message, wire.PeerPing):
+            self._on_ping(identity)
         elif isinstance(message, wire.Ack):
             self._on_ack(message)
         else:
@@ -115,8 +123,7 @@ class Exporter:
             if transfer.is_over:
                 continue
             if transfer.lease.state is not LeaseState.CLAIMED:
-                self._refuse(transfer.identity, transfer.number, _aborted())
-                self._end(transfer)
+                self._end(transfer, _aborted())
             elif not transfer.importer.is_alive():
                 self._lose(transfer)
 
@@ -129,14 +136,19 @@ class Exporter:
         """Refuse what waits and stop the copies; files are removed when the copier has ended."""
         self._table.close()
         for transfer in list(self._outgoing.values()):
-            if transfer.stage is not LeaseStage.OFFERED:
-                self._refuse(transfer.identity, transfer.number, UnavailableError("the prefill engine is stopping"))
-            self._end(transfer)
+            is_copied = transfer.stage is LeaseStage.COPIED
+            self._end(transfer, None if is_copied else UnavailableError("the prefill engine is stopping"))
 
-    def remove_files(self) -> None:
+    def discard_all(self) -> None:
         for transfer in self._outgoing.values():
-            if transfer.file:
-                transfer.file.unlink()
+            if transfer.outlet:
+                transfer.outlet.discard()
+
+    def _on_ping(self, identity: bytes) -> None:
+        for transfer in self._outgoing.values():
+            if transfer.identity == identity:
+                transfer.importer.heard()
+        self._reply(identity, wire.encode(wire.PeerPong()))
 
     def _on_claim(self, identity: bytes, claim: wire.Claim) -> None:
         try:
@@ -150,12 +162,15 @@ class Exporter:
             lease.abort()  # a lease serves one request, and that one can't have it
             self._refuse(identity, claim.number, error)
             return
-        transfer = Outgoing(identity, claim.number, lease, plan, self._chunk_bytes, Process(claim.pid))
+        is_near = claim.host in ("", self._host)
+        importer = Process(claim.pid) if is_near else FarProcess(claim.pid)
+        transfer = Outgoing(identity, claim.number, lease, plan, self._chunk_bytes, importer, claim.target)
         self._outgoing[lease.lease_id] = transfer
         if plan.num_bytes:
             self._buffer.enqueue(transfer, plan.num_bytes)
             self._admit()
         else:
+            transfer.stage = LeaseStage.COPIED
             self._offer(transfer)
 
     def _claim_lease(self, claim: wire.Claim) -> TableLease:
@@ -171,6 +186,11 @@ class Exporter:
         return self._table.claim(claim.lease_id, claim.generation)
 
     def _plan(self, claim: wire.Claim, lease: TableLease) -> TransferPlan:
+        if claim.backend != self._backend.name:
+            raise RequestError(
+                f"cache_transceiver_config.backend: decode has {claim.backend} and prefill {self._backend.name};"
+                " give both the same"
+            )
         check_layouts(self._layout, claim.layout)
         if claim.num_tokens != lease.num_tokens:
             raise RequestError(f"num_tokens: {claim.num_tokens} claimed; the lease holds {lease.num_tokens}")
@@ -180,7 +200,7 @@ class Exporter:
 
     def _on_ack(self, ack: wire.Ack) -> None:
         transfer = self._find(ack.lease_id, ack.generation)
-        if transfer is None or transfer.stage is not LeaseStage.OFFERED:
+        if transfer is None or transfer.stage is not LeaseStage.COPIED:
             logger.info("transfer event=late_ack")
             return
         if transfer.lease.ack():
@@ -195,7 +215,7 @@ class Exporter:
         if lease is not None:
             lease.abort()
         if transfer is not None:
-            self._end(transfer)
+            self._end(transfer, RequestCancelledError("the KV transfer was cancelled"))
 
     def _on_expired(self, lease: TableLease, was: LeaseState) -> None:
         if was is LeaseState.EXPORTED:
@@ -204,13 +224,11 @@ class Exporter:
         if transfer is None:
             return
         self._metrics.add("bireme_kv_transfer_failures_total", 1, "timeout")
-        if transfer.stage is not LeaseStage.OFFERED:
-            error = DeadlineExceededError(
-                "no room in the KV transfer buffer in time; raise cache_transceiver_config.max_tokens_in_buffer"
-                " or kv_transfer_timeout_ms"
-            )
-            self._refuse(transfer.identity, transfer.number, error)
-        self._end(transfer)
+        late = DeadlineExceededError(
+            "no room in the KV transfer buffer in time; raise cache_transceiver_config.max_tokens_in_buffer"
+            " or kv_transfer_timeout_ms"
+        )
+        self._end(transfer, None if transfer.stage is LeaseStage.COPIED else late)
 
     def _lose(self, transfer: Outgoing) -> None:
         logger.warning("transfer event=importer_lost pid=%d stage=%s", transfer.importer.pid, transfer.stage.value)
@@ -229,13 +247,14 @@ class Exporter:
             self._copier.submit(self._copy(transfer))
 
     def _copy(self, transfer: Outgoing) -> Iterator[None]:
-        """Runs on the copier: make the file, fill it chunk by chunk, hand the result to the control thread."""
+        """Runs on the copier: make the outlet, send chunk by chunk, tell the control thread of each step."""
         error: BiremeError | None = None
         try:
             if transfer.is_over:
                 return
-            transfer.file = SharedFile.create(self._next_name, transfer.plan.num_bytes)
-            yield from self._fill(transfer, transfer.file)
+            transfer.outlet = self._backend.open_outlet(transfer.plan, transfer.target)
+            self._post(partial(self._offer, transfer))
+            yield from self._send(transfer, transfer.outlet)
         except BiremeError as failure:
             error = failure
         except Exception as failure:
@@ -244,34 +263,47 @@ class Exporter:
         finally:
             self._post(partial(self._on_copied, transfer, error))
 
-    def _fill(self, transfer: Outgoing, file: SharedFile) -> Iterator[None]:
+    def _send(self, transfer: Outgoing, outlet: RowOutlet) -> Iterator[None]:
         lease = transfer.lease
         rows = lease.begin_copy()
         try:
-            for chunk in transfer.plan.chunks:
+            for count, chunk in enumerate(transfer.plan.chunks, start=1):
                 if rows is None or lease.state is not LeaseState.CLAIMED:
-                    raise _aborted()  # half a file must never be offered
-                file.store(rows, chunk)
-                yield
+                    raise _aborted()  # a chunk that is not whole must never count as there
+                aborted_at = 0.0
+                with contextlib.closing(outlet.store(rows, chunk)) as parts:
+                    for _ in parts:
+                        if lease.state is not LeaseState.CLAIMED:
+                            aborted_at = aborted_at or time.monotonic()
+                            if time.monotonic() - aborted_at > ABORT_GRACE_S:
+                                raise _aborted()
+                        yield
+                if count < len(transfer.plan.chunks):  # the last is told when nothing is left to do here
+                    self._post(partial(self._tell, transfer, count))
+                    yield
         finally:
             lease.end_copy()
-            file.close()
+            outlet.close()
+
+    def _tell(self, transfer: Outgoing, num_chunks: int) -> None:
+        if not transfer.is_over:
+            self._reply(transfer.identity, wire.encode(wire.Progress(transfer.number, num_chunks)))
 
     def _on_copied(self, transfer: Outgoing, error: BiremeError | None) -> None:
-        transfer.stage = LeaseStage.OFFERED  # in any case: the copier has finished with it
+        transfer.stage = LeaseStage.COPIED  # in any case: the copier has finished with it
         if transfer.is_over:
             self._end(transfer)
         elif error is None:
             self._metrics.add("bireme_kv_transfer_bytes_total", transfer.plan.num_bytes, "export")
-            self._offer(transfer)
+            transfer.lease.restart_timer()
+            self._tell(transfer, len(transfer.plan.chunks))
         elif isinstance(error, ResourceExhaustedError) and self._may_find_room(transfer):
             self._wait_again(transfer)
         else:
             if transfer.lease.state is LeaseState.CLAIMED:  # otherwise prefill itself aborted it
                 self._metrics.add("bireme_kv_transfer_failures_total", 1, error.code.lower())
             transfer.lease.abort()
-            self._refuse(transfer.identity, transfer.number, error)
-            self._end(transfer)
+            self._end(transfer, error)
 
     def _may_find_room(self, transfer: Outgoing) -> bool:
         """Whether the missing room is, or was, held by other transfers: /dev/shm is smaller than the buffer."""
@@ -284,20 +316,21 @@ class Exporter:
             self._admit()
 
     def _offer(self, transfer: Outgoing) -> None:
-        transfer.stage = LeaseStage.OFFERED
-        transfer.lease.restart_timer()
-        name = transfer.file.name if transfer.file else ""
+        if transfer.is_over:
+            return
+        name = transfer.outlet.name if transfer.outlet else ""
         offer = wire.Offer(transfer.number, name, transfer.plan.num_bytes, transfer.chunk_bytes)
         if not self._reply(transfer.identity, wire.encode(offer)):
             self._lose(transfer)
 
-    def _refuse(self, identity: bytes, number: int, error: BiremeError) -> None:
+    def _refuse(self, identity: bytes, number: int, error: BiremeError, has_loose_writes: bool = False) -> None:
         logger.info("transfer event=refused error=%s", error)
-        self._reply(identity, wire.encode(wire.Refuse(number, to_message(error))))
+        self._reply(identity, wire.encode(wire.Refuse(number, to_message(error), has_loose_writes)))
 
-    def _end(self, transfer: Outgoing) -> None:
-        """Free room and file, now or when the copier reaches the next chunk."""
+    def _end(self, transfer: Outgoing, refusal: BiremeError | None = None) -> None:
+        """Free room and outlet and refuse the claim, now or when the copier reaches the next chunk."""
         transfer.is_over = True
+        transfer.refusal = transfer.refusal or refusal
         if transfer.stage is LeaseStage.COPYING:
             return
         self._num_ended += 1
@@ -306,8 +339,11 @@ class Exporter:
             self._buffer.withdraw(transfer)
         else:
             self._buffer.free(transfer.plan.num_bytes)
-        if transfer.file:
-            transfer.file.unlink()
+        if transfer.outlet:
+            transfer.outlet.discard()
+        if transfer.refusal is not None:
+            has_loose_writes = transfer.outlet is not None and transfer.outlet.has_loose_writes
+            self._refuse(transfer.identity, transfer.number, transfer.refusal, has_loose_writes)
         self._admit()
 
 

@@ -20,7 +20,7 @@ from bireme.kv.transfer.chunks import plan_chunks
 from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.exporter import check_layouts
 from bireme.kv.transfer.lease import LeaseTable, TableLease
-from bireme.kv.transfer.memory import TokenRows
+from bireme.kv.transfer.memory import RowMemory, TokenRows
 
 
 class FakeNetwork:
@@ -70,7 +70,9 @@ class FakeTransfer:
     def endpoint(self) -> str:
         return f"fake://{self._worker}/{self.life}"
 
-    def start(self, layout: KvLayout) -> None:
+    reaches_other_hosts = False
+
+    def start(self, layout: KvLayout, memory: RowMemory | None = None) -> None:
         self.layout = layout
         self._copier.start()
 

@@ -1,7 +1,10 @@
-"""The importing side: claims leases and writes the rows that come.
+"""The importing side: claims leases and takes the rows that come.
 
-Runs on the control thread; only `_write_rows` and `done` run on the copier. A fetch is claimed, then written or failed;
-`done` is called once, after the last write.
+Runs on the control thread; only `_load_ready` and `done` run on the copier. A fetch waits for room, is claimed, and its
+chunks are taken as they come; `done` is called once, after the last of them has been written or the fetch has failed.
+
+Where the exporter writes to memory of this process, that memory is used again only when no write can arrive any more:
+the exporter has said so, or the backend has cut off all writers, which waits until no transfer needs them.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,14 +35,17 @@ from bireme.errors import (
     from_message,
 )
 from bireme.kv.transfer import wire
+from bireme.kv.transfer.backend import Backend, Inlet
 from bireme.kv.transfer.base import Done, Find, KvLayout, fetch_failure
-from bireme.kv.transfer.chunks import Chunk, plan_chunks
+from bireme.kv.transfer.chunks import TransferPlan, plan_chunks
 from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.memory import TokenRows
-from bireme.kv.transfer.process import Process
-from bireme.kv.transfer.shm_file import SharedFile, file_prefix
+from bireme.kv.transfer.process import FarProcess, Process
+from bireme.kv.transfer.shm_file import file_prefix
 from bireme.metrics import Registry
 
+PING_S = 0.5
+GONE_S = 1.0  # how long an exporter that has removed what it offered may take to say why
 logger = logging.getLogger("bireme.kv.transfer")
 
 
@@ -47,19 +54,19 @@ class Peer:
     """One life of an exporting engine."""
 
     endpoint: str
-    process: Process
+    process: Process | FarProcess
     socket: Any  # zmq DEALER
     file_prefix: str  # of the files that it may offer
 
-    def send(self, message: wire.Claim | wire.Ack | wire.Cancel) -> None:
+    def send(self, message: wire.Claim | wire.Ack | wire.Cancel | wire.PeerPing) -> None:
         """Never blocks. A message that can't be queued is lost: the timers of both sides cover that."""
         if not self.socket.closed:
             with contextlib.suppress(zmq.Again):
                 self.socket.send(wire.encode(message), zmq.NOBLOCK)
 
 
-class ShmFetch:
-    """One fetch; made by ShmTransfer.fetch."""
+class RowFetch:
+    """One fetch; made by LeasedTransfer.fetch."""
 
     def __init__(
         self,
@@ -67,7 +74,7 @@ class ShmFetch:
         firsts: Sequence[int],
         rows: TokenRows,
         done: Done,
-        wake: Callable[[ShmFetch], None],
+        wake: Callable[[RowFetch], None],
     ) -> None:
         self.params = params
         self.firsts = tuple(firsts)
@@ -75,10 +82,20 @@ class ShmFetch:
         self.number = 0
         self.began_at = time.monotonic()
         self.peer: Peer | None = None
-        self.is_writing = False
+        self.plan: TransferPlan | None = None
+        self.inlet: Inlet | None = None  # None: it waits for room and is not claimed yet
+        self.offer: wire.Offer | None = None
+        self.num_ready = self.num_loaded = 0  # chunks that are there; those whose rows are written
+        self.is_loading = False  # the copier has it
+        self.gone_at = 0.0  # when what was offered was not there; its exporter's refusal should be on the way
         self.stopped: BiremeError | None = None  # ends the fetch before its next chunk
+        self.has_loose_writes = False  # of an exporter that has given up
         self._done: Done | None = done
         self._wake = wake
+
+    @property
+    def has_all(self) -> bool:
+        return self.offer is not None and self.plan is not None and self.num_ready == len(self.plan.chunks)
 
     def cancel(self) -> None:
         """Give up, also before the claim was sent; the exporter is told and frees its blocks at once."""
@@ -103,6 +120,7 @@ class Importer:
         layout: KvLayout,
         find: Find,
         timeout_s: float,
+        backend: Backend,
         copier: Copier,
         connect: Callable[[str], Any],  # endpoint -> DEALER, which the control loop reads
         disconnect: Callable[[Any], None],
@@ -113,77 +131,112 @@ class Importer:
         self._find = find
         self._host = run.host_id()
         self._timeout_s = timeout_s
+        self._backend = backend
         self._copier = copier
         self._connect = connect
         self._disconnect = disconnect
         self._post = post
         self._metrics = metrics
         self._peers: dict[str, Peer] = {}
-        self._fetches: dict[int, ShmFetch] = {}
+        self._fetches: dict[int, RowFetch] = {}
+        self._waiting: deque[RowFetch] = deque()  # for room
+        self._in_doubt: dict[int, RowFetch] = {}  # ended here, but their exporter may still write
         self._number = 0
+        self._next_ping = 0.0
 
     @property
     def is_idle(self) -> bool:
         return not self._fetches and not self._peers
 
-    def begin(self, fetch: ShmFetch) -> None:
-        """Claim. Errors come through `done`."""
+    def begin(self, fetch: RowFetch) -> None:
+        """Claim, when there is room. Errors come through `done`."""
         self._number += 1
         fetch.number = self._number
         self._fetches[fetch.number] = fetch
         try:
-            fetch.peer = peer = self._find_peer(fetch.params)
-            plan_chunks(self._layout, fetch.firsts, fetch.params.num_tokens)
+            fetch.peer = self._find_peer(fetch.params)
+            fetch.plan = plan_chunks(self._layout, fetch.firsts, fetch.params.num_tokens)
             if fetch.stopped is not None:
                 raise fetch.stopped
         except BiremeError as error:
             self._fail(fetch, error)
             return
-        peer.send(self._claim(fetch))
+        self._waiting.append(fetch)
+        self._claim_waiting()
 
-    def on_cancelled(self, fetch: ShmFetch) -> None:
-        if fetch.number in self._fetches and not fetch.is_writing:
+    def on_cancelled(self, fetch: RowFetch) -> None:
+        if fetch.number in self._fetches and not fetch.is_loading:
             assert fetch.stopped is not None
             self._fail(fetch, fetch.stopped)
 
-    def on_message(self, payload: bytes) -> None:
+    def on_message(self, socket: Any, payload: bytes) -> None:
         try:
             message = wire.decode_to_importer(payload)
         except msgspec.DecodeError as error:
             logger.warning("transfer event=malformed_message bytes=%d error=%s", len(payload), error)
             return
+        peer = next((peer for peer in self._peers.values() if peer.socket is socket), None)
+        if peer is None:
+            return
+        peer.process.heard()
+        if isinstance(message, wire.PeerPong):
+            return
         fetch = self._fetches.get(message.number)
-        if fetch is None or fetch.is_writing:
-            return  # cancelled or timed out while the answer was on its way: the exporter has been told
-        if isinstance(message, wire.Refuse):
-            self._fail(fetch, from_message(message.error), tell=False)
+        if fetch is None or fetch.peer is not peer:
+            self._on_late_message(peer, message)
+        elif isinstance(message, wire.Refuse):
+            self._on_refused(fetch, message)
+        elif isinstance(message, wire.Offer):
+            self._on_offer(fetch, message)
         else:
-            fetch.is_writing = True
-            self._copier.submit(self._write_rows(fetch, message))
+            self._on_progress(fetch, message.num_chunks)
 
     def tick(self) -> None:
-        """Fail the claims whose exporter died or is silent; forget dead peers."""
-        dead = {peer.endpoint for peer in self._peers.values() if not peer.process.is_alive()}
+        """Fail the fetches whose exporter died or is silent; forget dead peers."""
         now = time.monotonic()
-        for fetch in [fetch for fetch in self._fetches.values() if not fetch.is_writing]:
-            assert fetch.peer is not None
-            if fetch.peer.endpoint in dead:
-                self._fail(fetch, _exporter_lost(fetch), tell=False)
+        busy = {fetch.peer for fetch in (*self._fetches.values(), *self._in_doubt.values())}
+        if now >= self._next_ping:
+            self._next_ping = now + PING_S
+            for peer in busy:
+                if peer is not None and isinstance(peer.process, FarProcess):
+                    peer.send(wire.PeerPing())
+        dead = [
+            peer
+            for peer in self._peers.values()
+            if not peer.process.is_alive() and (peer in busy or isinstance(peer.process, Process))
+        ]
+        for fetch in list(self._fetches.values()):
+            if (fetch.has_all and not fetch.gone_at) or fetch.stopped is not None:
+                continue
+            if fetch.peer in dead or (fetch.gone_at and now - fetch.gone_at > GONE_S):
+                self._stop(fetch, _exporter_lost(fetch))
             elif now - fetch.began_at > self._timeout_s:
-                self._fail(fetch, _too_late(fetch, self._timeout_s))
-        for endpoint in dead:
-            self._disconnect(self._peers.pop(endpoint).socket)
+                self._stop(fetch, _too_late(fetch, self._timeout_s))
+        for peer in dead:
+            self._disconnect(self._peers.pop(peer.endpoint).socket)
+        self._settle_doubts()
 
     def close(self) -> None:
         """Fail what is claimed; what is being written ends at its next chunk."""
         error = EngineLostError("the decode engine is stopping")
         for fetch in list(self._fetches.values()):
-            if fetch.is_writing:
-                fetch.stopped = fetch.stopped or error
-            else:
-                self._fail(fetch, error)
+            self._stop(fetch, error)
 
-    def _claim(self, fetch: ShmFetch) -> wire.Claim:
+    def _claim_waiting(self) -> None:
+        while self._waiting:
+            fetch = self._waiting[0]
+            assert fetch.plan is not None and fetch.peer is not None
+            try:
+                fetch.inlet = self._backend.open_inlet(fetch.plan, fetch.peer.file_prefix)
+            except BiremeError as error:
+                self._fail(fetch, error)
+                continue
+            if fetch.inlet is None:
+                return
+            self._waiting.popleft()
+            fetch.peer.send(self._claim(fetch))
+
+    def _claim(self, fetch: RowFetch) -> wire.Claim:
         params = fetch.params
         return wire.Claim(
             version=wire.VERSION,
@@ -195,6 +248,9 @@ class Importer:
             layout=self._layout,
             firsts=fetch.firsts,
             pid=os.getpid(),
+            host=self._host,
+            backend=self._backend.name,
+            target=fetch.inlet.target if fetch.inlet is not None else None,
         )
 
     def _find_peer(self, params: DisaggregatedParams) -> Peer:
@@ -213,92 +269,181 @@ class Importer:
             )
         if not record.transfer_endpoint:
             raise UnavailableError(f"worker {params.worker} does not export KV: set cache_transceiver_config.backend")
-        if record.host and record.host != self._host:
+        is_near = not record.host or record.host == self._host
+        if not is_near and not (self._backend.reaches_other_hosts and record.transfer_endpoint.startswith("tcp://")):
             raise UnavailableError(
                 f"prefill worker {params.worker} is on another host, or in a container of its own: shared memory does"
-                " not reach it; serve both on one host, or use engine: trtllm with NIXL"
+                " not reach it; set cache_transceiver_config.backend: NIXL on both, or serve both on one host"
             )
         peer = self._peers.get(record.transfer_endpoint)
         if peer is None:
-            process = Process(record.pid)
+            process = Process(record.pid) if is_near else FarProcess(record.pid)
             if not process.is_alive():
                 raise UnavailableError(f"prefill worker {params.worker} has died; prefill again")
             folder = Path(record.transfer_endpoint.removeprefix("ipc://")).parent  # another launch's has another name
             prefix = file_prefix(folder, record.worker)
             peer = Peer(record.transfer_endpoint, process, self._connect(record.transfer_endpoint), prefix)
             self._peers[peer.endpoint] = peer
+        elif not any(fetch.peer is peer for fetch in (*self._fetches.values(), *self._in_doubt.values())):
+            peer.process.heard()  # nobody has asked it since
         return peer
 
-    def _fail(self, fetch: ShmFetch, error: BiremeError, tell: bool = True) -> None:
-        del self._fetches[fetch.number]
-        if tell and fetch.peer is not None:
-            fetch.peer.send(fetch.cancellation())
+    def _on_offer(self, fetch: RowFetch, offer: wire.Offer) -> None:
+        if fetch.offer is not None or fetch.inlet is None:
+            return
+        fetch.offer = offer
+        fetch.plan = plan_chunks(self._layout, fetch.firsts, fetch.params.num_tokens, offer.chunk_bytes)
+        if fetch.plan.num_bytes != offer.num_bytes:
+            text = f"KV transfer: {offer.num_bytes} bytes offered; {fetch.plan.num_bytes} were claimed"
+            self._fail(fetch, BiremeError(text))
+        elif not fetch.plan.chunks:
+            self._load(fetch)
+
+    def _on_progress(self, fetch: RowFetch, num_chunks: int) -> None:
+        if fetch.offer is None or fetch.plan is None:
+            return
+        fetch.num_ready = max(fetch.num_ready, min(num_chunks, len(fetch.plan.chunks)))
+        if not fetch.is_loading and not fetch.gone_at:
+            self._load(fetch)
+
+    def _on_refused(self, fetch: RowFetch, refusal: wire.Refuse) -> None:
+        if not fetch.has_all or fetch.gone_at:  # else it comes too late to matter
+            error = from_message(refusal.error)
+            is_far = fetch.peer is not None and isinstance(fetch.peer.process, FarProcess)
+            fetch.peer = None  # nothing to tell it any more
+            fetch.has_loose_writes = refusal.has_loose_writes
+            self._stop(fetch, error)
+            if is_far and isinstance(error, UnavailableError) and not any(one.inlet for one in self._fetches.values()):
+                self._backend.forget_writers()  # it may have an address of ours that is none any more
+
+    def _on_late_message(self, peer: Peer, message: wire.Offer | wire.Progress | wire.Refuse) -> None:
+        """A fetch that ended here: has the exporter finished with it too?"""
+        fetch = self._in_doubt.get(message.number)
+        if fetch is None or fetch.peer is not peer:
+            return
+        if isinstance(message, wire.Offer):
+            fetch.plan = plan_chunks(self._layout, fetch.firsts, fetch.params.num_tokens, message.chunk_bytes)
+        is_last = isinstance(message, wire.Progress) and fetch.plan and message.num_chunks == len(fetch.plan.chunks)
+        if isinstance(message, wire.Refuse) and message.has_loose_writes:
+            fetch.peer = None
+        elif is_last or isinstance(message, wire.Refuse):
+            del self._in_doubt[fetch.number]
+            self._close_inlet(fetch)
+
+    def _stop(self, fetch: RowFetch, error: BiremeError) -> None:
+        """End it now, or before the copier's next chunk."""
+        if fetch.is_loading:
+            fetch.stopped = fetch.stopped or error
+        else:
+            self._fail(fetch, error)
+
+    def _fail(self, fetch: RowFetch, error: BiremeError) -> None:
+        self._remove(fetch)
         self._count(error)
         self._copier.call(partial(fetch.finish, error))
 
-    def _write_rows(self, fetch: ShmFetch, offer: wire.Offer) -> Iterator[None]:
-        """Runs on the copier."""
+    def _remove(self, fetch: RowFetch) -> None:
+        """Forget a fetch that has failed; tell its exporter, unless that one said so itself or is gone."""
+        del self._fetches[fetch.number]
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(fetch)
+        if fetch.peer is not None:
+            fetch.peer.send(fetch.cancellation())
+        if fetch.inlet is None:
+            return
+        if fetch.inlet.target is None or fetch.has_all or (fetch.peer is None and not fetch.has_loose_writes):
+            self._close_inlet(fetch)
+        else:
+            self._in_doubt[fetch.number] = fetch
+
+    def _close_inlet(self, fetch: RowFetch) -> None:
+        assert fetch.inlet is not None
+        fetch.inlet.close()
+        self._claim_waiting()
+
+    def _settle_doubts(self) -> None:
+        """Use the memory again to which peers that have given up, or are gone, may have been writing.
+
+        Cutting them off would end the transfers under way. Those end soon if room is short: who waits for it lets
+        nobody pass.
+        """
+        orphans = [fetch for fetch in self._in_doubt.values() if fetch.peer not in self._peers.values()]
+        if not orphans or any(fetch.inlet is not None for fetch in self._fetches.values()):
+            return
+        logger.warning("transfer event=writers_cut_off transfers=%d", len(orphans))
+        self._backend.forget_writers()
+        for fetch in orphans:
+            del self._in_doubt[fetch.number]
+            self._close_inlet(fetch)
+
+    def _load(self, fetch: RowFetch) -> None:
+        fetch.is_loading = True
+        self._copier.submit(self._load_ready(fetch))
+
+    def _load_ready(self, fetch: RowFetch) -> Iterator[None]:
+        """Runs on the copier: take the chunks that are there."""
         error: BiremeError | None = None
         try:
-            yield from self._write_file(fetch, offer)
+            yield from self._load_chunks(fetch)
         except BiremeError as failure:
             error = failure
         except Exception as failure:
             logger.exception("transfer event=write_failed")
             error = BiremeError(f"KV rows could not be written: {type(failure).__name__}: {failure}")
-        self._post(partial(self._on_written, fetch, offer.num_bytes, error))
-        fetch.finish(error)
+        assert fetch.plan is not None
+        has_ended = error is not None or fetch.num_loaded == len(fetch.plan.chunks)
+        self._post(partial(self._on_loaded, fetch, has_ended, error))
+        if has_ended:
+            fetch.finish(error)
 
-    def _write_file(self, fetch: ShmFetch, offer: wire.Offer) -> Iterator[None]:
-        if not offer.num_bytes:
+    def _load_chunks(self, fetch: RowFetch) -> Iterator[None]:
+        assert fetch.inlet is not None and fetch.offer is not None and fetch.plan is not None
+        if fetch.plan.chunks and not fetch.num_loaded:
+            try:
+                fetch.inlet.attach(fetch.offer.name, fetch.offer.num_bytes)
+            except FileNotFoundError:
+                fetch.gone_at = time.monotonic()
+                return
+        while True:
+            if fetch.stopped is not None:
+                raise fetch.stopped
+            if fetch.num_loaded >= fetch.num_ready:
+                return
+            fetch.inlet.load(fetch.rows, fetch.plan.chunks[fetch.num_loaded])
+            fetch.num_loaded += 1
+            yield
+
+    def _on_loaded(self, fetch: RowFetch, has_ended: bool, error: BiremeError | None) -> None:
+        """The copier has taken what was there."""
+        fetch.is_loading = False
+        if not has_ended:
+            if fetch.stopped is not None:
+                self._fail(fetch, fetch.stopped)
+            elif fetch.num_loaded < fetch.num_ready and not fetch.gone_at:
+                self._load(fetch)
             return
-        plan = plan_chunks(self._layout, fetch.firsts, fetch.params.num_tokens, offer.chunk_bytes)
-        if plan.num_bytes != offer.num_bytes:
-            raise BiremeError(f"KV transfer: {offer.num_bytes} bytes offered; {plan.num_bytes} were claimed")
-        file = self._open(fetch, offer)
-        try:
-            for chunk in plan.chunks:
-                self._write_chunk(fetch, file, chunk)
-                yield
-        finally:
-            file.close()
-
-    def _write_chunk(self, fetch: ShmFetch, file: SharedFile, chunk: Chunk) -> None:
-        if fetch.stopped is not None:
-            raise fetch.stopped
-        file.load(fetch.rows, chunk)
-
-    def _open(self, fetch: ShmFetch, offer: wire.Offer) -> SharedFile:
-        assert fetch.peer is not None
-        if not offer.file_name.startswith(fetch.peer.file_prefix) or "/" in offer.file_name:
-            raise BiremeError("KV transfer: the offer names a file that is not its worker's")
-        try:
-            return SharedFile.open(offer.file_name, offer.num_bytes)
-        except FileNotFoundError as error:
-            raise _exporter_lost(fetch) from error
-
-    def _on_written(self, fetch: ShmFetch, num_bytes: int, error: BiremeError | None) -> None:
-        del self._fetches[fetch.number]
-        assert fetch.peer is not None
         if error is not None:
-            fetch.peer.send(fetch.cancellation())
+            self._remove(fetch)
             self._count(error)
             return
+        del self._fetches[fetch.number]
+        assert fetch.peer is not None and fetch.plan is not None
         fetch.peer.send(wire.Ack(fetch.params.lease_id, fetch.params.generation))
-        self._metrics.add("bireme_kv_transfer_bytes_total", num_bytes, "import")
+        self._metrics.add("bireme_kv_transfer_bytes_total", fetch.plan.num_bytes, "import")
         self._metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - fetch.began_at, "import")
+        self._close_inlet(fetch)
 
     def _count(self, error: BiremeError) -> None:
         if not isinstance(error, RequestCancelledError):
             self._metrics.add("bireme_kv_transfer_failures_total", 1, error.code.lower())
 
 
-def _exporter_lost(fetch: ShmFetch) -> UnavailableError:
+def _exporter_lost(fetch: RowFetch) -> UnavailableError:
     return UnavailableError(f"prefill worker {fetch.params.worker} was lost during the KV transfer; prefill again")
 
 
-def _too_late(fetch: ShmFetch, timeout_s: float) -> DeadlineExceededError:
+def _too_late(fetch: RowFetch, timeout_s: float) -> DeadlineExceededError:
     return DeadlineExceededError(
-        f"prefill worker {fetch.params.worker} offered no KV rows within {timeout_s * 1000:.0f} ms"
+        f"prefill worker {fetch.params.worker} did not send all KV rows within {timeout_s * 1000:.0f} ms"
         " (cache_transceiver_config.kv_transfer_timeout_ms)"
     )

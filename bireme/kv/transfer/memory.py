@@ -108,20 +108,20 @@ class HostMemory:
     """Rows in arrays of this process."""
 
     def __init__(self, groups: Sequence[Sequence[Bytes2D]]) -> None:
-        self._groups = groups
+        self.arrays = groups
         self.regions = tuple(tuple(_region_of(array) for array in arrays) for arrays in groups)
 
     def token_rows(self) -> TokenRows:
         """Return rows of tokens that lie in their order, from row 0 on."""
-        return TokenRows(self, tuple(np.arange(len(arrays[0])) for arrays in self._groups))
+        return TokenRows(self, tuple(np.arange(len(arrays[0])) for arrays in self.arrays))
 
     def read(self, group: int, rows: Rows, data: memoryview) -> None:
-        parts = [array[rows].reshape(-1) for array in self._groups[group]]
+        parts = [array[rows].reshape(-1) for array in self.arrays[group]]
         np.concatenate(parts, out=np.frombuffer(data, np.uint8))
 
     def write(self, group: int, rows: Rows, data: memoryview) -> None:
         source, at = np.frombuffer(data, np.uint8), 0
-        for array in self._groups[group]:
+        for array in self.arrays[group]:
             end = at + len(rows) * array.shape[1]
             array[rows] = source[at:end].reshape(len(rows), -1)
             at = end

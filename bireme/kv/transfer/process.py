@@ -1,8 +1,11 @@
-"""Whether another process of this host still lives, without being its parent."""
+"""Whether another process still lives: one of this host, without being its parent, or one of another host."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+
+SILENCE_S = 3.0  # a process of another host that says nothing for so long, though it is asked, counts as dead
 
 
 class Process:
@@ -16,6 +19,24 @@ class Process:
 
     def is_alive(self) -> bool:
         return self._started is not None and _start_time(self.pid) == self._started
+
+    def heard(self) -> None: ...
+
+
+class FarProcess:
+    """A process of another host: its messages are all that is known of it."""
+
+    __slots__ = ("_heard_at", "pid")
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._heard_at = time.monotonic()
+
+    def is_alive(self) -> bool:
+        return time.monotonic() - self._heard_at < SILENCE_S
+
+    def heard(self) -> None:
+        self._heard_at = time.monotonic()
 
 
 def _start_time(pid: int) -> str | None:

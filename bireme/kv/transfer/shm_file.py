@@ -7,27 +7,19 @@ left.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from bireme.errors import BiremeError, ResourceExhaustedError, UnavailableError
 from bireme.kv.transfer.chunks import Chunk
-from bireme.kv.transfer.memory import Pieces, TokenRows
+from bireme.kv.transfer.memory import TokenRows
+from bireme.kv.transfer.piece_io import load_pieces, store_pieces
 
 SHM_DIR = Path("/dev/shm")
-_IOV_MAX = 1024  # pieces a system call takes
-_LIBC = ctypes.CDLL(None, use_errno=True)  # a call through it leaves the GIL to others
-for _call in (_LIBC.pwritev, _LIBC.preadv):
-    _call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
-    _call.restype = ctypes.c_ssize_t
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 
 
@@ -98,14 +90,14 @@ class SharedFile:
     def store(self, rows: TokenRows, chunk: Chunk) -> None:
         """Copy a chunk's rows into the file."""
         if rows.is_addressable(chunk.group):
-            _copy(_LIBC.pwritev, self._descriptor, rows.pieces(chunk.group, chunk.first, chunk.last), chunk.begin)
+            store_pieces(self._descriptor, rows.pieces(chunk.group, chunk.first, chunk.last), chunk.begin)
         else:
             rows.read(chunk.group, chunk.first, chunk.last, self._view(chunk))
 
     def load(self, rows: TokenRows, chunk: Chunk) -> None:
         """Copy a chunk out of the file into its rows."""
         if rows.is_addressable(chunk.group):
-            _copy(_LIBC.preadv, self._descriptor, rows.pieces(chunk.group, chunk.first, chunk.last), chunk.begin)
+            load_pieces(self._descriptor, rows.pieces(chunk.group, chunk.first, chunk.last), chunk.begin)
         else:
             rows.write(chunk.group, chunk.first, chunk.last, self._view(chunk))
 
@@ -127,19 +119,6 @@ class SharedFile:
             # Not MAP_POPULATE: mmap() holds the GIL, the page faults of the copy don't.
             self._map = mmap.mmap(self._descriptor, self._num_bytes)
         return memoryview(self._map)[chunk.begin : chunk.end]
-
-
-def _copy(call: Any, descriptor: int, pieces: Pieces, at: int) -> None:
-    """Copy between a file, from `at` on, and pieces of memory. Raises OSError."""
-    table = np.stack([pieces.addresses, pieces.lengths], axis=1)  # struct iovec[]
-    for begin in range(0, len(table), _IOV_MAX):
-        part = np.ascontiguousarray(table[begin : begin + _IOV_MAX])
-        wanted = int(part[:, 1].sum())
-        copied = call(descriptor, part.ctypes.data, len(part), at)
-        if copied != wanted:
-            number = ctypes.get_errno() if copied < 0 else errno.EIO
-            raise OSError(number, f"{copied} of {wanted} bytes copied: {os.strerror(number)}")
-        at += wanted
 
 
 def free_bytes() -> int:

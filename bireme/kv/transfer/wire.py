@@ -1,7 +1,7 @@
 """Messages of the control socket between two engine processes, as msgpack arrays.
 
-    importer -> exporter   Claim, Ack, Cancel
-    exporter -> importer   Offer | Refuse, one a claim
+    importer -> exporter   Claim, Ack, Cancel, Ping
+    exporter -> importer   Offer, Progress, Refuse, Pong
 
 `number` is the importer's own count of its fetches and comes back in the answer. Later versions only
 append fields, so that a claim of another version can still be refused by its number.
@@ -13,8 +13,17 @@ import msgspec
 
 from bireme.kv.transfer.base import KvLayout
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
+
+
+class WriteTarget(msgspec.Struct, array_like=True, frozen=True):
+    """Memory of the importer that takes the rows."""
+
+    agent: str
+    metadata: bytes  # of the agent, as its library made it
+    address: int
+    num_bytes: int
 
 
 class Claim(msgspec.Struct, array_like=True, tag="claim", frozen=True):
@@ -27,6 +36,9 @@ class Claim(msgspec.Struct, array_like=True, tag="claim", frozen=True):
     layout: KvLayout
     firsts: tuple[int, ...]  # a group: tokens before it are not sent
     pid: int  # the importer's: when it dies the claim ends
+    host: str = ""  # on which that is; discovery.run.host_id
+    backend: str = "shm"
+    target: WriteTarget | None = None
 
 
 class Ack(msgspec.Struct, array_like=True, tag="ack", frozen=True):
@@ -44,20 +56,37 @@ class Cancel(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
     generation: int
 
 
+class PeerPing(msgspec.Struct, array_like=True, tag="ping", frozen=True):
+    """The importer is still there; asks whether the exporter is."""
+
+
+class PeerPong(msgspec.Struct, array_like=True, tag="pong", frozen=True): ...
+
+
 class Offer(msgspec.Struct, array_like=True, tag="offer", frozen=True):
-    """The rows are complete in a shared-memory file, laid out as chunks.plan_chunks says."""
+    """Rows will come, laid out as chunks.plan_chunks says."""
 
     number: int
-    file_name: str  # in /dev/shm; empty: there was nothing to copy
+    name: str  # of the place where they are; empty: there is nothing to copy, or the importer made the place
     num_bytes: int
     chunk_bytes: int
 
 
+class Progress(msgspec.Struct, array_like=True, tag="progress", frozen=True):
+    """The first chunks are there."""
+
+    number: int
+    num_chunks: int
+
+
 class Refuse(msgspec.Struct, array_like=True, tag="refuse", frozen=True):
+    """No more rows will come: the exporter has stopped writing."""
+
     number: int
     error: str  # errors.to_message
+    has_loose_writes: bool = False  # it gave up writes that may arrive all the same
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_to_exporter = msgspec.msgpack.Decoder(Claim | Ack | Cancel).decode
-decode_to_importer = msgspec.msgpack.Decoder(Offer | Refuse).decode
+decode_to_exporter = msgspec.msgpack.Decoder(Claim | Ack | Cancel | PeerPing).decode
+decode_to_importer = msgspec.msgpack.Decoder(Offer | Progress | Refuse | PeerPong).decode

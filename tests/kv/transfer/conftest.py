@@ -8,20 +8,27 @@ from typing import Any
 
 import pytest
 
-from bireme.kv.transfer.shm import sweep
+from bireme.kv.transfer.shm_file import sweep
 from tests.kv.transfer.kv_side import Child, Side, files_of
 
 
 @pytest.fixture
-def make_side(tmp_path: Path) -> Iterator[Callable[..., Side]]:
+def backend() -> str:
+    """What moves the rows; a test that is parametrized with `backend` runs with each."""
+    return "shm"
+
+
+@pytest.fixture
+def make_side(tmp_path: Path, backend: str) -> Iterator[Callable[..., Side]]:
     sides: list[Side] = []
 
     def make(worker: str, **options: Any) -> Side:
-        sides.append(Side(tmp_path, worker, **options))
+        sides.append(Side(tmp_path, worker, backend=backend, **options))
         return sides[-1]
 
     yield make
     for side in sides:
+        assert not side.room_in_use()
         side.close()
         assert not files_of(tmp_path, side.worker)
 

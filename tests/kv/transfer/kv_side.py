@@ -5,6 +5,8 @@ As a program it reads one JSON call a line and answers each with one line: `Chil
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -12,22 +14,30 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from bireme.config import CacheTransceiverConfig
+from bireme.config import CHECKOUT, CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
 from bireme.discovery import run
 from bireme.kv.transfer.base import Find, GroupLayout, KvLayout
+from bireme.kv.transfer.leased import LeasedTransfer
 from bireme.kv.transfer.memory import HostMemory, MemoryKind, TokenRows
-from bireme.kv.transfer.shm import ShmTransfer, file_prefix
-from bireme.kv.transfer.shm_file import SHM_DIR
+from bireme.kv.transfer.nixl import MODULES, NixlBackend
+from bireme.kv.transfer.shm import ShmBackend
+from bireme.kv.transfer.shm_file import SHM_DIR, file_prefix
 from bireme.metrics import Registry
 
+needs_nixl = pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in MODULES), reason="nixl-cu12 is not installed"
+)
 LAYOUT = KvLayout("tiny", "float32", (GroupLayout(0, (64, 64)), GroupLayout(16, (32,))))
+DEPLOYMENT_KEY = b"k" * 32
 CHUNK_BYTES = 1024  # 8 tokens of the first group
 
 
@@ -99,7 +109,7 @@ class Fetching:
         self.errors.append(error)
         self.ended.set()
 
-    def result(self, timeout_s: float = 10.0) -> Any:
+    def result(self, timeout_s: float = 60.0) -> Any:
         """Return the error given to `done`, or None."""
         assert self.ended.wait(timeout_s), "done was not called"
         return self.errors[0]
@@ -120,6 +130,8 @@ class Side:
         max_tokens: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         find: Find | None = None,
+        backend: str = "shm",
+        host: str = "",
     ) -> None:
         self.run_dir, self.worker, self.life, self.layout = run_dir, worker, life, layout
         self.metrics = Registry(worker)
@@ -128,16 +140,21 @@ class Side:
         config = CacheTransceiverConfig(
             backend="DEFAULT", kv_transfer_timeout_ms=timeout_ms, max_tokens_in_buffer=max_tokens
         )
-        self.transfer = ShmTransfer(
+        self.transfer = LeasedTransfer(
+            NixlBackend(worker) if backend == "nixl" else ShmBackend(run_dir, worker, life),
             run_dir=run_dir, worker=worker, life=life, config=config, metrics=self.metrics, chunk_bytes=chunk_bytes,
-            find=find,
+            find=find, host=host, deployment_key=DEPLOYMENT_KEY,
         )  # fmt: skip
         self.transfer.start(layout)
         run.publish(run_dir, self.record())
 
     def record(self) -> run.WorkerRecord:
         return run.WorkerRecord(
-            worker=self.worker, life=self.life, pid=os.getpid(), transfer_endpoint=self.transfer.endpoint
+            worker=self.worker,
+            life=self.life,
+            pid=os.getpid(),
+            host=run.host_id(),
+            transfer_endpoint=self.transfer.endpoint,
         )
 
     def reserve(self) -> Any:
@@ -152,7 +169,7 @@ class Side:
     def export_lease(self, lease: Any, num_tokens: int, read_delay_s: float = 0.0) -> DisaggregatedParams:
         slow = SlowMemory(self.layout, num_tokens, read_delay_s)
         slow.began = self.began_reading
-        for group, (array,) in enumerate(slow._arrays._groups):
+        for group, (array,) in enumerate(slow._arrays.arrays):
             array[:] = expected_rows(group, 0, num_tokens, array.shape[1])
         lease.export(num_tokens, slow.token_rows() if read_delay_s else slow._arrays.token_rows())
         return DisaggregatedParams(
@@ -171,6 +188,15 @@ class Side:
         fetching.handle = self.transfer.fetch(params, firsts, rows, fetching.done)
         return fetching
 
+    def room_in_use(self) -> int:
+        """Return the bytes to which exporters may be writing: 0 once all transfers have ended."""
+        staging = getattr(self.transfer._backend, "_staging", None)
+        if staging is None:
+            return 0
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not staging.used_bytes)
+        return staging.used_bytes
+
     def lease_counts(self) -> dict[str, int]:
         return {state.value: count for state, count in self.transfer._table.counts().items() if count}
 
@@ -183,7 +209,7 @@ class Side:
         self.transfer.close()
 
 
-def wait_until(condition: Any, timeout_s: float = 10.0) -> None:
+def wait_until(condition: Any, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -198,9 +224,14 @@ def files_of(run_dir: Path, worker: str) -> list[str]:
 class Child:
     """A Side in a process of its own, to be killed or stopped."""
 
-    def __init__(self, run_dir: Path, worker: str, **options: Any) -> None:
+    def __init__(self, run_dir: Path, worker: str, command: Sequence[str] = (), **options: Any) -> None:
+        """`command`: what runs the program, e.g. in another network namespace."""
         self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
         )
         self.worker = worker
         self.call("start", run_dir=str(run_dir), worker=worker, **options)
@@ -242,31 +273,45 @@ class _Calls:
         self._side = Side(Path(run_dir), worker, **options)
 
     def export(self, num_tokens: int, read_delay_s: float) -> dict[str, Any]:
-        params = self._side.export(num_tokens, read_delay_s)
+        self._lease = self._side.reserve()
+        params = self._side.export_lease(self._lease, num_tokens, read_delay_s)
         return {name: getattr(params, name) for name in ("worker", "life", "lease_id", "generation", "num_tokens")}
 
     def fetch(self, params: dict[str, Any], write_delay_s: float) -> None:
         self._fetching = self._side.fetch(DisaggregatedParams(**params), write_delay_s=write_delay_s)
 
     def wait_writing(self) -> bool:
-        return self._fetching.began_writing.wait(10)
+        return self._fetching.began_writing.wait(60)
 
     def wait_reading(self) -> bool:
-        return self._side.began_reading.wait(10)
+        return self._side.began_reading.wait(60)
 
     def result(self) -> list[Any]:
-        error = self._fetching.result()
+        error = self._fetching.result(60)
         return [type(error).__name__ if error else None, self._fetching.is_right]
+
+    def abort(self) -> bool:
+        """End the lease that was exported last; wait until its rows are no longer read."""
+        before = self._side.num_released
+        self._lease.abort()
+        wait_until(lambda: self._side.num_released > before)
+        return True
+
+    def is_free(self) -> bool:
+        """Wait until no lease is held and no exporter may be writing here."""
+        wait_until(lambda: not self._side.lease_counts(), 60)
+        return not self._side.room_in_use()
 
     def close(self) -> None:
         self._side.close()
 
 
 def main() -> None:
-    calls = _Calls()
+    calls, answers = _Calls(), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # UCX logs to standard output
     for line in sys.stdin:
         method, arguments = json.loads(line)
-        print(json.dumps(getattr(calls, method)(**arguments)), flush=True)
+        print(json.dumps(getattr(calls, method)(**arguments)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -40,5 +40,5 @@ def test_what_is_read_of_one_memory_is_written_to_another():
     rows, data = np.array([3, 4, 90]), bytearray(36)
     source.read(0, rows, memoryview(data))
     target.write(0, rows[::-1].copy(), memoryview(data))
-    for mine, theirs in zip(source._groups[0], target._groups[0], strict=True):
+    for mine, theirs in zip(source.arrays[0], target.arrays[0], strict=True):
         assert (theirs[rows[::-1]] == mine[rows]).all()

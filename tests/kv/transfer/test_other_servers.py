@@ -2,10 +2,13 @@
 
 import msgspec
 import pytest
+import zmq
 
 from bireme.discovery import run
 from bireme.errors import KvTransferError, NotFoundError
-from tests.kv.transfer.kv_side import Side, files_of, wait_until
+from bireme.kv.curve import curve_keys
+from bireme.kv.transfer import wire
+from tests.kv.transfer.kv_side import DEPLOYMENT_KEY, Side, files_of, wait_until
 
 ELSEWHERE = "prefill@b:8001"
 
@@ -67,3 +70,29 @@ def test_a_life_that_is_over_has_no_lease(far, decode_of):
 def test_a_worker_that_discovery_has_lost_is_prefill_s_fault(far, decode_of):
     params = msgspec.structs.replace(exported(far), worker="prefill@c:1")
     assert isinstance(decode_of(far).fetch(params).result(), KvTransferError)
+
+
+def asks(endpoint, key=None):
+    """Return a socket that has pinged an exporter; `key`: of the deployment."""
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger = 0
+    if key:
+        socket.curve_publickey, socket.curve_secretkey = curve_keys(key, "reader")
+        socket.curve_serverkey = curve_keys(key, "engine")[0]
+    socket.connect(endpoint)
+    socket.send(wire.encode(wire.PeerPing()))
+    return socket
+
+
+def test_only_the_deployment_s_processes_reach_a_control_socket_that_other_hosts_can(make_side):
+    endpoint = make_side("prefill", host="localhost").transfer.endpoint  # a name: it may be of any network
+    sockets = [asks(endpoint), asks(endpoint, b"another key" * 3), asks(endpoint, DEPLOYMENT_KEY)]
+    assert isinstance(wire.decode_to_importer(sockets[2].recv()), wire.PeerPong)
+    assert [socket.poll(100) for socket in sockets[:2]] == [0, 0]
+    for socket in sockets:
+        socket.close()
+
+
+def test_a_control_socket_of_this_host_alone_has_no_other_address(make_side):
+    side = make_side("prefill", host="127.0.0.1")
+    assert side.transfer._router.last_endpoint.startswith(b"tcp://127.0.0.1:")

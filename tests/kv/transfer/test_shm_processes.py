@@ -10,8 +10,7 @@ import pytest
 
 from bireme.errors import KvTransferError, UnavailableError
 from bireme.kv.transfer.process import Process
-from bireme.kv.transfer.shm import file_prefix, sweep
-from bireme.kv.transfer.shm_file import SHM_DIR
+from bireme.kv.transfer.shm_file import SHM_DIR, file_prefix, sweep
 from tests.kv.transfer.kv_side import files_of, wait_until
 
 pytestmark = pytest.mark.flaky(reruns=1)
@@ -50,7 +49,8 @@ def test_an_exporter_killed_while_it_copies_is_noticed_at_once(make_child, decod
 def test_an_exporter_killed_while_decode_writes_costs_nothing(make_child, decode, tmp_path):
     child = make_child("prefill")
     fetching = decode.fetch(child.export(300), write_delay_s=0.01)
-    assert fetching.began_writing.wait(10)
+    assert fetching.began_writing.wait(60)
+    wait_until(lambda: all(fetch.has_all for fetch in decode.transfer._importer._fetches.values()))
     child.kill()
     assert fetching.result() is None and fetching.is_right
     sweep(tmp_path, "prefill")
@@ -93,7 +93,7 @@ def test_an_importer_killed_while_it_waits_for_room_frees_the_lease(make_side, m
 def test_an_importer_killed_during_the_copy_frees_the_lease(prefill, make_child, tmp_path):
     child = make_child("decode")
     child.fetch(prefill.export(1000, read_delay_s=0.02))
-    assert prefill.began_reading.wait(10)
+    assert prefill.began_reading.wait(60)
     child.kill()
     wait_until(lambda: prefill.num_released == 1 and not prefill.lease_counts())
     wait_until(lambda: not files_of(tmp_path, "prefill"))

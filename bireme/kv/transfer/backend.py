@@ -1,0 +1,76 @@
+"""How chunks get from one engine process to another: what the backends of a LeasedTransfer have in common.
+
+Leases, claims, admission, timers and plans are above this, and the same for all. An outlet and an inlet are the two
+ends of one transfer; both lay chunks out as chunks.plan_chunks says. `store` and `load` run on the copier's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Protocol
+
+from bireme.kv.transfer.base import KvLayout
+from bireme.kv.transfer.chunks import Chunk, TransferPlan
+from bireme.kv.transfer.memory import RowMemory, TokenRows
+from bireme.kv.transfer.wire import WriteTarget
+
+
+class RowOutlet(Protocol):
+    """The exporter's end."""
+
+    @property
+    def name(self) -> str:
+        """What the importer must know to find it."""
+
+    @property
+    def has_loose_writes(self) -> bool:
+        """Whether a chunk was given up that may arrive all the same."""
+
+    def store(self, rows: TokenRows, chunk: Chunk) -> Generator[None, None, None]:
+        """Send a chunk; it is there when the generator ends. Closing it before gives the chunk up."""
+
+    def close(self) -> None:
+        """No chunk will follow. The importer may still be reading."""
+
+    def discard(self) -> None:
+        """The transfer has ended."""
+
+
+class Inlet(Protocol):
+    """The importer's end."""
+
+    @property
+    def target(self) -> WriteTarget | None:
+        """Memory that the exporter writes to; None: the exporter makes the place."""
+
+    def attach(self, name: str, num_bytes: int) -> None:
+        """Find the outlet. Raises FileNotFoundError when it is gone, BiremeError when it can't be the right one."""
+
+    def load(self, rows: TokenRows, chunk: Chunk) -> None:
+        """Copy a chunk that is there to its rows."""
+
+    def close(self) -> None:
+        """The exporter has finished with it, or its writes can't arrive any more."""
+
+
+class Backend(Protocol):
+    @property
+    def name(self) -> str:
+        """Both sides of a transfer must have the same."""
+
+    @property
+    def reaches_other_hosts(self) -> bool: ...
+
+    def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
+        """`memory`: where most rows will lie; `limit_bytes`: of rows on their way. Raises ConfigError."""
+
+    def open_outlet(self, plan: TransferPlan, target: WriteTarget | None) -> RowOutlet:
+        """Raises ResourceExhaustedError when there is no room now, UnavailableError when there is no way."""
+
+    def open_inlet(self, plan: TransferPlan, prefix: str) -> Inlet | None:
+        """Return None when there is no room now. `prefix`: of the names that the exporter may give its outlets."""
+
+    def forget_writers(self) -> None:
+        """See to it that no write under way can arrive; for peers that fell silent. Ends transfers under way."""
+
+    def close(self) -> None: ...

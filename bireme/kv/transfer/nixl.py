@@ -1,0 +1,259 @@
+"""Rows by NIXL over UCX, between engine processes of one host or several.
+
+The importer makes room in memory that its agent has registered and names it in the claim; the exporter writes rows
+there straight out of its registered pool; the importer copies them on to their blocks. Prefill writes instead of decode
+reading, for two reasons: where the network has no remote reads (TCP) UCX imitates them, more than ten times slower
+than writes, and the imitation ends the exporter's process ("Fatal: unexpected error: Endpoint timeout") when a reader
+vanishes at the wrong moment. And blocks of the pool are never the target, so that no late write can touch them.
+
+UCX itself checks no peer: what may write here is who can reach UCX's ports. Give it a network of its own
+(UCX_NET_DEVICES).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bireme.errors import BiremeError, ConfigError, RequestError, UnavailableError
+from bireme.kv.transfer.base import KvLayout
+from bireme.kv.transfer.chunks import Chunk, TransferPlan
+from bireme.kv.transfer.memory import HostMemory, MemoryKind, Pieces, RowMemory, TokenRows
+from bireme.kv.transfer.staging import Staging
+from bireme.kv.transfer.wire import WriteTarget
+
+MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
+_POLL_S = 0.0002  # between looks at a write under way
+_MAX_AGENTS = 64  # importers whose metadata is kept
+logger = logging.getLogger("bireme.kv.transfer")
+
+
+class NixlBackend:
+    """Two agents, one a role: the importer's can be replaced without harm to what this process exports."""
+
+    name = "nixl"
+    reaches_other_hosts = True
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._api: Any = None
+        self._exporting: Any = None
+        self._importing: Any = None
+        self._registered: RowMemory | None = None
+        self._staging: Any = None
+        self._targets: dict[str, bytes] = {}  # metadata of the importers' agents that are loaded
+
+    def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
+        self._api = _load()
+        with _as_config_error():
+            self._exporting = self._make_agent("export")
+            if memory is not None:
+                self._register_pool(memory)
+            self._staging = Staging(limit_bytes)
+            self._begin_importing()
+
+    def register(self, memory: RowMemory) -> Any:
+        """Let the exporting agent read a memory's rows; return what `unregister` takes."""
+        regions = [region for group in memory.regions for region in group]
+        table = [(region.address, region.num_bytes, region.device, "") for region in regions]
+        return self._exporting.register_memory(table, regions[0].kind.value, ["UCX"])
+
+    def unregister(self, registration: Any) -> None:
+        self._exporting.deregister_memory(registration, ["UCX"])
+
+    def can_read(self, memory: RowMemory) -> bool:
+        return memory is self._registered
+
+    def open_outlet(self, plan: TransferPlan, target: WriteTarget | None) -> NixlOutlet:
+        """Runs on the copier, as all that the exporting agent does."""
+        if target is None or target.num_bytes < plan.num_bytes:
+            raise RequestError(f"KV transfer: the claim names no room for {plan.num_bytes} bytes")
+        with _as_unavailable():
+            if self._targets.get(target.agent) != target.metadata:
+                self.forget_target(target.agent)
+                self._exporting.add_remote_agent(target.metadata)
+            self._targets.pop(target.agent, None)
+            self._targets[target.agent] = target.metadata  # the last used is last
+            if len(self._targets) > _MAX_AGENTS:
+                self.forget_target(next(iter(self._targets)))
+        return NixlOutlet(self, self._exporting, target)
+
+    def forget_target(self, agent: str) -> None:
+        """Close the connection to an importer; the next write opens another."""
+        if self._targets.pop(agent, None) is not None:
+            with contextlib.suppress(Exception):  # it is gone already
+                self._exporting.remove_remote_agent(agent)
+
+    def open_inlet(self, plan: TransferPlan, prefix: str) -> NixlInlet | None:
+        if self._importing is None:
+            with _as_unavailable():
+                self._begin_importing()
+        room = self._staging.take(plan.num_bytes)
+        if room is None:
+            return None
+        target = WriteTarget(self._importing.name, self._metadata, self._staging.address + room.start, plan.num_bytes)
+        return NixlInlet(self._staging, room, target)
+
+    def forget_writers(self) -> None:
+        """End the importing agent: its connections close, and no write over them arrives.
+
+        The next claim makes another, because an agent made while the network is down names no address of it.
+        """
+        self._importing = None
+
+    def close(self) -> None:
+        self._importing = self._exporting = None
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+    def _register_pool(self, memory: RowMemory) -> None:
+        try:
+            self.register(memory)
+            self._registered = memory
+        except Exception as error:  # of VRAM: UCX has no CUDA here, or can't reach this memory
+            kind = memory.regions[0][0].kind
+            if kind is MemoryKind.DRAM:
+                raise ConfigError(
+                    f"cache_transceiver_config.backend: NIXL can't register KV memory: {error}"
+                ) from error
+            logger.warning("transfer event=staged kind=%s reason=UCX can't read it: %s", kind.value, error)
+
+    def _begin_importing(self) -> None:
+        agent = self._make_agent("import")
+        agent.register_memory([(self._staging.address, self._staging.num_bytes, 0, "")], "DRAM", ["UCX"])
+        self._metadata: bytes = agent.get_agent_metadata()
+        self._importing = agent
+
+    def _make_agent(self, role: str) -> Any:
+        name = f"{self._worker}-{role}-{secrets.token_hex(8)}"  # no peer takes it for an earlier one
+        agent = self._api.nixl_agent(name, self._api.nixl_agent_config(backends=["UCX"]))
+        if "UCX" not in agent.backends:
+            raise ConfigError("cache_transceiver_config.backend: NIXL has no UCX plugin here; reinstall nixl-cu12")
+        return agent
+
+
+class NixlOutlet:
+    name = ""
+
+    def __init__(self, backend: NixlBackend, agent: Any, target: WriteTarget) -> None:
+        self._backend, self._agent, self._target = backend, agent, target
+        self._copy: tuple[npt.NDArray[np.uint8], Any] | None = None  # of a chunk, and its registration
+        self.has_loose_writes = False
+
+    def store(self, rows: TokenRows, chunk: Chunk) -> Generator[None, None, None]:
+        pieces, kind, device = self._source(rows, chunk)
+        ends = np.cumsum(pieces.lengths, dtype=np.uint64)
+        begins = np.uint64(self._target.address + chunk.begin) + ends - pieces.lengths
+        local = self._descriptors(pieces.addresses, pieces.lengths, device, kind)
+        remote = self._descriptors(begins, pieces.lengths, 0, "DRAM")
+        is_there = False
+        try:
+            with _as_unavailable():
+                handle = self._agent.initialize_xfer("WRITE", local, remote, self._target.agent)
+                state = self._agent.transfer(handle)
+            while state == "PROC":
+                yield
+                time.sleep(_POLL_S)
+                with _as_unavailable():
+                    state = self._agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise UnavailableError(f"KV transfer by NIXL ended as {state}; see the log of UCX")
+            is_there = True
+            handle.release()
+        finally:
+            if not is_there:  # whatever is under way on that connection ends with it
+                self.has_loose_writes = True  # what the kernel has it sends, connection or not
+                with contextlib.suppress(Exception):
+                    handle.release()
+                self._backend.forget_target(self._target.agent)
+
+    def close(self) -> None:
+        if self._copy is not None:
+            self._backend.unregister(self._copy[1])
+            self._copy = None
+
+    def discard(self) -> None: ...
+
+    def _source(self, rows: TokenRows, chunk: Chunk) -> tuple[Pieces, str, int]:
+        """Return where a chunk's rows lie for UCX, with the kind and device; a copy where it can't read them."""
+        if self._backend.can_read(rows.memory):
+            region = rows.memory.regions[chunk.group][0]
+            return rows.pieces(chunk.group, chunk.first, chunk.last), region.kind.value, region.device
+        size = chunk.end - chunk.begin
+        if self._copy is None or len(self._copy[0]) < size:
+            self.close()
+            memory = HostMemory([[np.empty((size, 1), np.uint8)]])
+            with _as_unavailable():
+                self._copy = memory.arrays[0][0].reshape(-1), self._backend.register(memory)
+        array = self._copy[0]
+        rows.read(chunk.group, chunk.first, chunk.last, memoryview(array)[:size])  # type: ignore[arg-type]
+        piece = np.array([array.ctypes.data], np.uint64), np.array([size], np.uint64)
+        return Pieces(*piece), MemoryKind.DRAM.value, 0
+
+    def _descriptors(
+        self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], device: int, kind: str
+    ) -> Any:
+        table = np.empty((len(addresses), 3), np.uint64)  # (address, bytes, device)
+        table[:, 0], table[:, 1], table[:, 2] = addresses, lengths, device
+        return self._agent.get_xfer_descs(table, kind)
+
+
+class NixlInlet:
+    def __init__(self, staging: Staging, room: range, target: WriteTarget) -> None:
+        self._staging, self._room = staging, room
+        self.target = target
+
+    def attach(self, name: str, num_bytes: int) -> None:
+        """The exporter comes to us."""
+
+    def load(self, rows: TokenRows, chunk: Chunk) -> None:
+        begin = self._room.start + chunk.begin
+        self._staging.load(rows, chunk, begin)
+
+    def close(self) -> None:
+        self._staging.give(self._room)
+
+
+def _load() -> Any:
+    os.environ.setdefault("UCX_HANDLE_ERRORS", "none")  # signals are this process's own
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    for name in MODULES:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    raise ConfigError(
+        "cache_transceiver_config.backend: NIXL needs the package nixl-cu12: pip install --no-deps nixl-cu12"
+        " (nixl-cu13 with CUDA 13); DEFAULT needs none, on one host"
+    )
+
+
+@contextlib.contextmanager
+def _as_config_error() -> Iterator[None]:
+    try:
+        yield
+    except BiremeError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"cache_transceiver_config.backend: NIXL can't start UCX: {type(error).__name__}: {error};"
+            " see UCX_TLS and UCX_NET_DEVICES, or set DEFAULT on one host"
+        ) from error
+
+
+@contextlib.contextmanager
+def _as_unavailable() -> Iterator[None]:
+    try:
+        yield
+    except BiremeError:
+        raise
+    except Exception as error:  # nixl has a class for each of its error codes, of no common base
+        raise UnavailableError(f"KV transfer by NIXL failed: {type(error).__name__}: {error}") from error
