@@ -46,6 +46,11 @@ class ResourceExhaustedError(BiremeError):
     code = "RESOURCE_EXHAUSTED"
     retryable = True
 
+    def __init__(self, *args: object, retry_after_s: int = 1) -> None:
+        """`retry_after_s`: when it may succeed; it does not travel, unless the text says it too."""
+        super().__init__(*args)
+        self.retry_after_s = retry_after_s
+
 
 class UnavailableError(BiremeError):
     """The worker that should serve this is not available now."""

@@ -25,6 +25,7 @@ import numpy.typing as npt
 Blocks = npt.NDArray[np.uint64]
 _TOKENS_PER_BLOCK = 32  # ours carry them, as vLLM's do
 _PORTION = 512  # events that are made before they are timed
+_READ_AT_ONCE = 40  # of 64 blocks: what the feed reads together
 
 
 def chains(first: int, count: int, depth: int) -> Blocks:
@@ -37,9 +38,10 @@ def chains(first: int, count: int, depth: int) -> Blocks:
 class Ours:
     def __init__(self) -> None:
         from bireme.kv import event_wire
+        from bireme.kv.event_reading import EventReader
         from bireme.kv.index import KvIndex
 
-        self._wire = event_wire
+        self._wire, self._reader = event_wire, EventReader()
         self.index = KvIndex()
         self._slots: list[int] = []
 
@@ -53,12 +55,21 @@ class Ours:
         stored = self._wire.BlockStored(blocks.tolist(), parent, tokens, _TOKENS_PER_BLOCK)
         return self._wire.encode_payload(self._wire.EventBatch(0.0, [stored], 0))
 
-    def apply(self, worker: int, event: Any) -> None:
-        if type(event) is tuple:
-            self.index.stored(self._slots[worker], *event)
+    def apply(self, events: list[tuple[int, Any]]) -> None:
+        """As the feed does it: messages are read together, and the index told of them at once."""
+        if type(events[0][1]) is tuple:
+            for worker, event in events:
+                self.index.stored(self._slots[worker], *event)
             return
-        for one in self._wire.decode_batch(event).events:
-            self.index.stored(self._slots[worker], one.parent_block_hash, np.array(one.block_hashes, np.uint64))
+        for first in range(0, len(events), _READ_AT_ONCE):
+            part = events[first : first + _READ_AT_ONCE]
+            run = None
+            for (worker, _), batch in zip(part, self._reader.read([payload for _, payload in part]), strict=True):
+                assert batch is not None
+                changes = batch.changes.of_slot(self._slots[worker])
+                run = changes if run is None else run.joined(changes)
+                assert run is not None
+            self.index.apply(run)
 
     def query(self, blocks: Blocks) -> Any:
         return blocks
@@ -91,8 +102,9 @@ class RadixTree:
         }
         return json.dumps({"event_id": self._number, "data": {"stored": stored}, "dp_rank": 0}).encode()
 
-    def apply(self, worker: int, event: Any) -> None:
-        self._tree.apply_event(worker, event)
+    def apply(self, events: list[tuple[int, Any]]) -> None:
+        for worker, event in events:
+            self._tree.apply_event(worker, event)
 
     def query(self, blocks: Blocks) -> Any:
         return blocks.tolist()
@@ -149,8 +161,7 @@ class IndexProcess:
             self._index.event(prefix[: 1 + number % depth] if staggered else prefix, None, form)
             for number in range(workers)
         ]
-        for number, event in enumerate(events):
-            self._index.apply(number, event)
+        self._index.apply(list(enumerate(events)))
         return self._times([self._index.query(prefix)] * 2000, workers)
 
     def match(self, depth: int, count: int) -> dict[str, float]:
@@ -171,8 +182,7 @@ class IndexProcess:
         """Return the seconds of CPU until a match sees all of them: the RadixTree has a queue and a thread."""
         last = self._index.query(np.ones(1, np.uint64))
         began = time.process_time()
-        for worker, event in events:
-            self._index.apply(worker, event)
+        self._index.apply(events)
         self._index.match(last)
         return time.process_time() - began
 
@@ -188,25 +198,50 @@ class IndexProcess:
         p50, p99 = np.percentile(np.array(plain) / 1e3, [50, 99])
         return {"p50_us": float(p50), "p99_us": float(p99)}
 
-    def decide(self, tokens: int, workers: int, count: int) -> dict[str, float]:
-        """Hash and match prompts, of which each worker holds another part. ai-dynamo's Python hashes one by one."""
-        from bireme.kv.index import KvIndex
-        from bireme.kv.prompt_hashing import PromptHasher
+    def decide(self, tokens: int, workers: int, count: int, salt: str = "") -> dict[str, float]:
+        """Place prompts through a pipeline's router; each worker holds another part of them and has 8 requests running.
 
-        index, hasher, random = KvIndex(), PromptHasher(32), np.random.default_rng(3)
+        ai-dynamo's Python has no router of this kind.
+        """
+        from bireme.config import RouterConfig
+        from bireme.discovery.run import WorkerRecord
+        from bireme.kv.event_wire import WorkerLoad
+        from bireme.kv.holdings import IndexHoldings
+        from bireme.kv.placement import RoutingRequest
+        from bireme.kv.router import WorkerRouter
+        from bireme.metrics import Registry
+        from bireme.pipelines.routing import prompt_hashes
+
+        random, config, hash_prompt = np.random.default_rng(3), RouterConfig(), prompt_hashes(b"a deployment's key")
         prompts = [random.integers(0, 100_000, tokens).astype(np.int32) for _ in range(8)]
-        for number in range(workers):
-            slot = index.add_worker(f"worker_{number}")
-            for prompt in prompts:
-                hashes = hasher(prompt)
-                index.stored(slot, None, hashes[: 1 + len(hashes) * (number + 1) // workers])
-        seconds = []
+        requests = [RoutingRequest(prompt, cache_salt=salt) for prompt in prompts]
+        records = {
+            f"decode_{number}": WorkerRecord(worker=f"decode_{number}", tokens_per_block=32, event_endpoint="ipc://x")
+            for number in range(workers)
+        }
+        holdings = IndexHoldings(config, Registry("generate"))
+        loads = {name: WorkerLoad(8, 1, 2 * tokens, 8 * tokens // 32, 1 << 20, 0) for name in records}
+        router = WorkerRouter(
+            config, "kv", holdings=holdings, hash_prompt=hash_prompt, loads=loads, followers=[holdings]
+        )
+        router.set_workers(records)
+        for number, name in enumerate(records):
+            for request in requests:
+                hashes = hash_prompt(request, 32)
+                holdings.index.stored(holdings.index.slots[name], None, hashes[: 1 + len(hashes) * number // workers])
+        running = [router.place(requests[number % 8]) for number in range(8 * workers)]
+        decided, counted = [], []
         for number in range(count):
             began = time.perf_counter()
-            index.match(hasher(prompts[number % len(prompts)]))
-            seconds.append(time.perf_counter() - began)
-        p50, p99 = np.percentile(np.array(seconds) * 1e6, [50, 99])
-        return {"p50_us": float(p50), "p99_us": float(p99)}
+            placement = router.place(requests[number % 8])
+            placed = time.perf_counter()
+            router.prefilled(running[0])
+            router.finished(running.pop(0))
+            running.append(placement)
+            decided.append(placed - began)
+            counted.append(time.perf_counter() - placed)
+        p50, p99 = np.percentile(np.array(decided) * 1e6, [50, 99])
+        return {"p50_us": float(p50), "p99_us": float(p99), "end_p50_us": float(np.median(counted)) * 1e6}
 
 
 def portions(count: int) -> Iterator[range]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, field
 
+import numpy as np
+
+from bireme.kv.block_uses import BlockUses
+from bireme.kv.placement import Hashes
+
+NO_BLOCKS: Hashes = np.zeros(0, np.uint64)
 _MEMORY_S = 10.0  # what was measured so long ago, in time spent on prompts, counts a third
 
 
@@ -14,9 +19,9 @@ _MEMORY_S = 10.0  # what was measured so long ago, in time spent on prompts, cou
 class SentRequest:
     """One request's part of a worker's load, until `ActiveRequests.free`."""
 
-    used: Sequence[int]  # hashes of the prompt's full blocks, from its start; empty: they are not counted
+    used: Hashes  # of the prompt's full blocks, from its start; empty: they are not counted
     prefill_tokens: int  # that the worker must compute
-    computed: Sequence[int] = ()  # hashes of the full blocks that it computes
+    computed: Hashes = field(default_factory=lambda: NO_BLOCKS)  # of the full blocks that it computes
     prompt_tokens: int = 0  # all of them, if it computes any
     is_over: bool = False
 
@@ -28,13 +33,15 @@ class ActiveRequests:
     rate that is measured where they end: between two ends that predicts how much is left.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, uses: BlockUses | None = None) -> None:
+        """`uses`: where its blocks are counted, as those of `user` and, while computed, `computing_user`; None: not."""
+        self._uses = uses
+        self.user, self.computing_user = (uses.new_user(), uses.new_user()) if uses is not None else (0, 0)
         self.num_requests = 0
+        self.num_blocks = 0  # in use
         self.prefill_tokens = 0  # sent, and not known to be computed
         self.prompt_tokens = 0  # of these prompts: an engine counts so many until it finds what it has cached
         self._computed_tokens = self._computing_s = 0.0  # whose quotient is the rate
-        self._blocks: Counter[int] = Counter()
-        self._computing: Counter[int] = Counter()
         self._waiting: OrderedDict[int, SentRequest] = OrderedDict()  # to be computed, by id
         self.began_at = 0.0  # when the first of them got the worker
 
@@ -43,44 +50,14 @@ class ActiveRequests:
         """Prompt tokens a second; 0: not known yet."""
         return self._computed_tokens / self._computing_s if self._computing_s else 0.0
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self._blocks)
-
-    def shared(self, hashes: Sequence[int]) -> int:
-        """Return how many of a prompt's blocks are in use already: prefixes are, if their ends are."""
-        if not hashes or hashes[0] not in self._blocks:
-            return 0
-        low, high = 1, len(hashes)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if hashes[middle - 1] in self._blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def computing(self, hashes: Sequence[int], num_held: int) -> int:
-        """Return how many of the last of a prompt's first `num_held` blocks are only being computed."""
-        if not self._computing or not num_held or hashes[num_held - 1] not in self._computing:
-            return 0
-        low, high = 0, num_held - 1
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] in self._computing:
-                high = middle
-            else:
-                low = middle + 1
-        return num_held - low
-
     def add(self, request: SentRequest, now: float) -> None:
         self.num_requests += 1
-        self._blocks.update(request.used)
+        self.num_blocks += self._count(self.user, request.used)
         if request.prefill_tokens:
             if not self._waiting:
                 self.began_at = now
             self._waiting[id(request)] = request
-            self._computing.update(request.computed)
+            self._count(self.computing_user, request.computed)
             self.prefill_tokens += request.prefill_tokens
             self.prompt_tokens += request.prompt_tokens
 
@@ -101,7 +78,8 @@ class ActiveRequests:
         request.is_over = True
         self._stop_waiting(request)
         self.num_requests -= 1
-        _subtract(self._blocks, request.used)
+        if self._uses is not None and len(request.used):
+            self.num_blocks -= self._uses.subtract(self.user, request.used)
 
     @property
     def first_tokens(self) -> int:
@@ -117,13 +95,9 @@ class ActiveRequests:
             return False
         self.prefill_tokens -= request.prefill_tokens
         self.prompt_tokens -= request.prompt_tokens
-        _subtract(self._computing, request.computed)
+        if self._uses is not None and len(request.computed):
+            self._uses.subtract(self.computing_user, request.computed)
         return True
 
-
-def _subtract(counts: Counter[int], items: Sequence[int]) -> None:
-    for item in items:
-        if counts[item] == 1:
-            del counts[item]
-        else:
-            counts[item] -= 1
+    def _count(self, user: int, blocks: Hashes) -> int:
+        return self._uses.add(user, blocks) if self._uses is not None and len(blocks) else 0

@@ -11,7 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from bireme.kv.event_wire import END, SNAPSHOT, AllBlocksCleared, ReadBatch, ReadEvent
+from bireme.kv.event_reading import BlockChanges, ReadBatch, cleared
+from bireme.kv.event_wire import END, SNAPSHOT
 
 ANSWER_TIMEOUT_S = 2.0  # without any part of an answer; then it is asked for again
 STALE_S = 5.0  # out of step for so long: what was known is forgotten
@@ -25,12 +26,12 @@ class KvEventStream:
 
     def __init__(
         self,
-        apply: Callable[[list[ReadEvent]], None],
+        apply: Callable[[BlockChanges], None],
         count: Callable[[str, int], None],
         clock: Callable[[], float] = time.monotonic,
         first: int | None = None,
     ) -> None:
-        """`apply` gets events in order; `count` gets `gaps`, `resyncs` and reasons why something was discarded.
+        """`apply` gets changes in order; `count` gets `gaps`, `resyncs` and reasons why something was discarded.
 
         `first`: the seq to begin with; None: with a snapshot.
         """
@@ -121,7 +122,7 @@ class KvEventStream:
 
     def _take_next(self, batch: ReadBatch) -> None:
         assert self._expected is not None
-        self._apply(batch.events)
+        self._apply(batch.changes)
         self._expected += 1
         self._last_ts = batch.ts
         self._pause_s = _FIRST_PAUSE_S
@@ -135,24 +136,23 @@ class KvEventStream:
         self._is_asking, self._asked_at, self._behind = True, None, None
 
     def _forget(self) -> None:
-        self._apply([AllBlocksCleared()])
+        self._apply(cleared())
         self._ask(from_start=True)
         self._out_of_step_since = None
 
     def _wait(self, seq: int, batch: ReadBatch) -> None:
-        self._waiting.append((seq, batch))
+        self._waiting.append((seq, batch.alone()))
         if len(self._waiting) > _MAX_WAITING:
             self._waiting.popleft()
             self._count("overflow", 1)
 
     def _take_part(self, seq: int, batch: ReadBatch) -> None:
-        begins_anew = bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
         if self._snapshot_seq is not None and seq == self._snapshot_seq:
-            self._apply(batch.events)
+            self._apply(batch.changes)
         elif self._snapshot_seq is None and seq == self._expected:
             self._take_next(batch)
-        elif self._snapshot_seq is None and begins_anew:
-            self._apply(batch.events)
+        elif self._snapshot_seq is None and batch.begins_anew:
+            self._apply(batch.changes)
             self._snapshot_seq, self._expected, self._last_ts = seq, None, batch.ts
         else:
             self._count("malformed", 1)
@@ -162,7 +162,7 @@ class KvEventStream:
         if self._snapshot_seq is not None:
             self._expected = self._snapshot_seq + 1
         elif self._expected is None:  # such a rank has published nothing
-            self._apply([AllBlocksCleared()])
+            self._apply(cleared())
             self._expected = 0
         self._snapshot_seq = self._asked_at = self._out_of_step_since = None
         self._is_asking = False

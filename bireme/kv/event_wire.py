@@ -74,8 +74,8 @@ class StoredHashes(msgspec.Struct, frozen=True, array_like=True, tag="BlockStore
 ReadEvent = StoredHashes | BlockRemoved | AllBlocksCleared
 
 
-class ReadBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An EventBatch as routers read it."""
+class DecodedBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An EventBatch as routers decode it."""
 
     ts: float
     events: list[ReadEvent]
@@ -125,5 +125,5 @@ def decode_seq(data: bytes) -> int:
 
 
 encode_payload = msgspec.msgpack.Encoder().encode
-decode_batch = msgspec.msgpack.Decoder(ReadBatch).decode
+decode_batch = msgspec.msgpack.Decoder(DecodedBatch).decode
 decode_load = msgspec.msgpack.Decoder(LoadReport).decode

@@ -9,36 +9,22 @@ Events that come twice, late, out of order, malformed or from another life are c
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import msgspec
-import numpy as np
 import zmq
 
 from bireme.config import KvEventsConfig
 from bireme.discovery.run import WorkerRecord
+from bireme.kv.event_reading import BlockChanges, EventReader, ReadBatch, read_batch
 from bireme.kv.event_stream import KvEventStream
-from bireme.kv.event_wire import (
-    END,
-    LOAD_TOPIC,
-    TIERS_OF_MEDIA,
-    BlockRemoved,
-    ReadBatch,
-    ReadEvent,
-    StoredHashes,
-    WorkerLoad,
-    decode_batch,
-    decode_load,
-    decode_seq,
-    rank_of,
-)
-from bireme.kv.events import DISK
+from bireme.kv.event_wire import END, LOAD_TOPIC, WorkerLoad, decode_load, decode_seq, rank_of
 from bireme.kv.index import KvIndex, rank_name
 from bireme.kv.transfer.mailbox import Mailbox
 from bireme.kv.zmq_link import ZmqLink
@@ -52,6 +38,7 @@ logger = logging.getLogger("bireme.kv")
 SILENT_S = 3.5  # without a report for so long a worker's load is not known
 _TURN_MS = 100  # how often time limits are looked at
 _REST_S = 0.002  # between turns: what comes meanwhile is taken together
+_PORTION_BYTES = 256 << 10  # of events that are read at once: so few that they stay in the processor's cache
 
 
 class Link(Protocol):
@@ -81,6 +68,8 @@ class FollowedWorker:
         self.slots: list[int] = []
         self._added: list[int] = []  # slots that were not there
         self.streams: list[KvEventStream] = []
+        self._pending: list[tuple[int, BlockChanges]] = []  # (rank, what the index is to be told)
+        self._report: list[bytes] | None = None  # the last one that came
         self.reported_at = time.monotonic()
         self._other_life = 0  # that answers at this one's address
         num_ranks = 0
@@ -89,7 +78,7 @@ class FollowedWorker:
         self.link = feed.open_link(record, num_ranks)
         try:
             for rank in range(num_ranks):
-                self.streams.append(KvEventStream(partial(self._apply, rank), feed.count, first=self.link.first_seq))
+                self.streams.append(KvEventStream(partial(self._keep, rank), feed.count, first=self.link.first_seq))
                 self.slots.append(self._take_slot(rank_name(name, rank)))
         except Exception:
             self.close()
@@ -119,40 +108,52 @@ class FollowedWorker:
         assert self.feed.index is not None
         return self.feed.index.slots.get(rank_name(self.name, rank)) == self.slots[rank]
 
-    def turn(self) -> None:
-        """Take what has arrived, of several reports only the last, and ask what is to be asked."""
-        report = None
+    def arrived(self) -> Iterator[tuple[int, int, bytes]]:
+        """Return rank, seq and payload of batches that have come; of several reports the last one is kept."""
         for frames in self.link.take():
             if frames[0] == LOAD_TOPIC:
-                report = frames
+                self._report = frames
+            elif (rank := rank_of(frames[0])) is None or rank >= len(self.streams):
+                self.feed.count("malformed", 1)
+            elif (seq := _seq_of(frames)) is None or seq < 0:
+                self.streams[rank].take_malformed()
             else:
-                self._take_batch(frames)
-        if report is not None:
+                yield rank, seq, frames[2]
+
+    def take_batch(self, rank: int, seq: int, batch: ReadBatch | None) -> None:
+        """Take what has come, as it was read; `KvFeed.apply` must follow."""
+        if batch is None or batch.data_parallel_rank != rank:
+            self.streams[rank].take_malformed()
+        else:
+            self.streams[rank].take(seq, batch)
+
+    def let_through(self) -> Iterator[BlockChanges]:
+        """Return, once, what the index is to be told. With its lock held."""
+        pending, self._pending = self._pending, []
+        for rank, changes in pending:
+            if self._has_slot(rank):
+                yield changes.of_slot(self.slots[rank])
+
+    def turn(self) -> None:
+        """Take the report and answers that have come, and ask what is to be asked."""
+        if self._report is not None:
+            report, self._report = self._report, None
             self._take_report(report)
         for rank, stream in enumerate(self.streams):
             for frames in self.link.take_answers(rank):
-                stream.take_answer(*_read_batch(frames))
+                stream.take_answer(*_read_answer(frames))
+                self.feed.apply([self])
             if (start := stream.question()) is not None:
                 self.link.ask(rank, start)
             elif stream.is_in_step:
                 self.link.hang_up(rank)
-
-    def _take_batch(self, frames: list[bytes]) -> None:
-        rank = rank_of(frames[0])
-        if rank is None or rank >= len(self.streams):
-            self.feed.count("malformed", 1)
-            return
-        seq, batch = _read_batch(frames[1:])
-        if batch is None or seq < 0 or batch.data_parallel_rank != rank:
-            self.streams[rank].take_malformed()
-        else:
-            self.streams[rank].take(seq, batch)
-            self.feed.lag_s = max(self.feed.lag_s, time.time() - batch.ts)
+        if self._pending:
+            self.feed.apply([self])
 
     def _take_report(self, frames: list[bytes]) -> None:
         try:
             report = decode_load(frames[2])
-        except (msgspec.DecodeError, IndexError, RecursionError):
+        except (ValueError, IndexError, RecursionError):
             self.feed.count("malformed", 1)
             return
         if report.worker != self.record.worker:
@@ -169,19 +170,11 @@ class FollowedWorker:
             for stream, next_seq in zip(self.streams, report.next_seqs, strict=False):
                 stream.take_next_seq(next_seq)
 
-    def _apply(self, rank: int, events: list[ReadEvent]) -> None:
-        index, slot = self.feed.index, self.slots[rank]
-        assert index is not None
-        with self.feed.lock:
-            for event in events if self._has_slot(rank) else ():
-                if isinstance(event, StoredHashes):
-                    tier = TIERS_OF_MEDIA.get(event.medium or "GPU", DISK)
-                    index.stored(slot, event.parent_block_hash, np.array(event.block_hashes, np.uint64), tier)
-                elif isinstance(event, BlockRemoved):
-                    tier = TIERS_OF_MEDIA.get(event.medium or "GPU", DISK)
-                    index.removed(slot, np.array(event.block_hashes, np.uint64), tier)
-                else:
-                    index.cleared(slot)
+    def _keep(self, rank: int, changes: BlockChanges) -> None:
+        if self._pending and self._pending[-1][0] == rank and (joined := self._pending[-1][1].joined(changes)):
+            self._pending[-1] = rank, joined
+        else:
+            self._pending.append((rank, changes))
 
 
 class KvFeed:
@@ -202,6 +195,7 @@ class KvFeed:
         self.counters: Counter[str] = Counter()
         self.lag_s = 0.0  # the oldest batch when it was applied, since the last look
         self._deployment_key, self._metrics, self._config = deployment_key, metrics, config or KvEventsConfig()
+        self._reader = EventReader() if index is not None else None
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._mailbox = Mailbox()
@@ -300,6 +294,7 @@ class KvFeed:
             letter()
         now = time.monotonic()
         self.lag_s = 0.0
+        self._take_arrived()
         for name, one in list(self._followers.items()):
             one.turn()
             if now - one.reported_at > SILENT_S:
@@ -308,16 +303,66 @@ class KvFeed:
             self._metrics.set("bireme_kv_feed_lag_seconds", self.lag_s)
             time.sleep(_REST_S)
 
+    def _take_arrived(self) -> None:
+        portion: list[tuple[FollowedWorker, int, int, bytes]] = []
+        num_bytes = 0
+        for one in self._followers.values():
+            for rank, seq, payload in one.arrived():
+                portion.append((one, rank, seq, payload))
+                num_bytes += len(payload)
+                if num_bytes > _PORTION_BYTES:
+                    self._take_batches(portion)
+                    portion, num_bytes = [], 0
+        self._take_batches(portion)
+
+    def _take_batches(self, portion: list[tuple[FollowedWorker, int, int, bytes]]) -> None:
+        """Read batches of all workers at once, and tell the index of them while the lock is held once."""
+        if not portion or self._reader is None:
+            return
+        now = time.time()
+        batches = self._reader.read([payload for _, _, _, payload in portion])
+        for (one, rank, seq, _), batch in zip(portion, batches, strict=True):
+            one.take_batch(rank, seq, batch)
+            if batch is not None:
+                self.lag_s = max(self.lag_s, now - batch.ts)
+        self.apply({id(one): one for one, _, _, _ in portion}.values())
+
+    def apply(self, followers: Collection[FollowedWorker]) -> None:
+        """Write into the index what the followers' streams have let through: in one call what lies together."""
+        assert self.index is not None
+        run: BlockChanges | None = None
+        try:
+            with self.lock:
+                for changes in itertools.chain.from_iterable(one.let_through() for one in followers):
+                    if run is None or (joined := run.joined(changes)) is None:
+                        if run is not None:
+                            self.index.apply(run)
+                        joined = changes
+                    run = joined
+                if run is not None:
+                    self.index.apply(run)
+        except Exception:  # such as an index that is full: what is known of these workers is not whole
+            for stream in itertools.chain.from_iterable(one.streams for one in followers):
+                stream.take_new_life()
+            raise
+
 
 def _identity(record: WorkerRecord) -> tuple[Any, ...]:
     return record.worker, record.life, record.event_endpoint, record.replay_endpoint, record.load_endpoint
 
 
-def _read_batch(frames: list[bytes]) -> tuple[int, ReadBatch | None]:
-    """Return seq and batch; without one: the end of an answer, or (seq 0) what can't be read."""
+def _seq_of(frames: list[bytes]) -> int | None:
     try:
-        number, payload = frames
-        seq = decode_seq(number)
-        return seq, None if seq == END else decode_batch(payload)
-    except (ValueError, msgspec.DecodeError, RecursionError):
-        return 0, None
+        _, number, _ = frames
+        return decode_seq(number)
+    except ValueError:
+        return None
+
+
+def _read_answer(frames: list[bytes]) -> tuple[int, ReadBatch | None]:
+    """Return seq and batch; without one: the end of an answer, or (seq 0) what can't be read."""
+    seq = _seq_of([b"", *frames])
+    if seq is None or seq == END:
+        return seq or 0, None
+    batch = read_batch(frames[1])
+    return (seq, batch) if batch is not None else (0, None)

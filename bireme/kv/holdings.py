@@ -28,6 +28,7 @@ class IndexHoldings:
         self._config, self._metrics = config, metrics
         self._has_events: frozenset[str] = frozenset()
         self._reported_at = 0.0
+        self._names: dict[int, tuple[Sequence[tuple[str, int]], list[str]]] = {}  # in the index, by id of the list
 
     def follow(self, workers: Mapping[str, WorkerRecord]) -> None:
         """Take the whole present view; those that are missing are forgotten."""
@@ -38,6 +39,7 @@ class IndexHoldings:
             if record.stage in ROUTED_STAGES
             for rank in range(record.capacity.attention_dp_size if record.capacity else 1)
         }
+        self._names.clear()
         with self.lock:
             for name, slot in list(self.index.slots.items()):
                 if name not in names:
@@ -49,7 +51,11 @@ class IndexHoldings:
         with self.lock:
             depths = self.index.match(hashes)
             slots = self.index.slots
-            columns = np.array([slots.get(rank_name(*target), -1) for target in targets], int)
+            listed, names = self._names.get(id(targets), ((), []))
+            if listed is not targets:  # the list of a stage's workers stays until they change
+                names = [rank_name(*target) for target in targets]
+                self._names[id(targets)] = targets, names
+            columns = np.array([slots.get(name, -1) for name in names], int)
             if (now := time.monotonic()) - self._reported_at > _REPORT_S:
                 self._reported_at = now
                 self._report()

@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.errors import ConfigError, ResourceExhaustedError
+from bireme.kv.event_reading import BlockChanges
 
 Hashes = npt.NDArray[np.uint64]
 MAX_PREDICTED = 1 << 20  # guesses, of one worker about one block
 _MIN_CAPACITY = 1 << 10
-_GROWTH = 1.5
+_GROWTH = 2
 _NUM_TIERS = 3  # device, host, disk
 _SPARSE = 0.2  # a table with fewer entries gives memory back
 _KEPT_OF_PREDICTED = 0.8
@@ -39,9 +40,10 @@ class KvIndex:
     """
 
     def __init__(self, max_predicted: int = MAX_PREDICTED, clock: Callable[[], float] = time.monotonic) -> None:
-        from bireme.kv import index_kernels
+        from bireme.kv import index_kernels, set_kernels, table_kernels
 
         self._kernels: Any = index_kernels
+        self._set_kernels, self._rehash = set_kernels, table_kernels.rehash
         self._clock = clock
         self._max_predicted = max_predicted
         self._slots: dict[str, int] = {}
@@ -55,8 +57,8 @@ class KvIndex:
         self._pool = np.zeros(256, np.uint64)
         self._records[0] = secrets.randbits(64) | 1, secrets.randbits(64), 0, 0
         self._secret = self._records[0, 0]
-        self._state = np.zeros(index_kernels.STATE_SIZE, np.int64)
-        self._state[[index_kernels.NEXT_RECORD, index_kernels.WIDTH]] = 1, 1
+        self._state = np.zeros(set_kernels.STATE_SIZE, np.int64)
+        self._state[[set_kernels.NEXT_RECORD, set_kernels.WIDTH]] = 1, 1
         self._held = np.zeros(64, np.int64)  # memberships by slot
         self._scratch = np.zeros((7, 1), np.uint64)
 
@@ -72,7 +74,7 @@ class KvIndex:
 
     @property
     def num_blocks(self) -> int:
-        return int(self._state[self._kernels.NUM_BLOCKS])
+        return int(self._state[self._set_kernels.NUM_BLOCKS])
 
     @property
     def num_memberships(self) -> int:
@@ -81,7 +83,7 @@ class KvIndex:
 
     @property
     def num_predicted(self) -> int:
-        return int(self._state[self._kernels.NUM_GUESSES])
+        return int(self._state[self._set_kernels.NUM_GUESSES])
 
     @property
     def nbytes(self) -> int:
@@ -130,15 +132,22 @@ class KvIndex:
 
     def cleared(self, slot: int) -> None:
         """The worker holds nothing. Takes time by the size of the whole index, unless it held nothing anyway."""
-        at = 0
-        while (at := self._kernels.clear(self._table, *self._sets, self._held, at, slot)) < len(self._table):
+        while self._kernels.clear(self._table, *self._sets, self._held, slot) < len(self._table):
+            self._make_room()
+        self._shrink()
+
+    def apply(self, changes: BlockChanges) -> None:
+        """Take in what workers tell of the blocks that they stored, removed or cleared; the changes are used up."""
+        self._expire()
+        at, end, kernel = changes.first, changes.end, self._kernels.apply
+        while (at := kernel(self._table, *self._sets, self._held, changes.rows, at, end, changes.hashes)) < end:
             self._make_room()
         self._shrink()
 
     def predicted(self, slot: int, hashes: Hashes, ttl: float) -> None:
         """The worker will hold these blocks: believed for `ttl` seconds, or until an event tells.
 
-        The array is kept: leave it as it is. the limit of guesses the oldest go first, of a prompt its end.
+        The array is kept: leave it as it is. At the limit of guesses the oldest go first, of a prompt its end.
         """
         self._expire()
         words = _words(hashes)
@@ -176,8 +185,8 @@ class KvIndex:
         return self._interned, self._records, self._pool, self._state
 
     def _write(self, kernel: Callable[..., int], words: Hashes, slot: int, tier: int) -> None:
-        at = 0
-        while (at := kernel(self._table, *self._sets, self._held, words, at, slot, tier)) < len(words):
+        at, end = 0, len(words)
+        while (at := kernel(self._table, *self._sets, self._held, words, at, end, slot, tier)) < end:
             self._make_room()
 
     def _expire(self) -> None:
@@ -211,7 +220,7 @@ class KvIndex:
 
     def _make_room(self) -> None:
         """Grow whatever is too small for the next operation. Raises ResourceExhaustedError where numbers end."""
-        kernels = self._kernels
+        kernels = self._set_kernels
         if self.num_blocks + 1 > 0.8 * len(self._table):
             if len(self._table) >= 1 << 31:
                 raise ResourceExhaustedError(f"the index holds {self.num_blocks} blocks; it has no room for more")
@@ -227,12 +236,12 @@ class KvIndex:
             self._table = self._rehashed(self._table, 2 * self.num_blocks)
         if len(self._guesses) > _MIN_CAPACITY and self.num_predicted < _SPARSE * len(self._guesses):
             self._guesses = self._rehashed(self._guesses, 2 * self.num_predicted)
-        if len(self._records) > 64 and self._state[self._kernels.NUM_RECORDS] < _SPARSE * len(self._records):
-            self._rebuild_sets(int(self._state[self._kernels.WIDTH]))
+        if len(self._records) > 64 and self._state[self._set_kernels.NUM_RECORDS] < _SPARSE * len(self._records):
+            self._rebuild_sets(int(self._state[self._set_kernels.WIDTH]))
 
     def _rehashed(self, table: Hashes, capacity: int) -> Hashes:
         new = np.zeros((max(capacity, _MIN_CAPACITY), 2), np.uint64)
-        self._kernels.rehash(table, new, self._secret)
+        self._rehash(table, new, self._secret)
         return new
 
     def _widen(self, num_slots: int) -> None:
@@ -242,10 +251,10 @@ class KvIndex:
 
     def _rebuild_sets(self, width: int) -> None:
         """Move the records to arrays half of which is free."""
-        num_records = max(64, 2 * int(self._state[self._kernels.NUM_RECORDS]) + 8)
+        num_records = max(64, 2 * int(self._state[self._set_kernels.NUM_RECORDS]) + 8)
         records = np.zeros((num_records, 4), np.uint64)
         interned = np.zeros((2 * num_records, 2), np.uint64)
-        kernels = self._kernels
+        kernels = self._set_kernels
         used = kernels.pool_words(self._interned, self._records, width)
         pool = np.zeros(2 * used + 64 * width, np.uint64)
         kernels.rebuild_sets(self._table, self._records, self._pool, self._state, interned, records, pool, width)

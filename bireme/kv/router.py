@@ -17,6 +17,7 @@ so that a burst of requests with one new prefix goes where it is being computed.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +28,8 @@ import numpy as np
 from bireme.config import BusyRule, RouterConfig, RoutingMode
 from bireme.discovery.run import WorkerRecord, can_transfer
 from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
-from bireme.kv.active import SentRequest
+from bireme.kv.active import NO_BLOCKS, SentRequest
+from bireme.kv.block_uses import BlockUses
 from bireme.kv.event_wire import WorkerLoad
 from bireme.kv.placement import (
     Candidate,
@@ -44,6 +46,7 @@ from bireme.kv.sessions import SessionTable
 from bireme.kv.targets import StageTargets, Target
 
 DOWN_S = 1.0  # how long a lost worker is skipped, unless it is the only one
+MAX_RETRY_S = 60  # that a refused request is told to wait
 DEFAULT_TOKENS_PER_BLOCK = 32
 _EVEN = 1e-9  # costs that differ by less are even
 
@@ -91,7 +94,8 @@ class WorkerRouter:
         self._holdings, self._hash_prompt, self._followers = holdings, hash_prompt, tuple(followers)
         self._counts_load = loads is not None
         self._clock, self._draw = clock, draw or random.Random()
-        self._stages = {name: StageTargets({} if loads is None else loads) for name in ("prefill", "decode")}
+        uses = BlockUses() if self._counts_load and hash_prompt is not None else None
+        self._stages = {name: StageTargets({} if loads is None else loads, uses) for name in ("prefill", "decode")}
         self._turns = dict.fromkeys(self._stages, -1)
         self._records: Mapping[str, WorkerRecord] = {}
         self._down_until: dict[str, float] = {}
@@ -373,17 +377,17 @@ class WorkerRouter:
         size = _tokens_per_block(stage)
         new = len(request.prompt) / size - held
         waiting = stage.waiting_tokens(now) / size
-        listed: list[int] = hashes.tolist() if hashes is not None else []
-        if prices.waiting and listed:  # a prompt does not queue behind its own beginning: it would need that anywhere
-            waiting = np.maximum(waiting - stage.computing_blocks(listed, np.floor(held)), 0.0)
+        hashes = NO_BLOCKS if hashes is None else hashes
+        if prices.waiting and len(hashes):  # a prompt does not queue behind its own beginning: it needs that anywhere
+            waiting = np.maximum(waiting - stage.computing_blocks(hashes, held), 0.0)
         if prices.new == prices.waiting:  # what is held saves at the most what there is to do
             costs = prices.new * np.maximum(new + waiting, 0.0)
         else:
             costs = prices.new * np.maximum(new, 0.0) + prices.waiting * waiting
         if prices.used:
             # What other routers' requests use there may be this prompt's blocks, as far as the worker holds them.
-            shared = np.maximum(stage.shared_blocks(listed), np.minimum(np.floor(held), stage.other_blocks))
-            costs += prices.used * (stage.blocks + len(listed) - shared)
+            shared = np.maximum(stage.shared_blocks(hashes), np.minimum(np.floor(held), stage.other_blocks))
+            costs += prices.used * (stage.blocks + len(hashes) - shared)
         return costs
 
     def _down(self, now: float) -> set[str]:
@@ -417,10 +421,13 @@ def _draw_even(allowed: Mask, draw: random.Random) -> int:
 
 def _not_busy(name: str, stage: StageTargets, allowed: Mask, rules: list[BusyRule], now: float) -> Mask:
     """Return the allowed that are not busy. Raises ResourceExhaustedError when all are."""
-    free: Mask = allowed & ~stage.busy(rules, now)
+    busy_s = stage.busy_s(rules, now)
+    free: Mask = allowed & (busy_s == 0)
     if not free.any():
+        retry_s = min(max(1, math.ceil(busy_s[allowed].min())), MAX_RETRY_S)
         raise ResourceExhaustedError(
-            f"{name}: all {np.count_nonzero(allowed)} workers are busy (router.busy); try again later"
+            f"{name}: all {np.count_nonzero(allowed)} workers are busy (router.busy); try again in {retry_s} s",
+            retry_after_s=retry_s,
         )
     return free
 
@@ -434,13 +441,14 @@ def _tokens_per_block(stage: StageTargets) -> int:
 
 def _sent(choice: StageChoice, request: RoutingRequest, is_used: bool, is_computed: bool) -> SentRequest:
     """Return what a worker is sent: a prompt whose blocks it uses from now on, that it computes, or both."""
-    hashes: list[int] = choice.hashes.tolist() if choice.hashes is not None else []
+    hashes = choice.hashes if choice.hashes is not None else NO_BLOCKS
+    used = hashes if is_used else NO_BLOCKS
     num_cached = choice.cached_tokens or 0
     num_new = len(request.prompt) - num_cached
     num_held = num_cached // (choice.target.record.tokens_per_block or DEFAULT_TOKENS_PER_BLOCK) if num_cached else 0
     if not is_computed:
-        return SentRequest(hashes if is_used else (), 0)
-    return SentRequest(hashes if is_used else (), num_new, hashes[num_held:], len(request.prompt))
+        return SentRequest(used, 0)
+    return SentRequest(used, num_new, hashes[num_held:], len(request.prompt))
 
 
 def _with_sent(placement: Placement, sent: tuple[tuple[Target, SentRequest], ...]) -> Placement:

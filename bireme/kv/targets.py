@@ -9,17 +9,20 @@ import numpy as np
 from bireme.config import BusyRule
 from bireme.discovery.run import WorkerRecord
 from bireme.kv.active import ActiveRequests, SentRequest
+from bireme.kv.block_uses import BlockUses
 from bireme.kv.event_wire import WorkerLoad
-from bireme.kv.placement import Floats, Mask
+from bireme.kv.placement import Floats, Hashes, Mask
+
+RETRY_S = 1.0  # after which a refused request may come again, where nothing better is known
 
 
 class Target:
     """A worker, or one data-parallel rank of it."""
 
-    def __init__(self, worker: str, dp_rank: int | None, record: WorkerRecord) -> None:
+    def __init__(self, worker: str, dp_rank: int | None, record: WorkerRecord, uses: BlockUses | None) -> None:
         self.worker, self.dp_rank, self.record = worker, dp_rank, record
         self.index = -1  # in its stage's columns; -1: it has left
-        self.active = ActiveRequests()
+        self.active = ActiveRequests(uses)
         self.report: WorkerLoad | None = None  # the last one that was counted
         self.other_blocks = self.other_tokens = self.other_requests = 0.0
 
@@ -48,8 +51,9 @@ class Target:
 class StageTargets:
     """Used on one loop. Load in columns: a decision over many workers is a few operations on arrays."""
 
-    def __init__(self, loads: Mapping[str, WorkerLoad]) -> None:
-        self._loads = loads
+    def __init__(self, loads: Mapping[str, WorkerLoad], uses: BlockUses | None) -> None:
+        """`uses`: where blocks of prompts are counted; None: they are not."""
+        self._loads, self._uses = loads, uses
         self.targets: list[Target] = []
         self._resize()
 
@@ -62,7 +66,7 @@ class StageTargets:
             for rank in range(num_ranks):
                 target = known.get((worker, rank))
                 if target is None or (target.record.life != record.life and target.record.life):
-                    target = Target(worker, rank if num_ranks > 1 else None, record)
+                    target = Target(worker, rank if num_ranks > 1 else None, record, self._uses)
                 target.record = record
                 targets.append(target)
         for target in self.targets:
@@ -75,6 +79,8 @@ class StageTargets:
         self.keys = [target.key for target in self.targets]
         self.workers = [target.worker for target in self.targets]
         self.is_ready: Mask = np.array([not target.record.is_draining for target in self.targets], bool)
+        self._users = np.array([target.active.user for target in self.targets], np.int64)
+        self._computing_users = np.array([target.active.computing_user for target in self.targets], np.int64)
         self.blocks: Floats = np.zeros(count)  # in use
         self.other_blocks: Floats = np.zeros(count)  # of these, other routers', and what answers have filled
         self.requests: Floats = np.zeros(count)
@@ -109,19 +115,15 @@ class StageTargets:
         left: Floats = self._tokens - np.minimum(self._first, self._rates * (now - self._began))
         return left
 
-    def shared_blocks(self, hashes: Sequence[int]) -> Floats:
+    def shared_blocks(self, hashes: Hashes) -> Floats:
         """Return how many of a prompt's blocks requests of this router use already."""
-        return np.array([target.active.shared(hashes) for target in self.targets], float)
+        return self._uses.shared(self._users, hashes) if self._uses is not None else np.zeros(len(self.targets))
 
-    def computing_blocks(self, hashes: Sequence[int], num_held: Floats) -> Floats:
+    def computing_blocks(self, hashes: Hashes, num_held: Floats) -> Floats:
         """Return how many of the blocks that each worker holds of a prompt are only being computed."""
-        return np.array(
-            [
-                target.active.computing(hashes, int(num)) if num else 0
-                for target, num in zip(self.targets, num_held, strict=True)
-            ],
-            float,
-        )
+        if self._uses is None:
+            return np.zeros(len(self.targets))
+        return self._uses.last(self._computing_users, hashes, num_held)
 
     def add(self, target: Target, sent: SentRequest, now: float) -> None:
         target.active.add(sent, now)
@@ -148,16 +150,22 @@ class StageTargets:
         is_free: Mask = np.array([worker not in skipped for worker in self.workers], bool)
         return self.is_ready & is_free
 
-    def busy(self, rules: Sequence[BusyRule], now: float) -> Mask:
-        """Return those that are beyond a bound of one of the rules."""
-        is_busy: Mask = np.zeros(len(self.targets), bool)
+    def busy_s(self, rules: Sequence[BusyRule], now: float) -> Floats:
+        """Return for how many seconds each stays beyond a bound of one of the rules; 0: it is within all.
+
+        Prompts that wait go at the rate that was measured; when blocks become free nobody knows, so that is RETRY_S.
+        """
+        found: Floats = np.zeros(len(self.targets))
         for rule in rules:
             if rule.max_kv_usage is not None:
                 totals = np.array([_num_blocks(target) or np.inf for target in self.targets])
-                is_busy |= self.blocks > rule.max_kv_usage * totals
+                found[self.blocks > rule.max_kv_usage * totals] = RETRY_S
+        for rule in rules:
             if rule.max_waiting_tokens is not None:
-                is_busy |= self.waiting_tokens(now) > rule.max_waiting_tokens
-        return is_busy
+                excess = np.maximum(self.waiting_tokens(now) - rule.max_waiting_tokens, 0.0)
+                unknown = np.where(excess > 0, RETRY_S, 0.0)
+                found = np.maximum(found, np.divide(excess, self._rates, out=unknown, where=self._rates > 0))
+        return found
 
 
 def _num_blocks(target: Target) -> int:

@@ -80,9 +80,6 @@ def prompt_hashes(key: bytes | None) -> HashPrompt:
         if (hasher := hashers.get(tokens_per_block)) is None:
             hasher = hashers[tokens_per_block] = PromptHasher(tokens_per_block)
         seed = hashing.event_seed(request.lora_name, request.cache_salt)
-        hashes = hasher(request.prompt, seed, request.media)
-        if request.cache_salt and salt_key is not None:
-            return np.array([hashing.salted_hash(item, salt_key) for item in hashes.tolist()], np.uint64)
-        return hashes
+        return hasher(request.prompt, seed, request.media, salt_key if request.cache_salt else None)
 
     return hash_prompt

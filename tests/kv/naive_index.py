@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from bireme.kv.event_columns import CLEAR, REMOVE, STORE
+from bireme.kv.event_reading import BlockChanges
 from bireme.kv.index import KvIndex
 
 DEVICE, HOST, DISK = range(3)
@@ -85,9 +87,11 @@ class Pair:
         part = chain[first : self.random.randint(first + 1, len(chain))]
         if slot is None:
             self.slots[name] = self.index.add_worker(name)
-        elif choice < 0.5:
+        elif choice < 0.3:
             self.index.stored(slot, chain[first - 1] if first else None, part, tier)
             self.naive.stored(slot, part, tier)
+        elif choice < 0.5:
+            self._apply(slot)
         elif choice < 0.8:
             self.index.removed(slot, part, tier)
             self.naive.removed(slot, part, tier)
@@ -103,6 +107,24 @@ class Pair:
             self.index.remove_worker(slot)
             self.naive.cleared(slot)
             del self.slots[name]
+
+    def _apply(self, slot: int) -> None:
+        """A few changes at once, as a batch of events brings them."""
+        rows: list[tuple[int, int, int, int, int]] = []
+        hashes: list[int] = []
+        for _ in range(self.random.randint(1, 5)):
+            chain, tier = self.random.choice(self.chains), self.random.choice([DEVICE, HOST, DISK])
+            part = chain[self.random.randint(0, len(chain) - 1) :]
+            kind = self.random.choice([STORE] * 20 + [REMOVE] * 15 + [CLEAR])
+            rows.append((kind, tier, len(hashes), len(hashes) + len(part), slot))
+            hashes += part
+            if kind == STORE:
+                self.naive.stored(slot, part, tier)
+            elif kind == REMOVE:
+                self.naive.removed(slot, part, tier)
+            else:
+                self.naive.cleared(slot)
+        self.index.apply(BlockChanges(np.array(rows, np.int64), np.array(hashes, np.uint64), 0, len(rows)))
 
     def check(self) -> None:
         for chain in self.chains:

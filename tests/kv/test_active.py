@@ -1,14 +1,24 @@
 """What one router has sent to a worker."""
 
+import numpy as np
 import pytest
 
 from bireme.kv.active import ActiveRequests, SentRequest
+from bireme.kv.block_uses import BlockUses
+
+
+def blocks(*hashes):
+    return np.array(hashes, np.uint64)
 
 
 def test_blocks_that_requests_share_count_once_until_the_last_has_ended():
     """The figures are (blocks, tokens to compute), Dynamo's vectors of ActiveSequences with 4 tokens a block."""
-    active, seen = ActiveRequests(), []
-    first, second, third = SentRequest([1, 2, 3], 12), SentRequest([4], 4), SentRequest([1, 2, 3, 4], 0)
+    active, seen = ActiveRequests(BlockUses()), []
+    first, second, third = (
+        SentRequest(blocks(1, 2, 3), 12),
+        SentRequest(blocks(4), 4),
+        SentRequest(blocks(1, 2, 3, 4), 0),
+    )
     for one in (first, second, third):
         active.add(one, 0.0)
         seen.append((active.num_blocks, active.prefill_tokens))
@@ -18,34 +28,21 @@ def test_blocks_that_requests_share_count_once_until_the_last_has_ended():
     assert seen == [(3, 12), (4, 16), (4, 16), (4, 12), (3, 12), (0, 0)]
 
 
-@pytest.mark.parametrize(("prompt", "shared"), [([1, 2, 3, 9], 3), ([1, 8], 1), ([1, 2, 3], 3), ([7], 0), ([], 0)])
-def test_a_prompts_blocks_in_use_are_found_from_its_start(prompt, shared):
-    active = ActiveRequests()
-    active.add(SentRequest([1, 2, 3], 0), 0.0)
-    assert active.shared(prompt) == shared
-
-
-@pytest.mark.parametrize(("num_held", "computing"), [(5, 3), (3, 1), (2, 0), (0, 0)])
-def test_held_blocks_that_are_only_being_computed_are_told_apart(num_held, computing):
-    active = ActiveRequests()
-    active.add(SentRequest([1, 2, 3, 4, 5], 12, [3, 4, 5]), 0.0)
-    assert active.computing([1, 2, 3, 4, 5], num_held) == computing
-
-
 def test_a_prompt_is_computed_once_however_often_it_is_told():
-    active, one = ActiveRequests(), SentRequest([1], 4, [1])
+    uses = BlockUses()
+    active, one = ActiveRequests(uses), SentRequest(blocks(1), 4, blocks(1))
     active.add(one, 0.0)
     for _ in range(2):
         active.prefilled(one, 1.0)
-    assert (active.prefill_tokens, active.computing([1], 1), active.num_blocks) == (0, 0, 1)
+    assert (active.prefill_tokens, active.num_blocks, uses.num_entries) == (0, 1, 1)
     for _ in range(2):
         active.free(one)
-    assert (active.num_requests, active.num_blocks) == (0, 0)
+    assert (active.num_requests, active.num_blocks, uses.num_entries) == (0, 0, 0)
 
 
 def test_prompts_that_end_in_one_step_share_its_rate():
-    active = ActiveRequests()
-    sent = [SentRequest([at], 100) for at in range(5)]
+    active = ActiveRequests(BlockUses())
+    sent = [SentRequest(blocks(at), 100) for at in range(5)]
     for one in sent:
         active.add(one, 0.0)
     for one in sent:
@@ -54,7 +51,7 @@ def test_prompts_that_end_in_one_step_share_its_rate():
 
 
 def test_what_is_left_of_a_prompt_shrinks_at_the_measured_rate_and_stays_until_its_end_is_known():
-    active, first, second = ActiveRequests(), SentRequest([1], 100), SentRequest([2], 50)
+    active, first, second = ActiveRequests(BlockUses()), SentRequest(blocks(1), 100), SentRequest(blocks(2), 50)
     active.add(first, 0.0)
     active.prefilled(first, 1.0)
     active.add(second, 2.0)

@@ -7,8 +7,10 @@ from collections import Counter
 
 import pytest
 
+from bireme.kv.event_columns import REMOVE, STORE
+from bireme.kv.event_reading import read_batch
 from bireme.kv.event_stream import ANSWER_TIMEOUT_S, STALE_S, KvEventStream
-from bireme.kv.event_wire import END, SNAPSHOT, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from bireme.kv.event_wire import END, SNAPSHOT, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode_payload
 
 
 class Reader:
@@ -18,14 +20,13 @@ class Reader:
         self.now, self.held, self.counted = 100.0, set(), Counter()
         self.stream = KvEventStream(self._apply, self._count, lambda: self.now)
 
-    def _apply(self, events):
-        for event in events:
-            if isinstance(event, AllBlocksCleared):
-                self.held.clear()
-            elif isinstance(event, BlockStored):
-                self.held.update(event.block_hashes)
+    def _apply(self, changes):
+        for kind, _, first, end, _ in changes.rows[changes.first : changes.end].tolist():
+            hashes = changes.hashes[first:end].tolist()
+            if kind == STORE:
+                self.held.update(hashes)
             else:
-                self.held.difference_update(event.block_hashes)
+                self.held.difference_update(hashes if kind == REMOVE else set(self.held))
 
     def _count(self, what, amount):
         self.counted[what] += amount
@@ -40,12 +41,20 @@ class Reader:
         return self.stream.question()
 
 
+def read(ts, events, rank=0):
+    return read_batch(encode_payload(EventBatch(ts, events, rank)))
+
+
+def stored(*hashes):
+    return [BlockStored([value], None, [], 4) for value in hashes]
+
+
 def batch(*hashes, ts=1.0):
-    return EventBatch(ts, [BlockStored([value], None, [], 4) for value in hashes], 0)
+    return read(ts, stored(*hashes))
 
 
 def snapshot(*hashes, ts=1.0):
-    return EventBatch(ts, [AllBlocksCleared(), *batch(*hashes).events], 0)
+    return read(ts, [AllBlocksCleared(), *stored(*hashes)])
 
 
 @pytest.fixture
@@ -60,12 +69,12 @@ def reader():
 
 def test_batches_in_order_are_taken(reader):
     reader.stream.take(8, batch(3))
-    reader.stream.take(9, EventBatch(1.0, [BlockRemoved([1])], 0))
+    reader.stream.take(9, read(1.0, [BlockRemoved([1])], 0))
     assert reader.held == {2, 3} and reader.stream.question() is None
 
 
 def test_what_comes_twice_or_late_changes_nothing(reader):
-    reader.stream.take(8, EventBatch(1.0, [BlockRemoved([1])], 0))
+    reader.stream.take(8, read(1.0, [BlockRemoved([1])], 0))
     reader.stream.take(7, batch(1))
     reader.stream.take(8, batch(1))
     assert reader.held == {2} and reader.counted["repeated"] == 2
@@ -80,10 +89,10 @@ def test_a_gap_is_asked_for_and_what_came_after_it_waits(reader):
 
 
 def test_batches_that_changed_places_are_taken_in_their_order(reader):
-    reader.stream.take(9, EventBatch(1.0, [BlockRemoved([3])], 0))
+    reader.stream.take(9, read(1.0, [BlockRemoved([3])], 0))
     reader.ask()
     reader.stream.take(8, batch(3))
-    reader.answer((8, batch(3)), (9, EventBatch(1.0, [BlockRemoved([3])], 0)))
+    reader.answer((8, batch(3)), (9, read(1.0, [BlockRemoved([3])], 0)))
     assert reader.held == {1, 2}
 
 
@@ -185,7 +194,7 @@ class Publisher:
         return self._send([event], ts)
 
     def _send(self, events, ts):
-        self.sent.append(EventBatch(ts, events, 0))
+        self.sent.append(read(ts, events, 0))
         return len(self.sent) - 1, self.sent[-1]
 
     def answer(self, start):

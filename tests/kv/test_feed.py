@@ -243,7 +243,9 @@ def liar(tmp_path):
         ([b"kv-events", b"\0" * 8, encode_payload([1.0, [["BlockStored", [-1], None, [], 4]], 0])], "malformed"),
         ([b"kv-events", b"\0" * 8, encode_payload([1.0, [], 3])], "malformed"),
         ([b"kv-events/x", b"\0" * 8, encode_payload([1.0, [], 0])], "malformed"),
+        ([b"kv-events", b"\0" * 8, encode_payload([1.0, [["BlockStored"]], 0]).replace(b"k", b"\xff")], "malformed"),
         ([b"load", b"\0" * 8, b"\xc1"], "malformed"),
+        ([b"load", b"\0" * 8, encode_payload([1.0, [1] * 6, "decode", 7, []]).replace(b"d", b"\xff")], "malformed"),
         ([b"load"], "malformed"),
     ],
 )

@@ -254,13 +254,20 @@ from tests.kv.naive_index import Pair
 import numpy as np
 from bireme.kv.placement import RoutingRequest
 from bireme.pipelines.routing import prompt_hashes
-pair, hash_prompt = Pair(1), prompt_hashes(None)
+from bireme.kv.block_uses import BlockUses
+from bireme.kv.event_reading import EventReader
+from bireme.kv.event_wire import BlockRemoved, EventBatch, encode_payload
+pair, hash_prompt, uses, reader = Pair(1), prompt_hashes(b"key"), BlockUses(), EventReader()
 from numba.core.event import install_recorder
 loaded = set(sys.modules)
 with install_recorder("numba:compile") as recorder:
     for _ in range(300): pair.step()
     pair.check()
     hash_prompt(RoutingRequest(np.arange(500, dtype=np.int32)), 16)
+    hashes = hash_prompt(RoutingRequest(np.arange(500, dtype=np.int32), cache_salt="tenant"), 16)
+    user, depth = np.array([uses.new_user()]), np.array([9.0])
+    uses.add(0, hashes), uses.shared(user, hashes), uses.last(user, hashes, depth), uses.subtract(0, hashes)
+    pair.index.apply(reader.read([encode_payload(EventBatch(0.0, [BlockRemoved([7])], 0))])[0].changes.of_slot(0))
 assert set(sys.modules) == loaded, set(sys.modules) - loaded
 assert not recorder.buffer, recorder.buffer
 """

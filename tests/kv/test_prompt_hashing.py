@@ -67,3 +67,11 @@ for size in (1, 3, 8, 32, 50, 64):
 """
     env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", program], check=True, env=env)
+
+
+@pytest.mark.parametrize("key", [hashing.salt_key(b"one deployment's key"), bytes(32)])
+def test_salted_prompts_have_the_hashes_that_publishers_send(key):
+    prompt = RANDOM.integers(0, 1000, 330).astype(np.int32)
+    expected = [hashing.salted_hash(one, key) for one in PromptHasher(32)(prompt, LORA).tolist()]
+    assert PromptHasher(32)(prompt, LORA, salt_key=key).tolist() == expected
+    assert PromptHasher(32)(ids(1), LORA, salt_key=key).tolist() == []

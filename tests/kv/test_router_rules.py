@@ -50,6 +50,19 @@ def test_when_all_are_busy_a_request_is_refused():
         bench.place()
 
 
+@pytest.mark.parametrize(("waiting", "retry_s"), [(101, 1), (380, 3), (100_000, 60)])
+def test_a_refusal_says_when_the_first_worker_has_computed_what_is_too_much(waiting, retry_s):
+    """At 100 tokens a second, and a minute at the most."""
+    bench = RouterBench("decode", busy=(BusyRule(max_waiting_tokens=100),))
+    placement = bench.place(40)
+    bench.clock.now += 0.4
+    bench.router.prefilled(placement)
+    bench.loads["decode"] = load(tokens=waiting)
+    with pytest.raises(ResourceExhaustedError, match=f"try again in {retry_s} s") as refusal:
+        bench.place(range(1000, 1040))
+    assert refusal.value.retry_after_s == retry_s
+
+
 def test_lower_priorities_are_refused_earlier():
     rules = (BusyRule(max_kv_usage=0.9), BusyRule(up_to_priority=0.3, max_kv_usage=0.5))
     bench = RouterBench("decode", "decode_1", busy=rules)

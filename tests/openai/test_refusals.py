@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bireme.errors import RequestError
+from bireme.errors import RequestError, ResourceExhaustedError
 from bireme.openai.http.error_replies import reply_of
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -213,3 +213,8 @@ async def test_an_empty_prompt_is_not_too_long(frontend):
 async def test_a_prompt_that_does_not_fit_has_the_code_that_clients_look_for(told):
     error = json.loads(reply_of(RequestError(told)).body)["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
+async def test_a_refusal_for_want_of_room_says_when_to_come_again():
+    headers = dict(reply_of(ResourceExhaustedError("decode: all 2 workers are busy", retry_after_s=7)).headers)
+    assert headers[b"retry-after"] == b"7"

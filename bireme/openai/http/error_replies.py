@@ -120,7 +120,7 @@ def _refusal_of(error: BaseException) -> _Refusal:
     if isinstance(error, NotFoundError):
         return _Refusal(404, str(error), "invalid_request_error", "not_found")
     if isinstance(error, ResourceExhaustedError):
-        return _retryable(str(error), "overloaded")
+        return _retryable(str(error), "overloaded", error.retry_after_s)
     if isinstance(error, UnreachableError):
         return _retryable("the model's server can't be reached; try again", "unavailable")
     if isinstance(error, (UnavailableError, RequestCancelledError)):
@@ -137,5 +137,5 @@ def is_internal(error: BaseException) -> bool:
     return not isinstance(error, BiremeError) or type(error).code in ("INTERNAL", "FAILED_PRECONDITION")
 
 
-def _retryable(message: str, code: str) -> _Refusal:
-    return _Refusal(503, message, "server_error", code, ((b"retry-after", str(_RETRY_S).encode()),))
+def _retryable(message: str, code: str, retry_s: int = _RETRY_S) -> _Refusal:
+    return _Refusal(503, message, "server_error", code, ((b"retry-after", str(retry_s).encode()),))
