@@ -1,4 +1,10 @@
-"""Our index and the RadixTree of ai-dynamo's wheel, an independent reader, find the same in one stream of KV events."""
+"""Our index and the RadixTree of ai-dynamo's wheel, an independent reader, find the same in one stream of KV events.
+
+The RadixTree knows one tier, so it gets no events of host memory: ours, which gets them, must find the same on devices.
+Salted blocks have no tokens from which it could compute its own hashes. Attention windows are not in the stream: only
+blocks of the widest are told. A hole in the middle of a chain takes what follows from the RadixTree for good, from ours
+until it is filled; pools remove leaves first, as here.
+"""
 
 import json
 import random
@@ -11,8 +17,10 @@ import numpy as np
 from benchmarks.contenders import dynamo
 from bireme.engines.mocker.blocks import MockBlockPool
 from bireme.kv import hashing
-from bireme.kv.event_wire import AllBlocksCleared, BlockRemoved, EventBatch, StoredHashes, decode_batch, encode_payload
+from bireme.kv.event_reading import EventReader
+from bireme.kv.event_wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, decode_batch, encode_payload
 from bireme.kv.events import EventBuffer
+from bireme.kv.hashing import MediaSpan
 from bireme.kv.held_blocks import HeldBlocks
 from bireme.kv.index import KvIndex
 from bireme.kv.prompt_hashing import PromptHasher
@@ -53,12 +61,14 @@ class Stream:
     def __init__(self, seed):
         self.random = random.Random(seed)
         self.engines = [Engine(number) for number in range(6)]
-        self.index, self.hasher = KvIndex(), PromptHasher(SIZE)
+        self.index, self.hasher, self.reader = KvIndex(), PromptHasher(SIZE), EventReader()
         self.slots = [self.index.add_worker(str(number)) for number in range(6)]
         self.has_gap = [False] * 6
         self.trunks = [[self.random.randrange(1 << 17) for _ in range(SIZE * 12)] for _ in range(5)]
         self.steps, self.answers = [], []
         self.kinds = {"gap": 0, "lost": 0, "BlockRemoved": 0, "StoredHashes": 0, "AllBlocksCleared": 0}
+        self.kinds |= {"pictures": 0, "host": 0}
+        self.num_with_pictures = 0
 
     def prompt(self):
         trunk = self.random.choice(self.trunks)
@@ -85,26 +95,60 @@ class Stream:
             return
         if self.has_gap[number] or self.random.random() < 0.002:
             events, self.has_gap[number] = [AllBlocksCleared(), *engine.held.snapshot()], False
+        if self.random.random() < 0.1:
+            events = [*events, *self.pictures(), *self.host()]
         payload = encode_payload(EventBatch(0.0, events, 0))
         self.steps.append(("batch", number, payload, ""))
-        self.apply(self.slots[number], decode_batch(payload).events)
-
-    def apply(self, slot, events):
-        for event in events:
+        for event in decode_batch(payload).events:
             self.kinds[type(event).__name__] += 1
-            if isinstance(event, StoredHashes):
-                self.index.stored(slot, event.parent_block_hash, event.block_hashes)
-            elif isinstance(event, BlockRemoved):
-                self.index.removed(slot, event.block_hashes)
-            else:
-                self.index.cleared(slot)
+        (batch,) = self.reader.read([payload])
+        self.index.apply(batch.changes.of_slot(self.slots[number]))
+
+    def pictures(self):
+        """Blocks of a prompt with pictures, and the removal of some."""
+        prompt, spans = self.picture_prompt()
+        hashes = self.hasher(np.array(prompt, np.int32), media=spans).tolist()[: self.random.randint(1, 12)]
+        keys = [[item["mm_key"] for item in shown] or None for shown in self.shown(spans, len(hashes))]
+        self.kinds["pictures"] += 1
+        stored = BlockStored(hashes, None, prompt[: len(hashes) * SIZE], SIZE, extra_keys=keys)
+        return [stored, BlockRemoved(hashes[self.random.randint(1, len(hashes)) :][::-1])]
+
+    def picture_prompt(self):
+        trunk = self.random.choice(self.trunks)
+        first = self.random.randrange(3) * 20
+        digests = [bytes([self.random.randrange(3)]) * 32 for _ in range(2)]
+        return trunk, (MediaSpan(first, first + 24, digests[0]), MediaSpan(first + 24, first + 50, digests[1]))
+
+    def shown(self, spans, num_blocks):
+        return [
+            [
+                {"mm_hash": span.event_hash, "mm_key": f"{span.event_hash:016x}{'0' * 48}"}
+                for span in hashing.media_in(spans, at * SIZE, (at + 1) * SIZE)
+            ]
+            for at in range(num_blocks)
+        ]
+
+    def host(self):
+        prompt, lora_name = self.prompt()
+        hashes = self.hasher(np.array(prompt, np.int32), hashing.event_seed(lora_name)).tolist()
+        self.kinds["host"] += 1
+        stored = BlockStored(hashes, None, [], 0, medium="CPU")
+        return [stored, BlockRemoved(hashes[self.random.randint(0, len(hashes)) :], "CPU")]
 
     def ask(self):
-        prompt, lora_name = self.prompt()
-        self.steps.append(("ask", 0, (SIZE, prompt), lora_name))
-        hashes = self.hasher(np.array(prompt, np.int32), hashing.event_seed(lora_name))
+        (prompt, lora_name), spans = self.prompt(), ()
+        if self.random.random() < 0.1:
+            (prompt, spans), lora_name = self.picture_prompt(), ""
+        shown = self.shown(spans, len(prompt) // SIZE)
+        infos = [
+            {"mm_objects": [{"mm_hash": one["mm_hash"], "offsets": []} for one in some]} if some else None
+            for some in shown
+        ]
+        self.steps.append(("ask", 0, (SIZE, prompt, infos), lora_name))
+        hashes = self.hasher(np.array(prompt, np.int32), hashing.event_seed(lora_name), spans)
         depths = self.index.match(hashes)[0]
         self.answers.append({str(number): int(depths[slot]) for number, slot in enumerate(self.slots) if depths[slot]})
+        self.num_with_pictures += bool(spans) and bool(self.answers[-1])
 
 
 def test_ten_thousand_prompts_have_the_overlaps_that_the_radix_tree_finds(tmp_path):
@@ -113,7 +157,7 @@ def test_ten_thousand_prompts_have_the_overlaps_that_the_radix_tree_finds(tmp_pa
         stream.events()
         stream.events()
         stream.ask()
-    assert min(stream.kinds.values()) > 20, stream.kinds
+    assert min(stream.kinds.values()) > 20 and stream.num_with_pictures > 20, stream.kinds
     file = tmp_path / "stream"
     file.write_bytes(msgspec.msgpack.encode(stream.steps))
     ran = subprocess.run([dynamo.environment(), str(READER), str(file)], check=True, capture_output=True)
