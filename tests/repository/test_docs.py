@@ -8,6 +8,7 @@ import pytest
 
 from tests.repository.house import CHECKOUT
 from tests.repository.test_imports import ROWS
+from tools import make_metrics_page
 
 PAGES = ("CONTRIBUTING.md", "README.md", "docs/architecture.md", "docs/engine_process.md", "docs/glossary.md")
 TOP = ("benchmarks", "bireme", "docs", "ensembles", "model_repository", "recipes", "tests", "tools")
@@ -33,6 +34,16 @@ def test_links_between_pages_lead_somewhere():
 def test_the_glossary_is_in_alphabetical_order():
     terms = [line.split("|")[1].strip().lower() for line in text_of("docs/glossary.md").splitlines() if "|" in line]
     assert terms[2:] == sorted(terms[2:])
+
+
+def test_the_page_of_metrics_is_what_their_table_makes():
+    assert make_metrics_page.text() == text_of("docs/metrics.md"), "run tools/make_metrics_page.py"
+
+
+def test_a_metric_that_no_part_of_its_page_takes_is_refused(monkeypatch):
+    monkeypatch.delitem(make_metrics_page.PARTS, "Requests and tokens")
+    with pytest.raises(ValueError, match="bireme_requests_total"):
+        make_metrics_page.text()
 
 
 def test_the_architecture_shows_every_part_in_the_order_of_imports():
