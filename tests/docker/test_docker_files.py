@@ -10,6 +10,7 @@ import yaml
 
 from bireme.config import CHECKOUT
 from bireme.metrics import TABLE
+from tests.docker.dockerfile_steps import steps_of
 from tools import make_dashboard
 
 DOCKER = CHECKOUT / "docker"
@@ -77,6 +78,22 @@ def test_images_run_without_root_and_say_which_ports_they_use(file):
     text = file.read_text()
     assert re.search(r"^USER 10001$", text, re.M) and re.search(r"^EXPOSE 8000 8001 8002 8003 9000$", text, re.M)
     assert re.search(r"^FROM \S+:\S+", text, re.M) and ":latest" not in text
+
+
+@pytest.mark.parametrize(
+    "file", sorted([*DOCKER.glob("Dockerfile*"), *DOCKER.glob("*.sh")]), ids=lambda file: file.name
+)
+def test_whatever_places_requests_has_compiled_code_discovery_and_both_event_planes(file):
+    installed = [set(found.split(",")) for found in re.findall(r"\[([a-z,]+)\]", file.read_text())]
+    assert all({"kv", "etcd", "nats"} <= extras for extras in installed if "openai" in extras)
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.triton"])
+def test_an_image_s_own_user_keeps_all_compiled_code(name):
+    steps = steps_of(DOCKER / name)
+    as_user = " ".join(text for kind, text in steps[steps.index(("USER", "10001")) :] if kind == "RUN")
+    kernels = {path.stem for path in (CHECKOUT / "bireme" / "kv").glob("*_kernels.py")}
+    assert set(re.findall(r"bireme\.kv\.(\w+)", as_user)) == kernels
 
 
 def test_prometheus_reads_the_server_and_the_frontend():
