@@ -105,17 +105,17 @@ class Stream:
         self.index.apply(batch.changes.of_slot(self.slots[number]))
 
     def pictures(self):
-        """Blocks of a prompt with pictures, and the removal of some."""
+        """All blocks of a prompt with pictures, then the removal of some that only prompts with both pictures have."""
         prompt, spans = self.picture_prompt()
-        hashes = self.hasher(np.array(prompt, np.int32), media=spans).tolist()[: self.random.randint(1, 12)]
+        hashes = self.hasher(np.array(prompt, np.int32), media=spans).tolist()
         keys = [[item["mm_key"] for item in shown] or None for shown in self.shown(spans, len(hashes))]
         self.kinds["pictures"] += 1
         stored = BlockStored(hashes, None, prompt[: len(hashes) * SIZE], SIZE, extra_keys=keys)
-        return [stored, BlockRemoved(hashes[self.random.randint(1, len(hashes)) :][::-1])]
+        return [stored, BlockRemoved(hashes[self.random.randint(2, len(hashes)) :][::-1])]
 
     def picture_prompt(self):
         trunk = self.random.choice(self.trunks)
-        first = self.random.randrange(3) * 20
+        first = self.random.randrange(3) * 5  # in the first block: no prompt without pictures shares any
         digests = [bytes([self.random.randrange(3)]) * 32 for _ in range(2)]
         return trunk, (MediaSpan(first, first + 24, digests[0]), MediaSpan(first + 24, first + 50, digests[1]))
 
