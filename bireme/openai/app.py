@@ -18,7 +18,7 @@ from bireme.discovery.pulse import own_pulse
 from bireme.errors import BiremeError, drop_frames
 from bireme.metrics import Registry
 from bireme.openai.http.call import JSON_ONLY, Call, ClientGoneError, Receive, Scope, Send
-from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal, shutting_down
+from bireme.openai.http.error_replies import HttpError, RateLimitError, anthropic_reply_of, is_internal, shutting_down
 from bireme.openai.http.members import Member
 from bireme.openai.http.pace import Pacer
 from bireme.openai.keys import KEY_HEADERS, OPEN, ApiKeys
@@ -29,6 +29,7 @@ from bireme.openai.readiness import Readiness
 from bireme.openai.text.answering import Streams
 from bireme.openai.text.chat_completions import ChatCompletions
 from bireme.openai.text.completions import Completions
+from bireme.openai.text.messages import Messages
 from bireme.openai.text.model_object import language_model, video_model
 from bireme.openai.text.responses import Responses
 from bireme.openai.text.served_model import Models
@@ -39,6 +40,7 @@ from bireme.pipelines.chat_answer import encode_json
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 _MODEL_PATH = "/v1/models/"
+_MESSAGES_PATH = "/v1/messages"  # it and all below speak Anthropic's API
 _GONE = 499  # in log and metrics: the client left before the reply
 _FORBIDDEN_IN_HOST = frozenset(b"/?#@\\ \t")
 _NUM_TICKS = 4  # comments are at most a quarter of their interval late
@@ -83,11 +85,14 @@ class Frontend:
         chats = ChatCompletions(self._models, pacer, self._streams)
         completions = Completions(self._models, pacer, self._streams)
         responses = Responses(self._models, pacer, self._streams)
+        messages = Messages(self._models, pacer, self._streams)
         tokens = Tokenization(self._models)
         self._routes = {
             "/v1/chat/completions": {"POST": self._with_body(chats.post)},
             "/v1/completions": {"POST": self._with_body(completions.post)},
             "/v1/responses": {"POST": self._with_body(responses.post)},
+            _MESSAGES_PATH: {"POST": self._with_body(messages.post)},
+            f"{_MESSAGES_PATH}/count_tokens": {"POST": self._with_body(messages.count)},
             "/tokenize": {"POST": self._with_body(tokens.tokenize)},
             "/detokenize": {"POST": self._with_body(tokens.detokenize)},
             "/v1/models": {"GET": self._list_models},
@@ -133,6 +138,8 @@ class Frontend:
 
     async def _serve(self, call: Call) -> None:
         """Answer whatever happens; then count and log."""
+        if call.path.startswith(_MESSAGES_PATH):
+            call.speak(anthropic_reply_of, b"request-id")
         self._num_active += 1
         try:
             await self._dispatch(call)

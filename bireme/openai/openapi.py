@@ -8,6 +8,7 @@ import msgspec
 
 from bireme import __version__
 from bireme.openai.text.completion_request import CompletionBody
+from bireme.openai.text.messages_request import CountBody, MessagesBody
 from bireme.openai.text.response_request import ResponseBody
 from bireme.openai.text.tokenization import DetokenizeBody, TokenizeBody
 from bireme.pipelines.chat_request import ChatBody
@@ -17,6 +18,8 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "/v1/chat/completions": (ChatBody, "Answer a conversation, whole or as server-sent events"),
     "/v1/completions": (CompletionBody, "Continue prompts, whole or as server-sent events"),
     "/v1/responses": (ResponseBody, "Answer items, whole or as typed server-sent events"),
+    "/v1/messages": (MessagesBody, "Answer a conversation in the form of Anthropic's Messages"),
+    "/v1/messages/count_tokens": (CountBody, "Count the tokens of a Messages prompt"),
     "/tokenize": (TokenizeBody, "Return the tokens of a prompt or conversation"),
     "/v1/videos": (JobBody, "Start a job that makes a video"),
     "/v1/videos/generations": (VideoBody, "Make a video in one call, with progress as server-sent events"),
@@ -35,6 +38,20 @@ _GETS = {
     "/health": "The same, under vLLM's name",
     "/metrics": "Prometheus metrics",
     "/openapi.json": "This document",
+}
+_ANTHROPIC_KINDS = (MessagesBody, CountBody)
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
 }
 _ERROR = {
     "type": "object",
@@ -68,21 +85,25 @@ def openapi(models: list[str], videos: list[str]) -> dict[str, Any]:
         "info": {"title": "bireme", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**components, "Error": _ERROR},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": {**components, "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"header": []}],
     }
 
 
 def _post(kind: type[msgspec.Struct], text: str) -> dict[str, Any]:
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return {
-        "summary": text,
-        "requestBody": body,
-        "responses": _responses("400", "401", "404", "413", "415", "429", "503"),
-    }
+    refusals = ("400", "401", "404", "413", "415", "429")
+    if kind in _ANTHROPIC_KINDS:
+        responses = _responses(*refusals, "529", error="AnthropicError")
+    else:
+        responses = _responses(*refusals, "503")
+    return {"summary": text, "requestBody": body, "responses": responses}
 
 
 def _get(path: str, text: str) -> dict[str, Any]:
@@ -93,7 +114,7 @@ def _get(path: str, text: str) -> dict[str, Any]:
     return operation
 
 
-def _responses(*statuses: str) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    refused = {status: {"description": "refused", "content": error} for status in statuses}
+def _responses(*statuses: str, error: str = "Error") -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
+    refused = {status: {"description": "refused", "content": content} for status in statuses}
     return {"200": {"description": "answered"}, **refused}

@@ -57,9 +57,6 @@ class ChatService:
         self, request: ChatRequest, answer: ChatOutput, arrived_at: float, on_prompt: OnPrompt = _ignore
     ) -> list[SequenceRunner]:
         """Return when the answer is complete. Raises the error that ended it otherwise."""
-        if request.functions and self._tools is None:
-            name = self.services.recipe.name
-            raise RequestError(f"tools: the model has no tool parser (chat.tool_parser in recipe {name}); remove them")
         async with self._prepared(request, arrived_at) as (prompt, pictures):
             return await self._generate(request, prompt, pictures, answer, arrived_at, on_prompt)
 
@@ -70,11 +67,19 @@ class ChatService:
             works = self._works(request, prompt, request.sampling.params, pictures, arrived_at)
             return encode_json(placement_json(self.services.router, works[0].routing_request()))
 
+    async def count(self, request: ChatRequest, arrived_at: float) -> int:
+        """Return the number of prompt tokens, pictures included; nothing else is computed."""
+        async with self._prepared(request, arrived_at) as (prompt, _):
+            return len(prompt.ids)
+
     @contextlib.asynccontextmanager
     async def _prepared(
         self, request: ChatRequest, arrived_at: float
     ) -> AsyncIterator[tuple[EncodedPrompt, RequestPictures | None]]:
         """Render, encode and fetch; the pictures are closed at the end."""
+        if request.functions and self._tools is None:
+            name = self.services.recipe.name
+            raise RequestError(f"tools: the model has no tool parser (chat.tool_parser in recipe {name}); remove them")
         prompt = await self.prompts.chat(request.messages, request.tools, request.variables, request.cache_salt)
         pictures = self._pictures(request, arrived_at)
         try:

@@ -22,11 +22,14 @@ MAX_CONTAINERS, MAX_COMMAS = 500_000, 4_000_000
 _NEVER_TOO_MANY = MAX_CONTAINERS  # bytes
 _INT64_LOW, _UINT64_HIGH = -(2**63), 2**64 - 1
 _PATH = re.compile(r"(?P<text>.*) - at `\$(?P<path>.*)`", re.DOTALL)
+_INDEX = re.compile(r"\[\d+\]")
+_INVALID = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
 _FIELD = re.compile(r"[A-Za-z_][\w.\[\]-]*(?=: )")
 
 
 def decode_body(body: bytes | str, kind: type[_S], refused: Mapping[str, str]) -> _S:
-    """Return the request. `refused` names fields that are known but not served, with the reason.
+    """Return the request. `refused` names fields that are known but not served, with the reason: `a.b`, `a[].b` of any
+    element, and `a.b=value` of a single value.
 
     Raises RequestError for anything but valid JSON of this kind.
     """
@@ -97,11 +100,14 @@ def _explain(text: str, kind: type[msgspec.Struct], refused: Mapping[str, str], 
     text = text.replace("`", "")
     if field := _after(text, "Object contains unknown field "):
         name = f"{path}.{field}" if path else field
-        return f"{name[:200]}: {refused.get(name) or _unknown(field, path, kind)}"
+        return f"{name[:200]}: {refused.get(_INDEX.sub('[]', name)) or _unknown(field, path, kind)}"
     if field := _after(text, "Object missing required field "):
         return f"{path}.{field}: missing; send it" if path else f"{field}: missing; send it"
     if not path:
         return f"the body is wrong: {_lower(text)}; send a JSON object"
+    if value := _INVALID.fullmatch(text):
+        reason = refused.get(f"{_INDEX.sub('[]', path)}={value[1]}", "no such value here; send another")
+        return f"{path}: {value[1][:40]}; {reason}"
     return f"{path}: {_lower(text)}; change its type"
 
 

@@ -29,10 +29,16 @@ class PictureCollector:
     def add(self, kind: str, value: Any, where: str) -> None:
         """Take one more. Raises RequestError naming the field."""
         where = f"{where}.{kind}"
+        self._take(_image(value, where) if kind == "image_url" else _embeds(value, where), where)
+
+    def add_image(self, url: str, where: str) -> None:
+        """Take the picture at a URL, or in one. Raises RequestError naming the field."""
+        self._take(EncodeSource("image", _encoded(url, where)), where)
+
+    def _take(self, source: EncodeSource, where: str) -> None:
         if len(self.sources) >= self._limits.max_images:
             limit = self._limits.max_images
             raise RequestError(f"{where}: more than {limit} images (media.max_images); send fewer")
-        source = _image(value, where) if kind == "image_url" else _embeds(value, where)
         self.sources.append(PictureSource(source, where))
 
 
