@@ -337,6 +337,16 @@ class ChatConfig(Settings, frozen=True, kw_only=True):
     template: str = ""  # Jinja file in place of the model's own (relative to the recipe; $NAME and ~ are expanded)
 
 
+class StoredResponsesConfig(Settings, frozen=True, kw_only=True):
+    """What /v1/responses keeps, for each API key."""
+
+    folder: str = ""  # of the database; "": the launch's run folder, and it goes with the launch
+    max_responses: NotNegative = 10_000  # above it the longest unused ones are removed; 0: nothing is kept
+    max_bytes: Positive = 1 << 30  # of requests and answers; as above
+    max_age_s: Positive = 30 * 24 * 3600  # since they were made or gone on from
+    max_background: Positive = 256  # unfinished ones; more are refused
+
+
 class FrontendConfig(Settings, frozen=True, kw_only=True):
     """The OpenAI frontend, bireme/openai."""
 
@@ -349,6 +359,7 @@ class FrontendConfig(Settings, frozen=True, kw_only=True):
     comment_interval_s: PositiveDuration = 15.0  # a silent event stream gets a comment so often: proxies keep it open
     playground: bool = True  # the page at /
     api_keys: str = ""  # file with keys and their limits (relative to the recipe); "": no key is asked for
+    responses: StoredResponsesConfig = StoredResponsesConfig()
 
 
 class VideoConfig(Settings, frozen=True, kw_only=True):

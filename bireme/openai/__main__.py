@@ -132,7 +132,8 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     )
     config = recipes[0].frontend
     keys = _keys(options.api_keys, recipes[0], options.member)
-    frontend = Frontend(models, metrics, config, keys, options.member, videos)
+    folder = _responses_folder(recipes[0], options.member)
+    frontend = Frontend(models, metrics, config, keys, options.member, videos, folder)
     return _Server(_uvicorn_config(frontend, options, config), frontend, options.member)
 
 
@@ -193,6 +194,15 @@ def _keys(path: str | None, recipe: Recipe, member: Member | None) -> ApiKeys | 
         return None
     file = Path(named) if named else Path(recipe.folder) / recipe.frontend.api_keys
     return load_keys(file, member.share_of) if member else load_keys(file)
+
+
+def _responses_folder(recipe: Recipe, member: Member | None) -> Path | None:
+    """Return where responses are kept: a folder by name outlives the launch. None: they go with this process."""
+    if named := recipe.frontend.responses.folder:
+        return Path(recipe.folder) / Path(named).expanduser()
+    if run_folder := os.environ.get("BIREME_RUN_DIR"):
+        return Path(run_folder) / "responses"
+    return member.folder / "responses" if member is not None else None
 
 
 if __name__ == "__main__":

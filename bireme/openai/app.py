@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from pathlib import Path
 
 from bireme.config import FrontendConfig
 from bireme.discovery.pulse import own_pulse
@@ -33,6 +34,7 @@ from bireme.openai.text.messages import Messages
 from bireme.openai.text.model_object import language_model, video_model
 from bireme.openai.text.responses import Responses
 from bireme.openai.text.served_model import Models
+from bireme.openai.text.stored_responses import StoredResponses
 from bireme.openai.text.tokenization import Tokenization
 from bireme.openai.video.routes import VideoRoutes
 from bireme.openai.video.served_video import VideoModels
@@ -56,9 +58,11 @@ class Frontend:
 
     def __init__(
         self, models: Models, metrics: Registry, config: FrontendConfig | None = None, keys: ApiKeys | None = None,
-        member: Member | None = None, videos: VideoModels | None = None,
+        member: Member | None = None, videos: VideoModels | None = None, responses_folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """`member`: other processes serve the same port."""
+        """`member`: other processes serve the same port. `responses_folder`: of kept responses; None: they go with this
+        process.
+        """
         self._videos = videos or VideoModels([])
         models.know_videos(video.name for video in self._videos)
         self._videos.know_languages(model.name for model in models)
@@ -67,6 +71,9 @@ class Frontend:
         self._teller: asyncio.AbstractServer | None = None
         self._config = config or FrontendConfig()
         self._video_routes = VideoRoutes(self._videos, metrics, self._config.comment_interval_s)
+        self._stored = StoredResponses(
+            self._config.responses, models, keys, responses_folder, self._config.max_body_bytes
+        )
         self._page = MetricsPage(metrics)
         self._playground = PlaygroundFiles() if self._config.playground else None
         self._playground_paths = self._playground.paths if self._playground else frozenset()
@@ -84,7 +91,7 @@ class Frontend:
         self.readiness = Readiness(self._models, self._videos)
         chats = ChatCompletions(self._models, pacer, self._streams)
         completions = Completions(self._models, pacer, self._streams)
-        responses = Responses(self._models, pacer, self._streams)
+        responses = Responses(self._models, self._stored, pacer, self._streams)
         messages = Messages(self._models, pacer, self._streams)
         tokens = Tokenization(self._models)
         self._routes = {
@@ -104,6 +111,7 @@ class Frontend:
             **self._video_routes.routes(self._with_body),
         }
         await self._video_routes.start()
+        await self._stored.start()
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         if (pulse := own_pulse()) is not None:
             self._pulse = asyncio.get_running_loop().create_task(pulse.run())
@@ -117,6 +125,7 @@ class Frontend:
         if self._ticker is not None:
             self._ticker.cancel()
         await self._video_routes.stop()
+        await self._stored.stop()
         await asyncio.gather(*(model.close() for model in self._models))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -180,7 +189,7 @@ class Frontend:
         methods = self._routes.get(path)
         if methods is None and path.startswith(_MODEL_PATH):
             return {"GET": self._show_model}
-        methods = methods or self._video_routes.match(path)
+        methods = methods or self._video_routes.match(path) or self._stored.match(path)
         if methods is None:
             raise HttpError(404, "no such path; GET /openapi.json lists what there is", code="not_found")
         return methods

@@ -139,6 +139,10 @@ class ApiKeys:
             raise _unauthorized("the API key is not known here")
         return found[0]
 
+    def named(self, name: str) -> Tenant | None:
+        """Return the tenant whose key has this name; None: there is none now."""
+        return next((tenant for _, tenant in self._tenants if tenant.name == name), None)
+
 
 def load_keys(path: Path, share: Share = _whole) -> ApiKeys:
     """Read a key file. Raises ConfigError."""

@@ -30,6 +30,8 @@ _VIDEO_KINDS = (JobBody, VideoBody, ImageBody)
 _GETS = {
     "/v1/models": "List the models",
     "/v1/models/{model}": "Describe a model",
+    "/v1/responses/{id}": "Get a response that was kept",
+    "/v1/responses/{id}/input_items": "List what a response has answered",
     "/v1/videos/{id}": "Tell how far a job is",
     "/v1/videos/{id}/content": "Get a job's video",
     "/files/{id}": "Get a result by its name",

@@ -87,12 +87,12 @@ class Bench:
 
     def call(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None,
-        is_body_coming: bool = True,
+        is_body_coming: bool = True, query: str = "",
     ) -> Reply:  # fmt: skip
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
         pairs = [(key.encode(), value.encode("latin-1")) for key, value in given.items()]
-        scope = {"type": "http", "method": method, "path": path, "headers": pairs}
+        scope = {"type": "http", "method": method, "path": path, "headers": pairs, "query_string": query.encode()}
         return Reply(self.app, scope, data if is_body_coming else None)
 
     def chat(self, headers: dict[str, str] | None = None, **fields: Any) -> Reply:

@@ -38,8 +38,6 @@ class ResponseForm:
             "object": "response",
             "created_at": heading.created,
             "model": heading.model,
-            "background": False,
-            "previous_response_id": None,
             **shown,
         }
 
@@ -131,13 +129,24 @@ class ResponseAnswer:
         self._logprobs: Logprobs | None = None
         self._blank: tuple[str, Logprobs] = ("", [])  # before any text: layout, unless text follows
         self._has_begun = False
-        self._status = ""
+        self._status, self._json = "", b""
         self._num_reasoning = 0
         self.usage: Usage | None = None
 
     def json(self) -> bytes:
         """Return the response, once it has finished."""
-        return self._form.json(self._status, self.items, self.usage, self._num_reasoning)
+        self._json = self._json or self._form.json(self._status, self.items, self.usage, self._num_reasoning)
+        return self._json
+
+    @property
+    def status(self) -> str:
+        """completed or incomplete; empty until it has finished."""
+        return self._status
+
+    def end(self) -> None:
+        """Send the last event, where there is a stream; after `finish`."""
+        if self._stream is not None and self._events is not None:
+            self._stream.end(self._events.framed(f"response.{self._status}", b'"response":%b}' % self.json()))
 
     def failed(self, error: BaseException) -> bytes:
         """Return the response that an error has ended."""
@@ -204,9 +213,6 @@ class ResponseAnswer:
             self._texts.append(self._blank[0])
         if self._close is not None:
             self._end_item("incomplete" if reason == "length" else "completed")
-        if self._stream is not None and self._events is not None:
-            last = self._events.framed(f"response.{self._status}", b'"response":%b}' % self.json())
-            self._stream.end(last)
 
     def _open_message(self) -> None:
         self._open({"type": "message", "role": "assistant", "content": []}, self._close_message)

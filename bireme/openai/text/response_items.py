@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -108,6 +108,45 @@ def _kind(item: Item, where: str) -> str:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise RequestError(f"{where}.type: {str(kind)[:40]}; send {', '.join(_KINDS)}")
     return kind
+
+
+def listed(items: Sequence[Item]) -> list[Item]:
+    """Return checked items as lists of them show them: each with an id, a status and its content in parts."""
+    return [{"id": item_id(item["type"]), "status": "completed", **_SHOWN[item["type"]](item)} for item in items]
+
+
+def _shown_message(item: Item) -> Item:
+    kind = "output_text" if item["role"] == "assistant" else "input_text"
+    content = [{"type": kind, "text": item["content"]}] if isinstance(item["content"], str) else item["content"]
+    return {**_without_nulls(item), "content": [_shown_part(part, kind) for part in content]}
+
+
+def _shown_part(part: dict[str, Any], kind: str) -> dict[str, Any]:
+    part = _without_nulls(part)
+    if part["type"] == "input_image":
+        return {"detail": "auto", **part}
+    if part["type"] == "refusal" and kind == "output_text":
+        return part
+    text = {"type": kind, "text": part.get("text") or part.get("refusal", "")}
+    return {**text, "annotations": [], "logprobs": part.get("logprobs", [])} if kind == "output_text" else text
+
+
+def _shown_output(item: Item) -> Item:
+    output = item["output"]
+    parts = output if isinstance(output, str) else [_shown_part(part, "input_text") for part in output]
+    return {**_without_nulls(item), "output": parts}
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+_SHOWN: dict[str, Callable[[Item], Item]] = {
+    "message": _shown_message,
+    "function_call": _without_nulls,
+    "function_call_output": _shown_output,
+    "reasoning": lambda item: {"summary": [], **_without_nulls(item)},
+}
 
 
 def sealed(thoughts: str) -> str:

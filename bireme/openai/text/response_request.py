@@ -6,6 +6,7 @@ stays here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +14,8 @@ import msgspec
 
 from bireme.config import Recipe
 from bireme.errors import RequestError
+from bireme.openai.http.event_stream import EventStream
+from bireme.openai.text.response_answer import ResponseAnswer, ResponseEvents, ResponseForm
 from bireme.openai.text.response_items import Conversation, Item, input_items
 from bireme.pipelines.chat_request import (
     ChatRequest,
@@ -135,6 +138,8 @@ class ResponseBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +152,17 @@ class ResponseRequest:
     has_summary: bool  # reasoning is told as its own summary
     has_sealed: bool  # reasoning items carry encrypted_content
     is_truncated: bool  # the oldest messages go when the prompt is too long
+    is_kept: bool  # for later
+
+    def answer(
+        self, form: ResponseForm, events: ResponseEvents | None = None, stream: EventStream | None = None
+    ) -> ResponseAnswer:
+        """Return what collects the answer, and tells a stream of it, if there is one."""
+        return ResponseAnswer(form, events, stream, has_summary=self.has_summary, has_sealed=self.has_sealed)
 
 
-def check_response(body: ResponseBody, recipe: Recipe) -> ResponseRequest:
-    """Check what the types can't. Raises RequestError."""
+def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] = ()) -> ResponseRequest:
+    """Check what the types can't. `history`: items of the responses that this one goes on from. Raises RequestError."""
     options = request_options(body)
     include = _include(body)
     text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
@@ -162,10 +174,15 @@ def check_response(body: ResponseBody, recipe: Recipe) -> ResponseRequest:
     functions, mode = _chosen(body, check_functions(tools, recipe.limits))
     if functions and guide is not None:
         raise RequestError("text.format: not together with tools; send tool_choice none, or no tools")
+    if body.background and body.stream:
+        raise RequestError("stream: not together with background; ask GET /v1/responses/{id} until it has ended")
+    if body.background and body.store is False:
+        raise RequestError("store: false beside background; a response that nobody waits for has to be kept")
     if options.routing.query_only:
         raise RequestError("bireme.routing.query_only: a response is an answer; ask /v1/chat/completions")
     items = input_items(body.input)
     conversation = Conversation(recipe, body.instructions)
+    conversation.add(history, "previous_response_id")
     conversation.add(items)
     fields: dict[str, Any] = {"max_tokens": body.max_output_tokens}
     if _LOGPROBS in include:
@@ -197,11 +214,13 @@ def check_response(body: ResponseBody, recipe: Recipe) -> ResponseRequest:
     )
     params = sampling.params
     shown = {
+        "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": chat.is_parallel,
+        "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": summary},
         "safety_identifier": body.safety_identifier,
@@ -222,6 +241,7 @@ def check_response(body: ResponseBody, recipe: Recipe) -> ResponseRequest:
         has_summary=summary is not None,
         has_sealed=_SEALED in include,
         is_truncated=body.truncation == "auto",
+        is_kept=body.store is not False,
     )
 
 

@@ -12,52 +12,63 @@ from bireme.openai.text.answering import Streams, answer_events, answer_whole, c
 from bireme.openai.text.response_answer import ResponseAnswer, ResponseEvents, ResponseForm
 from bireme.openai.text.response_request import REFUSED, ResponseBody, ResponseRequest, check_response
 from bireme.openai.text.served_model import Models, ServedModel
+from bireme.openai.text.stored_responses import StoredResponses
 from bireme.pipelines.chat_answer import ResponseMeta
 from bireme.pipelines.chat_request import ChatRequest
 from bireme.pipelines.json_body import decode_body
+from bireme.pipelines.sequence import SequenceRunner
 from bireme.request import check_prompt_tokens
 
 
 class Responses:
     """Answers with the models' chat services."""
 
-    def __init__(self, models: Models, pacer: Pacer, streams: Streams) -> None:
-        self._models, self._pacer, self._streams = models, pacer, streams
+    def __init__(self, models: Models, stored: StoredResponses, pacer: Pacer, streams: Streams) -> None:
+        self._models, self._stored, self._pacer, self._streams = models, stored, pacer, streams
 
     async def post(self, call: Call, data: bytes) -> None:
         body = decode_body(data, ResponseBody, REFUSED)
         model = self._models.get(body.model)
         with counted(call, model):
-            request = check_response(body, model.recipe)
+            self._stored.check(body)
+            history = await self._stored.history(body.previous_response_id, call.tenant)
+            request = check_response(body, model.recipe, history)
             chat = for_caller(call, request.chat)
             if request.is_truncated:
                 chat = await _truncated(model, chat)
             request = replace(request, chat=chat)
-            form = ResponseForm(
-                ResponseMeta.of(model.name, "resp"), request.shown, has_timing=request.chat.return_timing
-            )
-            if request.chat.stream:
+            form = ResponseForm(ResponseMeta.of(model.name, "resp"), request.shown, has_timing=chat.return_timing)
+            if body.background:
+                await self._stored.begin(call, model, body, request, form)
+            elif chat.stream:
                 await self._stream(call, model, request, form)
             else:
                 await self._whole(call, model, request, form)
 
     async def _whole(self, call: Call, model: ServedModel, request: ResponseRequest, form: ResponseForm) -> None:
-        answer = ResponseAnswer(form, has_summary=request.has_summary, has_sealed=request.has_sealed)
-        work = model.chat.run(request.chat, answer, call.arrived_at, call.tenant.take_prompt)
-        sequences = await answer_whole(call, work)
+        answer = request.answer(form)
+        sequences = await answer_whole(call, self._run(call, model, request, form, answer))
         call.notes["outcome"] = sequences[0].finish_reason
-        assert answer.usage is not None, "an answer without an error has finished"
-        note_usage(call, [answer.usage], answer.usage.prompt_tokens)
         await call.reply(200, answer.json())
 
     async def _stream(self, call: Call, model: ServedModel, request: ResponseRequest, form: ResponseForm) -> None:
         events = ResponseEvents()
         stream = EventStream(events, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
-        answer = ResponseAnswer(form, events, stream, has_summary=request.has_summary, has_sealed=request.has_sealed)
-        work = model.chat.run(request.chat, answer, call.arrived_at, call.tenant.take_prompt)
+        answer = request.answer(form, events, stream)
+        work = self._run(call, model, request, form, answer)
         call.notes["outcome"] = await answer_events(call, work, stream, self._streams, answer.last_events)
-        if answer.usage is not None:
-            note_usage(call, [answer.usage], answer.usage.prompt_tokens)
+
+    async def _run(
+        self, call: Call, model: ServedModel, request: ResponseRequest, form: ResponseForm, answer: ResponseAnswer
+    ) -> list[SequenceRunner]:
+        """Run the chat and keep the response: who has seen its end can go on from it."""
+        sequences = await model.chat.run(request.chat, answer, call.arrived_at, call.tenant.take_prompt)
+        assert answer.usage is not None, "an answer without an error has finished"
+        note_usage(call, [answer.usage], answer.usage.prompt_tokens)
+        if request.is_kept and self._stored.is_on:
+            await self._stored.keep(form, call.tenant, request, answer.json())
+        answer.end()
+        return sequences
 
 
 async def _truncated(model: ServedModel, request: ChatRequest) -> ChatRequest:

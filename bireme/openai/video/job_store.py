@@ -1,24 +1,19 @@
 """Jobs of /v1/videos in SQLite: they outlive the frontend, and several frontends may share them.
 
-Each process holds a lock file for as long as it lives. An unfinished job whose process is gone has failed; any reader
-marks it so. Every method may block on the disk; all are thread-safe.
+An unfinished job whose process is gone has failed; any reader marks it so. Every method may block on the disk; all are
+thread-safe.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import secrets
-import sqlite3
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bireme.errors import ConfigError, NotFoundError, UnavailableError
+from bireme.errors import ConfigError, NotFoundError
+from bireme.openai.database import Database, Lives
 
 FILE = "jobs.sqlite"
 _ORPHANED = "the frontend that ran this job has ended; create the job again"
@@ -68,19 +63,12 @@ class JobStore:
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError when the folder can't be used."""
-        self.process = secrets.token_hex(8)
-        self._processes = folder / "processes"
-        self._lock = threading.Lock()
         try:
-            self._processes.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._life = self._hold(self.process)
-            self._database = sqlite3.connect(folder / FILE, timeout=10, check_same_thread=False, isolation_level=None)
-            self._database.row_factory = sqlite3.Row
-            self._database.execute("PRAGMA journal_mode=WAL")
-            self._database.execute("PRAGMA synchronous=NORMAL")
-            self._database.executescript(_SCHEMA)
-        except (OSError, sqlite3.Error) as error:
-            raise ConfigError(f"video.folder: {folder}: no database of jobs can be kept there ({error})") from error
+            self._lives = Lives(folder)
+        except OSError as error:
+            raise ConfigError(f"video.folder: {folder}: it can't be used ({error})") from error
+        self.process = self._lives.own
+        self._database = Database(folder / FILE, _SCHEMA, "video.folder", "jobs")
         self.fail_orphans()
 
     def add(self, job_id: str, tenant: str, model: str, prompt: str, details: str) -> Job:
@@ -97,7 +85,7 @@ class JobStore:
         if not rows:
             raise NotFoundError(f"video: {job_id[:80]} does not exist; it may have been deleted or have expired")
         job = rows[0]
-        if job.status in _OPEN and not self._is_alive(job.process):
+        if job.status in _OPEN and not self._lives.has(job.process):
             self.fail(job.id, "server_error", _ORPHANED)
             return self.find(job_id, tenant)
         return job
@@ -149,63 +137,25 @@ class JobStore:
         return [job.file for job in rows if job.file]
 
     def counts(self) -> dict[str, int]:
-        with self._lock:
-            rows = self._database.execute("SELECT status, COUNT(*) FROM jobs GROUP BY status").fetchall()
+        rows = self._database.read("SELECT status, COUNT(*) FROM jobs GROUP BY status")
         return dict.fromkeys((*_OPEN, "completed", "failed"), 0) | {row[0]: row[1] for row in rows}
 
     def fail_orphans(self) -> int:
         """Fail the jobs of processes that are gone; return how many."""
         rows = self._read("SELECT * FROM jobs WHERE status IN ('queued', 'in_progress')")
-        orphans = [job for job in rows if not self._is_alive(job.process)]
+        orphans = [job for job in rows if not self._lives.has(job.process)]
         for job in orphans:
             self.fail(job.id, "server_error", _ORPHANED)
         return len(orphans)
 
     def close(self) -> None:
         """Harmless when called again."""
-        with self._lock:
-            self._database.close()
-            life, self._life = self._life, -1
-        if life < 0:
-            return
-        os.close(life)
-        (self._processes / self.process).unlink(missing_ok=True)
-
-    def _hold(self, process: str) -> int:
-        descriptor = os.open(self._processes / process, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
-
-    def _is_alive(self, process: str) -> bool:
-        """The kernel frees a lock with its process, whatever ended it."""
-        if process == self.process:
-            return True
-        try:
-            descriptor = os.open(self._processes / process, os.O_RDWR)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        with contextlib.suppress(OSError):
-            (self._processes / process).unlink()
-        return False
+        self._database.close()
+        self._lives.close()
 
     def _read(self, query: str, *values: Any) -> list[Job]:
-        with self._lock:
-            try:
-                rows = self._database.execute(query, values).fetchall()
-            except sqlite3.Error as error:
-                raise UnavailableError(f"the database of jobs can't be read ({error}); try again") from error
-        return [Job(**dict(row)) for row in rows]
+        return [Job(**dict(row)) for row in self._database.read(query, *values)]
 
     def _write(self, query: str, *values: Any) -> bool:
         """Return whether a row has changed. Raises UnavailableError."""
-        with self._lock:
-            try:
-                return self._database.execute(query, values).rowcount > 0
-            except sqlite3.Error as error:
-                raise UnavailableError(f"the database of jobs can't be written ({error}); try again") from error
+        return self._database.write(query, *values) > 0

@@ -291,3 +291,11 @@ async def test_a_wrong_request_is_a_400_that_names_the_field(frontend, name):
     fields, param = BAD[name]
     reply = await ask(await frontend(), **fields).end()
     assert reply.status == 400 and reply.json()["error"]["param"] == param, reply.data
+
+
+@pytest.mark.parametrize("field", [{"background": True}, {"previous_response_id": "resp_1"}, {"store": True}])
+async def test_without_a_store_what_needs_one_is_refused(frontend, field):
+    bench = await frontend(frontend={"responses": {"max_responses": 0}})
+    reply = await ask(bench, **field).end()
+    assert reply.status == 400 and reply.json()["error"]["param"] == next(iter(field))
+    assert (await answered(bench)).status == 200

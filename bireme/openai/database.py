@@ -1,0 +1,96 @@
+"""SQLite databases of a frontend: they outlive it, and its processes share them; and which of these processes live.
+
+Every method may block on the disk; all are thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+from bireme.errors import ConfigError, UnavailableError
+
+_WAIT_S = 10  # for another process's write
+
+
+class Database:
+    """One file; `close` at the end."""
+
+    def __init__(self, path: Path, schema: str, key: str, what: str) -> None:
+        """`key`: of the recipe, which names the folder; `what` it holds. Raises ConfigError."""
+        self._what, self._lock = what, threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._connection = sqlite3.connect(path, timeout=_WAIT_S, check_same_thread=False, isolation_level=None)
+            self._connection.row_factory = sqlite3.Row
+            self._connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # takes effect in a new file
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute("PRAGMA synchronous=NORMAL")
+            self._connection.executescript(schema)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"{key}: {path.parent}: no database of {what} can be kept there ({error})") from error
+
+    def read(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """Raises UnavailableError."""
+        with self._lock:
+            try:
+                return self._connection.execute(query, values).fetchall()
+            except sqlite3.Error as error:
+                raise UnavailableError(f"the database of {self._what} can't be read ({error}); try again") from error
+
+    def write(self, query: str, *values: Any) -> int:
+        """Return how many rows have changed. Raises UnavailableError."""
+        with self._lock:
+            try:
+                return self._connection.execute(query, values).rowcount
+            except sqlite3.Error as error:
+                raise UnavailableError(f"the database of {self._what} can't be written ({error}); try again") from error
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+
+class Lives:
+    """The processes that use a folder: each holds a lock file for as long as it lives."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError."""
+        self._folder = folder / "processes"
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.own = secrets.token_hex(8)
+        new = self._folder / f"{self.own}.new"
+        self._descriptor = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        new.rename(self._folder / self.own)  # so that it is never seen unlocked
+
+    def has(self, process: str) -> bool:
+        """Whether it lives. The kernel frees a lock with its process, whatever ended it."""
+        if process == self.own:
+            return True
+        try:
+            descriptor = os.open(self._folder / process, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            (self._folder / process).unlink()
+        return False
+
+    def close(self) -> None:
+        """Harmless when called again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            (self._folder / self.own).unlink(missing_ok=True)

@@ -1,0 +1,196 @@
+"""Responses in SQLite: for later requests that go on from them, and for answers that nobody waits for.
+
+A row has the response as JSON and the items of its own input; what came before is found by the id of the response that
+it goes on from. Rows are one key's alone. An unfinished row belongs to a process; when that is gone another takes it.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bireme.config import StoredResponsesConfig
+from bireme.errors import ConfigError
+from bireme.openai.database import Database, Lives
+from bireme.openai.text.response_items import Item
+
+FILE = "responses.sqlite"
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    used_at REAL NOT NULL,
+    size INTEGER NOT NULL,
+    previous TEXT,
+    response BLOB NOT NULL,
+    items BLOB NOT NULL,
+    process TEXT,
+    request BLOB
+);
+CREATE INDEX IF NOT EXISTS responses_by_use ON responses (tenant, used_at, size);
+CREATE INDEX IF NOT EXISTS unfinished_responses ON responses (process) WHERE process IS NOT NULL;
+"""
+_SWEPT_SHARE = 64  # a sweep follows when so small a share of max_bytes has come
+_encode, _decode = msgspec.json.Encoder().encode, msgspec.json.decode
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """One row."""
+
+    id: str
+    tenant: str  # name of the key; "" where no keys are asked for
+    previous: str | None
+    response: bytes  # JSON
+    items: bytes  # JSON
+    process: str | None  # that works on it; None: it has ended
+    request: bytes | None  # JSON of an unfinished one's body
+
+    @property
+    def input(self) -> list[Item]:
+        items: list[Item] = _decode(self.items)
+        return items
+
+    @property
+    def output(self) -> list[Item]:
+        return _decode(self.response, type=_Output).output
+
+
+class _Output(msgspec.Struct):
+    output: list[dict[str, Any]]
+
+
+_COLUMNS = ", ".join(StoredResponse.__struct_fields__)
+
+
+class ResponseStore:
+    """Every method may block on the disk; all are thread-safe."""
+
+    def __init__(self, folder: Path, config: StoredResponsesConfig) -> None:
+        """Raises ConfigError when the folder can't be used."""
+        self._config = config
+        try:
+            self._lives = Lives(folder)
+        except OSError as error:
+            raise ConfigError(f"frontend.responses.folder: {folder}: it can't be used ({error})") from error
+        self._database = Database(folder / FILE, _SCHEMA, "frontend.responses.folder", "responses")
+        self._num_new_bytes = self._num_new = 0  # since the last sweep
+
+    @property
+    def process(self) -> str:
+        return self._lives.own
+
+    def add(
+        self, response_id: str, tenant: str, previous: str | None, response: bytes, items: list[Item],
+        request: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """Keep a response; `request` of one that has not ended: it is this process's. Raises UnavailableError."""
+        shown = _encode(items)
+        size = len(response) + len(shown) + len(request or b"")
+        self._database.write(
+            "INSERT INTO responses (id, tenant, used_at, size, previous, response, items, process, request)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            response_id, tenant, time.time(), size, previous, response, shown, self.process if request else None,
+            request,
+        )  # fmt: skip
+        self._num_new += 1
+        self._num_new_bytes += size
+        limits = self._config
+        if self._num_new_bytes * _SWEPT_SHARE > limits.max_bytes or self._num_new * _SWEPT_SHARE > limits.max_responses:
+            self.sweep()
+
+    def find(self, response_id: str, tenant: str) -> StoredResponse | None:
+        """None also for another key's."""
+        return next(iter(self._rows("WHERE id = ? AND tenant = ?", response_id, tenant)), None)
+
+    def history(self, last: str, tenant: str, max_bytes: int) -> list[StoredResponse] | None:
+        """Return the responses up to this one, the oldest first, and note their use.
+
+        None: one of them is not there, has not ended, or together they are larger than `max_bytes`.
+        """
+        links = self._database.read(
+            "WITH RECURSIVE links (id, previous, size, process, depth) AS ("
+            " SELECT id, previous, size, process, 0 FROM responses WHERE id = ? AND tenant = ?"
+            " UNION ALL SELECT r.id, r.previous, r.size, r.process, depth + 1 FROM responses r JOIN links"
+            " ON r.id = links.previous WHERE r.tenant = ?) SELECT * FROM links ORDER BY depth DESC",
+            last, tenant, tenant,
+        )  # fmt: skip
+        is_whole = bool(links) and links[0]["previous"] is None and not any(link["process"] for link in links)
+        if not is_whole or sum(link["size"] for link in links) > max_bytes:
+            return None
+        ids = [link["id"] for link in links]
+        among = "WHERE id IN (SELECT value FROM json_each(?))"
+        self._database.write(f"UPDATE responses SET used_at = ? {among}", time.time(), _encode(ids).decode())
+        rows = {row.id: row for row in self._rows(among, _encode(ids).decode())}
+        return [rows[link] for link in ids] if len(rows) == len(ids) else None  # one may have been removed meanwhile
+
+    def end(self, response_id: str, response: bytes) -> bool:
+        """Replace an unfinished response of this process; false: it was cancelled or removed."""
+        return self._end(response_id, self.process, response)
+
+    def cancel(self, row: StoredResponse, response: bytes) -> bool:
+        """Replace an unfinished response by its end; false: it has ended meanwhile."""
+        return self._end(row.id, row.process or "", response)
+
+    def _end(self, response_id: str, process: str, response: bytes) -> bool:
+        changed = self._database.write(
+            "UPDATE responses SET response = ?, process = NULL, request = NULL, size = ? + LENGTH(items)"
+            " WHERE id = ? AND process = ?",
+            response, len(response), response_id, process,
+        )  # fmt: skip
+        return changed > 0
+
+    def report(self, response_id: str, response: bytes) -> None:
+        """Replace an unfinished response of this process by a newer state."""
+        query = "UPDATE responses SET response = ? WHERE id = ? AND process = ?"
+        self._database.write(query, response, response_id, self.process)
+
+    def remove(self, response_id: str, tenant: str) -> bool:
+        return self._database.write("DELETE FROM responses WHERE id = ? AND tenant = ?", response_id, tenant) > 0
+
+    def num_unfinished(self, tenant: str) -> int:
+        query = "SELECT COUNT(*) FROM responses WHERE process IS NOT NULL AND tenant = ?"
+        count: int = self._database.read(query, tenant)[0][0]
+        return count
+
+    def own_unfinished(self) -> frozenset[str]:
+        rows = self._database.read("SELECT id FROM responses WHERE process = ?", self.process)
+        return frozenset(row["id"] for row in rows)
+
+    def take_orphans(self, max_rows: int) -> list[StoredResponse]:
+        """Return unfinished responses whose process is gone; they are this process's from now on."""
+        taken: list[StoredResponse] = []
+        for row in self._database.read("SELECT DISTINCT process FROM responses WHERE process IS NOT NULL"):
+            if self._lives.has(row["process"]):
+                continue
+            for orphan in self._rows("WHERE process = ? LIMIT ?", row["process"], max_rows - len(taken)):
+                update = "UPDATE responses SET process = ? WHERE id = ? AND process = ?"
+                if self._database.write(update, self.process, orphan.id, orphan.process):
+                    taken.append(orphan)
+        return taken
+
+    def sweep(self) -> int:
+        """Remove what is too old, and of each key what is too much; return how many."""
+        self._num_new = self._num_new_bytes = 0
+        limits = self._config
+        count = self._database.write(
+            "DELETE FROM responses WHERE process IS NULL AND (used_at < ? OR rowid IN (SELECT rowid FROM ("
+            " SELECT rowid, ROW_NUMBER() OVER newest AS place, SUM(size) OVER newest AS total FROM responses"
+            " WINDOW newest AS (PARTITION BY tenant ORDER BY used_at DESC, rowid ROWS UNBOUNDED PRECEDING))"
+            " WHERE place > ? OR total > ?))",
+            time.time() - limits.max_age_s, limits.max_responses, limits.max_bytes,
+        )  # fmt: skip
+        if count:
+            self._database.read("PRAGMA incremental_vacuum")
+        return count
+
+    def close(self) -> None:
+        """Harmless when called again. Unfinished responses are left to others."""
+        self._database.close()
+        self._lives.close()
+
+    def _rows(self, condition: str, *values: Any) -> list[StoredResponse]:
+        rows = self._database.read(f"SELECT {_COLUMNS} FROM responses {condition}", *values)
+        return [StoredResponse(**dict(row)) for row in rows]

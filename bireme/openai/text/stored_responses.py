@@ -1,0 +1,320 @@
+"""Responses that are kept: what requests go on from, what is asked for later, and what runs in the background.
+
+Processes of one port share the database. A background response runs in one of them; when that process is gone, another
+runs it again from its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from bireme.child_process import Backoff
+from bireme.config import StoredResponsesConfig
+from bireme.errors import BiremeError, NotFoundError, RequestError, UnavailableError, drop_frames
+from bireme.openai.http.call import Call
+from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal
+from bireme.openai.keys import OPEN, ApiKeys, Tenant
+from bireme.openai.text.response_answer import ResponseForm, failure_json
+from bireme.openai.text.response_items import Item, listed
+from bireme.openai.text.response_request import ResponseBody, ResponseRequest, check_response
+from bireme.openai.text.response_store import ResponseStore, StoredResponse
+from bireme.openai.text.served_model import Models, ServedModel
+from bireme.pipelines.chat_answer import ResponseMeta, encode_json
+from bireme.pipelines.side_by_side import count_request
+
+PATH = "/v1/responses"
+_LOOK_S, _SWEEP_S = 1.0, 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _RETRY_S = 0.25, 10.0, 300.0  # of a background response whose server is away
+_MAX_PAGE, _PAGE = 100, 20
+_RETRIEVE = ("include", "stream", "starting_after", "include_obfuscation")
+_LIST = ("include", "limit", "order", "after")
+_T = TypeVar("_T")
+logger = logging.getLogger("bireme.openai")
+Handler = Callable[[Call], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _BackgroundJob:
+    id: str
+    tenant: Tenant
+    model: ServedModel
+    request: ResponseRequest
+    form: ResponseForm
+
+
+class StoredResponses:
+    """`start` and `stop` on the loop that serves."""
+
+    def __init__(
+        self, config: StoredResponsesConfig, models: Models, keys: ApiKeys | None, folder: Path | None, max_bytes: int
+    ) -> None:
+        """`folder`: of the database; None: one that goes with this process. `max_bytes` of all that a request goes on
+        from.
+        """
+        self._config, self._models, self._keys, self._max_bytes = config, models, keys, max_bytes
+        self._folder = folder
+        self._own_folder: tempfile.TemporaryDirectory[str] | None = None
+        self._thread = ThreadPoolExecutor(1, "responses")  # one: SQLite has one writer anyway
+        self._opened: ResponseStore | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def is_on(self) -> bool:
+        return self._config.max_responses > 0
+
+    async def start(self) -> None:
+        """Go on with what other processes have left. Raises ConfigError."""
+        if self.is_on and self._folder is not None:
+            await self._do(ResponseStore.sweep)
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Leave what is under way to other processes, or the next start."""
+        tasks = [*self._running.values(), *filter(None, [self._watcher])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._opened is not None:
+            await self._do(ResponseStore.close)
+        self._thread.shutdown()
+        if self._own_folder is not None:
+            self._own_folder.cleanup()
+
+    def match(self, path: str) -> dict[str, Handler] | None:
+        """Return the handlers of a path that names a response."""
+        name, _, part = path.removeprefix(f"{PATH}/").partition("/")
+        if not path.startswith(f"{PATH}/") or not name:
+            return None
+        parts: dict[str, dict[str, Handler]] = {
+            "": {"GET": self._retrieve, "DELETE": self._delete},
+            "input_items": {"GET": self._list_input},
+            "cancel": {"POST": self._cancel},
+        }
+        return parts.get(part)
+
+    def check(self, body: ResponseBody) -> None:
+        """Raises RequestError for what needs a store where there is none."""
+        if not self.is_on:
+            for name in ("previous_response_id", "background", "store"):
+                if getattr(body, name):
+                    raise RequestError(
+                        f"{name}: nothing is kept here (frontend.responses.max_responses is 0); remove it"
+                    )
+
+    async def history(self, previous: str | None, tenant: Tenant) -> list[Item]:
+        """Return the items of the responses up to this one. Raises HttpError 400."""
+        if previous is None:
+            return []
+        rows = await self._do(ResponseStore.history, previous, tenant.name, self._max_bytes)
+        if rows is None:
+            raise HttpError(
+                400, f"previous_response_id: {previous[:80]} is not kept here, has not ended, or goes on from one that"
+                " is not kept; send the items themselves", code="previous_response_not_found",
+            )  # fmt: skip
+        return [item for row in rows for item in (*row.input, *row.output)]
+
+    async def keep(self, form: ResponseForm, tenant: Tenant, request: ResponseRequest, response: bytes) -> None:
+        """Keep a response that has ended; its client gets it even where that fails."""
+        previous = request.shown["previous_response_id"]
+        try:
+            await self._do(ResponseStore.add, form.id, tenant.name, previous, response, listed(request.items))
+        except UnavailableError as error:
+            logger.error("response_not_kept id=%s error=%s", form.id, error)
+            drop_frames(error)
+
+    async def begin(
+        self, call: Call, model: ServedModel, body: ResponseBody, request: ResponseRequest, form: ResponseForm
+    ) -> None:
+        """Answer that the response is queued, and run it. Raises RateLimitError, UnavailableError."""
+        tenant, limit = call.tenant, self._config.max_background
+        if (count := await self._do(ResponseStore.num_unfinished, tenant.name)) >= limit:
+            raise RateLimitError(f"{count} background responses of this key have not ended, its limit", 1)
+        own = msgspec.structs.replace(body.bireme, session_id=request.chat.session_id)
+        again = encode_json(msgspec.structs.replace(body, bireme=own))
+        queued, items = form.json("queued", []), listed(request.items)
+        await self._do(ResponseStore.add, form.id, tenant.name, body.previous_response_id, queued, items, again)
+        self._run(_BackgroundJob(form.id, tenant, model, request, form))
+        call.notes["outcome"] = "queued"
+        await call.reply(200, queued)
+
+    def _run(self, job: _BackgroundJob) -> None:
+        if self._watcher is None:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        job.tenant.keep()
+        task = asyncio.get_running_loop().create_task(self._work(job))
+        self._running[job.id] = task
+
+        def end(_: asyncio.Task[None]) -> None:
+            self._running.pop(job.id, None)
+            job.tenant.end()
+
+        task.add_done_callback(end)
+
+    async def _work(self, job: _BackgroundJob) -> None:
+        response = await self._answer(job)
+        while True:
+            try:
+                await self._do(ResponseStore.end, job.id, response)
+                return
+            except UnavailableError as error:  # the disk is full, or broken
+                logger.error("response_not_kept id=%s error=%s", job.id, error)
+                drop_frames(error)
+                await asyncio.sleep(_LONGEST_PAUSE_S)
+
+    async def _answer(self, job: _BackgroundJob) -> bytes:
+        """Return the response, failed or not; what may pass is tried again."""
+        began_at, pauses = time.monotonic(), Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        services, chat = job.model.services, job.request.chat
+        with contextlib.suppress(UnavailableError):
+            await self._do(ResponseStore.report, job.id, job.form.json("in_progress", []))
+        while True:
+            answer = job.request.answer(job.form)
+            try:
+                with services.admitted():
+                    await job.model.chat.run(chat, answer, time.monotonic(), job.tenant.take_prompt)
+            except (BiremeError, HttpError) as error:
+                drop_frames(error)
+                is_passing = isinstance(error, RateLimitError) or (isinstance(error, BiremeError) and error.retryable)
+                if is_passing and time.monotonic() - began_at < _RETRY_S:
+                    await asyncio.sleep(pauses.next_s())
+                    continue
+                if is_internal(error):
+                    logger.error("response_failed id=%s error=%s", job.id, error)
+                count_request(services.metrics, getattr(error, "code", None) or "INTERNAL", began_at)
+                return answer.failed(error)
+            assert answer.usage is not None, "an answer without an error has finished"
+            job.tenant.take_generated(answer.usage.completion_tokens)
+            count_request(services.metrics, answer.status, began_at)
+            return answer.json()
+
+    async def _watch(self) -> None:
+        """Stop what was cancelled or deleted, take what dead processes have left, remove what is too much."""
+        swept_at = time.monotonic()
+        while True:
+            try:
+                mine = frozenset(self._running)  # before the rows are read: those that begin meanwhile stay
+                for gone in mine - await self._do(ResponseStore.own_unfinished):
+                    if (task := self._running.get(gone)) is not None:
+                        task.cancel()
+                for orphan in await self._do(ResponseStore.take_orphans, self._config.max_background):
+                    await self._take_over(orphan)
+                if time.monotonic() - swept_at > _SWEEP_S:
+                    swept_at = time.monotonic()
+                    await self._do(ResponseStore.sweep)
+            except UnavailableError as error:
+                logger.error("responses_unreadable error=%s", error)
+                drop_frames(error)
+            await asyncio.sleep(_LOOK_S)
+
+    async def _take_over(self, orphan: StoredResponse) -> None:
+        shown: dict[str, Any] = msgspec.json.decode(orphan.response)
+        heading = ResponseMeta(orphan.id, shown["model"], shown["created_at"])
+        try:
+            body = msgspec.json.decode(orphan.request or b"", type=ResponseBody)
+            tenant = OPEN if self._keys is None else self._keys.named(orphan.tenant)
+            if tenant is None:
+                raise RequestError("the key that asked is not known here any more")
+            model = self._models.get(body.model)
+            history = await self.history(body.previous_response_id, tenant)
+            request = check_response(body, model.recipe, history)
+            chat = request.chat
+            request = replace(request, chat=replace(chat, cache_salt=tenant.cache_salt(chat.cache_salt)))
+        except (BiremeError, HttpError, msgspec.MsgspecError) as error:
+            drop_frames(error)
+            failed = ResponseForm(heading, shown).json("failed", [], error=failure_json(error))
+            await self._do(ResponseStore.end, orphan.id, failed)
+            return
+        logger.info("response_taken_over id=%s", orphan.id)
+        form = ResponseForm(heading, request.shown, has_timing=chat.return_timing)
+        self._run(_BackgroundJob(orphan.id, tenant, model, request, form))
+
+    async def _retrieve(self, call: Call) -> None:
+        query = _query(call, _RETRIEVE)
+        if query.get("stream", "false") != "false":
+            raise RequestError("stream: the events of a response come once, when it is made; ask without it")
+        await call.reply(200, (await self._find(call)).response)
+
+    async def _delete(self, call: Call) -> None:
+        row = await self._find(call)
+        await self._do(ResponseStore.remove, row.id, row.tenant)
+        if (task := self._running.get(row.id)) is not None:
+            task.cancel()
+        await call.reply(200, encode_json({"id": row.id, "object": "response", "deleted": True}))
+
+    async def _cancel(self, call: Call) -> None:
+        row = await self._find(call)
+        shown: dict[str, Any] = msgspec.json.decode(row.response)
+        if not shown["background"]:
+            raise RequestError(f"response: {row.id} does not run in the background; close its connection instead")
+        cancelled = encode_json({**shown, "status": "cancelled"})
+        if row.process is not None and await self._do(ResponseStore.cancel, row, cancelled):
+            if (task := self._running.get(row.id)) is not None:
+                task.cancel()
+        await call.reply(200, (await self._find(call)).response)
+
+    async def _list_input(self, call: Call) -> None:
+        query = _query(call, _LIST)
+        limit, order, after = query.get("limit", str(_PAGE)), query.get("order", "desc"), query.get("after")
+        if not (limit.isdecimal() and limit.isascii() and 1 <= int(limit[:4]) <= _MAX_PAGE):
+            raise RequestError(f"limit: {limit[:20]}; the range is 1 to {_MAX_PAGE}")
+        if order not in ("asc", "desc"):
+            raise RequestError(f"order: {order[:20]}; send asc or desc")
+        row = await self._find(call)
+        before: list[StoredResponse] | None = []
+        if row.previous is not None:
+            before = await self._do(ResponseStore.history, row.previous, row.tenant, self._max_bytes)
+        items = [item for one in before or [] for item in (*one.input, *one.output)] + row.input
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            at = next((at for at, item in enumerate(items) if item["id"] == after), None)
+            if at is None:
+                raise RequestError(f"after: {after[:80]}; no such item, send the last_id of a page")
+            items = items[at + 1 :]
+        page = items[: int(limit)]
+        first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
+        reply = {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > len(page)}
+        await call.reply(200, encode_json(reply))
+
+    async def _find(self, call: Call) -> StoredResponse:
+        """Return the row that the path names. Raises NotFoundError, also for another key's."""
+        name = call.path.removeprefix(f"{PATH}/").partition("/")[0]
+        row = await self._do(ResponseStore.find, name, call.tenant.name) if self.is_on else None
+        if row is None:
+            raise NotFoundError(f"response: {name[:80]} does not exist; it may have been deleted or have expired")
+        return row
+
+    async def _do(self, method: Callable[..., _T], *values: Any) -> _T:
+        """Call a method of the store on its thread; the first call opens it."""
+
+        def run() -> _T:
+            if self._opened is None:
+                if self._folder is None:
+                    self._own_folder = tempfile.TemporaryDirectory(prefix="bireme-responses-")
+                    self._folder = Path(self._own_folder.name)
+                self._opened = ResponseStore(self._folder, self._config)
+            return method(self._opened, *values)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+
+
+def _query(call: Call, known: tuple[str, ...]) -> dict[str, str]:
+    """Return the query's parameters. Raises RequestError for others than these."""
+    given = dict(parse_qsl(call.query.decode("latin-1"), keep_blank_values=True))
+    for name in given:
+        if name.removesuffix("[]") not in known:
+            raise RequestError(f"{name[:40]}: unknown parameter; remove it")
+    return given

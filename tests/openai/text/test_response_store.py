@@ -1,0 +1,105 @@
+"""The database of responses: what goes on from what, what is removed, and who works on what."""
+
+import multiprocessing
+
+import pytest
+
+from bireme.config import StoredResponsesConfig
+from bireme.errors import ConfigError
+from bireme.openai.text.response_store import ResponseStore
+
+ITEMS = [{"id": "msg_1", "type": "message"}]
+
+
+@pytest.fixture
+def open_store(tmp_path):
+    stores = []
+
+    def get(**limits):
+        stores.append(ResponseStore(tmp_path, StoredResponsesConfig(**limits)))
+        return stores[-1]
+
+    yield get
+    for store in stores:
+        store.close()
+
+
+def add(store, name, previous=None, tenant="", size=0, request=None):
+    store.add(name, tenant, previous, b'{"output":[],"pad":"%b"}' % (b"x" * size), ITEMS, request)
+
+
+def names(rows):
+    return rows and [row.id for row in rows]
+
+
+def test_a_history_is_what_a_response_goes_on_from(open_store):
+    store = open_store()
+    for name, previous in (("a", None), ("b", "a"), ("c", "b"), ("d", "b")):
+        add(store, name, previous)
+    assert names(store.history("d", "", 1 << 20)) == ["a", "b", "d"]
+    assert store.history("d", "", 100) is None and store.history("d", "bob", 1 << 20) is None
+    store.remove("a", "")
+    assert store.history("d", "", 1 << 20) is None
+
+
+def test_the_longest_unused_are_removed_when_there_are_too_many(open_store):
+    store = open_store(max_responses=2)
+    add(store, "a")
+    add(store, "b")
+    store.history("a", "", 1 << 20)
+    add(store, "c")
+    add(store, "d", tenant="bob")
+    assert [name for name in "abc" if store.find(name, "")] == ["a", "c"] and store.find("d", "bob")
+
+
+def test_the_longest_unused_are_removed_when_they_are_too_large(open_store):
+    store = open_store(max_bytes=5000)
+    for name in "abc":
+        add(store, name, size=2000)
+    assert [name for name in "abc" if store.find(name, "")] == ["b", "c"]
+
+
+def test_what_is_too_old_is_removed_unless_it_has_not_ended(open_store, monkeypatch):
+    store = open_store(max_age_s=10)
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    add(store, "a")
+    add(store, "b", request=b"{}")
+    monkeypatch.setattr("time.time", lambda: 1e9 + 11)
+    assert store.sweep() == 1 and store.find("b", "")
+
+
+def test_a_file_shrinks_when_much_is_removed(open_store, tmp_path):
+    store = open_store(max_bytes=1 << 20)
+    for number in range(64):
+        add(store, str(number), size=100_000)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir() if path.is_file()) < 8 << 20
+
+
+def test_an_end_counts_once(open_store):
+    store = open_store()
+    add(store, "a", request=b"{}")
+    row = store.find("a", "")
+    assert store.num_unfinished("") == 1 and store.own_unfinished() == {"a"}
+    assert store.cancel(row, b'{"output":[]}') and not store.end("a", b"{}")
+    assert store.find("a", "").request is None and not store.own_unfinished()
+
+
+def leave(folder):
+    store = ResponseStore(folder, StoredResponsesConfig())
+    add(store, "a", request=b"{}")
+    add(store, "b")
+
+
+def test_unfinished_responses_of_a_dead_process_are_taken_once(open_store, tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=leave, args=(tmp_path,))
+    process.start()
+    process.join()
+    first, second = open_store(), open_store()
+    assert names(first.take_orphans(9)) == ["a"] and not second.take_orphans(9)
+    assert not second.end("a", b"{}") and first.end("a", b"{}")
+
+
+def test_a_folder_that_cannot_be_used_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="frontend.responses.folder"):
+        ResponseStore(tmp_path / "file", StoredResponsesConfig())

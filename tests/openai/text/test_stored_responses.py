@@ -1,0 +1,180 @@
+"""Responses that are kept: gone on from, asked for later, run in the background; over fake workers."""
+
+import asyncio
+import hashlib
+
+import pydantic
+import pytest
+from openai.types.responses import ResponseItem
+
+from bireme.errors import RequestError, ResourceExhaustedError
+from bireme.openai.keys import ApiKeys, KeyEntry
+from bireme.openai.text.stored_responses import StoredResponses
+from tests.openai.text.strict import events_of, response_of, whole_of
+from tests.openai.text.test_responses import answered, ask, expected
+
+PATH = "/v1/responses"
+
+
+async def get(bench, path, query="", method="GET", headers=None):
+    reply = bench.call(method, f"{PATH}/{path}", headers=headers, query=query)
+    return await reply.end()
+
+
+async def ended(bench, response_id):
+    """Return a background response once it has ended."""
+    while True:
+        response = response_of((await get(bench, response_id)).data)
+        if response.status not in ("queued", "in_progress"):
+            return response
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def bench(frontend):
+    bench = await frontend()
+    yield bench
+    await bench.app._stored.stop()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_response_is_kept_as_it_was_answered(bench, stream):
+    reply = await answered(bench, stream=stream)
+    told = whole_of(events_of(reply.data)) if stream else reply.json()
+    kept = await get(bench, told["id"])
+    assert response_of(kept.data).output_text and kept.json()["output"] == told["output"]
+
+
+async def test_a_request_goes_on_from_a_response_and_what_came_before_it(bench):
+    first = (await answered(bench, instructions="be")).json()
+    second = (await answered(bench, input="and", previous_response_id=first["id"])).json()
+    reply = await answered(bench, input="then", instructions="do", previous_response_id=second["id"])
+    texts = [one["output"][0]["content"][0]["text"] for one in (first, second)]
+    prompt = f"system:do\nuser:hi\nassistant:{texts[0]}\nuser:and\nassistant:{texts[1]}\nuser:then\nassistant:"
+    assert response_of(reply.data).output_text == expected(prompt)
+    assert reply.json()["previous_response_id"] == second["id"]
+
+
+async def test_what_is_not_to_be_stored_is_not(bench):
+    told = (await answered(bench, store=False)).json()
+    assert (await get(bench, told["id"])).status == 404
+    reply = await ask(bench, previous_response_id=told["id"]).end()
+    assert (reply.status, reply.json()["error"]["code"]) == (400, "previous_response_not_found")
+
+
+async def test_a_deleted_response_is_gone(bench):
+    told = (await answered(bench)).json()
+    assert (await get(bench, told["id"], method="DELETE")).json()["deleted"] is True
+    assert (await get(bench, told["id"], method="DELETE")).status == 404
+    assert (await ask(bench, previous_response_id=told["id"]).end()).status == 400
+
+
+async def test_the_items_of_the_input_are_listed_page_by_page(bench):
+    parts = [{"type": "input_text", "text": "and"}]
+    first = (await answered(bench)).json()
+    history = [{"role": "assistant", "content": "well"}, {"role": "user", "content": parts}]
+    told = (await answered(bench, input=history, previous_response_id=first["id"])).json()
+    page = (await get(bench, f"{told['id']}/input_items", "order=asc&limit=3")).json()
+    rest = (await get(bench, f"{told['id']}/input_items", f"order=asc&after={page['last_id']}")).json()
+    items = pydantic.TypeAdapter(list[ResponseItem]).validate_python(page["data"] + rest["data"])
+    assert [item.role for item in items] == ["user", "assistant", "assistant", "user"]
+    assert page["has_more"] and not rest["has_more"]
+    newest = (await get(bench, f"{told['id']}/input_items", "limit=1")).json()
+    assert newest["data"] == rest["data"]
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=x", "order=up", "after=x", "page=2"])
+async def test_a_wrong_page_is_a_400(bench, query):
+    told = (await answered(bench)).json()
+    assert (await get(bench, f"{told['id']}/input_items", query)).status == 400
+
+
+@pytest.mark.parametrize("path", ["resp_1", "resp_1/input_items", "resp_1/x", "resp_1/cancel/x"])
+async def test_what_does_not_exist_is_404(bench, path):
+    assert (await get(bench, path)).status == 404
+
+
+async def test_a_key_sees_its_own_responses_alone(frontend):
+    names = {"alice": "a", "bob": "b"}
+    keys = [KeyEntry(name=name, sha256=hashlib.sha256(key.encode()).hexdigest()) for name, key in names.items()]
+    bench = await frontend(ApiKeys(tuple(keys)))
+    alice, bob = ({"authorization": f"Bearer {key}"} for key in "ab")
+    reply = bench.call("POST", PATH, {"model": "test", "input": "hi", "max_output_tokens": 4}, alice)
+    await bench.workers.emit(4)
+    name = (await reply.end()).json()["id"]
+    assert (await get(bench, name, headers=alice)).status == 200
+    assert (await get(bench, name, headers=bob)).status == 404
+    for method, path in (("DELETE", name), ("POST", f"{name}/cancel"), ("GET", f"{name}/input_items")):
+        assert (await get(bench, path, method=method, headers=bob)).status == 404
+    body = {"model": "test", "input": "hi", "previous_response_id": name}
+    assert (await bench.call("POST", PATH, body, bob).end()).status == 400
+    await bench.app._stored.stop()
+
+
+async def test_a_background_response_is_answered_at_once_and_ends_later(bench):
+    queued = response_of((await ask(bench, background=True).end()).data)
+    assert (queued.status, queued.background, queued.output) == ("queued", True, [])
+    await bench.workers.emit(4)
+    response = await ended(bench, queued.id)
+    assert (response.status, response.output_text) == ("incomplete", expected("user:hi\nassistant:"))
+
+
+async def test_a_background_response_tries_again_what_may_pass(bench):
+    bench.workers.errors.append(ResourceExhaustedError("the queue is full"))
+    queued = (await ask(bench, background=True).end()).json()
+    while bench.workers.errors or not bench.workers.running:
+        await asyncio.sleep(0.01)
+    await bench.workers.emit(4)
+    assert (await ended(bench, queued["id"])).status == "incomplete"
+
+
+async def test_a_background_response_that_cannot_be_answered_has_failed(bench):
+    bench.workers.errors.append(RequestError("prompt: 9 tokens; this worker takes 5"))
+    queued = (await ask(bench, background=True).end()).json()
+    response = await ended(bench, queued["id"])
+    assert (response.status, response.error.code) == ("failed", "invalid_prompt")
+
+
+@pytest.mark.parametrize(("method", "part"), [("POST", "/cancel"), ("DELETE", "")])
+async def test_a_background_response_that_is_not_wanted_any_more_stops(bench, method, part):
+    queued = (await ask(bench, background=True, max_output_tokens=100).end()).json()
+    await bench.workers.emit(2)
+    generation = bench.workers.running[0]
+    reply = await get(bench, queued["id"] + part, method=method)
+    while not generation.is_aborted:
+        await asyncio.sleep(0.01)
+    assert reply.status == 200 and (method == "DELETE" or response_of(reply.data).status == "cancelled")
+
+
+async def test_only_a_background_response_can_be_cancelled(bench):
+    told = (await answered(bench)).json()
+    assert (await get(bench, f"{told['id']}/cancel", method="POST")).status == 400
+
+
+async def test_too_many_background_responses_are_refused(frontend):
+    bench = await frontend(frontend={"responses": {"max_background": 1}})
+    assert (await ask(bench, background=True).end()).status == 200
+    assert (await ask(bench, background=True).end()).status == 429
+    await bench.app._stored.stop()
+
+
+async def test_what_a_process_leaves_unfinished_another_one_runs(bench, tmp_path):
+    stored = bench.app._stored
+    stored._folder = tmp_path
+    queued = (await ask(bench, background=True, metadata={"a": "b"}).end()).json()
+    await bench.workers.emit(2)
+    await stored.stop()
+    config, models = bench.app._config, bench.app._models
+    other = StoredResponses(config.responses, models, None, tmp_path, config.max_body_bytes)
+    bench.app._stored = other
+    await other.start()
+    await bench.workers.emit(4)
+    response = await ended(bench, queued["id"])
+    assert response.output_text == expected("user:hi\nassistant:") and response.created_at == queued["created_at"]
+    assert response.metadata == {"a": "b"}
+
+
+@pytest.mark.parametrize("fields", [{"stream": True}, {"store": False}])
+async def test_a_background_response_is_kept_and_not_streamed(bench, fields):
+    reply = await ask(bench, background=True, **fields).end()
+    assert reply.status == 400 and reply.json()["error"]["param"] == next(iter(fields))
