@@ -81,6 +81,7 @@ def told(text, size=3, reason="stop", streams=True, **options):
     for at in range(0, len(text), size):
         choice.add(TokenDelta([1], text[at : at + size]))
     choice.add(TokenDelta([], finish_reason=reason, usage=Usage(prompt_tokens=3, completion_tokens=9)))
+    answer.end()
     return json.loads(answer.json()) if stream is None else whole_of(events_of(stream.take()))
 
 
