@@ -1,11 +1,11 @@
 """The torch engine on CPU against transformers' generate and its continuous batching, in one run.
 
 Makes a 125M Llama-like model with random weights (bf16, 12 layers of 768, vocabulary 32,000) in a temporary
-folder. For each batch size the engine's decode steps are interleaved with `generate`'s own (a DynamicCache), step by
-step, inside one `generate` call, so that both see the same machine, and with those of an engine on transformers' own
-modules, as it runs architectures for which it has no decoder; ratios are of medians (and of minima beside them). The
-engines have `dtype: auto`, generate the dtype in which its own step takes less here. Continuous batching can't be
-interleaved: it runs before and after, the better run counts.
+folder, or a mixture of experts of the same width (Qwen3-MoE's kind). For each batch size the engine's decode steps
+are interleaved with `generate`'s own (a DynamicCache), step by step, inside one `generate` call, so that both see the
+same machine, and with those of an engine on transformers' own modules, as it runs architectures for which it has no
+decoder; ratios are of medians (and of minima beside them). The engines have `dtype: auto`, generate the dtype in which
+its own step takes less here. Continuous batching can't be interleaved: it runs before and after, the better run counts.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/engine_cpu.py
     python benchmarks/engine_cpu.py --quick --cases 1x128 --isa avx2     # as on a CPU without AVX-512 and bfloat16
@@ -53,7 +53,7 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(prefix="bireme-bench-") as folder:
-        make_model(folder)
+        make_model(folder, options.experts)
         rows = [measure(folder, batch, prompt, options) for batch, prompt in options.cases]
     print_table(rows, options)
     print(json.dumps({"benchmark": "engine_cpu", "machine": machine(), "options": vars(options), "rows": rows}))
@@ -66,6 +66,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=48, help="decode steps measured")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=0, help="a mixture of so many a layer, of which a token has 4")
     parser.add_argument("--isa", choices=("all", "avx2"), default="all", help="instructions that may be used")
     parser.add_argument("--quick", action="store_true", help="12 steps, and no continuous batching")
     options = parser.parse_args()
@@ -79,22 +80,27 @@ def case(text: str) -> tuple[int, int]:
     return int(batch), int(prompt)
 
 
-def make_model(folder: str) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_model(folder: str, num_experts: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        max_position_embeddings=8192,
-        initializer_range=0.05,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    shape = {
+        "vocab_size": 32000,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.05,
+        "tie_word_embeddings": False,
+    }
+    if num_experts:
+        experts = {"num_experts": num_experts, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, head_dim=64, **experts))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    model.to(torch.bfloat16).save_pretrained(folder)
 
 
 def measure(folder: str, batch: int, prompt: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -323,7 +329,8 @@ def machine() -> dict[str, Any]:
 
 
 def print_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    print(f"125M Llama-like, {options.threads} threads, instructions: {options.isa}; ms a decode step")
+    kind = f"{options.experts} experts a layer" if options.experts else "125M Llama-like"
+    print(f"{kind}, {options.threads} threads, instructions: {options.isa}; ms a decode step")
     print(
         "batch prompt  engine dtype     generate dtype     x (median)  x (minima)  modules     x  continuous     x"
         "  prefill x  of modules  rest"
