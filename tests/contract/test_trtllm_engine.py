@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import shutil
 import threading
 import time
 
@@ -13,6 +14,7 @@ import pytest
 from bireme.engines.trtllm import lifecycle
 from bireme.errors import ConfigError, ResourceExhaustedError, UnavailableError
 from bireme.messages import FinishReason
+from tests.contract.trtllm_harness import Harness
 from tests.engines.engine_fixtures import wait_for
 
 PROMPT = list(range(400, 480))
@@ -433,12 +435,8 @@ def test_two_hundred_requests_with_aborts_at_random_each_end_once_and_leave_noth
     assert not harness.exits
 
 
-def test_a_folder_that_holds_no_model_is_told_with_its_reason(make_engine, tmp_path, sample_model, monkeypatch):
-    from transformers import AutoModelForCausalLM
-
-    def fail(*args, **kwargs):
-        raise OSError("model.safetensors: no such file")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
-    with pytest.raises(ConfigError, match="could not load .*: Executor worker returned error: model.safetensors: no"):
-        make_engine()
+def test_a_folder_that_holds_no_model_is_told_with_its_reason(profile, tmp_path, sample_model):
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(sample_model("llama") / file, tmp_path)
+    with pytest.raises(ConfigError, match="could not load .*: Executor worker returned error: .*model.safetensors"):
+        Harness("decode", tmp_path, {})

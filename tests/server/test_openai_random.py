@@ -36,18 +36,17 @@ async def answer(client, schema, is_streaming):
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks), chunks[-1].choices[0].finish_reason
 
 
-@pytest.mark.parametrize("is_streaming", [False, True])
-async def test_answers_to_200_random_schemas_are_valid(chat_deployment, is_streaming):
+async def test_answers_to_200_random_schemas_are_valid_whole_and_streamed(chat_deployment):
     limit = asyncio.Semaphore(LIMIT)
     client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=300)
 
-    async def one(schema):
+    async def one(schema, is_streaming):
         async with limit:
             text, reason = await answer(client, schema, is_streaming)
         assert reason == "stop", (schema, text)
         jsonschema.validate(json.loads(text), schema)
 
-    await asyncio.gather(*map(one, SCHEMAS))
+    await asyncio.gather(*(one(schema, number % 2 == 1) for number, schema in enumerate(SCHEMAS)))
 
 
 def test_requests_made_from_the_document_cause_no_error_of_ours(chat_deployment):
@@ -55,7 +54,7 @@ def test_requests_made_from_the_document_cause_no_error_of_ours(chat_deployment)
     command = [
         sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run", f"{URL}/openapi.json",
         f"--max-examples={EXAMPLES}", "--seed=7", "--phases=examples,coverage,fuzzing", "--checks=not_a_server_error",
-        "--generation-database=none", "--suppress-health-check=all", "--request-timeout=60", "--max-time=45",
+        "--generation-database=none", "--suppress-health-check=all", "--request-timeout=60", "--max-time=30",
         "--warnings=off", "--no-color",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -4,11 +4,14 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from bireme.config import CHECKOUT
 
 FAULTS = "worker_engine_killed,triton_killed,etcd_killed,nats_killed,far_frontend_killed,launch_leaves"
 
 
+@pytest.mark.soak
 def test_nobody_notices_that_workers_servers_and_etcd_die(sample_model, tmp_path):
     sample_model("llama")
     command = [sys.executable, "tools/chaos.py", "--topology=cluster", "--seconds=60", "--streams=2", "--seed=20"]

@@ -2,8 +2,8 @@
 
 A fault (`break_down`) does what a lost GPU does to the real one: every request that is there or comes gets an error
 of its own, and the process lives on; or nobody hears anything any more. What the loop raises outside of a step ends
-it: requests in flight stay silent, and the next submission raises. Sequences are computed one by one by transformers,
-so that each token is what transformers would make alone.
+it: requests in flight stay silent, and the next submission raises. Sequences are computed one by one, so that each
+token is what transformers would make alone.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Sequence:
 
 
 class Executor:
-    def __init__(self, model: Any, args: Any, config: Any) -> None:
+    def __init__(self, model: Any, args: Any) -> None:
+        config = model.text_config
         self._model, self._args, self._config = model, args, config
         kv = args.kv_cache_config
         num_blocks = (kv.max_tokens or _POOL_TOKENS) // kv.tokens_per_block
@@ -82,8 +83,7 @@ class Executor:
         self.max_seq_len = min(longest, num_blocks * kv.tokens_per_block)
         self.num_ranks = args.tensor_parallel_size if args.enable_attention_dp else 1
         window = max(kv.max_attention_window or [longest])
-        picture_token = getattr(model.config, "image_token_id", None) or -1
-        self.blocks = BlockAccounts(kv, num_blocks, window, self.num_ranks, picture_token)
+        self.blocks = BlockAccounts(kv, num_blocks, window, self.num_ranks, model.picture_token)
         self.is_asleep = False
         self.stats: collections.deque[str] = collections.deque(maxlen=1000)
         self.leaked = 0  # blocks lost because a transfer was aborted under way: what deferring aborts avoids
@@ -258,7 +258,7 @@ class Executor:
             if limit is not None and time.monotonic() > one.scheduled_at + limit / 1e3:
                 raise RequestError(f"KV transfer timed out after {limit} ms")
             return
-        one.cache = _handoff.to_cache(layers)
+        one.cache = _handoff.fill(self._model.new_cache(), layers)
         assert one.chooser is not None
         for token in one.disaggregated.first_gen_tokens:
             one.chooser.take_over(token)
@@ -268,8 +268,8 @@ class Executor:
     def _step(self, one: Sequence) -> None:
         ids = one.prompt if one.cache is None else one.tokens[-1:]
         if one.cache is None:
-            one.cache = _handoff.new_cache()
-        logits = self._model(input_ids=torch.tensor([ids]), past_key_values=one.cache, use_cache=True).logits[0]
+            one.cache = self._model.new_cache()
+        logits = self._model.logits(ids, one.cache)
         assert one.chooser is not None
         for end in range(self._args.max_num_tokens, len(ids), self._args.max_num_tokens):  # chunks but the last
             one.chooser.process(logits[end - 1].clone(), one.prompt)

@@ -14,13 +14,6 @@ from pathlib import Path
 from typing import Any
 
 
-def new_cache() -> Any:
-    """Keep all keys and values of every layer: a window's layer alone could not be continued elsewhere."""
-    from transformers import DynamicCache
-
-    return DynamicCache()
-
-
 def export(cache: Any, length: int) -> tuple[bytes, Path]:
     """Write the keys and values of every layer; return the opaque state and the file."""
     import torch
@@ -52,8 +45,7 @@ def claim(params: Any) -> Any | None:
     return layers
 
 
-def to_cache(layers: Any) -> Any:
-    cache = new_cache()
+def fill(cache: Any, layers: Any) -> Any:
     for at, (keys, values) in enumerate(layers):
         cache.update(keys, values, at)
     return cache

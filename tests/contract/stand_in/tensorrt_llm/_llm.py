@@ -60,8 +60,8 @@ class BaseLLM:
 
     def _load(self) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
 
+        from tensorrt_llm import _model
         from tensorrt_llm._executor import Executor
 
         folder = Path(self.args.model)
@@ -70,11 +70,11 @@ class BaseLLM:
         dtype = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[self.args.dtype]
         try:
             _settings.check_transceiver(self.args)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+            model = _model.load(folder, dtype)
         except (OSError, ValueError, RuntimeError) as error:  # in the worker, whose reason stays in its own log
             print(f"[TRT-LLM] [E] Failed to initialize executor: {error}", file=sys.stderr)
             raise RuntimeError("Executor worker returned error") from error
-        self._executor: Any = Executor(model, self.args, model.config.get_text_config())
+        self._executor: Any = Executor(model, self.args)
 
     @signed(_contract.generate_async_signature())
     def generate_async(self, inputs: Any, sampling_params: Any, **more: Any) -> RequestOutput:

@@ -1,0 +1,137 @@
+"""The model that the stand-in computes with: Llama's plain form by itself, since it starts and steps several times as
+fast as in transformers, on which most of the tests' time would go; every other architecture by transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_PLAIN = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+def load(folder: Path, dtype: torch.dtype) -> Llama | Transformers:
+    tree = json.loads((folder / "config.json").read_text())
+    rope = tree.get("rope_parameters", {})
+    if all(tree.get(name) == value for name, value in _PLAIN.items()) and rope.get("rope_type") == "default":
+        return Llama(folder, tree, dtype)
+    return Transformers(folder, dtype)
+
+
+@dataclass
+class LayerCache:
+    keys: Tensor  # (1, heads, tokens, head_dim)
+    values: Tensor
+
+
+@dataclass
+class Cache:
+    """Keys and values of one sequence, all of every layer. transformers' names."""
+
+    layers: list[LayerCache] = field(default_factory=list)
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        if layer == len(self.layers):
+            self.layers.append(LayerCache(keys, values))
+        else:
+            held = self.layers[layer]
+            held.keys, held.values = torch.cat((held.keys, keys), 2), torch.cat((held.values, values), 2)
+        return self.layers[layer].keys, self.layers[layer].values
+
+
+class Llama:
+    """transformers' LlamaForCausalLM, one sequence at a time. Used by one thread, without gradients."""
+
+    def __init__(self, folder: Path, tree: dict[str, Any], dtype: torch.dtype) -> None:
+        """Raises OSError or ValueError."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            weights = {name: weight.to(dtype) for name, weight in load_file(folder / "model.safetensors").items()}
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
+        self.text_config = SimpleNamespace(**tree)
+        self.picture_token = -1
+        self._weights, self._eps = weights, tree["rms_norm_eps"]
+        self._head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+        self._num_heads, self._head_dim = tree["num_attention_heads"], tree["head_dim"]
+        steps = torch.arange(0, self._head_dim, 2).float() / self._head_dim
+        angles = torch.outer(
+            torch.arange(tree["max_position_embeddings"]), tree["rope_parameters"]["rope_theta"] ** -steps
+        )
+        angles = torch.cat((angles, angles), -1)
+        self._cos, self._sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def new_cache(self) -> Cache:
+        return Cache()
+
+    def logits(self, ids: list[int], cache: Cache) -> Tensor:
+        """Return (len(ids), vocabulary), and add the keys and values of `ids` to the cache."""
+        held = cache.layers[0].keys.shape[2] if cache.layers else 0
+        cos, sin = self._cos[held : held + len(ids)], self._sin[held : held + len(ids)]
+        x = F.embedding(torch.tensor(ids), self._weights["model.embed_tokens.weight"])
+        for layer in range(self.text_config.num_hidden_layers):
+            name = f"model.layers.{layer}."
+            x = x + self._attend(name, self._norm(x, name + "input_layernorm"), cos, sin, cache, layer)
+            inner = self._norm(x, name + "post_attention_layernorm")
+            gate = F.silu(self._linear(inner, name + "mlp.gate_proj"))
+            x = x + self._linear(gate * self._linear(inner, name + "mlp.up_proj"), name + "mlp.down_proj")
+        return F.linear(self._norm(x, "model.norm"), self._head)
+
+    def _attend(self, name: str, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, layer: int) -> Tensor:
+        q, k, v = (
+            self._linear(x, f"{name}self_attn.{one}_proj").view(len(x), -1, self._head_dim).transpose(0, 1)[None]
+            for one in "qkv"
+        )
+        keys, values = cache.update(_rotate(k, cos, sin), v, layer)
+        mask = None
+        if len(x) > 1:
+            mask = torch.ones(len(x), keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - len(x))
+        out = F.scaled_dot_product_attention(_rotate(q, cos, sin), keys, values, mask, enable_gqa=True)
+        return self._linear(out[0].transpose(0, 1).reshape(len(x), -1), name + "self_attn.o_proj")
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self._weights[name + ".weight"])
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self._weights[name + ".weight"], self._eps)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+class Transformers:
+    """Any architecture."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        """Raises OSError, ValueError or RuntimeError."""
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+        self.text_config = self._model.config.get_text_config()
+        self.picture_token = getattr(self._model.config, "image_token_id", None) or -1
+
+    def new_cache(self) -> Any:
+        """Keep all keys and values of every layer: a window's layer alone could not be continued elsewhere."""
+        from transformers import DynamicCache
+
+        return DynamicCache()
+
+    def logits(self, ids: list[int], cache: Any) -> Tensor:
+        logits: Tensor = self._model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0]
+        return logits
