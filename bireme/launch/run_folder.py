@@ -26,6 +26,7 @@ from bireme.launch import processes
 SHM = Path("/dev/shm")
 _LOCK = "lock"
 _RECIPE = "recipe"  # of a launch without a recipe folder: needed for as long as the launch lasts
+RESPONSES = "responses"  # the frontend's; it outlives a server
 _OWN = (_RECIPE, "models", "backends", "lib")  # folders that the launcher fills; its children make the rest
 
 
@@ -87,14 +88,14 @@ class RunFolder:
                     os.utime(Path(folder, name), follow_symlinks=False)
 
     def clear(self) -> None:
-        """Empty it for the next server; make it again if it was deleted."""
+        """Empty it for the next server, but for what the frontend keeps; make it again if it was deleted."""
         self.sweep_shared_memory()
         with self._mutex:
             self._own = {path: content for path, content in self._own.items() if path.is_relative_to(self._recipe)}
         self.restore()
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
-                if entry != self._recipe:
+                if entry != self._recipe and entry.name != RESPONSES:
                     shutil.rmtree(entry, ignore_errors=True)
             elif entry.name != _LOCK:
                 entry.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from bireme.config import FrontendConfig, Recipe
 from bireme.discovery.store import with_discovery
 from bireme.errors import ConfigError
 from bireme.launch.processes import started_at
+from bireme.launch.run_folder import RESPONSES
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
 from bireme.openai.http.connection import Connection
@@ -201,8 +202,8 @@ def _responses_folder(recipe: Recipe, member: Member | None) -> Path | None:
     if named := recipe.frontend.responses.folder:
         return Path(recipe.folder) / Path(named).expanduser()
     if run_folder := os.environ.get("BIREME_RUN_DIR"):
-        return Path(run_folder) / "responses"
-    return member.folder / "responses" if member is not None else None
+        return Path(run_folder) / RESPONSES
+    return member.folder / RESPONSES if member is not None else None
 
 
 if __name__ == "__main__":

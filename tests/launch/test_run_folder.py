@@ -64,6 +64,15 @@ def test_clearing_keeps_the_folder_and_its_lock(tmp_path):
     run.remove()
 
 
+def test_responses_of_the_frontend_outlive_a_server(tmp_path):
+    run = RunFolder(tmp_path / "base")
+    (run.path / "responses").mkdir()
+    run.clear()
+    assert sorted(path.name for path in run.path.iterdir()) == ["lock", "responses"]
+    run.remove()
+    assert not run.path.exists()
+
+
 def test_what_a_killed_owner_left_is_swept_by_the_next_launch(tmp_path):
     base = tmp_path / "base"
     killed = subprocess.run([sys.executable, "-c", KILLED_OWNER, base], capture_output=True, text=True, timeout=60)
