@@ -21,6 +21,12 @@ def test_openai(client, version):
     assert "ok" in client.program("openai_calls")
 
 
+@pytest.mark.client("anthropic")
+def test_anthropic(client):
+    """messages whole and streamed, tools, thinking, parse(), count_tokens, beta, async"""
+    assert "ok" in client.program("anthropic_calls")
+
+
 @pytest.mark.client("openai", recipe="tiny-vlm-agg", model="tiny-vlm")
 def test_openai_pictures(client):
     """a chat about a picture"""

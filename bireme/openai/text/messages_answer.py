@@ -163,12 +163,10 @@ class MessageTemplate:
         return _event("message_start", {"message": message})
 
     def text(self, index: int, text: str) -> bytes:
-        if self._open != "text":
-            self._blank += text
-            if not text.strip():
-                return b""
-            text = self._blank
-        return self.texts(index, (encode_json(text),))
+        if self._open == "text":
+            return self._delta(text)
+        self._blank += text
+        return self.texts(index, (encode_json(self._blank),)) if text.strip() else b""
 
     def texts(self, index: int, jsons: Iterable[bytes]) -> bytes:
         """Return an event a piece of text, which comes as JSON."""
@@ -238,7 +236,8 @@ class StreamedMessage:
         self.usage: Usage | None = None  # once it has finished
 
     def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
-        self._begin()
+        if not self._has_begun:
+            self._begin()
         self._stream.text(index, text)
 
     def delta(self, index: int, delta: TokenDelta) -> None:

@@ -1,10 +1,14 @@
 """/v1/messages over fake workers; every answer and event goes through Anthropic's client's own models."""
 
 import asyncio
+import functools
 import hashlib
 import json
+import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bireme.config import Recipe
 from bireme.conversion import convert
@@ -408,3 +412,54 @@ async def test_a_client_that_leaves_stops_the_engine(frontend, stream):
     reply.leave()
     await reply.end()
     assert generation.is_aborted
+
+
+RICH = {
+    **body_of(), "system": [{"type": "text", "text": "s"}], "stop_sequences": ["x"], "temperature": 0.5, "top_k": 4,
+    "tools": [TOOL], "tool_choice": {"type": "tool", "name": "add"}, "metadata": {"user_id": "me"},
+    "thinking": {"type": "enabled", "budget_tokens": 9}, "output_config": {"effort": "low"}, "bireme": {"min_p": 0.1},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, PNG]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "x"},
+            {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
+        ]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [
+            {"type": "text", "text": "2"},
+        ]}]},
+    ],
+}  # fmt: skip
+WORDS = ["text", "image", "tool_use", "tool_result", "thinking", "document", "any", "disabled", "system"]
+NAMES = ["type", "text", "content", "name", "input", "role", "source", "x"]
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.sampled_from(WORDS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value, path=()):
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from([path for path in places(RICH) if path]), ANYTHING, st.booleans())
+def test_whatever_stands_in_a_field_is_taken_or_refused(path, value, is_new):
+    body = json.loads(json.dumps(RICH))
+    place = functools.reduce(lambda at, key: at[key], path[:-1], body)
+    place["xxx" if is_new and isinstance(place, dict) else path[-1]] = value
+    try:
+        request = check_messages(decode_body(json.dumps(body), MessagesBody, REFUSED), RECIPE)
+    except RequestError as error:
+        assert re.search("[:;] ", str(error))
+    else:
+        assert request.chat.messages and json.dumps(request.chat.messages)
