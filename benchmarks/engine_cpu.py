@@ -123,7 +123,7 @@ def measure(folder: str, batch: int, prompt: int, options: argparse.Namespace) -
         "generate_ms": round(1e3 * theirs, 2),
         "ratio": round(theirs / ours, 3),
         "ratio_of_minima": round(min(taken.generate_s) / min(taken.ours.s), 3),
-        "aim": AIMS.get((batch, prompt)),
+        "aim": None if options.experts else AIMS.get((batch, prompt)),
         "modules_ms": round(1e3 * modules, 2),
         "modules_ratio": round(modules / ours, 3),
         "rest_share": round(statistics.median(taken.ours.rest_s) / ours, 4),
