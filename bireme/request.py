@@ -38,6 +38,7 @@ _RETURNED = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_token
 
 
 MAX_SESSION_CHARACTERS = 256
+_MAX_UTF8_BYTES = 4  # of a character
 MAX_RETENTION_RANGES = 64
 
 
@@ -258,15 +259,17 @@ def check_prompt_text(
 ) -> None:
     """Raise RequestError for a text that is too large, or whose tokens can't fit, before it is encoded."""
     limit = limits.max_prompt_bytes
+    bounds = {"limits.max_prompt_tokens": limits.max_prompt_tokens, "the context": max_seq_len and max_seq_len - 1}
+    held = {bound: num * longest_token_bytes for bound, num in bounds.items() if num and longest_token_bytes}
+    if len(text) * _MAX_UTF8_BYTES <= min([limit, *held.values()]):
+        return  # whatever its characters are; counting bytes takes as long as reading the JSON
     num_bytes = len(text) if len(text) > limit else len(text.encode("utf-8", "surrogatepass"))
     if num_bytes > limit:
         raise RequestError(f"{name}: {num_bytes} bytes; limits.max_prompt_bytes is {limit}, shorten it")
-    bounds = {"limits.max_prompt_tokens": limits.max_prompt_tokens, "the context": max_seq_len and max_seq_len - 1}
-    for bound, num_tokens in bounds.items():
-        if num_tokens and longest_token_bytes and num_bytes > num_tokens * longest_token_bytes:
+    for bound, num_held in held.items():
+        if num_bytes > num_held:
             raise RequestError(
-                f"{name}: {num_bytes} bytes; {num_tokens} tokens ({bound}) hold {num_tokens * longest_token_bytes}"
-                " at most, shorten it"
+                f"{name}: {num_bytes} bytes; {bounds[bound]} tokens ({bound}) hold {num_held} at most, shorten it"
             )
 
 

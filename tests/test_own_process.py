@@ -1,4 +1,4 @@
-"""A process does not outlive its parent, and ends without a look at each object."""
+"""A process does not outlive its parent, uses its buffers' memory again, and ends without a look at each object."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import subprocess
 import sys
 import time
 
+from bireme import own_process
+
 _STUB = """
 import time
+
 import functools, os
 from bireme.own_process import watch_parent
 
@@ -62,3 +65,40 @@ end_process(3)
 def test_the_end_calls_the_exit_handlers_and_visits_no_object():
     done = subprocess.run([sys.executable, "-c", _ENDING], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (3, "handler\n")
+
+
+_BUFFERS = """
+import resource
+from bireme import own_process
+{}
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def work(times):
+    for _ in range(times):
+        buffers = [b"x" * 250_000 for _ in range(16)]
+        del buffers
+work(3)
+before = faults()
+work(100)
+print(faults() - before)
+"""
+
+
+def page_faults(line, **environment):
+    """Return how many pages the kernel had to clear for 100 times 4 MB."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-c", _BUFFERS.format(line)]
+    return int(subprocess.run(command, stdout=subprocess.PIPE, env=given | environment, check=True).stdout)
+
+
+def test_buffers_that_come_and_go_share_their_memory():
+    reused = page_faults("own_process.reuse_memory()")
+    assert reused * 10 < page_faults("")
+    assert page_faults("", **own_process.reused_memory_environment()) * 10 < page_faults("")
+
+
+def test_settings_of_the_environment_are_left_alone(monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
+    assert set(own_process.reused_memory_environment()) == {"MALLOC_TRIM_THRESHOLD_"}
+    environment = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    assert page_faults("own_process.reuse_memory()", **environment) > 10_000

@@ -250,6 +250,7 @@ class Server:
             "BIREME_SHM_PREFIX": self.run.shm_prefix,
             "BIREME_GRPC": self.grpc,
             "BIREME_BLS_THREADS": str(self.options.bls_threads),
+            **own_process.reused_memory_environment(),
         }
         return own | dict(self.options.environment)
 

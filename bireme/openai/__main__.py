@@ -35,7 +35,7 @@ from bireme.openai.keys import ApiKeys, load_keys
 from bireme.openai.logs import set_up_logs
 from bireme.openai.text.served_model import Models, connect
 from bireme.openai.video.served_video import VideoModels, connect_video
-from bireme.own_process import freeze_gc, watch_parent
+from bireme.own_process import freeze_gc, reuse_memory, watch_parent
 from bireme.recipe_files import load_recipe
 from bireme.workers.grpc import server_address
 
@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return WRONG
     freeze_gc(collect_less=True)
+    reuse_memory()
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn drains, then raises the signal once more
         signal.signal(number, lambda *_: None)
     server.run(listeners)

@@ -24,7 +24,7 @@ from bireme.config import WORKER_STAGES, Recipe, instance_name, missing_worker, 
 from bireme.discovery.pulse import BEAT_S, Pulse, own_pulse
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, drop_frames
 from bireme.metrics import Registry
-from bireme.own_process import freeze_gc, watch_parent
+from bireme.own_process import freeze_gc, reuse_memory, watch_parent
 from bireme.recipe_files import load_recipe
 from bireme.specs import ModelSpec
 from bireme.stages.absent import absent_stage
@@ -77,6 +77,7 @@ class Adapter:
             self.finalize()
             raise pb_utils.TritonModelException(_load_error(error)) from error
         freeze_gc(collect_less=True)
+        reuse_memory()
         logger.info("ready model=%s recipe=%s", self._model_name, recipe.name)
 
     def execute(self, requests: list[Any]) -> None:

@@ -33,7 +33,7 @@ from bireme.errors import ConfigError, to_message
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import Capacity
 from bireme.metrics import Registry
-from bireme.own_process import freeze_gc
+from bireme.own_process import freeze_gc, reuse_memory
 from bireme.stop_signals import on_stop_signal
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class EngineProcess:
             return self._give_up(error)
         on_stop_signal(lambda number: self._has_ended.set())
         freeze_gc()  # collections need not look at the loaded objects
+        reuse_memory()
         assert self._engine is not None
         self._server.open(self._engine, gate)
         logger.info("engine_ready life=%d load_s=%.2f", self._life, gate.capacity.load_s)

@@ -54,7 +54,7 @@ from bireme.engines.stub.supervisor import Supervisor
 from bireme.errors import BiremeError, EngineLostError, UnavailableError, to_message
 from bireme.messages import U32, Commands, Drop, Hello, Pong, encode, frame
 from bireme.metrics import Registry, encode_delta
-from bireme.own_process import end_process, freeze_gc
+from bireme.own_process import end_process, freeze_gc, reuse_memory
 from bireme.stop_signals import on_stop_signal
 
 logger = logging.getLogger("bireme.engine")
@@ -301,6 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.set_inheritable(options.lock, False)
     broker = EngineBroker(recipe, options.worker, run.run_dir(), options.lock, options.server)
     freeze_gc(collect_less=True)
+    reuse_memory()
     broker.run()
     return 0
 
