@@ -32,8 +32,8 @@ class ResponseMeta:
     created: int  # unix time
 
     @classmethod
-    def of(cls, model: str, prefix: str = "chatcmpl") -> ResponseMeta:
-        return cls(f"{prefix}-{secrets.token_hex(16)}", model, int(time.time()))
+    def of(cls, model: str, prefix: str = "chatcmpl-") -> ResponseMeta:
+        return cls(f"{prefix}{secrets.token_hex(16)}", model, int(time.time()))
 
 
 class ChatOutput(Protocol):

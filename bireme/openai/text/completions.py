@@ -104,7 +104,7 @@ class Completions:
         await call.reply(200, encode_json(answer))
 
     async def _whole(self, call: Call, model: ServedModel, job: _CompletionJob) -> None:
-        answer = WholeCompletion(ResponseMeta.of(model.name, "cmpl"), job.echoes, _columns(model, job))
+        answer = WholeCompletion(ResponseMeta.of(model.name, "cmpl-"), job.echoes, _columns(model, job))
         sequences = await answer_whole(call, self._run(call, model, job, answer))
         call.notes["outcome"] = sequences[0].finish_reason
         note_usage(call, answer.usages, job.num_prompt_tokens)
@@ -112,7 +112,7 @@ class Completions:
 
     async def _stream(self, call: Call, model: ServedModel, job: _CompletionJob) -> None:
         request = job.request
-        template = CompletionTemplate(ResponseMeta.of(model.name, "cmpl"), len(job.works), request.include_usage)
+        template = CompletionTemplate(ResponseMeta.of(model.name, "cmpl-"), len(job.works), request.include_usage)
         stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
         answer = StreamedCompletion(template, stream, job.echoes, _columns(model, job))
         answer.n, answer.include_usage, answer.has_timing = job.n, request.include_usage, request.return_timing

@@ -37,7 +37,7 @@ class Responses:
             if request.is_truncated:
                 chat = await _truncated(model, chat)
             request = replace(request, chat=chat)
-            form = ResponseForm(ResponseMeta.of(model.name, "resp"), request.shown, has_timing=chat.return_timing)
+            form = ResponseForm(ResponseMeta.of(model.name, "resp_"), request.shown, has_timing=chat.return_timing)
             if body.background:
                 await self._stored.begin(call, model, body, request, form)
             elif chat.stream:

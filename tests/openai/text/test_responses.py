@@ -41,7 +41,7 @@ def expected(prompt, count=4):
 async def test_a_whole_response_has_the_published_form(frontend):
     reply = await answered(await frontend(), instructions="be", metadata={"a": "b"}, temperature=0.5)
     response = response_of(reply.data)
-    assert response.output_text == expected("system:be\nuser:hi\nassistant:")
+    assert response.output_text == expected("system:be\nuser:hi\nassistant:") and response.id.startswith("resp_")
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (response.instructions, response.metadata, response.temperature) == ("be", {"a": "b"}, 0.5)
     assert (response.usage.output_tokens, response.output[0].status) == (4, "incomplete")
