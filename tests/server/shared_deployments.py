@@ -48,6 +48,6 @@ def faults_keys(engine: str, migration_limit: int) -> dict[str, Any]:
     """Return what lets a killed or stopped engine be noticed and started again within a test."""
     loads = engine == "trtllm"  # a stand-in engine loads a model when it starts again
     return {
-        "pipeline": {"migration_limit": migration_limit, "stall_timeout_s": 90 if loads else 15},
+        "pipeline": {"migration_limit": migration_limit, "stall_timeout_s": 90 if loads else 45},
         "supervisor": {"ping_timeout_s": 5.0 if loads else 1.0, "max_restarts": 50},
     }
