@@ -45,6 +45,24 @@ def test_openai_agents(client):
     assert "ok" in client.program("openai_agents")
 
 
+@pytest.mark.client("openai")
+def test_openai_responses(client):
+    """responses: create, stream, parse, tools, previous_response_id, input_items, background, cancel, delete, async"""
+    assert "ok" in client.program("openai_responses")
+
+
+@pytest.mark.client("openai-agents")
+def test_openai_agents_as_they_come(client):
+    """agents over responses: a tool, a handoff, a typed output, a stream, previous_response_id"""
+    assert "ok" in client.program("openai_agents_responses")
+
+
+@pytest.mark.client("langchain-openai")
+def test_langchain_openai_over_responses(client):
+    """ChatOpenAI(use_responses_api=True): whole, stream, tools, structured output, previous_response_id"""
+    assert "ok" in client.program("langchain_responses")
+
+
 @pytest.mark.client("pydantic-ai")
 def test_pydantic_ai(client):
     """text, a typed output, a tool, a stream"""

@@ -1,0 +1,48 @@
+"""openai-agents as it comes, over responses: a tool, a handoff, a typed output, a stream, a conversation kept there."""
+
+import asyncio
+import os
+
+from agents import Agent, ModelSettings, Runner, function_tool, set_tracing_disabled
+from pydantic import BaseModel, Field
+
+set_tracing_disabled(True)
+asked = []
+SUM, WEATHER = "What is 12 + 30?", "What is the weather in Oslo?"
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=20)
+    age: int
+
+
+@function_tool
+def get_weather(city: str) -> str:
+    """Weather of a city"""
+    asked.append(city)
+    return '{"weather": "rain"}'
+
+
+def agent(name="Assistant", **fields):
+    settings = ModelSettings(max_tokens=100, temperature=0, tool_choice=fields.pop("tool_choice", None))
+    return Agent(name=name, model=os.environ["MODEL"], model_settings=settings, **fields)
+
+
+async def main():
+    first = await Runner.run(agent(), SUM)
+    assert first.final_output == "42" and first.last_response_id.startswith("resp_"), first
+    result = await Runner.run(agent(tools=[get_weather]), WEATHER)
+    assert asked == ["Oslo"] and result.final_output, (asked, result)
+    handed = await Runner.run(agent("Triage", handoffs=[agent("Sums")], tool_choice="required"), SUM)
+    assert handed.last_agent.name == "Sums" and handed.final_output, handed  # tiny-chat has not learned what follows
+    typed = await Runner.run(agent(output_type=Person), "Ada is 30. Answer in JSON.")
+    assert typed.final_output.age == 30, typed
+    streamed = Runner.run_streamed(agent(tools=[get_weather]), WEATHER)
+    kinds = {event.data.type async for event in streamed.stream_events() if event.type == "raw_response_event"}
+    assert streamed.final_output and "response.function_call_arguments.delta" in kinds, kinds
+    later = await Runner.run(agent(), SUM, previous_response_id=first.last_response_id)
+    assert later.final_output, later
+    print("ok")
+
+
+asyncio.run(main())
