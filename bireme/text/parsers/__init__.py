@@ -12,29 +12,98 @@ from typing import TypeVar
 from bireme.errors import ConfigError
 from bireme.text.parsers.base import Parser, ParserRequest, ReasoningFormat, ToolFormat
 from bireme.text.parsers.envelope import EnvelopeFormat
+from bireme.text.parsers.gemma import GemmaFormat
 from bireme.text.parsers.harmony import HarmonyFormat
-from bireme.text.parsers.named import DeepSeekFormat, MistralFormat
+from bireme.text.parsers.named import MistralFormat, NamedFormat
 from bireme.text.parsers.plain import PlainParser
 from bireme.text.parsers.pythonic import PythonicFormat
-from bireme.text.parsers.qwen3_coder import Qwen3CoderFormat
+from bireme.text.parsers.tagged import TaggedFormat
 from bireme.text.parsers.think import ThinkFormat
 
-# docs/parsers.md says how to add to these.
+# docs/parsers.md says how to add to these, and which model speaks which.
 REASONING: dict[str, ReasoningFormat] = {
     "think": ThinkFormat(),
     "qwen3": ThinkFormat(is_expected=True),
     "deepseek_r1": ThinkFormat(is_implied=True),
+    "kimi_k2": ThinkFormat(interrupts=("<|tool_calls_section_begin|>",), is_expected=True),
+    "kimi": ThinkFormat(("◁think▷",), ("◁/think▷",)),
+    "mistral": ThinkFormat(("[THINK]",), ("[/THINK]",)),
+    "granite": ThinkFormat(
+        ("<think>", "Here is my thought process:", "Here's my thought process:"),
+        ("</think>", "Here is my response:", "Here's my response:"),
+        answer=("<response>", "</response>"),
+    ),
+    "gemma4": ThinkFormat(("<|channel>thought\n", "<|channel>"), ("<channel|>",), is_expected=True),
     "harmony": HarmonyFormat(),
 }
+_DEEPSEEK_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_END = "<｜tool▁call▁end｜>"
 TOOLS: dict[str, ToolFormat] = {
     "hermes": EnvelopeFormat(("<tool_call>",), "</tool_call>", layout="\n", needs_special_tokens=True),
     "llama3_json": EnvelopeFormat(
         ("<|python_tag|>",), separator="; ", argument_key="parameters", is_bare=True, needs_special_tokens=True
     ),
-    "mistral": MistralFormat(("[TOOL_CALLS]",), opener="[", separator=", ", needs_special_tokens=True),
+    "llama4_json": EnvelopeFormat(
+        ("<|python_start|>",),
+        "<|python_end|>",
+        separator="",
+        argument_key="parameters",
+        is_bare=True,
+        needs_special_tokens=True,
+    ),
+    "mistral": MistralFormat(("[TOOL_CALLS]",), opener="[", separator=", ", layout=" ", needs_special_tokens=True),
+    "nemotron": EnvelopeFormat(("<TOOLCALL>",), "</TOOLCALL>", opener="[", separator=", ", needs_special_tokens=True),
+    "jamba": EnvelopeFormat(("<tool_calls>",), "</tool_calls>", opener="[", separator=", ", needs_special_tokens=True),
+    "phi4": EnvelopeFormat(
+        ("<|tool_call|>", "functools"), "<|/tool_call|>", opener="[", separator=", ", needs_special_tokens=True
+    ),
+    "granite": EnvelopeFormat(("<|tool_call|>", "<tool_call>"), opener="[", separator=", ", needs_special_tokens=True),
     "pythonic": PythonicFormat(),
-    "qwen3_coder": Qwen3CoderFormat(),
-    "deepseek_v3.1": DeepSeekFormat(),
+    "gemma3": PythonicFormat("```tool_code", "```"),
+    "gemma4": GemmaFormat("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "functiongemma": GemmaFormat("<start_function_call>", "<end_function_call>", "<escape>"),
+    "qwen3_coder": TaggedFormat(
+        ("<tool_call>", "</tool_call>"),
+        ("<function=", ">", "</function>"),
+        ("<parameter=", ">", "</parameter>"),
+        "qwen_xml",
+        is_padded=True,
+        is_shared=False,
+    ),
+    "minimax_m2": TaggedFormat(
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+        ('<invoke name="', '">', "</invoke>"),
+        ('<parameter name="', ">", "</parameter>"),
+        "minimax_xml",
+    ),
+    "deepseek_v3.2": TaggedFormat(
+        ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"),
+        ('<｜DSML｜parameter name="', ">", "</｜DSML｜parameter>"),
+        "deepseek_xml",
+    ),
+    "glm45": TaggedFormat(
+        ("<tool_call>", "</tool_call>"),
+        ("", "", ""),
+        ("<arg_key>", "</arg_key>", "</arg_value>"),
+        "glm_xml",
+        value="<arg_value>",
+        is_shared=False,
+    ),
+    "deepseek_v3": NamedFormat(
+        _DEEPSEEK_CALLS,
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", _DEEPSEEK_END),
+        "\n",
+        fence=("```json\n", "\n```"),
+    ),
+    "deepseek_v3.1": NamedFormat(_DEEPSEEK_CALLS, ("<｜tool▁call▁begin｜>", _DEEPSEEK_END), "<｜tool▁sep｜>"),
+    "kimi_k2": NamedFormat(
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        ("<|tool_call_begin|>", "<|tool_call_end|>"),
+        "<|tool_call_argument_begin|>",
+        name_prefix="functions.",
+        is_numbered=True,
+    ),
     "harmony": HarmonyFormat(),
 }
 _F = TypeVar("_F")

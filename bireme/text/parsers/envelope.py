@@ -1,8 +1,9 @@
-"""Calls as JSON objects with a name in them: hermes (between markers), llama3_json (bare), mistral (a list).
+"""Calls as JSON objects with a name in them: between markers, bare, or in a list.
 
     <tool_call>{"name": "f", "arguments": {...}}</tool_call>
     {"name": "f", "parameters": {...}}; {"name": ...}
     [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]
+    <TOOLCALL>[{"name": "f", "arguments": {...}}, ...]</TOOLCALL>
 
 The arguments stream where the name comes first, as models are taught; else a call comes whole.
 """
@@ -23,7 +24,11 @@ from bireme.text.parsers.stateful import StatefulParser
 
 MAX_HEAD = 512  # characters in which the name must have come for its arguments to stream
 _BLANKS = r"[ \t\r\n]*"  # JSON's own, as JsonStream takes them: a head that came at once must not be read otherwise
-_HEAD = re.compile(r'~\{~"name"~:~"([\w.:/-]{1,128})"~,~"(?:arguments|parameters)"~:~(?=\{)'.replace("~", _BLANKS))
+_HEAD = re.compile(
+    r'~\{~(?:"type"~:~"function"~,~)?"name"~:~"([\w.:/-]{1,128})"~,~"(?:arguments|parameters)"~:~(?=\{)'.replace(
+        "~", _BLANKS
+    )
+)
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -32,28 +37,28 @@ class EnvelopeFormat:
     """An entry of the table."""
 
     begins: tuple[str, ...]  # markers before a call, or before the list of them
-    end: str = ""  # after each call
+    end: str = ""  # after each call, or after the list of them
     opener: str = ""  # after the marker: a list follows
     separator: str = "\n"
     argument_key: str = "arguments"
     is_bare: bool = False  # an answer that begins with { is a call, without any marker
-    layout: str = ""  # white space between marker and JSON, as the model is taught
+    layout: str = ""  # white space between marker and JSON, or list, as the model is taught
     needs_special_tokens: bool = False
 
     def parser(self, request: ParserRequest) -> Parser:
         return EnvelopeParser(self, request)
 
     def guide(self, functions: Sequence[Function], is_parallel: bool) -> Guide:
-        begin = "" if self.is_bare or self.opener else self.begins[0] + self.layout
+        begin = "" if self.opener or (self.is_bare and not self.end) else self.begins[0] + self.layout
         tags = call_tags(
             functions,
             lambda name: f'{begin}{{"name": {json.dumps(name)}, "{self.argument_key}": ',
-            "}" + (self.layout + self.end if self.end else ""),
+            "}" + (self.layout + self.end if self.end and not self.opener else ""),
         )
         calls = separated(tags, self.separator, is_parallel)
         if not self.opener:
             return structural_tag(calls)
-        return structural_tag(f"{self.begins[0]} {self.opener}", calls, "]")
+        return structural_tag(self.begins[0] + self.layout + self.opener, calls, "]" + self.end)
 
 
 class EnvelopeParser(StatefulParser):
@@ -195,7 +200,8 @@ class EnvelopeParser(StatefulParser):
         if end in (",", ";"):
             return self._enter_next(end, rest)
         self._is_listed = False
-        self._finish_call()
+        if end != "]" or not self._form.end:
+            self._finish_call()
         return rest
 
     def _enter_next(self, end: str, rest: str) -> str:

@@ -1,11 +1,13 @@
-"""Calls with the name before the JSON: deepseek_v3.1, and mistral since its v11 tokenizer.
+"""Calls with the name before the JSON: DeepSeek V3 and V3.1, Kimi K2, and mistral since its v11 tokenizer.
 
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>...
 [TOOL_CALLS]f[ARGS]{...}        [TOOL_CALLS]f{...}
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,65 +17,104 @@ from bireme.text.parsers.guides import call_tags, separated, structural_tag
 from bireme.text.parsers.scan import may_become, skip_blanks, split
 from bireme.text.parsers.stateful import StatefulParser
 
-_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_NUMBER = re.compile(r":[0-9]{1,9}\Z")
 
 
 @dataclass(frozen=True)
-class DeepSeekFormat:
+class NamedFormat:
+    """An entry of the table."""
+
+    section: tuple[str, str]  # around all calls
+    call: tuple[str, str]  # around one call
+    separator: str  # between name and arguments
+    fence: tuple[str, str] = ("", "")  # around the arguments
+    name_prefix: str = ""  # may stand before the name
+    is_numbered: bool = False  # a colon and the call's number may follow the name
     needs_special_tokens: bool = True
 
     def parser(self, request: ParserRequest) -> Parser:
-        return DeepSeekParser(request)
+        return NamedParser(self, request)
 
     def guide(self, functions: Sequence[Function], is_parallel: bool) -> Guide:
-        tags = call_tags(functions, lambda name: _CALL + name + _SEPARATOR, _CALL_END)
-        return structural_tag(_CALLS, separated(tags, "", is_parallel), _CALLS_END)
+        before = self.separator + self.fence[0]
+        tags = call_tags(
+            functions,
+            lambda name: self.call[0] + self.name_prefix + name + (":" if self.is_numbered else before),
+            self.fence[1] + self.call[1],
+        )
+        for tag in tags if self.is_numbered else ():
+            number = {"type": "regex", "pattern": "[0-9]{1,3}"}
+            elements = [number, {"type": "const_string", "value": before}, tag["content"]]
+            tag["content"] = {"type": "sequence", "elements": elements}
+        return structural_tag(self.section[0], separated(tags, "", is_parallel), self.section[1])
 
 
-class DeepSeekParser(StatefulParser):
-    begins = (_CALLS, _CALL)
+class NamedParser(StatefulParser):
+    def __init__(self, form: NamedFormat, request: ParserRequest) -> None:
+        super().__init__(request)
+        self._form = form
+        self.begins = (form.section[0], form.call[0])
 
     def _begin(self, marker: str, rest: str) -> str:
         self._raw = [marker]
-        self._state = self._name if marker == _CALL else self._first_call
+        self._state = self._name if marker == self._form.call[0] else self._first_call
         return rest
 
     def _first_call(self, text: str) -> str:
-        start = skip_blanks(text)
-        if start is not None and (not start or may_become(start, _CALL)):
+        start, begin = skip_blanks(text), self._form.call[0]
+        if start is not None and (not start or may_become(start, begin)):
             self._held = text
             return ""
-        if start is None or not start.startswith(_CALL):
+        if start is None or not start.startswith(begin):
             self._give_up("")
             return text
-        self._raw.append(text[: len(text) - len(start)] + _CALL)
+        self._raw.append(text[: len(text) - len(start)] + begin)
         self._state = self._name
-        return start[len(_CALL) :]
+        return start[len(begin) :]
 
     def _name(self, text: str) -> str:
-        name, separator, _ = split(text[:MAX_HEAD], (_SEPARATOR,))
+        before, separator, _ = split(text[:MAX_HEAD], (self._form.separator,))
         if not separator and len(text) < MAX_HEAD:
             self._held = text
             return ""
-        if not separator or name.strip() not in self._names:
+        name = before.strip()
+        if name not in self._names:
+            name = name.removeprefix(self._form.name_prefix)
+            name = _NUMBER.sub("", name) if self._form.is_numbered else name
+        if not separator or name not in self._names:
             self._give_up("")
             return text
-        header = name + separator
-        self._await_arguments(name.strip(), header)
+        header = before + separator
+        if self._form.fence[0]:
+            self._name_at_hand = name
+            self._raw.append(header)
+            self._state = self._fence
+        else:
+            self._await_arguments(name, header)
         return text[len(header) :]
+
+    def _fence(self, text: str) -> str:
+        fence = self._form.fence[0]
+        if may_become(text, fence):
+            self._held = text
+            return ""
+        taken = fence if text.startswith(fence) else ""
+        self._await_arguments(self._name_at_hand, taken)
+        return text[len(taken) :]
 
     def _after_arguments(self, text: str) -> str:
         start = skip_blanks(text)
-        marks = (_CALL_END, _CALL, _CALLS_END)
+        fence, call_end, section_end = self._form.fence[1].strip(), self._form.call[1], self._form.section[1]
+        marks = (fence, call_end, self._form.call[0], section_end)
         if start is not None and (not start or any(may_become(start, mark) for mark in marks)):
             self._held = text
             return ""
-        if start is not None and start.startswith(_CALL_END):
-            return start[len(_CALL_END) :]
+        for mark in (fence, call_end):
+            if mark and start is not None and start.startswith(mark):
+                return start[len(mark) :]
         self._finish_call()
-        if start is not None and start.startswith(_CALLS_END):
-            return start[len(_CALLS_END) :]
+        if start is not None and start.startswith(section_end):
+            return start[len(section_end) :]
         return text
 
     def _end(self, is_cut: bool) -> None:

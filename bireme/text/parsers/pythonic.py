@@ -1,7 +1,7 @@
-"""Calls as a Python list of calls, of Llama 3.2 and 4: [f(city="Paris", days=3), g()].
+"""Calls as a Python list of calls, of Llama 3.2 and 4 and Gemma 3: [f(city="Paris", days=3), g()].
 
 Parsed with `ast`, never run: names of functions, keyword arguments, literals of JSON's kinds. A list comes when it is
-whole; any other list is content.
+whole; any other list is content. Between markers calls may stand without the brackets, one after the other.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ MAX_CHARACTERS = 1 << 16  # of one list; a bound for Python's parser
 MAX_DEPTH = 32
 _START = re.compile(r"\[\s{0,64}[A-Za-z_][\w.]{0,127}\(")
 _START_SO_FAR = re.compile(r"\[\s{0,64}(?:[A-Za-z_][\w.]{0,127})?")
-_TAG = "<|python_start|>"
-_TAG_END = "<|python_end|>"
+_BARE = re.compile(r"[A-Za-z_][\w.]{0,127}\(")
+_BARE_SO_FAR = re.compile(r"[A-Za-z_][\w.]{0,127}")
 _PLAIN = re.compile(r"""[^\[\](){}"'\\]+""")
 
 
 @dataclass(frozen=True)
 class PythonicFormat:
+    """An entry of the table."""
+
+    begin: str = "<|python_start|>"  # may stand before calls
+    end: str = "<|python_end|>"
     needs_special_tokens: bool = True
 
     def parser(self, request: ParserRequest) -> Parser:
-        return PythonicParser(request)
+        return PythonicParser(self, request)
 
     def guide(self, functions: Sequence[Function], is_parallel: bool) -> Guide:
         raise RequestError(
@@ -42,35 +46,41 @@ class PythonicFormat:
 
 
 class PythonicParser(StatefulParser):
-    begins = (_TAG,)
-
-    def __init__(self, request: ParserRequest) -> None:
+    def __init__(self, form: PythonicFormat, request: ParserRequest) -> None:
         super().__init__(request)
+        self._form = form
+        self.begins = (form.begin,)
         self._state = self._start
+        self._is_marked = False  # behind the marker
+        self._marker = ""  # not taken for a call yet
         self._closers: list[str] = []
         self._quote = ""
         self._num_characters = 0
 
     def _begin(self, marker: str, rest: str) -> str:
-        self._raw = [marker]
+        self._raw, self._marker, self._is_marked = [marker], marker, True
         self._state = self._start
         return rest
 
     def _start(self, text: str) -> str:
         start = skip_blanks(text)
-        if start == "" or (start is not None and not self._raw and may_become(start, _TAG)):
+        if start == "" or (start is not None and not self._is_marked and may_become(start, self._form.begin)):
             self._held = text
             return ""
-        so_far = _START_SO_FAR.match(start) if start else None
-        if start and _START.match(start):
-            self._raw.append(text[: len(text) - len(start)])
+        bare = _BARE.match(start) if start and self._is_marked else None
+        if start and (bare or _START.match(start)):
+            name = bare.group()[:-1] if bare else ""
+            self._raw.append(text[: len(text) - len(start)] + name)
             self._closers, self._quote, self._num_characters = [], "", 0
             self._state = self._list
-            return start
-        if so_far is not None and so_far.end() == len(start or ""):
-            self._held = text
-            return ""
+            return start[len(name) :]
+        for so_far in (_START_SO_FAR, _BARE_SO_FAR)[: 1 + self._is_marked]:
+            match = so_far.match(start or "")
+            if match is not None and match.end() == len(start or ""):
+                self._held = text
+                return ""
         self._give_up("")
+        self._is_marked = False
         return text
 
     def _list(self, text: str) -> str:
@@ -108,11 +118,11 @@ class PythonicParser(StatefulParser):
         return 1
 
     def _end_list(self, text: str, at: int) -> str:
-        source = text[:at]
-        self._raw.append(source)
-        calls = read_calls("".join(self._raw).removeprefix(_TAG), self._names)
+        self._raw.append(text[:at])
+        calls = read_calls("".join(self._raw).removeprefix(self._marker), self._names)
         if not calls:
             self._give_up("")
+            self._is_marked = False
             return text[at:]
         for name, arguments in calls:
             self._start_call(name)
@@ -122,12 +132,22 @@ class PythonicParser(StatefulParser):
         return text[at:]
 
     def _after_list(self, text: str) -> str:
-        start = skip_blanks(text)
-        if start is not None and (not start or may_become(start, _TAG_END)):
+        start, end = skip_blanks(text), self._form.end
+        if start is not None and (not start or may_become(start, end)):
             self._held = text
             return ""
+        is_end = start is not None and start.startswith(end)
+        if self._is_marked and not is_end:
+            so_far = _BARE_SO_FAR.match(start or "")
+            if so_far is not None and so_far.end() == len(start or ""):
+                self._held = text
+                return ""
+            if start is not None and _BARE.match(start):
+                self._marker, self._state = "", self._start
+                return text
+        self._is_marked = False
         self._state = self._content
-        return start[len(_TAG_END) :] if start is not None and start.startswith(_TAG_END) else text
+        return start[len(end) :] if start is not None and is_end else text
 
     def _end(self, is_cut: bool) -> None:
         if self._state == self._after_list:
@@ -143,9 +163,9 @@ def read_calls(text: str, names: frozenset[str]) -> list[tuple[str, str]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in a model's strings
             tree = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(tree, ast.List):
-            return []
-        return [_read_call(node, names) for node in tree.elts]
+        if isinstance(tree, ast.Call):
+            return [_read_call(tree, names)]
+        return [_read_call(node, names) for node in tree.elts] if isinstance(tree, ast.List) else []
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
         return []
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bireme.errors import ConfigError, RequestError
 from bireme.text.parsers import REASONING, TOOLS, create_parser, reasoning_format, tool_format
 from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, ParserRequest, Reasoning
+from tests.text.parsers.answers import render_calls
 
 FUNCTIONS: tuple[dict[str, Any], ...] = (
     {
@@ -294,9 +295,10 @@ def test_a_guide_spares_reasoning_where_the_answer_begins_with_it():
         assert exempt.get("reasoning_end") == end, (name, prompt_end)
 
 
-def test_pythonic_calls_can_t_be_enforced():
+@pytest.mark.parametrize("name", ["pythonic", "gemma3"])
+def test_pythonic_calls_can_t_be_enforced(name):
     with pytest.raises(RequestError, match="tool_choice"):
-        TOOLS["pythonic"].guide(FUNCTIONS, True)
+        TOOLS[name].guide(FUNCTIONS, True)
 
 
 def test_an_unknown_format_is_named_with_the_nearest():
@@ -327,6 +329,35 @@ def test_the_example_of_the_docs_works():
 
 PIECES = sorted(
     {
+        *(
+            "<TOOLCALL>",
+            "</TOOLCALL>",
+            "functools",
+            "<|tool_call|>",
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+        ),
+        *(
+            '<invoke name="',
+            '<parameter name="',
+            "</invoke>",
+            ' string="true"',
+            "<｜DSML｜function_calls>",
+            "```tool_code",
+            "```",
+        ),
+        *(
+            "<|tool_call>",
+            "<tool_call|>",
+            '<|"|>',
+            "call:",
+            "<|tool_call_begin|>",
+            "functions.now:0",
+            "<|python_start|>",
+        ),
+        *("<|tool_call_argument_begin|>", "<|tool_calls_section_begin|>", "<|channel>", "<channel|>", "<response>"),
         *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<function=", "</function>"),
         *("<parameter=", "</parameter>", ">", "{", "}", "[", "]", "(", ")", '"', "'", "\\", ",", ";", ":", " ", "\n"),
         *(
@@ -353,7 +384,11 @@ PIECES = sorted(
 )
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join)
 FORMATS = st.sampled_from(
-    [*((name, "") for name in TOOLS), ("hermes", "think"), ("", "deepseek_r1"), ("harmony", "harmony")]
+    [
+        *((name, "") for name in TOOLS),
+        *(("hermes", name) for name in REASONING if name != "harmony"),
+        ("harmony", "harmony"),
+    ]
 )
 
 
@@ -362,15 +397,18 @@ LONG = ("x" * 100, "a" * 500, "9" * 520, '"' + "k" * 520)
 INSERTS = st.sampled_from([*PIECES, *BLANKS, *LONG]) | st.text(max_size=3)
 
 
+SAMPLES = [*(case[:2] for case in CASES), *((name, render_calls(name, TWO)) for name in TOOLS)]
+
+
 @st.composite
 def damaged(draw):
     """A format's own text, with parts put in, taken out and repeated; and the format."""
-    tools, text, _, _ = draw(st.sampled_from(CASES))
+    tools, text = draw(st.sampled_from(SAMPLES))
     for _ in range(draw(st.integers(0, 4))):
         first, last = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
         middle = draw(st.sampled_from(("", text[first:last] * 2)) | INSERTS)
         text = text[:first] + middle + text[draw(st.sampled_from((first, last))) :]
-    return text, (tools, draw(st.sampled_from(("", "think"))) if tools != "harmony" else "harmony")
+    return text, (tools, draw(st.sampled_from(("", "think", "kimi_k2"))) if tools != "harmony" else "harmony")
 
 
 @settings(max_examples=1500, deadline=None)
@@ -406,11 +444,11 @@ def test_plain_text_comes_out_whole(text, formats):
     "unit", ["<", " ", "<tool_call>", '<tool_call>{"name": "now", "arguments": {"a": "', "[", "{", '{"a":']
 )
 def test_time_grows_with_the_text_and_not_with_its_square(tools, unit):
-    def seconds(count):
+    def seconds(num_characters):
         parser, began = make(tools), time.process_time()
-        for at in range(0, len(unit) * count, 4):
+        for at in range(0, num_characters, 4):
             parser.feed((unit * 4)[at % len(unit) : at % len(unit) + 4])
         parser.close()
         return time.process_time() - began
 
-    assert seconds(12_000) < 40 * max(seconds(1_500), 0.003)  # linear: 8; quadratic: 64
+    assert seconds(24_000) < 40 * max(seconds(3_000), 0.003)  # linear: 8; quadratic: 64

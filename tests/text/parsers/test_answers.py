@@ -1,0 +1,130 @@
+"""What a model's template renders is read back, wherever it was cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bireme.text.parsers import REASONING, TOOLS
+from bireme.text.parsers.base import CallArguments, CallStart, Content, Reasoning
+from tests.text.parsers import answers
+from tests.text.parsers.test_parsers import WEATHER, calls_of, content_of, make, parse
+
+ONE_CALL = ("llama4_json", "harmony")  # what they write has no second call
+CALLS = [("weather", {**WEATHER, "units": None}), ("now", {}), ("weather", {"city": ""})]
+TEXTS = st.text(st.sampled_from("aé😀 \n\t\"'\\{}[](),:;<>/=`|") | st.characters(codec="utf-8"), max_size=12)
+WORDS = TEXTS.map(str.strip)  # white space at an end is layout
+ARGUMENTS = st.fixed_dictionaries(
+    {"city": WORDS},
+    optional={
+        "days": st.integers(-(1 << 60), 1 << 60),
+        "flags": st.lists(st.booleans(), max_size=3),
+        "units": st.none(),
+    },
+)
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_every_cut_of_a_rendered_answer_gives_its_calls(name):
+    calls = CALLS[: 1 if name in ONE_CALL else 3]
+    text = answers.render_calls(name, calls)
+    whole = parse(text, tools=name)
+    assert calls_of(whole) == calls and content_of(whole) == ""
+    assert parse(text, 1, tools=name) == whole
+    for at in range(1, len(text)):
+        parser = make(name)
+        first = parser.feed(text[:at])
+        assert calls_of([*first, *parser.feed(text[at:]), *parser.close()]) == calls, at
+
+
+@pytest.mark.parametrize("name", TOOLS)
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.just("weather"), ARGUMENTS), min_size=1, max_size=3), st.integers(1, 9))
+def test_any_arguments_are_read_back(name, calls, size):
+    calls = calls[: 1 if name in ONE_CALL else 3]
+    events = parse(answers.render_calls(name, calls), size, tools=name)
+    assert calls_of(events) == calls and content_of(events) == ""
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_every_cut_of_a_rendered_thought_gives_it_apart(name):
+    text = answers.render_thought(name, "First 2 < 3.\n\nThen <so>.", "It is 5 <b>.")
+    for at in range(len(text)):
+        parser = make("", name, answers.REASONING[name][0])
+        events = [*parser.feed(text[:at]), *parser.feed(text[at:]), *parser.close()]
+        assert "".join(e.text for e in events if isinstance(e, Reasoning)) == "First 2 < 3.\n\nThen <so>.", at
+        assert content_of(events) == "It is 5 <b>.", at
+
+
+@pytest.mark.parametrize("name", sorted(set(TOOLS) - {"pythonic", "gemma3"}))
+def test_arguments_stream_while_they_are_written(name):
+    text = answers.render_calls(name, [("weather", {"city": "Paris and then Berlin"})])
+    parser = make(name)
+    events = parser.feed(text[: text.index("and")])
+    assert [event for event in events if isinstance(event, CallStart)] == [CallStart(0, "weather")]
+    assert "Paris" in "".join(event.text for event in events if isinstance(event, CallArguments))
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_calls_of_functions_that_were_not_offered_are_content(name):
+    text = answers.render_calls(name, [("other", {"a": "b"})])
+    for size in (1, 7, len(text)):
+        events = parse(text, size, tools=name)
+        assert not calls_of(events)
+        assert name == "harmony" or content_of(events).strip() == text.strip()
+
+
+def test_a_tool_section_ends_a_thought_that_was_left_open():
+    text = "<think>hm " + answers.render_calls("kimi_k2", [("now", {})])
+    for size in range(1, len(text)):
+        events = parse(text, size, tools="kimi_k2", reasoning="kimi_k2")
+        assert events == [Reasoning("hm"), CallStart(0, "now"), CallArguments(0, "{}")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls", "content"),
+    [
+        ("phi4", '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>', [("now", {})], ""),
+        ("phi4", "import functools\n@functools.cache", [], "import functools\n@functools.cache"),
+        ("granite", 'So.\n<tool_call>[{"name": "now", "arguments": {}}]', [("now", {})], "So."),
+        ("nemotron", '<TOOLCALL>[{"name": "now", "arguments": {}}</TOOLCALL> done', [("now", {})], "done"),
+        ("nemotron", "<TOOLCALL>[]</TOOLCALL>", [], "<TOOLCALL>[]</TOOLCALL>"),
+        ("pythonic", "<|python_start|>now()<|python_end|> yes", [("now", {})], "yes"),
+        ("pythonic", "now()", [], "now()"),
+        ("gemma3", "[now()]", [("now", {})], ""),
+        ("gemma3", "```tool_code\nprint(1)\n```", [], "```tool_code\nprint(1)\n```"),
+        ("gemma3", "```tool_code\nnow()\nor so", [("now", {})], "or so"),
+        ("gemma4", '<|tool_call>call:weather{"city":"a","free":{b:[1,<|"|>"<|"|>]}}<tool_call|>', None, ""),
+        ("gemma4", "<|tool_call>call:weather{city:<|\"|>Par", [("weather", {"city": "Par"})], ""),
+        ("gemma4", "<|tool_call>call:now{a b}", [("now", {})], 'a b}'),
+        ("glm45", "<tool_call>now</tool_call>ok", [("now", {})], "ok"),
+        (
+            "glm45",
+            "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days</arg_key></tool_call>",
+            [("weather", {"city": "Rome"})],
+            "<arg_key>days</arg_key></tool_call>",
+        ),
+        ("minimax_m2", '<invoke name="now"></invoke></minimax:tool_call>', [("now", {})], ""),
+        (
+            "deepseek_v3.2",
+            '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="free" string="false">7</｜DSML｜parameter>'
+            '<｜DSML｜parameter name="city" string="true">7</｜DSML｜parameter></｜DSML｜invoke>',
+            [("weather", {"free": 7, "city": "7"})],
+            "",
+        ),
+        ("kimi_k2", "<|tool_call_begin|>now<|tool_call_argument_begin|>{}<|tool_call_end|>", [("now", {})], ""),
+        ("kimi_k2", "<|tool_call_begin|>functions.now:x<|tool_call_argument_begin|>{}", [], None),
+    ],
+)  # fmt: skip
+def test_what_models_write_beside_their_templates(name, text, calls, content):
+    for size in range(1, len(text) + 1):
+        events = parse(text, size, tools=name)
+        assert calls is None or calls_of(events) == calls
+        assert content_of(events) == (text if content is None else content)
+
+
+def test_thoughts_of_granite_in_its_older_words():
+    text = "Here is my thought process: 1 + 1 Here is my response: 2"
+    for size in range(1, len(text)):
+        assert parse(text, size, reasoning="granite") == [Reasoning("1 + 1"), Content("2")]
