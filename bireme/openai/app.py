@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
 
+from bireme import __version__
 from bireme.config import FrontendConfig
 from bireme.discovery.pulse import own_pulse
 from bireme.errors import BiremeError, drop_frames
@@ -40,7 +41,7 @@ from bireme.openai.video.routes import VideoRoutes
 from bireme.openai.video.served_video import VideoModels
 from bireme.pipelines.chat_answer import encode_json
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 _MODEL_PATH = "/v1/models/"
 _MESSAGES_PATH = "/v1/messages"  # it and all below speak Anthropic's API
 _GONE = 499  # in log and metrics: the client left before the reply
@@ -106,6 +107,8 @@ class Frontend:
             "/health/live": {"GET": self._live},
             "/health/ready": {"GET": self._ready},
             "/health": {"GET": self._ready},  # vLLM's name, which load generators ask first
+            "/ping": {"GET": self._ready, "POST": self._ready},  # SageMaker's
+            "/version": {"GET": self._show_version},
             "/metrics": {"GET": self._show_metrics},
             "/openapi.json": {"GET": self._show_openapi},
             **self._video_routes.routes(self._with_body),
@@ -243,6 +246,9 @@ class Frontend:
         assert self.readiness is not None
         is_ready, report = await self.readiness.report()
         await call.reply(200 if is_ready else 503, encode_json(report))
+
+    async def _show_version(self, call: Call) -> None:
+        await call.reply(200, encode_json({"version": __version__}))
 
     async def _show_metrics(self, call: Call) -> None:
         self._metrics.set("bireme_http_requests_active", self._num_active)

@@ -38,6 +38,8 @@ _GETS = {
     "/health/live": "Is the process alive",
     "/health/ready": "Can it answer",
     "/health": "The same, under vLLM's name",
+    "/ping": "The same, under SageMaker's name",
+    "/version": "Tell the version of the server",
     "/metrics": "Prometheus metrics",
     "/openapi.json": "This document",
 }

@@ -1,7 +1,7 @@
 """OpenAI's chat completion request, as JSON and in the pipeline's form.
 
-Every field is served, or refused by name; none is silently ignored. `user`, `metadata`, `store`, `safety_identifier`
-and `prompt_cache_key` are accepted without effect: nothing is stored here. So is
+Every field is served, or refused by name; none is silently ignored. `user`, `metadata`, `store` and
+`safety_identifier` are accepted without effect: nothing is stored here. So is
 `stream_options.continuous_usage_stats`: usage comes once, at the end.
 """
 
@@ -22,7 +22,7 @@ from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelN
 from bireme.pipelines.json_body import check_plain, decode_body
 from bireme.pipelines.picture_parts import PICTURE_PARTS, PictureCollector
 from bireme.pipelines.pictures import PictureSource
-from bireme.request import RoutingChoice
+from bireme.request import RoutingChoice, check_session
 from bireme.sampling import Sampling, parse_sampling
 from bireme.text.chat_template import Message
 
@@ -224,7 +224,7 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         cache_salt=options.cache_salt,
         return_timing=options.return_timing,
-        session_id=options.session_id,
+        session_id=options.session_id or check_session(body.prompt_cache_key or "", "prompt_cache_key"),
         routing=options.routing,
         kv_cache_retention_config=options.kv_cache_retention_config,
     )

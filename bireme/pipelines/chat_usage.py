@@ -1,4 +1,4 @@
-"""An answer's usage, in OpenAI's words."""
+"""An answer's usage, in OpenAI's words, and its times."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def usage_json(usages: Sequence[Usage], num_reasoning: int = 0) -> dict[str, Any
 def timing_json(usages: Sequence[Usage]) -> dict[str, Any]:
     """Return the answer's `bireme` object: times in ms and workers, one entry a choice."""
     return {"timing": [_timing(usage) for usage in usages]}
+
+
+def server_timing(usage: Usage, total_s: float) -> bytes:
+    """Return the value of a Server-Timing header : ms of the first choice's stages and of the request."""
+    stages = ("queue", "prefill", "transfer", "decode")
+    parts = [f"{stage};dur={getattr(usage, stage + '_ms'):.3f}" for stage in stages]
+    return ", ".join([*parts, f"total;dur={total_s * 1e3:.3f}"]).encode()
 
 
 def _timing(usage: Usage) -> dict[str, Any]:

@@ -19,6 +19,8 @@ async def test_a_model_says_whether_it_takes_pictures(frontend, folder):
     shown = (await bench.call("GET", "/v1/models/test").end()).json()
     assert listed == {"object": "list", "data": [shown]}
     assert shown["bireme"] == MODALITIES[folder]
+    assert (shown["root"], shown["parent"]) == ("test", None)
+    assert shown["permission"][0]["object"] == "model_permission" and shown["permission"][0]["allow_view"]
 
 
 @pytest.mark.parametrize(("folder", "encodes"), [("models/tiny-chat", 0), ("models/tiny-vlm", 1)])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import bireme
 from bireme.errors import RequestError, ResourceExhaustedError
 from bireme.openai.http.error_replies import reply_of
 
@@ -179,6 +180,12 @@ async def test_request_ids_come_back_and_strange_ones_are_replaced(frontend):
     ] == "abc"
     made = (await bench.call("GET", "/health/live", None, {"x-request-id": "a b\n"}).end()).headers["x-request-id"]
     assert len(made) == 32
+
+
+async def test_the_version_is_told_and_a_ping_answered(frontend):
+    bench = await frontend()
+    assert (await bench.call("GET", "/version").end()).json() == {"version": bireme.__version__}
+    assert [(await bench.call(method, "/ping").end()).status for method in ("GET", "POST")] == [200, 200]
 
 
 async def test_openapi_describes_every_route(frontend):

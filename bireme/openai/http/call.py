@@ -58,6 +58,10 @@ class Call:
         self._error_form = error_form
         self._own_headers.append((request_id_header, self.request_id))
 
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """Add to the reply's headers; too late once it has begun."""
+        self._own_headers.append((name, value))
+
     def error_reply(self, error: BaseException) -> ErrorReply:
         """Return what the caller is told of an error, in the form of its API."""
         return self._error_form(error, self.request_id)

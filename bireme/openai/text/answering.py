@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from bireme.openai.http.event_stream import DONE, PREFIX, SUFFIX, EventStream
 from bireme.openai.text.completion_request import CompletionRequest
 from bireme.openai.text.served_model import ServedModel
 from bireme.pipelines.chat_request import ChatRequest
+from bireme.pipelines.chat_usage import server_timing
 from bireme.pipelines.sequence import SequenceRunner
 from bireme.pipelines.side_by_side import count_request
 from bireme.request import check_session
@@ -131,7 +133,9 @@ def counted(call: Call, model: ServedModel) -> Iterator[None]:
 
 
 def note_usage(call: Call, usages: list[Usage], num_prompt_tokens: int) -> None:
-    """Charge the generated tokens, and put the counts into the access log."""
+    """Charge the generated tokens, and put the counts into the access log and the times into a header."""
     num_generated = sum(usage.completion_tokens for usage in usages)
     call.tenant.take_generated(num_generated)
     call.notes |= {"prompt_tokens": num_prompt_tokens, "generated_tokens": num_generated}
+    if usages and not call.status:  # else it is a stream, or one that failed
+        call.add_header(b"server-timing", server_timing(usages[0], time.monotonic() - call.arrived_at))

@@ -1,4 +1,4 @@
-"""OpenAI's model object, with facts for clients in a `bireme` object."""
+"""OpenAI's model object, with vLLM's fields and facts for clients in a `bireme` object."""
 
 from __future__ import annotations
 
@@ -26,6 +26,24 @@ def _object(
         "object": "model",
         "created": created,
         "owned_by": "bireme",
+        "root": name,  # vLLM's is a path of the host, or the model below an adapter
+        "parent": None,
         "max_model_len": max_model_len,
+        "permission": [
+            {
+                "id": f"modelperm-{name}",
+                "object": "model_permission",
+                "created": created,
+                "allow_create_engine": False,
+                "allow_sampling": True,
+                "allow_logprobs": True,
+                "allow_search_indices": False,
+                "allow_view": True,
+                "allow_fine_tuning": False,
+                "organization": "*",
+                "group": None,
+                "is_blocking": False,
+            }
+        ],
         "bireme": {"input_modalities": inputs, "output_modalities": outputs},
     }

@@ -32,6 +32,7 @@ from bireme.pipelines.chat_request import (
 )
 from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, request_options
 from bireme.pipelines.json_body import convert_part
+from bireme.request import check_session
 
 _LOGPROBS, _SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
 _INCLUDED = {
@@ -208,7 +209,7 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
         include_usage=True,
         cache_salt=options.cache_salt,
         return_timing=options.return_timing,
-        session_id=options.session_id,
+        session_id=options.session_id or check_session(body.prompt_cache_key or "", "prompt_cache_key"),
         routing=options.routing,
         kv_cache_retention_config=options.kv_cache_retention_config,
     )

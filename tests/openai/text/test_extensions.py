@@ -133,13 +133,29 @@ async def test_a_request_may_name_its_worker(frontend, post):
     assert timing["decode_worker"] == "decode_2"
 
 
-@pytest.mark.parametrize("where", ["field", "header"])
+@pytest.mark.parametrize("where", ["field", "header", "prompt_cache_key"])
 async def test_requests_of_a_session_stay_together(frontend, where):
     bench = await frontend(workers={"decode": {"engine": "mocker", "replicas": 4}}, router={"mode": "round_robin"})
     fields = {"return_timing": True} | ({"session_id": "s"} if where == "field" else {})
     headers = {"x-session-id": "s"} if where == "header" else None
-    timings = [await finished(bench, bench.chat(headers, bireme=fields)) for _ in range(4)]
+    named = {"prompt_cache_key": "s"} if where == "prompt_cache_key" else {}
+    timings = [await finished(bench, bench.chat(headers, bireme=fields, **named)) for _ in range(4)]
     assert len({timing["decode_worker"] for timing in timings}) == 1
+
+
+async def test_a_cache_key_that_is_too_long_is_refused_by_name(frontend):
+    reply = await (await frontend()).chat(prompt_cache_key="k" * 5000).end()
+    assert reply.status == 400 and reply.json()["error"]["message"].startswith("prompt_cache_key: 5000 characters")
+
+
+@POSTS
+async def test_a_whole_answer_tells_its_times_in_a_header(frontend, post):
+    bench = await frontend()
+    reply = getattr(bench, post)(bireme={"return_timing": True})
+    timing = await finished(bench, reply)
+    told = dict(part.split(";dur=") for part in reply.headers["server-timing"].split(", "))
+    assert list(told) == ["queue", "prefill", "transfer", "decode", "total"]
+    assert float(told["decode"]) == timing["decode_ms"] and float(told["total"]) > 0
 
 
 @POSTS
