@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 _LOOK_S = 0.01
 _MAX_DOUBLINGS = 64
@@ -81,6 +82,20 @@ class ChildProcess:
         """Kill the rest of it and return its exit code."""
         self.kill()
         return self._process.wait()
+
+
+def has_waiting_thread(pid: int, but: int = 0) -> bool:
+    """Return whether a thread, other than `but`, waits for a CPU or a disk, so that only the machine holds it up.
+
+    False as well for a process that is gone. Raises OSError where /proc can't be read.
+    """
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+                state = (task / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                if state in ("R", "D") and task.name != str(but):
+                    return True
+    return False
 
 
 def describe_exit(code: int) -> str:

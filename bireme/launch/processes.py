@@ -65,17 +65,6 @@ def cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12]) if fields else 0
 
 
-def has_waiting_thread(pid: int) -> bool:
-    """Return whether a thread waits for a CPU or for a disk, so that only the machine holds it up."""
-    for task in _listing(_PROC / str(pid) / "task"):
-        try:
-            if (task / "stat").read_text().rsplit(")", 1)[1].split()[0] in ("R", "D"):
-                return True
-        except _GONE:
-            continue
-    return False
-
-
 def _stat(pid: int) -> list[str]:
     try:
         return (_PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()

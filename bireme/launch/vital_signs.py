@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 
+from bireme.child_process import has_waiting_thread
 from bireme.launch import processes
 
 STOPPED_S = SILENT_S = 5.0
@@ -47,7 +48,7 @@ class VitalSigns:
             return
         self.silent_s += passed_s
         if self.silent_s > 2 * _LONGEST_LOOK_S and not self._has_waited:
-            self._has_waited = processes.has_waiting_thread(self.pid)
+            self._has_waited = has_waiting_thread(self.pid)
 
     @property
     def problem(self) -> str:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from bireme.child_process import has_waiting_thread
 from bireme.launch import processes
 from bireme.launch.process_watch import ProcessWatch
 from bireme.launch.vital_signs import VitalSigns
@@ -62,7 +63,7 @@ def until(condition):
 def asleep(run):
     process = run("import time; time.sleep(600)")
     until(lambda: processes.state(process.pid) == "S" and processes.command_line(process.pid)[1:2] == ["-c"])
-    until(lambda: not processes.has_waiting_thread(process.pid))
+    until(lambda: not has_waiting_thread(process.pid))
     return process
 
 

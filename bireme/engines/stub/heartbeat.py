@@ -1,12 +1,14 @@
 """Whether the engine process lives and advances: arithmetic over time and pongs.
 
 Silence is counted in checks, not by the clock: when this process itself was stopped or starved, the missed time counts
-as one interval, so a supervisor that wakes up late kills nothing.
+as one interval, so a supervisor that wakes up late kills nothing. Nor does silence count while only the machine holds
+the engine up: a process that waits for a CPU answers once it gets one. Past the stall limit any silence is a hang.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bireme.config import SupervisorConfig
@@ -24,18 +26,25 @@ class Verdict:
 class Heartbeat:
     """One life's. Call `check` about once an interval, `on_frame` at each frame, `on_pong` at each pong."""
 
-    def __init__(self, config: SupervisorConfig, transfer_timeout_s: float = 0.0) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: SupervisorConfig,
+        transfer_timeout_s: float = 0.0,
+        waits_for_machine: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`waits_for_machine`: whether what answers pings waits for a CPU or a disk now; asked in long silence only."""
+        self._config, self._waits_for_machine = config, waits_for_machine
         self._transfer_timeout_s = transfer_timeout_s  # a request may wait that long for KV without any step
         self._checked_at = time.monotonic()
         self._silent_s = 0.0
+        self._held_up_s = 0.0  # of it, by the machine
         self._still_s = 0.0  # work is there and no step is done
         self._step = -1
         self._has_work = False
         self._step_age_s = 0.0
 
     def on_frame(self) -> None:
-        self._silent_s = 0.0
+        self._silent_s = self._held_up_s = 0.0
 
     def on_pong(self, pong: Pong) -> None:
         self.on_frame()
@@ -52,8 +61,12 @@ class Heartbeat:
         self._checked_at = now
         self._silent_s += passed_s
         self._still_s += passed_s if self._has_work else 0.0
-        if self._silent_s > self._config.ping_timeout_s:
+        if self._silent_s > self._config.ping_timeout_s / 2 and self._waits_for_machine():
+            self._held_up_s += passed_s
+        if self._silent_s - self._held_up_s > self._config.ping_timeout_s:
             return Verdict("hang", f"no answer to pings for {self._config.ping_timeout_s:g} s")
+        if self._silent_s > self._config.ping_timeout_s + self._config.stall_timeout_s:
+            return Verdict("hang", f"no answer to pings for {self._silent_s:.1f} s; {self._limit}")
         if self._step_age_s > self._config.stall_timeout_s:
             return Verdict("stall", f"step {self._step + 1} runs for {self._step_age_s:.1f} s; {self._limit}")
         if self._step_age_s == 0 and self._still_s > self._config.stall_timeout_s + self._transfer_timeout_s:

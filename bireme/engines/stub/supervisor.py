@@ -12,16 +12,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import zmq
 
-from bireme.child_process import Backoff
+from bireme.child_process import Backoff, has_waiting_thread
 from bireme.config import Recipe, SupervisorConfig
 from bireme.engines.stub.environment import engine_environment, find_python
 from bireme.engines.stub.heartbeat import Heartbeat, Verdict
@@ -170,7 +172,7 @@ class Supervisor:
                 if heartbeat is not None:
                     self._take(data, heartbeat)
                 elif self._take_hello(life, data):
-                    heartbeat = Heartbeat(self._config, transfer_timeout_s)
+                    heartbeat = Heartbeat(self._config, transfer_timeout_s, partial(_waits_for_machine, child.pid))
             if has_exited:
                 return None
             if self._stopping.is_set():
@@ -270,6 +272,14 @@ class Supervisor:
             is_told = isinstance(error, (ConfigError, UnavailableError))
             self._failure = error if is_told else UnavailableError(f"{self._worker}: {to_message(error)}")
             self._has_started.set()
+
+
+def _waits_for_machine(engine: int) -> bool:
+    """Return whether a thread of the engine or another one of this process, whose sockets carry pings, is held up."""
+    try:
+        return has_waiting_thread(engine) or has_waiting_thread(os.getpid(), but=threading.get_native_id())
+    except OSError:  # no descriptor left, which says nothing of the engine
+        return False
 
 
 def restart_backoff(config: SupervisorConfig) -> Backoff:

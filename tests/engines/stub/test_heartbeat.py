@@ -47,6 +47,19 @@ def test_silence_past_the_limit_is_a_hang(clock):
     assert look_for(heartbeat, clock, 0.5).cause == "hang"
 
 
+def test_an_engine_that_only_waits_for_a_cpu_is_no_hang_until_the_stall_limit(clock):
+    heartbeat = Heartbeat(CONFIG, waits_for_machine=lambda: True)
+    assert look_for(heartbeat, clock, 5) is None
+    assert "stall_timeout_s is 5" in look_for(heartbeat, clock, 2).text
+
+
+def test_silence_goes_on_where_it_was_once_the_machine_no_longer_holds_an_engine_up(clock):
+    waits = [True] * 20
+    heartbeat = Heartbeat(CONFIG, waits_for_machine=lambda: bool(waits and waits.pop()))
+    assert look_for(heartbeat, clock, 2.9) is None
+    assert look_for(heartbeat, clock, 0.5).cause == "hang"
+
+
 def test_a_supervisor_that_was_stopped_itself_kills_nobody(clock):
     heartbeat = Heartbeat(CONFIG)
     clock.now += 3600
