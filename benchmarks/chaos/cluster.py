@@ -33,7 +33,7 @@ from bireme.launch import free_port
 NAME = "cluster"
 LAUNCHES = ("a", "b")
 NUM_FRONTENDS = 2
-START_S, BACK_S = 240.0, 300.0
+START_S, BACK_S = 600.0, 600.0
 _ASK_S = 4.0  # a frontend gives its workers three seconds to answer
 # Pools of this size are full, and the routers' indices with them, within the first minute of a hundred streams.
 _ENGINE = {"mocker": {"step_ms": 50, "prefill_ms": 10}, "kv_cache_config": {"max_tokens": 1 << 16}}

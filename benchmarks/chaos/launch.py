@@ -28,7 +28,7 @@ from bireme.launch import free_port, processes
 _MARK = "BIREME_CHAOS_MARK"
 _PIPE_BYTES = 4096  # of the log: a reader that stops is felt after some dozens of lines
 _SHM = Path("/dev/shm")
-START_S, STOP_S = 180.0, 120.0
+START_S, STOP_S = 600.0, 120.0  # the first start of a checkout compiles the index for minutes on a busy machine
 IDLE_S = 75.0  # a killed frontend leaves leases that end with cache_transceiver_config.kv_transfer_timeout_ms, 60 s
 GONE_S = 5.0
 
