@@ -190,6 +190,12 @@ TABLE: dict[str, MetricSpec] = {
             (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536),
             "worker",
         ),
+        _gauge(
+            "bireme_discovery_stale",
+            "1 while the shared store of worker records can't be reached and requests go by the last view.",
+            "worker",
+            "model",
+        ),
         _gauge("bireme_bus_subscriptions", "Open token-bus subscriptions.", "worker"),
         _counter("bireme_bus_dropped_total", "Subscriptions dropped because the consumer fell behind.", "worker"),
         _gauge("bireme_streams", "Response streams open in the stub.", "worker"),

@@ -110,6 +110,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Blocks in the index", ("bireme_router_index_blocks", "bireme_router_index_memberships")),
         Panel("Age of KV events", ("bireme_kv_feed_lag_seconds",), "s"),
         Panel("Event gaps and resyncs", ("bireme_kv_feed_gaps_total", "bireme_kv_feed_resyncs_total"), "ops"),
+        Panel("Old views of who serves", ("bireme_discovery_stale",), by=("worker", "model")),
     ),
     "Disaggregation": (
         Panel("Transferred", ("bireme_kv_transfer_bytes_total",), "Bps", by=("worker", "direction")),

@@ -23,10 +23,20 @@ logger = logging.getLogger("bireme.discovery")
 
 
 class Follower:
-    """`start` once, `stop` once. `on_change` is called on its thread, with the whole view, after each change."""
+    """`start` once, `stop` once.
 
-    def __init__(self, store: RecordReader, lease_s: float, on_change: OnChange = lambda records: None) -> None:
-        self._store, self._lease_s, self._on_change = store, lease_s, on_change
+    `on_change` is called on its thread, with the whole view, after each change; `on_stale` with whether the view may be
+    out of date, after each look.
+    """
+
+    def __init__(
+        self,
+        store: RecordReader,
+        lease_s: float,
+        on_change: OnChange = lambda records: None,
+        on_stale: Callable[[bool], None] = lambda is_stale: None,
+    ) -> None:
+        self._store, self._lease_s, self._on_change, self._on_stale = store, lease_s, on_change, on_stale
         self._stopping = threading.Event()
         self._records: Records = {}
         self._problem, self._failing_since = "not read yet", 0.0
@@ -78,6 +88,7 @@ class Follower:
             logger.info("discovery_current_again after_s=%.1f", now - self._failing_since)
             self._kept_until = now + self._lease_s
         self._problem, self._failing_since = "", 0.0
+        self._on_stale(False)
         records = read if now >= self._kept_until else {**self._records, **read}
         if records != self._records:
             self._records = records
@@ -88,3 +99,4 @@ class Follower:
             self._failing_since = time.monotonic()
             logger.warning("discovery_stale workers=%d reason=%s", len(self._records), problem)
         self._problem = problem
+        self._on_stale(True)

@@ -24,6 +24,7 @@ from bireme.discovery.follower import Follower, OnChange, Records
 from bireme.discovery.run import WorkerRecord
 from bireme.discovery.store import RecordReader, create_store
 from bireme.errors import ConfigError, NotFoundError
+from bireme.metrics import Registry
 
 _TEXT_STAGES = ("prefill", "decode", "multimodal_encoder")
 LOOK_S = 0.5
@@ -87,13 +88,20 @@ class WorkerView:
     """Discovery."""
 
     def __init__(
-        self, recipe: Recipe, own: RecordReader | None, shared: RecordReader | None, server: str = "", launch: str = ""
+        self,
+        recipe: Recipe,
+        own: RecordReader | None,
+        shared: RecordReader | None,
+        server: str = "",
+        launch: str = "",
+        metrics: Registry | None = None,
     ) -> None:
         """`server`, `launch`: of the own server, by which its records in the shared store are known."""
         self._recipe, self._server, self._launch = recipe, server, launch
         lease_s = recipe.discovery.lease_s
         self._own = Follower(own, lease_s, self._merge) if own is not None else None
-        self._shared = Follower(shared, lease_s, self._merge) if shared is not None else None
+        self._metrics = metrics
+        self._shared = Follower(shared, lease_s, self._merge, self._count_stale) if shared is not None else None
         self._lock = threading.Lock()
         self._on_change: OnChange = lambda records: None
         self._told: Records | None = None
@@ -143,6 +151,10 @@ class WorkerView:
             name: record if record is not None and record.launch == self._launch else WorkerRecord(worker=name)
             for name, record in ours.items()
         }
+
+    def _count_stale(self, is_stale: bool) -> None:
+        if self._metrics is not None:
+            self._metrics.set("bireme_discovery_stale", is_stale, self._recipe.served_name)
 
     def _merge(self, _: Records) -> None:
         """Tell the view if it has changed; on the thread of either follower."""
@@ -198,7 +210,9 @@ def admit(
     return admitted, refused
 
 
-def discover(recipe: Recipe, server: str | None, folder: Path | None = None) -> WorkerView:
+def discover(
+    recipe: Recipe, server: str | None, folder: Path | None = None, metrics: Registry | None = None
+) -> WorkerView:
     """Return a recipe's view. Raises ConfigError.
 
     `server`: gRPC address of the own tritonserver as others know it; None: this process has none. `folder`: that
@@ -208,7 +222,7 @@ def discover(recipe: Recipe, server: str | None, folder: Path | None = None) -> 
     if server is None and shared is None:
         raise ConfigError(f"{recipe.name}: no server's address, and discovery.backend is static; give one of them")
     own = OwnWorkers(recipe, folder) if server is not None else None
-    return WorkerView(recipe, own, shared, server or "", run.launch_id(folder) if folder else "")
+    return WorkerView(recipe, own, shared, server or "", run.launch_id(folder) if folder else "", metrics)
 
 
 def own_record(recipe: Recipe, worker: str, life: int, folder: Path, key: bytes, **facts: Any) -> WorkerRecord:

@@ -1,7 +1,7 @@
 """Whether this frontend can answer now. It asks the workers, at most once a second: Triton calls dead ones ready.
 
-Discovery, or a plane of KV events, that can't be reached takes nothing down: the last view serves, and the report says
-`degraded` and why.
+A worker that is down while others serve, discovery, or a plane of KV events, that can't be reached, takes nothing down:
+the report says `degraded` and why.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from bireme.openai.text.served_model import Models, ServedModel
 from bireme.openai.video.served_video import VideoModels
 from bireme.workers.base import UnreachableError, WorkerClient
 
-READY = "ready"
+READY, DRAINING = "ready", "draining"
 _KEPT_S = 1.0
 _TIMEOUT_S = 3.0
 
 
 class Readiness:
-    """Ready: for every model at least one decode worker takes requests."""
+    """Ready: for every model at least one decode worker takes requests, and a prefill worker if it can't do without."""
 
     def __init__(self, models: Models, videos: VideoModels | None = None) -> None:
         self._models, self._videos = models, videos or VideoModels([])
@@ -45,7 +45,7 @@ class Readiness:
     async def _ask(self) -> tuple[bool, dict[str, Any]]:
         models = list(self._models)
         states = await asyncio.gather(*(_workers(model) for model in models))
-        is_ready = all(_can_answer(workers) for workers in states)
+        is_ready = all(_can_answer(model, workers) for model, workers in zip(models, states, strict=True))
         details = {model.name: workers for model, workers in zip(models, states, strict=True)}
         for video in self._videos:
             is_there = await _in_time(video.is_ready())
@@ -54,6 +54,7 @@ class Readiness:
         followed = {model.name: told for model in models if (told := model.discovery_report())}
         stale = {model.name: problem for model in models if (problem := model.services.router.problem)}
         is_well = not stale and all(told["current"] and not told["refused"] for told in followed.values())
+        is_well = is_well and all(state in (READY, DRAINING) for workers in states for state in workers.values())
         status = "not_ready" if not is_ready else "ready" if is_well else "degraded"
         report: dict[str, Any] = {"status": status, "models": details}
         if followed:
@@ -63,8 +64,11 @@ class Readiness:
         return is_ready, report
 
 
-def _can_answer(workers: dict[str, str]) -> bool:
-    return any(state == READY for worker, state in workers.items() if stage_of(worker) == "decode")
+def _can_answer(model: ServedModel, workers: dict[str, str]) -> bool:
+    recipe = model.services.recipe
+    needs_prefill = "prefill" in recipe.workers and recipe.pipeline.enforce_disaggregation
+    serving = {stage_of(worker) for worker, state in workers.items() if state == READY}
+    return serving >= ({"prefill", "decode"} if needs_prefill else {"decode"})
 
 
 async def _workers(model: ServedModel) -> dict[str, str]:
@@ -78,7 +82,7 @@ async def _workers(model: ServedModel) -> dict[str, str]:
 
 
 async def _told_draining() -> str:
-    return "draining"
+    return DRAINING
 
 
 async def _state(workers: WorkerClient, name: str) -> str:

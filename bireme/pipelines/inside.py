@@ -32,6 +32,6 @@ def make_services(
         workers = Workers(GrpcChannel(), recipe.pipeline.stall_timeout_s, context.metrics, context.call_async)
         folder = run.run_dir()
         services = Services(recipe, workers, make_router(recipe, context.metrics, folder), context.metrics)
-        services.follow(discover(recipe, run.own_address(), folder))
+        services.follow(discover(recipe, run.own_address(), folder, context.metrics))
         return services, tokenizer
     return Services(recipe, workers, make_router(recipe, context.metrics), context.metrics), tokenizer

@@ -12,6 +12,7 @@ from bireme.discovery.directory import DirectoryStore
 from bireme.discovery.store import parse_address, with_discovery
 from bireme.discovery.view import OwnWorkers, WorkerView, admit, discover
 from bireme.errors import ConfigError
+from bireme.metrics import Registry
 from tests.discovery.conftest import MemoryStore, by_id, record
 
 
@@ -21,8 +22,8 @@ def recipe(**more):
     return convert({"model": "models/tiny", "workers": workers, "name": "chat"} | shared | more, Recipe, "test")
 
 
-def view_of(chosen, folder, shared):
-    return WorkerView(chosen, OwnWorkers(chosen, folder), shared, "a:8001", "own launch")
+def view_of(chosen, folder, shared, metrics=None):
+    return WorkerView(chosen, OwnWorkers(chosen, folder), shared, "a:8001", "own launch", metrics)
 
 
 def test_without_records_the_workers_are_the_recipe_s(tmp_path):
@@ -66,6 +67,18 @@ def test_own_workers_serve_while_the_store_can_t_be_reached(tmp_path, until):
     assert set(views[0]) == {"decode", "decode_1"}
     until(lambda: "etcd is gone" in view.report()["reason"])
     assert not view.is_current
+    view.stop()
+
+
+def test_a_metric_says_whether_the_view_is_an_old_one(tmp_path, until):
+    metrics, shared = Registry("generate"), MemoryStore()
+    shared.fail("etcd is gone")
+    view = view_of(recipe(), tmp_path, shared, metrics)
+    view.watch(lambda records: None)
+    stale = [("bireme_discovery_stale", ("generate", "chat"), 1.0)]
+    until(lambda: metrics.take_delta().gauges == stale)
+    shared.change()
+    until(lambda: metrics.take_delta().gauges == [(*stale[0][:2], 0.0)])
     view.stop()
 
 

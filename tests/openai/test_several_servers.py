@@ -16,13 +16,16 @@ from tests.pipelines.conftest import letters
 ETCD = {"backend": "etcd", "current": False, "reason": "etcd at http://h:1: gone (for 60 s)", "refused": {}}
 
 
+CURRENT = ETCD | {"current": True, "reason": ""}
+
+
 class Told:
     """A Discovery that is told what to say."""
 
     is_current = False
 
-    def __init__(self, view):
-        self.view = view
+    def __init__(self, view, told=ETCD):
+        self.view, self.told = view, told
 
     def watch(self, on_change):
         on_change(self.view)
@@ -30,7 +33,7 @@ class Told:
     def stop(self): ...
 
     def report(self):
-        return ETCD
+        return self.told
 
 
 def recipe(**more):
@@ -40,12 +43,12 @@ def recipe(**more):
 
 @pytest.fixture
 def served():
-    """Return a function: worker id -> state => a started model and its workers."""
+    """Return a function: worker id -> state, and what discovery says => a started model and its workers."""
 
-    def make(**states):
+    def make(told=ETCD, settings=None, **states):
         view = {f"{name}@b:1": WorkerRecord(worker=name, state=state) for name, state in states.items()}
         workers = FakeWorkers()
-        model = ServedModel(recipe(), workers, letters(), Registry("frontend"), Told(view))
+        model = ServedModel(recipe(**settings or {}), workers, letters(), Registry("frontend"), Told(view, told))
         model.start()
         return model, workers
 
@@ -68,6 +71,31 @@ async def test_a_discovery_that_is_gone_is_said_and_takes_nothing_down(served):
     model, _ = served(decode="ready")
     is_ready, report = await Readiness(Models([model])).report()
     assert is_ready and report["status"] == "degraded" and report["discovery"] == {"test": ETCD}
+
+
+async def test_a_worker_that_is_down_while_another_serves_makes_it_degraded(served):
+    model, workers = served(CURRENT, decode="ready", decode_1="ready")
+    assert (await Readiness(Models([model])).report())[1]["status"] == "ready"
+    workers.down["decode@b:1"] = UnavailableError("its engine starts")
+    is_ready, report = await Readiness(Models([model])).report()
+    assert is_ready and report["status"] == "degraded"
+
+
+async def test_a_worker_that_drains_is_no_fault(served):
+    model, _ = served(CURRENT, decode="ready", decode_1="draining")
+    assert (await Readiness(Models([model])).report())[1]["status"] == "ready"
+
+
+SPLIT = {"workers": {"prefill": {"engine": "mocker"}, "decode": {"engine": "mocker"}}}
+
+
+@pytest.mark.parametrize(("enforces", "status"), [(False, "degraded"), (True, "not_ready")])
+async def test_without_prefill_it_is_not_ready_where_nothing_else_may_compute_prompts(served, enforces, status):
+    settings = SPLIT | {"pipeline": {"enforce_disaggregation": enforces}}
+    model, workers = served(CURRENT, settings, prefill="ready", decode="ready")
+    workers.down["prefill@b:1"] = UnavailableError("its engine starts")
+    is_ready, report = await Readiness(Models([model])).report()
+    assert report["status"] == status and is_ready != enforces
 
 
 async def test_without_any_worker_it_is_not_ready(served):

@@ -71,7 +71,7 @@ def connect(recipe: Recipe, address: str | None, metrics: Registry) -> ServedMod
     server, folder = address, None
     if address is not None and address == os.environ.get("BIREME_GRPC"):  # of this launch
         server, folder = run.own_address(), Path(named) if (named := os.environ.get("BIREME_RUN_DIR")) else None
-    discovery = discover(recipe, server, folder)
+    discovery = discover(recipe, server, folder, metrics)
     channel = GrpcChannel(address) if address is not None else None
     workers = Workers(channel, recipe.pipeline.stall_timeout_s, metrics)
     return ServedModel(recipe, workers, tokenizer, metrics, discovery, folder)
