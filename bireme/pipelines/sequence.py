@@ -10,7 +10,8 @@ What ends an attempt, and what follows:
     engine lost, lease gone                    another attempt; pipeline.migration_limit of these
     refused (not ready, not there, draining),  another attempt after a pause, until pipeline.stall_timeout_s: no engine
     queue full                                 had it (a full queue only if tokens have been delivered already)
-    KV transfer failed                         aggregated, at once; where the recipe forbids that, as if refused
+    KV transfer failed                         aggregated, at once; where the recipe forbids that and no token has been
+                                               delivered, as if refused
     anything else                              the request's end
 Each time the worker at fault (prefill, if its KV did not arrive) is skipped for a while. After a loss with tokens
 delivered, decode computes the context itself: aggregated, whatever the recipe says.
@@ -103,7 +104,7 @@ class _KvState(enum.Enum):
     PENDING = "pending"  # prefill computes it, or could not
     OFFERED = "offered"  # prefill holds it under a lease, which decode may have claimed or not
     KEPT = "kept"  # decode refused: the lease is the next attempt's
-    CLAIMED = "claimed"  # decode has delivered tokens: the KV is its own
+    CLAIMED = "claimed"  # decode has generated with it to the end
 
 
 class SequenceRunner:
@@ -234,7 +235,7 @@ class SequenceRunner:
         now, config = time.monotonic(), self._services.recipe.pipeline
         if isinstance(error, ResourceExhaustedError) and not self.tokens:
             raise error
-        if isinstance(error, KvTransferError) and not config.enforce_disaggregation:
+        if isinstance(error, KvTransferError) and (self.tokens or not config.enforce_disaggregation):
             return 0.0
         self._failing_since = self._failing_since or now
         has_fixed_address = not self._services.recipe.discovery.is_shared  # which is wrong, then
@@ -281,13 +282,14 @@ class SequenceRunner:
                 self._prefill = (lease.worker, result.usage)
                 request = self._go_on(request, lease.worker, result)
             await self._decode(placement.decode, _on_rank(request, placement.decode_dp_rank))
+            if kv is _KvState.OFFERED and len(tokens) > num_tokens:
+                kv = _KvState.CLAIMED
         except UnavailableError as error:
-            if kv is _KvState.OFFERED and not isinstance(error, (EngineLostError, KvTransferError)):
+            was_refused = not isinstance(error, (EngineLostError, KvTransferError)) and len(tokens) == num_tokens
+            if kv is _KvState.OFFERED and was_refused:
                 kv, self._lease = _KvState.KEPT, lease
             raise
         finally:
-            if kv is _KvState.OFFERED and len(tokens) > num_tokens:
-                kv = _KvState.CLAIMED
             if lease is not None and kv in (_KvState.PENDING, _KvState.OFFERED):
                 lease.release()
             if pictures is not None and not self._stream.finish_reason:

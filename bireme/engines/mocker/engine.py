@@ -324,6 +324,8 @@ class MockEngine:
             self._inbox.put(lambda: self._fetched(one, error))
 
         one.fetch = self._context.transfer.fetch(params, (held,), one.rows.rows, done)
+        if first:
+            self._hand_out([self._deliver(one, list(first))])  # the client need not wait for the rows
 
     def _fetched(self, one: MockSequence, error: BiremeError | None) -> None:
         if one.state is not MockSequenceStatus.FETCHING:
@@ -338,10 +340,7 @@ class MockEngine:
         elif one.rows is not None and (text := one.rows.corruption(one.first_row)):
             self._end(one, "error", BiremeError(text))
         else:
-            assert one.params is not None
             self._begin_decode(one)
-            if one.params.first_gen_tokens:
-                self._hand_out([self._deliver(one, list(one.params.first_gen_tokens))])
 
     def _begin_decode(self, one: MockSequence) -> None:
         one.state = MockSequenceStatus.DECODE

@@ -407,15 +407,23 @@ class EngineCore:
             self._report(sequence, "not_finished", delta)
 
     def _start_import(self, sequence: Sequence, now: float) -> None:
-        assert sequence.params is not None and self._parts.importer is not None
+        """Fetch the rows; the token that prefill has sampled is delivered now and not when they are there."""
+        params = sequence.params
+        assert params is not None and self._parts.importer is not None
         self._parts.accounts.scheduled(sequence, now)
-        token = sequence.params.first_gen_tokens[0]
+        token, logprobs = params.first_gen_tokens[0], params.first_gen_log_probs
         try:
             if token in sequence.stop_ids or sequence.num_output + 1 >= sequence.max_tokens:
+                sequence.imported_at = now  # its first token is the last: no KV is needed
                 sequence.computed = len(sequence.tokens)
-                self._imported(sequence, None)  # its first token was the last: no KV is needed
-                return
-            self._parts.importer.fetch(sequence, self._imported)
+            else:
+                self._parts.importer.fetch(sequence, self._imported)
+            if sequence.guidance is not None:
+                sequence.guidance.accept(token)
+            sequence.tokens.append(token)
+            self._add_to_sampler(sequence)
+            sequence.tokens.pop()
+            self._accept(sequence, token, logprobs[0] if logprobs else None, now)
         except Exception as error:
             self._fail(sequence, _internal(error))
 
@@ -466,20 +474,10 @@ class EngineCore:
                 self._fail(sequence, _internal(failure))
 
     def _join(self, sequence: Sequence) -> None:
-        params = sequence.params
-        assert params is not None
-        now = time.monotonic()
-        sequence.state, sequence.imported_at = SequenceStatus.RUNNING, now
-        token, logprobs = params.first_gen_tokens[0], params.first_gen_log_probs
-        if token not in sequence.stop_ids and sequence.num_output + 1 < sequence.max_tokens:
-            manager, sequence.computed = self._parts.manager, len(sequence.tokens)
-            manager.commit(sequence.table, sequence.tokens, sequence.computed, sequence.imported_from)
-        if sequence.guidance is not None:
-            sequence.guidance.accept(token)
-        sequence.tokens.append(token)
-        self._add_to_sampler(sequence)
-        sequence.tokens.pop()
-        self._accept(sequence, token, logprobs[0] if logprobs else None, now)
+        """All rows before its first token are there: it takes part in steps."""
+        sequence.state, sequence.imported_at = SequenceStatus.RUNNING, time.monotonic()
+        sequence.computed = len(sequence.tokens) - 1
+        self._parts.manager.commit(sequence.table, sequence.tokens, sequence.computed, sequence.imported_from)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str) -> None:
         """End a request between steps; one whose KV is being copied ends when the copy has."""

@@ -115,7 +115,7 @@ class TorchMetrics:
             completion_tokens=sequence.num_output,
             queue_ms=1e3 * (begun - sequence.arrived_at),
             prefill_ms=1e3 * ((first or now) - computing),
-            decode_ms=1e3 * (now - first) if first else 0.0,
+            decode_ms=1e3 * (now - max(first, sequence.imported_at)) if first else 0.0,
             prefill_worker=self._worker,
             decode_worker="" if kind == "context_only" else self._worker,
         )

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 
+from bireme.config import CacheTransceiverConfig
+from bireme.discovery import run
 from bireme.errors import RequestError, UnavailableError
 from bireme.kv.transfer.fake import FakeNetwork
+from bireme.kv.transfer.leased import LeasedTransfer
+from bireme.kv.transfer.nixl import NixlBackend
+from bireme.kv.transfer.shm import ShmBackend
+from bireme.metrics import Registry
 from tests.engines.torch.torch_harness import MIXED, Harness, make_prompts, request
+from tests.kv.transfer.kv_side import needs_nixl
 
 PROMPTS = make_prompts(*MIXED)
 
@@ -15,9 +24,9 @@ PROMPTS = make_prompts(*MIXED)
 class Pair:
     """A prefill and a decode engine."""
 
-    def __init__(self, path, prefill_size=32, decode_size=16, **settings):
+    def __init__(self, path, prefill_size=32, decode_size=16, transfers=None, **settings):
         network = FakeNetwork()
-        self.transfers = [network.join("prefill"), network.join("decode")]
+        self.transfers = transfers or [network.join("prefill"), network.join("decode")]
         common = {"max_num_tokens": 64} | settings
         self.prefill = Harness(path, self.transfers[0], "prefill", tokens_per_block=prefill_size, **common)
         self.decode = Harness(path, self.transfers[1], "decode", tokens_per_block=decode_size, **common)
@@ -62,6 +71,26 @@ def test_disaggregated_output_equals_generate(tiny, name, prefill_size, decode_s
     with Pair(model.path, prefill_size, decode_size) as pair:
         assert pair.run(PROMPTS) == model.expect(PROMPTS)
         pair.assert_nothing_is_held()
+
+
+def transfer_by(backend, folder, worker):
+    mover = NixlBackend(worker) if backend == "nixl" else ShmBackend(folder, worker, 1)
+    config = CacheTransceiverConfig(backend="DEFAULT")
+    return LeasedTransfer(
+        mover, run_dir=folder, worker=worker, life=1, config=config, metrics=Registry(worker), chunk_bytes=4096
+    )
+
+
+@pytest.mark.parametrize("backend", ["shm", pytest.param("nixl", marks=needs_nixl)])
+def test_output_over_a_real_transfer_equals_generate(tiny, tmp_path, backend):
+    model = tiny("gemma3")
+    transfers = [transfer_by(backend, tmp_path, worker) for worker in ("prefill", "decode")]
+    with Pair(model.path, transfers=transfers) as pair:
+        address = {"host": run.host_id(), "transfer_endpoint": transfers[0].endpoint}
+        run.publish(tmp_path, run.WorkerRecord(worker="prefill", life=1, pid=os.getpid(), **address))
+        assert pair.run(PROMPTS) == model.expect(PROMPTS)
+        if backend == "nixl":  # straight out of prefill's pool
+            assert transfers[0]._backend.can_read(pair.prefill.engine._loaded.core._parts.exporter._store)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -157,12 +186,26 @@ def test_an_abort_of_a_finished_prefill_ends_its_lease(tiny):
         pair.assert_nothing_is_held()
 
 
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.8, "seed": 11, "frequency_penalty": 0.5}])
+def test_the_first_token_does_not_wait_for_the_rows(tiny, fields):
+    model = tiny("llama")
+    with Pair(model.path) as pair:
+        (whole,) = pair.decode.run([request(PROMPTS[2], **fields)])
+        pair.transfers[1].hold()
+        result = pair.go_on(PROMPTS[2], pair.begin(PROMPTS[2], **fields), **fields)
+        assert result.has_tokens.wait(30)
+        assert result.tokens == whole[:1]
+        pair.transfers[1].resume()
+        assert result.finish.error == "" and result.tokens == whole
+
+
 def test_an_abort_during_the_transfer_ends_after_it(tiny):
     with Pair(tiny("llama").path) as pair:
         pair.transfers[1].hold()
         result = pair.go_on(PROMPTS[2], pair.begin(PROMPTS[2]))
+        assert result.has_tokens.wait(30)
         pair.decode.abort(result)
-        assert (result.finish.reason, result.tokens) == ("cancelled", [])
+        assert (result.finish.reason, len(result.tokens)) == ("cancelled", 1)
         pair.transfers[0].expire_leases()
         pair.assert_nothing_is_held()
 
@@ -171,7 +214,7 @@ def test_a_deadline_during_the_transfer_ends_as_timeout(tiny):
     with Pair(tiny("llama").path) as pair:
         pair.transfers[1].hold()
         result = pair.go_on(PROMPTS[2], pair.begin(PROMPTS[2]), timeout_ms=50)
-        assert (result.finish.reason, result.tokens) == ("timeout", [])
+        assert result.finish.reason == "timeout" and len(result.tokens) <= 1
         pair.transfers[0].expire_leases()
         pair.assert_nothing_is_held()
 
