@@ -17,6 +17,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/engine_cpu.py": ("--batch", "1", "--prompt", "8", "--steps", "2", "--threads", "1"),
     "benchmarks/engine_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/kv_tiers.py": ("--shape", "tiny", "--quick", "--threads", "1"),
+    "benchmarks/transfer.py": ("--quick",),
     "benchmarks/frontend.py": (
         *("--contenders", "bireme", "--modes", "fast", "--streams", "2", "--repeat", "1"),
         *("--seconds", "1", "--warmup-s", "0.5", "--port", "{port}"),

@@ -1,0 +1,291 @@
+"""KV transfer: its rate against a plain copy of the same rows, and what overlap saves a client.
+
+First the transfer alone: an exporter in a process of its own, an importer here, rows of a GPT-like model of 125M (12
+layers of 768, bfloat16) in blocks of 32 tokens that lie in random order. `plain` is one copy of as many bytes in this
+process; a transfer copies them twice, on two cores. `shm` and `nixl` go chunk by chunk, decode writing one while
+prefill sends the next; `shm_whole` has one chunk, so that decode begins when prefill has ended.
+
+Then a prefill and a decode engine in this process, random weights: when a client has the first token (`first`), when it
+would have if decode waited for the rows (`waiting`), and the second one.
+
+    python benchmarks/transfer.py                    # 8,192 tokens; engines of the 1B shape, 2,048 tokens
+    python benchmarks/transfer.py --engine none      # the transfer alone
+    python benchmarks/transfer.py --quick
+
+The table comes first, then one line of JSON, then the aims.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import queue
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
+
+from bireme.config import CacheTransceiverConfig
+from bireme.disagg import DisaggregatedParams, seal
+from bireme.discovery import run
+from bireme.kv.transfer.backend import Backend
+from bireme.kv.transfer.base import GroupLayout, KvLayout
+from bireme.kv.transfer.chunks import CHUNK_BYTES
+from bireme.kv.transfer.leased import LeasedTransfer
+from bireme.kv.transfer.memory import HostMemory, TokenRows
+from bireme.kv.transfer.nixl import MODULES, NixlBackend
+from bireme.kv.transfer.shm import ShmBackend
+from bireme.metrics import Registry
+
+LAYERS, ROW_BYTES, SIZE = 12, 1536, 32
+AIM_SHM = 0.8  # of a plain copy
+AIM_NIXL = 0.7  # of shm
+AIM_SHARE = 0.03  # transfer over prefill
+KEY = b"k" * 32
+
+
+def main() -> None:
+    options = parse()
+    with tempfile.TemporaryDirectory(prefix="bireme-bench-") as folder:
+        figures: dict[str, float] = {"plain": plain_rate(options)}
+        for name, backend, chunk_bytes in cases():
+            figures[name] = transfer_rate(Path(folder), backend, chunk_bytes, options)
+        if options.engine != "none":
+            figures |= engine_times(folder, options)
+    for name, figure in figures.items():
+        print(f"{name:12} {figure:10,.2f} {'GB/s' if name in ('plain', 'shm', 'shm_whole', 'nixl') else 'ms'}")
+    rounded = {name: round(figure, 3) for name, figure in figures.items()}
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    print(json.dumps({"benchmark": "transfer", "machine": machine, "options": vars(options), "figures": rounded}))
+    aim("shm over a plain copy", figures["shm"] / figures["plain"], AIM_SHM)
+    aim("overlapped shm over one chunk", figures["shm"] / figures["shm_whole"])
+    if "nixl" in figures:
+        aim("nixl over shm", figures["nixl"] / figures["shm"], AIM_NIXL)
+    if options.engine != "none":
+        share = figures["transfer"] / figures["prefill"]
+        word = "ok" if share <= AIM_SHARE else "MISSED"
+        print(f"aim: transfer {share:.1%} of prefill's time, at most {AIM_SHARE:.0%}: {word}")
+        print(f"aim: first token {figures['waiting'] - figures['first']:.1f} ms sooner than with the rows")
+
+
+def aim(what: str, ratio: float, asked: float = 0.0) -> None:
+    end = f", {asked:g} asked for: {'ok' if ratio >= asked else 'BELOW'}" if asked else ""
+    print(f"aim: {what} {ratio:.2f}{end}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=8192, help="of the transfer alone")
+    parser.add_argument("--rounds", type=int, default=5, help="the best counts")
+    parser.add_argument("--engine", choices=("1b", "tiny", "none"), default="1b", help="shape of the engines' model")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens, of the engines")
+    parser.add_argument("--quick", action="store_true", help="256 tokens, tiny engines, one round")
+    options = parser.parse_args()
+    if options.quick:
+        options.tokens, options.rounds, options.engine, options.prompt = 256, 1, "tiny", 128
+    return options
+
+
+def cases() -> list[tuple[str, str, int]]:
+    """Return name, backend and bytes of a chunk."""
+    found = [("shm", "shm", CHUNK_BYTES), ("shm_whole", "shm", 1 << 40)]
+    if any(importlib.util.find_spec(name) for name in MODULES):
+        found.append(("nixl", "nixl", CHUNK_BYTES))
+    return found
+
+
+def plain_rate(options: argparse.Namespace) -> float:
+    """Return GB/s of one copy of the rows."""
+    source = np.ones((2 * LAYERS, options.tokens, ROW_BYTES), np.uint8)
+    target = np.zeros_like(source)
+    return source.nbytes / 1e9 / min(_seconds(lambda: np.copyto(target, source)) for _ in range(max(3, options.rounds)))
+
+
+def transfer_rate(folder: Path, backend: str, chunk_bytes: int, options: argparse.Namespace) -> float:
+    """Return GB/s from the claim to the last row's arrival; every row is checked once."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(
+        target=_export, args=(theirs, folder, backend, chunk_bytes, options.tokens, options.rounds), daemon=True
+    )
+    child.start()
+    memory, rows = _make_rows(options.tokens, 1)
+    transfer = _make_transfer(folder, "decode", backend, chunk_bytes)
+    transfer.start(_layout(), memory)
+    seconds = []
+    for _ in range(options.rounds + 1):  # the first makes connections and touches pages
+        params = DisaggregatedParams(**ours.recv())
+        outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        began = time.perf_counter()
+        transfer.fetch(params, (0,), rows, outcome.put)
+        error = outcome.get(timeout=120)
+        seconds.append(time.perf_counter() - began)
+        assert error is None, error
+        ours.send("next")
+    wanted = _content(options.tokens)
+    assert all((array[rows.rows[0]] == wanted).all() for array in memory.arrays[0]), "wrong rows"
+    transfer.close()
+    child.join(30)
+    return 2 * LAYERS * options.tokens * ROW_BYTES / 1e9 / min(seconds[1:])
+
+
+def _export(pipe: Any, folder: Path, backend: str, chunk_bytes: int, num_tokens: int, num_rounds: int) -> None:
+    """Run in the exporter's process."""
+    memory, rows = _make_rows(num_tokens, 2)
+    for array in memory.arrays[0]:
+        array[rows.rows[0]] = _content(num_tokens)
+    transfer = _make_transfer(folder, "prefill", backend, chunk_bytes)
+    transfer.start(_layout(), memory)
+    record = run.WorkerRecord(
+        worker="prefill", life=1, pid=os.getpid(), host=run.host_id(), transfer_endpoint=transfer.endpoint
+    )
+    run.publish(folder, record)
+    for _ in range(num_rounds + 1):
+        lease = transfer.reserve(lambda: None)
+        lease.export(num_tokens, rows)
+        ids = {"lease_id": lease.lease_id, "generation": lease.generation}
+        pipe.send({"worker": "prefill", "life": 1, "num_tokens": num_tokens} | ids)
+        pipe.recv()
+    transfer.close()
+
+
+def _make_transfer(folder: Path, worker: str, backend: str, chunk_bytes: int) -> LeasedTransfer:
+    mover: Backend = NixlBackend(worker) if backend == "nixl" else ShmBackend(folder, worker, 1)
+    config = CacheTransceiverConfig(backend="DEFAULT")
+    return LeasedTransfer(
+        mover, run_dir=folder, worker=worker, life=1, config=config, metrics=Registry(worker), chunk_bytes=chunk_bytes
+    )
+
+
+def _layout() -> KvLayout:
+    return KvLayout("bench", "bfloat16", (GroupLayout(0, (2 * ROW_BYTES,) * LAYERS),))
+
+
+def _make_rows(num_tokens: int, seed: int) -> tuple[HostMemory, TokenRows]:
+    """Return memory for as many tokens, and where they lie: whole blocks in random order."""
+    memory = HostMemory([[np.zeros((num_tokens, ROW_BYTES), np.uint8) for _ in range(2 * LAYERS)]])
+    blocks = np.random.default_rng(seed).permutation(num_tokens // SIZE)
+    return memory, TokenRows(memory, ((blocks[:, None] * SIZE + np.arange(SIZE)).reshape(-1),))
+
+
+def _content(num_tokens: int) -> Any:
+    return (np.arange(num_tokens)[:, None] * 31 + np.arange(ROW_BYTES)).astype(np.uint8)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def engine_times(folder: str, options: argparse.Namespace) -> dict[str, float]:
+    """Return milliseconds, the medians of the rounds."""
+    from benchmarks.engine_gpu import write_config
+
+    write_config(folder, options.engine)
+    pair = EnginePair(Path(folder), options)
+    rounds = [pair.round() for _ in range(options.rounds + 1)][1:]
+    pair.close()
+    return {name: float(np.median([one[name] for one in rounds])) for name in rounds[0]}
+
+
+class EnginePair:
+    """Prefill and decode, and the transfer between them."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self._prompt, self._random = options.prompt, np.random.default_rng(7)
+        self._transfers = {worker: _make_transfer(folder, worker, "shm", CHUNK_BYTES) for worker in STAGES}
+        self._ends = {worker: _EngineEnd(folder, worker, self._transfers[worker], options) for worker in STAGES}
+        for worker, transfer in self._transfers.items():
+            record = run.WorkerRecord(
+                worker=worker, life=1, pid=os.getpid(), host=run.host_id(), transfer_endpoint=transfer.endpoint
+            )
+            run.publish(folder, record)
+
+    def round(self) -> dict[str, float]:
+        from bireme.messages import EngineRequest, SamplingParams
+
+        prompt = self._random.integers(10, 500, self._prompt).astype("<i4").tobytes()
+        sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+        asked = EngineRequest(prompt=prompt, sampling=sampling, request_type="context_only")
+        began = time.perf_counter()
+        exported = self._ends["prefill"].ask(asked).exported
+        prefilled = time.perf_counter()
+        asked = msgspec.structs.replace(asked, request_type="generation_only", disaggregated_params=seal(exported, KEY))
+        decode = self._ends["decode"]
+        usage = decode.ask(asked).usage
+        first, second = (at - began for at in decode.token_times[:2])
+        return {
+            "prefill": 1e3 * (prefilled - began), "transfer": usage.transfer_ms, "first": 1e3 * first,
+            "waiting": 1e3 * first + usage.transfer_ms, "second": 1e3 * second,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        for worker in STAGES:
+            self._ends[worker].engine.stop()
+            self._transfers[worker].close()
+
+
+STAGES = ("prefill", "decode")
+
+
+class _EngineEnd:
+    """An engine that is asked for one thing at a time."""
+
+    def __init__(self, folder: Path, worker: str, transfer: LeasedTransfer, options: argparse.Namespace) -> None:
+        from bireme.config import EngineConfig, KvCacheConfig, Limits
+        from bireme.engines.base import EngineContext
+        from bireme.engines.child.validate import Gate
+        from bireme.engines.torch.engine import TorchEngine
+
+        config = EngineConfig(
+            max_batch_size=1, max_num_tokens=2048, max_seq_len=options.prompt + 64, load_format="dummy",
+            kv_cache_config=KvCacheConfig(tokens_per_block=SIZE, max_tokens=2 * options.prompt + 128),
+        )  # fmt: skip
+        context = EngineContext(worker, worker, str(folder), config, Registry(), transfer, num_threads=2, life=1)
+        self.engine = TorchEngine(context)
+        self._gate = Gate(worker, self.engine.start(self._emit), Limits(), KEY, True, None)
+        self._ended, self._num_requests = threading.Event(), 0
+        self.token_times: list[float] = []
+
+    def ask(self, request: Any) -> Any:
+        """Return the end: `exported` and `usage`."""
+        self._ended.clear()
+        self.token_times, self._num_requests = [], self._num_requests + 1
+        admitted = self._gate.admit(request)
+        self.engine.submit((0, self._num_requests), admitted)
+        assert self._ended.wait(600), "the request does not end"
+        assert not self._last.finish.error, self._last.finish.error
+        exported = self._last.exported
+        return _End(
+            exported and msgspec.structs.replace(exported, prompt_digest=admitted.digest), self._last.finish.usage
+        )
+
+    def _emit(self, step: int, deltas: list[Any], plain: Any = None) -> None:
+        now = time.perf_counter()
+        self.token_times += [now] * (sum(len(delta.tokens) for delta in deltas) + len(plain.keys if plain else ()))
+        for delta in deltas:
+            if delta.finish is not None:
+                self._last = delta
+                self._ended.set()
+
+
+class _End(msgspec.Struct):
+    exported: Any
+    usage: Any
+
+
+if __name__ == "__main__":
+    main()
