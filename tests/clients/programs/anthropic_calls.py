@@ -49,7 +49,7 @@ assert parsed.parsed_output.age == 30, parsed
 beta = client.beta.messages.create(**ask("What is 12 + 30?"), betas=["interleaved-thinking-2025-05-14"])
 assert beta.content[0].text == "42", beta
 try:
-    client.messages.create(**ask("x", temperature=9))
+    client.messages.create(**ask("x", extra_body={"temperature": 9}))
 except anthropic.BadRequestError as error:
     assert "temperature" in error.message and error.type == "invalid_request_error"
 else:
