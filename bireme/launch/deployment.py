@@ -38,6 +38,7 @@ from bireme.launch.guarded_thread import GuardedThread, GuardedThreads
 from bireme.launch.health import HealthMonitor
 from bireme.launch.health_server import HealthServer
 from bireme.launch.installation import Installation
+from bireme.launch.loading_stubs import LoadingStubs
 from bireme.launch.ports import Ports
 from bireme.launch.preflight import check_all
 from bireme.launch.repository import link_models, python_models, used_models
@@ -336,16 +337,19 @@ class Deployment:
         self._console.event("loaded", model=model, seconds=time.monotonic() - began)
 
     def _await_loads(self, server: Server, loads: Mapping[Future[None], str], began: float) -> None:
-        next_word = began + _PROGRESS_S
+        recipe, next_word = self.settings.recipe, began + _PROGRESS_S
+        stubs = LoadingStubs(server.pid, {name: model for model in self.models for name in recipe.instances(model)})
         waiting = set(loads)
         while waiting and not self._stopping.is_set():
             waiting = wait(waiting, timeout=0.2).not_done
             if not server.is_running:
                 raise server.exit_error()
+            loading = sorted(loads[future] for future in waiting)
+            if stubs.is_one_lost(loading, time.monotonic()):
+                raise ServerStartError(f"loading {', '.join(loading)}: a stub died, and tritonserver waits for it")
             if waiting and time.monotonic() >= next_word:
                 next_word += _PROGRESS_S
-                names = ",".join(sorted(loads[future] for future in waiting))
-                self._console.event("loading", models=names, elapsed_s=round(time.monotonic() - began))
+                self._console.event("loading", models=",".join(loading), elapsed_s=round(time.monotonic() - began))
 
     def _watch(self, server: Server) -> None:
         server.note_members()

@@ -16,6 +16,7 @@ import pytest
 
 from bireme.config import CHECKOUT
 from bireme.launch import free_port, processes
+from bireme.launch.loading_stubs import LoadingStubs
 from bireme.launch.run_folder import SHM, default_base
 from tests.launch import galley
 
@@ -194,6 +195,24 @@ def test_a_killed_server_is_started_again(served):
     served.wait_for(lambda: served.server_pid() not in (0, killed) and served.status() == "ready")
     told = [line for line in served.log.read_text().splitlines() if "server_died" in line][-1]
     assert "code=-9" in told and "Non-graceful" not in told
+
+
+def test_a_stub_that_dies_in_its_load_and_is_not_noticed_is_lost_after_a_while():
+    child = subprocess.Popen(["true"])
+    while processes.state(child.pid) != "Z":
+        time.sleep(0.01)
+    stubs = LoadingStubs(os.getpid(), {"decode": "decode"})
+    assert [stubs.is_one_lost(["decode"], now) for now in (0.0, 9.0, 11.0)] == [False, False, True]
+    child.wait()
+    assert not stubs.is_one_lost(["decode"], 12.0)
+
+
+def test_a_launch_ends_whose_stub_is_killed_as_soon_as_it_is_there(tmp_path):
+    launch = Served(galley.build(tmp_path / "checkout"), tmp_path / "log")
+    launch.wait_for(lambda: launch.server_pid() and processes.stubs(launch.server_pid()).get("tokenizer"))
+    os.kill(launch.stub_pid("tokenizer"), signal.SIGKILL)
+    assert launch.process.wait(LIMIT_S) == 1
+    assert "loading tokenizer: a stub died" in launch.log.read_text() or "is not healthy" in launch.log.read_text()
 
 
 def test_a_taken_port_is_said_with_its_holder_and_code_2(tmp_path, served):

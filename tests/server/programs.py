@@ -14,7 +14,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tools/simulate.py": ("agentic", "--requests", "50", "--modes", "kv,random", "--plot", "{folder}/modes.png"),
     "tools/train_samples.py": ("tiny-chat", "--budget", "smoke", "--out", "{folder}/tiny-chat"),
     "benchmarks/embedding_cache.py": ("--recipe", "recipes/tiny-vlm-agg", "--pictures", "1"),
-    "benchmarks/engine_cpu.py": ("--batch", "1", "--prompt", "8", "--steps", "2", "--threads", "1"),
+    "benchmarks/engine_cpu.py": ("--cases", "1x8", "--steps", "2", "--threads", "1"),
     "benchmarks/engine_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/kv_tiers.py": ("--shape", "tiny", "--quick", "--threads", "1"),
     "benchmarks/transfer.py": ("--quick",),

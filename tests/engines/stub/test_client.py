@@ -343,8 +343,8 @@ def test_a_load_failure_with_a_transfer_ends_just_as_well(make_recipe, start_cli
 
 
 def test_a_transfer_that_is_not_there_fails_the_load(make_recipe, start_client):
-    with pytest.raises(ConfigError, match="cache_transceiver_config.backend: NIXL"):
-        start_client(make_recipe(engine={"cache_transceiver_config": {"backend": "NIXL"}}))
+    with pytest.raises(ConfigError, match="cache_transceiver_config.backend: MPI"):
+        start_client(make_recipe(engine={"cache_transceiver_config": {"backend": "MPI"}}))
 
 
 def test_a_python_that_fails_is_named(make_recipe, start_client, monkeypatch):
