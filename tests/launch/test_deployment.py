@@ -207,14 +207,6 @@ def test_a_stub_that_dies_in_its_load_and_is_not_noticed_is_lost_after_a_while()
     assert not stubs.is_one_lost(["decode"], 12.0)
 
 
-def test_a_launch_ends_whose_stub_is_killed_as_soon_as_it_is_there(tmp_path):
-    launch = Served(galley.build(tmp_path / "checkout"), tmp_path / "log")
-    launch.wait_for(lambda: launch.server_pid() and processes.stubs(launch.server_pid()).get("tokenizer"))
-    os.kill(launch.stub_pid("tokenizer"), signal.SIGKILL)
-    assert launch.process.wait(LIMIT_S) == 1
-    assert "loading tokenizer: a stub died" in launch.log.read_text() or "is not healthy" in launch.log.read_text()
-
-
 def test_a_taken_port_is_said_with_its_holder_and_code_2(tmp_path, served):
     second = Served(galley.build(tmp_path / "checkout"), tmp_path / "second.log")
     assert second.process.wait(LIMIT_S) == 2
@@ -272,6 +264,14 @@ def test_a_model_that_does_not_load_ends_with_code_1_and_its_reason(tmp_path):
     assert served.process.wait(LIMIT_S) == 1
     assert "model decode:" in served.log.read_text() and "no oars" in served.log.read_text()
     assert mine(served) == []
+
+
+def test_a_launch_ends_whose_stub_is_killed_as_soon_as_it_is_there(tmp_path):
+    launch = Served(galley.build(tmp_path / "checkout"), tmp_path / "log")
+    launch.wait_for(lambda: launch.server_pid() and processes.stubs(launch.server_pid()).get("tokenizer"))
+    os.kill(launch.stub_pid("tokenizer"), signal.SIGKILL)
+    assert launch.process.wait(LIMIT_S) == 1
+    assert "loading tokenizer: a stub died" in launch.log.read_text() or "is not healthy" in launch.log.read_text()
 
 
 def test_a_server_that_dies_while_it_loads_is_started_again(tmp_path):
