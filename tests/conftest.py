@@ -12,6 +12,8 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("BIREME_OPENAI_PORT", "0")  # launches of tests share the machine; who wants it names a port
+# Test processes share the cores: threads of torch that wait by spinning take four times the CPU of those that sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if not Path("/dev/nvidiactl").exists():  # Triton's language looks at this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
