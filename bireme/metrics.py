@@ -155,6 +155,12 @@ TABLE: dict[str, MetricSpec] = {
         _gauge("bireme_kv_leases", "Leases of exported KV by state.", "worker", "state"),
         _counter("bireme_kv_leases_expired_total", "Leases freed because nobody claimed them in time.", "worker"),
         _gauge("bireme_kv_transfer_buffer_bytes", "Bytes of the bounded transfer buffer in use.", "worker"),
+        _gauge(
+            "bireme_kv_staging_bytes",
+            "Host memory through which a GPU's KV passes in transfers, by kind: pinned, or pageable, which is slower.",
+            "worker",
+            "kind",
+        ),
         _counter("bireme_cancellations_total", "Requests cancelled by their client or by an abort.", "worker"),
         _counter("bireme_migrations_total", "Streams continued on another engine or engine life.", "worker"),
         _counter("bireme_routed_total", "Placements decided, by worker chosen.", "worker", "target"),

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from bireme.engines.torch import kernels
 from bireme.engines.torch.kv_store import KvStore
+from bireme.engines.torch.row_copies import move_rows
 from bireme.errors import ConfigError
 from bireme.kv.block_tiers import BlockCopy, CopyResult
 from bireme.kv.disk_blocks import DiskBlocks
@@ -23,7 +26,9 @@ from bireme.kv.transfer.copier import Copier
 
 logger = logging.getLogger("bireme.engines.torch")
 
-_CHUNK_BYTES = 32 << 20  # copied at a time; between two, other requests have their turn
+# Copied at a time; between two, other requests have their turn. On a GPU, starting and ending one costs as much time as
+# copying 8 MiB.
+_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 64 << 20}
 _CLOSE_S = 5.0
 Done = Callable[[list[BlockCopy], list[CopyResult]], None]
 
@@ -47,6 +52,8 @@ class BlockMover:
         self._block_bytes = [sum(view[0].nbytes for view in views) for views in self._views]
         self._disk = disk
         self._cuda = store.device if store.device.type == "cuda" else None
+        self._chunk_bytes = _CHUNK_BYTES[store.device.type]
+        self._uses_kernel = kernels.is_usable(store.device)
         # Slices of arrays cost less than those of tensors, and there are two a layer and block.
         self._arrays = [] if self._cuda else [[view.numpy() for view in views] for views in self._views]
         self._host = [self._host_memory(group, count) for group, count in enumerate(num_host_blocks)]
@@ -54,6 +61,9 @@ class BlockMover:
         self._streams: dict[str, Any] = {}
         if self._cuda is not None:
             self._streams = {name: torch.cuda.Stream(self._cuda) for name in ("offload", "onboard")}
+        for views in self._views if self._uses_kernel else ():  # compile it now, not in a copy
+            row = np.zeros(1, np.int64)
+            move_rows(views, [view.new_empty(1, view.shape[1]) for view in views], row, row, True)
         self._is_closing = False
         self._threads = {name: Copier(f"kv-{name}") for name in ("offload", "onboard", "spill")}
         for thread in self._threads.values():
@@ -107,52 +117,48 @@ class BlockMover:
         for at, copy in enumerate(copies):
             first = copies[begin]
             is_other = (copy.group, copy.source_tier) != (first.group, first.source_tier)
-            if at > begin and (is_other or num_bytes >= _CHUNK_BYTES or copy.source_tier == DISK):
+            if at > begin and (is_other or num_bytes >= self._chunk_bytes or copy.source_tier == DISK):
                 yield copies[begin:at]
                 begin, num_bytes = at, 0
             num_bytes += self._block_bytes[copy.group]
         yield copies[begin:]
 
     def _down(self, copies: list[BlockCopy], computed: Any) -> list[CopyResult]:
-        group = copies[0].group
-        rows = [self._host[group][copy.target - 1] for copy in copies]
-        sources = [copy.source for copy in copies]
+        group, sources = copies[0].group, [copy.source for copy in copies]
+        host, rows = self._host[group], [copy.target - 1 for copy in copies]
         if self._cuda is None:
             for source, row in zip(sources, rows, strict=True):
-                for place, part in self._parts(group, row.numpy()):
+                for place, part in self._parts(group, host[row].numpy()):
                     part[...] = self._arrays[group][place][source]
             return [CopyResult.DONE] * len(copies)
         with self._on("offload", computed):
-            index = torch.tensor(sources, device=self._cuda)
-            staged = self._host[group].new_empty((len(copies), self._host[group].shape[1]), device=self._cuda)
-            for place, part in self._parts(group, staged):
-                part.copy_(self._views[group][place].index_select(0, index))
-            for row, block in zip(rows, staged, strict=True):
-                row.copy_(block, non_blocking=True)
+            staged = host.new_empty((len(copies), host.shape[1]), device=self._cuda)
+            parts = [part for _, part in self._parts(group, staged)]
+            move_rows(self._views[group], parts, np.array(sources), np.arange(len(copies)), self._uses_kernel)
+            for first, last in _runs(rows):
+                host[rows[first] : rows[first] + last - first].copy_(staged[first:last], non_blocking=True)
             self._finish("offload")
         return [CopyResult.DONE] * len(copies)
 
     def _up(self, copies: list[BlockCopy], computed: Any) -> list[CopyResult]:
-        group = copies[0].group
+        group, targets = copies[0].group, [copy.target for copy in copies]
+        host, rows = self._host[group], [copy.source - 1 for copy in copies]
         if copies[0].source_tier == DISK:
             assert self._disk is not None and len(copies) == 1
-            rows = [self._bounce[group][0]]
-            if not self._disk.read(group, copies[0].source, memoryview(rows[0].numpy()).cast("B")):
+            host, rows = self._bounce[group], [0]
+            if not self._disk.read(group, copies[0].source, memoryview(host[0].numpy()).cast("B")):
                 return [CopyResult.FAILED]
-        else:
-            rows = [self._host[group][copy.source - 1] for copy in copies]
         if self._cuda is None:
-            for copy, row in zip(copies, rows, strict=True):
-                for place, part in self._parts(group, row.numpy()):
-                    self._arrays[group][place][copy.target] = part
+            for target, row in zip(targets, rows, strict=True):
+                for place, part in self._parts(group, host[row].numpy()):
+                    self._arrays[group][place][target] = part
             return [CopyResult.DONE] * len(copies)
         with self._on("onboard", computed):
-            index = torch.tensor([copy.target for copy in copies], device=self._cuda)
-            staged = self._host[group].new_empty((len(copies), self._host[group].shape[1]), device=self._cuda)
-            for row, block in zip(rows, staged, strict=True):
-                block.copy_(row, non_blocking=True)
-            for place, part in self._parts(group, staged):
-                self._views[group][place].index_copy_(0, index, part)
+            staged = host.new_empty((len(copies), host.shape[1]), device=self._cuda)
+            for first, last in _runs(rows):
+                staged[first:last].copy_(host[rows[first] : rows[first] + last - first], non_blocking=True)
+            parts = [part for _, part in self._parts(group, staged)]
+            move_rows(parts, self._views[group], np.arange(len(copies)), np.array(targets), self._uses_kernel)
             self._finish("onboard")
         return [CopyResult.DONE] * len(copies)
 
@@ -210,3 +216,12 @@ class BlockMover:
         event = torch.cuda.Event(blocking=True)
         event.record(self._streams[name])
         event.synchronize()
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the index ranges in which each number follows the one before: they are copied at once."""
+    first = 0
+    for last in range(1, len(numbers) + 1):
+        if last == len(numbers) or numbers[last] != numbers[last - 1] + 1:
+            yield first, last
+            first = last

@@ -1,4 +1,4 @@
-"""The KV tensors of all layers, as rows of one token each, and their copies to and from transfers.
+"""The KV tensors of all layers, as rows of one token each.
 
 Layers that share a window share block ids; each layer has its own two tensors (keys, values) of (blocks *
 tokens_per_block, heads * size). Block 0 is padding: zero, and on a GPU, whose kernels never read it,
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bireme.engines.torch.attention import LayerGeometry
+from bireme.engines.torch.row_copies import RowCopies
 from bireme.kv.block_pool import NULL
 from bireme.kv.transfer.base import GroupLayout, KvLayout
 from bireme.kv.transfer.memory import NOT_HELD, MemoryKind, Region, Rows, TokenRows
@@ -86,34 +89,30 @@ class KvStore:
         return KvLayout(model, str(self.dtype).removeprefix("torch."), groups)
 
     def token_rows(self, blocks: Sequence[Sequence[int]], num_tokens: int) -> TokenRows:
-        """Return the rows of a request's tokens; `blocks`: the ids that it holds, a group each."""
+        """Return the rows of a request's tokens; `blocks`: the ids that it holds, a group each.
+
+        On a GPU they may be touched when the steps that have been started have ended: call it on the engine's thread.
+        """
         size, positions = self.tokens_per_block, np.arange(num_tokens)
         found = []
         for held in blocks:
             index = np.asarray(held, dtype=np.int64)[positions // size]
             found.append(np.where(index == NULL, NOT_HELD, index * size + positions % size))
-        return TokenRows(self, tuple(found))
+        return TokenRows(self, tuple(found), self._computed())
 
-    def read(self, group: int, rows: Rows, data: memoryview) -> None:
-        """Copy rows of all layers of a group into `data`: layer by layer, keys then values."""
-        index = torch.from_numpy(rows).to(self.device)
-        target, at = torch.frombuffer(data, dtype=torch.uint8), 0
-        for tensor in self._tensors(group):
-            source = tensor.view(torch.uint8)
-            end = at + len(rows) * source.shape[1]
-            target[at:end].view(len(rows), -1).copy_(source.index_select(0, index))
-            at = end
+    @cached_property
+    def copies(self) -> RowCopies:
+        """What copies rows that the CPU can't address; takes its memory at the first use."""
+        return RowCopies([self._tensors(group) for group in range(len(self.groups))], self.device)
 
-    def write(self, group: int, rows: Rows, data: memoryview) -> None:
-        """Copy `data`, in the order of `read`, into rows of all layers of a group."""
-        index = torch.from_numpy(rows).to(self.device)
-        array = np.frombuffer(data, dtype=np.uint8)
-        source, at = torch.from_numpy(array if array.flags.writeable else array.copy()), 0
-        for tensor in self._tensors(group):
-            target = tensor.view(torch.uint8)
-            end = at + len(rows) * target.shape[1]
-            target.index_copy_(0, index, source[at:end].view(len(rows), -1).to(self.device))
-            at = end
+    def read(self, group: int, rows: Rows, ready: Any = None) -> memoryview:
+        return self.copies.read(group, rows, ready)
+
+    def room(self, group: int, num_rows: int) -> memoryview:
+        return self.copies.room(group, num_rows)
+
+    def write(self, group: int, rows: Rows, data: memoryview, ready: Any = None) -> None:
+        self.copies.write(group, rows, data, ready)
 
     def block_views(self, group: int) -> list[Tensor]:
         """Return keys and values of a group's layers: (blocks, bytes of a block), in int64 where its rows allow it.
@@ -129,6 +128,14 @@ class KvStore:
         """Zero the first rows, which warm-up wrote; not all, which would take memory for unused rows."""
         for tensor in (*self.keys, *self.values):
             tensor[:num_rows].zero_()
+
+    def _computed(self) -> Any:
+        """Return an event of all that the engine's stream has been given so far."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def _tensors(self, group: int) -> list[Tensor]:
         return [tensor for layer in self.groups[group].layers for tensor in (self.keys[layer], self.values[layer])]

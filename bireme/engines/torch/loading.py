@@ -118,6 +118,8 @@ class LoadedEngine:
             )
         )
         if context.transfer is not None:
+            if device.type == "cuda":
+                context.metrics.set("bireme_kv_staging_bytes", store.copies.staging_bytes, store.copies.kind)
             context.transfer.start(store.layout(checkpoint.digest), store)
         load_s = time.monotonic() - began
         accounts.started(manager, load_s)

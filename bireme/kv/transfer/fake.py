@@ -132,8 +132,7 @@ class FakeTransfer:
                 raise NotFoundError("the KV lease has ended; prefill again")
             for chunk in plan.chunks:
                 self._check(fetch)
-                data = memoryview(bytearray(chunk.end - chunk.begin))
-                source.read(chunk.group, chunk.first, chunk.last, data)
+                data = source.read(chunk.group, chunk.first, chunk.last)
                 fetch.rows.write(chunk.group, chunk.first, chunk.last, data)
                 yield
         except BaseException:

@@ -48,10 +48,13 @@ class RowMemory(Protocol):
     def regions(self) -> tuple[tuple[Region, ...], ...]:
         """A group of the layout each: its tensors, layer by layer, keys then values; all of one kind."""
 
-    def read(self, group: int, rows: Rows, data: memoryview) -> None:
-        """Copy rows into `data`: tensor by tensor in the order of `regions`."""
+    def read(self, group: int, rows: Rows, ready: Any = None) -> memoryview:
+        """Return a copy of rows: tensor by tensor in the order of `regions`. Valid until the next call."""
 
-    def write(self, group: int, rows: Rows, data: memoryview) -> None:
+    def room(self, group: int, num_rows: int) -> memoryview:
+        """Return memory from which `write` copies best; valid until then."""
+
+    def write(self, group: int, rows: Rows, data: memoryview, ready: Any = None) -> None:
         """Copy `data`, in the order of `read`, into rows."""
 
 
@@ -69,6 +72,7 @@ class TokenRows:
 
     memory: RowMemory
     rows: tuple[Rows, ...]  # a group: the row of each token from 0 on, or NOT_HELD
+    ready: Any = None  # the memory's own sign that they may be touched; None: now. Addressable ones always may
 
     def is_addressable(self, group: int) -> bool:
         """Return whether the CPU can copy a group's rows by their addresses."""
@@ -89,11 +93,14 @@ class TokenRows:
         lengths = counts.astype(np.uint64)[None, :] * widths
         return Pieces(addresses.reshape(-1), lengths.reshape(-1))
 
-    def read(self, group: int, first: int, last: int, data: memoryview) -> None:
-        self.memory.read(group, self._pick(group, first, last), data)
+    def read(self, group: int, first: int, last: int) -> memoryview:
+        return self.memory.read(group, self._pick(group, first, last), self.ready)
+
+    def room(self, group: int, first: int, last: int) -> memoryview:
+        return self.memory.room(group, last - first)
 
     def write(self, group: int, first: int, last: int, data: memoryview) -> None:
-        self.memory.write(group, self._pick(group, first, last), data)
+        self.memory.write(group, self._pick(group, first, last), data, self.ready)
 
     def _pick(self, group: int, first: int, last: int) -> Rows:
         """Return rows that may be touched: addresses are computed from them."""
@@ -115,11 +122,14 @@ class HostMemory:
         """Return rows of tokens that lie in their order, from row 0 on."""
         return TokenRows(self, tuple(np.arange(len(arrays[0])) for arrays in self.arrays))
 
-    def read(self, group: int, rows: Rows, data: memoryview) -> None:
-        parts = [array[rows].reshape(-1) for array in self.arrays[group]]
-        np.concatenate(parts, out=np.frombuffer(data, np.uint8))
+    def read(self, group: int, rows: Rows, ready: Any = None) -> memoryview:
+        whole: Any = np.concatenate([array[rows].reshape(-1) for array in self.arrays[group]])
+        return memoryview(whole)
 
-    def write(self, group: int, rows: Rows, data: memoryview) -> None:
+    def room(self, group: int, num_rows: int) -> memoryview:
+        return memoryview(bytearray(num_rows * sum(array.shape[1] for array in self.arrays[group])))
+
+    def write(self, group: int, rows: Rows, data: memoryview, ready: Any = None) -> None:
         source, at = np.frombuffer(data, np.uint8), 0
         for array in self.arrays[group]:
             end = at + len(rows) * array.shape[1]

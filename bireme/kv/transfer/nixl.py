@@ -196,7 +196,7 @@ class NixlOutlet:
             with _as_unavailable():
                 self._copy = memory.arrays[0][0].reshape(-1), self._backend.register(memory)
         array = self._copy[0]
-        rows.read(chunk.group, chunk.first, chunk.last, memoryview(array)[:size])  # type: ignore[arg-type]
+        array[:size] = np.frombuffer(rows.read(chunk.group, chunk.first, chunk.last), np.uint8)
         piece = np.array([array.ctypes.data], np.uint64), np.array([size], np.uint64)
         return Pieces(*piece), MemoryKind.DRAM.value, 0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from bireme.errors import BiremeError, ResourceExhaustedError, UnavailableError
 from bireme.kv.transfer.chunks import Chunk
 from bireme.kv.transfer.memory import TokenRows
-from bireme.kv.transfer.piece_io import load_pieces, store_pieces
+from bireme.kv.transfer.piece_io import load_rows, store_rows
 
 SHM_DIR = Path("/dev/shm")
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
@@ -41,17 +40,14 @@ def sweep(run_dir: Path, worker: str) -> int:
 class SharedFile:
     """One file, open. The creator writes it before anybody else learns its name.
 
-    Rows that the CPU can address are written and read by system calls with lists of their pieces: one copy, no page
-    faults of a mapping, and no GIL meanwhile. Others are copied by their owner, through a mapping.
+    It is written and read by system calls: no page faults of a mapping.
     """
 
-    __slots__ = ("_descriptor", "_map", "_num_bytes", "_path")
+    __slots__ = ("_descriptor", "_path")
 
-    def __init__(self, path: Path, descriptor: int, num_bytes: int) -> None:
+    def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
-        self._num_bytes = num_bytes
-        self._map: mmap.mmap | None = None
 
     @property
     def name(self) -> str:
@@ -73,52 +69,35 @@ class SharedFile:
             path.unlink(missing_ok=True)
             os.close(descriptor)
             raise _creation_error(error, num_bytes) from error
-        return cls(path, descriptor, num_bytes)
+        return cls(path, descriptor)
 
     @classmethod
     def open(cls, name: str, num_bytes: int) -> SharedFile:
         """Open another engine's file. Raises FileNotFoundError, or BiremeError for a wrong size."""
         path = SHM_DIR / name
-        # Writable, though only read: torch.frombuffer warns about read-only memory.
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         size = os.fstat(descriptor).st_size
         if size != num_bytes:
             os.close(descriptor)
             raise BiremeError(f"KV transfer file has {size} bytes; the offer says {num_bytes}")
-        return cls(path, descriptor, num_bytes)
+        return cls(path, descriptor)
 
     def store(self, rows: TokenRows, chunk: Chunk) -> None:
         """Copy a chunk's rows into the file."""
-        if rows.is_addressable(chunk.group):
-            store_pieces(self._descriptor, rows.pieces(chunk.group, chunk.first, chunk.last), chunk.begin)
-        else:
-            rows.read(chunk.group, chunk.first, chunk.last, self._view(chunk))
+        store_rows(self._descriptor, rows, chunk, chunk.begin)
 
     def load(self, rows: TokenRows, chunk: Chunk) -> None:
         """Copy a chunk out of the file into its rows."""
-        if rows.is_addressable(chunk.group):
-            load_pieces(self._descriptor, rows.pieces(chunk.group, chunk.first, chunk.last), chunk.begin)
-        else:
-            rows.write(chunk.group, chunk.first, chunk.last, self._view(chunk))
+        load_rows(self._descriptor, rows, chunk, chunk.begin)
 
     def close(self) -> None:
         """Let go of it; the file stays until `unlink`."""
-        if self._map is not None:
-            with contextlib.suppress(BufferError):  # an owner that kept its memoryview keeps the mapping
-                self._map.close()
-            self._map = None
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def unlink(self) -> None:
         self._path.unlink(missing_ok=True)
-
-    def _view(self, chunk: Chunk) -> memoryview:
-        if self._map is None:
-            # Not MAP_POPULATE: mmap() holds the GIL, the page faults of the copy don't.
-            self._map = mmap.mmap(self._descriptor, self._num_bytes)
-        return memoryview(self._map)[chunk.begin : chunk.end]
 
 
 def free_bytes() -> int:

@@ -5,7 +5,6 @@ Room is taken first-fit and given back once; who waits for it waits in line abov
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 
@@ -14,7 +13,7 @@ import numpy as np
 from bireme.errors import RequestError
 from bireme.kv.transfer.chunks import Chunk
 from bireme.kv.transfer.memory import TokenRows
-from bireme.kv.transfer.piece_io import load_pieces
+from bireme.kv.transfer.piece_io import load_rows
 
 _ALIGNMENT = 4096  # transfers share no page
 
@@ -64,15 +63,10 @@ class Staging:
 
     def load(self, rows: TokenRows, chunk: Chunk, begin: int) -> None:
         """Copy a chunk that lies at `begin` to its rows."""
-        end = begin + chunk.end - chunk.begin
-        if not rows.is_addressable(chunk.group):
-            rows.write(chunk.group, chunk.first, chunk.last, memoryview(self._map)[begin:end])
-            return
-        load_pieces(self._descriptor, rows.pieces(chunk.group, chunk.first, chunk.last), begin)
+        load_rows(self._descriptor, rows, chunk, begin)
 
     def close(self) -> None:
         """Give the memory back; nothing may be registered of it, or use it, any more."""
         del self._array
-        with contextlib.suppress(BufferError):  # an owner that kept its memoryview keeps the mapping
-            self._map.close()
+        self._map.close()
         os.close(self._descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ pytest.importorskip("triton.language", reason="triton is not installed: it comes
 from bireme.engines.torch import kernels
 from bireme.engines.torch.kernels.packed_prefill import packed_prefill, packed_prefill_reference
 from bireme.engines.torch.kernels.paged_decode import paged_decode, paged_decode_reference
+from bireme.engines.torch.row_copies import move_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS = 40
@@ -82,3 +84,18 @@ def test_graphs_are_made_for_few_batch_sizes_and_fill_up_few_rows(most):
     sizes = bucket_sizes(most)
     assert sizes[0] == 1 and sizes[-1] == most and len(sizes) <= 20
     assert all(after - before <= max(8, before // 2) for before, after in zip(sizes, sizes[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [(torch.bfloat16, (64, 24)), (torch.uint8, (24, 8)), (torch.uint8, (5, 30)), (torch.int64, (3000,))],
+)
+def test_rows_copied_by_address_are_those_that_were_asked_for(dtype, sizes):
+    sources = [torch.randint(1, 100, (50, size), device=DEVICE).to(dtype) for size in sizes]
+    whole = torch.zeros(40, sum(sizes), dtype=dtype, device=DEVICE)
+    targets = whole.split(sizes, 1)  # rows with a gap between them
+    read, written = np.array([3, 9, 40, 2, 7]), np.array([0, 39, 5, 6, 7])
+    move_rows(sources, targets, read, written, uses_kernel=True)
+    expected = torch.zeros_like(whole)
+    move_rows(sources, expected.split(sizes, 1), read, written, uses_kernel=False)
+    assert torch.equal(whole, expected) and int(whole[written].count_nonzero()) == 5 * sum(sizes)

@@ -65,12 +65,16 @@ class SlowMemory:
     def token_rows(self) -> TokenRows:
         return TokenRows(self, self._arrays.token_rows().rows)
 
-    def read(self, group: int, rows: np.ndarray, data: memoryview) -> None:
+    def read(self, group: int, rows: np.ndarray, ready: Any = None) -> memoryview:
         self.began.set()
-        self._arrays.read(group, rows, data)
+        data = self._arrays.read(group, rows)
         time.sleep(self._delay_s)
+        return data
 
-    def write(self, group: int, rows: np.ndarray, data: memoryview) -> None:
+    def room(self, group: int, num_rows: int) -> memoryview:
+        return self._arrays.room(group, num_rows)
+
+    def write(self, group: int, rows: np.ndarray, data: memoryview, ready: Any = None) -> None:
         self.began.set()
         self._arrays.write(group, rows, data)
         time.sleep(self._delay_s)

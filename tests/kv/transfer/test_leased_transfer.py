@@ -38,7 +38,7 @@ class BrokenMemory(SlowMemory):
     def __init__(self):
         super().__init__(LAYOUT, 10, 0)
 
-    def read(self, group, rows, data):
+    def read(self, group, rows, *rest):
         raise ZeroDivisionError
 
     write = read
