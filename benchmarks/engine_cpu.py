@@ -171,7 +171,7 @@ def engine(folder: str, prompts: Any, options: argparse.Namespace, on_modules: b
     context = EngineContext("bench", "decode", folder, config, Registry("bench"), num_threads=options.threads)
     families = decoder_weights.FAMILIES
     if on_modules:
-        decoder_weights.FAMILIES = {}
+        decoder_weights.FAMILIES = ()
     try:
         return SteppedEngine(LoadedEngine(context, lambda action: action()))
     finally:

@@ -151,7 +151,7 @@ class Bench:
         if options.modules:
             from bireme.engines.torch import decoder_weights
 
-            decoder_weights.FAMILIES = {}
+            decoder_weights.FAMILIES = ()
         self._loaded = LoadedEngine(
             EngineContext("bench", "decode", folder, config, Registry("bench")), lambda act: act()
         )

@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_EVERYWHERE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_ON_CPU = (
-    *("MinistralForCausalLM", "SeedOssForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
-    *("Qwen3MoeForCausalLM", "MixtralForCausalLM"),
+FAMILIES: tuple[str, ...] = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM", "SeedOssForCausalLM"),
+    *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"),
+    *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
 )
-FAMILIES = dict.fromkeys(_EVERYWHERE, ("cpu", "cuda")) | dict.fromkeys(_ON_CPU, ("cpu",))  # and which devices have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,16 @@ class DecoderWeights:
     embed_scale: float = 1.0
     softcap: float = 0.0  # of the logits; 0: none
 
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.router is not None for layer in self.layers)
+
 
 def why_not_fused(model: Any) -> str:
     """Return what keeps a model from these decoders; empty: nothing does."""
     name = type(model).__name__
-    known = [family for family, devices in FAMILIES.items() if model.device.type in devices]
-    if name not in known:
-        return f"{name} is not one of {', '.join(sorted(known))}"
+    if name not in FAMILIES:
+        return f"{name} is not one of {', '.join(sorted(FAMILIES))}"
     layer = model.model.layers[0]
     if not (_is(_activation(model), F.silu) or _is_gelu(model)):
         return f"the MLP is gated by {_activation(model)}"

@@ -74,6 +74,7 @@ class PackedDecoder:
         self._embeddings, self._norm, self._eps = weights.embeddings.clone(), _float(weights.norm), weights.eps
         self._scale = None if weights.embed_scale == 1 else torch.tensor(weights.embed_scale).to(store.dtype)
         self._head, self._softcap = Linear(weights.head), weights.softcap
+        self.has_experts = weights.has_experts
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute(self, batch: Batch) -> Tensor:

@@ -15,7 +15,7 @@ PROMPTS = make_prompts(*MIXED)
 @pytest.fixture(autouse=True)
 def chosen_decoder(request, monkeypatch):
     if "name" in request.fixturenames and request.getfixturevalue("name") == ON_MODULES:
-        monkeypatch.setattr(decoder_weights, "FAMILIES", {})
+        monkeypatch.setattr(decoder_weights, "FAMILIES", ())
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -18,19 +18,31 @@ ASKED = [
     [request(PROMPTS[2], 4, temperature=0.8, seed=9, top_k=20, min_p=0.02), request(PROMPTS[1], 3, logprobs=2)],
     [request(PROMPTS[0], 3, temperature=1.0, seed=3, repetition_penalty=1.4), request(PROMPTS[2], 4)],
 ]
+# What families differ in; small enough for Triton's interpreter.
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
+KINDS = {
+    "mistral": {"sliding_window": 10},
+    "gemma2": {
+        "num_hidden_layers": 2,
+        "sliding_window": 10,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 2.0,
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+}
 
 
-@pytest.fixture(scope="module")
-def answer(tmp_path_factory):
-    """Return what an engine answers, by its settings; small enough for Triton's interpreter."""
-    folder = tmp_path_factory.mktemp("model")
-    changes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 10}
-    path = tiny_models.save(folder, "mistral", **changes)
+@pytest.fixture(scope="module", params=KINDS)
+def answer(request, tmp_path_factory):
+    """Return what an engine answers, by its settings: of the first kind all that may be asked."""
+    path = tiny_models.save(tmp_path_factory.mktemp("model"), request.param, **(SMALL | KINDS[request.param]))
+    asked = ASKED if request.param == "mistral" or torch.cuda.is_available() else ASKED[:1]
 
     def run(is_fused, **settings):
         with Harness(path, max_seq_len=24, max_batch_size=2, tokens_per_block=4, **settings) as engine:
             assert (engine.core._parts.resident is not None) is is_fused
-            return [engine.run(requests) for requests in ASKED]
+            return [engine.run(requests) for requests in asked]
 
     return run
 
@@ -39,7 +51,7 @@ def answer(tmp_path_factory):
 def test_an_engine_on_the_fused_decoder_answers_as_one_on_modules(answer, monkeypatch, is_serial):
     with monkeypatch.context() as changed:
         changed.setattr(kernels, "is_usable", lambda device: False)
-        changed.setattr(decoder_weights, "FAMILIES", {})
+        changed.setattr(decoder_weights, "FAMILIES", ())
         expected = answer(is_fused=False)
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
     assert answer(is_fused=True, disable_overlap_scheduler=is_serial) == expected

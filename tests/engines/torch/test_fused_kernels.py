@@ -16,6 +16,7 @@ from bireme.engines.torch import decoder_weights
 from bireme.engines.torch.kernels import (
     decode_attention,
     draw,
+    experts,
     few_rows_linear,
     one_row_linear,
     rotary,
@@ -34,24 +35,68 @@ def randn():
     return lambda *shape: torch.randn(*shape, generator=rng, device=DEVICE)
 
 
-@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("is_gated", "is_gelu"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("rows", [1, 3, 16])
-def test_the_product_of_one_row_and_of_a_few_equals_plain_torch(randn, rows, is_gated):
+def test_the_product_of_one_row_and_of_a_few_equals_plain_torch(randn, rows, is_gated, is_gelu):
     x, weight = randn(rows, 96), randn(144 if is_gated else 72, 96)
     add_to = None if is_gated else randn(rows, 72)
-    given = (x, weight, None if is_gated else randn(72), randn(96), 1e-5, is_gated, add_to)
+    given = (x, weight, None if is_gated else randn(72), randn(96), 1e-5, is_gated, is_gelu, add_to)
     function, reference = one_row_linear.one_row_linear, one_row_linear.one_row_linear_reference
     if rows > 1:
-        given = (x, weight, is_gated, add_to)
+        given = (x, weight, is_gated, is_gelu, add_to)
         function, reference = few_rows_linear.few_rows_linear, few_rows_linear.few_rows_linear_reference
     expected = reference(*given)
     close(function(*given), expected, atol=2e-4, rtol=1e-4)
 
 
-def test_norm_and_gated_activation_equal_plain_torch(randn):
-    x, weight = randn(5, 72), randn(72)
+def test_what_is_done_row_by_row_equals_plain_torch(randn):
+    x, weight, add_to = randn(5, 72), randn(72), randn(5, 72)
     close(row_wise.rms_norm(x, weight, 1e-6), row_wise.rms_norm_reference(x, weight, 1e-6))
-    close(row_wise.silu_times(x), row_wise.silu_times_reference(x))
+    expected = row_wise.rms_norm_reference(x, weight, 1e-6, add_to)
+    close(row_wise.rms_norm(x, weight, 1e-6, add_to), expected)
+    close(add_to, expected)
+    for is_gelu in (False, True):
+        close(row_wise.gate(40 * x, is_gelu), row_wise.gate_reference(40 * x, is_gelu))
+    expected = row_wise.cap_reference(50 * x, 30.0)
+    close(row_wise.cap(50 * x, 30.0), expected)
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_the_likeliest_experts_are_chosen_as_in_plain_torch(randn, is_normed):
+    logits = 3 * randn(5, 6)
+    close(experts.choose_experts(logits, 3, is_normed), experts.choose_experts_reference(logits, 3, is_normed))
+    logits[1, 2], logits[2, :] = float("nan"), float("inf")
+    chosen, shares = experts.choose_experts(logits, 3, is_normed)
+    assert ((chosen >= 0) & (chosen < 6)).all() and shares[1:3].isnan().all()
+
+
+@pytest.mark.parametrize(("rows", "is_gelu"), [(1, False), (3, True), (40, False), (100, True)])
+def test_the_products_of_experts_equal_plain_torch(randn, rows, is_gelu):
+    num_experts, top_k, size, inner = 6, 2, 40, 24  # of 100 rows larger tiles; the last expert is never chosen
+    x, gate_up, down = randn(rows, size), randn(num_experts, 2 * inner, size), randn(num_experts, size, inner)
+    logits = randn(rows, num_experts)
+    logits[:, -1] = -100
+    chosen, shares = experts.choose_experts(logits, top_k, True)
+    tiles, of = experts.group_pairs(chosen, num_experts), chosen.view(-1)
+    gated = experts.experts_linear(x, gate_up, tiles, is_gated=True, is_gelu=is_gelu)
+    close(gated, experts.experts_linear_reference(x, gate_up, of, True, is_gelu), atol=1e-4, rtol=1e-4)
+    found = experts.experts_linear(gated, down, tiles)
+    close(found, experts.experts_linear_reference(gated, down, of), atol=1e-4, rtol=1e-4)
+    expected = experts.add_shares_reference(found, shares, x)
+    experts.add_shares(found, shares, x)
+    close(x, expected)
+
+
+@pytest.mark.parametrize("rows", [5, 33, 130])
+def test_pairs_of_an_expert_share_tiles_and_each_pair_has_one(randn, rows):
+    chosen, _ = experts.choose_experts(randn(rows, 8), 3, True)
+    tiles = experts.group_pairs(chosen, 8)
+    of = tiles.pairs.view(-1, tiles.rows)[tiles.experts != experts.UNUSED]
+    used = tiles.experts[tiles.experts != experts.UNUSED]
+    assert sorted(of[of < tiles.num_pairs].tolist()) == list(range(3 * rows))
+    for expert, pairs in zip(used.tolist(), of, strict=True):
+        assert (chosen.view(-1)[pairs[pairs < tiles.num_pairs].long()] == expert).all()
+    assert len(used) == sum(-(-count // tiles.rows) for count in chosen.view(-1).bincount().tolist())
 
 
 def a_rotary(randn, size, has_norms):
@@ -71,9 +116,11 @@ def test_keys_and_values_are_turned_and_stored_as_in_plain_torch(randn, size, ha
     close(*results)
 
 
-@pytest.mark.parametrize("window", [0, 33])
-@pytest.mark.parametrize(("size", "has_norms"), [(16, False), (24, True)])
-def test_a_decode_step_attends_as_plain_torch(randn, size, has_norms, window):
+@pytest.mark.parametrize(
+    ("size", "has_norms", "window", "softcap"),
+    [(16, False, 0, 0.0), (16, False, 33, 2.0), (24, True, 33, 0.0), (24, True, 0, 0.5)],
+)
+def test_a_decode_step_attends_as_plain_torch(randn, size, has_norms, window, softcap):
     qkv, how = randn(4, (HEADS + 2 * NUM_KV) * size), a_rotary(randn, size, has_norms)
     slots, positions = (np.array(values, dtype=np.int32) for values in ([2, 0, 3, 1], [0, 70, 133, 256]))
     most = decode_attention.most_parts(NUM_KV)
@@ -87,7 +134,7 @@ def test_a_decode_step_attends_as_plain_torch(randn, size, has_norms, window):
     for function in (decode_attention.decode_attention, decode_attention.decode_attention_reference):
         keys, values = rows[0].clone(), rows[1].clone()
         told = torch.from_numpy(parts).to(DEVICE)
-        out = function(qkv, how, told, table, keys, values, scratch, BLOCK_SIZE, HEADS, 0.3, window)
+        out = function(qkv, how, told, table, keys, values, scratch, BLOCK_SIZE, HEADS, 0.3, window, softcap)
         results.append((out, keys, values))
     close(*results)
     assert not scratch.counters.any()
@@ -152,4 +199,5 @@ def test_a_step_begins_with_the_tokens_of_the_one_before_and_takes_in_new_blocks
     tables = [torch.zeros(2, 5, 9, dtype=torch.int32, device=DEVICE) for _ in range(2)]
     expected = step_begin.begin_step_reference(steps, tables[0], last, embeddings)
     close(step_begin.begin_step(steps, tables[1], last, embeddings), expected)
+    close(step_begin.begin_step(steps, tables[1], last, embeddings, 8.5), expected * 8.5)
     assert tables[0].equal(tables[1]) and tables[0].any()

@@ -9,7 +9,7 @@ import torch
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
-from bireme.engines.torch import kernels
+from bireme.engines.torch import decoder_weights, kernels
 from bireme.engines.torch.kernels.packed_prefill import packed_prefill, packed_prefill_reference
 from bireme.engines.torch.kernels.paged_decode import paged_decode, paged_decode_reference
 from bireme.engines.torch.row_copies import move_rows
@@ -69,6 +69,7 @@ def test_prefill_behind_prefixes_equals_plain_torch(
 
 def test_an_engine_that_runs_on_the_kernels_equals_generate(tiny, monkeypatch):
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    monkeypatch.setattr(decoder_weights, "FAMILIES", ())
     model, prompt = tiny("gemma3"), make_prompts(12)[0]
     with Harness(model.path, max_num_tokens=8, tokens_per_block=8, max_batch_size=1) as engine:
         assert engine.core._parts.runner.uses_kernels

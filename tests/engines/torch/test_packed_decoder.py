@@ -121,7 +121,7 @@ def answer(tmp_path):
 @pytest.fixture
 def by_modules(answer, monkeypatch):
     with monkeypatch.context() as changed:
-        changed.setattr(decoder_weights, "FAMILIES", {})
+        changed.setattr(decoder_weights, "FAMILIES", ())
         return answer(is_packed=False)[0]
 
 

@@ -29,6 +29,63 @@ WINDOW = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
 
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+W16 = {"sliding_window": 16}
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+# model type -> settings beyond tiny_models.BASE; None takes a setting away
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": W16,
+    "ministral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen2_moe": MOE | {"shared_expert_intermediate_size": 32},
+    "qwen3_moe": MOE | {"mlp_only_layers": [1]},
+    "mixtral": LOCAL_MOE | W16,
+    "gemma": {},
+    "gemma2": W16 | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 1.0, "num_hidden_layers": 4},
+    "gemma3_text": W16 | ALTERNATING | {"query_pre_attn_scalar": 16},
+    "phi3": {},
+    "phi": {},
+    "olmo2": {},
+    "olmo3": W16 | ALTERNATING,
+    "granite": {},
+    "cohere": {},
+    "cohere2": W16 | ALTERNATING,
+    "starcoder2": W16,
+    "glm4": {},
+    "smollm3": {},
+    "gpt_oss": LOCAL_MOE | W16 | ALTERNATING,
+    "exaone4": W16 | {"sliding_window_pattern": 4, "num_hidden_layers": 4},
+    "nemotron": {},
+    "stablelm": {},
+    "ernie4_5": {},
+    "seed_oss": {},
+    "deepseek_v3": DEEPSEEK | MLA | {"num_key_value_heads": 4, "head_dim": None},
+    "gpt2": {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "hidden_size": None,
+        "num_key_value_heads": None,
+        "head_dim": None,
+    },
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "num_key_value_heads": None, "head_dim": None},
+    "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
+    "hunyuan_v1_dense": {},
+    "dots1": DEEPSEEK | {"n_shared_experts": 1},
+}
+
 
 def build(model_type: str, seed: int = 0, **changes: Any) -> Any:
     """Return a random fp32 model of this type in eval mode."""

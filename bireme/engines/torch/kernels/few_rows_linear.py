@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.kernels.paged_decode import precision
+from bireme.engines.torch.kernels.row_wise import activated, gate_reference
 
 MOST_ROWS = 32
 
@@ -30,6 +31,7 @@ def _rows_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_GELU: tl.constexpr,
     IS_ADDED: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -49,18 +51,20 @@ def _rows_kernel(
             u = tl.load(at + N.to(tl.int64) * K + begin, is_row & is_there[None, :], 0.0)
             gated = tl.dot(u, some, gated, input_precision=PRECISION)
     if IS_GATED:
-        result = result / (1 + tl.exp(-result)) * gated
+        result = activated(result, IS_GELU) * gated
     to = out + m[None, :] * N + n[:, None]
     if IS_ADDED:
         result += tl.load(to, is_row & is_own, 0.0).to(tl.float32)
     tl.store(to, result.to(out.dtype.element_ty), is_row & is_own)
 
 
-def few_rows_linear(x: Tensor, weight: Tensor, is_gated: bool = False, add_to: Tensor | None = None) -> Tensor:
+def few_rows_linear(
+    x: Tensor, weight: Tensor, is_gated: bool = False, is_gelu: bool = False, add_to: Tensor | None = None
+) -> Tensor:
     """x (rows, K), weight (N, K) -> (rows, N).
 
-    Gated: weight is (2 N, K), gate above up, and the result is silu(gate) * up. `add_to` (rows, N) is what the result
-    is added to, in place.
+    Gated: weight is (2 N, K), gate above up, and the result is silu(gate) * up, or with tanh's approximation of
+    GELU. `add_to` (rows, N) is what the result is added to, in place.
     """
     rows, size = x.shape
     width = len(weight) // 2 if is_gated else len(weight)
@@ -77,6 +81,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, is_gated: bool = False, add_to: T
         TILE_N=64,
         TILE_K=tile_k,
         IS_GATED=is_gated,
+        IS_GELU=is_gelu,
         IS_ADDED=add_to is not None,
         PRECISION=precision(x.dtype),
         num_warps=4,
@@ -87,11 +92,10 @@ def few_rows_linear(x: Tensor, weight: Tensor, is_gated: bool = False, add_to: T
 
 
 def few_rows_linear_reference(
-    x: Tensor, weight: Tensor, is_gated: bool = False, add_to: Tensor | None = None
+    x: Tensor, weight: Tensor, is_gated: bool = False, is_gelu: bool = False, add_to: Tensor | None = None
 ) -> Tensor:
     """The same in float32; `add_to` is left alone."""
     result = F.linear(x.float(), weight.float())
     if is_gated:
-        gate, up = result.chunk(2, -1)
-        result = F.silu(gate) * up
+        result = gate_reference(result, is_gelu)
     return (result if add_to is None else add_to.float() + result).to(x.dtype)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
+from bireme.engines.torch.kernels.row_wise import activated, gate_reference
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -31,6 +32,7 @@ def _linear_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_GELU: tl.constexpr,
     IS_ADDED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -65,7 +67,7 @@ def _linear_kernel(
     if HAS_BIAS:
         result += tl.load(bias + n, n < N, 0.0).to(tl.float32)
     if IS_GATED:
-        result = result / (1 + tl.exp(-result)) * gated
+        result = activated(result, IS_GELU) * gated
     if IS_ADDED:
         result += tl.load(out + n, n < N, 0.0).to(tl.float32)
     tl.store(out + n, result.to(out.dtype.element_ty), n < N)
@@ -78,13 +80,14 @@ def one_row_linear(
     norm: Tensor | None = None,
     eps: float = 0.0,
     is_gated: bool = False,
+    is_gelu: bool = False,
     add_to: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """x (1, K), weight (N, K) -> (1, N).
 
     norm (K,): of the RMS norm that x goes through first. Gated: weight is (2 N, K), gate above up, and the result is
-    silu(gate) * up. `add_to` (1, N) is what the result is added to, in place.
+    silu(gate) * up, or with tanh's approximation of GELU. `add_to` (1, N) is what the result is added to, in place.
     """
     size = x.shape[1]
     width = len(weight) // 2 if is_gated else len(weight)
@@ -106,6 +109,7 @@ def one_row_linear(
         HAS_BIAS=bias is not None,
         HAS_NORM=norm is not None,
         IS_GATED=is_gated,
+        IS_GELU=is_gelu,
         IS_ADDED=add_to is not None,
         num_warps=4 if width <= size else 8,
         **chain(x),
@@ -120,6 +124,7 @@ def one_row_linear_reference(
     norm: Tensor | None = None,
     eps: float = 0.0,
     is_gated: bool = False,
+    is_gelu: bool = False,
     add_to: Tensor | None = None,
 ) -> Tensor:
     """The same in float32; `add_to` is left alone."""
@@ -128,6 +133,5 @@ def one_row_linear_reference(
         wide = F.rms_norm(wide, (x.shape[1],), norm.float(), eps)
     result = F.linear(wide, weight.float(), None if bias is None else bias.float())
     if is_gated:
-        gate, up = result.chunk(2, -1)
-        result = F.silu(gate) * up
+        result = gate_reference(result, is_gelu)
     return (result if add_to is None else add_to.float() + result).to(x.dtype)

@@ -21,9 +21,11 @@ def _begin_kernel(
     out,  # (R, W)
     table_stride,
     group_stride,
+    scale,
     W: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
+    IS_SCALED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     own = steps + row * (3 + 2 * GROUPS)
@@ -36,11 +38,17 @@ def _begin_kernel(
         token = tl.maximum(0, tl.load(last + slot))
     for begin in range(0, W, TILE):
         at = begin + tl.arange(0, TILE)
-        tl.store(out + row * W + at, tl.load(embeddings + token.to(tl.int64) * W + at, at < W), at < W)
+        embedding = tl.load(embeddings + token.to(tl.int64) * W + at, at < W)
+        if IS_SCALED:
+            embedding = (embedding.to(tl.float32) * scale).to(embedding.dtype)
+        tl.store(out + row * W + at, embedding, at < W)
 
 
-def begin_step(steps: Tensor, tables: Tensor, last: Tensor, embeddings: Tensor) -> Tensor:
-    """steps (R, 3 + 2 * groups) int32 -> embeddings (R, W) of the rows' tokens; takes new blocks into `tables`."""
+def begin_step(steps: Tensor, tables: Tensor, last: Tensor, embeddings: Tensor, scale: float = 1.0) -> Tensor:
+    """steps (R, 3 + 2 * groups) int32 -> embeddings (R, W) of the rows' tokens; takes new blocks into `tables`.
+
+    The embeddings are multiplied by `scale`.
+    """
     width = embeddings.shape[1]
     out = torch.empty(len(steps), width, dtype=embeddings.dtype, device=embeddings.device)
     _begin_kernel[(len(steps),)](
@@ -51,18 +59,20 @@ def begin_step(steps: Tensor, tables: Tensor, last: Tensor, embeddings: Tensor) 
         out,
         tables.stride(1),
         tables.stride(0),
+        scale,
         W=width,
         GROUPS=len(tables),
         TILE=min(1024, triton.next_power_of_2(width)),
+        IS_SCALED=scale != 1,
     )
     return out
 
 
-def begin_step_reference(steps: Tensor, tables: Tensor, last: Tensor, embeddings: Tensor) -> Tensor:
+def begin_step_reference(steps: Tensor, tables: Tensor, last: Tensor, embeddings: Tensor, scale: float = 1.0) -> Tensor:
     tokens = []
     for slot, _, token, *blocks in steps.tolist():
         for group, (column, block) in enumerate(zip(blocks[::2], blocks[1::2], strict=True)):
             if column != NO_BLOCK:
                 tables[group, slot, column] = block
         tokens.append(int(last[slot]) if token == TAKE_LAST else token)
-    return embeddings[tokens]
+    return embeddings[tokens] * scale
