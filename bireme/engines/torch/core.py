@@ -188,10 +188,11 @@ class EngineCore:
         """
         began, started = time.monotonic(), self._started
         plan = self.scheduler.schedule() if started is None else started.plan
-        for sequence in plan.imports if started is None else ():
-            self._start_import(sequence, began)
-        for sequence, copies in plan.onboards:
-            self._start_onboarding(sequence, copies)
+        if started is None:  # else they have begun with it
+            for sequence in plan.imports:
+                self._start_import(sequence, began)
+            for sequence, copies in plan.onboards:
+                self._start_onboarding(sequence, copies)
         if not plan.has_tokens:
             self._offload()
             self._set_levels()

@@ -31,6 +31,7 @@ KINDS = {
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
 }
+ENGINE = {"max_seq_len": 24, "max_batch_size": 2, "tokens_per_block": 4}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -40,7 +41,7 @@ def answer(request, tmp_path_factory):
     asked = ASKED if request.param == "mistral" or torch.cuda.is_available() else ASKED[:1]
 
     def run(is_fused, **settings):
-        with Harness(path, max_seq_len=24, max_batch_size=2, tokens_per_block=4, **settings) as engine:
+        with Harness(path, **ENGINE, **settings) as engine:
             assert (engine.core._parts.resident is not None) is is_fused
             return [engine.run(requests) for requests in asked]
 
@@ -55,6 +56,23 @@ def test_an_engine_on_the_fused_decoder_answers_as_one_on_modules(answer, monkey
         expected = answer(is_fused=False)
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
     assert answer(is_fused=True, disable_overlap_scheduler=is_serial) == expected
+
+
+def test_blocks_that_come_back_beside_a_running_decode_come_once(tmp_path, monkeypatch, caplog):
+    path = tiny_models.save(tmp_path, "mistral", **SMALL)
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    first, second = (request(prompt, 2) for prompt in make_prompts(9, 9, seed=2))
+    with Harness(path, **ENGINE, max_tokens=4 * 10, host_cache_size=1 << 16) as engine:
+        expected = [engine.run([one])[0] for one in (first, second)]
+        for prompt in make_prompts(9, 9, 9, 9, seed=3):
+            engine.run([request(prompt, 2)])
+            engine.settle()
+        before = engine.manager.tiers.counts.onboarded.total()
+        decodes = engine.submit(request(PROMPTS[0], 14))
+        assert decodes.has_tokens.wait(60)
+        assert engine.run([first, second]) == expected
+        assert decodes.finish.error == "" and engine.manager.tiers.counts.onboarded.total() > before
+        assert not caplog.text  # an action that fails is logged
 
 
 def test_graphs_are_made_for_the_sizes_that_the_settings_name():

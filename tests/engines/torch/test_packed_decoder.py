@@ -23,6 +23,7 @@ from tests.engines.torch.torch_harness import Harness, make_prompts, request
 
 PROMPTS = make_prompts(5, 30, 60, seed=1)
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="engines here compute on the GPU")
 dtypes = pytest.mark.parametrize("dtype", CLOSE)
 
 
@@ -125,12 +126,14 @@ def by_modules(answer, monkeypatch):
         return answer(is_packed=False)[0]
 
 
+@on_cpu
 def test_it_answers_as_the_model_s_modules_do(answer, by_modules):
     library()
     tokens, decoder = answer(is_packed=True)
     assert tokens == by_modules and isinstance(decoder.ops, NativeOps)
 
 
+@on_cpu
 def test_without_a_compiler_it_answers_the_same(answer, by_modules, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -165,6 +168,7 @@ def test_a_folder_that_others_may_write_to_holds_no_code_for_us(monkeypatch, tmp
         native.load()
 
 
+@on_cpu
 def test_one_that_computes_something_else_is_not_used(answer, by_modules, monkeypatch, caplog):
     library()
     monkeypatch.setattr(NativeOps, "gate", lambda self, gate_up, is_gelu: gate_up.chunk(2, -1)[0].contiguous())
@@ -172,12 +176,14 @@ def test_one_that_computes_something_else_is_not_used(answer, by_modules, monkey
     assert "fused_off reason=RuntimeError: its logits of a prompt are" in caplog.text
 
 
+@on_cpu
 def test_weights_that_can_not_be_packed_stay_plain(answer, by_modules, monkeypatch, caplog):
     monkeypatch.setattr(packed_linear, "_MOST_ERROR", dict.fromkeys(CLOSE, -1.0))
     assert answer(is_packed=True)[0] == by_modules
     assert "weights_not_packed reason=a packed product" in caplog.text
 
 
+@on_cpu
 def test_weights_are_held_once(tmp_path):
     with Harness(tiny_models.save(tmp_path, "qwen3")) as engine:
         assert all(parameter.is_meta for parameter in engine.core._parts.runner._model.parameters())
@@ -193,7 +199,7 @@ def test_what_it_does_not_compute_is_told_with_the_reason(tmp_path, caplog):
     ("own", "isa", "expected"),
     [("bfloat16", "", "bfloat16"), ("bfloat16", "AVX2", "float32"), ("float16", "", "float32"), (None, "", "float32")],
 )
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes all of them")
+@on_cpu
 def test_a_cpu_gets_the_dtype_that_it_has_instructions_for(monkeypatch, own, isa, expected):
     monkeypatch.setattr(cpu, "flags", lambda: frozenset({"avx512f", "avx512_bf16"}))
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", isa)
