@@ -29,15 +29,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(CHECKOUT))
-sys.path.insert(0, str(CHECKOUT / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from bireme.engines.stub.environment import find_python
 from bireme.launch import free_ports, start_server
 from bireme.launch.console import Console
 from bireme.launch.frontend import FrontendProcess, FrontendSettings
 
+CHECKOUT = Path(__file__).resolve().parents[1]
 AIM = 0.95  # of the engine in process
 NAME = "bench"
 WAYS = ("generate", "frontend")

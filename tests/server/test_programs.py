@@ -55,6 +55,12 @@ def test_engine_cpu_measures_the_engine_and_both_ways_of_transformers(run):
     assert row["engine_ms"] > 0 and row["generate_ms"] > 0 and row["continuous_ms"] > 0
 
 
+def test_serving_gpu_gets_every_token_by_each_way(run):
+    *_, figures, _, _ = run("benchmarks/serving_gpu.py").stdout.splitlines()
+    rates = json.loads(figures)["tokens_per_s"]
+    assert list(rates) == ["in process", "generate", "frontend"] and all(one[0] > 0 for one in rates.values())
+
+
 def test_embedding_cache_measures_first_and_known_pictures(run):
     assert last_line(run("benchmarks/embedding_cache.py"))
 
