@@ -1,11 +1,13 @@
 """The torch engine on a GPU: decode steps against the rate at which that GPU streams bytes, prefill, throughput.
 
-Steps the engine in this process, without a server, on random weights (bf16) of a Llama-like shape. Every decode step
-has to read the weights and the keys and values of its sequences once: `floor` is these bytes over the rate at which
-the GPU reads in the same run (the better of a copy and cuBLAS's product of one row), `share` is floor over the step's
-mean. Tokens of a step may be read while the next one runs, so steps are timed together.
+Steps the engine in this process, without a server, on random weights (bf16) of a known model's shape. Every decode
+step has to read the weights and the keys and values of its sequences once (of a mixture the weights of as many experts
+as so many tokens choose, if each chooses at random): `floor` is these bytes over the rate at which the GPU reads in the
+same run (the better of a copy and cuBLAS's product of one row), `share` is floor over the step's mean. Tokens of a step
+may be read while the next one runs, so steps are timed together.
 
     python benchmarks/engine_gpu.py                       # 8B shape
+    python benchmarks/engine_gpu.py --shape qwen3-30b-a3b --batch 1 8 32 128
     python benchmarks/engine_gpu.py --shape tiny --quick  # also without a GPU, to see that it runs
 
 The table comes first, then one line of JSON, then the aims.
@@ -32,10 +34,23 @@ from bireme.messages import EngineRequest, SamplingParams
 from bireme.metrics import Registry
 
 _NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size".split()
-SHAPES = {  # of Llama 3.1 8B and Llama 3.2 1B
-    "8b": dict(zip(_NAMES, (4096, 14336, 32, 32, 8, 128256), strict=True)),
-    "1b": dict(zip(_NAMES, (2048, 8192, 16, 32, 8, 128256), strict=True)),
-    "tiny": dict(zip(_NAMES, (128, 256, 2, 8, 2, 512), strict=True)),
+_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+_LOCAL_ROPE = {"full_attention": _ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+_GEMMA2 = {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+_FEW_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {  # model type, sizes, what else it needs
+    "8b": ("llama", (4096, 14336, 32, 32, 8, 128256), {}),  # Llama 3.1's
+    "1b": ("llama", (2048, 8192, 16, 32, 8, 128256), {"tie_word_embeddings": True}),  # Llama 3.2's
+    "gemma-2-9b": ("gemma2", (3584, 14336, 42, 16, 8, 256000), {"head_dim": 256} | _GEMMA2),
+    "gemma-3-12b": (
+        "gemma3_text",
+        (3840, 15360, 48, 16, 8, 262208),
+        {"head_dim": 256, "sliding_window": 1024, "rope_parameters": _LOCAL_ROPE},
+    ),
+    "qwen3-30b-a3b": ("qwen3_moe", (2048, 6144, 48, 32, 4, 151936), {"head_dim": 128} | _EXPERTS),
+    "tiny": ("llama", (128, 256, 2, 8, 2, 512), {}),
+    "tiny-experts": ("qwen3_moe", (128, 256, 2, 8, 2, 512), {"head_dim": 16} | _FEW_EXPERTS),
 }
 AIMS = {1: 0.82, 8: 0.78, 32: 0.75, 128: 0.75}  # shares at equal contexts
 WARM_STEPS = 4
@@ -46,8 +61,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rate, gemm_rate = stream_rate(device, options.quick), product_rate(device, options.quick)
     with tempfile.TemporaryDirectory(prefix="bireme-bench-") as folder:
-        write_config(folder, options.shape)
-        bench = Bench(folder, options)
+        bench = Bench(write_config(folder, options.shape), folder, options)
     rows = [bench.decode(name, lengths, rate) for name, lengths in decode_cases(options)]
     prefill = (
         {} if options.quick else {f"{count} tokens": bench.prefill(count) for count in (2048, 4096, 8192, 8192 + 7)}
@@ -104,26 +118,36 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def write_config(folder: str, shape: str) -> None:
-    from transformers import LlamaConfig
+def write_config(folder: str, shape: str) -> Any:
+    """Return the configuration, too."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = LlamaConfig(
-        **SHAPES[shape],
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=shape == "1b",
-        dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    )
+    kind, sizes, others = SHAPES[shape]
+    settings = {"tie_word_embeddings": False, "rope_parameters": _ROPE, "max_position_embeddings": 131072} | others
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    config = AutoConfig.for_model(kind, **dict(zip(_NAMES, sizes, strict=True)), **settings, architectures=[name])
+    config.dtype = torch.bfloat16
     config.save_pretrained(folder)
+    return config
 
 
-def step_bytes(shape: str, num_tokens: int) -> int:
-    """Return what a decode step reads: all weights but the embedding table, keys and values of all contexts."""
-    hidden, inner, layers, heads, kv_heads, vocab = SHAPES[shape].values()
-    kv_width = hidden // heads * kv_heads
-    layer = 2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * inner
-    return 2 * (layers * layer + vocab * hidden + num_tokens * layers * 2 * kv_width)
+def step_bytes(config: Any, contexts: Sequence[int]) -> float:
+    """Return what a decode step reads: all weights but the embedding table, the keys and values that its rows see."""
+    hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or hidden // heads
+    layer, kv_width = hidden * size * (2 * heads + 2 * kv_heads), kv_heads * size
+    if top_k := getattr(config, "num_experts_per_tok", None):
+        count = config.num_experts
+        chosen = count * (1 - (1 - top_k / count) ** len(contexts))  # expected
+        layer += hidden * count + 3 * hidden * config.moe_intermediate_size * chosen
+    else:
+        layer += 3 * hidden * config.intermediate_size
+    seen = sum(contexts) * config.num_hidden_layers
+    for kind in getattr(config, "layer_types", None) or []:
+        if kind == "sliding_attention":
+            seen -= sum(max(0, context - config.sliding_window) for context in contexts)
+    return float(2 * (config.num_hidden_layers * layer + config.vocab_size * hidden + seen * 2 * kv_width))
 
 
 def decode_cases(options: argparse.Namespace) -> list[tuple[str, list[int]]]:
@@ -140,8 +164,8 @@ def decode_cases(options: argparse.Namespace) -> list[tuple[str, list[int]]]:
 class Bench:
     """One engine, stepped by this program."""
 
-    def __init__(self, folder: str, options: argparse.Namespace) -> None:
-        self._shape, self._steps = options.shape, options.steps
+    def __init__(self, shape: Any, folder: str, options: argparse.Namespace) -> None:
+        self._shape, self._steps = shape, options.steps
         config = EngineConfig(
             max_batch_size=max([64, *options.batch]) if not options.quick else 4,
             max_seq_len=1024 if options.quick else 20000,
@@ -170,11 +194,11 @@ class Bench:
             self._step()
         times = [self._step()[0] for _ in range(self._steps)]
         mean = sum(times) / len(times)
-        tokens = sum(len(sequence.tokens) for sequence in self._core._sequences.values())
+        contexts = [len(sequence.tokens) for sequence in self._core._sequences.values()]
         for key in list(self._core._sequences):
             self._core.abort(key)
         self._core.take_outputs()
-        floor = step_bytes(self._shape, tokens) / rate
+        floor = step_bytes(self._shape, contexts) / rate
         return {
             "case": name,
             "batch": len(lengths),

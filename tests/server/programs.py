@@ -15,7 +15,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tools/train_samples.py": ("tiny-chat", "--budget", "smoke", "--out", "{folder}/tiny-chat"),
     "benchmarks/embedding_cache.py": ("--recipe", "recipes/tiny-vlm-agg", "--pictures", "1"),
     "benchmarks/engine_cpu.py": ("--cases", "1x8", "--steps", "2", "--threads", "1"),
-    "benchmarks/engine_gpu.py": ("--shape", "tiny", "--quick"),
+    "benchmarks/engine_gpu.py": ("--shape", "tiny-experts", "--quick"),
+    "benchmarks/engine_soak.py": ("--shape", "tiny", "--quick", "--requests", "50"),
     "benchmarks/kv_tiers.py": ("--shape", "tiny", "--quick", "--threads", "1"),
     "benchmarks/transfer.py": ("--quick",),
     "benchmarks/frontend.py": (

@@ -87,7 +87,7 @@ def test_the_products_of_experts_equal_plain_torch(randn, rows, is_gelu):
     close(x, expected)
 
 
-@pytest.mark.parametrize("rows", [5, 33, 130])
+@pytest.mark.parametrize("rows", [5, 90])
 def test_pairs_of_an_expert_share_tiles_and_each_pair_has_one(randn, rows):
     chosen, _ = experts.choose_experts(randn(rows, 8), 3, True)
     tiles = experts.group_pairs(chosen, 8)
