@@ -414,6 +414,13 @@ class DiscoveryConfig(Settings, frozen=True, kw_only=True):
         return self.backend != "static"
 
 
+class MemoryServiceConfig(Settings, frozen=True, kw_only=True):
+    """A process of the launch that keeps weights for torch engines: docs/memory_service.md."""
+
+    # engines of one model on one device share a copy, and one that is started again maps it instead of loading
+    enabled: bool = False
+
+
 class SupervisorConfig(Settings, frozen=True, kw_only=True):
     start_timeout_s: PositiveDuration = 600.0  # load and warm-up
     ping_interval_s: PositiveDuration = 0.1
@@ -422,6 +429,8 @@ class SupervisorConfig(Settings, frozen=True, kw_only=True):
     max_restarts: NotNegative = 5  # in restart_window_s; then slow_restart_s counts. 0: what has ended stays down
     restart_window_s: PositiveDuration = 300.0
     restart_backoff_s: Duration = 0.1  # doubles with each restart in the window, 10 s at most
+    # A further process of each engine has its libraries loaded and begins the next life at once: some 500 MB of memory
+    standby: bool = False
     slow_restart_s: Duration = 60.0  # between lives once max_restarts are used up; 0: the worker stays down
 
 
@@ -440,6 +449,7 @@ class Recipe(Settings, frozen=True, kw_only=True):
     router: RouterConfig = RouterConfig()
     kv_events: KvEventsConfig = KvEventsConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    memory_service: MemoryServiceConfig = MemoryServiceConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
     chat: ChatConfig = ChatConfig()
     frontend: FrontendConfig = FrontendConfig()

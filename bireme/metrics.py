@@ -143,7 +143,22 @@ TABLE: dict[str, MetricSpec] = {
         _counter("bireme_preemptions_total", "Requests preempted to free KV blocks.", "worker"),
         _histogram("bireme_engine_step_seconds", "One engine step.", _SECONDS, "worker"),
         _gauge("bireme_engine_load_seconds", "Time from start to ready of this engine life.", "worker"),
+        _counter(
+            "bireme_weights_loads_total",
+            "Engine starts by where their weights came from (checkpoint, memory_service).",
+            "worker",
+            "source",
+        ),
+        _gauge(
+            "bireme_weights_load_seconds",
+            "Time in which this engine life read its weights; 0: it has mapped what another one read.",
+            "worker",
+        ),
+        _gauge("bireme_weights_attach_seconds", "Time in which this engine life mapped shared weights.", "worker"),
+        _gauge("bireme_weights_shared_bytes", "Weights of this engine that the memory service keeps.", "worker"),
+        _gauge("bireme_weights_engines", "Engines that share these weights now.", "worker"),
         _counter("bireme_engine_restarts_total", "Engine processes started again, by cause.", "worker", "cause"),
+        _gauge("bireme_engine_asleep", "1 while the worker sleeps: its engine has given back its memory.", "worker"),
         _gauge("bireme_engine_up", "1 when the engine process is ready.", "worker"),
         _counter(
             "bireme_kv_transfer_bytes_total", "KV bytes moved, by direction (export, import).", "worker", "direction"

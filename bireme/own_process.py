@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+ENGINE_NAME = "bireme-engine"  # of a process that has waited as `standby` and has begun its life
 _CHECK_S = 0.5
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
 _MALLOC = {  # glibc's variables and mallopt's numbers of the same settings, in bytes

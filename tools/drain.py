@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bireme.discovery import run
-from bireme.errors import BiremeError, ConfigError
-from bireme.launch.run_folder import default_base, launches
+from bireme.errors import BiremeError
+from bireme.launch.run_folder import only_launch
 
 WRONG = 2
 
@@ -46,15 +46,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--undo", action="store_true", help="let it take requests again")
     parser.add_argument("--run-folder", metavar="FOLDER", help="of the launch; its log names it")
     return parser.parse_args(arguments)
-
-
-def only_launch() -> Path:
-    """Raises ConfigError where there is none, or more than one."""
-    found = launches(default_base())
-    if len(found) != 1:
-        names = "".join(f"\n  {folder}" for folder in found)
-        raise ConfigError(f"{len(found)} launches in {default_base()}; name one with --run-folder{names}")
-    return found[0]
 
 
 if __name__ == "__main__":

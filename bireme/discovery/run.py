@@ -25,6 +25,8 @@ from bireme.messages import Capacity
 KEY_BYTES = 32
 MIN_KEY_BYTES = 16
 DRAIN = "drain"  # file in the run directory, or a worker's with its name before it
+SLEEP = ".sleep"  # a worker's file, with its name before it
+_FREES_WEIGHTS = "weights"  # in it: the memory service is to free them, too
 
 
 WorkerState = Literal["ready", "draining"]
@@ -150,7 +152,8 @@ def own_address(environment: Mapping[str, str] = os.environ) -> str:
 
 def is_draining(folder: Path, worker: str = "") -> bool:
     """Return whether somebody has asked a worker, or with "" the whole launch, to take no new requests."""
-    return (folder / (f"{worker}.{DRAIN}" if worker else DRAIN)).exists()
+    is_told = (folder / (f"{worker}.{DRAIN}" if worker else DRAIN)).exists()
+    return is_told or bool(worker and must_sleep(folder, worker))
 
 
 def ask_drain(folder: Path, worker: str = "", *, undo: bool = False) -> None:
@@ -160,6 +163,35 @@ def ask_drain(folder: Path, worker: str = "", *, undo: bool = False) -> None:
     """
     marker = folder / (f"{worker}.{DRAIN}" if worker else DRAIN)
     marker.unlink(missing_ok=True) if undo else marker.touch(mode=0o600)
+
+
+def must_sleep(folder: Path, worker: str) -> bool:
+    """Return whether somebody wants a worker's engine to end and give back its memory until it is woken."""
+    return (folder / f"{worker}{SLEEP}").exists()
+
+
+def must_free_weights(folder: Path, worker: str) -> bool:
+    """Return whether a worker is to sleep and its weights are not to be kept by the memory service."""
+    try:
+        return (folder / f"{worker}{SLEEP}").read_text() == _FREES_WEIGHTS
+    except OSError:
+        return False
+
+
+def ask_sleep(folder: Path, worker: str, *, free_weights: bool = False) -> None:
+    """Have a worker's supervisor end its engine once what runs has ended, and start none before `wake`."""
+    draft = folder / f".{worker}{SLEEP}"
+    draft.write_text(_FREES_WEIGHTS if free_weights else "")
+    draft.replace(folder / f"{worker}{SLEEP}")
+
+
+def wake(folder: Path, worker: str) -> bool:
+    """Return whether it slept."""
+    try:
+        (folder / f"{worker}{SLEEP}").unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def publish(folder: Path, record: WorkerRecord) -> None:

@@ -29,6 +29,9 @@ from bireme.metrics import Registry
 from bireme.multimodal.wire import OpenedItem
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bireme.engines.memory.client import WeightsHold
     from bireme.multimodal.embedding_share import EmbeddingShare
     from bireme.multimodal.encoding import EncodeOutcome
 
@@ -149,4 +152,6 @@ class EngineContext:
     hosts_encoder: bool = False  # this engine has the vision tower: it is a PictureEngine
     media: MediaLimits = MediaLimits()
     max_n: int = Limits().max_n  # handles of a picture: its request may have so many sequences
+    hold_weights: Callable[[str], WeightsHold] | None = None  # of the memory service; None: each engine has its own
+    hold_wait_s: float = 0.0  # for another engine that reads the same weights
     gpu_neighbors: tuple[float, ...] = ()  # free_gpu_memory_fraction of the recipe's other engines on this GPU

@@ -32,6 +32,12 @@ def create_engine(name: str, context: EngineContext) -> Engine:
     return engine
 
 
+def prepare(name: str, model_path: str) -> None:
+    """Load what an engine of this kind needs of libraries, as its start does. Raises ConfigError, ImportError."""
+    if hasattr(package := _package(name), "prepare"):
+        package.prepare(model_path)
+
+
 def create_video_engine(name: str, context: VideoContext) -> VideoEngine:
     """Make the video engine that a recipe names; only its own libraries are imported. Raises ConfigError."""
     engine: VideoEngine = _package(name).create_video(context)

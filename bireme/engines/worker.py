@@ -17,18 +17,30 @@ def main(arguments: list[str] | None = None) -> int:
     if options.parent:
         die_with_parent(options.parent)
     load_with_little_gc()
+    endpoint, life = options.endpoint, options.life
+    if options.standby is not None:
+        from bireme.engines.child.standby import stand_by
+        from bireme.engines.registry import prepare
+
+        if (told := stand_by(options.worker, options.standby, prepare)) is None:
+            return 0
+        endpoint, life = told
     from bireme.engines.registry import create_process
 
-    return create_process(options.worker, options.endpoint, options.life).run()
+    return create_process(options.worker, endpoint, life).run()
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bireme.engines.worker", description="Runs one worker's engine.")
     parser.add_argument("--worker", required=True, help="the Triton model's name: decode, decode_1, prefill, ...")
-    parser.add_argument("--endpoint", required=True, help="prefix of the two sockets, e.g. ipc:///tmp/engine")
+    parser.add_argument("--endpoint", default="", help="prefix of the two sockets, e.g. ipc:///tmp/engine")
     parser.add_argument("--life", type=int, default=1, help="number of this life, unique within the worker")
     parser.add_argument("--parent", type=int, default=0, help="process id to live and die with; 0: none")
-    return parser.parse_args(arguments)
+    parser.add_argument("--standby", type=int, metavar="FD", help="pipe by which endpoint and life come, later")
+    options = parser.parse_args(arguments)
+    if not options.endpoint and options.standby is None:
+        parser.error("give --endpoint")
+    return options
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from bireme.launch.health import HealthMonitor
 from bireme.launch.health_server import HealthServer
 from bireme.launch.installation import Installation
 from bireme.launch.loading_stubs import LoadingStubs
+from bireme.launch.memory_process import MemoryProcess
 from bireme.launch.ports import Ports
 from bireme.launch.preflight import check_all
 from bireme.launch.repository import link_models, python_models, used_models
@@ -109,6 +110,7 @@ class Deployment:
         self._watchdog: StubWatchdog | None = None
         self._monitor: HealthMonitor | None = None
         self._frontend: FrontendProcess | None = None
+        self._memory: MemoryProcess | None = None
         self._health: HealthServer | None = None
         self._run_keeper: GuardedThread | None = None
         self._run_problem = ""
@@ -158,6 +160,9 @@ class Deployment:
         if settings.frontend is not None:
             self._frontend = FrontendProcess(settings.frontend, self._console, self.threads)
             self._frontend.spawn()  # it takes as long as the models' load: side by side
+        if settings.recipe.memory_service.enabled:
+            self._memory = MemoryProcess(self.run.path, self._key, self._console, self.threads)
+            self._memory.start()
         try:
             self._start_server()
         except ServerDiedError:
@@ -198,6 +203,9 @@ class Deployment:
                 "stopped", "info" if code == 0 else "warning", code=code, seconds=time.monotonic() - began
             )
             self._server = None
+        if self._memory is not None:
+            self._memory.stop()
+            self._memory = None
         if self._health is not None:
             self._health.stop()
             self._health = None

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bireme.config import WORKER_STAGES, Recipe, stage_of
+from bireme.discovery import run
 from bireme.errors import BiremeError
 from bireme.launch import processes
 from bireme.launch.canaries import OPENAI, Canaries, CanarySettings, OpenAIWay
@@ -174,8 +175,11 @@ class HealthMonitor:
         for part in (_ENGINE, _BROKER):
             if problem := wrong.get(name + part, ""):
                 return f"{part[1:]}: {problem}"
+        is_asleep = run.must_sleep(self._server.run.path, name)
         if worker.engine_up is False:
-            return "engine is down"
+            return "asleep" if is_asleep else "engine is down"
+        if is_asleep:
+            return "going to sleep"
         stalled_s = time.monotonic() - worker.moved_at
         if worker.queued and stalled_s > self._stall_s:
             return f"no step for {stalled_s:.0f} s with {worker.queued:.0f} requests queued"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bireme.config import instance_name
 from bireme.engines.stub.broker_wire import lock_path
+from bireme.own_process import ENGINE_NAME
 
 _PROC = Path("/proc")
 _STUB = "triton_python_backend_stub"
@@ -140,7 +141,18 @@ def broker(run_dir: Path, worker: str) -> int | None:
 
 
 def is_engine(pid: int) -> bool:
-    return any(_ENGINE in part for part in command_line(pid))
+    """Return whether it runs an engine; one that waits to (`supervisor.standby`) does not yet."""
+    arguments = command_line(pid)
+    if not any(_ENGINE in part for part in arguments):
+        return False
+    return "--standby" not in arguments or _name(pid) == ENGINE_NAME
+
+
+def _name(pid: int) -> str:
+    try:
+        return (_PROC / str(pid) / "comm").read_text().strip()
+    except _GONE:
+        return ""
 
 
 def survivors(members: Iterable[tuple[int, int | None]]) -> list[int]:

@@ -19,6 +19,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from bireme.discovery.run import SLEEP
+from bireme.engines.memory.wire import SOCKET_NAME
 from bireme.errors import ConfigError
 from bireme.kv.transfer import shm_file
 from bireme.launch import processes
@@ -88,7 +90,10 @@ class RunFolder:
                     os.utime(Path(folder, name), follow_symlinks=False)
 
     def clear(self) -> None:
-        """Empty it for the next server, but for what the frontend keeps; make it again if it was deleted."""
+        """Empty it for the next server; make it again if it was deleted.
+
+        What the frontend and the memory service keep stays, and workers that sleep go on sleeping.
+        """
         self.sweep_shared_memory()
         with self._mutex:
             self._own = {path: content for path, content in self._own.items() if path.is_relative_to(self._recipe)}
@@ -97,7 +102,7 @@ class RunFolder:
             if entry.is_dir() and not entry.is_symlink():
                 if entry != self._recipe and entry.name != RESPONSES:
                     shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name != _LOCK:
+            elif entry.name not in (_LOCK, SOCKET_NAME) and entry.suffix != SLEEP:
                 entry.unlink(missing_ok=True)
 
     def remove(self) -> None:
@@ -157,6 +162,15 @@ def _content(path: Path) -> str | bytes:
 def launches(base: Path) -> list[Path]:
     """Return the run folders in a user's folder, those of killed launches among them until the next launch."""
     return [folder for folder in sorted(base.glob("*-*")) if (folder / _LOCK).is_file()]
+
+
+def only_launch() -> Path:
+    """Return the run folder of the user's launch. Raises ConfigError where there is none, or more than one."""
+    found = launches(default_base())
+    if len(found) != 1:
+        names = "".join(f"\n  {folder}" for folder in found)
+        raise ConfigError(f"{len(found)} launches in {default_base()}; name one with --run-folder{names}")
+    return found[0]
 
 
 def _shm_prefix(folder: Path) -> str:

@@ -30,6 +30,7 @@ ENGINES = PACKAGE / "engines"
 ENGINE_ROWS = (
     ("base", "config"),
     ("stub",),
+    ("memory",),
     ("child",),
     ("logits", "video"),
     ("mocker", "torch"),

@@ -17,6 +17,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/engine_cpu.py": ("--cases", "1x8", "--steps", "2", "--threads", "1"),
     "benchmarks/engine_gpu.py": ("--shape", "tiny-experts", "--quick"),
     "benchmarks/engine_soak.py": ("--shape", "tiny", "--quick", "--requests", "50"),
+    "benchmarks/engine_gpu.py": ("--shape", "tiny", "--quick"),
+    "benchmarks/engine_restart.py": ("--shape", "tiny", "--kills", "1", "--modes", "mapped"),
     "benchmarks/kv_tiers.py": ("--shape", "tiny", "--quick", "--threads", "1"),
     "benchmarks/transfer.py": ("--quick",),
     "benchmarks/frontend.py": (
@@ -43,5 +45,6 @@ ELSEWHERE = {  # program -> the test that runs it
     "tools/screenshots.py": "tests/services/test_screenshots.py",
     "tools/serve.py": "tests/server/test_served_recipes.py",
     "tools/show_config.py": "tests/server/test_tensorrtllm_backend_clients.py",
+    "tools/sleep.py": "tests/launch/test_sleep.py",
     "tools/soak.py": "tests/server/test_soak.py",
 }

@@ -25,6 +25,7 @@ from bireme.launch.run_folder import SHM, default_base
 from bireme.recipe_files import load_recipe
 from tests.server.conftest import CHECKOUT
 from tests.server.openai_served import five_ports
+from tools import sleep
 
 pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
 
@@ -32,6 +33,7 @@ RECIPES = sorted(path.parent.name for path in CHECKOUT.glob("recipes/*/recipe.ya
 LIMIT_S = 120  # of any wait: a hang fails the test, the time itself is no claim
 NOTICED_S = 5.0  # this one is the claim
 SERVER = "tritonserver"
+SHARES_WEIGHTS = "tiny-chat-disagg"  # with the memory service
 
 
 class Served:
@@ -74,6 +76,8 @@ class Served:
                 found[model] = pid
             elif "bireme.engines.worker" in arguments:
                 found["engine of " + arguments[arguments.index("--worker") + 1]] = pid
+            elif "bireme.engines.memory.service" in arguments:
+                found["memory service"] = pid
             elif "bireme.openai" in arguments:
                 member = arguments[arguments.index("--member") + 1][0] if "--member" in arguments else ""
                 found[f"frontend{member}"] = pid
@@ -151,9 +155,26 @@ def kill_each(served):
 def test_a_recipe_becomes_ready_and_serves_every_way(name, tmp_path, sample_model):
     sample_model("llama")
     skip_unless_it_runs_here(name)
-    with serving(name, tmp_path / "log") as served:
+    has_service = name == SHARES_WEIGHTS
+    with serving(name, tmp_path / "log", f"--set=memory_service.enabled={str(has_service).lower()}") as served:
         served.wait_for(served.serves_every_way)
         assert "canary_refused" not in served.log.read_text()
+        if has_service:
+            engines_map_weights_that_outlive_them(served)
+
+
+def engines_map_weights_that_outlive_them(served):
+    """Kill the memory service, then the engine that has read the weights: the other one's copy serves it again."""
+    log = served.log.read_text()
+    assert log.count("weights_kept") == 1 and "weights_not_shared" not in log
+    before = served.pids()
+    os.kill(before["memory service"], signal.SIGKILL)
+    served.wait_for(lambda: served.log.read_text().count("memory_service_again") == 2)
+    os.kill(before["engine of prefill"], signal.SIGKILL)
+    served.wait_for(lambda: served.is_replaced("engine of prefill", before["engine of prefill"]))
+    served.wait_for(lambda: served.serves_every_way() and served.report()["workers"]["prefill"]["ready"])
+    assert "weights_not_shared" not in served.log.read_text()
+    assert served.log.read_text().count("weights_kept") == 2  # handed over once more, read from files only once
 
 
 @pytest.mark.soak
@@ -181,6 +202,16 @@ def test_each_process_that_stands_still_for_a_moment_is_noticed_and_left_alone(m
 
 def test_each_killed_process_is_noticed_and_replaced(mockers):
     kill_each(mockers)
+
+
+def test_a_worker_that_sleeps_has_no_engine_until_it_is_woken(mockers):
+    folder = str(mockers.run_folder())
+    assert sleep.main(["decode", "--run-folder", folder]) == 0
+    mockers.wait_for(lambda: mockers.report()["workers"]["decode"]["reason"] == "asleep")
+    assert mockers.report()["status"] == "not_ready"
+    assert "engine of decode" not in mockers.pids()
+    assert sleep.main(["decode", "--wake", "--run-folder", folder]) == 0
+    mockers.wait_for(mockers.is_ready)
 
 
 def test_what_stands_still_for_good_is_replaced(mockers):

@@ -29,7 +29,7 @@ from bireme.engines.child.validate import Gate
 from bireme.engines.config import check_engine_config, with_events
 from bireme.engines.stub.environment import given_recipe, gpu_neighbors, num_threads
 from bireme.engines.stub.process_log import start_log
-from bireme.errors import ConfigError, to_message
+from bireme.errors import ConfigError, UnavailableError, to_message
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import Capacity
 from bireme.metrics import Registry
@@ -37,6 +37,7 @@ from bireme.own_process import freeze_gc, reuse_memory
 from bireme.stop_signals import on_stop_signal
 
 if TYPE_CHECKING:
+    from bireme.engines.memory.client import WeightsHold
     from bireme.kv.publisher import EventPlane
     from bireme.multimodal.embedding_share import EmbeddingShare
 
@@ -85,6 +86,7 @@ class EngineProcess:
         self._presence.close()
         self._drain()
         self._stop()
+        self._free_weights()
         logger.info("engine_stopped life=%d", self._life)
         return 0
 
@@ -145,8 +147,18 @@ class EngineProcess:
             hosts_encoder=recipe.encoder_stage == stage_of(self._worker),
             media=recipe.media,
             max_n=recipe.limits.max_n,
+            hold_weights=self._hold_weights if recipe.memory_service.enabled else None,
+            hold_wait_s=recipe.supervisor.start_timeout_s / 2,
             gpu_neighbors=gpu_neighbors(recipe, self._worker),
         )
+
+    def _hold_weights(self, weights: str) -> WeightsHold:
+        from bireme.engines.memory.client import WeightsHold
+
+        folder = run.run_dir()
+        hold = WeightsHold(folder, run.deployment_key(folder), self._worker, weights)
+        self._parts.callback(hold.close)
+        return hold
 
     def _make_share(self, recipe: Recipe, entry: WorkerEntry, folder: Path) -> EmbeddingShare | None:
         """Return None for a model of text alone."""
@@ -218,6 +230,18 @@ class EngineProcess:
         publisher.start()
         self._server.on_change = publisher.wake
         return plane
+
+    def _free_weights(self) -> None:
+        """Have the memory service keep nothing for this worker, if it was put to sleep so."""
+        folder = run.run_dir()
+        if not run.must_free_weights(folder, self._worker):
+            return
+        from bireme.engines.memory.client import forget
+
+        try:
+            logger.info("weights_freed bytes=%d", forget(folder, run.deployment_key(folder), self._worker))
+        except UnavailableError as error:
+            logger.info("weights_not_freed reason=%s", error)
 
     def _give_up(self, error: Exception) -> int:
         is_expected = isinstance(error, ConfigError)

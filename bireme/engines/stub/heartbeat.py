@@ -39,6 +39,7 @@ class Heartbeat:
         self._silent_s = 0.0
         self._held_up_s = 0.0  # of it, by the machine
         self._still_s = 0.0  # work is there and no step is done
+        self.idle_ping = 0  # the last one that was answered without work
         self._step = -1
         self._has_work = False
         self._step_age_s = 0.0
@@ -50,6 +51,8 @@ class Heartbeat:
         self.on_frame()
         self._has_work = pong.num_waiting + pong.num_running > 0
         self._step_age_s = pong.step_age_ms / 1e3
+        if not self._has_work:
+            self.idle_ping = pong.number
         if pong.step != self._step or not self._has_work:
             self._step = pong.step
             self._still_s = 0.0

@@ -32,6 +32,39 @@ logger = logging.getLogger("bireme.engines")
 _EXIT_POLL_S = 0.02  # where the kernel has no pidfd
 
 
+class Standby:
+    """A process of a worker that has loaded its libraries and waits for a life to begin (child/standby.py)."""
+
+    def __init__(self, worker: str, python: str, environment: dict[str, str]) -> None:
+        """Raises OSError."""
+        reads, self._writes = os.pipe()
+        command = [python, "-m", "bireme.engines.worker", "--worker", worker, "--standby", str(reads)]
+        try:
+            self.process = ChildProcess([*command, "--parent", str(os.getpid())], environment, pass_fds=(reads,))
+        except OSError:
+            os.close(self._writes)
+            raise
+        finally:
+            os.close(reads)
+
+    def begin(self, endpoint: str, life: int) -> bool:
+        """Return whether it does; one that has ended does not."""
+        try:
+            if not self.process.has_exited:
+                os.write(self._writes, f"{endpoint} {life}".encode())
+                return True
+        except OSError:  # it has just ended
+            pass
+        finally:
+            os.close(self._writes)
+        self.process.reap()
+        return False
+
+    def end(self) -> None:
+        os.close(self._writes)
+        self.process.reap()
+
+
 class Life:
     """From `spawn` to `end`."""
 
@@ -60,14 +93,20 @@ class Life:
     def pid(self) -> int:
         return self.process.pid if self.process else 0
 
-    def spawn(self, python: str, environment: dict[str, str]) -> ChildProcess:
-        """Start the child. Raises ConfigError when the python can't be run."""
-        command = [python, "-m", "bireme.engines.worker", "--worker", self.worker, "--endpoint", f"ipc://{self._path}"]
-        command += ["--life", str(self.number), "--parent", str(os.getpid())]
-        try:
-            self.process = ChildProcess(command, environment)
-        except OSError as error:
-            raise ConfigError(f"engine process: {python} can't be run: {error}; set BIREME_ENGINE_PYTHON") from error
+    def spawn(self, python: str, environment: dict[str, str], standby: Standby | None = None) -> ChildProcess:
+        """Start the child, or have one that waits begin. Raises ConfigError when the python can't be run."""
+        endpoint = f"ipc://{self._path}"
+        if standby is not None and standby.begin(endpoint, self.number):
+            self.process = standby.process
+        else:
+            command = [python, "-m", "bireme.engines.worker", "--worker", self.worker, "--endpoint", endpoint]
+            command += ["--life", str(self.number), "--parent", str(os.getpid())]
+            try:
+                self.process = ChildProcess(command, environment)
+            except OSError as error:
+                raise ConfigError(
+                    f"engine process: {python} can't be run: {error}; set BIREME_ENGINE_PYTHON"
+                ) from error
         with contextlib.suppress(OSError, AttributeError):  # kernels before 5.3, or forbidden in a container
             self._pidfd = os.pidfd_open(self.process.pid)
             self._poller.register(self._pidfd, zmq.POLLIN)

@@ -2,6 +2,7 @@
 
     starting -> ready -> (the child ends, hangs or stalls) -> restarting -> ready ...
                                                            -> slow restarts, or down, after too many
+                      -> (it is to sleep, and has drained) -> asleep -> starting ...
 
 The thread forks every child, reads its frames, pings it, and calls the owner back. A first start that fails is not
 tried again: the caller of `start` gets the reason.
@@ -25,17 +26,34 @@ import zmq
 
 from bireme.child_process import Backoff, has_waiting_thread
 from bireme.config import Recipe, SupervisorConfig
+from bireme.discovery import run
 from bireme.engines.stub.environment import engine_environment, find_python
 from bireme.engines.stub.heartbeat import Heartbeat, Verdict
-from bireme.engines.stub.life import Life
+from bireme.engines.stub.life import Life, Standby
 from bireme.errors import BiremeError, ConfigError, EngineLostError, UnavailableError, from_message, to_message
-from bireme.messages import CONTROL, STUB, VERSION, Commands, Hello, Ping, Pong, decode_control, encode, frame, split
+from bireme.messages import (
+    CONTROL,
+    STUB,
+    VERSION,
+    Command,
+    Commands,
+    Drain,
+    Hello,
+    Ping,
+    Pong,
+    decode_control,
+    encode,
+    frame,
+    split,
+)
 from bireme.metrics import Registry
 
 _FRAMES_A_TURN = 256  # so that an engine without pauses can't keep this thread from its pings
 _STACKS_S = 0.2  # for the child to write its threads' stacks before it is killed
 _MAX_BACKOFF_S = 10.0
 _STOP_S = 5.0  # from SIGTERM to SIGKILL
+_SLEEP_LOOK_S = 0.1
+_SLEEP_DRAIN_S = 30.0  # for what runs when the engine is to sleep; then it is moved by those who asked
 
 
 class Owner(Protocol):
@@ -68,6 +86,8 @@ class Supervisor:
         self._config = recipe.supervisor
         self._backoff = restart_backoff(self._config)
         self._number = 0
+        self._has_drained = False  # this life ends because the engine is to sleep
+        self._standby: Standby | None = None
         self._stopping = threading.Event()
         self._has_started = threading.Event()  # ready for the first time, or failed
         self._failure: BiremeError | None = None
@@ -97,8 +117,12 @@ class Supervisor:
         """Run one life after the other, until `stop`, a failed first start, or too many."""
         try:
             while not self._stopping.is_set():
+                if self._sleep():
+                    continue
                 self._state = f"{self._worker} is starting" + (" again" if self._number else "")
                 error, cause = self._run_life()
+                if cause == "sleep":
+                    continue
                 if self._stopping.is_set() or not self._has_started.is_set():
                     self._fail_start(error)
                     return
@@ -108,6 +132,24 @@ class Supervisor:
             self._logger.exception("supervisor_failed worker=%s", self._worker)
             self._give_up(f"its supervisor failed: {error}")
             self._fail_start(UnavailableError(f"{self._worker}: {to_message(error)}"))
+        finally:
+            if self._standby is not None:
+                self._standby.end()
+
+    def _sleep(self) -> bool:
+        """Wait while somebody wants the engine to sleep; return whether anybody did."""
+        if not run.must_sleep(self._run_dir, self._worker):
+            return False
+        began = time.monotonic()
+        self._state = f"{self._worker} is asleep; `python tools/sleep.py {self._worker} --wake` wakes it"
+        self._logger.info("engine_asleep worker=%s", self._worker)
+        self._metrics.set("bireme_engine_asleep", 1)
+        self._has_started.set()
+        while run.must_sleep(self._run_dir, self._worker) and not self._stopping.wait(_SLEEP_LOOK_S):
+            pass
+        self._metrics.set("bireme_engine_asleep", 0)
+        self._logger.info("engine_woken worker=%s slept_s=%.0f", self._worker, time.monotonic() - began)
+        return True
 
     def _run_life(self) -> tuple[BiremeError, str]:
         """Run one life from its sockets to their removal; return its error and the cause, which the owner knows by
@@ -119,6 +161,7 @@ class Supervisor:
             life = Life(self._worker, self._number, self._run_dir)
         except (OSError, zmq.ZMQError) as failure:
             return UnavailableError(f"{self._worker}: no sockets for its engine process: {failure}"), "exit"
+        self._has_drained = False
         error: BiremeError | None = None
         verdict: Verdict | None = None
         try:
@@ -131,6 +174,8 @@ class Supervisor:
         how = life.end()
         if self._stopping.is_set():
             error = UnavailableError(f"{self._worker} is stopping")
+        elif self._has_drained:
+            error = EngineLostError(f"{self._worker} was put to sleep")
         elif verdict is not None:
             error = UnavailableError(f"the engine process of {self._worker} was killed: {verdict.text}")
         elif error is None and self._has_started.is_set():
@@ -140,11 +185,11 @@ class Supervisor:
                 f"the engine process of {self._worker} ended before it was ready ({how}); its messages stand in the"
                 " log above; BIREME_ENGINE_PYTHON names the python it runs on"
             )
-        cause = verdict.cause if verdict else "exit"
+        cause = "sleep" if self._has_drained else verdict.cause if verdict else "exit"
         self._state = str(error)
         self._metrics.set("bireme_engine_up", 0)
         self._owner.on_end(life, error if isinstance(error, EngineLostError) else EngineLostError(str(error)))
-        if not self._stopping.is_set():
+        if not self._stopping.is_set() and cause != "sleep":
             self._logger.error(
                 "engine_lost worker=%s life=%d cause=%s how=%s reason=%s", self._worker, life.number, cause, how, error
             )
@@ -153,25 +198,28 @@ class Supervisor:
     def _serve(self, life: Life) -> Verdict | None:
         """Start the child and read its frames until it ends; from its hello on, ping it.
 
-        Return None when it has exited, also because of `stop`, or why it must be killed. Raises its hello's error, and
-        UnavailableError when that takes too long.
+        Return None when it has exited, also because of `stop` or to sleep, or why it must be killed. Raises its
+        hello's error, and UnavailableError when that takes too long.
         """
         entry = self._recipe.entry(self._worker)
         assert entry is not None
         transceiver = entry.engine_config.cache_transceiver_config
         transfer_timeout_s = transceiver.kv_transfer_timeout_ms / 1e3 if transceiver.backend else 0.0
         environment = engine_environment(self._recipe, self._worker, self._run_dir)
-        child = life.spawn(find_python(environment), environment)
+        standby, self._standby = self._standby, None
+        child = life.spawn(find_python(environment), environment, standby)
         self._logger.info("engine_started worker=%s life=%d pid=%d", self._worker, life.number, child.pid)
         limit_s, interval_s = self._config.start_timeout_s, self._config.ping_interval_s
         heartbeat: Heartbeat | None = None
         pinged_at, count = 0.0, 0
+        drained_by, drain_end = 0, 0.0  # the ping with which it was told to drain, to sleep afterwards
         while True:
             has_exited = child.has_exited  # before reading: its last message is read after its end
             for data in life.frames() if has_exited else life.frames(_FRAMES_A_TURN):
                 if heartbeat is not None:
                     self._take(data, heartbeat)
                 elif self._take_hello(life, data):
+                    self._prepare_next(environment)
                     heartbeat = Heartbeat(self._config, transfer_timeout_s, partial(_waits_for_machine, child.pid))
             if has_exited:
                 return None
@@ -179,6 +227,9 @@ class Supervisor:
                 break
             now = time.monotonic()
             if heartbeat is None:
+                if run.must_sleep(self._run_dir, self._worker):
+                    self._has_drained = True
+                    break
                 if now - life.began_at > limit_s:
                     raise UnavailableError(
                         f"{self._worker} was not ready in supervisor.start_timeout_s = {limit_s:g} s"
@@ -187,8 +238,16 @@ class Supervisor:
                 continue
             if now - pinged_at >= interval_s:
                 pinged_at, count = now, count + 1
+                commands: list[Command] = [Ping(count)]
+                if not drained_by and run.must_sleep(self._run_dir, self._worker):
+                    drained_by, drain_end = count, now + _SLEEP_DRAIN_S
+                    commands.insert(0, Drain())
+                    self._logger.info("engine_drains worker=%s life=%d", self._worker, life.number)
                 with contextlib.suppress(UnavailableError):  # its socket is gone: its end, or its silence, comes next
-                    life.send(frame(STUB, encode(Commands(life.number, [Ping(count)]))))
+                    life.send(frame(STUB, encode(Commands(life.number, commands))))
+                if drained_by and (heartbeat.idle_ping > drained_by or now >= drain_end):
+                    self._has_drained = True
+                    break
                 if (verdict := heartbeat.check()) is not None:
                     if verdict.cause == "stall":
                         child.signal(signal.SIGUSR1)  # it writes where
@@ -203,6 +262,14 @@ class Supervisor:
                 if heartbeat is not None:
                     self._take(data, heartbeat)
         return None
+
+    def _prepare_next(self, environment: dict[str, str]) -> None:
+        if not self._config.standby:
+            return
+        try:
+            self._standby = Standby(self._worker, find_python(environment), environment)
+        except OSError as error:  # the next life starts as the first one did
+            self._logger.warning("no_standby worker=%s error=%s", self._worker, error)
 
     def _take_hello(self, life: Life, data: bytes) -> bool:
         """Return whether the frame makes the life ready. Raises the child's error."""

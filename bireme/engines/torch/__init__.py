@@ -18,6 +18,14 @@ def create(context: EngineContext) -> Engine:
     return TorchEngine(context)
 
 
+def prepare(model_path: str) -> None:
+    """Import what `create` and the engine's start do, the model's own module too. Raises ConfigError."""
+    from bireme.engines.torch import checkpoint, engine  # noqa: F401
+
+    opened = checkpoint.open_checkpoint(model_path)
+    checkpoint.model_class(opened)._model_mapping[type(opened.config)]
+
+
 def create_video(context: VideoContext) -> VideoEngine:
     """Make the video engine; diffusers is imported when it starts."""
     from bireme.engines.video.diffusion import DiffusionEngine

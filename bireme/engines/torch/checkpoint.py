@@ -61,14 +61,23 @@ def open_checkpoint(model: str, trust_remote_code: bool = False, load_format: st
 
 
 def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
-    """Return the transformers model in eval mode, its weights complete. Raises ConfigError.
+    """Return the transformers model on the device, in eval mode, its weights complete. Raises ConfigError."""
+    return read_model(checkpoint, dtype, device).to(device)
+
+
+def model_class(checkpoint: Checkpoint) -> Any:
+    """Return the Auto class that makes the checkpoint's model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if is_picture_model(checkpoint.name) else AutoModelForCausalLM
+
+
+def read_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
+    """Return the model of `load_model`, its weights still in host memory.
 
     A checkpoint without shards (load_format dummy) gets random weights, made on the device.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    kind = AutoModelForImageTextToText if is_picture_model(checkpoint.name) else AutoModelForCausalLM
-    own = choose_dtype(dtype, checkpoint.config)
+    kind, own = model_class(checkpoint), choose_dtype(dtype, checkpoint.config)
     if not checkpoint.shards:
         torch.manual_seed(0)
         with device:
@@ -83,7 +92,7 @@ def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
     mismatched = list(report.get("mismatched_keys", ()))
     if mismatched:
         raise ConfigError(f"weights and config.json disagree on a tensor's shape: {mismatched[0]}")
-    return model.to(device).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:

@@ -152,8 +152,16 @@ def _fuse_layer(layer: Any, cos_sin: Tensor, is_gemma: bool) -> DecoderLayer:
 
 
 def _join(parts: Sequence[Any]) -> Tensor:
-    """Return the parts' weights as one matrix, of which they keep views."""
-    joined = torch.cat([part.weight for part in parts])
+    """Return the parts' weights as one matrix, of which they keep views.
+
+    Where they follow each other in memory, as shared weights do, they are one already.
+    """
+    weights = [part.weight.detach() for part in parts]
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
+    is_joined = all(weight.is_contiguous() for weight in weights) and ends[:-1] == [w.data_ptr() for w in weights[1:]]
+    if is_joined and len({weight.untyped_storage().data_ptr() for weight in weights}) == 1:
+        return weights[0].as_strided((sum(map(len, weights)), *weights[0].shape[1:]), weights[0].stride())
+    joined = torch.cat(weights)
     for part, own in zip(parts, joined.split([len(part.weight) for part in parts]), strict=True):
         part.weight.data = own
     return joined

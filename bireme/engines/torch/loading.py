@@ -17,7 +17,7 @@ from bireme.engines.torch.admission import Admission
 from bireme.engines.torch.attention import LayerGeometry
 from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.block_mover import BlockMover
-from bireme.engines.torch.checkpoint import Checkpoint, eos_token_ids, load_model, open_checkpoint
+from bireme.engines.torch.checkpoint import Checkpoint, eos_token_ids, open_checkpoint
 from bireme.engines.torch.core import EngineCore, Parts
 from bireme.engines.torch.decoder_ops import choose_ops
 from bireme.engines.torch.decoder_weights import DecoderWeights, fuse, why_not_fused
@@ -28,6 +28,7 @@ from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.metrics import TorchMetrics
 from bireme.engines.torch.packed_decoder import PackedDecoder
 from bireme.engines.torch.runner import HfRunner, peak_bytes, probe
+from bireme.engines.torch.shared_weights import SharedModel, load_own, load_shared, weights_id
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.warmup import check_packed, check_resident, warm_up
 from bireme.errors import ConfigError
@@ -57,7 +58,8 @@ class LoadedEngine:
         # cuDNN's attention makes a plan for every shape, 30 to 40 ms of host time each.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.limits = limit.resolve_limits(context.config, checkpoint.text_config)
-        model = load_model(checkpoint, context.config.dtype, device)
+        self.weights = weights_of(context, checkpoint, device)
+        model = self.weights.model
         pictures = _picture_side(context, checkpoint, model, device, post, self.limits)
         self.encoder = pictures.encoder if pictures else None
         if pictures:
@@ -66,7 +68,7 @@ class LoadedEngine:
         uses_kernels = kernels.is_usable(device)
         is_fused = _is_fused(model, pictures)
         weights = fuse(model, self.limits.max_seq_len) if uses_kernels and is_fused else None
-        store, manager = _pools(context, model, geometry, self.limits, checkpoint, device)
+        store, manager = _pools(context, model, geometry, self.limits, checkpoint, device, self.weights.num_bytes)
         self.events = manager.events
         self.num_blocks = manager.num_blocks
         eos_ids, vocab_size = eos_token_ids(checkpoint), int(model.config.vocab_size)
@@ -92,7 +94,7 @@ class LoadedEngine:
         if weights is not None:
             resident = _resident(weights, runner, builder, manager, store, self.limits, context.config, vocab_size)
         elif device.type == "cpu" and is_fused:
-            builder = _packed(model, runner, builder, manager, store, self.limits)
+            builder = _packed(model, runner, builder, manager, store, self.limits, self.weights.is_shared)
         warm_up(runner, builder, manager, store, self.limits)
         self.mover = _mover(store, manager, context.config)
         if uses_kernels and resident is None and device.type == "cuda":
@@ -125,6 +127,24 @@ class LoadedEngine:
         accounts.started(manager, load_s)
         self.capacity = _capacity(self.limits, manager, model, eos_ids, load_s, pictures)
         _tell(model, store, manager, self.capacity)
+
+
+def weights_of(context: EngineContext, checkpoint: Checkpoint, device: torch.device) -> SharedModel:
+    """Return the model, its weights shared where the recipe has a memory service. Raises ConfigError."""
+    dtype = context.config.dtype
+    if context.hold_weights is None:
+        weights = load_own(checkpoint, dtype, device)
+    else:
+        hold = context.hold_weights(weights_id(checkpoint, dtype, device))
+        weights = load_shared(checkpoint, dtype, device, hold, context.hold_wait_s)
+    metrics = context.metrics
+    metrics.add("bireme_weights_loads_total", 1, "checkpoint" if weights.has_loaded else "memory_service")
+    metrics.set("bireme_weights_load_seconds", weights.load_s)
+    metrics.set("bireme_weights_attach_seconds", weights.attach_s)
+    metrics.set("bireme_weights_shared_bytes", weights.num_bytes)
+    if weights.hold is not None:
+        weights.hold.keep(lambda num_engines: metrics.set("bireme_weights_engines", num_engines))
+    return weights
 
 
 def _picture_side(
@@ -188,20 +208,22 @@ def _packed(
     manager: BlockManager,
     store: KvStore,
     limits: EngineLimits,
+    is_shared: bool,
 ) -> BatchBuilder:
     """Put the packed decoder in place of the model's modules, which are emptied, and return its batches' builder.
 
-    If it does not compute what they do they stay, and so does their builder.
+    If it does not compute what they do they stay, and so does their builder. Shared weights are not packed: that
+    would be a copy for each engine.
     """
     make_ops = choose_ops()
-    decoder = PackedDecoder(fuse(model, limits.max_seq_len), store, make_ops)
+    decoder = PackedDecoder(fuse(model, limits.max_seq_len), store, make_ops, is_shared)
     builder = _builder(store, limits, store.device, uses_tables=decoder.ops.uses_tables)
     try:
         check_packed(decoder, runner, (by_modules, builder), manager, limits)
     except Exception as error:  # whatever is wrong with it on this CPU: the model's own modules still run
         logger.warning("fused_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
         return by_modules
-    if reason := decoder.pack(model):
+    if not is_shared and (reason := decoder.pack(model)):
         logger.warning("weights_not_packed reason=%s: steps of few rows are slower", reason)
     runner.use_decoder(decoder)
     return builder
@@ -268,13 +290,14 @@ def _pools(
     limits: EngineLimits,
     checkpoint: Checkpoint,
     device: torch.device,
+    shared_bytes: int,
 ) -> tuple[KvStore, BlockManager]:
     cache = context.config.kv_cache_config
     groups = group_layers(geometry)
     if device.type == "cuda" and cache.max_tokens is None:
         peak = peak_bytes(model, geometry, limits, device)
         free, total = torch.cuda.mem_get_info(device)
-        memory = limit.GpuMemory(total, free, torch.cuda.memory_allocated(device), peak)
+        memory = limit.GpuMemory(total, free, torch.cuda.memory_allocated(device) + shared_bytes, peak)
         available = limit.gpu_pool_bytes(memory, cache.free_gpu_memory_fraction, context.gpu_neighbors)
         num_blocks = limit.pool_sizes(context.config, limits, groups, available)
     else:

@@ -38,9 +38,13 @@ class PackedDecoder:
     """Computes steps over the pools; used by the engine's thread."""
 
     def __init__(
-        self, weights: DecoderWeights, store: KvStore, make_ops: Callable[[list[AttentionLayer]], DecoderOps]
+        self,
+        weights: DecoderWeights,
+        store: KvStore,
+        make_ops: Callable[[list[AttentionLayer]], DecoderOps],
+        is_shared: bool = False,
     ) -> None:
-        """Keeps no reference to `weights`, so that packing frees each."""
+        """Keeps no reference to `weights`, so that packing frees each. `is_shared`: they stay as they are."""
         windows = [store.groups[group].window for group in store.group_of]
         self.ops = make_ops(
             [
@@ -70,8 +74,9 @@ class PackedDecoder:
             )
             for group, layer in zip(store.group_of, weights.layers, strict=True)
         ]
-        # Copies: one tensor of a checkpoint's file keeps the whole file in memory.
-        self._embeddings, self._norm, self._eps = weights.embeddings.clone(), _float(weights.norm), weights.eps
+        # A copy: one tensor of a checkpoint's file keeps the whole file in memory.
+        self._embeddings = weights.embeddings if is_shared else weights.embeddings.clone()
+        self._norm, self._eps = _float(weights.norm), weights.eps
         self._scale = None if weights.embed_scale == 1 else torch.tensor(weights.embed_scale).to(store.dtype)
         self._head, self._softcap = Linear(weights.head), weights.softcap
         self.has_experts = weights.has_experts

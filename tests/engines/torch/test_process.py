@@ -1,4 +1,7 @@
-"""The torch engine in real engine processes: disaggregated over shared memory, and healed after a kill."""
+"""The torch engine in real engine processes: disaggregated over shared memory, healed after a kill, put to sleep.
+
+Both engines share their weights by a memory service.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,15 @@ import json
 import logging
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
+from bireme.discovery import run
+from bireme.engines.memory.service import MemoryService
+from bireme.engines.memory.wire import socket_path
 from bireme.engines.stub.client import EngineClient
+from bireme.errors import UnavailableError
 from bireme.metrics import Registry
 from bireme.recipe_files import load_recipe
 from tests.engines.engine_fixtures import Collector, wait_for
@@ -24,29 +32,70 @@ def start(folder, model, worker, config):
         name: {"engine": "torch", "engine_config": common | {"kv_cache_config": {"tokens_per_block": size}} | config}
         for name, size in (("prefill", 32), ("decode", 16))
     }
-    supervisor = {"restart_backoff_s": 0.01}
-    (folder / "recipe.yaml").write_text(json.dumps({"model": model, "workers": workers, "supervisor": supervisor}))
-    recipe = load_recipe(folder, override="")
+    recipe = {
+        "model": model,
+        "workers": workers,
+        "supervisor": {"restart_backoff_s": 0.01, "standby": worker == "decode"},
+        "memory_service": {"enabled": True},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
     run_dir = folder / "run"
     run_dir.mkdir(exist_ok=True)
-    client = EngineClient(recipe, worker, Registry(worker), logging.getLogger("test"), run_dir=run_dir)
+    client = EngineClient(
+        load_recipe(folder, override=""), worker, Registry(worker), logging.getLogger("test"), run_dir
+    )
     client.start()
     return client
 
 
 @pytest.fixture(scope="module")
-def pair(tiny, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pair")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("pair")
+
+
+@pytest.fixture(scope="module")
+def pair(tiny, folder):
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    service = MemoryService(socket_path(run_dir), run.deployment_key(run_dir))
+    service.start()
     clients = [start(folder, tiny("gemma3").path, worker, {}) for worker in ("prefill", "decode")]
     yield clients[0], clients[1]
     for client in clients:
         client.stop()
+    service.stop()
+
+
+def sources(client):
+    """Return where the weights of the engine that has just started came from."""
+    found = []
+
+    def look():
+        counters = client.metrics.take_delta().counters
+        found.extend(labels[-1] for name, labels, _ in counters if name == "bireme_weights_loads_total")
+        return found
+
+    wait_for(look, 20)
+    return found
+
+
+def mapped_file(client):
+    """Return the inode of the shared weights that the engine has mapped."""
+    lines = Path(f"/proc/{client.pid}/maps").read_text().splitlines()
+    (inode,) = {line.split()[4] for line in lines if "bireme-weights" in line}
+    return inode
 
 
 def submit(client, what):
     sink = Collector()
     client.submit(what, sink)
     return sink
+
+
+def test_the_second_engine_maps_what_the_first_has_read(pair):
+    prefill, decode = pair
+    assert [sources(client) for client in pair] == [["checkpoint"], ["memory_service"]]
+    assert mapped_file(prefill) == mapped_file(decode)
 
 
 def test_two_processes_say_what_generate_says(pair, tiny):
@@ -78,6 +127,24 @@ def test_a_killed_engine_serves_again_with_the_same_tokens(pair, tiny):
         assert sink.wait(60).error == ""
         assert lost.tokens + sink.tokens == expected
     assert decode.capacity.tokens_per_block == 16
+    assert sources(decode) == ["memory_service"]
+
+
+@pytest.mark.flaky(reruns=1)
+def test_an_engine_that_sleeps_has_ended_and_serves_again_when_it_is_woken(pair, folder, tiny):
+    _, decode = pair
+    pid, running = decode.pid, submit(decode, request(PROMPTS[1], 48))
+    run.ask_sleep(folder / "run", "decode", free_weights=True)
+    assert running.wait(60).error == ""
+    wait_for(lambda: "asleep" in decode.state, 60)
+    with pytest.raises(UnavailableError, match=r"tools/sleep.py decode --wake"):
+        submit(decode, request(PROMPTS[1], 48))
+    assert not Path(f"/proc/{pid}").exists()
+    assert run.wake(folder / "run", "decode")
+    wait_for(lambda: decode.is_ready, 60)
+    sink = submit(decode, request(PROMPTS[1], 48))
+    assert sink.wait(60).error == "" and sink.tokens == tiny("gemma3").expect([PROMPTS[1]])[0]
+    assert sources(decode) == ["memory_service"]  # prefill has them, so they were not freed
 
 
 def test_the_end_of_a_process_reports_no_leaks(tiny, tmp_path, capfd):

@@ -1,0 +1,57 @@
+"""Have a worker's engine give back its GPU, or its memory, and take it again.
+
+    python tools/sleep.py decode                  # what runs ends or moves, then the engine ends
+    python tools/sleep.py decode --free-weights   # those that the memory service keeps for it as well
+    python tools/sleep.py decode --wake
+    python tools/sleep.py decode_1 --run-folder /run/user/1000/bireme-1000/4711-a1b2c3
+
+Nothing new goes to a worker that sleeps; /health/ready and bireme_engine_asleep say that it does. It sleeps on when
+its server is started again. For a user's only launch on this host, else --run-folder names one.
+
+Exit codes: 0; 2 there is no such launch or worker, or it does not sleep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bireme.discovery import run
+from bireme.errors import BiremeError, NotFoundError
+from bireme.launch.run_folder import only_launch
+
+WRONG = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        folder = Path(options.run_folder) if options.run_folder else only_launch()
+        if options.wake:
+            if not run.wake(folder, options.worker):
+                raise NotFoundError(f"{options.worker} does not sleep in {folder}")
+        elif not run.must_sleep(folder, options.worker):
+            run.ask_sleep(folder, run.find(folder, options.worker).worker, free_weights=options.free_weights)
+    except BiremeError as error:
+        print(error, file=sys.stderr)
+        return WRONG
+    print(f"{options.worker} {'wakes' if options.wake else 'goes to sleep'} ({folder})")
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("worker", help="a worker's Triton model: decode, decode_1, prefill, ...")
+    parser.add_argument("--wake", action="store_true", help="start its engine again")
+    parser.add_argument("--free-weights", action="store_true", help="let the memory service keep none for it")
+    parser.add_argument("--run-folder", metavar="FOLDER", help="of the launch; its log names it")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
