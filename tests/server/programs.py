@@ -17,7 +17,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/engine_cpu.py": ("--cases", "1x8", "--steps", "2", "--threads", "1"),
     "benchmarks/engine_gpu.py": ("--shape", "tiny-experts", "--quick"),
     "benchmarks/engine_soak.py": ("--shape", "tiny", "--quick", "--requests", "50"),
-    "benchmarks/engine_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/engine_restart.py": ("--shape", "tiny", "--kills", "1", "--modes", "mapped"),
     "benchmarks/kv_tiers.py": ("--shape", "tiny", "--quick", "--threads", "1"),
     "benchmarks/transfer.py": ("--quick",),
