@@ -105,13 +105,13 @@ class CudaGraphConfig(Settings, frozen=True, kw_only=True):
 
 
 class CacheTransceiverConfig(Settings, frozen=True, kw_only=True):
-    # DEFAULT: shm on one host
+    # DEFAULT: shm on one host; CUDA_IPC: from GPU to GPU of one host
     backend: Annotated[
-        Literal["DEFAULT", "SHM", "NIXL", "UCX", "MPI", "MOONCAKE"] | None,
+        Literal["DEFAULT", "SHM", "CUDA_IPC", "NIXL", "UCX", "MPI", "MOONCAKE"] | None,
         Engines(
             trtllm=Rule(
                 "refused",
-                "TensorRT-LLM moves KV itself and has no shm backend; set DEFAULT, NIXL, UCX, MPI or MOONCAKE",
+                "TensorRT-LLM moves KV itself, without shm and cuda_ipc; set DEFAULT, NIXL, UCX, MPI or MOONCAKE",
                 ("DEFAULT", "NIXL", "UCX", "MPI", "MOONCAKE"),
             )
         ),

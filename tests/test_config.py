@@ -218,7 +218,7 @@ def test_an_unknown_key_suggests_the_nearest_or_lists_all(write, text, expected)
         ("workers: {decode: {devices: [-1]}}", "workers.decode: devices[0]: 0 or more"),
         (
             "workers: {decode: {engine_config: {cache_transceiver_config: {backend: RDMA}}}}",
-            "cache_transceiver_config.backend: 'RDMA'; one of DEFAULT, SHM, NIXL, UCX, MPI",
+            "cache_transceiver_config.backend: 'RDMA'; one of DEFAULT, SHM, CUDA_IPC, NIXL, UCX, MPI",
         ),
         (
             "workers: {decode: {engine_config: {cache_transceiver_config: {kv_transfer_timeout_ms: 0}}}}",

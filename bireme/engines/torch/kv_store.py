@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch.attention import LayerGeometry
+from bireme.engines.torch.mapped_pools import MappedPools, share_pools
 from bireme.engines.torch.row_copies import RowCopies
 from bireme.kv.block_pool import NULL
 from bireme.kv.transfer.base import GroupLayout, KvLayout
 from bireme.kv.transfer.memory import NOT_HELD, MemoryKind, Region, Rows, TokenRows
+from bireme.kv.transfer.wire import SharedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class KvStore:
     @cached_property
     def copies(self) -> RowCopies:
         """What copies rows that the CPU can't address; takes its memory at the first use."""
-        return RowCopies([self._tensors(group) for group in range(len(self.groups))], self.device)
+        return RowCopies(self._all_tensors, self.device)
 
     def read(self, group: int, rows: Rows, ready: Any = None) -> memoryview:
         return self.copies.read(group, rows, ready)
@@ -113,6 +115,16 @@ class KvStore:
 
     def write(self, group: int, rows: Rows, data: memoryview, ready: Any = None) -> None:
         self.copies.write(group, rows, data, ready)
+
+    def shared(self) -> SharedMemory:
+        return share_pools(self._all_tensors, self.device)
+
+    def map(self, shared: SharedMemory) -> MappedPools:
+        return MappedPools(self._all_tensors, self.device, shared)
+
+    def wait(self, ready: Any) -> None:
+        if ready is not None:
+            ready.synchronize()
 
     def block_views(self, group: int) -> list[Tensor]:
         """Return keys and values of a group's layers: (blocks, bytes of a block), in int64 where its rows allow it.
@@ -136,6 +148,10 @@ class KvStore:
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    @property
+    def _all_tensors(self) -> list[list[Tensor]]:
+        return [self._tensors(group) for group in range(len(self.groups))]
 
     def _tensors(self, group: int) -> list[Tensor]:
         return [tensor for layer in self.groups[group].layers for tensor in (self.keys[layer], self.values[layer])]

@@ -39,6 +39,11 @@ def create_transfer(
         from bireme.kv.transfer.shm import ShmBackend
 
         mover, host = ShmBackend(run_dir, worker, life), ""
+    elif backend == "CUDA_IPC":
+        from bireme.kv.transfer.cuda_ipc import CudaIpcBackend
+        from bireme.kv.transfer.shm import ShmBackend
+
+        mover, host = CudaIpcBackend(ShmBackend(run_dir, worker, life)), ""
     elif backend in ("NIXL", "UCX"):
         from bireme.kv.transfer.nixl import NixlBackend
 
@@ -46,7 +51,8 @@ def create_transfer(
     else:
         raise ConfigError(
             f"cache_transceiver_config.backend: {backend} is not available on the embedded engines, which have DEFAULT"
-            " and SHM (shared memory of one host), NIXL and UCX (several hosts); engine: trtllm has it"
+            " and SHM (shared memory of one host), CUDA_IPC (GPUs of one host), NIXL and UCX (several hosts);"
+            " engine: trtllm has it"
         )
     return LeasedTransfer(
         mover,

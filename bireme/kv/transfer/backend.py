@@ -12,7 +12,19 @@ from typing import Protocol
 from bireme.kv.transfer.base import KvLayout
 from bireme.kv.transfer.chunks import Chunk, TransferPlan
 from bireme.kv.transfer.memory import RowMemory, TokenRows
-from bireme.kv.transfer.wire import WriteTarget
+from bireme.kv.transfer.wire import Claim, Offer, RowSource, WriteTarget
+
+
+class PeerAddress(Protocol):
+    """One life of an exporting engine, as its importer knows it."""
+
+    @property
+    def endpoint(self) -> str:
+        """Of its control socket; no other life's."""
+
+    @property
+    def file_prefix(self) -> str:
+        """Of the files that it may offer."""
 
 
 class RowOutlet(Protocol):
@@ -25,6 +37,9 @@ class RowOutlet(Protocol):
     @property
     def has_loose_writes(self) -> bool:
         """Whether a chunk was given up that may arrive all the same."""
+
+    def show(self, rows: TokenRows) -> RowSource | None:
+        """Return where the rows lie if the importer copies them itself; they are then kept for it. None: `store`."""
 
     def store(self, rows: TokenRows, chunk: Chunk) -> Generator[None, None, None]:
         """Send a chunk; it is there when the generator ends. Closing it before gives the chunk up."""
@@ -43,11 +58,18 @@ class Inlet(Protocol):
     def target(self) -> WriteTarget | None:
         """Memory that the exporter writes to; None: the exporter makes the place."""
 
-    def attach(self, name: str, num_bytes: int) -> None:
+    @property
+    def maps_memory(self) -> bool:
+        """Whether it can copy rows out of the exporter's memory."""
+
+    def attach(self, offer: Offer) -> None:
         """Find the outlet. Raises FileNotFoundError when it is gone, BiremeError when it can't be the right one."""
 
     def load(self, rows: TokenRows, chunk: Chunk) -> None:
-        """Copy a chunk that is there to its rows."""
+        """Copy a chunk that is there to its rows; or start to."""
+
+    def wait(self) -> None:
+        """Wait until what `load` has started has ended."""
 
     def close(self) -> None:
         """The exporter has finished with it, or its writes can't arrive any more."""
@@ -64,11 +86,14 @@ class Backend(Protocol):
     def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
         """`memory`: where most rows will lie; `limit_bytes`: of rows on their way. Raises ConfigError."""
 
-    def open_outlet(self, plan: TransferPlan, target: WriteTarget | None) -> RowOutlet:
+    def open_outlet(self, plan: TransferPlan, claim: Claim) -> RowOutlet:
         """Raises ResourceExhaustedError when there is no room now, UnavailableError when there is no way."""
 
-    def open_inlet(self, plan: TransferPlan, prefix: str) -> Inlet | None:
-        """Return None when there is no room now. `prefix`: of the names that the exporter may give its outlets."""
+    def open_inlet(self, plan: TransferPlan, peer: PeerAddress) -> Inlet | None:
+        """Return None when there is no room now."""
+
+    def forget_peer(self, endpoint: str) -> None:
+        """An exporter is gone. Runs on the copier."""
 
     def forget_writers(self) -> None:
         """See to it that no write under way can arrive; for peers that fell silent. Ends transfers under way."""

@@ -32,7 +32,7 @@ from bireme.kv.transfer import wire
 from bireme.kv.transfer.backend import Backend, RowOutlet
 from bireme.kv.transfer.base import KvLayout
 from bireme.kv.transfer.buffer import TransferBuffer
-from bireme.kv.transfer.chunks import TransferPlan, plan_chunks
+from bireme.kv.transfer.chunks import MAPPED_FACTOR, TransferPlan, plan_chunks
 from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.lease import LeaseState, LeaseTable, TableLease
 from bireme.kv.transfer.process import FarProcess, Process
@@ -53,18 +53,27 @@ class Outgoing:
     """One claimed lease on its way to its importer."""
 
     identity: bytes
-    number: int
+    claim: wire.Claim
     lease: TableLease
     plan: TransferPlan
     chunk_bytes: int
     importer: Process | FarProcess
-    target: wire.WriteTarget | None
     began_at: float = field(default_factory=time.monotonic)
     stage: LeaseStage = LeaseStage.WAITING
     outlet: RowOutlet | None = None
+    source: wire.RowSource | None = None  # the importer copies the rows: they are pinned to the end
     is_over: bool = False  # the copy stops at the next chunk
     refusal: BiremeError | None = None  # for the importer, once the copy has stopped
     num_ended_before: int = 0  # transfers that had ended when this one was admitted
+
+    @property
+    def number(self) -> int:
+        return self.claim.number
+
+    @property
+    def is_out(self) -> bool:
+        """Whether all rows are where nothing that happens here can touch them."""
+        return self.stage is LeaseStage.COPIED and self.source is None
 
 
 class Exporter:
@@ -111,7 +120,7 @@ class Exporter:
         elif isinstance(message, wire.PeerPing):
             self._on_ping(identity)
         elif isinstance(message, wire.Ack):
-            self._on_ack(message)
+            self._on_ack(identity, message)
         else:
             self._on_cancel(identity, message)
 
@@ -136,8 +145,7 @@ class Exporter:
         """Refuse what waits and stop the copies; files are removed when the copier has ended."""
         self._table.close()
         for transfer in list(self._outgoing.values()):
-            is_copied = transfer.stage is LeaseStage.COPIED
-            self._end(transfer, None if is_copied else UnavailableError("the prefill engine is stopping"))
+            self._end(transfer, None if transfer.is_out else UnavailableError("the prefill engine is stopping"))
 
     def discard_all(self) -> None:
         for transfer in self._outgoing.values():
@@ -156,15 +164,16 @@ class Exporter:
         except BiremeError as error:
             self._refuse(identity, claim.number, error)
             return
+        chunk_bytes = self._chunk_bytes * (MAPPED_FACTOR if claim.maps_memory else 1)
         try:
-            plan = self._plan(claim, lease)
+            plan = self._plan(claim, lease, chunk_bytes)
         except BiremeError as error:
             lease.abort()  # a lease serves one request, and that one can't have it
             self._refuse(identity, claim.number, error)
             return
         is_near = claim.host in ("", self._host)
         importer = Process(claim.pid) if is_near else FarProcess(claim.pid)
-        transfer = Outgoing(identity, claim.number, lease, plan, self._chunk_bytes, importer, claim.target)
+        transfer = Outgoing(identity, claim, lease, plan, chunk_bytes, importer)
         self._outgoing[lease.lease_id] = transfer
         if plan.num_bytes:
             self._buffer.enqueue(transfer, plan.num_bytes)
@@ -185,7 +194,7 @@ class Exporter:
             )
         return self._table.claim(claim.lease_id, claim.generation)
 
-    def _plan(self, claim: wire.Claim, lease: TableLease) -> TransferPlan:
+    def _plan(self, claim: wire.Claim, lease: TableLease, chunk_bytes: int) -> TransferPlan:
         if claim.backend != self._backend.name:
             raise RequestError(
                 f"cache_transceiver_config.backend: decode has {claim.backend} and prefill {self._backend.name};"
@@ -194,18 +203,23 @@ class Exporter:
         check_layouts(self._layout, claim.layout)
         if claim.num_tokens != lease.num_tokens:
             raise RequestError(f"num_tokens: {claim.num_tokens} claimed; the lease holds {lease.num_tokens}")
-        plan = plan_chunks(self._layout, claim.firsts, lease.num_tokens, self._chunk_bytes)
+        plan = plan_chunks(self._layout, claim.firsts, lease.num_tokens, chunk_bytes)
         self._buffer.check(plan)
         return plan
 
-    def _on_ack(self, ack: wire.Ack) -> None:
+    def _on_ack(self, identity: bytes, ack: wire.Ack) -> None:
         transfer = self._find(ack.lease_id, ack.generation)
         if transfer is None or transfer.stage is not LeaseStage.COPIED:
             logger.info("transfer event=late_ack")
+            if ack.number:  # what it has read may be another request's
+                self._refuse(identity, ack.number, self._table.gone(ack.lease_id, ack.generation))
             return
-        if transfer.lease.ack():
+        is_kept = transfer.lease.ack()
+        if is_kept:
             self._metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - transfer.began_at, "export")
-        self._end(transfer)
+            if ack.number:
+                self._reply(identity, wire.encode(wire.Kept(ack.number)))
+        self._end(transfer, None if is_kept or not ack.number else _aborted())
 
     def _on_cancel(self, identity: bytes, cancel: wire.Cancel) -> None:
         transfer = self._find(cancel.lease_id, cancel.generation)
@@ -225,10 +239,12 @@ class Exporter:
             return
         self._metrics.add("bireme_kv_transfer_failures_total", 1, "timeout")
         late = DeadlineExceededError(
-            "no room in the KV transfer buffer in time; raise cache_transceiver_config.max_tokens_in_buffer"
+            "the KV rows were not copied in time; raise cache_transceiver_config.kv_transfer_timeout_ms"
+            if transfer.source is not None
+            else "no room in the KV transfer buffer in time; raise cache_transceiver_config.max_tokens_in_buffer"
             " or kv_transfer_timeout_ms"
         )
-        self._end(transfer, None if transfer.stage is LeaseStage.COPIED else late)
+        self._end(transfer, None if transfer.is_out else late)
 
     def _lose(self, transfer: Outgoing) -> None:
         logger.warning("transfer event=importer_lost pid=%d stage=%s", transfer.importer.pid, transfer.stage.value)
@@ -252,8 +268,7 @@ class Exporter:
         try:
             if transfer.is_over:
                 return
-            transfer.outlet = self._backend.open_outlet(transfer.plan, transfer.target)
-            self._post(partial(self._offer, transfer))
+            transfer.outlet = self._backend.open_outlet(transfer.plan, transfer.claim)
             yield from self._send(transfer, transfer.outlet)
         except BiremeError as failure:
             error = failure
@@ -267,8 +282,12 @@ class Exporter:
         lease = transfer.lease
         rows = lease.begin_copy()
         try:
+            if rows is None:
+                raise _aborted()
+            transfer.source = outlet.show(rows)
+            self._post(partial(self._offer, transfer))
             for count, chunk in enumerate(transfer.plan.chunks, start=1):
-                if rows is None or lease.state is not LeaseState.CLAIMED:
+                if lease.state is not LeaseState.CLAIMED:
                     raise _aborted()  # a chunk that is not whole must never count as there
                 aborted_at = 0.0
                 with contextlib.closing(outlet.store(rows, chunk)) as parts:
@@ -282,7 +301,8 @@ class Exporter:
                     self._post(partial(self._tell, transfer, count))
                     yield
         finally:
-            lease.end_copy()
+            if transfer.source is None:
+                lease.end_copy()
             outlet.close()
 
     def _tell(self, transfer: Outgoing, num_chunks: int) -> None:
@@ -319,7 +339,7 @@ class Exporter:
         if transfer.is_over:
             return
         name = transfer.outlet.name if transfer.outlet else ""
-        offer = wire.Offer(transfer.number, name, transfer.plan.num_bytes, transfer.chunk_bytes)
+        offer = wire.Offer(transfer.number, name, transfer.plan.num_bytes, transfer.chunk_bytes, transfer.source)
         if not self._reply(transfer.identity, wire.encode(offer)):
             self._lose(transfer)
 
@@ -341,6 +361,8 @@ class Exporter:
             self._buffer.free(transfer.plan.num_bytes)
         if transfer.outlet:
             transfer.outlet.discard()
+        if transfer.source is not None:  # what the importer reads from now on counts for nothing
+            transfer.lease.end_copy()
         if transfer.refusal is not None:
             has_loose_writes = transfer.outlet is not None and transfer.outlet.has_loose_writes
             self._refuse(transfer.identity, transfer.number, transfer.refusal, has_loose_writes)

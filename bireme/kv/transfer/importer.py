@@ -87,6 +87,7 @@ class RowFetch:
         self.offer: wire.Offer | None = None
         self.num_ready = self.num_loaded = 0  # chunks that are there; those whose rows are written
         self.is_loading = False  # the copier has it
+        self.is_confirming = False  # its rows are written, and count when the exporter has kept them so long
         self.gone_at = 0.0  # when what was offered was not there; its exporter's refusal should be on the way
         self.stopped: BiremeError | None = None  # ends the fetch before its next chunk
         self.has_loose_writes = False  # of an exporter that has given up
@@ -96,6 +97,16 @@ class RowFetch:
     @property
     def has_all(self) -> bool:
         return self.offer is not None and self.plan is not None and self.num_ready == len(self.plan.chunks)
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether the exporter can do nothing to it any more."""
+        return self.has_all and not self.is_mapped
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its rows are copied out of the exporter's own memory."""
+        return self.offer is not None and self.offer.source is not None
 
     def cancel(self) -> None:
         """Give up, also before the claim was sent; the exporter is told and frees its blocks at once."""
@@ -188,6 +199,10 @@ class Importer:
             self._on_refused(fetch, message)
         elif isinstance(message, wire.Offer):
             self._on_offer(fetch, message)
+        elif isinstance(message, wire.Kept):
+            if fetch.is_confirming:
+                self._copier.call(partial(fetch.finish, None))
+                self._complete(fetch)
         else:
             self._on_progress(fetch, message.num_chunks)
 
@@ -206,7 +221,7 @@ class Importer:
             if not peer.process.is_alive() and (peer in busy or isinstance(peer.process, Process))
         ]
         for fetch in list(self._fetches.values()):
-            if (fetch.has_all and not fetch.gone_at) or fetch.stopped is not None:
+            if (fetch.is_safe and not fetch.gone_at) or fetch.stopped is not None:
                 continue
             if fetch.peer in dead or (fetch.gone_at and now - fetch.gone_at > GONE_S):
                 self._stop(fetch, _exporter_lost(fetch))
@@ -214,6 +229,7 @@ class Importer:
                 self._stop(fetch, _too_late(fetch, self._timeout_s))
         for peer in dead:
             self._disconnect(self._peers.pop(peer.endpoint).socket)
+            self._copier.call(partial(self._backend.forget_peer, peer.endpoint))
         self._settle_doubts()
 
     def close(self) -> None:
@@ -227,7 +243,7 @@ class Importer:
             fetch = self._waiting[0]
             assert fetch.plan is not None and fetch.peer is not None
             try:
-                fetch.inlet = self._backend.open_inlet(fetch.plan, fetch.peer.file_prefix)
+                fetch.inlet = self._backend.open_inlet(fetch.plan, fetch.peer)
             except BiremeError as error:
                 self._fail(fetch, error)
                 continue
@@ -251,6 +267,7 @@ class Importer:
             host=self._host,
             backend=self._backend.name,
             target=fetch.inlet.target if fetch.inlet is not None else None,
+            maps_memory=fetch.inlet is not None and fetch.inlet.maps_memory,
         )
 
     def _find_peer(self, params: DisaggregatedParams) -> Peer:
@@ -307,7 +324,7 @@ class Importer:
             self._load(fetch)
 
     def _on_refused(self, fetch: RowFetch, refusal: wire.Refuse) -> None:
-        if not fetch.has_all or fetch.gone_at:  # else it comes too late to matter
+        if not fetch.is_safe or fetch.gone_at:  # else it comes too late to matter
             error = from_message(refusal.error)
             is_far = fetch.peer is not None and isinstance(fetch.peer.process, FarProcess)
             fetch.peer = None  # nothing to tell it any more
@@ -316,7 +333,7 @@ class Importer:
             if is_far and isinstance(error, UnavailableError) and not any(one.inlet for one in self._fetches.values()):
                 self._backend.forget_writers()  # it may have an address of ours that is none any more
 
-    def _on_late_message(self, peer: Peer, message: wire.Offer | wire.Progress | wire.Refuse) -> None:
+    def _on_late_message(self, peer: Peer, message: wire.Offer | wire.Progress | wire.Kept | wire.Refuse) -> None:
         """A fetch that ended here: has the exporter finished with it too?"""
         fetch = self._in_doubt.get(message.number)
         if fetch is None or fetch.peer is not peer:
@@ -393,25 +410,28 @@ class Importer:
         assert fetch.plan is not None
         has_ended = error is not None or fetch.num_loaded == len(fetch.plan.chunks)
         self._post(partial(self._on_loaded, fetch, has_ended, error))
-        if has_ended:
+        if has_ended and (error is not None or not fetch.is_mapped):
             fetch.finish(error)
 
     def _load_chunks(self, fetch: RowFetch) -> Iterator[None]:
         assert fetch.inlet is not None and fetch.offer is not None and fetch.plan is not None
         if fetch.plan.chunks and not fetch.num_loaded:
             try:
-                fetch.inlet.attach(fetch.offer.name, fetch.offer.num_bytes)
+                fetch.inlet.attach(fetch.offer)
             except FileNotFoundError:
                 fetch.gone_at = time.monotonic()
                 return
-        while True:
-            if fetch.stopped is not None:
-                raise fetch.stopped
-            if fetch.num_loaded >= fetch.num_ready:
-                return
-            fetch.inlet.load(fetch.rows, fetch.plan.chunks[fetch.num_loaded])
-            fetch.num_loaded += 1
-            yield
+        try:
+            while True:
+                if fetch.stopped is not None:
+                    raise fetch.stopped
+                if fetch.num_loaded >= fetch.num_ready:
+                    return
+                fetch.inlet.load(fetch.rows, fetch.plan.chunks[fetch.num_loaded])
+                fetch.num_loaded += 1
+                yield
+        finally:
+            fetch.inlet.wait()
 
     def _on_loaded(self, fetch: RowFetch, has_ended: bool, error: BiremeError | None) -> None:
         """The copier has taken what was there."""
@@ -426,9 +446,19 @@ class Importer:
             self._remove(fetch)
             self._count(error)
             return
+        if fetch.is_mapped and fetch.stopped is not None:
+            self._fail(fetch, fetch.stopped)
+            return
+        assert fetch.peer is not None
+        lease_id, generation = fetch.params.lease_id, fetch.params.generation
+        fetch.peer.send(wire.Ack(lease_id, generation, fetch.number if fetch.is_mapped else 0))
+        fetch.is_confirming = fetch.is_mapped
+        if not fetch.is_confirming:
+            self._complete(fetch)
+
+    def _complete(self, fetch: RowFetch) -> None:
+        assert fetch.plan is not None
         del self._fetches[fetch.number]
-        assert fetch.peer is not None and fetch.plan is not None
-        fetch.peer.send(wire.Ack(fetch.params.lease_id, fetch.params.generation))
         self._metrics.add("bireme_kv_transfer_bytes_total", fetch.plan.num_bytes, "import")
         self._metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - fetch.began_at, "import")
         self._close_inlet(fetch)

@@ -152,11 +152,13 @@ class LeaseTable:
         with self.lock:
             lease = self._live.get(lease_id)
             if lease is None or lease.generation != generation or lease.state is not LeaseState.EXPORTED:
-                raise NotFoundError(
-                    f"the KV lease of this request {self._why_gone(lease_id, generation)}; prefill again"
-                )
+                raise self.gone(lease_id, generation)
             self.move(lease, LeaseState.CLAIMED)
             return lease
+
+    def gone(self, lease_id: int, generation: int) -> NotFoundError:
+        """Return the error for who wants a lease that has ended, or can't have it."""
+        return NotFoundError(f"the KV lease of this request {self._why_gone(lease_id, generation)}; prefill again")
 
     def find(self, lease_id: int, generation: int) -> TableLease | None:
         lease = self._live.get(lease_id)

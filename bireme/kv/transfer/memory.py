@@ -83,27 +83,25 @@ class TokenRows:
 
         Raises RequestError when a token's row is not held.
         """
-        rows = self._pick(group, first, last)
-        begins = np.concatenate(([0], np.flatnonzero(np.diff(rows) != 1) + 1))
-        counts = np.diff(np.append(begins, len(rows)))
+        begins, counts = runs_of(self.pick(group, first, last)).T
         regions = self.memory.regions[group]
         bases = np.array([region.address for region in regions], np.uint64)[:, None]
         widths = np.array([region.row_bytes for region in regions], np.uint64)[:, None]
-        addresses = bases + rows[begins].astype(np.uint64)[None, :] * widths
+        addresses = bases + begins.astype(np.uint64)[None, :] * widths
         lengths = counts.astype(np.uint64)[None, :] * widths
         return Pieces(addresses.reshape(-1), lengths.reshape(-1))
 
     def read(self, group: int, first: int, last: int) -> memoryview:
-        return self.memory.read(group, self._pick(group, first, last), self.ready)
+        return self.memory.read(group, self.pick(group, first, last), self.ready)
 
     def room(self, group: int, first: int, last: int) -> memoryview:
         return self.memory.room(group, last - first)
 
     def write(self, group: int, first: int, last: int, data: memoryview) -> None:
-        self.memory.write(group, self._pick(group, first, last), data, self.ready)
+        self.memory.write(group, self.pick(group, first, last), data, self.ready)
 
-    def _pick(self, group: int, first: int, last: int) -> Rows:
-        """Return rows that may be touched: addresses are computed from them."""
+    def pick(self, group: int, first: int, last: int) -> Rows:
+        """Return rows that may be touched: addresses are computed from them. Raises RequestError."""
         rows = self.rows[group][first:last]
         most = min((region.num_rows for region in self.memory.regions[group]), default=0)
         if len(rows) != last - first or len(rows) == 0 or rows.min() < 0 or rows.max() >= most:
@@ -135,6 +133,13 @@ class HostMemory:
             end = at + len(rows) * array.shape[1]
             array[rows] = source[at:end].reshape(len(rows), -1)
             at = end
+
+
+def runs_of(rows: Rows) -> Rows:
+    """Return (runs, 2): the first row of those that follow each other, and their number."""
+    begins = np.concatenate(([0], np.flatnonzero(np.diff(rows) != 1) + 1))
+    found: Rows = np.stack([rows[begins], np.diff(np.append(begins, len(rows)))], axis=1).astype(np.int64)
+    return found
 
 
 def as_bytes(array: npt.NDArray[Any]) -> Bytes2D:

@@ -25,11 +25,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.errors import BiremeError, ConfigError, RequestError, UnavailableError
+from bireme.kv.transfer.backend import PeerAddress
 from bireme.kv.transfer.base import KvLayout
 from bireme.kv.transfer.chunks import Chunk, TransferPlan
 from bireme.kv.transfer.memory import HostMemory, MemoryKind, Pieces, RowMemory, TokenRows
 from bireme.kv.transfer.staging import Staging
-from bireme.kv.transfer.wire import WriteTarget
+from bireme.kv.transfer.wire import Claim, Offer, WriteTarget
 
 MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 _POLL_S = 0.0002  # between looks at a write under way
@@ -73,8 +74,9 @@ class NixlBackend:
     def can_read(self, memory: RowMemory) -> bool:
         return memory is self._registered
 
-    def open_outlet(self, plan: TransferPlan, target: WriteTarget | None) -> NixlOutlet:
+    def open_outlet(self, plan: TransferPlan, claim: Claim) -> NixlOutlet:
         """Runs on the copier, as all that the exporting agent does."""
+        target = claim.target
         if target is None or target.num_bytes < plan.num_bytes:
             raise RequestError(f"KV transfer: the claim names no room for {plan.num_bytes} bytes")
         with _as_unavailable():
@@ -93,7 +95,7 @@ class NixlBackend:
             with contextlib.suppress(Exception):  # it is gone already
                 self._exporting.remove_remote_agent(agent)
 
-    def open_inlet(self, plan: TransferPlan, prefix: str) -> NixlInlet | None:
+    def open_inlet(self, plan: TransferPlan, peer: PeerAddress) -> NixlInlet | None:
         if self._importing is None:
             with _as_unavailable():
                 self._begin_importing()
@@ -102,6 +104,9 @@ class NixlBackend:
             return None
         target = WriteTarget(self._importing.name, self._metadata, self._staging.address + room.start, plan.num_bytes)
         return NixlInlet(self._staging, room, target)
+
+    def forget_peer(self, endpoint: str) -> None:
+        """What it may still be writing: `forget_writers`."""
 
     def forget_writers(self) -> None:
         """End the importing agent: its connections close, and no write over them arrives.
@@ -149,6 +154,8 @@ class NixlOutlet:
         self._backend, self._agent, self._target = backend, agent, target
         self._copy: tuple[npt.NDArray[np.uint8], Any] | None = None  # of a chunk, and its registration
         self.has_loose_writes = False
+
+    def show(self, rows: TokenRows) -> None: ...
 
     def store(self, rows: TokenRows, chunk: Chunk) -> Generator[None, None, None]:
         pieces, kind, device = self._source(rows, chunk)
@@ -209,16 +216,20 @@ class NixlOutlet:
 
 
 class NixlInlet:
+    maps_memory = False
+
     def __init__(self, staging: Staging, room: range, target: WriteTarget) -> None:
         self._staging, self._room = staging, room
         self.target = target
 
-    def attach(self, name: str, num_bytes: int) -> None:
+    def attach(self, offer: Offer) -> None:
         """The exporter comes to us."""
 
     def load(self, rows: TokenRows, chunk: Chunk) -> None:
         begin = self._room.start + chunk.begin
         self._staging.load(rows, chunk, begin)
+
+    def wait(self) -> None: ...
 
     def close(self) -> None:
         self._staging.give(self._room)

@@ -1,7 +1,7 @@
 """Messages of the control socket between two engine processes, as msgpack arrays.
 
     importer -> exporter   Claim, Ack, Cancel, Ping
-    exporter -> importer   Offer, Progress, Refuse, Pong
+    exporter -> importer   Offer, Progress, Kept, Refuse, Pong
 
 `number` is the importer's own count of its fetches and comes back in the answer. Later versions only
 append fields, so that a claim of another version can still be refused by its number.
@@ -26,6 +26,32 @@ class WriteTarget(msgspec.Struct, array_like=True, frozen=True):
     num_bytes: int
 
 
+class SharedRegion(msgspec.Struct, array_like=True, frozen=True):
+    """One tensor."""
+
+    allocation: int  # in which it lies
+    offset: int  # bytes from there
+    row_bytes: int
+    num_rows: int
+
+
+class SharedMemory(msgspec.Struct, array_like=True, frozen=True):
+    """Memory of a GPU that other processes of the host can map."""
+
+    pid: int
+    handles: tuple[bytes, ...]  # of its allocations, as the device's library made them
+    addresses: tuple[int, ...]  # where these lie in the process that has them
+    sizes: tuple[int, ...]  # of the allocations, bytes
+    regions: tuple[tuple[SharedRegion, ...], ...]  # in the order of RowMemory.regions
+
+
+class RowSource(msgspec.Struct, array_like=True, frozen=True):
+    """Where rows lie that the importer copies itself."""
+
+    memory: SharedMemory
+    runs: tuple[bytes, ...]  # a group: pairs (first row, number of rows) of the tokens that are sent, int64
+
+
 class Claim(msgspec.Struct, array_like=True, tag="claim", frozen=True):
     version: int
     number: int
@@ -39,6 +65,7 @@ class Claim(msgspec.Struct, array_like=True, tag="claim", frozen=True):
     host: str = ""  # on which that is; discovery.run.host_id
     backend: str = "shm"
     target: WriteTarget | None = None
+    maps_memory: bool = False  # the importer can copy the rows out of the exporter's memory
 
 
 class Ack(msgspec.Struct, array_like=True, tag="ack", frozen=True):
@@ -46,6 +73,7 @@ class Ack(msgspec.Struct, array_like=True, tag="ack", frozen=True):
 
     lease_id: int
     generation: int
+    number: int = 0  # not 0: it copied them itself, and wants to know whether they were kept
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
@@ -70,6 +98,7 @@ class Offer(msgspec.Struct, array_like=True, tag="offer", frozen=True):
     name: str  # of the place where they are; empty: there is nothing to copy, or the importer made the place
     num_bytes: int
     chunk_bytes: int
+    source: RowSource | None = None  # the importer copies the rows itself
 
 
 class Progress(msgspec.Struct, array_like=True, tag="progress", frozen=True):
@@ -77,6 +106,12 @@ class Progress(msgspec.Struct, array_like=True, tag="progress", frozen=True):
 
     number: int
     num_chunks: int
+
+
+class Kept(msgspec.Struct, array_like=True, tag="kept", frozen=True):
+    """The rows stayed what they were until the importer's ack."""
+
+    number: int
 
 
 class Refuse(msgspec.Struct, array_like=True, tag="refuse", frozen=True):
@@ -89,4 +124,4 @@ class Refuse(msgspec.Struct, array_like=True, tag="refuse", frozen=True):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_exporter = msgspec.msgpack.Decoder(Claim | Ack | Cancel | PeerPing).decode
-decode_to_importer = msgspec.msgpack.Decoder(Offer | Progress | Refuse | PeerPong).decode
+decode_to_importer = msgspec.msgpack.Decoder(Offer | Progress | Kept | Refuse | PeerPong).decode

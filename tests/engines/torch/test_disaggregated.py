@@ -6,17 +6,16 @@ import os
 
 import msgspec
 import pytest
+import torch
 
 from bireme.config import CacheTransceiverConfig
 from bireme.discovery import run
 from bireme.errors import RequestError, UnavailableError
 from bireme.kv.transfer.fake import FakeNetwork
 from bireme.kv.transfer.leased import LeasedTransfer
-from bireme.kv.transfer.nixl import NixlBackend
-from bireme.kv.transfer.shm import ShmBackend
 from bireme.metrics import Registry
 from tests.engines.torch.torch_harness import MIXED, Harness, make_prompts, request
-from tests.kv.transfer.kv_side import needs_nixl
+from tests.kv.transfer.kv_side import backend_of, needs_cuda, needs_nixl
 
 PROMPTS = make_prompts(*MIXED)
 
@@ -74,23 +73,53 @@ def test_disaggregated_output_equals_generate(tiny, name, prefill_size, decode_s
 
 
 def transfer_by(backend, folder, worker):
-    mover = NixlBackend(worker) if backend == "nixl" else ShmBackend(folder, worker, 1)
+    mover = backend_of(backend, folder, worker, 1)
     config = CacheTransceiverConfig(backend="DEFAULT")
     return LeasedTransfer(
         mover, run_dir=folder, worker=worker, life=1, config=config, metrics=Registry(worker), chunk_bytes=4096
     )
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("nixl", marks=needs_nixl)])
-def test_output_over_a_real_transfer_equals_generate(tiny, tmp_path, backend):
-    model = tiny("gemma3")
-    transfers = [transfer_by(backend, tmp_path, worker) for worker in ("prefill", "decode")]
-    with Pair(model.path, transfers=transfers) as pair:
+@pytest.fixture
+def real_pair(tiny, tmp_path):
+    """Return a function: the name of a model and a backend -> the two, with a transfer that copies."""
+    opened = []
+
+    def make(name, backend, *sizes):
+        transfers = [transfer_by(backend, tmp_path, worker) for worker in ("prefill", "decode")]
+        opened.append(Pair(tiny(name).path, *sizes, transfers=transfers))
         address = {"host": run.host_id(), "transfer_endpoint": transfers[0].endpoint}
         run.publish(tmp_path, run.WorkerRecord(worker="prefill", life=1, pid=os.getpid(), **address))
-        assert pair.run(PROMPTS) == model.expect(PROMPTS)
-        if backend == "nixl":  # straight out of prefill's pool
-            assert transfers[0]._backend.can_read(pair.prefill.engine._loaded.core._parts.exporter._store)
+        return opened[-1]
+
+    yield make
+    for pair in opened:
+        pair.__exit__()
+
+
+@pytest.mark.parametrize(
+    "backend", ["shm", pytest.param("nixl", marks=needs_nixl), pytest.param("cuda", marks=needs_cuda)]
+)
+def test_output_over_a_real_transfer_equals_generate(tiny, real_pair, backend):
+    pair = real_pair("gemma3", backend)
+    assert pair.run(PROMPTS) == tiny("gemma3").expect(PROMPTS)
+    if backend == "nixl" and not torch.cuda.is_available():  # straight out of prefill's pool
+        assert pair.transfers[0]._backend.can_read(pair.prefill.engine._loaded.core._parts.exporter._store)
+
+
+@needs_cuda
+@pytest.mark.parametrize("backend", ["shm", pytest.param("nixl", marks=needs_nixl), "cuda"])
+@pytest.mark.parametrize(
+    ("name", "prefill_size", "decode_size"), [("llama", 16, 32), ("gemma3", 8, 24), ("qwen3", 32, 8)]
+)
+def test_many_requests_and_prefix_hits_over_a_gpus_transfer_equal_generate(
+    tiny, real_pair, backend, name, prefill_size, decode_size
+):
+    expected = tiny(name).expect(PROMPTS)
+    pair = real_pair(name, backend, prefill_size, decode_size)
+    assert pair.decode.run([request(prompt) for prompt in PROMPTS[::2]]) == expected[::2]
+    assert pair.run(PROMPTS) == expected  # half of them hit what decode holds
+    assert pair.run(PROMPTS) == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -25,17 +25,21 @@ import pytest
 from bireme.config import CHECKOUT, CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
 from bireme.discovery import run
+from bireme.kv.transfer.backend import Backend
 from bireme.kv.transfer.base import Find, GroupLayout, KvLayout
+from bireme.kv.transfer.cuda_ipc import CudaIpcBackend
 from bireme.kv.transfer.leased import LeasedTransfer
 from bireme.kv.transfer.memory import HostMemory, MemoryKind, TokenRows
 from bireme.kv.transfer.nixl import MODULES, NixlBackend
 from bireme.kv.transfer.shm import ShmBackend
 from bireme.kv.transfer.shm_file import SHM_DIR, file_prefix
 from bireme.metrics import Registry
+from tests.kv.transfer.shared_pools import CudaPool, FilePool
 
 needs_nixl = pytest.mark.skipif(
     not any(importlib.util.find_spec(name) for name in MODULES), reason="nixl-cu12 is not installed"
 )
+needs_cuda = pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no GPU")
 LAYOUT = KvLayout("tiny", "float32", (GroupLayout(0, (64, 64)), GroupLayout(16, (32,))))
 DEPLOYMENT_KEY = b"k" * 32
 CHUNK_BYTES = 1024  # 8 tokens of the first group
@@ -84,9 +88,8 @@ class Fetching:
     """What one fetch did."""
 
     def __init__(self, layout: KvLayout, num_tokens: int, write_delay_s: float) -> None:
-        self._layout = layout
-        self.arrays = arrays_of(layout, num_tokens)
-        host = HostMemory(self.arrays)
+        self._arrays = arrays_of(layout, num_tokens)
+        host = HostMemory(self._arrays)
         slow = SlowMemory(layout, num_tokens, write_delay_s)
         slow._arrays = host
         self.memory: Any = slow if write_delay_s else host
@@ -95,6 +98,15 @@ class Fetching:
         self.errors: list[Any] = []
         self.ended = threading.Event()
         self.handle: Any = None
+
+    @property
+    def arrays(self) -> list[list[np.ndarray]]:
+        return self._arrays
+
+    @property
+    def rows(self) -> TokenRows:
+        found: TokenRows = self.memory.token_rows()
+        return found
 
     @property
     def is_right(self) -> bool:
@@ -122,6 +134,37 @@ class Fetching:
         return np.flatnonzero((self.arrays[group][0] != 255).all(axis=1)).tolist()
 
 
+class PoolFetching(Fetching):
+    """A fetch into rows of a pool."""
+
+    def __init__(self, layout: KvLayout, num_tokens: int, pool: Any) -> None:
+        super().__init__(layout, 0, 0.0)
+        self._pool, self._rows = pool, [pool.take(num_tokens) for _ in layout.groups]
+        self.began_writing = getattr(pool, "began", self.began_writing)
+        for group, rows in enumerate(self._rows):
+            pool.put(group, rows, 255)
+
+    @property
+    def arrays(self) -> list[list[np.ndarray]]:
+        return [[self._pool.get(group, rows)] for group, rows in enumerate(self._rows)]
+
+    @property
+    def rows(self) -> TokenRows:
+        return TokenRows(memory_of(self._pool), tuple(self._rows))
+
+
+def memory_of(pool: Any) -> Any:
+    return getattr(pool, "store", pool)
+
+
+def backend_of(name: str, run_dir: Path, worker: str, life: int) -> Backend:
+    """`cuda` is cuda_ipc with a GPU's memory in place of the stand-in's."""
+    if name == "nixl":
+        return NixlBackend(worker)
+    shm = ShmBackend(run_dir, worker, life)
+    return CudaIpcBackend(shm) if name in ("cuda_ipc", "cuda") else shm
+
+
 class Side:
     def __init__(
         self,
@@ -140,16 +183,22 @@ class Side:
         self.run_dir, self.worker, self.life, self.layout = run_dir, worker, life, layout
         self.metrics = Registry(worker)
         self.num_released = 0
+        self._leased: dict[int, list[Any]] = {}
         self.began_reading = threading.Event()
         config = CacheTransceiverConfig(
             backend="DEFAULT", kv_transfer_timeout_ms=timeout_ms, max_tokens_in_buffer=max_tokens
         )
+        self.pool: Any = None  # of rows that others map
+        if backend == "cuda_ipc":
+            self.pool = FilePool(run_dir / f"pool-{worker}-{life}", layout)
+        elif backend == "cuda":
+            self.pool = CudaPool()
         self.transfer = LeasedTransfer(
-            NixlBackend(worker) if backend == "nixl" else ShmBackend(run_dir, worker, life),
+            backend_of(backend, run_dir, worker, life),
             run_dir=run_dir, worker=worker, life=life, config=config, metrics=self.metrics, chunk_bytes=chunk_bytes,
             find=find, host=host, deployment_key=DEPLOYMENT_KEY,
         )  # fmt: skip
-        self.transfer.start(layout)
+        self.transfer.start(layout, self.pool and memory_of(self.pool))
         run.publish(run_dir, self.record())
 
     def record(self) -> run.WorkerRecord:
@@ -162,34 +211,50 @@ class Side:
         )
 
     def reserve(self) -> Any:
-        return self.transfer.reserve(self._release)
+        leased: list[Any] = []  # the rows of each group, once they are exported
+        lease = self.transfer.reserve(lambda: self._release(leased))
+        self._leased[lease.lease_id] = leased
+        return lease
 
-    def _release(self) -> None:
+    def _release(self, leased: list[Any]) -> None:
+        for group, rows in enumerate(leased):  # another request has them now
+            self.pool.put(group, rows, self.pool.FREED)
         self.num_released += 1
 
     def export(self, num_tokens: int, read_delay_s: float = 0.0) -> DisaggregatedParams:
         return self.export_lease(self.reserve(), num_tokens, read_delay_s)
 
     def export_lease(self, lease: Any, num_tokens: int, read_delay_s: float = 0.0) -> DisaggregatedParams:
+        if self.pool is not None:
+            return self._export_rows(lease, num_tokens)
         slow = SlowMemory(self.layout, num_tokens, read_delay_s)
         slow.began = self.began_reading
         for group, (array,) in enumerate(slow._arrays.arrays):
             array[:] = expected_rows(group, 0, num_tokens, array.shape[1])
         lease.export(num_tokens, slow.token_rows() if read_delay_s else slow._arrays.token_rows())
-        return DisaggregatedParams(
-            worker=self.worker,
-            life=self.life,
-            lease_id=lease.lease_id,
-            generation=lease.generation,
-            num_tokens=num_tokens,
-        )
+        return self._params(lease, num_tokens)
+
+    def _export_rows(self, lease: Any, num_tokens: int) -> DisaggregatedParams:
+        rows = [self.pool.take(num_tokens) for _ in self.layout.groups]
+        for group, layout in enumerate(self.layout.groups):
+            self.pool.put(group, rows[group], expected_rows(group, 0, num_tokens, layout.bytes_per_token))
+        self._leased[lease.lease_id] += rows
+        lease.export(num_tokens, TokenRows(memory_of(self.pool), tuple(rows)))
+        return self._params(lease, num_tokens)
+
+    def _params(self, lease: Any, num_tokens: int) -> DisaggregatedParams:
+        ids = {"lease_id": lease.lease_id, "generation": lease.generation}
+        return DisaggregatedParams(worker=self.worker, life=self.life, num_tokens=num_tokens, **ids)
 
     def fetch(
         self, params: DisaggregatedParams, firsts: tuple[int, ...] = (0, 0), write_delay_s: float = 0.0
     ) -> Fetching:
-        fetching = Fetching(self.layout, params.num_tokens, write_delay_s)
-        rows = fetching.memory.token_rows()
-        fetching.handle = self.transfer.fetch(params, firsts, rows, fetching.done)
+        if self.pool is None:
+            fetching = Fetching(self.layout, params.num_tokens, write_delay_s)
+        else:
+            fetching = PoolFetching(self.layout, params.num_tokens, self.pool)
+            self.pool.copy_delay_s = write_delay_s
+        fetching.handle = self.transfer.fetch(params, firsts, fetching.rows, fetching.done)
         return fetching
 
     def room_in_use(self) -> int:
@@ -293,6 +358,9 @@ class _Calls:
     def result(self) -> list[Any]:
         error = self._fetching.result(60)
         return [type(error).__name__ if error else None, self._fetching.is_right]
+
+    def open_maps(self) -> int:
+        return int(self._side.pool.num_open)
 
     def abort(self) -> bool:
         """End the lease that was exported last; wait until its rows are no longer read."""

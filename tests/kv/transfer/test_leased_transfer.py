@@ -29,8 +29,12 @@ from bireme.kv.transfer.base import GroupLayout, KvLayout
 from bireme.kv.transfer.leased import LeasedTransfer
 from bireme.kv.transfer.memory import HostMemory, TokenRows
 from bireme.kv.transfer.shm import ShmBackend
-from tests.kv.transfer.kv_side import LAYOUT, Fetching, Side, SlowMemory, files_of, needs_nixl, wait_until
+from tests.kv.transfer.kv_side import LAYOUT, Fetching, Side, SlowMemory, files_of, needs_cuda, needs_nixl, wait_until
 
+on_all = pytest.mark.parametrize(
+    "backend",
+    ["shm", pytest.param("nixl", marks=needs_nixl), "cuda_ipc", pytest.param("cuda", marks=needs_cuda)],
+)
 on_both = pytest.mark.parametrize("backend", ["shm", pytest.param("nixl", marks=needs_nixl)])
 
 
@@ -44,7 +48,7 @@ class BrokenMemory(SlowMemory):
     write = read
 
 
-@on_both
+@on_all
 def test_every_row_arrives_as_it_was_exported(prefill, decode):
     fetching = decode.fetch(prefill.export(100))
     assert fetching.result() is None
@@ -52,7 +56,7 @@ def test_every_row_arrives_as_it_was_exported(prefill, decode):
     assert fetching.tokens_written(0) == fetching.tokens_written(1) == list(range(100))
 
 
-@on_both
+@on_all
 def test_rows_that_decode_holds_are_not_sent(prefill, decode):
     fetching = decode.fetch(prefill.export(100), firsts=(64, 84))
     assert fetching.result() is None
@@ -60,7 +64,7 @@ def test_rows_that_decode_holds_are_not_sent(prefill, decode):
     assert fetching.tokens_written(1) == list(range(84, 100))
 
 
-@on_both
+@on_all
 def test_nothing_to_copy_is_acknowledged_without_a_file(prefill, decode):
     fetching = decode.fetch(prefill.export(100), firsts=(100, 100))
     assert fetching.result() is None
@@ -90,14 +94,14 @@ def test_both_sides_count_the_bytes(prefill, decode):
     wait_until(lambda: decode.counters().get("bireme_kv_transfer_bytes_total import") == num_bytes)
 
 
-@on_both
+@on_all
 def test_one_side_exports_and_imports_at_once(prefill, decode):
     there, back = decode.fetch(prefill.export(50)), prefill.fetch(decode.export(70))
     assert there.result() is None and back.result() is None
     assert there.is_right and back.is_right
 
 
-@on_both
+@on_all
 def test_a_second_claim_of_the_same_lease_is_not_found(prefill, decode):
     params = prefill.export(10)
     assert decode.fetch(params).result() is None
@@ -172,7 +176,7 @@ def test_differing_layouts_are_refused_by_field_and_free_the_lease(prefill, make
     wait_until(lambda: prefill.num_released == 1)
 
 
-@on_both
+@on_all
 def test_a_wrong_number_of_tokens_is_refused(prefill, decode):
     params = msgspec.structs.replace(prefill.export(10), num_tokens=11)
     error = decode.fetch(params).result()
@@ -265,7 +269,7 @@ def test_a_cancel_while_prefill_copies_stops_the_copy(prefill, decode, tmp_path)
     wait_until(lambda: prefill.num_released == 1 and not files_of(tmp_path, "prefill"))
 
 
-@on_both
+@pytest.mark.parametrize("backend", ["shm", pytest.param("nixl", marks=needs_nixl), "cuda_ipc"])
 def test_a_cancel_while_decode_writes_ends_after_the_write(prefill, decode, tmp_path):
     fetching = decode.fetch(prefill.export(1000), write_delay_s=0.02)
     assert fetching.began_writing.wait(60)
@@ -284,7 +288,7 @@ def test_a_cancel_after_the_end_does_nothing(prefill, decode):
     assert fetching.num_done == 1
 
 
-@on_both
+@on_all
 def test_many_fetches_share_a_buffer_of_one_request(make_side, tmp_path):
     prefill, decode = make_side("prefill", max_tokens=50), make_side("decode")
     fetchings = [decode.fetch(prefill.export(50)) for _ in range(40)]

@@ -1,0 +1,229 @@
+"""Rows out of another process's GPU memory, between engine processes of one host.
+
+The exporter shows where its rows lie; the importer maps that memory, once in the exporter's life, and copies the rows
+straight to its own, device to device. The exporter keeps them until the importer has acknowledged, and answers whether
+it did: an importer that was too slow may have read what came after, so its rows count for nothing without that word.
+
+Where the importer can't map the memory (two GPUs without peer access, containers that don't share IPC) the rows
+go through shared memory, from the next transfer on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from bireme.errors import BiremeError, ConfigError, RequestError, UnavailableError
+from bireme.kv.transfer.backend import Inlet, PeerAddress, RowOutlet
+from bireme.kv.transfer.base import KvLayout
+from bireme.kv.transfer.chunks import Chunk, TransferPlan
+from bireme.kv.transfer.memory import MemoryKind, RowMemory, Rows, TokenRows, runs_of
+from bireme.kv.transfer.shm import ShmBackend, ShmInlet
+from bireme.kv.transfer.wire import MAX_MESSAGE_BYTES, Claim, Offer, RowSource, SharedMemory
+
+logger = logging.getLogger("bireme.kv.transfer")
+
+
+class MappedMemory(Protocol):
+    """Another process's memory, mapped here. Used by the copier's thread."""
+
+    def copy(self, group: int, source: Rows, target: Rows, ready: Any) -> None:
+        """Start copying its rows to rows of this process's memory, when `ready` (TokenRows.ready) allows."""
+
+    def wait(self) -> None:
+        """Wait, without spinning, until the copies that were started have ended."""
+
+    def close(self) -> None:
+        """Wait, and let go of it: its GPU has the memory back when nobody maps it."""
+
+
+class MappableMemory(RowMemory, Protocol):
+    def shared(self) -> SharedMemory:
+        """Return what others need to map it. Raises ConfigError when they can't."""
+
+    def wait(self, ready: Any) -> None:
+        """Wait until rows may be read by others."""
+
+    def map(self, shared: SharedMemory) -> MappedMemory:
+        """Map another process's memory. Raises UnavailableError when this one can't."""
+
+
+class CudaIpcBackend:
+    name = "cuda_ipc"
+    reaches_other_hosts = False
+
+    def __init__(self, staged: ShmBackend) -> None:
+        self._staged = staged  # for peers that can't map our memory, or whose memory we can't
+        self.memory: MappableMemory | None = None
+        self._shared: SharedMemory | None = None
+        self._mapped: dict[str, tuple[SharedMemory, MappedMemory]] = {}  # by the exporter's endpoint
+        self._out_of_reach: set[str] = set()
+
+    def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
+        if memory is None:  # an engine without a GPU whose rows are a stand-in's
+            return
+        if any(region.kind is not MemoryKind.VRAM for group in memory.regions for region in group):
+            raise ConfigError(
+                "cache_transceiver_config.backend: CUDA_IPC copies between GPUs, and this engine's KV lies in host"
+                " memory; set DEFAULT (shared memory of one host)"
+            )
+        self.memory = cast(MappableMemory, memory)
+        self._shared = self.memory.shared()
+
+    def open_outlet(self, plan: TransferPlan, claim: Claim) -> RowOutlet:
+        if not claim.maps_memory or self.memory is None or self._shared is None:
+            return self._staged.open_outlet(plan, claim)
+        return MappedOutlet(self.memory, self._shared, plan)
+
+    def open_inlet(self, plan: TransferPlan, peer: PeerAddress) -> Inlet:
+        maps_memory = self.memory is not None and peer.endpoint not in self._out_of_reach
+        return CudaIpcInlet(self, plan, peer, maps_memory)
+
+    def map(self, endpoint: str, shared: SharedMemory) -> MappedMemory:
+        """Return an exporter's memory. Runs on the copier. Raises UnavailableError."""
+        assert self.memory is not None
+        known, mapped = self._mapped.get(endpoint, (None, None))
+        if mapped is not None and known == shared:
+            return mapped
+        self.forget_peer(endpoint)
+        self._check(shared)
+        try:
+            found = self.memory.map(shared)
+        except UnavailableError as error:
+            self._out_of_reach.add(endpoint)
+            logger.warning("transfer event=staged peer=%s reason=its memory can't be mapped: %s", endpoint, error)
+            raise UnavailableError(
+                f"KV transfer: the exporter's GPU memory can't be mapped: {error}; the next one takes the way through"
+                " host memory"
+            ) from error
+        logger.info("transfer event=mapped peer=%s allocations=%d", endpoint, len(shared.handles))
+        self._mapped[endpoint] = shared, found
+        return found
+
+    def forget_peer(self, endpoint: str) -> None:
+        """Runs on the copier."""
+        self._out_of_reach.discard(endpoint)
+        if (known := self._mapped.pop(endpoint, None)) is not None:
+            known[1].close()
+
+    def forget_writers(self) -> None:
+        """Nobody writes to memory of this process."""
+
+    def close(self) -> None:
+        for endpoint in list(self._mapped):
+            self.forget_peer(endpoint)
+
+    def _check(self, shared: SharedMemory) -> None:
+        """Refuse what would be read outside of the exporter's allocations: that would end this process's CUDA."""
+        assert self.memory is not None
+        ours = [[region.row_bytes for region in group] for group in self.memory.regions]
+        theirs = [[region.row_bytes for region in group] for group in shared.regions]
+        if ours != theirs:
+            raise RequestError(
+                f"KV layout: tensors have rows of {theirs} bytes on prefill and {ours} on decode; serve the same model"
+                " on both"
+            )
+        if not len(shared.handles) == len(shared.addresses) == len(shared.sizes):
+            raise BiremeError("KV transfer: the offer's memory can't be read")
+        for region in (region for group in shared.regions for region in group):
+            is_known = 0 <= region.allocation < len(shared.sizes) and region.offset >= 0 and region.num_rows >= 0
+            if not is_known or region.offset + region.row_bytes * region.num_rows > shared.sizes[region.allocation]:
+                raise BiremeError(
+                    "KV transfer: the offer names a tensor that does not lie in the memory that it shares"
+                )
+
+
+class MappedOutlet:
+    name = ""
+    has_loose_writes = False
+
+    def __init__(self, memory: MappableMemory, shared: SharedMemory, plan: TransferPlan) -> None:
+        self._memory, self._shared, self._plan = memory, shared, plan
+
+    def show(self, rows: TokenRows) -> RowSource:
+        if rows.memory is not self._memory:
+            raise BiremeError("KV transfer: these rows do not lie in the memory that is shared")
+        self._memory.wait(rows.ready)
+        runs = [
+            b"".join(
+                runs_of(rows.pick(chunk.group, chunk.first, chunk.last)).tobytes()
+                for chunk in self._plan.chunks
+                if chunk.group == group
+            )
+            for group in range(len(rows.rows))
+        ]
+        if sum(map(len, runs)) > MAX_MESSAGE_BYTES // 2:
+            raise RequestError(
+                f"KV transfer: the rows of {self._plan.num_tokens} tokens lie in too many pieces for one message; raise"
+                " kv_cache_config.tokens_per_block, or send a shorter prompt"
+            )
+        return RowSource(self._shared, tuple(runs))
+
+    def store(self, rows: TokenRows, chunk: Chunk) -> Generator[None, None, None]:
+        yield from ()  # they are there
+
+    def close(self) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+class CudaIpcInlet:
+    target = None
+
+    def __init__(self, backend: CudaIpcBackend, plan: TransferPlan, peer: PeerAddress, maps_memory: bool) -> None:
+        self._backend, self._peer = backend, peer
+        self.maps_memory = maps_memory
+        # The first token of each group that is sent, and how many are.
+        self._firsts = {chunk.group: chunk.first for chunk in reversed(plan.chunks)}
+        self._lasts = {chunk.group: chunk.last for chunk in plan.chunks}
+        self._file = ShmInlet(peer.file_prefix)
+        self._mapped: MappedMemory | None = None
+        self._source: list[Rows] = []
+
+    def attach(self, offer: Offer) -> None:
+        if offer.source is None:
+            self._file.attach(offer)
+            return
+        if not self.maps_memory:
+            raise BiremeError("KV transfer: the offer names memory that was not asked for")
+        shared = offer.source.memory
+        self._mapped = self._backend.map(self._peer.endpoint, shared)
+        for group, (runs, regions) in enumerate(zip(offer.source.runs, shared.regions, strict=True)):
+            num_rows = self._lasts.get(group, 0) - self._firsts.get(group, 0)
+            self._source.append(_rows_of(runs, num_rows, min((region.num_rows for region in regions), default=0)))
+
+    def load(self, rows: TokenRows, chunk: Chunk) -> None:
+        if self._mapped is None:
+            self._file.load(rows, chunk)
+            return
+        if rows.memory is not self._backend.memory:
+            raise BiremeError("KV transfer: these rows do not lie in the memory that rows are copied to")
+        begin = self._firsts[chunk.group]
+        source = self._source[chunk.group][chunk.first - begin : chunk.last - begin]
+        self._mapped.copy(chunk.group, source, rows.pick(chunk.group, chunk.first, chunk.last), rows.ready)
+
+    def wait(self) -> None:
+        if self._mapped is not None:
+            self._mapped.wait()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _rows_of(runs: bytes, num_rows: int, limit: int) -> Rows:
+    """Return the rows of runs; what an exporter says is checked before an address is made of it."""
+    try:
+        pairs = np.frombuffer(runs, np.int64).reshape(-1, 2)
+    except ValueError as error:
+        raise BiremeError("KV transfer: the offer's rows can't be read") from error
+    begins, counts = pairs[:, 0], pairs[:, 1]
+    is_right = bool(
+        (begins >= 0).all() and (counts > 0).all() and (counts <= limit).all() and (begins <= limit - counts).all()
+    )
+    if not is_right or int(counts.sum()) != num_rows:
+        raise BiremeError(f"KV transfer: the offer names rows that are not {num_rows} of the {limit} shared ones")
+    found: Rows = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(num_rows)
+    return found
