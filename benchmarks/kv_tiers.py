@@ -6,6 +6,7 @@ of the rounds. `down` and `up` are the rates at which blocks are copied between 
 copies of as many bytes (page-locked on a GPU).
 
     python benchmarks/kv_tiers.py                               # 8B shape, prompts of 8,192 tokens
+    python benchmarks/kv_tiers.py --tiers host                  # without the disk
     python benchmarks/kv_tiers.py --shape 1b --prompt 1024      # a CPU's share of it
     python benchmarks/kv_tiers.py --shape tiny --quick
 
@@ -48,10 +49,9 @@ AIM_RATE = 0.8  # of a plain copy
 def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory(prefix="bireme-bench-", dir=options.folder) as folder:
-        write_config(folder, options.shape)
-        figures: dict[str, Any] = {}
-        for tier in ("host", "disk"):
-            bench = Bench(folder, tier, options)
+        shape, figures = write_config(folder, options.shape), dict[str, Any]()
+        for tier in options.tiers:
+            bench = Bench(folder, shape, tier, options)
             rounds = [bench.round() for _ in range(options.rounds)]
             figures |= {name: round(1e3 * min(one[name] for one in rounds), 2) for name in rounds[0]}
             if tier == "host":
@@ -60,13 +60,13 @@ def main() -> None:
     for name, figure in figures.items():
         print(f"{name:16} {figure:12,.2f} {'ms' if name in ('compute', 'host', 'disk') else 'GB/s'}")
     print(json.dumps({"benchmark": "kv_tiers", "machine": machine(), "options": vars(options), "figures": figures}))
-    for tier in ("host", "disk"):
+    for tier in options.tiers:
         gain = figures["compute"] / figures[tier]
         asked = f", {AIM_GAIN:g} asked for: {'ok' if gain >= AIM_GAIN else 'BELOW'}" if tier == "host" else ""
         print(
             f"aim: a prefix of {options.prompt} tokens comes back from {tier} {gain:.1f} x sooner than computed{asked}"
         )
-    for way in ("down", "up"):
+    for way in ("down", "up") if "host" in options.tiers else ():
         share = figures[way] / figures[f"plain_{way}"]
         word = "ok" if share >= AIM_RATE else "BELOW"
         print(f"aim: copies {way} at {share:.0%} of a plain copy, {AIM_RATE:.0%} asked for: {word}")
@@ -78,6 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=8192, help="tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tiers", choices=("host", "disk"), nargs="+", default=["host", "disk"])
     parser.add_argument("--folder", help="where the disk tier's file lies; default: the system's for temporary files")
     parser.add_argument("--quick", action="store_true", help="one round of 256 tokens")
     options = parser.parse_args()
@@ -89,12 +90,12 @@ def parse() -> argparse.Namespace:
 class Bench:
     """An engine whose device holds a prompt and a half; what is measured holds ten."""
 
-    def __init__(self, folder: str, tier: str, options: argparse.Namespace) -> None:
+    def __init__(self, folder: str, shape: Any, tier: str, options: argparse.Namespace) -> None:
         self._tier, self._options = tier, options
         self._random = np.random.default_rng(7)
         num_blocks = -(-options.prompt // SIZE) + 1
-        hidden, _, layers, heads, kv_heads, _ = SHAPES[options.shape].values()
-        self._block_bytes = 2 * 2 * SIZE * layers * hidden // heads * kv_heads
+        head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        self._block_bytes = 2 * 2 * SIZE * shape.num_hidden_layers * shape.num_key_value_heads * head_size
         in_host = 10 * num_blocks if tier == "host" else 3 * num_blocks
         cache = KvCacheConfig(
             tokens_per_block=SIZE,

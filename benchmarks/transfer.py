@@ -43,6 +43,7 @@ from bireme.discovery import run
 from bireme.kv.transfer.backend import Backend
 from bireme.kv.transfer.base import GroupLayout, KvLayout
 from bireme.kv.transfer.chunks import CHUNK_BYTES
+from bireme.kv.transfer.cuda_ipc import CudaIpcBackend
 from bireme.kv.transfer.leased import LeasedTransfer
 from bireme.kv.transfer.memory import HostMemory, TokenRows
 from bireme.kv.transfer.nixl import MODULES, NixlBackend
@@ -122,7 +123,7 @@ def transfer_rate(folder: Path, backend: str, chunk_bytes: int, options: argpars
     )
     child.start()
     memory, rows = _make_rows(options.tokens, 1)
-    transfer = _make_transfer(folder, "decode", backend, chunk_bytes)
+    transfer = make_transfer(folder, "decode", backend, chunk_bytes)
     transfer.start(_layout(), memory)
     seconds = []
     for _ in range(options.rounds + 1):  # the first makes connections and touches pages
@@ -146,7 +147,7 @@ def _export(pipe: Any, folder: Path, backend: str, chunk_bytes: int, num_tokens:
     memory, rows = _make_rows(num_tokens, 2)
     for array in memory.arrays[0]:
         array[rows.rows[0]] = _content(num_tokens)
-    transfer = _make_transfer(folder, "prefill", backend, chunk_bytes)
+    transfer = make_transfer(folder, "prefill", backend, chunk_bytes)
     transfer.start(_layout(), memory)
     record = run.WorkerRecord(
         worker="prefill", life=1, pid=os.getpid(), host=run.host_id(), transfer_endpoint=transfer.endpoint
@@ -161,12 +162,17 @@ def _export(pipe: Any, folder: Path, backend: str, chunk_bytes: int, num_tokens:
     transfer.close()
 
 
-def _make_transfer(folder: Path, worker: str, backend: str, chunk_bytes: int) -> LeasedTransfer:
-    mover: Backend = NixlBackend(worker) if backend == "nixl" else ShmBackend(folder, worker, 1)
-    config = CacheTransceiverConfig(backend="DEFAULT")
+def make_transfer(
+    folder: Path, worker: str, backend: str, chunk_bytes: int = CHUNK_BYTES, life: int = 1
+) -> LeasedTransfer:
+    """`backend`: shm, nixl or cuda_ipc."""
+    mover: Backend = NixlBackend(worker) if backend == "nixl" else ShmBackend(folder, worker, life)
+    if backend == "cuda_ipc":
+        mover = CudaIpcBackend(ShmBackend(folder, worker, life))
     return LeasedTransfer(
-        mover, run_dir=folder, worker=worker, life=1, config=config, metrics=Registry(worker), chunk_bytes=chunk_bytes
-    )
+        mover, run_dir=folder, worker=worker, life=life, config=CacheTransceiverConfig(backend="DEFAULT"),
+        metrics=Registry(worker), chunk_bytes=chunk_bytes,
+    )  # fmt: skip
 
 
 def _layout() -> KvLayout:
@@ -206,8 +212,8 @@ class EnginePair:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self._prompt, self._random = options.prompt, np.random.default_rng(7)
-        self._transfers = {worker: _make_transfer(folder, worker, "shm", CHUNK_BYTES) for worker in STAGES}
-        self._ends = {worker: _EngineEnd(folder, worker, self._transfers[worker], options) for worker in STAGES}
+        self._transfers = {worker: make_transfer(folder, worker, "shm", CHUNK_BYTES) for worker in STAGES}
+        self._ends = {worker: EngineEnd(folder, worker, self._transfers[worker], options) for worker in STAGES}
         for worker, transfer in self._transfers.items():
             record = run.WorkerRecord(
                 worker=worker, life=1, pid=os.getpid(), host=run.host_id(), transfer_endpoint=transfer.endpoint
@@ -241,7 +247,7 @@ class EnginePair:
 STAGES = ("prefill", "decode")
 
 
-class _EngineEnd:
+class EngineEnd:
     """An engine that is asked for one thing at a time."""
 
     def __init__(self, folder: Path, worker: str, transfer: LeasedTransfer, options: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/engine_restart.py": ("--shape", "tiny", "--kills", "1", "--modes", "mapped"),
     "benchmarks/kv_tiers.py": ("--shape", "tiny", "--quick", "--threads", "1"),
     "benchmarks/transfer.py": ("--quick",),
+    "benchmarks/transfer_gpu.py": ("--quick", "--engine", "none"),
     "benchmarks/frontend.py": (
         *("--contenders", "bireme", "--modes", "fast", "--streams", "2", "--repeat", "1"),
         *("--seconds", "1", "--warmup-s", "0.5", "--port", "{port}"),
