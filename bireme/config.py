@@ -347,6 +347,24 @@ class StoredResponsesConfig(Settings, frozen=True, kw_only=True):
     max_background: Positive = 256  # unfinished ones; more are refused
 
 
+class FilesConfig(Settings, frozen=True, kw_only=True):
+    """What /v1/files keeps, for each API key."""
+
+    folder: str = ""  # of the files, and of batches; "": the launch's run folder, and they go with the launch
+    max_file_bytes: Positive = 512 << 20
+    max_files: NotNegative = 1000  # uploaded ones; more are refused. 0: there are neither files nor batches
+    max_bytes: Positive = 4 << 30  # of the uploaded ones together; also of a batch's results
+    max_age_s: Positive = 30 * 24 * 3600  # files and ended batches are removed after this
+
+
+class BatchesConfig(Settings, frozen=True, kw_only=True):
+    """How /v1/batches runs them."""
+
+    max_lines: Positive = 50_000  # of a batch's input
+    max_unfinished: Positive = 16  # batches of an API key; more are refused
+    max_concurrency: Positive = 16  # lines under way in a process of the frontend
+
+
 class FrontendConfig(Settings, frozen=True, kw_only=True):
     """The OpenAI frontend, bireme/openai."""
 
@@ -360,6 +378,8 @@ class FrontendConfig(Settings, frozen=True, kw_only=True):
     playground: bool = True  # the page at /
     api_keys: str = ""  # file with keys and their limits (relative to the recipe); "": no key is asked for
     responses: StoredResponsesConfig = StoredResponsesConfig()
+    files: FilesConfig = FilesConfig()
+    batches: BatchesConfig = BatchesConfig()
 
 
 class VideoConfig(Settings, frozen=True, kw_only=True):

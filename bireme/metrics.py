@@ -230,6 +230,7 @@ TABLE: dict[str, MetricSpec] = {
         _gauge("bireme_tokenizer_cache_bytes", "Texts and tokens kept for prompts that begin alike.", "worker"),
         _counter("bireme_http_requests_total", "HTTP requests answered by the frontend.", "worker", "path", "status"),
         _gauge("bireme_http_requests_active", "HTTP requests that the frontend is working on.", "worker"),
+        _counter("bireme_batch_lines_total", "Lines of batches answered, by status of the answer.", "worker", "status"),
         _counter("bireme_rate_limited_total", "Requests refused by a key's own limit.", "worker", "key"),
         _counter("bireme_embedding_cache_hits_total", "Pictures that needed no encoding.", "worker"),
         _counter("bireme_embedding_cache_misses_total", "Pictures that had to be encoded.", "worker"),

@@ -28,7 +28,7 @@ from bireme.launch import processes
 SHM = Path("/dev/shm")
 _LOCK = "lock"
 _RECIPE = "recipe"  # of a launch without a recipe folder: needed for as long as the launch lasts
-RESPONSES = "responses"  # the frontend's; it outlives a server
+RESPONSES, FILES = "responses", "files"  # the frontend's; they outlive a server
 _OWN = (_RECIPE, "models", "backends", "lib")  # folders that the launcher fills; its children make the rest
 
 
@@ -100,7 +100,7 @@ class RunFolder:
         self.restore()
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
-                if entry != self._recipe and entry.name != RESPONSES:
+                if entry != self._recipe and entry.name not in (RESPONSES, FILES):
                     shutil.rmtree(entry, ignore_errors=True)
             elif entry.name not in (_LOCK, SOCKET_NAME) and entry.suffix != SLEEP:
                 entry.unlink(missing_ok=True)

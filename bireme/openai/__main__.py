@@ -24,7 +24,7 @@ from bireme.config import FrontendConfig, Recipe
 from bireme.discovery.store import with_discovery
 from bireme.errors import ConfigError
 from bireme.launch.processes import started_at
-from bireme.launch.run_folder import RESPONSES
+from bireme.launch.run_folder import FILES, RESPONSES
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
 from bireme.openai.http.connection import Connection
@@ -134,8 +134,9 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     )
     config = recipes[0].frontend
     keys = _keys(options.api_keys, recipes[0], options.member)
-    folder = _responses_folder(recipes[0], options.member)
-    frontend = Frontend(models, metrics, config, keys, options.member, videos, folder)
+    responses = _kept_folder(recipes[0], config.responses.folder, RESPONSES, options.member)
+    files = _kept_folder(recipes[0], config.files.folder, FILES, options.member)
+    frontend = Frontend(models, metrics, config, keys, options.member, videos, responses, files)
     return _Server(_uvicorn_config(frontend, options, config), frontend, options.member)
 
 
@@ -198,13 +199,13 @@ def _keys(path: str | None, recipe: Recipe, member: Member | None) -> ApiKeys | 
     return load_keys(file, member.share_of) if member else load_keys(file)
 
 
-def _responses_folder(recipe: Recipe, member: Member | None) -> Path | None:
-    """Return where responses are kept: a folder by name outlives the launch. None: they go with this process."""
-    if named := recipe.frontend.responses.folder:
+def _kept_folder(recipe: Recipe, named: str, name: str, member: Member | None) -> Path | None:
+    """Return where something is kept: a folder by name outlives the launch. None: it goes with this process."""
+    if named:
         return Path(recipe.folder) / Path(named).expanduser()
     if run_folder := os.environ.get("BIREME_RUN_DIR"):
-        return Path(run_folder) / RESPONSES
-    return member.folder / RESPONSES if member is not None else None
+        return Path(run_folder) / name
+    return member.folder / name if member is not None else None
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from bireme.config import FrontendConfig
 from bireme.discovery.pulse import own_pulse
 from bireme.errors import BiremeError, drop_frames
 from bireme.metrics import Registry
+from bireme.openai.batch.routes import FileRoutes
 from bireme.openai.http.call import JSON_ONLY, Call, ClientGoneError, Receive, Scope, Send
 from bireme.openai.http.error_replies import HttpError, RateLimitError, anthropic_reply_of, is_internal, shutting_down
 from bireme.openai.http.members import Member
@@ -60,9 +61,10 @@ class Frontend:
     def __init__(
         self, models: Models, metrics: Registry, config: FrontendConfig | None = None, keys: ApiKeys | None = None,
         member: Member | None = None, videos: VideoModels | None = None, responses_folder: Path | None = None,
+        files_folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """`member`: other processes serve the same port. `responses_folder`: of kept responses; None: they go with this
-        process.
+        """`member`: other processes serve the same port. The folders are of kept responses, and of files and batches;
+        None: they go with this process.
         """
         self._videos = videos or VideoModels([])
         models.know_videos(video.name for video in self._videos)
@@ -75,6 +77,8 @@ class Frontend:
         self._stored = StoredResponses(
             self._config.responses, models, keys, responses_folder, self._config.max_body_bytes
         )
+        self._files_folder = files_folder
+        self._files: FileRoutes | None = None
         self._page = MetricsPage(metrics)
         self._playground = PlaygroundFiles() if self._config.playground else None
         self._playground_paths = self._playground.paths if self._playground else frozenset()
@@ -95,10 +99,16 @@ class Frontend:
         responses = Responses(self._models, self._stored, pacer, self._streams)
         messages = Messages(self._models, pacer, self._streams)
         tokens = Tokenization(self._models)
+        posts: dict[str, Post] = {
+            "/v1/chat/completions": chats.post,
+            "/v1/completions": completions.post,
+            "/v1/responses": responses.post,
+        }
+        self._files = FileRoutes(
+            self._config, self._files_folder, self._models, posts, lambda: self._keys, self._metrics
+        )
         self._routes = {
-            "/v1/chat/completions": {"POST": self._with_body(chats.post)},
-            "/v1/completions": {"POST": self._with_body(completions.post)},
-            "/v1/responses": {"POST": self._with_body(responses.post)},
+            **{path: {"POST": self._with_body(post)} for path, post in posts.items()},
             _MESSAGES_PATH: {"POST": self._with_body(messages.post)},
             f"{_MESSAGES_PATH}/count_tokens": {"POST": self._with_body(messages.count)},
             "/tokenize": {"POST": self._with_body(tokens.tokenize)},
@@ -111,10 +121,12 @@ class Frontend:
             "/version": {"GET": self._show_version},
             "/metrics": {"GET": self._show_metrics},
             "/openapi.json": {"GET": self._show_openapi},
+            **self._files.routes(self._limited, self._with_body),
             **self._video_routes.routes(self._with_body),
         }
         await self._video_routes.start()
         await self._stored.start()
+        self._files.start()
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         if (pulse := own_pulse()) is not None:
             self._pulse = asyncio.get_running_loop().create_task(pulse.run())
@@ -129,6 +141,8 @@ class Frontend:
             self._ticker.cancel()
         await self._video_routes.stop()
         await self._stored.stop()
+        if self._files is not None:
+            await self._files.stop()
         await asyncio.gather(*(model.close() for model in self._models))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -193,6 +207,8 @@ class Frontend:
         if methods is None and path.startswith(_MODEL_PATH):
             return {"GET": self._show_model}
         methods = methods or self._video_routes.match(path) or self._stored.match(path)
+        if methods is None and self._files is not None:
+            methods = self._files.match(path)
         if methods is None:
             raise HttpError(404, "no such path; GET /openapi.json lists what there is", code="not_found")
         return methods
@@ -214,6 +230,14 @@ class Frontend:
         """Return a handler that reads the body, within the key's limit of requests."""
 
         async def handle(call: Call) -> None:
+            await post(call, await call.body(self._config.max_body_bytes, self._config.body_timeout_s, kinds))
+
+        return self._limited(handle)
+
+    def _limited(self, handler: Handler) -> Handler:
+        """Return a handler that runs within the key's limit of requests."""
+
+        async def handle(call: Call) -> None:
             if self._num_active > self._config.max_connections:
                 raise HttpError(
                     503, f"frontend.max_connections {self._config.max_connections} are busy; try again",
@@ -221,7 +245,7 @@ class Frontend:
                 )  # fmt: skip
             call.tenant.begin()
             try:
-                await post(call, await call.body(self._config.max_body_bytes, self._config.body_timeout_s, kinds))
+                await handler(call)
             finally:
                 call.tenant.end()
 

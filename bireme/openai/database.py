@@ -5,18 +5,65 @@ Every method may block on the disk; all are thread-safe.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
 import secrets
 import sqlite3
+import tempfile
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from bireme.errors import ConfigError, UnavailableError
 
 _WAIT_S = 10  # for another process's write
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_S = TypeVar("_S", bound=Closable)
+_T = TypeVar("_T")
+
+
+class StoreThread(Generic[_S]):
+    """A store on a thread of its own: SQLite has one writer anyway. It is opened by the first call."""
+
+    def __init__(self, folder: Path | None, open_store: Callable[[Path], _S], name: str) -> None:
+        """`folder`: None: one that goes with this process."""
+        self._folder, self._open, self._name = folder, open_store, name
+        self._own_folder: tempfile.TemporaryDirectory[str] | None = None
+        self._thread = ThreadPoolExecutor(1, name)
+        self._opened: _S | None = None
+
+    async def do(self, method: Callable[..., _T], *values: Any) -> _T:
+        """Call `method(store, *values)` there. Raises ConfigError when the folder can't be used."""
+
+        def run() -> _T:
+            return method(self._store(), *values)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+
+    async def close(self) -> None:
+        """Nothing else may be called any more. Harmless when called again."""
+        if self._opened is not None:
+            await asyncio.to_thread(self._opened.close)
+        self._thread.shutdown()
+        if self._own_folder is not None:
+            self._own_folder.cleanup()
+
+    def _store(self) -> _S:
+        if self._opened is None:
+            if self._folder is None:
+                self._own_folder = tempfile.TemporaryDirectory(prefix=f"bireme-{self._name}-")
+                self._folder = Path(self._own_folder.name)
+            self._opened = self._open(self._folder)
+        return self._opened
 
 
 class Database:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from bireme import __version__
+from bireme.openai.batch.batches import BatchBody
 from bireme.openai.text.completion_request import CompletionBody
 from bireme.openai.text.messages_request import CountBody, MessagesBody
 from bireme.openai.text.response_request import ResponseBody
@@ -20,6 +21,7 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "/v1/responses": (ResponseBody, "Answer items, whole or as typed server-sent events"),
     "/v1/messages": (MessagesBody, "Answer a conversation in the form of Anthropic's Messages"),
     "/v1/messages/count_tokens": (CountBody, "Count the tokens of a Messages prompt"),
+    "/v1/batches": (BatchBody, "Run the requests of a file"),
     "/tokenize": (TokenizeBody, "Return the tokens of a prompt or conversation"),
     "/v1/videos": (JobBody, "Start a job that makes a video"),
     "/v1/videos/generations": (VideoBody, "Make a video in one call, with progress as server-sent events"),
@@ -32,6 +34,11 @@ _GETS = {
     "/v1/models/{model}": "Describe a model",
     "/v1/responses/{id}": "Get a response that was kept",
     "/v1/responses/{id}/input_items": "List what a response has answered",
+    "/v1/files": "List files",
+    "/v1/files/{id}": "Describe a file",
+    "/v1/files/{id}/content": "Get a file",
+    "/v1/batches": "List batches, the newest first",
+    "/v1/batches/{id}": "Tell how far a batch is",
     "/v1/videos/{id}": "Tell how far a job is",
     "/v1/videos/{id}/content": "Get a job's video",
     "/files/{id}": "Get a result by its name",
@@ -42,6 +49,16 @@ _GETS = {
     "/version": "Tell the version of the server",
     "/metrics": "Prometheus metrics",
     "/openapi.json": "This document",
+}
+_UPLOAD = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600},
+    },
 }
 _ANTHROPIC_KINDS = (MessagesBody, CountBody)
 _ANTHROPIC_ERROR = {
@@ -81,9 +98,14 @@ def openapi(models: list[str], videos: list[str]) -> dict[str, Any]:
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in kinds:
         names = videos if kind in _VIDEO_KINDS else models
-        components[kind.__name__]["properties"]["model"] = {"type": "string", "enum": names}
+        if "model" in (properties := components[kind.__name__]["properties"]):
+            properties["model"] = {"type": "string", "enum": names}
     paths: dict[str, Any] = {path: {"post": _post(kind, text)} for path, (kind, text) in _POSTS.items()}
-    paths |= {path: {"get": _get(path, text)} for path, text in _GETS.items()}
+    for path, text in _GETS.items():
+        paths.setdefault(path, {})["get"] = _get(path, text)
+    upload = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
+    refusals = _responses("400", "401", "413", "415", "429", "503")
+    paths["/v1/files"]["post"] = {"summary": "Keep a file", "requestBody": upload, "responses": refusals}
     return {
         "openapi": "3.1.0",
         "info": {"title": "bireme", "version": __version__},

@@ -51,6 +51,12 @@ def test_openai_responses(client):
     assert "ok" in client.program("openai_responses")
 
 
+@pytest.mark.client("openai")
+def test_openai_batches(client):
+    """files and batches: upload, list, a batch polled to its end, contents, a wrong line, cancel, delete"""
+    assert "ok" in client.program("openai_batches")
+
+
 @pytest.mark.client("openai-agents")
 def test_openai_agents_as_they_come(client):
     """agents over responses: a tool, a handoff, a typed output, a stream, previous_response_id"""

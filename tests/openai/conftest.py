@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,17 +35,16 @@ def letters() -> TextTokenizer:
 class Reply:
     """One request to the application, running."""
 
-    def __init__(self, app: Frontend, scope: dict[str, Any], body: bytes | None) -> None:
-        """`body`: None: it never comes."""
+    def __init__(self, app: Frontend, scope: dict[str, Any], parts: list[bytes], is_whole: bool) -> None:
+        """`parts` of the body; the last of one that is not `is_whole` never comes."""
         self.messages: list[dict[str, Any]] = []
-        self._body, self._gone = body, asyncio.Event()
-        self._has_read = body is None
+        self._parts, self._is_whole, self._gone = parts, is_whole, asyncio.Event()
         self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
-        if not self._has_read:
-            self._has_read = True
-            return {"type": "http.request", "body": self._body, "more_body": False}
+        if self._parts:
+            part = self._parts.pop(0)
+            return {"type": "http.request", "body": part, "more_body": bool(self._parts) or not self._is_whole}
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
@@ -89,11 +89,13 @@ class Bench:
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None,
         is_body_coming: bool = True, query: str = "",
     ) -> Reply:  # fmt: skip
-        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        """Send a request; a tuple is a body's parts, and other values than bytes are JSON."""
+        data = body if isinstance(body, (bytes, tuple)) else b"" if body is None else json.dumps(body).encode()
+        parts = list(data) if isinstance(data, tuple) else [data] if is_body_coming else []
         given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
         pairs = [(key.encode(), value.encode("latin-1")) for key, value in given.items()]
         scope = {"type": "http", "method": method, "path": path, "headers": pairs, "query_string": query.encode()}
-        return Reply(self.app, scope, data if is_body_coming else None)
+        return Reply(self.app, scope, parts, is_body_coming)
 
     def chat(self, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
         messages = [{"role": "user", "content": "hi"}]
@@ -117,14 +119,15 @@ Make = Callable[..., Any]
 def frontend() -> Iterator[Make]:
     benches: list[Frontend] = []
 
-    async def make(keys: ApiKeys | None = None, **tree: Any) -> Bench:
+    async def make(keys: ApiKeys | None = None, files_folder: Path | None = None, **tree: Any) -> Bench:
         workers, metrics = FakeWorkers(), Registry("frontend")
         fields = {"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": "test"}
         fields |= {
             "router": {"transfer_ms": 0}
         } | tree  # prompts of tests are short, and go through prefill all the same
         recipe = convert(fields, Recipe, "test")
-        app = Frontend(Models([ServedModel(recipe, workers, letters(), metrics)]), metrics, recipe.frontend, keys)
+        models = Models([ServedModel(recipe, workers, letters(), metrics)])
+        app = Frontend(models, metrics, recipe.frontend, keys, files_folder=files_folder)
         await app.start()
         benches.append(app)
         return Bench(app, workers)

@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
 from bireme.errors import drop_frames
@@ -50,6 +50,8 @@ class Call:
         self._own_headers: list[Header] = [(b"x-request-id", self.request_id)]
         self._error_form: ErrorForm = reply_of
         self.tenant: Tenant = OPEN
+        self.is_batch = False  # a line of a batch: it gives way to everybody else
+        self._has_read = False  # the whole body
         self.status = 0  # of the reply; 0: none yet
         self.notes: dict[str, object] = {}  # for the access log
 
@@ -75,17 +77,46 @@ class Call:
 
     async def body(self, max_bytes: int, timeout_s: float, kinds: tuple[bytes, ...] = JSON_ONLY) -> bytes:
         """Return the whole body. Raises HttpError for another type than these, or when it is too large or too slow."""
+        self._check_body(kinds)
+        if self.body_length > max_bytes:
+            raise _too_large(max_bytes)
+        return await self._within(self._read(max_bytes), timeout_s)
+
+    async def body_part(self, num_bytes: int, timeout_s: float, kinds: tuple[bytes, ...]) -> bytes:
+        """Return the next so many bytes of the body, or a few more; fewer: it has ended. Raises HttpError."""
+        self._check_body(kinds)
+        parts, size = [], 0
+
+        async def read() -> None:
+            nonlocal size
+            while size < num_bytes and not self._has_read:
+                message = await self._receive()
+                if message["type"] != "http.request":
+                    raise ClientGoneError
+                self._has_read = not message.get("more_body")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+
+        await self._within(read(), timeout_s)
+        return b"".join(parts)
+
+    @property
+    def body_length(self) -> int:
+        """As the client has announced it; 0: it has not."""
+        length = self.header(b"content-length")
+        return int(length[:20]) if length.isdigit() else 0
+
+    def _check_body(self, kinds: tuple[bytes, ...]) -> None:
         kind = self.header(b"content-type").split(b";")[0].strip().lower()
         if kind not in kinds:
             allowed = b" or ".join(kinds).decode()
             raise HttpError(415, f"content-type: send {allowed}", code="unsupported_media_type")
         if self.header(b"content-encoding") not in (b"", b"identity"):
             raise HttpError(415, "content-encoding: send the body uncompressed", code="unsupported_media_type")
-        length = self.header(b"content-length")
-        if length.isdigit() and int(length[:20]) > max_bytes:
-            raise _too_large(max_bytes)
+
+    async def _within(self, reading: Awaitable[_T], timeout_s: float) -> _T:
         try:
-            return await asyncio.wait_for(self._read(max_bytes), timeout_s)
+            return await asyncio.wait_for(reading, timeout_s)
         except asyncio.TimeoutError:
             raise HttpError(
                 408, f"the body did not arrive in {timeout_s:g} s; send it faster", code="timeout"
@@ -129,6 +160,16 @@ class Call:
         with AtOnce(self._cycle):
             await self._send({"type": "http.response.start", "status": status, "headers": [*own, *kinds, *headers]})
             await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+
+    async def reply_parts(self, length: int, parts: AsyncIterator[bytes], *headers: Header) -> None:
+        """Send a reply of so many bytes as they come, with status 200."""
+        self.status = 200
+        own = [*self._own_headers, (b"content-length", str(length).encode()), *headers]
+        await self._send({"type": "http.response.start", "status": 200, "headers": own})
+        if self.method != "HEAD":
+            async for part in parts:
+                await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def write_events(self, data: bytes, is_last: bool) -> None:
         """Send server-sent events; the first time after the headers."""

@@ -35,10 +35,13 @@ _R = TypeVar("_R", ChatRequest, CompletionRequest)
 
 
 def for_caller(call: Call, request: _R) -> _R:
-    """Return the request with its key's cache salt, and its session: the field's, else the header's.
+    """Return the request with its key's cache salt, its session (the field's, else the header's), and the least
+    priority if it is of a batch.
 
     Raises RequestError.
     """
+    if call.is_batch:
+        request = replace(request, sampling=replace(request.sampling, priority=0.0))
     if (salt := call.tenant.cache_salt(request.cache_salt)) != request.cache_salt:
         request = replace(request, cache_salt=salt)
     if not request.session_id and (header := call.header(SESSION_HEADER)):

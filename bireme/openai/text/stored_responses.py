@@ -9,22 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import parse_qsl
+from typing import Any
 
 import msgspec
 
 from bireme.child_process import Backoff
 from bireme.config import StoredResponsesConfig
 from bireme.errors import BiremeError, NotFoundError, RequestError, UnavailableError, drop_frames
+from bireme.openai.database import StoreThread
 from bireme.openai.http.call import Call
 from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal
+from bireme.openai.http.query import PAGING, is_ascending, limit_of, query_of
 from bireme.openai.keys import OPEN, ApiKeys, Tenant
 from bireme.openai.text.response_answer import ResponseForm, failure_json
 from bireme.openai.text.response_items import Item, listed
@@ -39,8 +38,6 @@ _LOOK_S, _SWEEP_S = 1.0, 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _RETRY_S = 0.25, 10.0, 300.0  # of a background response whose server is away
 _MAX_PAGE, _PAGE = 100, 20
 _RETRIEVE = ("include", "stream", "starting_after", "include_obfuscation")
-_LIST = ("include", "limit", "order", "after")
-_T = TypeVar("_T")
 logger = logging.getLogger("bireme.openai")
 Handler = Callable[[Call], Awaitable[None]]
 
@@ -64,10 +61,9 @@ class StoredResponses:
         from.
         """
         self._config, self._models, self._keys, self._max_bytes = config, models, keys, max_bytes
-        self._folder = folder
-        self._own_folder: tempfile.TemporaryDirectory[str] | None = None
-        self._thread = ThreadPoolExecutor(1, "responses")  # one: SQLite has one writer anyway
-        self._opened: ResponseStore | None = None
+        self._is_shared = folder is not None
+        self._store = StoreThread(folder, lambda place: ResponseStore(place, config), "responses")
+        self._do = self._store.do
         self._watcher: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
 
@@ -77,7 +73,7 @@ class StoredResponses:
 
     async def start(self) -> None:
         """Go on with what other processes have left. Raises ConfigError."""
-        if self.is_on and self._folder is not None:
+        if self.is_on and self._is_shared:
             await self._do(ResponseStore.sweep)
             self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
@@ -87,11 +83,7 @@ class StoredResponses:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._opened is not None:
-            await self._do(ResponseStore.close)
-        self._thread.shutdown()
-        if self._own_folder is not None:
-            self._own_folder.cleanup()
+        await self._store.close()
 
     def match(self, path: str) -> dict[str, Handler] | None:
         """Return the handlers of a path that names a response."""
@@ -242,7 +234,7 @@ class StoredResponses:
         self._run(_BackgroundJob(orphan.id, tenant, model, request, form))
 
     async def _retrieve(self, call: Call) -> None:
-        query = _query(call, _RETRIEVE)
+        query = query_of(call, _RETRIEVE)
         if query.get("stream", "false") != "false":
             raise RequestError("stream: the events of a response come once, when it is made; ask without it")
         await call.reply(200, (await self._find(call)).response)
@@ -266,25 +258,22 @@ class StoredResponses:
         await call.reply(200, (await self._find(call)).response)
 
     async def _list_input(self, call: Call) -> None:
-        query = _query(call, _LIST)
-        limit, order, after = query.get("limit", str(_PAGE)), query.get("order", "desc"), query.get("after")
-        if not (limit.isdecimal() and limit.isascii() and 1 <= int(limit[:4]) <= _MAX_PAGE):
-            raise RequestError(f"limit: {limit[:20]}; the range is 1 to {_MAX_PAGE}")
-        if order not in ("asc", "desc"):
-            raise RequestError(f"order: {order[:20]}; send asc or desc")
+        query = query_of(call, ("include", *PAGING))
+        limit, after = limit_of(query, _PAGE, _MAX_PAGE), query.get("after")
+        is_oldest_first = is_ascending(query)
         row = await self._find(call)
         before: list[StoredResponse] | None = []
         if row.previous is not None:
             before = await self._do(ResponseStore.history, row.previous, row.tenant, self._max_bytes)
         items = [item for one in before or [] for item in (*one.input, *one.output)] + row.input
-        if order == "desc":
+        if not is_oldest_first:
             items.reverse()
         if after is not None:
             at = next((at for at, item in enumerate(items) if item["id"] == after), None)
             if at is None:
                 raise RequestError(f"after: {after[:80]}; no such item, send the last_id of a page")
             items = items[at + 1 :]
-        page = items[: int(limit)]
+        page = items[:limit]
         first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
         reply = {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > len(page)}
         await call.reply(200, encode_json(reply))
@@ -296,25 +285,3 @@ class StoredResponses:
         if row is None:
             raise NotFoundError(f"response: {name[:80]} does not exist; it may have been deleted or have expired")
         return row
-
-    async def _do(self, method: Callable[..., _T], *values: Any) -> _T:
-        """Call a method of the store on its thread; the first call opens it."""
-
-        def run() -> _T:
-            if self._opened is None:
-                if self._folder is None:
-                    self._own_folder = tempfile.TemporaryDirectory(prefix="bireme-responses-")
-                    self._folder = Path(self._own_folder.name)
-                self._opened = ResponseStore(self._folder, self._config)
-            return method(self._opened, *values)
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
-
-
-def _query(call: Call, known: tuple[str, ...]) -> dict[str, str]:
-    """Return the query's parameters. Raises RequestError for others than these."""
-    given = dict(parse_qsl(call.query.decode("latin-1"), keep_blank_values=True))
-    for name in given:
-        if name.removesuffix("[]") not in known:
-            raise RequestError(f"{name[:40]}: unknown parameter; remove it")
-    return given

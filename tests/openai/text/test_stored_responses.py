@@ -160,7 +160,7 @@ async def test_too_many_background_responses_are_refused(frontend):
 
 async def test_what_a_process_leaves_unfinished_another_one_runs(bench, tmp_path):
     stored = bench.app._stored
-    stored._folder = tmp_path
+    stored._store._folder = tmp_path
     queued = (await ask(bench, background=True, metadata={"a": "b"}).end()).json()
     await bench.workers.emit(2)
     await stored.stop()

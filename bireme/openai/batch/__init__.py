@@ -1,0 +1,1 @@
+"""Files, and the batches that run what is in them."""

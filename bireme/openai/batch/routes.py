@@ -1,0 +1,69 @@
+"""The paths of files and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from bireme.config import FrontendConfig
+from bireme.metrics import Registry
+from bireme.openai.batch.batches import PATH as BATCHES_PATH
+from bireme.openai.batch.batches import Batches, Post
+from bireme.openai.batch.files import PATH as FILES_PATH
+from bireme.openai.batch.files import FilesAndBatches, FilesApi
+from bireme.openai.database import StoreThread
+from bireme.openai.http.call import Call
+from bireme.openai.keys import ApiKeys
+from bireme.openai.text.served_model import Models
+
+Handler = Callable[[Call], Awaitable[None]]
+
+
+class FileRoutes:
+    """`start` and `stop` on the loop that serves. With frontend.files.max_files: 0 there are no such paths."""
+
+    def __init__(
+        self, config: FrontendConfig, folder: Path | None, models: Models, posts: Mapping[str, Post],
+        keys: Callable[[], ApiKeys | None], metrics: Registry,
+    ) -> None:  # fmt: skip
+        """`folder`: None: one that goes with this process. `posts`: endpoint -> what answers a request to it."""
+        self._is_on, self._is_shared = config.files.max_files > 0, folder is not None
+        self._store = StoreThread(folder, lambda place: FilesAndBatches(place, config), "files")
+        self._files = FilesApi(config, self._store)
+        self._batches = Batches(config, self._store, self._files, models, posts, keys, metrics)
+
+    def routes(
+        self, limited: Callable[[Handler], Handler], with_body: Callable[[Post], Handler]
+    ) -> dict[str, dict[str, Handler]]:
+        if not self._is_on:
+            return {}
+        return {
+            FILES_PATH: {"POST": limited(self._files.upload), "GET": self._files.list_files},
+            BATCHES_PATH: {"POST": with_body(self._batches.create), "GET": self._batches.list_batches},
+        }
+
+    def match(self, path: str) -> dict[str, Handler] | None:
+        """Return the handlers of a path that names a file or a batch."""
+        files: dict[str, dict[str, Handler]] = {
+            "": {"GET": self._files.show, "DELETE": self._files.delete},
+            "content": {"GET": self._files.content},
+        }
+        batches: dict[str, dict[str, Handler]] = {
+            "": {"GET": self._batches.show},
+            "cancel": {"POST": self._batches.cancel},
+        }
+        for beginning, parts in ((FILES_PATH, files), (BATCHES_PATH, batches)):
+            name, _, part = path.removeprefix(f"{beginning}/").partition("/")
+            if self._is_on and path.startswith(f"{beginning}/") and name:
+                return parts.get(part)
+        return None
+
+    def start(self) -> None:
+        """Go on with what other processes have left."""
+        if self._is_on and self._is_shared:
+            self._batches.start()
+
+    async def stop(self) -> None:
+        """Leave what is under way to other processes, or the next start."""
+        await self._batches.stop()
+        await self._store.close()

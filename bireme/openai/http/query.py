@@ -1,0 +1,36 @@
+"""Query strings and the pages of lists, as OpenAI's API has them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from urllib.parse import parse_qsl
+
+from bireme.errors import RequestError
+from bireme.openai.http.call import Call
+
+PAGING = ("after", "limit", "order")
+
+
+def query_of(call: Call, known: Collection[str]) -> dict[str, str]:
+    """Return the query's parameters. Raises RequestError for others than these."""
+    given = dict(parse_qsl(call.query.decode("latin-1"), keep_blank_values=True))
+    for name in given:
+        if name.removesuffix("[]") not in known:
+            raise RequestError(f"{name[:40]}: unknown parameter; remove it")
+    return given
+
+
+def limit_of(query: Mapping[str, str], usual: int, most: int) -> int:
+    """Return how many a page is to have. Raises RequestError."""
+    limit = query.get("limit", str(usual))
+    if not (limit.isdecimal() and limit.isascii() and 1 <= int(limit[:8]) <= most):
+        raise RequestError(f"limit: {limit[:20]}; the range is 1 to {most}")
+    return int(limit)
+
+
+def is_ascending(query: Mapping[str, str]) -> bool:
+    """Whether the oldest come first. Raises RequestError."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise RequestError(f"order: {order[:20]}; send asc or desc")
+    return order == "asc"
