@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
+
 from benchmarks.engine_gpu import SHAPES, write_config
 from bireme.discovery import run
 from bireme.engines.memory.service import MemoryService

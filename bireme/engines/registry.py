@@ -10,6 +10,7 @@ from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import ConfigError
 
 if TYPE_CHECKING:
+    from bireme.config import EngineConfig
     from bireme.engines.base import Engine, EngineContext
     from bireme.engines.child.process import EngineProcess
     from bireme.engines.video.base import VideoContext, VideoEngine
@@ -32,10 +33,10 @@ def create_engine(name: str, context: EngineContext) -> Engine:
     return engine
 
 
-def prepare(name: str, model_path: str) -> None:
+def prepare(name: str, model_path: str, config: EngineConfig) -> None:
     """Load what an engine of this kind needs of libraries, as its start does. Raises ConfigError, ImportError."""
     if hasattr(package := _package(name), "prepare"):
-        package.prepare(model_path)
+        package.prepare(model_path, config)
 
 
 def create_video_engine(name: str, context: VideoContext) -> VideoEngine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from bireme.config import EngineConfig
     from bireme.engines.base import Engine, EngineContext
     from bireme.engines.video.base import VideoContext, VideoEngine
 
@@ -18,12 +19,18 @@ def create(context: EngineContext) -> Engine:
     return TorchEngine(context)
 
 
-def prepare(model_path: str) -> None:
-    """Import what `create` and the engine's start do, the model's own module too. Raises ConfigError."""
-    from bireme.engines.torch import checkpoint, engine  # noqa: F401
+def prepare(model_path: str, config: EngineConfig) -> None:
+    """Import what the engine's start does, the model's own module too; takes nothing of a GPU. Raises ConfigError."""
+    import torch
 
-    opened = checkpoint.open_checkpoint(model_path)
+    from bireme.engines.torch import checkpoint, engine, kernels  # noqa: F401
+
+    opened = checkpoint.open_checkpoint(model_path, load_format=config.load_format)
     checkpoint.model_class(opened)._model_mapping[type(opened.config)]
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        if kernels.is_usable(torch.device("cuda")):
+            from bireme.engines.torch import fused_decoder, kernel_step, resident_decode  # noqa: F401
 
 
 def create_video(context: VideoContext) -> VideoEngine:

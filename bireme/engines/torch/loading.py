@@ -50,7 +50,7 @@ class LoadedEngine:
     """A core, its capacity, and the admission of its requests."""
 
     def __init__(self, context: EngineContext, post: Post) -> None:
-        began = time.monotonic()
+        phases = _Phases()
         torch.set_num_threads(context.num_threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = context.config
@@ -58,7 +58,9 @@ class LoadedEngine:
         # cuDNN's attention makes a plan for every shape, 30 to 40 ms of host time each.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.limits = limit.resolve_limits(context.config, checkpoint.text_config)
+        phases.end("checkpoint")
         self.weights = weights_of(context, checkpoint, device)
+        phases.end("weights")
         model = self.weights.model
         pictures = _picture_side(context, checkpoint, model, device, post, self.limits)
         self.encoder = pictures.encoder if pictures else None
@@ -68,7 +70,9 @@ class LoadedEngine:
         uses_kernels = kernels.is_usable(device)
         is_fused = _is_fused(model, pictures)
         weights = fuse(model, self.limits.max_seq_len) if uses_kernels and is_fused else None
+        phases.end("probe")
         store, manager = _pools(context, model, geometry, self.limits, checkpoint, device, self.weights.num_bytes)
+        phases.end("pools")
         self.events = manager.events
         self.num_blocks = manager.num_blocks
         eos_ids, vocab_size = eos_token_ids(checkpoint), int(model.config.vocab_size)
@@ -95,7 +99,9 @@ class LoadedEngine:
             resident = _resident(weights, runner, builder, manager, store, self.limits, context.config, vocab_size)
         elif device.type == "cpu" and is_fused:
             builder = _packed(model, runner, builder, manager, store, self.limits, self.weights.is_shared)
+        phases.end("decoder")
         warm_up(runner, builder, manager, store, self.limits)
+        phases.end("warm_up")
         self.mover = _mover(store, manager, context.config)
         if uses_kernels and resident is None and device.type == "cuda":
             _make_graphs(runner, store, self.limits, context.config, has_grid_positions)
@@ -123,10 +129,24 @@ class LoadedEngine:
             if device.type == "cuda":
                 context.metrics.set("bireme_kv_staging_bytes", store.copies.staging_bytes, store.copies.kind)
             context.transfer.start(store.layout(checkpoint.digest), store)
-        load_s = time.monotonic() - began
+        phases.end("rest")
+        load_s = sum(phases.seconds.values())
         accounts.started(manager, load_s)
         self.capacity = _capacity(self.limits, manager, model, eos_ids, load_s, pictures)
         _tell(model, store, manager, self.capacity)
+        logger.info("load_seconds %s", " ".join(f"{name}={value:.2f}" for name, value in phases.seconds.items()))
+
+
+class _Phases:
+    """Where the time of a load goes."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    def end(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[name], self._began = now - self._began, now
 
 
 def weights_of(context: EngineContext, checkpoint: Checkpoint, device: torch.device) -> SharedModel:

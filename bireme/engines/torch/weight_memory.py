@@ -36,7 +36,10 @@ class WeightMemory(Protocol):
 
 
 def weight_memory(device: torch.device) -> WeightMemory:
-    return ExportedMemory(device) if device.type == "cuda" else SealedMemory()
+    if device.type != "cuda":
+        return SealedMemory()
+    torch.zeros((), device=device)  # makes the context in which addresses are mapped
+    return ExportedMemory(device)
 
 
 class SealedMemory:
@@ -147,7 +150,8 @@ class ExportedMemory:
         self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), 0)
         try:
             self._call("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, _POSIX_DESCRIPTOR, 0)
-            address = self._map(handle, size, _READ_WRITE)
+            address = self._map(handle, size)
+            self._allow(address, size, _READ_WRITE)
         except UnavailableError:
             if descriptor.value >= 0:
                 os.close(descriptor.value)
@@ -158,28 +162,35 @@ class ExportedMemory:
 
     def seal(self, descriptor: int, written: Tensor) -> Tensor:
         torch.cuda.synchronize()  # copies into it have ended
-        self._allow(written.data_ptr(), self._rounded(len(written)), _READ)
+        self._allow_reading(written.data_ptr(), self._rounded(len(written)))
         return written
 
     def map(self, descriptor: int, num_bytes: int) -> Tensor:
         handle = _HANDLE()
         self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), descriptor, _POSIX_DESCRIPTOR)
         try:
-            address = self._map(handle, self._rounded(num_bytes), _READ)
+            size = self._rounded(num_bytes)
+            address = self._map(handle, size)
+            self._allow_reading(address, size)
         finally:
             self._call("cuMemRelease", handle)
         return self._tensor(address, num_bytes)
 
-    def _map(self, handle: Any, size: int, access: int) -> int:
+    def _map(self, handle: Any, size: int) -> int:
         address = ctypes.c_ulonglong()
         self._call("cuMemAddressReserve", ctypes.byref(address), size, self._granularity, 0, 0)
         try:
             self._call("cuMemMap", address, size, 0, handle, 0)
-            self._allow(address.value, size, access)
         except UnavailableError:
             self._functions["cuMemAddressFree"](address, size)
             raise
         return address.value
+
+    def _allow_reading(self, address: int, size: int) -> None:
+        try:
+            self._allow(address, size, _READ)
+        except UnavailableError:  # a driver that knows only both: no engine writes weights anyway
+            self._allow(address, size, _READ_WRITE)
 
     def _allow(self, address: int, size: int, access: int) -> None:
         description = _AccessDescription(_Location(_DEVICE, self._number), access)
