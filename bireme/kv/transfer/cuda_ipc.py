@@ -44,9 +44,6 @@ class MappableMemory(RowMemory, Protocol):
     def shared(self) -> SharedMemory:
         """Return what others need to map it. Raises ConfigError when they can't."""
 
-    def wait(self, ready: Any) -> None:
-        """Wait until rows may be read by others."""
-
     def map(self, shared: SharedMemory) -> MappedMemory:
         """Map another process's memory. Raises UnavailableError when this one can't."""
 

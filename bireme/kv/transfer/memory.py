@@ -48,6 +48,9 @@ class RowMemory(Protocol):
     def regions(self) -> tuple[tuple[Region, ...], ...]:
         """A group of the layout each: its tensors, layer by layer, keys then values; all of one kind."""
 
+    def wait(self, ready: Any) -> None:
+        """Wait until rows may be touched that `ready` (TokenRows.ready) is a sign for."""
+
     def read(self, group: int, rows: Rows, ready: Any = None) -> memoryview:
         """Return a copy of rows: tensor by tensor in the order of `regions`. Valid until the next call."""
 
@@ -72,7 +75,7 @@ class TokenRows:
 
     memory: RowMemory
     rows: tuple[Rows, ...]  # a group: the row of each token from 0 on, or NOT_HELD
-    ready: Any = None  # the memory's own sign that they may be touched; None: now. Addressable ones always may
+    ready: Any = None  # the memory's own sign that they may be touched; None: now, as always in DRAM
 
     def is_addressable(self, group: int) -> bool:
         """Return whether the CPU can copy a group's rows by their addresses."""
@@ -119,6 +122,8 @@ class HostMemory:
     def token_rows(self) -> TokenRows:
         """Return rows of tokens that lie in their order, from row 0 on."""
         return TokenRows(self, tuple(np.arange(len(arrays[0])) for arrays in self.arrays))
+
+    def wait(self, ready: Any) -> None: ...
 
     def read(self, group: int, rows: Rows, ready: Any = None) -> memoryview:
         whole: Any = np.concatenate([array[rows].reshape(-1) for array in self.arrays[group]])

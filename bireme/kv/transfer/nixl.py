@@ -155,7 +155,8 @@ class NixlOutlet:
         self._copy: tuple[npt.NDArray[np.uint8], Any] | None = None  # of a chunk, and its registration
         self.has_loose_writes = False
 
-    def show(self, rows: TokenRows) -> None: ...
+    def show(self, rows: TokenRows) -> None:
+        rows.memory.wait(rows.ready)  # UCX knows nothing of the engine's stream
 
     def store(self, rows: TokenRows, chunk: Chunk) -> Generator[None, None, None]:
         pieces, kind, device = self._source(rows, chunk)

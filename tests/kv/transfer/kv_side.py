@@ -75,6 +75,8 @@ class SlowMemory:
         time.sleep(self._delay_s)
         return data
 
+    def wait(self, ready: Any) -> None: ...
+
     def room(self, group: int, num_rows: int) -> memoryview:
         return self._arrays.room(group, num_rows)
 
@@ -178,6 +180,7 @@ class Side:
         chunk_bytes: int = CHUNK_BYTES,
         find: Find | None = None,
         backend: str = "shm",
+        has_pool: bool = True,
         host: str = "",
     ) -> None:
         self.run_dir, self.worker, self.life, self.layout = run_dir, worker, life, layout
@@ -189,7 +192,7 @@ class Side:
             backend="DEFAULT", kv_transfer_timeout_ms=timeout_ms, max_tokens_in_buffer=max_tokens
         )
         self.pool: Any = None  # of rows that others map
-        if backend == "cuda_ipc":
+        if backend == "cuda_ipc" and has_pool:
             self.pool = FilePool(run_dir / f"pool-{worker}-{life}", layout)
         elif backend == "cuda":
             self.pool = CudaPool()

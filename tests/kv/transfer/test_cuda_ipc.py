@@ -187,6 +187,12 @@ def test_tensors_that_do_not_lie_in_what_is_shared_are_refused(tmp_path, change)
     assert pool.num_mapped == 0
 
 
+def test_engines_without_pools_move_their_rows_through_the_host(make_side):
+    prefill, decode = make_side("prefill", has_pool=False), make_side("decode", has_pool=False)
+    fetching = decode.fetch(prefill.export(100))
+    assert fetching.result() is None and fetching.is_right
+
+
 def test_rows_in_too_many_pieces_are_refused_with_the_key(prefill, decode, monkeypatch):
     monkeypatch.setattr("bireme.kv.transfer.cuda_ipc.MAX_MESSAGE_BYTES", 100)
     error = decode.fetch(prefill.export(1000)).result()
