@@ -228,6 +228,8 @@ class EngineCore:
         if batch.sampled:
             keys = [sequence.key for sequence in batch.sampled]
             sampled = parts.sampler.sample(logits[: len(keys)], keys)
+        else:
+            parts.runner.keep_pace()
         self._advance(plan)
         now = time.monotonic()
         self._accept_all(batch.sampled, sampled, now)

@@ -91,6 +91,7 @@ class HfRunner:
             self._make_step = KernelStep
         self._graphs: DecodeGraphs | None = None
         self._decoder: FusedDecoder | PackedDecoder | None = None
+        self._last_step: torch.cuda.Event | None = None  # of which nothing was read back
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the batch: writes its KV rows, returns logits (rows wanted, vocabulary).
@@ -112,6 +113,17 @@ class HfRunner:
         groups = [batch.groups[group] for group in self._store.group_of]
         step = self._make_step(self._store.keys, self._store.values, groups, self._store.tokens_per_block)
         return _forward(self._model, step, batch.ids, batch.positions, batch.logits_rows, batch.embeddings)
+
+    def keep_pace(self) -> None:
+        """Wait until a GPU has done the step before this one, of which nothing is read back.
+
+        A host that runs further ahead evicts blocks whose copies to lower tiers have not begun, and sees aborts late.
+        """
+        if self._store.device.type == "cuda":
+            before, self._last_step = self._last_step, torch.cuda.Event(blocking=True)
+            self._last_step.record()
+            if before is not None:
+                before.synchronize()
 
     def use(self, graphs: DecodeGraphs) -> None:
         """From now on decode steps replay these."""
