@@ -38,7 +38,6 @@ from benchmarks.engine_gpu import SHAPES, seconds_of, write_config
 from benchmarks.transfer import KEY, EngineEnd, aim, make_transfer
 from bireme.disagg import DisaggregatedParams, seal
 from bireme.discovery import run
-from bireme.engines.torch import cuda_driver
 from bireme.engines.torch.attention import LayerGeometry
 from bireme.engines.torch.kv_store import KvStore, group_layers
 from bireme.kv.transfer.chunks import CHUNK_BYTES, MAPPED_FACTOR
@@ -133,7 +132,7 @@ def write_combined(num_bytes: int) -> torch.Tensor:
     """Return page-locked memory that the CPU writes past its caches; it stays until the process ends."""
     address = ctypes.c_void_p()
     flags = ctypes.c_uint(4)  # CU_MEMHOSTALLOC_WRITECOMBINED
-    code = cuda_driver._library().cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(num_bytes), flags)
+    code = ctypes.CDLL("libcuda.so.1").cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(num_bytes), flags)
     assert code == 0 and address.value, f"cuMemHostAlloc: error {code}"
     return torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address.value), dtype=torch.uint8)
 

@@ -27,9 +27,9 @@ class CudaError(RuntimeError):
 class CudaDriver:
     """Of one GPU, by torch's number. Any thread may use it; torch has begun to use the GPU."""
 
-    def __init__(self, index: int) -> None:
-        """Raises CudaError when there is no driver."""
-        self._library = _library()
+    def __init__(self, index: int, library: str = "libcuda.so.1") -> None:
+        """Raises CudaError when there is no driver, or no such GPU."""
+        self._library = _load(library)
         device, self._context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)  # torch's; it ends with the process
@@ -77,9 +77,9 @@ class CudaDriver:
 
 
 @functools.cache
-def _library() -> Any:
+def _load(name: str) -> Any:
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL(name)
     except OSError as error:
         raise CudaError(f"CUDA's driver can't be loaded: {error}") from error
     if code := library.cuInit(0):
