@@ -85,6 +85,8 @@ def frontend_of(
 ) -> FrontendSettings | None:
     if not options.openai_port:
         return None
+    if bool(options.tls_cert) != bool(options.tls_key):
+        raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
     arguments = ["--log-level", options.log_level, "--processes", str(options.frontend_processes)]
     if options.api_keys:
         arguments += ["--api-keys", options.api_keys]
@@ -94,6 +96,7 @@ def frontend_of(
         host=options.host,
         port=options.openai_port,
         drain_timeout_s=options.drain_timeout,
+        tls=(options.tls_cert, options.tls_key) if options.tls_cert else None,
         arguments=tuple(arguments),
         environment={
             "BIREME_OVERRIDE": override,
@@ -167,6 +170,10 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         help="by which other servers reach this one's gRPC port; default: --host, or this host's name for 0.0.0.0",
     )  # fmt: skip
     parser.add_argument("--api-keys", metavar="FILE", help="keys that the OpenAI frontend asks for")
+    parser.add_argument(
+        "--tls-cert", metavar="FILE", help="certificate chain of the OpenAI frontend, which then speaks https"
+    )
+    parser.add_argument("--tls-key", metavar="FILE", help="its key")
     parser.add_argument("--frontend-processes", type=int, default=1, metavar="N", help="that share the OpenAI port")
 
 

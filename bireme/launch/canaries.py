@@ -36,6 +36,7 @@ class OpenAIWay:
 
     address: str
     key: str  # the frontend takes it from its launcher
+    has_tls: bool = False
 
 
 @dataclass(slots=True)
@@ -122,9 +123,9 @@ class Canaries:
         if (way := self._openai) is not None:
             model = self._recipe.served_model_name or self._recipe.name
             found[OPENAI] = lambda prompt: (
-                canary.probe_openai(way.address, model, way.key, prompt, timeout_s)
+                canary.probe_openai(way.address, model, way.key, prompt, timeout_s, way.has_tls)
                 if self._is_text
-                else canary.probe_ready(way.address, timeout_s)
+                else canary.probe_ready(way.address, timeout_s, way.has_tls)
             )
         return found
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bireme.errors import BiremeError, RequestError, ResourceExhaustedError, UnavailableError, from_message
+from bireme.launch.doors import connect
 
 _TEXT = "The oars of the upper bank and those of the lower move as one. "
 _MAX_REPEATS = 64
@@ -117,14 +118,16 @@ def probe_video(http_address: str, model: str, timeout_s: float) -> CanaryResult
     return _ask(http_address, f"/v2/models/{model}/generate_stream", {"request": json.dumps(request)}, timeout_s).result
 
 
-def probe_openai(address: str, model: str, key: str, prompt: CanaryPrompt, timeout_s: float) -> CanaryResult:
+def probe_openai(
+    address: str, model: str, key: str, prompt: CanaryPrompt, timeout_s: float, has_tls: bool = False
+) -> CanaryResult:
     """Complete through the OpenAI frontend. `key`: one that it takes from its launcher, where it asks for keys."""
     request = {"model": model, "prompt": prompt.text, **_openai_sampling()}
-    return _ask(address, "/v1/completions", request, timeout_s, {"Authorization": f"Bearer {key}"}).result
+    return _ask(address, "/v1/completions", request, timeout_s, {"Authorization": f"Bearer {key}"}, has_tls).result
 
 
-def probe_ready(address: str, timeout_s: float) -> CanaryResult:
-    return _ask(address, "/health/ready", None, timeout_s).result
+def probe_ready(address: str, timeout_s: float, has_tls: bool = False) -> CanaryResult:
+    return _ask(address, "/health/ready", None, timeout_s, has_tls=has_tls).result
 
 
 def _sampling() -> dict[str, Any]:
@@ -143,9 +146,10 @@ class _CanaryAnswer:
 
 
 def _ask(
-    address: str, path: str, values: dict[str, Any] | None, timeout_s: float, headers: dict[str, str] | None = None
-) -> _CanaryAnswer:
-    connection = http.client.HTTPConnection(address, timeout=timeout_s)
+    address: str, path: str, values: dict[str, Any] | None, timeout_s: float, headers: dict[str, str] | None = None,
+    has_tls: bool = False,
+) -> _CanaryAnswer:  # fmt: skip
+    connection = connect(address, timeout_s, has_tls)
     try:
         body = None if values is None else json.dumps(values)
         method = "GET" if body is None else "POST"

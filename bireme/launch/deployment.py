@@ -389,7 +389,7 @@ class Deployment:
         server, seconds = self.server, time.monotonic() - self._began_at
         ways: dict[str, Any] = {"http": server.http, "grpc": server.grpc, "metrics": f"http://{server.metrics}/metrics"}
         if self._frontend is not None:
-            ways["openai"] = f"http://{self._frontend.address}/v1"
+            ways["openai"] = self._frontend.url
         health = f"http://{address(self.settings.host, self.health_port)}/health/ready"
         self._console.event("ready", seconds=seconds, **ways, health=health)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+import ssl
 import time
 from collections.abc import Callable
 
@@ -51,18 +52,27 @@ class Door:
         return f"no answer for {silent_s:.0f} s{self._error and ': '}{self._error}" if silent_s > _SILENT_S else ""
 
 
-def ask_http(address: str, path: str) -> Ask:
+def ask_http(address: str, path: str, has_tls: bool = False) -> Ask:
     """Return a question that any answer with status 200 satisfies."""
 
     def ask(timeout_s: float) -> None:
-        get(address, path, timeout_s)
+        get(address, path, timeout_s, has_tls)
 
     return ask
 
 
-def get(address: str, path: str, timeout_s: float) -> bytes:
+def connect(address: str, timeout_s: float, has_tls: bool) -> http.client.HTTPConnection:
+    """Return a connection to a port of this launch, which is known by its address: its certificate is not looked at,
+    so that an expired one does not look like a process that hangs.
+    """
+    if not has_tls:
+        return http.client.HTTPConnection(address, timeout=timeout_s)
+    return http.client.HTTPSConnection(address, timeout=timeout_s, context=ssl._create_unverified_context())
+
+
+def get(address: str, path: str, timeout_s: float, has_tls: bool = False) -> bytes:
     """Return the body of an answer with status 200. Raises OSError, HTTPException."""
-    connection = http.client.HTTPConnection(address, timeout=timeout_s)
+    connection = connect(address, timeout_s, has_tls)
     try:
         connection.request("GET", path)
         response = connection.getresponse()

@@ -45,6 +45,7 @@ class FrontendSettings:
     port: int
     host: str = "127.0.0.1"
     drain_timeout_s: int = 30
+    tls: tuple[str, str] | None = None  # files with its certificate and key; None: it speaks http
     arguments: tuple[str, ...] = ()  # further options of python -m bireme.openai
     environment: Mapping[str, str] = field(default_factory=dict)
     shm_prefix: str = ""  # of the launch, for the pulses of its processes; empty: they show none
@@ -65,7 +66,7 @@ class FrontendProcess:
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._answers_before = 0  # of this life
         self.key = secrets.token_hex(32)  # the frontend takes it from us where it asks for keys
-        self.door = Door("openai", ask_http(self.address, "/health/live"))
+        self.door = Door("openai", ask_http(self.address, "/health/live", self.has_tls))
         self._watch = ProcessWatch(self.roles, self._end, settings.shm_prefix, _STALL_S)
 
     @property
@@ -76,6 +77,14 @@ class FrontendProcess:
     @property
     def address(self) -> str:
         return address(self._settings.host, self._settings.port)
+
+    @property
+    def has_tls(self) -> bool:
+        return self._settings.tls is not None
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.has_tls else 'http'}://{self.address}/v1"
 
     def roles(self) -> dict[str, int]:
         """Return role -> pid: frontend, and frontend1, ... where it has processes of its own."""
@@ -123,7 +132,7 @@ class FrontendProcess:
                 self.stop()
                 raise ConfigError("the OpenAI frontend did not start; its own message is above")
             time.sleep(0.05)
-        self._console.event("frontend_ready", url=f"http://{self.address}/v1", pid=self.pid)
+        self._console.event("frontend_ready", url=self.url, pid=self.pid)
         self._keeper = self._threads.start("frontend", self._keep, LOOK_S)
         self._caller = self._threads.start("frontend-door", self.door.turn, INTERVAL_S)
 
@@ -188,6 +197,8 @@ class FrontendProcess:
             "--host", settings.host, "--port", str(settings.port),
             "--drain-timeout", str(settings.drain_timeout_s), "--parent", str(os.getpid()), *settings.arguments,
         ]  # fmt: skip
+        if settings.tls is not None:
+            command += ["--tls-cert", settings.tls[0], "--tls-key", settings.tls[1]]
         path = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH", ""))))
         own = {"PYTHONPATH": path, "BIREME_SHM_PREFIX": settings.shm_prefix, "BIREME_CANARY_KEY": self.key}
         environment = os.environ | own | dict(settings.environment)

@@ -88,7 +88,7 @@ class HealthMonitor:
         self._doors = self._make_doors()
         self._watch = ProcessWatch(self._find, self._end, server.run.shm_prefix, self._stall_s)
         self._watch.take_sign(_SERVER, lambda: sum(door.answers for door in self._doors))
-        way = OpenAIWay(frontend.address, frontend.key) if frontend else None
+        way = OpenAIWay(frontend.address, frontend.key, frontend.has_tls) if frontend else None
         self._canary_interval_s = canaries.interval_s
         self._canaries = Canaries(
             server.http, recipe, models, way, canaries, console,

@@ -27,11 +27,13 @@ from bireme.launch.processes import started_at
 from bireme.launch.run_folder import FILES, RESPONSES
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
+from bireme.openai.followed_files import FollowedFiles
 from bireme.openai.http.connection import Connection
 from bireme.openai.http.group_folder import wait_for_successor
 from bireme.openai.http.members import Member, shared_socket
 from bireme.openai.http.process_group import run_group
-from bireme.openai.keys import ApiKeys, load_keys
+from bireme.openai.http.tls import TlsFiles
+from bireme.openai.keys import ApiKeys, load_keys, read_keys
 from bireme.openai.logs import set_up_logs
 from bireme.openai.text.served_model import Models, connect
 from bireme.openai.video.served_video import VideoModels, connect_video
@@ -86,6 +88,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="that share the port; more than 1 once a core is full",
     )
     parser.add_argument("--api-keys", metavar="FILE", help="over frontend.api_keys of the first recipe")
+    parser.add_argument(
+        "--tls-cert", metavar="FILE", help="certificate chain in PEM: serve https; read again on a change"
+    )
+    parser.add_argument("--tls-key", metavar="FILE", help="its key in PEM, without a password")
     parser.add_argument("--drain-timeout", type=int, default=30, metavar="S", help="for requests at the end")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_argument("--json-logs", action="store_true", help="one JSON object a line")
@@ -124,7 +130,10 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     metrics = Registry("frontend")
     served = list(zip(recipes, addresses, strict=True))
     models = Models([connect(recipe, address, metrics) for recipe, address in served if "decode" in recipe.workers])
-    url = f"http://{options.host}:{options.port}"
+    if bool(options.tls_cert) != bool(options.tls_key):
+        raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
+    tls = TlsFiles(Path(options.tls_cert), Path(options.tls_key)) if options.tls_cert else None
+    url = f"{'https' if tls else 'http'}://{options.host}:{options.port}"
     videos = VideoModels(
         [
             connect_video(recipe, address, metrics, url)
@@ -133,11 +142,16 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
         ]
     )
     config = recipes[0].frontend
-    keys = _keys(options.api_keys, recipes[0], options.member)
+    keys, followed = _keys(options.api_keys, recipes[0], options.member)
     responses = _kept_folder(recipes[0], config.responses.folder, RESPONSES, options.member)
     files = _kept_folder(recipes[0], config.files.folder, FILES, options.member)
-    frontend = Frontend(models, metrics, config, keys, options.member, videos, responses, files)
-    return _Server(_uvicorn_config(frontend, options, config), frontend, options.member)
+    frontend = Frontend(models, metrics, config, keys, options.member, videos, responses, files,
+                        [*followed, *([tls.followed] if tls else [])])  # fmt: skip
+    served_by = _uvicorn_config(frontend, options, config)
+    if tls is not None:
+        served_by.load()
+        served_by.ssl = tls.context
+    return _Server(served_by, frontend, options.member)
 
 
 def _addresses(given: list[str] | None, recipes: list[Recipe]) -> list[str | None]:
@@ -191,12 +205,15 @@ def _uvicorn_config(frontend: Frontend, options: argparse.Namespace, config: Fro
     )
 
 
-def _keys(path: str | None, recipe: Recipe, member: Member | None) -> ApiKeys | None:
+def _keys(path: str | None, recipe: Recipe, member: Member | None) -> tuple[ApiKeys | None, list[FollowedFiles]]:
+    """Return the keys, and what reads them again when they change."""
     named = path or os.environ.get("BIREME_API_KEYS", "")
     if not named and not recipe.frontend.api_keys:
-        return None
+        return None, []
     file = Path(named) if named else Path(recipe.folder) / recipe.frontend.api_keys
-    return load_keys(file, member.share_of) if member else load_keys(file)
+    followed = FollowedFiles("api_keys", [file], lambda: read_keys(file), lambda entries: keys.replace(entries))
+    keys = load_keys(file, member.share_of) if member else load_keys(file)
+    return keys, [followed]
 
 
 def _kept_folder(recipe: Recipe, named: str, name: str, member: Member | None) -> Path | None:

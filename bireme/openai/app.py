@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from bireme.discovery.pulse import own_pulse
 from bireme.errors import BiremeError, drop_frames
 from bireme.metrics import Registry
 from bireme.openai.batch.routes import FileRoutes
+from bireme.openai.followed_files import FollowedFiles
 from bireme.openai.http.call import JSON_ONLY, Call, ClientGoneError, Receive, Scope, Send
 from bireme.openai.http.error_replies import HttpError, RateLimitError, anthropic_reply_of, is_internal, shutting_down
 from bireme.openai.http.members import Member
@@ -61,10 +62,10 @@ class Frontend:
     def __init__(
         self, models: Models, metrics: Registry, config: FrontendConfig | None = None, keys: ApiKeys | None = None,
         member: Member | None = None, videos: VideoModels | None = None, responses_folder: Path | None = None,
-        files_folder: Path | None = None,
+        files_folder: Path | None = None, followed: Sequence[FollowedFiles] = (),
     ) -> None:  # fmt: skip
         """`member`: other processes serve the same port. The folders are of kept responses, and of files and batches;
-        None: they go with this process.
+        None: they go with this process. `followed`: looked at while it serves.
         """
         self._videos = videos or VideoModels([])
         models.know_videos(video.name for video in self._videos)
@@ -78,6 +79,7 @@ class Frontend:
             self._config.responses, models, keys, responses_folder, self._config.max_body_bytes
         )
         self._files_folder = files_folder
+        self._followed, self._followers = followed, list[asyncio.Task[None]]()
         self._files: FileRoutes | None = None
         self._page = MetricsPage(metrics)
         self._playground = PlaygroundFiles() if self._config.playground else None
@@ -127,6 +129,7 @@ class Frontend:
         await self._video_routes.start()
         await self._stored.start()
         self._files.start()
+        self._followers = [asyncio.get_running_loop().create_task(files.run()) for files in self._followed]
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         if (pulse := own_pulse()) is not None:
             self._pulse = asyncio.get_running_loop().create_task(pulse.run())
@@ -139,6 +142,8 @@ class Frontend:
             self._teller.close()
         if self._ticker is not None:
             self._ticker.cancel()
+        for follower in self._followers:
+            follower.cancel()
         await self._video_routes.stop()
         await self._stored.stop()
         if self._files is not None:

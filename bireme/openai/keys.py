@@ -9,7 +9,8 @@ The file holds hashes of keys, never keys; `tools/make_api_key.py NAME` makes on
         tokens_per_minute: 200000    # prompt and generated tokens
         max_concurrent_requests: 64
 
-Generated tokens count when they are known, so the answer that exhausts a budget is not cut.
+Generated tokens count when they are known, so the answer that exhausts a budget is not cut. A file that changes is read
+again: a key that is gone is refused from then on, requests under way go on.
 """
 
 from __future__ import annotations
@@ -63,11 +64,21 @@ class Tenant:
 
     def __init__(self, entry: KeyEntry | None, share: Share = _whole) -> None:
         self.name = entry.name if entry else ""
+        self._share = share
+        self._num_active = 0
+        self._set(entry)
+
+    def change(self, entry: KeyEntry) -> None:
+        """Go on with another hash or other limits under the same name; what is under way counts on."""
+        if entry != self._entry:
+            self._set(entry)
+
+    def _set(self, entry: KeyEntry | None) -> None:
+        self._entry, share = entry, self._share
         self._salt = hashlib.sha256(b"bireme cache salt " + bytes.fromhex(entry.sha256)).hexdigest() if entry else ""
         self._requests = _bucket(share(entry.requests_per_minute) if entry else None)
         self._tokens = _bucket(share(entry.tokens_per_minute) if entry else None)
         self._max_active = share(entry.max_concurrent_requests) if entry else None
-        self._num_active = 0
 
     def begin(self) -> None:
         """Count a running request; `end` counts it out. Raises RateLimitError."""
@@ -113,9 +124,20 @@ class ApiKeys:
         """`share` gives this process's part of a limit, where several serve the same port. `canary_key`: one more, by
         which the launch checks this process; empty: none.
         """
-        self._tenants = [(bytes.fromhex(entry.sha256), Tenant(entry, share)) for entry in entries]
-        if canary_key:
-            self._tenants.append((hashlib.sha256(canary_key.encode()).digest(), OPEN))
+        self._share = share
+        self._canary = [(hashlib.sha256(canary_key.encode()).digest(), OPEN)] if canary_key else []
+        self._tenants: list[tuple[bytes, Tenant]] = []
+        self.replace(entries)
+
+    def replace(self, entries: tuple[KeyEntry, ...]) -> None:
+        """Take these keys from now on; one of a known name keeps what is left of its limits, unless they change."""
+        known = {tenant.name: tenant for _, tenant in self._tenants}
+        tenants = []
+        for entry in entries:
+            tenant = known.get(entry.name) or Tenant(entry, self._share)
+            tenant.change(entry)
+            tenants.append((bytes.fromhex(entry.sha256), tenant))
+        self._tenants = tenants + self._canary
 
     def tenant(self, authorization: Sequence[bytes], api_key: Sequence[bytes] = ()) -> Tenant:
         """Return the tenant of these headers (KEY_HEADERS). Raises HttpError 401.
@@ -146,6 +168,11 @@ class ApiKeys:
 
 def load_keys(path: Path, share: Share = _whole) -> ApiKeys:
     """Read a key file. Raises ConfigError."""
+    return ApiKeys(read_keys(path), share, os.environ.get("BIREME_CANARY_KEY", ""))
+
+
+def read_keys(path: Path) -> tuple[KeyEntry, ...]:
+    """Return a key file's entries. Raises ConfigError."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -156,7 +183,7 @@ def load_keys(path: Path, share: Share = _whole) -> ApiKeys:
     for values in ([entry.name for entry in entries], [entry.sha256.lower() for entry in entries]):
         if len(set(values)) < len(values):
             raise ConfigError(f"{path}: a name or a hash is there twice; make them unique")
-    return ApiKeys(entries, share, os.environ.get("BIREME_CANARY_KEY", ""))
+    return entries
 
 
 def _unauthorized(message: str) -> HttpError:

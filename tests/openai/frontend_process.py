@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bireme.launch.doors import connect
 from bireme.launch.ports import free_port
 
 LIMIT_S = 60
@@ -21,11 +22,11 @@ _WITHOUT_COLLECTOR = "import gc, sys; gc.disable(); from bireme.openai.__main__ 
 class FrontendServer:
     """Runs on `port`; what it logs is in `log`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process, self.port, self.log = process, port, log
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, has_tls: bool = False) -> None:
+        self.process, self.port, self.log, self._has_tls = process, port, log, has_tls
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
+        return connect(f"127.0.0.1:{self.port}", LIMIT_S, self._has_tls)
 
     def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
         """Return status and JSON; bytes go as they are."""
@@ -69,7 +70,12 @@ def wait_for(condition: Any, limit_s: float = LIMIT_S) -> Any:
 
 @contextlib.contextmanager
 def frontend_server(
-    folder: Path, *options: str, recipe: str = "recipes/tiny-chat", grpc: str = "127.0.0.1:1", collector: bool = True
+    folder: Path,
+    *options: str,
+    recipe: str = "recipes/tiny-chat",
+    grpc: str = "127.0.0.1:1",
+    collector: bool = True,
+    has_tls: bool = False,
 ) -> Iterator[FrontendServer]:
     """`grpc`: nobody listens on port 1. Killed at the end, if it still runs."""
     port, log = free_port(), folder / "frontend.log"
@@ -77,7 +83,7 @@ def frontend_server(
     command = [sys.executable, *program, "--recipe", recipe, "--grpc", grpc, "--port", str(port), *options]
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream)
-    server = FrontendServer(process, port, log)
+    server = FrontendServer(process, port, log, has_tls)
     try:
         wait_for(server.has_begun)
         yield server

@@ -170,20 +170,15 @@ class Batches:
 
     async def _work(self, batch: StoredBatch) -> None:
         """Run a batch from wherever it is to its end."""
-        tenant = self._tenant(batch)
-        problems: list[dict[str, Any]] = []
         try:
-            if tenant is None:
-                problems = [problem_of(RequestError("the key that asked is not known here any more"), None)]
-            else:
-                problems = await self._run_lines_of(batch, tenant)
+            problems = await self._run_lines_of(batch)
         except Exception as error:  # a fault of ours must not leave a batch without an end
             logger.exception("batch_failed id=%s", batch.id)
             drop_frames(error)
             problems = [problem_of(HttpError(500, "internal error", code="internal_error"), None)]
         await self._end(batch, problems)
 
-    async def _run_lines_of(self, batch: StoredBatch, tenant: Tenant) -> list[dict[str, Any]]:
+    async def _run_lines_of(self, batch: StoredBatch) -> list[dict[str, Any]]:
         """Check the lines, and run those without an answer; return why the batch has failed, if so."""
         path = await self._input(batch)
         if path is None:
@@ -200,7 +195,7 @@ class Batches:
             await self._move(batch, ("validating",), "in_progress", total=checked.count, in_progress_at=now)
         if await self._lasting(lambda own: own.batches.status(batch.id)) != "in_progress":
             return []  # it was cancelled, or all lines have answers
-        lines = asyncio.get_running_loop().create_task(self._run_lines(batch, path, tenant))
+        lines = asyncio.get_running_loop().create_task(self._run_lines(batch, path))
         self._running[batch.id].lines = lines
         try:
             done, _ = await asyncio.wait({lines}, timeout=max(0.0, batch.expires_at - time.time()))
@@ -214,8 +209,8 @@ class Batches:
             raise error
         return []
 
-    async def _run_lines(self, batch: StoredBatch, path: Path, tenant: Tenant) -> None:
-        """Raises HttpError when the answers are too large."""
+    async def _run_lines(self, batch: StoredBatch, path: Path) -> None:
+        """Raises HttpError when the answers are too large, or the batch's key is gone."""
         answered = await self._lasting(lambda own: own.batches.answered(batch.id))
         num_bytes = (await self._lasting(lambda own: own.batches.counts(batch.id))).num_bytes
         reader = LineReader(path, self._config.max_body_bytes)
@@ -231,7 +226,7 @@ class Batches:
                     raise HttpError(400, f"the answers exceed frontend.files.max_bytes {self._config.files.max_bytes}; "
                                     "split the batch", code="output_too_large")  # fmt: skip
                 line = msgspec.json.decode(data, type=BatchLine)
-                work = self._run_line(batch, reader.number, line, tenant)
+                work = self._run_line(batch, reader.number, line, self._tenant(batch))
                 running.add(asyncio.get_running_loop().create_task(work))
             await asyncio.gather(*running)
         finally:
@@ -317,9 +312,13 @@ class Batches:
                 drop_frames(error)
             await asyncio.sleep(_LOOK_S)
 
-    def _tenant(self, batch: StoredBatch) -> Tenant | None:
+    def _tenant(self, batch: StoredBatch) -> Tenant:
+        """Raises HttpError when its key is not there any more."""
         keys = self._keys()
-        return OPEN if keys is None else keys.named(batch.tenant)
+        tenant = OPEN if keys is None else keys.named(batch.tenant)
+        if tenant is None:
+            raise HttpError(401, "the key that asked is not known here any more", code="invalid_api_key")
+        return tenant
 
     async def _input(self, batch: StoredBatch) -> Path | None:
         file = await self._lasting(lambda own: own.files.find(batch.input_file_id, batch.tenant))
