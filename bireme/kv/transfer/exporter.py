@@ -260,10 +260,14 @@ class Exporter:
         while (transfer := self._buffer.admit()) is not None:
             transfer.stage = LeaseStage.COPYING
             transfer.num_ended_before = self._num_ended
-            self._copier.submit(self._copy(transfer))
+            if transfer.claim.maps_memory:  # there is nothing to copy here, and each change of threads costs time
+                for _ in self._copy(transfer):
+                    pass
+            else:
+                self._copier.submit(self._copy(transfer))
 
     def _copy(self, transfer: Outgoing) -> Iterator[None]:
-        """Runs on the copier: make the outlet, send chunk by chunk, tell the control thread of each step."""
+        """Make the outlet, send chunk by chunk, tell the control thread of each step. On the copier, where it copies."""
         error: BiremeError | None = None
         try:
             if transfer.is_over:

@@ -13,7 +13,7 @@ from tests.kv.transfer.kv_side import files_of, wait_until
 
 @pytest.mark.parametrize("backend", ["shm", "cuda_ipc"])
 @pytest.mark.parametrize(("seed", "timeout_ms"), [(7, 60_000), (8, 1500)])
-def test_two_hundred_random_operations_leave_no_lease_and_no_file(make_side, tmp_path, seed, timeout_ms):
+def test_two_hundred_random_operations_leave_no_lease_and_no_file(make_side, tmp_path, backend, seed, timeout_ms):
     dice = random.Random(seed)
     prefill = make_side("prefill", max_tokens=120, timeout_ms=timeout_ms)
     decodes = [make_side("decode"), make_side("decode_1")]
@@ -44,7 +44,10 @@ def test_two_hundred_random_operations_leave_no_lease_and_no_file(make_side, tmp
     assert all(error is None or isinstance(error, BiremeError) for error in errors)
     assert timeout_ms == 1500 or not any(isinstance(error, DeadlineExceededError) for error in errors)
     assert errors.count(None) > 20
-    assert all(fetching.is_right and fetching.num_done == 1 for fetching in fetchings)
+    assert all(fetching.num_done == 1 for fetching in fetchings)
+    # What was read of freed blocks before the refusal came lies in rows that nobody uses.
+    taken = [fetching for fetching, error in zip(fetchings, errors, strict=True) if error is None or backend == "shm"]
+    assert all(fetching.is_right for fetching in taken)
     wait_until(lambda: not prefill.lease_counts() and prefill.num_released == len(leases))
     wait_until(lambda: not files_of(tmp_path, "prefill"))
     assert prefill.transfer._exporter._buffer.used_bytes == 0
