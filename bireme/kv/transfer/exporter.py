@@ -267,7 +267,7 @@ class Exporter:
                 self._copier.submit(self._copy(transfer))
 
     def _copy(self, transfer: Outgoing) -> Iterator[None]:
-        """Make the outlet, send chunk by chunk, tell the control thread of each step. On the copier, where it copies."""
+        """Make the outlet, send chunk by chunk, tell the control thread; on the copier if there is anything to copy."""
         error: BiremeError | None = None
         try:
             if transfer.is_over:
