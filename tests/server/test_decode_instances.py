@@ -9,6 +9,7 @@ import threading
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from bireme.discovery.run import ask_sleep, wake
 from bireme.engines.mocker.tokens import expected_tokens, printable_ids
 from bireme.launch import free_ports, processes
 from bireme.launch.canaries import CanarySettings
@@ -140,6 +141,24 @@ def test_streams_of_pipelines_outlive_the_stub_of_their_subscription(deployment,
     assert run.join() == right
     assert server.engine_pid("decode") == engine
     until(lambda: deployment.health()["status"] == "ready", 30, "ready again")
+
+
+def test_a_worker_of_several_stubs_sleeps_and_is_woken(deployment, right):
+    server = deployment.server
+    broker = processes.broker(server.run.path, "decode")
+    ask_sleep(server.run.path, "decode")
+    until(lambda: deployment.health()["workers"]["decode"]["reason"] == "asleep", 30, "readiness says so")
+    assert processes.engines(broker) == []
+    until(lambda: "decode is asleep" in refusal(server), 10, "each stub knows why")
+    assert wake(server.run.path, "decode")
+    until(lambda: deployment.health()["status"] == "ready", 30, "ready again")
+    assert start(server).join() == right
+
+
+def refusal(server):
+    with pytest.raises(InferenceServerException) as caught:
+        list(Client(server.grpc).stream("decode", input_ids=PROMPT, max_tokens=5))
+    return str(caught.value)
 
 
 def test_a_killed_engine_is_started_again_for_all_stubs(deployment, right):

@@ -61,6 +61,13 @@ def test_serving_gpu_gets_every_token_by_each_way(run):
     assert list(rates) == ["in process", "generate", "frontend"] and all(one[0] > 0 for one in rates.values())
 
 
+@pytest.mark.soak
+def test_engine_restart_gets_a_token_from_an_engine_that_was_killed(run):
+    *_, figures, _ = run("benchmarks/engine_restart.py").stdout.splitlines()
+    (row,) = json.loads(figures)["rows"]
+    assert 0 < row["ready_s"] < row["first_token_s"]
+
+
 def test_embedding_cache_measures_first_and_known_pictures(run):
     assert last_line(run("benchmarks/embedding_cache.py"))
 

@@ -83,6 +83,8 @@ class MemoryService:
 
     def stop(self) -> None:
         self._stopping.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait for connections
         self._thread.join()
         self._listener.close()
         self._path.unlink(missing_ok=True)
@@ -112,7 +114,9 @@ class MemoryService:
                 continue
             try:
                 link, _ = self._listener.accept()
-            except OSError as error:  # no descriptor left
+            except OSError as error:  # no descriptor left, or `stop`
+                if self._stopping.is_set():
+                    return
                 logger.warning("accept_failed error=%s", error)
                 self._stopping.wait(_LOOK_S)
                 continue

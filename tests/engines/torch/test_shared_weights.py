@@ -14,6 +14,7 @@ from bireme.engines.torch.checkpoint import open_checkpoint, read_model
 from bireme.engines.torch.decoder_weights import fuse
 from bireme.engines.torch.shared_weights import SharedTensor, arrange, load_shared, make_skeleton, put_in
 from bireme.errors import UnavailableError
+from tests.engines.torch import picture_models, tiny_models
 from tests.engines.torch.torch_harness import KEY, Harness, make_prompts, request
 
 CPU = torch.device("cpu")
@@ -81,6 +82,24 @@ def test_projections_that_lie_side_by_side_are_joined_without_a_copy(tiny, load)
     separate = read_model(open_checkpoint(tiny("qwen3").path), "float32", CPU)
     for joined, expected in zip(layers, fuse(separate, 64).layers, strict=True):
         assert torch.equal(joined.qkv, expected.qkv) and torch.equal(joined.gate_up, expected.gate_up)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "gpt2"])
+def test_a_model_of_mapped_tensors_computes_what_its_source_does(load, tmp_path, kind):
+    check_mapped(load, tiny_models.save(tmp_path / "model", kind, **tiny_models.SETTINGS[kind]))
+
+
+def test_a_model_that_takes_pictures_is_mapped_whole(load, tmp_path):
+    picture_models.llava(tmp_path / "model")
+    check_mapped(load, str(tmp_path / "model"))
+
+
+def check_mapped(load, path):
+    first, second = (load(path, worker).model for worker in ("prefill", "decode"))
+    with torch.inference_mode():
+        ids = torch.arange(10, 40)[None]
+        found = [model(ids).logits for model in (read_model(open_checkpoint(path), "float32", CPU), first, second)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_random_weights_are_shared_too(tiny, load):
