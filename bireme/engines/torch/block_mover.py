@@ -7,8 +7,10 @@ given before it, never the other way round.
 from __future__ import annotations
 
 import logging
+import mmap
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -186,13 +188,16 @@ class BlockMover:
 
     def _host_memory(self, group: int, num_blocks: int) -> Tensor:
         """Return (blocks, words of a block). Raises ConfigError."""
-        shape = num_blocks, sum(self._words[group])
+        words, dtype = sum(self._words[group]), self._views[group][0].dtype
+        if self._cuda is None:
+            return torch.empty((num_blocks, words), dtype=dtype)
+        num_bytes = num_blocks * self._block_bytes[group]
         try:
-            return torch.empty(shape, dtype=self._views[group][0].dtype, pin_memory=self._cuda is not None)
-        except RuntimeError as error:
+            return page_locked(num_bytes).view(dtype).view(num_blocks, words)
+        except (RuntimeError, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"kv_cache_config.host_cache_size: {shape[0] * self._block_bytes[group]} bytes: {reason};"
+                f"kv_cache_config.host_cache_size: {num_bytes} bytes: {reason};"
                 " ask for less, or raise the limit on locked memory (ulimit -l)"
             ) from error
 
@@ -216,6 +221,20 @@ class BlockMover:
         event = torch.cuda.Event(blocking=True)
         event.record(self._streams[name])
         event.synchronize()
+
+
+def page_locked(num_bytes: int) -> Tensor:
+    """Return (num_bytes,) of host memory, uint8. Raises RuntimeError or OSError.
+
+    torch's own pinned memory is rounded up to a power of two, which is up to half of it for nothing.
+    """
+    memory, cudart = mmap.mmap(-1, num_bytes), torch.cuda.cudart()
+    with suppress(OSError):  # a system that knows none
+        memory.madvise(mmap.MADV_HUGEPAGE)  # sooner locked
+    found = torch.frombuffer(memory, dtype=torch.uint8)
+    torch.cuda.check_error(cudart.cudaHostRegister(found.data_ptr(), num_bytes, 0))
+    weakref.finalize(memory, cudart.cudaHostUnregister, found.data_ptr()).atexit = False
+    return found
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ import torch
 
 from bireme.engines.torch import row_copies
 from bireme.engines.torch.attention import LayerGeometry
-from bireme.engines.torch.block_mover import _runs
+from bireme.engines.torch.block_mover import _runs, page_locked
 from bireme.engines.torch.kv_store import KvStore, group_layers
 from bireme.engines.torch.row_copies import RowCopies, staging_memory
 
@@ -94,3 +94,14 @@ def test_a_copy_waits_for_what_the_engine_had_been_given_when_the_rows_were_name
     data = store.token_rows([[1], [1]], 8)
     read = np.frombuffer(data.read(0, 0, 8), np.float32)
     assert (read[: 8 * 32] == 7.0).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_page_locked_memory_has_the_size_that_was_asked_for_and_is_given_back():
+    for _ in range(3):  # the same address may come again
+        memory = page_locked(48 << 20)
+        assert memory.nbytes == 48 << 20 and memory.is_pinned()
+        memory.copy_(torch.full((48 << 20,), 7, dtype=torch.uint8, device=DEVICE), non_blocking=True)
+        torch.cuda.synchronize()
+        assert (memory == 7).all()
+        del memory
