@@ -1,7 +1,8 @@
 """Copies KV blocks between the device's pools, host memory and disk, on threads of its own.
 
-On a GPU host memory is page-locked, and each direction has a stream: a copy waits for what the engine's stream had been
-given before it, never the other way round.
+On a GPU host memory is page-locked, and each direction has a stream: a copy to the device waits for what the engine's
+stream had been given before it, a copy down only for what it had before the last step, which writes to no block that
+may be evicted. The engine's stream never waits.
 """
 
 from __future__ import annotations
@@ -66,17 +67,22 @@ class BlockMover:
         for views in self._views if self._uses_kernel else ():  # compile it now, not in a copy
             row = np.zeros(1, np.int64)
             move_rows(views, [view.new_empty(1, view.shape[1]) for view in views], row, row, True)
+        self._before_step = self._computed()
         self._is_closing = False
         self._threads = {name: Copier(f"kv-{name}") for name in ("offload", "onboard", "spill")}
         for thread in self._threads.values():
             thread.start()
+
+    def begin_step(self) -> None:
+        """A step is about to be given to the engine's stream."""
+        self._before_step = self._computed()
 
     def offload(self, copies: list[BlockCopy], done: Done) -> None:
         """Copy down; `done` is called on another thread, for some of them at a time."""
         to_disk = [copy for copy in copies if copy.target_tier == DISK]
         to_host = [copy for copy in copies if copy.target_tier != DISK]
         if to_host:
-            self._threads["offload"].submit(self._run(to_host, self._down, done, self._computed()))
+            self._threads["offload"].submit(self._run(to_host, self._down, done, self._before_step))
         if to_disk:
             self._threads["spill"].submit(self._run(to_disk, self._spill, done, None))
 

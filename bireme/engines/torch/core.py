@@ -187,6 +187,8 @@ class EngineCore:
         Raises BrokenEngineError.
         """
         began, started = time.monotonic(), self._started
+        if self._parts.mover is not None:
+            self._parts.mover.begin_step()
         plan = self.scheduler.schedule() if started is None else started.plan
         if started is None:  # else they have begun with it
             for sequence in plan.imports:
