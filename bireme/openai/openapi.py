@@ -1,56 +1,96 @@
-"""/openapi.json: schemas of requests from the structs that read them."""
+"""Every operation of the frontend, with its fields from the structs that read them: /openapi.json and docs/api.md."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from bireme import __version__
 from bireme.openai.batch.batches import BatchBody
+from bireme.openai.text import completion_request, messages_request, response_request
 from bireme.openai.text.completion_request import CompletionBody
 from bireme.openai.text.messages_request import CountBody, MessagesBody
 from bireme.openai.text.response_request import ResponseBody
 from bireme.openai.text.tokenization import DetokenizeBody, TokenizeBody
+from bireme.pipelines import chat_request, video_request
 from bireme.pipelines.chat_request import ChatBody
 from bireme.pipelines.video_request import ImageBody, JobBody, VideoBody
 
-_POSTS: dict[str, tuple[type[msgspec.Struct], str]] = {
-    "/v1/chat/completions": (ChatBody, "Answer a conversation, whole or as server-sent events"),
-    "/v1/completions": (CompletionBody, "Continue prompts, whole or as server-sent events"),
-    "/v1/responses": (ResponseBody, "Answer items, whole or as typed server-sent events"),
-    "/v1/messages": (MessagesBody, "Answer a conversation in the form of Anthropic's Messages"),
-    "/v1/messages/count_tokens": (CountBody, "Count the tokens of a Messages prompt"),
-    "/v1/batches": (BatchBody, "Run the requests of a file"),
-    "/tokenize": (TokenizeBody, "Return the tokens of a prompt or conversation"),
-    "/v1/videos": (JobBody, "Start a job that makes a video"),
-    "/v1/videos/generations": (VideoBody, "Make a video in one call, with progress as server-sent events"),
-    "/v1/images/generations": (ImageBody, "Make pictures"),
-    "/detokenize": (DetokenizeBody, "Return the text of tokens"),
-}
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path."""
+
+    method: str
+    path: str
+    text: str
+    body: type[msgspec.Struct] | None = None  # of a JSON body
+    refused: Mapping[str, str] = field(default_factory=dict)  # fields of other servers, with the reason
+
+
+OPERATIONS = (
+    Operation(
+        "POST", "/v1/chat/completions", "Answer a conversation, whole or as server-sent events", ChatBody,
+        chat_request.REFUSED,
+    ),
+    Operation(
+        "POST", "/v1/completions", "Continue prompts, whole or as server-sent events", CompletionBody,
+        completion_request.REFUSED,
+    ),
+    Operation(
+        "POST", "/v1/responses", "Answer items, whole or as typed server-sent events", ResponseBody,
+        response_request.REFUSED,
+    ),
+    Operation("GET", "/v1/responses/{id}", "Get a response that was kept"),
+    Operation("DELETE", "/v1/responses/{id}", "Forget a response"),
+    Operation("GET", "/v1/responses/{id}/input_items", "List what a response has answered"),
+    Operation("POST", "/v1/responses/{id}/cancel", "End a response in the background"),
+    Operation(
+        "POST", "/v1/messages", "Answer a conversation in the form of Anthropic's Messages", MessagesBody,
+        messages_request.REFUSED,
+    ),
+    Operation(
+        "POST", "/v1/messages/count_tokens", "Count the tokens of a Messages prompt", CountBody,
+        messages_request.REFUSED,
+    ),
+    Operation("POST", "/v1/files", "Keep a file; its body is a form"),
+    Operation("GET", "/v1/files", "List files"),
+    Operation("GET", "/v1/files/{id}", "Describe a file"),
+    Operation("DELETE", "/v1/files/{id}", "Remove a file"),
+    Operation("GET", "/v1/files/{id}/content", "Get a file"),
+    Operation("POST", "/v1/batches", "Run the requests of a file", BatchBody),
+    Operation("GET", "/v1/batches", "List batches, the newest first"),
+    Operation("GET", "/v1/batches/{id}", "Tell how far a batch is"),
+    Operation("POST", "/v1/batches/{id}/cancel", "End a batch with what is answered"),
+    Operation("GET", "/v1/models", "List the models"),
+    Operation("GET", "/v1/models/{model}", "Describe a model"),
+    Operation("POST", "/tokenize", "Return the tokens of a prompt or conversation", TokenizeBody),
+    Operation("POST", "/detokenize", "Return the text of tokens", DetokenizeBody),
+    Operation("POST", "/v1/videos", "Start a job that makes a video", JobBody, video_request.REFUSED),
+    Operation("GET", "/v1/videos", "List jobs"),
+    Operation("GET", "/v1/videos/{id}", "Tell how far a job is"),
+    Operation("DELETE", "/v1/videos/{id}", "End a job, and remove its video"),
+    Operation("GET", "/v1/videos/{id}/content", "Get a job's video"),
+    Operation(
+        "POST", "/v1/videos/generations", "Make a video in one call, with progress as server-sent events", VideoBody,
+        video_request.REFUSED,
+    ),
+    Operation("POST", "/v1/images/generations", "Make pictures", ImageBody, video_request.REFUSED),
+    Operation("GET", "/files/{id}", "Get a result by its name"),
+    Operation("GET", "/health/live", "Is the process alive"),
+    Operation("GET", "/health/ready", "Can it answer"),
+    Operation("GET", "/health", "The same, under vLLM's name"),
+    Operation("GET", "/ping", "The same, under SageMaker's name"),
+    Operation("POST", "/ping", "The same"),
+    Operation("GET", "/version", "Tell the version of the server"),
+    Operation("GET", "/metrics", "Prometheus metrics"),
+    Operation("GET", "/openapi.json", "These operations as OpenAPI 3.1"),
+)  # fmt: skip
 _VIDEO_KINDS = (JobBody, VideoBody, ImageBody)
-_GETS = {
-    "/v1/models": "List the models",
-    "/v1/models/{model}": "Describe a model",
-    "/v1/responses/{id}": "Get a response that was kept",
-    "/v1/responses/{id}/input_items": "List what a response has answered",
-    "/v1/files": "List files",
-    "/v1/files/{id}": "Describe a file",
-    "/v1/files/{id}/content": "Get a file",
-    "/v1/batches": "List batches, the newest first",
-    "/v1/batches/{id}": "Tell how far a batch is",
-    "/v1/videos/{id}": "Tell how far a job is",
-    "/v1/videos/{id}/content": "Get a job's video",
-    "/files/{id}": "Get a result by its name",
-    "/health/live": "Is the process alive",
-    "/health/ready": "Can it answer",
-    "/health": "The same, under vLLM's name",
-    "/ping": "The same, under SageMaker's name",
-    "/version": "Tell the version of the server",
-    "/metrics": "Prometheus metrics",
-    "/openapi.json": "This document",
-}
-_UPLOAD = {
+UPLOAD = {
     "type": "object",
     "required": ["file", "purpose"],
     "properties": {
@@ -60,6 +100,7 @@ _UPLOAD = {
         "expires_after[seconds]": {"type": "integer", "minimum": 3600},
     },
 }
+REF = "#/components/schemas/"
 _ANTHROPIC_KINDS = (MessagesBody, CountBody)
 _ANTHROPIC_ERROR = {
     "type": "object",
@@ -94,18 +135,15 @@ _ERROR = {
 
 def openapi(models: list[str], videos: list[str]) -> dict[str, Any]:
     """Return the document (OpenAPI 3.1); `models` and `videos` are the names that requests may give."""
-    kinds = [kind for kind, _ in _POSTS.values()]
-    _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    for kind in kinds:
-        names = videos if kind in _VIDEO_KINDS else models
-        if "model" in (properties := components[kind.__name__]["properties"]):
-            properties["model"] = {"type": "string", "enum": names}
-    paths: dict[str, Any] = {path: {"post": _post(kind, text)} for path, (kind, text) in _POSTS.items()}
-    for path, text in _GETS.items():
-        paths.setdefault(path, {})["get"] = _get(path, text)
-    upload = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
-    refusals = _responses("400", "401", "413", "415", "429", "503")
-    paths["/v1/files"]["post"] = {"summary": "Keep a file", "requestBody": upload, "responses": refusals}
+    components = schemas()
+    for one in OPERATIONS:
+        if one.body is not None and "model" in (properties := components[one.body.__name__]["properties"]):
+            properties["model"] = {"type": "string", "enum": videos if one.body in _VIDEO_KINDS else models}
+    paths: dict[str, Any] = {}
+    for one in OPERATIONS:
+        paths.setdefault(one.path, {})[one.method.lower()] = _described(one)
+    upload = {"required": True, "content": {"multipart/form-data": {"schema": UPLOAD}}}
+    paths["/v1/files"]["post"] |= {"requestBody": upload}
     return {
         "openapi": "3.1.0",
         "info": {"title": "bireme", "version": __version__},
@@ -121,23 +159,27 @@ def openapi(models: list[str], videos: list[str]) -> dict[str, Any]:
     }
 
 
-def _post(kind: type[msgspec.Struct], text: str) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    refusals = ("400", "401", "404", "413", "415", "429")
-    if kind in _ANTHROPIC_KINDS:
-        responses = _responses(*refusals, "529", error="AnthropicError")
+def schemas() -> dict[str, Any]:
+    """Return the schema of each struct that a body is read into, by name."""
+    kinds = dict.fromkeys(one.body for one in OPERATIONS if one.body is not None)
+    _, components = msgspec.json.schema_components(kinds, ref_template=f"{REF}{{name}}")
+    return components
+
+
+def _described(one: Operation) -> dict[str, Any]:
+    described: dict[str, Any] = {"summary": one.text}
+    refusals = ("400", "401", "404", "409", "413", "415", "429")
+    if one.body in _ANTHROPIC_KINDS:
+        described["responses"] = _responses(*refusals, "529", error="AnthropicError")
     else:
-        responses = _responses(*refusals, "503")
-    return {"summary": text, "requestBody": body, "responses": responses}
-
-
-def _get(path: str, text: str) -> dict[str, Any]:
-    operation: dict[str, Any] = {"summary": text, "responses": _responses("401", "404", "503")}
-    if "{" in path:
-        name = path[path.index("{") + 1 : path.index("}")]
-        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
-    return operation
+        described["responses"] = _responses(*refusals, "503")
+    if one.body is not None:
+        schema = {"$ref": f"{REF}{one.body.__name__}"}
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if "{" in one.path:
+        name = one.path[one.path.index("{") + 1 : one.path.index("}")]
+        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+    return described
 
 
 def _responses(*statuses: str, error: str = "Error") -> dict[str, Any]:

@@ -105,6 +105,8 @@ def _explain(text: str, kind: type[msgspec.Struct], refused: Mapping[str, str], 
         return f"{path}.{field}: missing; send it" if path else f"{field}: missing; send it"
     if not path:
         return f"the body is wrong: {_lower(text)}; send a JSON object"
+    if reason := refused.get(_INDEX.sub("[]", path)):  # of a field that takes null alone
+        return f"{path}: {reason}"
     if value := _INVALID.fullmatch(text):
         reason = refused.get(f"{_INDEX.sub('[]', path)}={value[1]}", "no such value here; send another")
         return f"{path}: {value[1][:40]}; {reason}"

@@ -1,12 +1,14 @@
 """What is refused, and how: 4xx with OpenAI's error body, never 5xx, never silence."""
 
 import json
+import re
 
 import pytest
 
 import bireme
 from bireme.errors import RequestError, ResourceExhaustedError
 from bireme.openai.http.error_replies import reply_of
+from bireme.openai.openapi import OPERATIONS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BIG = "1" + "0" * 30
@@ -188,9 +190,42 @@ async def test_the_version_is_told_and_a_ping_answered(frontend):
     assert [(await bench.call(method, "/ping").end()).status for method in ("GET", "POST")] == [200, 200]
 
 
-async def test_openapi_describes_every_route(frontend):
+def described(path):
+    return {one.method for one in OPERATIONS if one.path == path}
+
+
+async def test_every_route_is_described_with_its_methods_and_no_other_is(frontend):
+    app = (await frontend()).app
+    texts = [
+        one
+        for one in OPERATIONS
+        if "video" not in one.path and "images" not in one.path and not one.path.startswith("/files")
+    ]
+    routes = {path: set(methods) for path, methods in app._routes.items()}
+    assert routes == {path: described(path) for path in routes}
+    for one in texts:
+        assert set(app._methods(re.sub("{.*}", "x", one.path))) == described(one.path), one.path
+
+
+async def test_openapi_has_every_operation(frontend):
     paths = (await (await frontend()).call("GET", "/openapi.json").end()).json()["paths"]
-    assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/models/{model}"} <= paths.keys()
+    told = {(method.upper(), path) for path in paths for method in paths[path]}
+    assert told == {(one.method, one.path) for one in OPERATIONS}
+
+
+REFUSED_FIELDS = [
+    (one.path, name, reason)
+    for one in OPERATIONS
+    for name, reason in one.refused.items()
+    if "." not in name and "=" not in name and "video" not in one.path and "images" not in one.path
+]
+
+
+@pytest.mark.parametrize(("path", "name", "reason"), REFUSED_FIELDS)
+async def test_a_field_that_is_called_refused_is_refused_with_that_reason(frontend, path, name, reason):
+    bench = await frontend()
+    error = (await bench.call("POST", path, {"model": "test", name: 1}).end()).json()["error"]
+    assert error["message"] == f"{name}: {reason}"
 
 
 TOO_LONG = [

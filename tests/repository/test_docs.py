@@ -8,7 +8,7 @@ import pytest
 
 from tests.repository.house import CHECKOUT
 from tests.repository.test_imports import ROWS
-from tools import make_metrics_page
+from tools import make_api_page, make_metrics_page
 
 PAGES = ("CONTRIBUTING.md", "README.md", "docs/architecture.md", "docs/engine_process.md", "docs/glossary.md")
 TOP = ("benchmarks", "bireme", "docs", "ensembles", "model_repository", "recipes", "tests", "tools")
@@ -38,6 +38,10 @@ def test_the_glossary_is_in_alphabetical_order():
 
 def test_the_page_of_metrics_is_what_their_table_makes():
     assert make_metrics_page.text() == text_of("docs/metrics.md"), "run tools/make_metrics_page.py"
+
+
+def test_the_page_of_endpoints_and_fields_is_what_their_structs_make():
+    assert make_api_page.text() == text_of("docs/api.md"), "run tools/make_api_page.py"
 
 
 def test_a_metric_that_no_part_of_its_page_takes_is_refused(monkeypatch):

@@ -65,7 +65,7 @@ Post = Callable[[Call, bytes], Awaitable[None]]
 logger = logging.getLogger("bireme.openai")
 
 
-class _Expiry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OutputExpiry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     anchor: str | None = None
     seconds: int | None = None
 
@@ -77,7 +77,7 @@ class BatchBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str
     completion_window: str
     metadata: dict[str, str] | None = None
-    output_expires_after: _Expiry | None = None
+    output_expires_after: OutputExpiry | None = None
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class Batches:
             raise RequestError(f"endpoint: {body.endpoint[:80]}; send one of {', '.join(self._posts)}")
         window_s = _window_s(body.completion_window)
         check_metadata(body.metadata)
-        expiry = body.output_expires_after or _Expiry()
+        expiry = body.output_expires_after or OutputExpiry()
         max_age_s = age_of(expiry.anchor, expiry.seconds, _EXPIRY, self._config.files.max_age_s)
         file = await self._files.find(body.input_file_id, call.tenant)
         if file.purpose != "batch":

@@ -13,6 +13,7 @@ from bireme.errors import EngineLostError, RequestError
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys, KeyEntry
+from bireme.openai.openapi import OPERATIONS
 from bireme.openai.text.served_model import Models
 from bireme.openai.video.job_store import JobStore
 from bireme.openai.video.served_video import ServedVideo, VideoModels
@@ -214,6 +215,13 @@ async def test_a_listing_with_wrong_parameters_is_refused(start, query):
     bench = await start()
     again = await bench.call("GET", "/v1/videos", query=query.decode()).end()
     assert again.status in (400, 404)
+
+
+async def test_every_path_of_videos_is_described_with_its_methods(start):
+    app = (await start()).app
+    for path in {one.path for one in OPERATIONS if "video" in one.path or "images" in one.path}:
+        methods = app._methods(path.replace("{id}", "x"))
+        assert set(methods) == {one.method for one in OPERATIONS if one.path == path}, path
 
 
 async def test_a_video_model_says_that_it_makes_videos_of_text(start):
