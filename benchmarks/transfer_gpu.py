@@ -281,12 +281,13 @@ class Engines:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._child = context.Process(target=serve_prefill, args=(theirs, folder, options), daemon=True)
+        if options.gpus == 2:
+            os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # the child's: an engine takes the first that it sees
         self._child.start()
+        if options.gpus == 2:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
         assert self._pipe.poll(300) and self._pipe.recv() == "ready", "the prefill engine does not start"
         self._transfer = make_transfer(folder, "decode", options.backend)
-        device = importing_device(options)
-        if device.index:
-            torch.cuda.set_device(device)
         self._decode = EngineEnd(str(folder), "decode", self._transfer, options)
 
     def figures(self) -> dict[str, float]:
