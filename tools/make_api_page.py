@@ -23,9 +23,9 @@ HEAD = """\
 
 Written by `tools/make_api_page.py` from `bireme/openai/openapi.py` and the structs that read requests. What fields \
 mean: [openai.md](openai.md), [messages.md](messages.md), [video.md](video.md), [parsers.md](parsers.md). A field in \
-no table is refused by its name with status 400; so is one that is called refused, with the reason given here. Ranges of \
-values, and which ones go together, are checked besides. Paths of videos and pictures are there where a recipe makes \
-them, those of files and batches unless `frontend.files.max_files` is 0. `GET` answers `HEAD` too.
+no table is refused by its name with status 400; so is one that is called refused, with the reason given here. Ranges \
+of values, and which ones go together, are checked besides. Paths of videos and pictures are there where a recipe \
+makes them, those of files and batches unless `frontend.files.max_files` is 0. `GET` answers `HEAD` too.
 """
 _TYPES = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "object"}
 
