@@ -213,6 +213,11 @@ class EngineCore:
         self._set_levels()
         return True
 
+    def prepare(self) -> bool:
+        """Do a piece of what makes later steps quicker, if nothing is under way; False: there is none left."""
+        resident = self._parts.resident
+        return resident is not None and self.is_empty and resident.make_next_graph()
+
     def _run(self, plan: SchedulerOutput, began: float) -> None:
         parts = self._parts
         self._begin(plan, began)

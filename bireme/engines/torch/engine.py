@@ -172,7 +172,7 @@ class TorchEngine:
         finally:
             self._step_began_at = 0.0
         self._publish(core)
-        if not has_run:
+        if not has_run and not core.prepare():
             self._sleep(core)
 
     def _take_inbox(self) -> None:

@@ -116,14 +116,15 @@ class ResidentDecode:
         )
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._is_padded = is_padded
-        if graphs:
-            self._make_graphs(graphs)
+        self._to_make = sorted(graphs)  # each when a step first needs it, or before, when there is nothing to do
 
     def start(self, batch: Sequence[sequences.Sequence], row_of: RowOf, ahead: int = 0) -> Flight:
         """Start a step of one token for each. `ahead`: tokens of each that have been started and not been read."""
         self._turn = 1 - self._turn
         count, state = len(batch), self._state
         size = next(size for size in self._sizes if size >= count) if self._is_padded else count
+        if size in self._to_make:
+            self._make_graph(size)
         told = self._told[self._turn]
         self._tell(told.numpy(), batch, row_of, ahead, size)
         length = state.size_of(size)
@@ -140,6 +141,13 @@ class ResidentDecode:
             done = torch.cuda.Event()
             done.record()
         return Flight(count, state.logits[:count], heard, done)
+
+    def make_next_graph(self) -> bool:
+        """Make the largest of the graphs that no step has needed yet; False: all are made. Of an idle engine."""
+        if not self._to_make:
+            return False
+        self._make_graph(self._to_make[-1])
+        return True
 
     def tokens(self, flight: Flight) -> list[int]:
         """Wait for a step and return its tokens; UNUSABLE for a row whose logits are not finite."""
@@ -186,14 +194,19 @@ class ResidentDecode:
         draw(logits, steps, state.requests, state.last, state.tokens[:size], self.vocab_size)
         return logits
 
-    def _make_graphs(self, sizes: Sequence[int]) -> None:
-        began, pool = time.monotonic(), None
-        with torch.inference_mode():
-            for size in reversed(sizes):  # the largest first: the others fit into its memory
-                self._graphs[size] = graph = self._make(size, pool)
-                pool = graph.pool()
-        made = ",".join(map(str, sizes))
-        logger.info("decode_graphs_made sizes=%s s=%.1f", made, time.monotonic() - began)
+    def _make_graph(self, size: int) -> None:
+        """Make a batch size's graph in the memory of the others. Raises RuntimeError if there are no others."""
+        self._to_make.remove(size)
+        began, others = time.monotonic(), next(iter(self._graphs.values()), None)
+        try:
+            with torch.inference_mode():
+                self._graphs[size] = self._make(size, None if others is None else others.pool())
+        except Exception as error:
+            if others is None:
+                raise
+            logger.warning("graph_off size=%d reason=%s", size, str(error).partition("\n")[0])
+            return
+        logger.info("decode_graph_made size=%d s=%.3f", size, time.monotonic() - began)
 
     def _make(self, size: int, pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
         nothing, state = np.zeros(0, dtype=np.int32), self._state

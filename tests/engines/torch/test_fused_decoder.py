@@ -9,6 +9,7 @@ pytest.importorskip("triton.language", reason="triton is not installed: it comes
 from bireme.config import CudaGraphConfig
 from bireme.engines.torch import decoder_weights, kernels
 from bireme.engines.torch.decode_graphs import graph_sizes
+from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch import tiny_models
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
 
@@ -74,6 +75,31 @@ def test_blocks_that_come_back_beside_a_running_decode_come_once(tmp_path, monke
         assert engine.run([first, second]) == expected
         assert decodes.finish.error == "" and engine.manager.tiers.counts.onboarded.total() > before
         assert not caplog.text  # an action that fails is logged
+
+
+class ComputedAgain:
+    """In the place of a CUDA graph."""
+
+    def __init__(self, resident, size):
+        self.replay = lambda: resident._compute(size)
+
+    def pool(self):
+        return (0, 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="real graphs are made there, by every test of this module")
+def test_a_graph_is_made_when_a_step_needs_it_or_while_nothing_runs(tmp_path, monkeypatch, caplog):
+    path = tiny_models.save(tmp_path, "mistral", **SMALL)
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    with Harness(path, **ENGINE) as engine, caplog.at_level("INFO"):
+        resident = engine.core._parts.resident
+        expected = engine.run([request(PROMPTS[2], 3)])
+        monkeypatch.setattr(resident, "_make", lambda size, pool: ComputedAgain(resident, size))
+        resident._to_make = [1, 2]
+        assert engine.run([request(PROMPTS[2], 3)]) == expected
+        wait_for(lambda: not resident._to_make, 30)
+    made = [record.args[0] for record in caplog.records if record.msg.startswith("decode_graph_made")]
+    assert made == [1, 2]
 
 
 def test_graphs_are_made_for_the_sizes_that_the_settings_name():
