@@ -183,7 +183,7 @@ def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         )
     print(json.dumps({"what": what, "rows": rows}))
     for row in rows:
-        if row["mode"].startswith("mapped"):
+        if row["mode"] == "mapped, standby":
             seconds = row["first_token_s"]
             word = "ok" if seconds <= AIM_S else "BELOW"
             print(f"aim: first token after a kill, {row['mode']} {seconds:.2f} s, {AIM_S:g} s asked for: {word}")

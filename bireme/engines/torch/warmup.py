@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _CHECKED_TOKENS = 40
 _MOST_ERROR = {torch.bfloat16: 0.1, torch.float32: 1e-3}  # relative; bf16's own is 0.04
 _MOST_ERROR_OF_EXPERTS = 0.3  # in bf16, where a rounding decides between two experts that are about as likely
-_MOST_TOKENS = 512  # enough to choose kernels and grow the allocator; a full budget would take seconds
+# Enough to choose kernels and grow the allocator; a full budget would take seconds, as would these on a CPU.
+_MOST_TOKENS = {"cuda": 512, "cpu": 64}
 
 
 def warm_up(
@@ -35,7 +36,7 @@ def warm_up(
     """Run a prefill, one behind a prefix, and a decode step of the largest batch that fits; of kernels all variants."""
     size = manager.tokens_per_block
     room = min(spec.num_blocks for spec in manager.groups) * size
-    num_tokens = max(1, min(_MOST_TOKENS, limits.max_num_tokens, limits.max_seq_len - 1, room))
+    num_tokens = max(1, min(_MOST_TOKENS[store.device.type], limits.max_num_tokens, limits.max_seq_len - 1, room))
     prefill = _sequence(manager, 0, num_tokens)
     _hold(manager, prefill, num_tokens)
     runner.forward(builder.build(SchedulerOutput(chunks=[(prefill, num_tokens)])))
