@@ -180,6 +180,8 @@ class Bench:
             EngineContext("bench", "decode", folder, config, Registry("bench")), lambda act: act()
         )
         self._core = self._loaded.core
+        while self._core.prepare():  # graphs that an engine makes before its first request, if it has the time
+            pass
         self._gate = Gate("decode", self._loaded.capacity, Limits(), b"")
         self._random = np.random.default_rng(2)
         self._count = 0

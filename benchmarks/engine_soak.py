@@ -109,6 +109,8 @@ class Soak:
         )
         context = EngineContext("soak", "decode", folder, config, Registry("soak"))
         self._loaded = LoadedEngine(context, lambda act: act())
+        while self._loaded.core.prepare():  # all graphs, or they would be made as steps need them
+            pass
         self._core, self._most_at_once = self._loaded.core, config.max_batch_size * 3 // 2
         self._gate = Gate("decode", self._loaded.capacity, Limits(), b"")
         self._random = np.random.default_rng(4)
