@@ -362,7 +362,8 @@ class BatchesConfig(Settings, frozen=True, kw_only=True):
 
     max_lines: Positive = 50_000  # of a batch's input
     max_unfinished: Positive = 16  # batches of an API key; more are refused
-    max_concurrency: Positive = 16  # lines under way in a process of the frontend
+    max_concurrency: Positive = 16  # lines under way in a process of the frontend while it has no other requests
+    max_beside_live: NotNegative = 1  # lines that are begun beside other requests, and in the second after them
 
 
 class FrontendConfig(Settings, frozen=True, kw_only=True):

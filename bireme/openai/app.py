@@ -109,9 +109,10 @@ class Frontend:
         self._files = FileRoutes(
             self._config, self._files_folder, self._models, posts, lambda: self._keys, self._metrics
         )
+        gate = self._files.gate
         self._routes = {
-            **{path: {"POST": self._with_body(post)} for path, post in posts.items()},
-            _MESSAGES_PATH: {"POST": self._with_body(messages.post)},
+            **{path: {"POST": self._with_body(gate.live(post))} for path, post in posts.items()},
+            _MESSAGES_PATH: {"POST": self._with_body(gate.live(messages.post))},
             f"{_MESSAGES_PATH}/count_tokens": {"POST": self._with_body(messages.count)},
             "/tokenize": {"POST": self._with_body(tokens.tokenize)},
             "/detokenize": {"POST": self._with_body(tokens.detokenize)},

@@ -1,12 +1,14 @@
 """Files and batches on a real deployment, through the official client, with frontends that are killed."""
 
+import contextlib
 import json
 import time
 
 import openai
 import pytest
 
-from tests.server.openai_served import URL, chat, five_ports, kill, served, wait_for
+from bireme.launch import processes
+from tests.server.openai_served import URL, Served, chat, engine_of, five_ports, kill, served, wait_for
 
 pytestmark = pytest.mark.server
 
@@ -42,17 +44,37 @@ def answers_of(client, batch_id, limit_s=120):
     return {row["custom_id"]: row["response"]["body"]["choices"][0]["message"]["content"] for row in rows}
 
 
-def check_kills(deployment, count, num_kills, limit_s):
-    """Run a batch whose frontend is killed again and again; every line is answered once, and rightly."""
+def server_of(deployment):
+    tree = processes.children(deployment.process.pid)
+    return next((pid for pid in tree if "tritonserver" in str(processes.command_line(pid))), None)
+
+
+def oldest_member(deployment):
+    """Of the frontend's processes that serve; one of them runs the batch."""
+    parent = deployment.frontend_pid()
+    return min(processes.descendants(parent), default=None) if parent else None
+
+
+def engine_pid(deployment):
+    """None while there is none."""
+    with contextlib.suppress(StopIteration, KeyError, IndexError):
+        return engine_of(deployment)
+
+
+def check_kills(deployment, count, victims, limit_s):
+    """Run a batch in which one process after the other is killed; every line is answered once, and rightly.
+
+    `victims`: functions that return the process that has the part now.
+    """
     client, (content, expected) = client_of(deployment.url), sums(count)
     batch = begin(client, content)
-    for number in range(1, num_kills + 1):
-        least = number * count // (num_kills + 1)
+    for number, victim in enumerate(victims, 1):
+        least = number * count // (len(victims) + 1)
         wait_for(lambda least=least: client.batches.retrieve(batch.id).request_counts.completed >= least, limit_s)
         assert client.batches.retrieve(batch.id).status == "in_progress"
-        old = deployment.frontend_pid()
+        old = victim(deployment)
         kill(old)
-        wait_for(lambda old=old: deployment.frontend_pid() not in (None, old))
+        wait_for(lambda old=old, victim=victim: victim(deployment) not in (None, old), limit_s)
     told = answers_of(client, batch.id, limit_s)
     assert told.keys() == expected.keys()
     assert sum(told[name] == expected[name] for name in expected) >= 0.97 * count  # as good as the model is
@@ -72,13 +94,13 @@ def test_a_batch_of_sums_through_the_official_client(chat_deployment):
 
 
 def test_a_frontend_that_is_killed_goes_on_with_its_batch(chat_deployment):
-    check_kills(chat_deployment, 60, 1, 60)
+    check_kills(chat_deployment, 60, [Served.frontend_pid], 60)
 
 
 @pytest.mark.soak
 def test_a_thousand_lines_are_answered_once_each_whatever_is_killed(tmp_path):
     with served("recipes/tiny-chat", tmp_path / "log", "--frontend-processes=2", ports=five_ports()) as deployment:
-        check_kills(deployment, 1000, 4, 300)
+        check_kills(deployment, 1000, [oldest_member, engine_pid, oldest_member, server_of], 300)
 
 
 @pytest.mark.soak

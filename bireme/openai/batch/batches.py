@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from bireme.openai.batch.batch_lines import (
 )
 from bireme.openai.batch.batch_store import UNFINISHED, StoredBatch
 from bireme.openai.batch.files import FilesAndBatches, FilesApi, age_of, page_tree
+from bireme.openai.batch.line_gate import LineGate, Post
 from bireme.openai.batch.results import write_results
 from bireme.openai.database import StoreThread
 from bireme.openai.http.call import JSON, Call, Message
@@ -61,7 +62,6 @@ _REASONS = {
     "failed": ("batch_failed", "the request was not run because the batch has failed"),
 }
 _T = TypeVar("_T")
-Post = Callable[[Call, bytes], Awaitable[None]]
 logger = logging.getLogger("bireme.openai")
 
 
@@ -98,7 +98,7 @@ class Batches:
         """`posts`: endpoint -> what answers a request to it."""
         self._config, self._store, self._files, self._models = config, store, files, models
         self._posts, self._keys, self._metrics = posts, keys, metrics
-        self._slots = asyncio.Semaphore(config.batches.max_concurrency)
+        self.gate = LineGate(config.batches.max_concurrency, config.batches.max_beside_live)
         self._watcher: asyncio.Task[None] | None = None
         self._running: dict[str, _RunningBatch] = {}
 
@@ -239,7 +239,7 @@ class Batches:
         """Answer a line; return how many bytes the answer has."""
         began_at, pauses = time.monotonic(), Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
-            async with self._slots:
+            async with self.gate:
                 call, body = await self._ask(batch.endpoint, bytes(line.body), tenant)
             if call.status not in _PASSING or time.monotonic() - began_at > _RETRY_S:
                 break

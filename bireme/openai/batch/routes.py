@@ -8,9 +8,10 @@ from pathlib import Path
 from bireme.config import FrontendConfig
 from bireme.metrics import Registry
 from bireme.openai.batch.batches import PATH as BATCHES_PATH
-from bireme.openai.batch.batches import Batches, Post
+from bireme.openai.batch.batches import Batches
 from bireme.openai.batch.files import PATH as FILES_PATH
 from bireme.openai.batch.files import FilesAndBatches, FilesApi
+from bireme.openai.batch.line_gate import Post
 from bireme.openai.database import StoreThread
 from bireme.openai.http.call import Call
 from bireme.openai.keys import ApiKeys
@@ -31,6 +32,7 @@ class FileRoutes:
         self._store = StoreThread(folder, lambda place: FilesAndBatches(place, config), "files")
         self._files = FilesApi(config, self._store)
         self._batches = Batches(config, self._store, self._files, models, posts, keys, metrics)
+        self.gate = self._batches.gate
 
     def routes(
         self, limited: Callable[[Handler], Handler], with_body: Callable[[Post], Handler]

@@ -8,7 +8,9 @@ import pytest
 from openai.types import Batch
 
 from bireme.errors import ResourceExhaustedError
+from bireme.openai.batch import line_gate
 from bireme.openai.batch.batch_lines import MAX_PROBLEMS
+from bireme.openai.batch.line_gate import LineGate
 from tests.openai.batch.forms import FILES, ask, bearer, keys_of, upload
 
 BATCHES = "/v1/batches"
@@ -120,6 +122,32 @@ async def test_every_line_is_answered_once_and_few_at_a_time(bench):
     assert sorted(answers) == sorted(f"line-{number}" for number in range(40)) and not errors
     assert batch.request_counts.model_dump() == {"total": 40, "completed": 40, "failed": 0}
     assert 1 < bench.most <= 3
+
+
+async def test_beside_a_live_request_few_lines_are_begun_and_many_once_it_has_gone(idle, monkeypatch):
+    monkeypatch.setattr(line_gate, "_QUIET_S", 0.05)
+    live = idle.chat(max_tokens=100)
+    await idle.workers.reached("decode")
+    batch_id = (await create(idle, lines(10))).json()["id"]
+    await until(idle, batch_id, "in_progress")
+    while len(idle.workers.running) < 2:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.1)
+    assert len(idle.workers.running) == 2  # the live one and a line
+    live.leave()
+    await live.end()
+    while len(idle.workers.running) < 3:
+        await asyncio.sleep(0.001)
+
+
+async def test_a_line_that_is_cancelled_as_its_turn_comes_passes_it_on():
+    gate = LineGate(1, 1)
+    first, second = asyncio.ensure_future(gate.__aenter__()), asyncio.ensure_future(gate.__aenter__())
+    third = asyncio.ensure_future(gate.__aenter__())
+    await first
+    await gate.__aexit__(None, None, None)
+    second.cancel()
+    await asyncio.wait_for(third, 5)
 
 
 async def test_a_line_gives_way_to_all_live_requests(idle):
