@@ -238,6 +238,7 @@ class Supervisor:
                 continue
             if now - pinged_at >= interval_s:
                 pinged_at, count = now, count + 1
+                self._look_after_standby()
                 commands: list[Command] = [Ping(count)]
                 if not drained_by and run.must_sleep(self._run_dir, self._worker):
                     drained_by, drain_end = count, now + _SLEEP_DRAIN_S
@@ -270,6 +271,12 @@ class Supervisor:
             self._standby = Standby(self._worker, find_python(environment), environment)
         except OSError as error:  # the next life starts as the first one did
             self._logger.warning("no_standby worker=%s error=%s", self._worker, error)
+
+    def _look_after_standby(self) -> None:
+        if (standby := self._standby) is not None and standby.process.has_exited:
+            self._standby = None
+            self._logger.warning("standby_lost worker=%s pid=%d", self._worker, standby.process.pid)
+            standby.end()
 
     def _take_hello(self, life: Life, data: bytes) -> bool:
         """Return whether the frame makes the life ready. Raises the child's error."""

@@ -17,6 +17,7 @@ from bireme.engines.mocker.tokens import expected_tokens
 from bireme.engines.stub.client import EngineClient
 from bireme.errors import ConfigError, UnavailableError
 from bireme.kv.transfer import shm_file
+from bireme.launch import processes
 from bireme.messages import Abort, Commands, Drain, SamplingParams, Submit, encode
 from bireme.metrics import Registry
 from tests.engines.engine_fixtures import PROMPT, Bus, Collector, make_request, wait_for
@@ -185,6 +186,39 @@ def test_a_killed_engine_fails_what_was_in_flight_and_serves_again(client):
     again = Collector()
     client.submit(make_request(), again)
     assert again.wait().reason == "length"
+
+
+def with_standby(make_recipe, start_client):
+    """Return a client whose engine has a process beside it that waits, and that one's id."""
+    started = start_client(make_recipe(top={"supervisor": {"restart_backoff_s": 0.01, "standby": True}}))
+    wait_for(standbys)
+    return started, standbys()[0]
+
+
+def standbys():
+    mine = processes.children(os.getpid())
+    return [pid for pid in mine if "--standby" in processes.command_line(pid) and not processes.is_engine(pid)]
+
+
+@pytest.mark.flaky(reruns=1)
+def test_a_process_that_waits_begins_the_life_after_a_kill(make_recipe, start_client):
+    client, standby = with_standby(make_recipe, start_client)
+    os.kill(client.pid, signal.SIGKILL)
+    wait_for(lambda: client.is_ready and client.pid == standby)
+    wait_for(lambda: processes.is_engine(standby) and standbys())
+    sink = Collector()
+    client.submit(make_request(), sink)
+    assert sink.wait().error == ""
+
+
+@pytest.mark.flaky(reruns=1)
+def test_a_process_that_waits_and_is_killed_is_no_obstacle(make_recipe, start_client):
+    client, standby = with_standby(make_recipe, start_client)
+    engine = client.pid
+    os.kill(standby, signal.SIGKILL)
+    wait_for(lambda: processes.state(standby) == "")
+    os.kill(engine, signal.SIGKILL)
+    wait_for(lambda: client.is_ready and client.pid not in (engine, standby))
 
 
 @pytest.mark.flaky(reruns=1)
