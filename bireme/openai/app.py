@@ -129,7 +129,7 @@ class Frontend:
         }
         await self._video_routes.start()
         await self._stored.start()
-        self._files.start()
+        await self._files.start()
         self._followers = [asyncio.get_running_loop().create_task(files.run()) for files in self._followed]
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         if (pulse := own_pulse()) is not None:

@@ -53,7 +53,8 @@ class FilesApi:
         limit = self._config.files.max_file_bytes
         if call.body_length > limit + _ROUND_BYTES:
             raise too_large(limit)
-        await self._store.do(lambda own: own.files.check_room(call.tenant.name, call.body_length))
+        least = max(0, call.body_length - _ROUND_BYTES)
+        await self._store.do(lambda own: own.files.check_room(call.tenant.name, least))
         part = await self._store.do(lambda own: own.files.new_part())
         try:
             upload = await self._receive(call, part, limit)

@@ -60,9 +60,10 @@ class FileRoutes:
                 return parts.get(part)
         return None
 
-    def start(self) -> None:
-        """Go on with what other processes have left."""
+    async def start(self) -> None:
+        """Go on with what other processes have left. Raises ConfigError when the folder can't be used."""
         if self._is_on and self._is_shared:
+            await self._store.do(lambda own: own.batches.own_cancelled())
             self._batches.start()
 
     async def stop(self) -> None:

@@ -7,9 +7,10 @@ import json
 import pytest
 from openai.types import Batch
 
-from bireme.errors import ResourceExhaustedError
-from bireme.openai.batch import line_gate
+from bireme.errors import ConfigError, ResourceExhaustedError, UnavailableError
+from bireme.openai.batch import batches, line_gate
 from bireme.openai.batch.batch_lines import MAX_PROBLEMS
+from bireme.openai.batch.batch_store import BatchStore
 from bireme.openai.batch.line_gate import LineGate
 from tests.openai.batch.forms import FILES, ask, bearer, keys_of, upload
 
@@ -272,6 +273,26 @@ async def test_what_may_pass_is_tried_again(bench):
     bench.workers.errors.extend([ResourceExhaustedError("the queue is full")] * 5)
     batch, answers, _ = await ended(bench, lines(3))
     assert len(answers) == 3 and batch.request_counts.completed == 3
+
+
+async def test_a_disk_that_is_full_for_a_while_loses_no_line(bench, monkeypatch):
+    monkeypatch.setattr(batches, "_LONGEST_PAUSE_S", 0.01)
+    keep, refusals = BatchStore.answer, iter(range(5))
+
+    def answer(*values):
+        if next(refusals, None) is not None:
+            raise UnavailableError("the database of batches can't be written (disk is full)")
+        keep(*values)
+
+    monkeypatch.setattr(BatchStore, "answer", answer)
+    batch, answers, _ = await ended(bench, lines(6))
+    assert (batch.status, len(answers), next(refusals, None)) == ("completed", 6, None)
+
+
+async def test_a_folder_that_can_t_be_used_is_named_at_the_start(frontend, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="frontend.files.folder: .*file: it can't be used"):
+        await frontend(files_folder=tmp_path / "file")
 
 
 async def test_another_process_goes_on_with_what_a_dead_one_has_left(idle, frontend, tmp_path):
