@@ -36,7 +36,7 @@ def start(folder, model, worker, config):
     recipe = {
         "model": model,
         "workers": workers,
-        "supervisor": {"restart_backoff_s": 0.01, "standby": worker == "decode"},
+        "supervisor": {"restart_backoff_s": 0.01},
         "memory_service": {"enabled": True},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))

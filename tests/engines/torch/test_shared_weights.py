@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import sys
 
 import pytest
 import torch
 
+from bireme.config import EngineConfig
 from bireme.engines.memory.client import WeightsHold
 from bireme.engines.memory.service import MemoryService
 from bireme.engines.memory.wire import socket_path
+from bireme.engines.registry import prepare
 from bireme.engines.torch.checkpoint import open_checkpoint, read_model
 from bireme.engines.torch.decoder_weights import fuse
 from bireme.engines.torch.shared_weights import SharedTensor, arrange, load_shared, make_skeleton, put_in
@@ -106,6 +110,13 @@ def test_random_weights_are_shared_too(tiny, load):
     first = load(tiny("llama").path, "prefill", load_format="dummy").model
     second = load(tiny("llama").path, "decode", load_format="dummy").model
     assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+def test_a_standby_has_the_models_own_module_loaded(tmp_path):
+    config = {"architectures": ["NemotronForCausalLM"], "model_type": "nemotron"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prepare("torch", str(tmp_path), EngineConfig(load_format="dummy"))
+    assert "transformers.models.nemotron.modeling_nemotron" in sys.modules
 
 
 def test_a_table_of_another_model_is_not_taken_and_the_engine_loads_by_itself(tiny, load, caplog):
