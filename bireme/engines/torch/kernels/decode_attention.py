@@ -36,8 +36,8 @@ def _attention_kernel(
     table,  # (slots, columns) block ids
     keys,
     values,
-    partial,  # (R, H, MOST_PARTS, K) float32: weighted sums
-    stats,  # (R, H, MOST_PARTS, 2) float32: largest score, sum of weights
+    partial,  # (R, H, MOST_PARTS, K) float32
+    weights,  # (R, H, MOST_PARTS) float32: logarithm of the sum of exp(score)
     counters,  # (R, N) zero, and zero again afterwards
     out,  # (R, H, K)
     scaling,
@@ -81,6 +81,12 @@ def _attention_kernel(
         own = qkv + row * (H + 2 * N) * K
         angles = cos_sin + position.to(tl.int64) * K
         q = rotated(own + head * K, q_norm, angles, g < G, eps, K, PAD_K, HAS_NORM).to(qkv.dtype.element_ty)
+        # The token's own key and value: loaded now by all parts, though one needs them, to have them when it does.
+        at_key = own + (H + kv_head) * K + tl.zeros([1], tl.int32)
+        new_key = rotated(at_key, k_norm, angles, tl.full([1], 1, tl.int1), eps, K, PAD_K, HAS_NORM)
+        new_key = new_key.to(qkv.dtype.element_ty)
+        new_value = tl.load(own + (H + N + kv_head) * K + k, k < K, 0.0)
+        own_block = tl.load(own_table + position // BLOCK_SIZE).to(tl.int64)
         largest = tl.full([PAD_G], -1e30, tl.float32)
         total = tl.zeros([PAD_G], tl.float32)
         sums = tl.zeros([PAD_G, PAD_K], tl.float32)
@@ -102,11 +108,6 @@ def _attention_kernel(
             total = total * shrink + tl.sum(weight, 1)
             largest = new_largest
         if number == used - 1:  # the token itself
-            at_key = own + (H + kv_head) * K + tl.zeros([1], tl.int32)
-            new_key = rotated(at_key, k_norm, angles, tl.full([1], 1, tl.int1), eps, K, PAD_K, HAS_NORM)
-            new_key = new_key.to(qkv.dtype.element_ty)
-            new_value = tl.load(own + (H + N + kv_head) * K + k, k < K, 0.0)
-            own_block = tl.load(own_table + position // BLOCK_SIZE).to(tl.int64)
             at_row = ((own_block * BLOCK_SIZE + position % BLOCK_SIZE) * N + kv_head) * K
             tl.store(keys + at_row + k[None, :], new_key, (k < K)[None, :])
             tl.store(values + at_row + k, new_value, k < K)
@@ -120,23 +121,23 @@ def _attention_kernel(
             largest = top
         is_head = (g < G)[:, None] & (k < K)[None, :]
         to = out + (row * H + head[:, None]) * K + k[None, :]
+        sums = sums / total[:, None]
         if used == 1:
-            tl.store(to, (sums / total[:, None]).to(out.dtype.element_ty), is_head)
+            tl.store(to, sums.to(out.dtype.element_ty), is_head)
         else:
             mine = (row * H + head) * MOST_PARTS + number
             tl.store(partial + mine[:, None] * K + k[None, :], sums, is_head)
-            tl.store(stats + mine * 2, largest, g < G)
-            tl.store(stats + mine * 2 + 1, total, g < G)
+            tl.store(weights + mine, largest + tl.log(total), g < G)
             tl.debug_barrier()  # all threads' stores come before the count
             if tl.atomic_add(counters + row * N + kv_head, 1) == used - 1:
                 tl.store(counters + row * N + kv_head, 0)
-                _join(partial, stats, out, row * H + kv_head * G, used, G, K, PAD_HEADS, PAD_K, MOST_PARTS, AT_ONCE)
+                _join(partial, weights, out, row * H + kv_head * G, used, G, K, PAD_HEADS, PAD_K, MOST_PARTS, AT_ONCE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _join(
     partial,
-    stats,
+    weights,
     out,
     first,
     used,
@@ -156,22 +157,20 @@ def _join(
     k, head = e % PAD_K, e // PAD_K
     is_own = (head < G) & (k < K)
     partial += first * MOST_PARTS * K
-    stats += first * MOST_PARTS * 2
+    weights += first * MOST_PARTS
     top = tl.full([SIZE], -1e30, tl.float32)
     total = tl.zeros([SIZE], tl.float32)
     sums = tl.zeros([SIZE], tl.float32)
     for begin in range(0, used, AT_ONCE):
         is_there = (begin + s < used)[:, None] & is_own[None, :]
         at = head[None, :] * MOST_PARTS + (begin + s)[:, None]
-        tops = tl.load(stats + at * 2, is_there, -1e30, cache_modifier=".cg")
-        totals = tl.load(stats + at * 2 + 1, is_there, 0.0, cache_modifier=".cg")
+        weight = tl.load(weights + at, is_there, -1e30, cache_modifier=".cg")
         found = tl.load(partial + at * K + k[None, :], is_there, 0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        weights, shrink = tl.exp(tops - new_top[None, :]), tl.exp(top - new_top)
-        sums = sums * shrink + tl.sum(found * weights, 0)
-        total = total * shrink + tl.sum(totals * weights, 0)
+        new_top = tl.maximum(top, tl.max(weight, 0))
+        weight, shrink = tl.exp(weight - new_top[None, :]), tl.exp(top - new_top)
+        sums = sums * shrink + tl.sum(found * weight, 0)
+        total = total * shrink + tl.sum(weight, 0)
         top = new_top
-    total = tl.where(is_own, total, 1.0)
     tl.store(out + first * K + head * K + k, (sums / total).to(out.dtype.element_ty), is_own)
 
 
@@ -180,7 +179,7 @@ class Scratch:
     """What programs of one row tell each other."""
 
     partial: Tensor  # (R, H, parts, K) float32
-    stats: Tensor  # (R, H, parts, 2) float32
+    weights: Tensor  # (R, H, parts) float32
     counters: Tensor  # (R, N) int32, zeros
 
     @classmethod
@@ -188,7 +187,7 @@ class Scratch:
         parts = triton.next_power_of_2(most_parts(num_kv_heads))
         return cls(
             torch.empty(rows, num_heads, parts, size, device=device),
-            torch.empty(rows, num_heads, parts, 2, device=device),
+            torch.empty(rows, num_heads, parts, device=device),
             torch.zeros(rows, num_kv_heads, dtype=torch.int32, device=device),
         )
 
@@ -214,7 +213,7 @@ def _stages(rows: int, dtype: torch.dtype) -> int:
 def _at_once(rows: int, size: int) -> int:
     """Return how many parts are joined at once; registers for them take room from programs, of which few rows have
     few."""
-    return max(1, min(8, (4096 if rows <= 8 else 2048 if rows <= 32 else 512) // size))
+    return max(1, min(16, (8192 if rows <= 8 else 2048 if rows <= 32 else 512) // size))
 
 
 def tile_of(dtype: torch.dtype, size: int) -> int:
@@ -271,7 +270,7 @@ def decode_attention(
         keys,
         values,
         scratch.partial,
-        scratch.stats,
+        scratch.weights,
         scratch.counters,
         out,
         scaling,
