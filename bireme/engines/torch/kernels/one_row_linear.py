@@ -122,7 +122,8 @@ def _tiles(width: int, size: int, is_gated: bool) -> tuple[int, int, int]:
     Measured on an H200 at the shapes of 8B, where the choice is worth a tenth, and of 1B, where it is worth a fifth.
     """
     if size <= 2048:
-        return 2 if is_gated else 4, min(1024, triton.next_power_of_2(size)), 4
+        tile_k = min(1024, triton.next_power_of_2(size))
+        return (2048 if is_gated else 4096) // tile_k, tile_k, 4
     if width <= 2048:
         return 4, 2048, 4
     tile_k = 1024 if size > 8192 else 2048
