@@ -10,12 +10,13 @@ _UNNOTICED_S = 10.0  # Triton itself notices the death of others within a second
 
 
 class LoadingStubs:
-    """Looked at while a server loads its models."""
+    """Looked at while a server loads models."""
 
     def __init__(self, server_pid: int, models: Mapping[str, str]) -> None:
-        """`models`: of each stub's name."""
+        """`models`: of each stub's name. The server's children of now are none of the loads."""
         self._server_pid = server_pid
         self._models = models
+        self._former = set(processes.children(server_pid))
         self._seen: dict[int, str] = {}  # pid -> model: a zombie's command line is gone
         self._dead_since: dict[int, float] = {}
 
@@ -27,7 +28,9 @@ class LoadingStubs:
         dead = [
             pid
             for pid in processes.children(self._server_pid)
-            if self._seen.get(pid) in (None, *loading) and processes.state(pid) == "Z"
+            if pid not in self._former
+            and self._seen.get(pid) in (None, *loading)
+            and processes.state(pid) == "Z"
         ]
         self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead}
         return any(now - since >= _UNNOTICED_S for since in self._dead_since.values())

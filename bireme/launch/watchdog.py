@@ -21,6 +21,7 @@ from bireme.errors import BiremeError
 from bireme.launch import processes
 from bireme.launch.console import Console
 from bireme.launch.guarded_thread import GuardedThread, GuardedThreads
+from bireme.launch.loading_stubs import LoadingStubs
 from bireme.launch.tritonserver import Server
 
 _INTERVAL_S = 0.25
@@ -40,6 +41,7 @@ class StubState:
     backoff: Backoff = field(default_factory=lambda: Backoff(1.0, _MAX_BACKOFF_S))  # after loads that failed in a row
     retry_at: float = 0.0
     is_healing: bool = False
+    loading: LoadingStubs | None = None  # while it heals
     last_error: str = ""
     was_alive: bool = False  # when it could be looked at last
 
@@ -126,6 +128,11 @@ class StubWatchdog:
             if now >= self._states[model].retry_at:
                 self._heal_later(model, self._states[model], "stub_died")
         self._end_replaced(now)
+        if lost := [model for model, state in self._states.items() if _has_lost_its_load(model, state, now)]:
+            # Triton never gives the model up: what else runs there moves to other servers or is told of the end.
+            self._console.event("load_lost", "error", models=",".join(lost), reason="a stub died, Triton waits")
+            self._server.kill()
+            return
         if now >= self._next_index:
             self._next_index = now + _INDEX_INTERVAL_S
             self._look_at_index(now)
@@ -154,6 +161,7 @@ class StubWatchdog:
                 self._heal_later(model, state, "not_ready")
 
     def _heal_later(self, model: str, state: StubState, cause: str) -> None:
+        state.loading = LoadingStubs(self._server.pid, dict.fromkeys(state.names, model))
         state.is_healing = True
         self._console.event("healing", "warning", model=model, cause=cause, pid=_shown(state))
         try:
@@ -211,6 +219,10 @@ def _take(state: StubState, found: Mapping[str, list[int]], former: tuple[int, .
         if pid is not None and starts[pid] is not None:
             state.pids[name], state.starts[pid] = pid, starts[pid]
     state.was_alive = len(state.pids) == len(state.names)
+
+
+def _has_lost_its_load(model: str, state: StubState, now: float) -> bool:
+    return state.is_healing and state.loading is not None and state.loading.is_one_lost([model], now)
 
 
 def _shown(state: StubState) -> str:

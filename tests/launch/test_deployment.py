@@ -198,13 +198,25 @@ def test_a_killed_server_is_started_again(served):
 
 
 def test_a_stub_that_dies_in_its_load_and_is_not_noticed_is_lost_after_a_while():
+    stubs = LoadingStubs(os.getpid(), {"decode": "decode"})
     child = subprocess.Popen(["true"])
     while processes.state(child.pid) != "Z":
         time.sleep(0.01)
-    stubs = LoadingStubs(os.getpid(), {"decode": "decode"})
+    assert not LoadingStubs(os.getpid(), {"decode": "decode"}).is_one_lost(["decode"], 0.0)
     assert [stubs.is_one_lost(["decode"], now) for now in (0.0, 9.0, 11.0)] == [False, False, True]
     child.wait()
     assert not stubs.is_one_lost(["decode"], 12.0)
+
+
+def test_a_replacement_that_dies_as_soon_as_it_is_there_costs_the_server_and_not_the_launch(served):
+    server, killed = served.server_pid(), served.stub_pid("tokenizer")
+    before = set(processes.children(server))
+    os.kill(killed, signal.SIGKILL)
+    while not (new := set(processes.children(server)) - before):
+        pass  # Triton waits for ever for one that is killed in its first 10 ms
+    os.kill(min(new), signal.SIGKILL)
+    served.wait_for(lambda: served.server_pid() not in (0, server) and served.status() == "ready")
+    assert "load_lost" in served.log.read_text()
 
 
 def test_a_taken_port_is_said_with_its_holder_and_code_2(tmp_path, served):
