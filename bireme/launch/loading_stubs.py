@@ -28,9 +28,7 @@ class LoadingStubs:
         dead = [
             pid
             for pid in processes.children(self._server_pid)
-            if pid not in self._former
-            and self._seen.get(pid) in (None, *loading)
-            and processes.state(pid) == "Z"
+            if pid not in self._former and self._seen.get(pid) in (None, *loading) and processes.state(pid) == "Z"
         ]
         self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead}
         return any(now - since >= _UNNOTICED_S for since in self._dead_since.values())
