@@ -323,10 +323,12 @@ class Deployment:
     def _load(self, server: Server, models: tuple[str, ...]) -> None:
         """Load models side by side. Raises ServerStartError with each one's reason."""
         began = time.monotonic()
+        recipe = self.settings.recipe
+        stubs = LoadingStubs(server.pid, {name: model for model in self.models for name in recipe.instances(model)})
         pool = ThreadPoolExecutor(_PARALLEL_LOADS, thread_name_prefix="load")
         loads = {pool.submit(self._load_one, server, model): model for model in models}
         try:
-            self._await_loads(server, loads, began)
+            self._await_loads(server, loads, stubs, began)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         if self._stopping.is_set():
@@ -344,10 +346,10 @@ class Deployment:
         server.admin.load(model)
         self._console.event("loaded", model=model, seconds=time.monotonic() - began)
 
-    def _await_loads(self, server: Server, loads: Mapping[Future[None], str], began: float) -> None:
-        recipe, next_word = self.settings.recipe, began + _PROGRESS_S
-        stubs = LoadingStubs(server.pid, {name: model for model in self.models for name in recipe.instances(model)})
-        waiting = set(loads)
+    def _await_loads(
+        self, server: Server, loads: Mapping[Future[None], str], stubs: LoadingStubs, began: float
+    ) -> None:
+        waiting, next_word = set(loads), began + _PROGRESS_S
         while waiting and not self._stopping.is_set():
             waiting = wait(waiting, timeout=0.2).not_done
             if not server.is_running:

@@ -161,7 +161,8 @@ class StubWatchdog:
                 self._heal_later(model, state, "not_ready")
 
     def _heal_later(self, model: str, state: StubState, cause: str) -> None:
-        state.loading = LoadingStubs(self._server.pid, dict.fromkeys(state.names, model))
+        owners = {name: owner for owner, other in self._states.items() for name in other.names}
+        state.loading = LoadingStubs(self._server.pid, owners)
         state.is_healing = True
         self._console.event("healing", "warning", model=model, cause=cause, pid=_shown(state))
         try:
