@@ -1,18 +1,23 @@
 """The mocker's KV capacity: blocks counted as a real pool would, with a prefix cache, without bytes.
 
 Blocks are known by their content: the prompt's, and those that an answer has filled. The least recently used go first.
+A block that is held has all before it held too, in use or not, so a prompt's blocks are not looked at one by one: of
+60,000 tokens that would cost a request more than all else that the mocker does for it.
 """
 
 from __future__ import annotations
 
-import itertools
+import bisect
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
+import numpy as np
 import xxhash
 
 from bireme.kv import hashing
 from bireme.kv.events import EventBuffer, StoredBlock
+
+_LONG_BLOCKS, _NUM_RECENT = 32, 16  # prompts of so many blocks are remembered, and so many of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,8 @@ class BlockContent:
 class Holding:
     """Blocks of one request: some shared by content, the rest its own."""
 
-    shared: list[bytes] = field(default_factory=list)  # keys of referenced blocks, from the prompt's start
+    keys: list[bytes] = field(default_factory=list)  # of its full blocks, from the prompt's start
+    num_shared: int = 0  # of these the first: in use by content
     num_private: int = 0
     computing: list[bytes] = field(default_factory=list)  # keys of blocks that will be known by their content
 
@@ -43,8 +49,11 @@ class MockBlockPool:
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
         self.is_reusing = is_reusing
-        self._references: dict[bytes, int] = {}  # by content; referenced blocks only
-        self._cached: OrderedDict[bytes, None] = OrderedDict()  # unreferenced, oldest first
+        # Blocks in use, by content: how many requests' last shared block each is, and how many of the blocks that
+        # follow it are in use.
+        self._uses: dict[bytes, int] = {}
+        self._cached: OrderedDict[bytes, None] = OrderedDict()  # not in use, oldest first
+        self._recent: OrderedDict[bytes, BlockContent] = OrderedDict()  # long prompts, by their first block
         self._num_private = 0
         self._computing: Counter[bytes] = Counter()
         self._events = events
@@ -52,7 +61,7 @@ class MockBlockPool:
 
     @property
     def num_used(self) -> int:
-        return self._num_private + len(self._references)
+        return self._num_private + len(self._uses)
 
     @property
     def num_cached(self) -> int:
@@ -65,26 +74,37 @@ class MockBlockPool:
         self, tokens: bytes, lora_name: str, cache_salt: str, known: BlockContent | None = None
     ) -> BlockContent:
         """Return the content of blocks with these tokens. `known`: of a part of them, from the start."""
+        if not self.is_reusing:
+            return BlockContent(tokens, [], lora_name, cache_salt)
+        size, root = 4 * self.tokens_per_block, f"{cache_salt}\0{lora_name}".encode()
         keys = list(known.keys) if known is not None else []
-        if self.is_reusing:
-            size = 4 * self.tokens_per_block
-            key = keys[-1] if keys else f"{cache_salt}\0{lora_name}".encode()
-            for end in range(size * (len(keys) + 1), len(tokens) + 1, size):
-                key = xxhash.xxh3_128_digest(key + tokens[end - size : end])
-                keys.append(key)
-        return BlockContent(tokens, keys, lora_name, cache_salt)
+        is_long = len(tokens) >= size * _LONG_BLOCKS
+        if is_long and not keys:
+            keys = [xxhash.xxh3_128_digest(root + tokens[:size])]
+            if (recent := self._recent.get(keys[0])) is not None:
+                keys = recent.keys[: _num_equal(tokens, recent.tokens) // size]
+        key = keys[-1] if keys else root
+        for end in range(size * (len(keys) + 1), len(tokens) + 1, size):
+            key = xxhash.xxh3_128_digest(key + tokens[end - size : end])
+            keys.append(key)
+        content = BlockContent(tokens, keys, lora_name, cache_salt)
+        if is_long:
+            self._recent[keys[0]] = content
+            self._recent.move_to_end(keys[0])
+            if len(self._recent) > _NUM_RECENT:
+                self._recent.popitem(last=False)
+        return content
 
     def is_computing(self, keys: list[bytes], max_hits: int) -> bool:
         """Return whether the first block that is not held is being computed: its prompt need not be computed twice."""
         if not self._computing:
             return False
-        keys = keys[:max_hits]
-        missing = next((key for key in keys if key not in self._references and key not in self._cached), None)
-        return missing in self._computing
+        num_held = self._num_held(keys, max_hits)
+        return num_held < min(len(keys), max_hits) and keys[num_held] in self._computing
 
     def begin(self, holding: Holding, content: BlockContent) -> None:
         """The prompt's blocks that are not shared are being computed, until `publish` or `free`."""
-        holding.computing = content.keys[len(holding.shared) :]
+        holding.computing = content.keys[holding.num_shared :]
         self._computing.update(holding.computing)
 
     def _computed(self, holding: Holding) -> None:
@@ -96,46 +116,63 @@ class MockBlockPool:
 
     def allocate(self, keys: list[bytes], num_tokens: int, max_hits: int) -> Holding | None:
         """Take blocks for `num_tokens`, the first ones by content where they are held; None: no room now."""
-        references, cached = self._references, self._cached
-        shared = list(itertools.takewhile(lambda key: key in references or key in cached, keys[:max_hits]))
-        needed = self.blocks_for(num_tokens) - len(shared)
-        revived = [key for key in shared if key in cached]
-        if self.num_used + len(revived) + needed > self.num_blocks:
+        uses = self._uses
+        num_shared = self._num_held(keys, max_hits)
+        num_revived = num_shared - bisect.bisect_left(keys, True, 0, num_shared, key=lambda key: key not in uses)
+        needed = self.blocks_for(num_tokens) - num_shared
+        if self.num_used + num_revived + needed > self.num_blocks:
             return None
-        for key in revived:
-            del cached[key]
-        for key in shared:
-            references[key] = references.get(key, 0) + 1
+        self._use(keys, num_shared)
         self._num_private += needed
         self._evict()
-        return Holding(shared, needed)
+        return Holding(keys, num_shared, needed)
 
     def publish(self, holding: Holding, content: BlockContent) -> None:
         """Offer computed blocks to others; one that another request published first is shared."""
         self._computed(holding)
-        first = len(holding.shared)
+        first, keys = holding.num_shared, content.keys
         if self._events is not None:
             self._record(content, first)
-        for key in content.keys[first:]:
-            self._cached.pop(key, None)
-            self._references[key] = self._references.get(key, 0) + 1
-            self._num_private -= 1
-            holding.num_private -= 1
-            holding.shared.append(key)
+        if len(keys) > first:
+            self._use(keys, len(keys))
+            self._leave(holding.keys, first)
+            self._num_private -= len(keys) - first
+            holding.num_private -= len(keys) - first
+            holding.keys, holding.num_shared = keys, len(keys)
 
     def free(self, holding: Holding) -> None:
         """Give everything back; blocks with known content stay for reuse, the prompt's start longest."""
         self._computed(holding)
-        references, cached = self._references, self._cached
-        for key in reversed(holding.shared):
-            if (count := references[key]) > 1:
-                references[key] = count - 1
-            else:
-                del references[key]
-                cached[key] = None
+        self._leave(holding.keys, holding.num_shared)
         self._num_private -= holding.num_private
-        holding.shared, holding.num_private = [], 0
+        holding.num_shared = holding.num_private = 0
         self._evict()
+
+    def _num_held(self, keys: list[bytes], limit: int) -> int:
+        """Return how many of the first `limit` blocks are held: those before the first that is not."""
+        uses, cached = self._uses, self._cached
+        return bisect.bisect_left(
+            keys, True, 0, min(len(keys), limit), key=lambda key: key not in uses and key not in cached
+        )
+
+    def _use(self, keys: list[bytes], count: int) -> None:
+        """Take the first `count` blocks into use, from the last to the first that others use already."""
+        for at in range(count - 1, -1, -1):
+            key = keys[at]
+            self._uses[key] = num_uses = self._uses.get(key, 0) + 1
+            if num_uses > 1:
+                return
+            self._cached.pop(key, None)
+
+    def _leave(self, keys: list[bytes], count: int) -> None:
+        """Undo `_use`."""
+        for at in range(count - 1, -1, -1):
+            key = keys[at]
+            if self._uses[key] > 1:
+                self._uses[key] -= 1
+                return
+            del self._uses[key]
+            self._cached[key] = None
 
     def _evict(self) -> None:
         while self.num_used + len(self._cached) > self.num_blocks:
@@ -163,3 +200,10 @@ class MockBlockPool:
             begin = begin if run else parent
         if run:
             self._events.stored(begin, tuple(run), content.lora_name, content.cache_salt)
+
+
+def _num_equal(one: bytes, other: bytes) -> int:
+    """Return how many bytes, of int32, both begin with."""
+    num_tokens = min(len(one), len(other)) // 4
+    differ = np.frombuffer(one, np.int32, num_tokens) != np.frombuffer(other, np.int32, num_tokens)
+    return 4 * int(differ.argmax()) if differ.any() else 4 * num_tokens

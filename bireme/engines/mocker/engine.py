@@ -290,7 +290,7 @@ class MockEngine:
     def _begin(self, one: MockSequence, holding: Holding) -> None:
         one.holding = holding
         one.admitted_at = time.monotonic()
-        held = len(holding.shared) * self._pool.tokens_per_block
+        held = holding.num_shared * self._pool.tokens_per_block
         one.num_cached = 0 if one.params else held
         self._accounts.admitted(one)
         if one.params is not None:
@@ -481,7 +481,7 @@ class MockEngine:
         num_computed = one.num_prompt - one.request.num_resumed + one.num_generated - 1
         if one.state is not MockSequenceStatus.DECODE or one.holding is None or one.content is None:
             return
-        has_prompt = len(one.holding.shared) == len(one.content.keys)  # else no KV was needed
+        has_prompt = one.holding.num_shared == len(one.content.keys)  # else no KV was needed
         if has_prompt and self._pool.is_reusing and num_computed // size > len(one.content.keys):
             request, tokens = one.request, one.computed_tokens()
             content = self._pool.content(tokens, request.lora_name, request.cache_salt, one.content)
