@@ -58,9 +58,11 @@ def cut_pattern(tokenizer: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(places)) if places else None
 
 
-def cuts(text: str, pattern: re.Pattern[str], distance: int) -> Iterator[int]:
-    """Yield places to cut at, at least `distance` characters apart; the end of the text alone changes none of them."""
-    at = 0
+def cuts(text: str, pattern: re.Pattern[str], distance: int, at: int = 0) -> Iterator[int]:
+    """Yield places to cut at, at least `distance` characters apart; the end of the text alone changes none of them.
+
+    `at`: one of them, after which to go on.
+    """
     while (match := pattern.search(text, at + distance)) is not None:
         at = match.start()
         yield at

@@ -183,6 +183,24 @@ def test_what_texts_begin_with_in_common_is_encoded_once():
     assert 0.9 * num_tokens < counts["cache"] < num_tokens and counts["encoder"] < 1.2 * num_tokens
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), TEXTS), max_size=12))
+def test_beginnings_that_are_kept_whole_change_no_tokens(asked):
+    cache, encode = caching(AT_WORDS["gpt2"]), plain(AT_WORDS["gpt2"])
+    for number, length, end in asked:
+        text = (WORDS * 2 + f"{number} " + WORDS * 2)[: 3 * length] + end
+        assert cache.encode(text).tolist() == encode(text)
+
+
+def test_what_many_texts_begin_with_is_kept_whole_within_the_bytes():
+    cache = caching(AT_WORDS["gpt2"], max_bytes=40_000, part_characters=20)
+    for number in range(30):
+        for end in "abc":
+            cache.encode(f"{number} {WORDS * 8}" + end)
+        assert cache.num_bytes <= 40_000
+    assert 0 < cache.num_run_bytes <= 10_000
+
+
 def test_another_salt_finds_nothing():
     asked = []
     tokenizer = AT_WORDS["gpt2"]
