@@ -28,14 +28,14 @@ _RUN_SHARE = 4  # the whole beginnings take this part of the bytes at most
 _Key = tuple[str, str]  # salt, text
 
 
-class _Beginning(NamedTuple):
+class _CommonText(NamedTuple):
     """A beginning that several texts have had, up to a cut."""
 
     text: str
     ids: Ids
 
 
-_NOTHING = _Beginning("", np.zeros(0, np.int32))
+_NOTHING = _CommonText("", np.zeros(0, np.int32))
 
 
 class PrefixCache:
@@ -53,7 +53,7 @@ class PrefixCache:
         self._encode, self._pattern, self._max_bytes, self._metrics = encode, pattern, max_bytes, metrics
         self._part_characters = part_characters
         self._parts: OrderedDict[_Key, Ids] = OrderedDict()
-        self._runs: OrderedDict[_Key, _Beginning] = OrderedDict()  # by their first part
+        self._runs: OrderedDict[_Key, _CommonText] = OrderedDict()  # by their first part
         self._lock = threading.Lock()
         self.num_bytes = 0
         self.num_run_bytes = 0  # of these, of whole beginnings
@@ -81,7 +81,7 @@ class PrefixCache:
             ids.append(part)
             start = end
         if num_known > _RUN_PARTS:
-            self._keep_run(first, _Beginning(text[:known_end], np.concatenate(ids[:num_known])))
+            self._keep_run(first, _CommonText(text[:known_end], np.concatenate(ids[:num_known])))
         ids.append(_array(self._encode(text[start:])))
         whole = np.concatenate(ids)
         self._count(num_found, len(whole) - num_found)
@@ -93,7 +93,7 @@ class PrefixCache:
                 self._parts.move_to_end(key)
             return part
 
-    def _find_run(self, first: _Key, text: str) -> _Beginning:
+    def _find_run(self, first: _Key, text: str) -> _CommonText:
         """Return what is known whole of a text's beginning; empty: nothing is."""
         with self._lock:
             run = self._runs.get(first, _NOTHING)
@@ -110,7 +110,7 @@ class PrefixCache:
             self._shrink()
         return part
 
-    def _keep_run(self, first: _Key, run: _Beginning) -> None:
+    def _keep_run(self, first: _Key, run: _CommonText) -> None:
         with self._lock:
             if (before := self._runs.pop(first, None)) is not None:
                 self._drop_run(before)
@@ -122,7 +122,7 @@ class PrefixCache:
                 self._drop_run(self._runs.popitem(last=False)[1])
             self._shrink()
 
-    def _drop_run(self, run: _Beginning) -> None:
+    def _drop_run(self, run: _CommonText) -> None:
         size = _size(run.text, run.ids)
         self.num_run_bytes -= size
         self.num_bytes -= size
