@@ -19,6 +19,7 @@ from bireme.config import FrontendConfig
 from bireme.discovery.pulse import own_pulse
 from bireme.errors import BiremeError, drop_frames
 from bireme.metrics import Registry
+from bireme.openai.batch.line_gate import Endpoint
 from bireme.openai.batch.routes import FileRoutes
 from bireme.openai.followed_files import FollowedFiles
 from bireme.openai.http.call import JSON_ONLY, Call, ClientGoneError, Receive, Scope, Send
@@ -27,6 +28,7 @@ from bireme.openai.http.members import Member
 from bireme.openai.http.pace import Pacer
 from bireme.openai.keys import KEY_HEADERS, OPEN, ApiKeys
 from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
+from bireme.openai.model_kinds import TEXT, VIDEO
 from bireme.openai.openapi import openapi
 from bireme.openai.playground_files import PlaygroundFiles
 from bireme.openai.readiness import Readiness
@@ -68,8 +70,8 @@ class Frontend:
         None: they go with this process. `followed`: looked at while it serves.
         """
         self._videos = videos or VideoModels([])
-        models.know_videos(video.name for video in self._videos)
-        self._videos.know_languages(model.name for model in models)
+        models.know_others({video.name: VIDEO for video in self._videos})
+        self._videos.know_others({model.name: TEXT for model in models})
         self._models, self._metrics, self._keys = models, metrics, keys
         self._member = member
         self._teller: asyncio.AbstractServer | None = None
@@ -101,17 +103,15 @@ class Frontend:
         responses = Responses(self._models, self._stored, pacer, self._streams)
         messages = Messages(self._models, pacer, self._streams)
         tokens = Tokenization(self._models)
-        posts: dict[str, Post] = {
-            "/v1/chat/completions": chats.post,
-            "/v1/completions": completions.post,
-            "/v1/responses": responses.post,
+        endpoints = {
+            "/v1/chat/completions": Endpoint(chats.post, self._models.get),
+            "/v1/completions": Endpoint(completions.post, self._models.get),
+            "/v1/responses": Endpoint(responses.post, self._models.get),
         }
-        self._files = FileRoutes(
-            self._config, self._files_folder, self._models, posts, lambda: self._keys, self._metrics
-        )
+        self._files = FileRoutes(self._config, self._files_folder, endpoints, lambda: self._keys, self._metrics)
         gate = self._files.gate
         self._routes = {
-            **{path: {"POST": self._with_body(gate.live(post))} for path, post in posts.items()},
+            **{path: {"POST": self._with_body(gate.live(one.post))} for path, one in endpoints.items()},
             _MESSAGES_PATH: {"POST": self._with_body(gate.live(messages.post))},
             f"{_MESSAGES_PATH}/count_tokens": {"POST": self._with_body(messages.count)},
             "/tokenize": {"POST": self._with_body(tokens.tokenize)},

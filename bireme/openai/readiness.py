@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 from bireme.config import stage_of
 from bireme.errors import BiremeError, drop_frames
-from bireme.openai.text.served_model import Models, ServedModel
+from bireme.openai.text.served_model import FollowedModel
 from bireme.openai.video.served_video import VideoModels
 from bireme.workers.base import UnreachableError, WorkerClient
 
@@ -23,9 +23,9 @@ _TIMEOUT_S = 3.0
 
 
 class Readiness:
-    """Ready: for every model at least one decode worker takes requests, and a prefill worker if it can't do without."""
+    """Ready: for every model at least one worker takes requests of each stage that it can't do without."""
 
-    def __init__(self, models: Models, videos: VideoModels | None = None) -> None:
+    def __init__(self, models: Iterable[FollowedModel], videos: VideoModels | None = None) -> None:
         self._models, self._videos = models, videos or VideoModels([])
         self._report: tuple[bool, dict[str, Any]] = (False, {"status": "starting"})
         self._asked_at = -_KEPT_S
@@ -64,17 +64,14 @@ class Readiness:
         return is_ready, report
 
 
-def _can_answer(model: ServedModel, workers: dict[str, str]) -> bool:
-    recipe = model.services.recipe
-    needs_prefill = "prefill" in recipe.workers and recipe.pipeline.enforce_disaggregation
-    serving = {stage_of(worker) for worker, state in workers.items() if state == READY}
-    return serving >= ({"prefill", "decode"} if needs_prefill else {"decode"})
+def _can_answer(model: FollowedModel, workers: dict[str, str]) -> bool:
+    return model.needed_stages <= {stage_of(worker) for worker, state in workers.items() if state == READY}
 
 
-async def _workers(model: ServedModel) -> dict[str, str]:
+async def _workers(model: FollowedModel) -> dict[str, str]:
     """Return worker -> ready, or its error."""
     members = model.services.members
-    names = [name for stage in ("decode", "prefill") for name, one in members.items() if one.stage == stage]
+    names = [name for stage in model.stages for name, one in members.items() if one.stage == stage]
     answers = await asyncio.gather(
         *(_told_draining() if members[name].is_draining else _state(model.workers, name) for name in names)
     )

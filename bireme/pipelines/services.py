@@ -69,10 +69,10 @@ class Services:
         """Return the workers of a stage that take requests."""
         return [name for name, one in self.members.items() if one.stage == stage and not one.is_draining]
 
-    def capacity(self) -> Capacity | None:
-        """Return what the first decode worker takes, once it is known."""
-        decode = {name: one for name, one in self.members.items() if one.stage == "decode"}
-        found = (self.workers.capacity(name) or one.capacity for name, one in decode.items())
+    def capacity(self, stage: str = "decode") -> Capacity | None:
+        """Return what the stage's first worker takes, once it is known."""
+        ours = {name: one for name, one in self.members.items() if one.stage == stage}
+        found = (self.workers.capacity(name) or one.capacity for name, one in ours.items())
         return next((capacity for capacity in found if capacity is not None), None)
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import pytest
 
 from bireme.openai.http.error_replies import HttpError
+from bireme.openai.model_kinds import TEXT
 from bireme.openai.video.served_video import VideoModels
 
 MODALITIES = {
@@ -34,7 +35,7 @@ async def test_pictures_are_taken_by_the_models_that_say_so(frontend, folder, en
 
 def test_a_language_model_asked_for_a_video_says_what_it_makes_and_where():
     videos = VideoModels([])
-    videos.know_languages(["test"])
+    videos.know_others({"test": TEXT})
     with pytest.raises(HttpError, match="model: test makes text.*/v1/chat/completions") as told:
         videos.get("test")
     assert (told.value.status, told.value.code) == (400, "wrong_endpoint")

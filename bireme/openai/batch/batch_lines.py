@@ -5,7 +5,7 @@ A line is {"custom_id", "method": "POST", "url", "body"}; its body is that of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +14,6 @@ import msgspec
 
 from bireme.errors import RequestError
 from bireme.openai.http.error_replies import HttpError
-from bireme.openai.text.served_model import Models
 from bireme.pipelines.json_body import decode_body, param_of
 
 MAX_PROBLEMS = 100  # that are told; a batch with one has failed
@@ -64,8 +63,10 @@ class LineReader:
         self._file.close()
 
 
-def check_lines(path: Path, endpoint: str, models: Models, max_lines: int, max_bytes: int) -> CheckedLines:
-    """Look at every line; blocks. Raises OSError."""
+def check_lines(
+    path: Path, endpoint: str, check_model: Callable[[str], object], max_lines: int, max_bytes: int
+) -> CheckedLines:
+    """Look at every line; blocks. `check_model` raises HttpError for a model that is not served. Raises OSError."""
     reader = LineReader(path, max_bytes)
     problems: list[dict[str, Any]] = []
     seen: set[str] = set()
@@ -78,7 +79,7 @@ def check_lines(path: Path, endpoint: str, models: Models, max_lines: int, max_b
                     400, f"more than {max_lines} lines (frontend.batches.max_lines); split it", code="too_many_lines"
                 )
             try:
-                line = decode_line(data, endpoint, models)
+                line = decode_line(data, endpoint, check_model)
                 if line.custom_id in seen:
                     raise HttpError(400, f"custom_id: {line.custom_id[:80]} is that of an earlier line; make it "
                                     "unique", code="duplicate_custom_id")  # fmt: skip
@@ -96,7 +97,7 @@ def check_lines(path: Path, endpoint: str, models: Models, max_lines: int, max_b
     return CheckedLines(count, problems)
 
 
-def decode_line(data: bytes, endpoint: str, models: Models) -> BatchLine:
+def decode_line(data: bytes, endpoint: str, check_model: Callable[[str], object]) -> BatchLine:
     """Return the line. Raises RequestError, HttpError."""
     line = decode_body(data, BatchLine, {"method": "only POST is served"})
     if line.url != endpoint:
@@ -108,7 +109,7 @@ def decode_line(data: bytes, endpoint: str, models: Models) -> BatchLine:
     for name in ("stream", "background"):
         if getattr(beginning, name):
             raise RequestError(f"body.{name}: a line has one answer, in the batch's output; remove it")
-    models.get(beginning.model)
+    check_model(beginning.model)
     return line
 
 

@@ -32,14 +32,13 @@ from bireme.openai.batch.batch_lines import (
 )
 from bireme.openai.batch.batch_store import UNFINISHED, StoredBatch
 from bireme.openai.batch.files import FilesAndBatches, FilesApi, age_of, page_tree
-from bireme.openai.batch.line_gate import LineGate, Post
+from bireme.openai.batch.line_gate import Endpoint, LineGate
 from bireme.openai.batch.results import write_results
 from bireme.openai.database import StoreThread
 from bireme.openai.http.call import JSON, Call, Message
 from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal
 from bireme.openai.http.query import limit_of, query_of
 from bireme.openai.keys import OPEN, ApiKeys, Tenant
-from bireme.openai.text.served_model import Models
 from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.chat_request import check_metadata
 from bireme.pipelines.json_body import decode_body
@@ -92,12 +91,12 @@ class Batches:
     """`start` and `stop` on the loop that serves."""
 
     def __init__(
-        self, config: FrontendConfig, store: StoreThread[FilesAndBatches], files: FilesApi, models: Models,
-        posts: Mapping[str, Post], keys: Callable[[], ApiKeys | None], metrics: Registry,
+        self, config: FrontendConfig, store: StoreThread[FilesAndBatches], files: FilesApi,
+        endpoints: Mapping[str, Endpoint], keys: Callable[[], ApiKeys | None], metrics: Registry,
     ) -> None:  # fmt: skip
-        """`posts`: endpoint -> what answers a request to it."""
-        self._config, self._store, self._files, self._models = config, store, files, models
-        self._posts, self._keys, self._metrics = posts, keys, metrics
+        """`endpoints`: by their paths."""
+        self._config, self._store, self._files = config, store, files
+        self._endpoints, self._keys, self._metrics = endpoints, keys, metrics
         self.gate = LineGate(config.batches.max_concurrency, config.batches.max_beside_live)
         self._watcher: asyncio.Task[None] | None = None
         self._running: dict[str, _RunningBatch] = {}
@@ -116,8 +115,8 @@ class Batches:
 
     async def create(self, call: Call, data: bytes) -> None:
         body = decode_body(data, BatchBody, {})
-        if body.endpoint not in self._posts:
-            raise RequestError(f"endpoint: {body.endpoint[:80]}; send one of {', '.join(self._posts)}")
+        if body.endpoint not in self._endpoints:
+            raise RequestError(f"endpoint: {body.endpoint[:80]}; send one of {', '.join(self._endpoints)}")
         window_s = _window_s(body.completion_window)
         check_metadata(body.metadata)
         expiry = body.output_expires_after or OutputExpiry()
@@ -187,8 +186,9 @@ class Batches:
         if status == "validating":
             limits = self._config
             checked = await asyncio.to_thread(
-                check_lines, path, batch.endpoint, self._models, limits.batches.max_lines, limits.max_body_bytes
-            )
+                check_lines, path, batch.endpoint, self._endpoints[batch.endpoint].check_model,
+                limits.batches.max_lines, limits.max_body_bytes,
+            )  # fmt: skip
             if checked.problems:
                 return checked.problems
             now = int(time.time())
@@ -261,7 +261,7 @@ class Batches:
         call = Call(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]  # nobody leaves
         call.tenant, call.is_batch = tenant, True
         try:
-            await self._posts[endpoint](call, data)
+            await self._endpoints[endpoint].post(call, data)
         except Exception as error:
             if is_internal(error):
                 logger.error("line_failed request_id=%s error=%s", call.request_id.decode(), error)

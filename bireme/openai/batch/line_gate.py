@@ -5,11 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 from bireme.openai.http.call import Call
 
 Post = Callable[[Call, bytes], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What a line may ask for."""
+
+    post: Post
+    check_model: Callable[[str], object]  # raises HttpError for a model that is not served there
+
 
 _QUIET_S = 1.0  # after the last live request: the next one of a conversation comes soon
 

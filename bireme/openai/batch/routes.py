@@ -11,11 +11,10 @@ from bireme.openai.batch.batches import PATH as BATCHES_PATH
 from bireme.openai.batch.batches import Batches
 from bireme.openai.batch.files import PATH as FILES_PATH
 from bireme.openai.batch.files import FilesAndBatches, FilesApi
-from bireme.openai.batch.line_gate import Post
+from bireme.openai.batch.line_gate import Endpoint, Post
 from bireme.openai.database import StoreThread
 from bireme.openai.http.call import Call
 from bireme.openai.keys import ApiKeys
-from bireme.openai.text.served_model import Models
 
 Handler = Callable[[Call], Awaitable[None]]
 
@@ -24,14 +23,14 @@ class FileRoutes:
     """`start` and `stop` on the loop that serves. With frontend.files.max_files: 0 there are no such paths."""
 
     def __init__(
-        self, config: FrontendConfig, folder: Path | None, models: Models, posts: Mapping[str, Post],
+        self, config: FrontendConfig, folder: Path | None, endpoints: Mapping[str, Endpoint],
         keys: Callable[[], ApiKeys | None], metrics: Registry,
     ) -> None:  # fmt: skip
-        """`folder`: None: one that goes with this process. `posts`: endpoint -> what answers a request to it."""
+        """`folder`: None: one that goes with this process. `endpoints`: of batches, by their paths."""
         self._is_on, self._is_shared = config.files.max_files > 0, folder is not None
         self._store = StoreThread(folder, lambda place: FilesAndBatches(place, config), "files")
         self._files = FilesApi(config, self._store)
-        self._batches = Batches(config, self._store, self._files, models, posts, keys, metrics)
+        self._batches = Batches(config, self._store, self._files, endpoints, keys, metrics)
         self.gate = self._batches.gate
 
     def routes(

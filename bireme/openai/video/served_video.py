@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 
 from bireme.config import Recipe
 from bireme.errors import ConfigError
 from bireme.metrics import Registry
 from bireme.openai.http.error_replies import HttpError
+from bireme.openai.model_kinds import VIDEO, ModelKind, wrong_endpoint
 from bireme.openai.video.job_store import JobStore
 from bireme.pipelines.video_service import Delivery, VideoService, VideoWorker
 from bireme.video.files import FileStore, open_files, video_folder
@@ -49,15 +50,15 @@ class VideoModels:
 
     def __init__(self, models: list[ServedVideo]) -> None:
         self._models: dict[str, ServedVideo] = {}
-        self._languages: frozenset[str] = frozenset()
+        self._others: Mapping[str, ModelKind] = {}
         for model in models:
             if model.name in self._models:
                 raise ConfigError(f"two recipes serve the videos of {model.name}; set video.served_model_name in one")
             self._models[model.name] = model
 
-    def know_languages(self, names: Iterable[str]) -> None:
-        """Add the names of the language models, for errors."""
-        self._languages = frozenset(names)
+    def know_others(self, names: Mapping[str, ModelKind]) -> None:
+        """Take what the models of other kinds are called, for errors."""
+        self._others = names
 
     def __iter__(self) -> Iterator[ServedVideo]:
         return iter(self._models.values())
@@ -67,11 +68,8 @@ class VideoModels:
 
     def get(self, name: str) -> ServedVideo:
         """Return the model; without a name the only one. Raises HttpError."""
-        if name in self._languages and name not in self._models:
-            raise HttpError(
-                400, f"model: {name} makes text, no videos or pictures; send it to POST /v1/chat/completions or "
-                "/v1/completions", code="wrong_endpoint",
-            )  # fmt: skip
+        if name in self._others and name not in self._models:
+            raise wrong_endpoint(name, self._others[name], VIDEO)
         if not self._models:
             raise HttpError(404, "no video model is served here; GET /v1/models lists what there is", code="not_found")
         if not name and len(self._models) == 1:
