@@ -235,6 +235,7 @@ class Limits(Settings, frozen=True, kw_only=True):
     max_tools: NotNegative = 128
     max_guide_bytes: Positive = 256 << 10  # JSON schema, grammar or regex of one request
     max_prompts: Positive = 64  # of one completion request
+    max_embedding_inputs: Positive = 2048  # texts of one request for embeddings
     max_logits_bytes: Positive = 256 << 20  # of one logits_processor request
     max_logits_processors: Positive = 32  # of one logits_processor request
 
@@ -557,7 +558,7 @@ class Recipe(Settings, frozen=True, kw_only=True):
         return self.routing_mode in ("kv", "least_loaded", "power_of_two") or bool(self.router.busy)
 
 
-WORKER_STAGES = ("prefill", "decode", "multimodal_encoder", "video_diffusion")
+WORKER_STAGES = ("prefill", "decode", "multimodal_encoder", "embedding", "video_diffusion")
 
 
 _NEEDED_WORKERS = {"video": "video_diffusion", "logits_processor": ""}  # of models that are no workers; else decode

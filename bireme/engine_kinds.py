@@ -17,6 +17,7 @@ class EngineKind:
     needs_model: bool = True  # a model's files; without them it takes no pictures either
     moves_own_kv: bool = False  # without our `KvTransfer`
     has_llm_args: bool = False  # its YAML holds TensorRT-LLM's arguments, which have checks of their own
+    makes_embeddings: bool = False  # serves the stage `embedding`
     scores_prompts: bool = True  # log probabilities of the prompt's own tokens
     modules: tuple[str, ...] = ()  # imported by its process
     remedy: str = ""  # how to get these
@@ -26,6 +27,7 @@ class EngineKind:
 
 ENGINE_KINDS: dict[EngineName, EngineKind] = {
     "torch": EngineKind(
+        makes_embeddings=True,
         modules=("torch", "transformers", "safetensors"),
         remedy="pip install -e .[torch]",
         video_modules=("diffusers", "accelerate"),

@@ -136,6 +136,14 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     timeout_ms: int = 0  # from now; 0: none
 
 
+class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Texts for an embedding model; no tokens come of it."""
+
+    prompts: tuple[bytes, ...]  # one a text: int32 little endian, special tokens among them
+    dimensions: int = 0  # of each embedding, the first ones; 0: the model's
+    timeout_ms: int = 0  # from now; 0: none
+
+
 class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A request's account. Milliseconds are of wall time."""
 
@@ -162,7 +170,8 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     error: str = ""  # "CODE: text" when reason is error or timeout
     stop_token_id: int | None = None  # the token that ended it; it is not among the tokens delivered
     disaggregated_params: bytes | None = None  # signed; context_only
-    encoded: bytes | None = None  # of an Encode: its answer, multimodal/wire.py
+    # of an Encode: its answer, multimodal/wire.py; of an Embed: its embeddings, float32 little endian, one a text
+    encoded: bytes | None = None
 
 
 class Sink(Protocol):
@@ -189,6 +198,11 @@ class Encode(msgspec.Struct, array_like=True, tag="e", gc=False):
     request: EncodeRequest
 
 
+class Embed(msgspec.Struct, array_like=True, tag="b", gc=False):
+    number: int
+    request: EmbedRequest
+
+
 class Release(msgspec.Struct, array_like=True, tag="f", gc=False):
     """Free embeddings that nobody will fetch; harmless for those that are gone, and nothing is answered."""
 
@@ -211,7 +225,7 @@ class Drain(msgspec.Struct, array_like=True, tag="r", gc=False):
     """Refuse new requests; finish what runs."""
 
 
-Command = Submit | Encode | Release | Abort | Drop | Ping | Drain
+Command = Submit | Encode | Embed | Release | Abort | Drop | Ping | Drain
 
 
 class Commands(msgspec.Struct, array_like=True, gc=False):
@@ -219,8 +233,13 @@ class Commands(msgspec.Struct, array_like=True, gc=False):
     commands: list[Command]
 
 
-def start_command(number: int, request: EngineRequest | EncodeRequest) -> Submit | Encode:
-    return Submit(number, request) if isinstance(request, EngineRequest) else Encode(number, request)
+StartRequest = EngineRequest | EncodeRequest | EmbedRequest
+
+
+def start_command(number: int, request: StartRequest) -> Submit | Encode | Embed:
+    if isinstance(request, EngineRequest):
+        return Submit(number, request)
+    return Encode(number, request) if isinstance(request, EncodeRequest) else Embed(number, request)
 
 
 class Step(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
@@ -296,6 +315,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     lora_names: tuple[str, ...] = ()
     image_token_id: int | None = None  # the placeholder of pictures; None: the model takes text only
     encodes_images: bool = False  # it has the vision tower: takes Encode and Release
+    embedding_size: int = 0  # of an embedding, all its dimensions; 0: it takes no Embed
 
 
 class Hello(msgspec.Struct, array_like=True, tag="h", gc=False):
@@ -335,6 +355,7 @@ _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_commands = msgspec.msgpack.Decoder(Commands).decode
 decode_request = msgspec.msgpack.Decoder(Submit | Encode | Release).decode
+decode_embed = msgspec.msgpack.Decoder(Embed).decode
 decode_step = msgspec.msgpack.Decoder(Step).decode
 decode_welcome = msgspec.msgpack.Decoder(Welcome).decode
 decode_control = msgspec.msgpack.Decoder(Hello | Pong).decode

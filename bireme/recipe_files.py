@@ -172,7 +172,7 @@ def check_rules(recipe: Recipe) -> None:
             near = difflib.get_close_matches(stage, WORKER_STAGES, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"workers.{stage}: not a stage ({', '.join(WORKER_STAGES)}){hint}")
-        least = 0 if recipe.discovery.is_shared and stage in ("prefill", "decode", "multimodal_encoder") else 1
+        least = 0 if recipe.discovery.is_shared and stage != "video_diffusion" else 1
         if not least <= entry.replicas <= 64:
             hint = "; 0 leaves the stage to other servers and needs discovery" if entry.replicas == 0 else ""
             raise ConfigError(f"workers.{stage}.replicas: {entry.replicas}; {least} to 64{hint}")
@@ -189,6 +189,8 @@ def check_rules(recipe: Recipe) -> None:
             raise ConfigError(f"router.busy[{at}]: no bound; set max_kv_usage, max_waiting_tokens or both")
     if "multimodal_encoder" in recipe.workers:
         _check_encoder(recipe.workers)
+    if "embedding" in recipe.workers:
+        _check_embedding(recipe.workers)
     if "prefill" in recipe.workers:
         _check_disaggregated(recipe.workers["prefill"], recipe.workers["decode"])
 
@@ -234,6 +236,18 @@ def _check_encoder(workers: Mapping[str, WorkerEntry]) -> None:
                 f"dtype: multimodal_encoder has {encoder.engine_config.dtype}, {name} {entry.engine_config.dtype};"
                 " embeddings are not converted on their way, use one dtype"
             )
+
+
+def _check_embedding(workers: Mapping[str, WorkerEntry]) -> None:
+    if others := [stage for stage in workers if stage != "embedding"]:
+        raise ConfigError(
+            f"workers.embedding: beside {others[0]}; a recipe serves one model, give it a recipe and server of its own"
+            " (one frontend serves both)"
+        )
+    if not workers["embedding"].kind.makes_embeddings:
+        raise ConfigError(
+            f"workers.embedding.engine: {workers['embedding'].engine} makes no embeddings; set engine: torch"
+        )
 
 
 def _check_disaggregated(prefill: WorkerEntry, decode: WorkerEntry) -> None:

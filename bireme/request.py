@@ -288,6 +288,16 @@ def check_prompt_tokens(num_tokens: int, limits: Limits, max_seq_len: int | None
         )
 
 
+def check_text_tokens(name: str, num_tokens: int, limits: Limits, max_seq_len: int | None) -> None:
+    """Raise RequestError for a text without tokens, or with more than an embedding model takes. None: not known yet."""
+    if num_tokens == 0:
+        raise RequestError(f"{name}: no tokens; send at least one")
+    bounds = {"the model's limit": max_seq_len, "limits.max_prompt_tokens": limits.max_prompt_tokens}
+    for bound, limit in bounds.items():
+        if limit is not None and num_tokens > limit:
+            raise RequestError(f"{name}: {num_tokens} tokens; {bound} is {limit}, shorten or split it")
+
+
 def _echo(exclude: bool | None, contract: Contract, stream: bool) -> bool:
     if stream:
         if contract == "vllm" and exclude is False:

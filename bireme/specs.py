@@ -153,6 +153,26 @@ MULTIMODAL_ENCODER = ModelSpec(
     ),
 )
 
+EMBEDDING = ModelSpec(
+    "embedding",
+    inputs=(
+        _in("text_input", "BYTES", (-1,)),
+        _in("input_ids", "INT32", (-1,), "array"),  # of all texts, one after the other
+        _in("input_lengths", "INT32", (-1,)),  # tokens of each text; needed for more than one
+        _in("prompt_name", "BYTES"),
+        _in("dimensions", "INT32"),
+        _in("request_id", "BYTES"),
+        _in("abort", "BOOL"),
+        _in("ping", "BOOL"),
+        _ENGINE_REQUEST,
+    ),
+    outputs=(
+        _out("embedding", "FP32", (-1, -1)),  # a row a text
+        _out("num_tokens", "INT32", (-1,)),
+        _STATE,
+    ),
+)
+
 # Triton fixes the rank of a tensor: one row of logits is [1, vocab].
 LOGITS_PROCESSOR = ModelSpec(
     "logits_processor",
@@ -322,6 +342,6 @@ TENSORRT_LLM_BLS, ENSEMBLE = (
     for name in ("tensorrt_llm_bls", "ensemble")
 )
 
-STAGES = (TOKENIZER, PREFILL, DECODE, MULTIMODAL_ENCODER, LOGITS_PROCESSOR, VIDEO_DIFFUSION)
+STAGES = (TOKENIZER, PREFILL, DECODE, MULTIMODAL_ENCODER, EMBEDDING, LOGITS_PROCESSOR, VIDEO_DIFFUSION)
 PIPELINES = (GENERATE, COMPLETION, CHAT, VIDEO, ROUTER, TENSORRT_LLM_BLS, ENSEMBLE)
 MODELS = {spec.name: spec for spec in (*STAGES, *PIPELINES)}

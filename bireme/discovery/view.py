@@ -26,7 +26,7 @@ from bireme.discovery.store import RecordReader, create_store
 from bireme.errors import ConfigError, NotFoundError
 from bireme.metrics import Registry
 
-_TEXT_STAGES = ("prefill", "decode", "multimodal_encoder")
+_TEXT_STAGES = ("prefill", "decode", "multimodal_encoder", "embedding")
 LOOK_S = 0.5
 logger = logging.getLogger("bireme.discovery")
 

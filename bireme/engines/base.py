@@ -59,6 +59,18 @@ class AdmittedRequest(msgspec.Struct, frozen=True, eq=False):
         return self.request.sampling.max_tokens
 
 
+class AdmittedTexts(msgspec.Struct, frozen=True, eq=False):
+    """Texts for an embedding model that have passed the gate."""
+
+    texts: tuple[npt.NDArray[np.int32], ...]  # CPU 1D each: ids of the vocabulary, at least one, at most max_seq_len
+    dimensions: int  # 1 to Capacity.embedding_size
+    timeout_ms: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+
 @dataclass(slots=True)
 class StepOutput:
     """One request's output of one step."""
@@ -70,6 +82,7 @@ class StepOutput:
     finish: Finish | None = None
     exported: DisaggregatedParams | None = None  # context_only, with its finish; the worker adds the digest, signs it
     encoded: EncodeOutcome | None = None  # of an encode, with its finish; the worker signs its handles
+    embedded: bytes | None = None  # of an embed, with its finish: Finish.encoded
 
     @property
     def is_plain(self) -> bool:
@@ -134,6 +147,13 @@ class PictureEngine(Engine, Protocol):
         """Queue it. Raises ResourceExhaustedError when the queue is full, RequestError for what it can't encode."""
 
     def release(self, handles: tuple[str, ...]) -> None: ...
+
+
+class EmbeddingEngine(Engine, Protocol):
+    """An engine of an embedding model, which makes no tokens."""
+
+    def embed(self, key: RequestKey, admitted: AdmittedTexts) -> None:
+        """Queue it. Raises ResourceExhaustedError when the queue is full."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
 """Rounds of canaries over every path that a request can take, and the last result of each path.
 
 Paths: each pairing of a prefill with a decode worker (in turns: every worker in every round), each decode worker where
-there is no prefill, each pipeline, and the OpenAI frontend. A path that has just served requests needs no canary.
+there is no prefill, each embedding worker, each pipeline, and the OpenAI frontend. A path that has just served requests
+needs no canary.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from bireme.launch.series import WorkerSeries, total
 from bireme.multimodal.model_config import picture_model_of
 
 OPENAI = "openai"
+Probe = Callable[[CanaryPrompt], CanaryResult]
 _AGAIN_S = 1.0  # after a failure, so that readiness returns soon
 _VIDEO_INTERVAL_S = 60.0  # a frame costs a GPU more than two tokens
 _MAX_SILENCES = 3  # canaries in a row without an answer or any progress: the stub hangs
@@ -77,11 +80,10 @@ class Canaries:
         self._series, self._is_down, self._on_hung = series, is_down, on_hung
         self._has_pictures = picture_model_of(recipe) is not None
         self._is_text = "decode" in recipe.workers
-        probes: dict[str, Callable[[CanaryPrompt], CanaryResult]] = {
-            name: probe for name, probe in self._probes().items() if name in (*models, OPENAI)
-        }
+        probes: dict[str, Probe] = {name: probe for name, probe in self._probes().items() if name in (*models, OPENAI)}
         self._paths = probes
-        workers = (*recipe.replicas("prefill"), *recipe.replicas("decode"))
+        self._embedders = recipe.replicas("embedding")
+        workers = (*recipe.replicas("prefill"), *recipe.replicas("decode"), *self._embedders)
         self._ways = {name: WayHealth() for name in (*workers, *probes)}
         self._prompt: CanaryPrompt | None = None
         self._num_rounds = 0
@@ -105,29 +107,36 @@ class Canaries:
         prompt = self._prompt or CanaryPrompt("", ())
         for prefill, decode in self._pairs():
             self._probe_workers(prefill, decode, prompt)
-        for name, probe in self._paths.items():
+        embedders = {name: functools.partial(self._probe_embedder, name) for name in self._embedders}
+        for name, probe in (embedders | self._paths).items():
             if not self._is_down(name):
                 self._probe_path(name, probe, prompt)
         self._num_rounds += 1
         interval_s = self._settings.interval_s
         return min(interval_s, _AGAIN_S) if any(way.problem for way in self._ways.values()) else interval_s
 
-    def _probes(self) -> dict[str, Callable[[CanaryPrompt], CanaryResult]]:
+    def _probes(self) -> dict[str, Probe]:
         http, timeout_s = self._http, self._settings.timeout_s
-        found: dict[str, Callable[[CanaryPrompt], CanaryResult]] = {
+        found: dict[str, Probe] = {
             "completion": lambda prompt: canary.probe_text(http, "completion", prompt, timeout_s),
             "generate": lambda prompt: canary.probe_text(http, "generate", prompt, timeout_s),
             "chat": lambda prompt: canary.probe_chat(http, "chat", prompt, self._has_pictures, timeout_s),
             "video": lambda prompt: canary.probe_video(http, "video", timeout_s),
         }
         if (way := self._openai) is not None:
-            model = self._recipe.served_model_name or self._recipe.name
-            found[OPENAI] = lambda prompt: (
-                canary.probe_openai(way.address, model, way.key, prompt, timeout_s, way.has_tls)
-                if self._is_text
-                else canary.probe_ready(way.address, timeout_s, way.has_tls)
-            )
+            found[OPENAI] = lambda prompt: self._probe_openai(way, prompt)
         return found
+
+    def _probe_openai(self, way: OpenAIWay, prompt: CanaryPrompt) -> CanaryResult:
+        model, timeout_s = self._recipe.served_name, self._settings.timeout_s
+        if self._is_text:
+            return canary.probe_openai(way.address, model, way.key, prompt, timeout_s, way.has_tls)
+        if self._embedders:
+            return canary.probe_openai_embedding(way.address, model, way.key, timeout_s, way.has_tls)
+        return canary.probe_ready(way.address, timeout_s, way.has_tls)
+
+    def _probe_embedder(self, name: str, prompt: CanaryPrompt) -> CanaryResult:
+        return canary.probe_embedding(self._http, name, self._settings.timeout_s)
 
     def _make_prompt(self) -> bool:
         """Have the tokenizer make the prompt: a block of KV and a token more. Return whether it could."""
@@ -170,7 +179,7 @@ class Canaries:
         if found.decode is not None:
             self._take(decode, found.decode)
 
-    def _probe_path(self, name: str, probe: Callable[[CanaryPrompt], CanaryResult], prompt: CanaryPrompt) -> None:
+    def _probe_path(self, name: str, probe: Probe, prompt: CanaryPrompt) -> None:
         way, now = self._ways[name], time.monotonic()
         series = total(self._series(), ("video_diffusion",) if name == "video" else self._recipe.instances(name))
         if self.is_stopping or now < way.due_at:

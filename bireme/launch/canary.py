@@ -126,6 +126,15 @@ def probe_openai(
     return _ask(address, "/v1/completions", request, timeout_s, {"Authorization": f"Bearer {key}"}, has_tls).result
 
 
+def probe_embedding(http_address: str, model: str, timeout_s: float) -> CanaryResult:
+    return _ask(http_address, f"/v2/models/{model}/generate", {"text_input": _TEXT}, timeout_s).result
+
+
+def probe_openai_embedding(address: str, model: str, key: str, timeout_s: float, has_tls: bool = False) -> CanaryResult:
+    request = {"model": model, "input": _TEXT, "encoding_format": "base64"}
+    return _ask(address, "/v1/embeddings", request, timeout_s, {"Authorization": f"Bearer {key}"}, has_tls).result
+
+
 def probe_ready(address: str, timeout_s: float, has_tls: bool = False) -> CanaryResult:
     return _ask(address, "/health/ready", None, timeout_s, has_tls=has_tls).result
 

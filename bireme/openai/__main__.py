@@ -35,6 +35,7 @@ from bireme.openai.http.process_group import run_group
 from bireme.openai.http.tls import TlsFiles
 from bireme.openai.keys import ApiKeys, load_keys, read_keys
 from bireme.openai.logs import set_up_logs
+from bireme.openai.text.embedding_model import EmbeddingModels, connect_embedding
 from bireme.openai.text.served_model import Models, connect
 from bireme.openai.video.served_video import VideoModels, connect_video
 from bireme.own_process import freeze_gc, reuse_memory, watch_parent
@@ -130,6 +131,9 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     metrics = Registry("frontend")
     served = list(zip(recipes, addresses, strict=True))
     models = Models([connect(recipe, address, metrics) for recipe, address in served if "decode" in recipe.workers])
+    embedders = EmbeddingModels(
+        [connect_embedding(recipe, address, metrics) for recipe, address in served if "embedding" in recipe.workers]
+    )
     if bool(options.tls_cert) != bool(options.tls_key):
         raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
     tls = TlsFiles(Path(options.tls_cert), Path(options.tls_key)) if options.tls_cert else None
@@ -146,7 +150,7 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     responses = _kept_folder(recipes[0], config.responses.folder, RESPONSES, options.member)
     files = _kept_folder(recipes[0], config.files.folder, FILES, options.member)
     frontend = Frontend(models, metrics, config, keys, options.member, videos, responses, files,
-                        [*followed, *([tls.followed] if tls else [])])  # fmt: skip
+                        [*followed, *([tls.followed] if tls else [])], embedders)  # fmt: skip
     served_by = _uvicorn_config(frontend, options, config)
     if tls is not None:
         served_by.load()
@@ -161,7 +165,7 @@ def _addresses(given: list[str] | None, recipes: list[Recipe]) -> list[str | Non
     addresses: list[str | None] = []
     for at, recipe in enumerate(recipes):
         addresses.append(given[at] if given else None if recipe.discovery.is_shared else server_address())
-        if addresses[-1] is None and "decode" not in recipe.workers:
+        if addresses[-1] is None and not recipe.workers.keys() & {"decode", "embedding"}:
             raise ConfigError(f"{recipe.name}: videos are made on one server; give its --grpc")
     return addresses
 

@@ -28,15 +28,17 @@ from bireme.openai.http.members import Member
 from bireme.openai.http.pace import Pacer
 from bireme.openai.keys import KEY_HEADERS, OPEN, ApiKeys
 from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
-from bireme.openai.model_kinds import TEXT, VIDEO
+from bireme.openai.model_kinds import EMBEDDINGS, TEXT, VIDEO
 from bireme.openai.openapi import openapi
 from bireme.openai.playground_files import PlaygroundFiles
 from bireme.openai.readiness import Readiness
 from bireme.openai.text.answering import Streams
 from bireme.openai.text.chat_completions import ChatCompletions
 from bireme.openai.text.completions import Completions
+from bireme.openai.text.embedding_model import EmbeddingModels
+from bireme.openai.text.embeddings import Embeddings
 from bireme.openai.text.messages import Messages
-from bireme.openai.text.model_object import language_model, video_model
+from bireme.openai.text.model_object import embedding_model, language_model, video_model
 from bireme.openai.text.responses import Responses
 from bireme.openai.text.served_model import Models
 from bireme.openai.text.stored_responses import StoredResponses
@@ -65,13 +67,19 @@ class Frontend:
         self, models: Models, metrics: Registry, config: FrontendConfig | None = None, keys: ApiKeys | None = None,
         member: Member | None = None, videos: VideoModels | None = None, responses_folder: Path | None = None,
         files_folder: Path | None = None, followed: Sequence[FollowedFiles] = (),
+        embedders: EmbeddingModels | None = None,
     ) -> None:  # fmt: skip
         """`member`: other processes serve the same port. The folders are of kept responses, and of files and batches;
         None: they go with this process. `followed`: looked at while it serves.
         """
         self._videos = videos or VideoModels([])
-        models.know_others({video.name: VIDEO for video in self._videos})
-        self._videos.know_others({model.name: TEXT for model in models})
+        self._embedders = embedders or EmbeddingModels([])
+        videos_by_name = {video.name: VIDEO for video in self._videos}
+        texts_by_name = {model.name: TEXT for model in models}
+        embedders_by_name = {model.name: EMBEDDINGS for model in self._embedders}
+        models.know_others(videos_by_name | embedders_by_name)
+        self._videos.know_others(texts_by_name | embedders_by_name)
+        self._embedders.know_others(texts_by_name | videos_by_name)
         self._models, self._metrics, self._keys = models, metrics, keys
         self._member = member
         self._teller: asyncio.AbstractServer | None = None
@@ -95,18 +103,21 @@ class Frontend:
 
     async def start(self) -> None:
         pacer = Pacer()
-        for model in self._models:
+        followed = [*self._models, *self._embedders]
+        for model in followed:
             model.start()
-        self.readiness = Readiness(self._models, self._videos)
+        self.readiness = Readiness(followed, self._videos)
         chats = ChatCompletions(self._models, pacer, self._streams)
         completions = Completions(self._models, pacer, self._streams)
         responses = Responses(self._models, self._stored, pacer, self._streams)
         messages = Messages(self._models, pacer, self._streams)
         tokens = Tokenization(self._models)
+        embeddings = Embeddings(self._embedders)
         endpoints = {
             "/v1/chat/completions": Endpoint(chats.post, self._models.get),
             "/v1/completions": Endpoint(completions.post, self._models.get),
             "/v1/responses": Endpoint(responses.post, self._models.get),
+            "/v1/embeddings": Endpoint(embeddings.embed, self._embedders.get),
         }
         self._files = FileRoutes(self._config, self._files_folder, endpoints, lambda: self._keys, self._metrics)
         gate = self._files.gate
@@ -114,6 +125,8 @@ class Frontend:
             **{path: {"POST": self._with_body(gate.live(one.post))} for path, one in endpoints.items()},
             _MESSAGES_PATH: {"POST": self._with_body(gate.live(messages.post))},
             f"{_MESSAGES_PATH}/count_tokens": {"POST": self._with_body(messages.count)},
+            "/v1/score": {"POST": self._with_body(gate.live(embeddings.score))},
+            "/v1/rerank": {"POST": self._with_body(gate.live(embeddings.rerank))},
             "/tokenize": {"POST": self._with_body(tokens.tokenize)},
             "/detokenize": {"POST": self._with_body(tokens.detokenize)},
             "/v1/models": {"GET": self._list_models},
@@ -149,7 +162,7 @@ class Frontend:
         await self._stored.stop()
         if self._files is not None:
             await self._files.stop()
-        await asyncio.gather(*(model.close() for model in self._models))
+        await asyncio.gather(*(model.close() for model in (*self._models, *self._embedders)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -259,12 +272,16 @@ class Frontend:
 
     async def _list_models(self, call: Call) -> None:
         models = [language_model(model) for model in self._models] + [video_model(model) for model in self._videos]
+        models += [embedding_model(model) for model in self._embedders]
         await call.reply(200, encode_json({"object": "list", "data": models}))
 
     async def _show_model(self, call: Call) -> None:
         name = call.path[len(_MODEL_PATH) :]
         if name in self._videos:
             await call.reply(200, encode_json(video_model(self._videos.get(name))))
+            return
+        if name in self._embedders:
+            await call.reply(200, encode_json(embedding_model(self._embedders.get(name))))
             return
         model = self._models.get(name)
         await call.reply(200, encode_json(language_model(model)))
@@ -287,7 +304,14 @@ class Frontend:
 
     async def _show_openapi(self, call: Call) -> None:
         await call.reply(
-            200, encode_json(openapi([model.name for model in self._models], [model.name for model in self._videos]))
+            200,
+            encode_json(
+                openapi(
+                    [model.name for model in self._models],
+                    [model.name for model in self._videos],
+                    [model.name for model in self._embedders],
+                )
+            ),
         )
 
     def _count(self, call: Call) -> None:

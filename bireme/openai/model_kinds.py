@@ -14,6 +14,7 @@ class ModelKind:
 
 
 TEXT = ModelKind("text", "POST /v1/chat/completions or /v1/completions")
+EMBEDDINGS = ModelKind("embeddings", "POST /v1/embeddings, /v1/score or /v1/rerank")
 VIDEO = ModelKind("videos and pictures", "POST /v1/videos, /v1/videos/generations or /v1/images/generations")
 
 

@@ -10,8 +10,9 @@ import msgspec
 
 from bireme import __version__
 from bireme.openai.batch.batches import BatchBody
-from bireme.openai.text import completion_request, messages_request, response_request
+from bireme.openai.text import completion_request, embedding_request, messages_request, response_request
 from bireme.openai.text.completion_request import CompletionBody
+from bireme.openai.text.embedding_request import EmbeddingsBody, RerankBody, ScoreBody
 from bireme.openai.text.messages_request import CountBody, MessagesBody
 from bireme.openai.text.response_request import ResponseBody
 from bireme.openai.text.tokenization import DetokenizeBody, TokenizeBody
@@ -56,6 +57,12 @@ OPERATIONS = (
         "POST", "/v1/messages/count_tokens", "Count the tokens of a Messages prompt", CountBody,
         messages_request.REFUSED,
     ),
+    Operation("POST", "/v1/embeddings", "Embed texts", EmbeddingsBody, embedding_request.REFUSED),
+    Operation("POST", "/v1/score", "Say how alike texts are, pair by pair", ScoreBody, embedding_request.REFUSED),
+    Operation(
+        "POST", "/v1/rerank", "Put documents into the order of their likeness to a query", RerankBody,
+        embedding_request.RANK_REFUSED,
+    ),
     Operation("POST", "/v1/files", "Keep a file; its body is a form"),
     Operation("GET", "/v1/files", "List files"),
     Operation("GET", "/v1/files/{id}", "Describe a file"),
@@ -90,6 +97,7 @@ OPERATIONS = (
     Operation("GET", "/openapi.json", "These operations as OpenAPI 3.1"),
 )  # fmt: skip
 _VIDEO_KINDS = (JobBody, VideoBody, ImageBody)
+_EMBEDDING_KINDS = (EmbeddingsBody, ScoreBody, RerankBody)
 UPLOAD = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -133,12 +141,13 @@ _ERROR = {
 }
 
 
-def openapi(models: list[str], videos: list[str]) -> dict[str, Any]:
-    """Return the document (OpenAPI 3.1); `models` and `videos` are the names that requests may give."""
+def openapi(models: list[str], videos: list[str], embedders: list[str]) -> dict[str, Any]:
+    """Return the document (OpenAPI 3.1); given are the names that requests of each kind may give."""
+    named = dict.fromkeys(_VIDEO_KINDS, videos) | dict.fromkeys(_EMBEDDING_KINDS, embedders)
     components = schemas()
     for one in OPERATIONS:
         if one.body is not None and "model" in (properties := components[one.body.__name__]["properties"]):
-            properties["model"] = {"type": "string", "enum": videos if one.body in _VIDEO_KINDS else models}
+            properties["model"] = {"type": "string", "enum": named.get(one.body, models)}
     paths: dict[str, Any] = {}
     for one in OPERATIONS:
         paths.setdefault(one.path, {})[one.method.lower()] = _described(one)

@@ -12,7 +12,7 @@ import numpy as np
 
 from bireme.config import Recipe
 from bireme.errors import BiremeError, NotFoundError, RequestCancelledError, RequestError, from_message
-from bireme.messages import Encode, EncodeRequest, EngineRequest, Finish, Release, Sink, Submit, decode_request
+from bireme.messages import Encode, EngineRequest, Finish, Release, Sink, StartRequest, Submit, decode_request
 from bireme.request import check_ids, check_prompt_tokens, parse_retention, timeout_ms
 from bireme.sampling import EncodeText, Sampling, parse_sampling, with_seed
 from bireme.types import Cancelled, Tensors, info_of
@@ -73,7 +73,7 @@ class EngineRun:
         self._is_aborted = False
         self.number = 0
 
-    def submit(self, request: EngineRequest | EncodeRequest, sink: Sink) -> None:
+    def submit(self, request: StartRequest, sink: Sink) -> None:
         """`sink` calls `done` with its finish."""
         self.number = self._engine.submit(request, sink)
         if self._is_aborted:  # by the sink, before the number was known

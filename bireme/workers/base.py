@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bireme.errors import BiremeError, UnavailableError
-from bireme.messages import Capacity, EncodeRequest, EngineRequest, Sink, TokenLogprobs, Usage
+from bireme.messages import Capacity, EmbedRequest, EncodeRequest, EngineRequest, Sink, TokenLogprobs, Usage
 from bireme.multimodal.wire import EncodeAnswer
+from bireme.types import Array
 
 __all__ = ["Generation", "PrefillResult", "Sink", "UnreachableError", "WorkerClient"]
 
@@ -62,6 +63,12 @@ class WorkerClient(Protocol):
 
     async def abort_encode(self, worker: str, request_id: str) -> None:
         """Stop an encode; harmless when it has ended."""
+
+    async def embed(self, worker: str, request: EmbedRequest, request_id: str) -> Array:
+        """Return the embeddings, float32, a row a text."""
+
+    async def abort_embed(self, worker: str, request_id: str) -> None:
+        """Stop an embed; harmless when it has ended."""
 
     async def release(self, worker: str, handles: tuple[str, ...]) -> None:
         """Free embeddings that nobody will fetch; harmless for those that are gone."""

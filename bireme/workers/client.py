@@ -26,6 +26,8 @@ from bireme.errors import (
 )
 from bireme.messages import (
     Capacity,
+    Embed,
+    EmbedRequest,
     Encode,
     EncodeRequest,
     EngineRequest,
@@ -107,6 +109,14 @@ class Workers:
                 await self.abort_prefill(worker, request_id)
         elif (generation := self._encodes.get(request_id)) is not None:
             generation.abort()
+
+    async def embed(self, worker: str, request: EmbedRequest, request_id: str) -> Array:
+        inputs = _command_inputs(start_command(0, request), request_id)
+        return _output(await self._call_worker(worker, inputs, request_id), "embedding")
+
+    async def abort_embed(self, worker: str, request_id: str) -> None:
+        with contextlib.suppress(NotFoundError):
+            await self.abort_prefill(worker, request_id)
 
     async def release(self, worker: str, handles: tuple[str, ...]) -> None:
         if stage_of(worker) == "decode":
@@ -230,7 +240,7 @@ def _settle(finished: asyncio.Future[Finish], finish: Finish) -> None:
         finished.set_result(finish)
 
 
-def _command_inputs(command: Submit | Encode | Release, request_id: str = "") -> dict[str, Array]:
+def _command_inputs(command: Submit | Encode | Embed | Release, request_id: str = "") -> dict[str, Array]:
     """It travels whole, as `engine_request`: fields without a tensor of their own must not get lost."""
     return {
         "engine_request": np.frombuffer(encode(command), np.uint8),

@@ -16,6 +16,7 @@ import numpy as np
 from bireme.errors import BiremeError, EngineLostError, NotFoundError, RequestCancelledError, RequestError, to_message
 from bireme.messages import (
     Capacity,
+    EmbedRequest,
     EncodeRequest,
     EncodeSource,
     EngineRequest,
@@ -27,6 +28,7 @@ from bireme.messages import (
     Usage,
 )
 from bireme.multimodal.wire import EncodeAnswer, Encoded, Multimodal
+from bireme.types import Array
 from bireme.workers.base import PrefillResult
 
 PREFILL_USAGE = Usage(queue_ms=2.0, prefill_ms=5.0, cached_tokens=1)
@@ -43,6 +45,11 @@ def logprobs_of(token: int, k: int) -> TokenLogprobs:
     chosen = TokenLogprob(token, -0.5, 1)
     others = [TokenLogprob(token + at, -1.0 - at, 1 + at) for at in range(1, k)]
     return [chosen, *([chosen] if k else []), *others]
+
+
+def embedding_of(tokens: list[int]) -> list[float]:
+    """Return the embedding that every fake worker makes of a text."""
+    return [float(sum(tokens)), float(len(tokens)), float(tokens[0]), 0.1]
 
 
 def prompt_logprobs_of(prompt: list[int], k: int | None) -> list[TokenLogprobs] | None:
@@ -155,6 +162,19 @@ class FakeWorkers:
         self.log.append(f"{worker} abort encode")
         if (waiting := self.waiting.pop(request_id, None)) is not None:
             waiting.set_exception(RequestCancelledError("the encode was aborted"))
+
+    async def embed(self, worker: str, request: EmbedRequest, request_id: str) -> Array:
+        """An embedding has 4 dimensions, which the text's tokens decide."""
+        self.log.append(f"{worker} embed {len(request.prompts)}")
+        self._check(worker)
+        await self._wait(worker, request_id)
+        rows = [embedding_of(np.frombuffer(prompt, "<i4").tolist()) for prompt in request.prompts]
+        return np.array(rows, np.float32)[:, : request.dimensions or 4]
+
+    async def abort_embed(self, worker: str, request_id: str) -> None:
+        self.log.append(f"{worker} abort embed")
+        if (waiting := self.waiting.pop(request_id, None)) is not None:
+            waiting.set_exception(RequestCancelledError("the embed was aborted"))
 
     async def release(self, worker: str, handles: tuple[str, ...]) -> None:
         self.handles.difference_update(handles)

@@ -110,4 +110,6 @@ class StepEncoder:
             finish.disaggregated_params = disagg.seal(exported, self._key)
         if delta.encoded is not None:
             finish.encoded = seal_outcome(delta.encoded, self._key)
+        if delta.embedded is not None:
+            finish.encoded = delta.embedded
         return finish

@@ -17,7 +17,15 @@ from typing import Any, cast
 
 import msgspec
 
-from bireme.engines.base import Engine, EngineProgress, PictureEngine, PlainTokens, RequestKey, StepOutput
+from bireme.engines.base import (
+    EmbeddingEngine,
+    Engine,
+    EngineProgress,
+    PictureEngine,
+    PlainTokens,
+    RequestKey,
+    StepOutput,
+)
 from bireme.engines.child.columns import StepEncoder
 from bireme.engines.child.io_thread import IoThread
 from bireme.engines.child.ledger import Ledger
@@ -37,6 +45,7 @@ from bireme.messages import (
     Command,
     Commands,
     Drop,
+    Embed,
     Encode,
     Finish,
     Hello,
@@ -66,6 +75,11 @@ class _Service:
     def encoder(self) -> PictureEngine:
         """The engine, once the gate has found that it has the vision tower."""
         return cast(PictureEngine, self.engine)
+
+    @property
+    def embedder(self) -> EmbeddingEngine:
+        """The engine, once the gate has found that it makes embeddings."""
+        return cast(EmbeddingEngine, self.engine)
 
 
 class EngineServer:
@@ -154,13 +168,13 @@ class EngineServer:
             return command
         except msgspec.ValidationError as error:
             match item:
-                case ["s" | "e", int(number), *_]:
+                case ["s" | "e" | "b", int(number), *_]:
                     self._refuse((consumer, number), RequestError(f"malformed submit: {error}"))
             return None
 
     def _handle(self, consumer: int, life: int, command: Command) -> None:
         is_current = life == self._life
-        if isinstance(command, (Submit, Encode)):
+        if isinstance(command, (Submit, Encode, Embed)):
             self._submit(consumer, life, command)
         elif isinstance(command, Ping):
             if consumer == STUB:
@@ -176,7 +190,7 @@ class EngineServer:
         elif consumer == STUB:
             self._service.engine.drain()
 
-    def _submit(self, consumer: int, life: int, command: Submit | Encode) -> None:
+    def _submit(self, consumer: int, life: int, command: Submit | Encode | Embed) -> None:
         key, digest = (consumer, command.number), ""
         try:
             service = self._check_service(life)
@@ -184,6 +198,8 @@ class EngineServer:
             if isinstance(command, Encode):
                 service.gate.check_encode(command.request.timeout_ms)
                 start = partial(service.encoder.encode, key, command.request)
+            elif isinstance(command, Embed):
+                start = partial(service.embedder.embed, key, service.gate.admit_texts(command.request))
             else:
                 admitted = service.gate.admit(command.request)
                 start, digest = partial(service.engine.submit, key, admitted), admitted.digest

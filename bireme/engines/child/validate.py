@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from bireme import disagg
 from bireme.config import Limits
-from bireme.engines.base import AdmittedRequest
+from bireme.engines.base import AdmittedRequest, AdmittedTexts
 from bireme.errors import RequestError
 from bireme.guides import parse_guide
-from bireme.messages import Capacity, EngineRequest, SamplingParams
+from bireme.messages import Capacity, EmbedRequest, EngineRequest, SamplingParams
 from bireme.multimodal.wire import OpenedItem, identity_of, open_multimodal
 from bireme.parameters import PARAMETERS, Parameter
-from bireme.request import check_retention
+from bireme.request import check_retention, check_text_tokens
 
 MAX_SALT_CHARACTERS = 1024  # no key: a salt separates prompts as well by its digest
 _ANY = 1e9  # finite, and more than any sensible value
@@ -50,6 +50,8 @@ class Gate:
 
     def admit(self, request: EngineRequest) -> AdmittedRequest:
         """Check everything that does not need the engine, and open what is sealed. Raises RequestError."""
+        if self.capacity.embedding_size:
+            raise RequestError(f"request_type: {request.request_type}; this worker makes embeddings, no tokens")
         if not self.capacity.vocab_size:
             raise RequestError(f"request_type: {request.request_type}; this worker takes pictures, no prompts")
         ids = self._prompt_ids(request)
@@ -64,6 +66,31 @@ class Gate:
             digest = disagg.prompt_digest(request.prompt, request.cache_salt, request.lora_name, media)
         params = self._open_params(request.disaggregated_params, len(ids), digest)
         return AdmittedRequest(msgspec.structs.replace(request, sampling=sampling), ids, params, pictures, digest)
+
+    def admit_texts(self, request: EmbedRequest) -> AdmittedTexts:
+        """Check what is to become embeddings. Raises RequestError."""
+        size = self.capacity.embedding_size
+        if not size:
+            raise RequestError("prompts: this worker makes no embeddings, send them to an embedding worker")
+        _check_count("input", len(request.prompts), self.limits.max_embedding_inputs, "limits.max_embedding_inputs")
+        if not request.prompts:
+            raise RequestError("input: empty; send at least one text")
+        if not 0 <= request.dimensions <= size:
+            raise RequestError(f"dimensions: {request.dimensions}; this model has 1 to {size}")
+        if request.timeout_ms < 0:
+            raise RequestError(f"timeout_ms: {request.timeout_ms}; 0 (none) or more")
+        texts = tuple(self._text_ids(f"input[{at}]", prompt) for at, prompt in enumerate(request.prompts))
+        return AdmittedTexts(texts, request.dimensions or size, request.timeout_ms)
+
+    def _text_ids(self, name: str, prompt: bytes) -> npt.NDArray[np.int32]:
+        if not prompt or len(prompt) % 4:
+            raise RequestError(f"{name}: {len(prompt)} bytes of int32 ids; send at least one id")
+        ids = np.frombuffer(prompt, "<i4")
+        check_text_tokens(name, len(ids), self.limits, self.capacity.max_seq_len)
+        if ids.view("<u4").max() >= self.capacity.vocab_size:  # in which negative ids are the largest
+            wrong = ids[np.argmax(ids.view("<u4"))]
+            raise RequestError(f"{name}: token id {wrong}; ids of this model are 0 to {self.capacity.vocab_size - 1}")
+        return ids
 
     def check_encode(self, timeout_ms: int = 0) -> None:
         """Raise RequestError for pictures that this worker does not take."""

@@ -36,13 +36,12 @@ from bireme.messages import (
     Commands,
     Drain,
     Drop,
-    EncodeRequest,
-    EngineRequest,
     Finish,
     Hello,
     Pong,
     Release,
     Sink,
+    StartRequest,
     Step,
     Usage,
     decode_step,
@@ -135,7 +134,7 @@ class EngineClient:
         """Start the engine process and wait until it is ready. Raises ConfigError or UnavailableError."""
         self._supervisor.start()
 
-    def submit(self, request: EngineRequest | EncodeRequest, sink: Sink) -> int:
+    def submit(self, request: StartRequest, sink: Sink) -> int:
         """Start a request of the stub's own and return its number. Raises UnavailableError; `sink` gets all else."""
         with self._lock:
             session = self._admit()

@@ -14,6 +14,10 @@ def create(context: EngineContext) -> Engine:
     """Make the engine; torch and transformers are imported here and not before."""
     if context.stage == "multimodal_encoder":
         return _encoder(context)
+    if context.stage == "embedding":
+        from bireme.engines.torch.text_embedding import TorchEmbeddingEngine
+
+        return TorchEmbeddingEngine(context)
     from bireme.engines.torch.engine import TorchEngine
 
     return TorchEngine(context)

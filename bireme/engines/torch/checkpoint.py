@@ -47,13 +47,19 @@ def open_checkpoint(model: str, trust_remote_code: bool = False, load_format: st
 
     load_format dummy: config.json is all that is needed.
     """
+    checkpoint = read_checkpoint(model, trust_remote_code, load_format)
+    check_architecture(checkpoint.config)
+    return checkpoint
+
+
+def read_checkpoint(model: str, trust_remote_code: bool = False, load_format: str = "auto") -> Checkpoint:
+    """Check a model folder's files as `open_checkpoint` does, of whatever architecture."""
     if trust_remote_code:
         raise ConfigError(
             "trust_remote_code: true is not supported by the torch engine; it runs no code of a checkpoint"
         )
     folder = _resolve(model)
     config = _read_config(folder)
-    check_architecture(config)
     shards = () if load_format == "dummy" else _shards(folder)
     for shard in shards:
         _check_shard(shard)

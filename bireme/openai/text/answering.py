@@ -20,7 +20,7 @@ from bireme.openai.http.call import Call, ClientGoneError
 from bireme.openai.http.error_replies import is_internal, reply_of, shutting_down
 from bireme.openai.http.event_stream import DONE, PREFIX, SUFFIX, EventStream
 from bireme.openai.text.completion_request import CompletionRequest
-from bireme.openai.text.served_model import ServedModel
+from bireme.openai.text.served_model import FollowedModel
 from bireme.pipelines.chat_request import ChatRequest
 from bireme.pipelines.chat_usage import server_timing
 from bireme.pipelines.sequence import SequenceRunner
@@ -117,7 +117,7 @@ async def _fail(
 
 
 @contextmanager
-def counted(call: Call, model: ServedModel) -> Iterator[None]:
+def counted(call: Call, model: FollowedModel) -> Iterator[None]:
     """Count a running request, with its key's limits and its outcome in `call.notes`."""
     metrics = model.services.metrics
     call.notes["model"] = model.name

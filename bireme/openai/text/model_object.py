@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bireme.openai.text.embedding_model import EmbeddingModel
 from bireme.openai.text.served_model import ServedModel
 from bireme.openai.video.served_video import ServedVideo
 
@@ -12,6 +13,11 @@ def language_model(model: ServedModel) -> dict[str, Any]:
     capacity = model.capacity
     inputs = ["text", "image"] if model.chat.takes_pictures else ["text"]
     return _object(model.name, model.created, inputs, ["text"], capacity.max_seq_len if capacity else None)
+
+
+def embedding_model(model: EmbeddingModel) -> dict[str, Any]:
+    capacity = model.capacity
+    return _object(model.name, model.created, ["text"], ["embedding"], capacity.max_seq_len if capacity else None)
 
 
 def video_model(model: ServedVideo) -> dict[str, Any]:

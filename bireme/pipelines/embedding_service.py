@@ -1,0 +1,67 @@
+"""Embeddings from the workers of one model, for the frontend."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+
+from bireme.errors import UnavailableError
+from bireme.messages import EmbedRequest
+from bireme.metrics import Registry
+from bireme.pipelines.services import Services
+from bireme.request import Ids
+from bireme.text.embedding_encoder import EmbeddingEncoder, NameOf
+from bireme.text.tokenizer import TextTokenizer
+from bireme.types import Array
+
+STAGE = "embedding"
+
+
+class EmbeddingService:
+    """Used on one loop."""
+
+    def __init__(self, services: Services, tokenizer: TextTokenizer, metrics: Registry) -> None:
+        """Raises ConfigError."""
+        self._services = services
+        self._encoder = EmbeddingEncoder(tokenizer, services.recipe, metrics)
+        self.texts = self._encoder.texts
+        self._num_tokens: Counter[str] = Counter()  # under way, by worker
+
+    async def encode(self, texts: Sequence[str | Ids], prompt_name: str | None, name_of: NameOf) -> list[Ids]:
+        """Return each text's ids. Raises RequestError."""
+        capacity = self._services.capacity(STAGE)
+        return await self._encoder.encode(texts, prompt_name, capacity and capacity.max_seq_len, name_of)
+
+    async def embed(self, texts: Sequence[Ids], dimensions: int = 0) -> Array:
+        """Return (texts, dimensions) float32, by the worker with the fewest tokens under way; by another one when that
+        is down. Raises errors of errors.py.
+        """
+        request = EmbedRequest(
+            prompts=tuple(text.tobytes() for text in texts),
+            dimensions=dimensions,
+            timeout_ms=int(self._services.recipe.pipeline.request_timeout_s * 1000),
+        )
+        num_tokens = sum(map(len, texts))
+        failure = UnavailableError("no embedding worker takes requests now; try again")
+        for worker in sorted(self._services.stage_workers(STAGE), key=lambda name: self._num_tokens[name]):
+            self._num_tokens[worker] += num_tokens
+            try:
+                return await self._ask(worker, request)
+            except UnavailableError as error:
+                failure = error
+            finally:
+                self._num_tokens[worker] -= num_tokens
+        raise failure
+
+    def close(self) -> None:
+        self._encoder.close()
+
+    async def _ask(self, worker: str, request: EmbedRequest) -> Array:
+        request_id = secrets.token_hex(16)
+        try:
+            return await self._services.workers.embed(worker, request, request_id)
+        except asyncio.CancelledError:
+            self._services.run_in_background(self._services.workers.abort_embed(worker, request_id))
+            raise

@@ -1,0 +1,115 @@
+"""embedding: texts, or their token ids, to embeddings.
+
+Unary. `text_input` holds one text or more, which get the model's prompt (`prompt_name`, else its default) and its
+special tokens; `input_ids` are taken as they are, of several texts one after the other with `input_lengths`. The answer
+has a row a text. `abort` with a request id stops one, `ping` asks for the engine's `state`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from bireme.engines.stub.client import EngineClient
+from bireme.errors import BiremeError, RequestError
+from bireme.messages import EmbedRequest, decode_embed
+from bireme.multimodal.answers import EncodeSink
+from bireme.request import Ids, check_ids, read_tensors, timeout_ms
+from bireme.specs import EMBEDDING, ModelSpec
+from bireme.stages.engine_stage import EngineStage
+from bireme.stages.requests import EngineRun, failure_of, request_id_of
+from bireme.text.embedding_encoder import EmbeddingEncoder
+from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
+from bireme.types import Array, Cancelled, Send, StageContext, TensorResponse, Tensors
+
+
+class Embedding(EngineStage[EngineClient]):
+    """The stage; its engine runs in a child process."""
+
+    spec: ClassVar[ModelSpec] = EMBEDDING
+
+    def __init__(self, engine: EngineClient | None = None, tokenizer: TextTokenizer | None = None) -> None:
+        super().__init__(EngineClient, engine)
+        self._given_tokenizer = tokenizer  # by tests; else loaded at start
+        self._encoder: EmbeddingEncoder | None = None
+
+    async def start(self, context: StageContext) -> None:
+        tokenizer = await asyncio.to_thread(lambda: self._given_tokenizer or recipe_tokenizer(context.recipe))
+        self._encoder = EmbeddingEncoder(tokenizer, context.recipe, context.metrics)
+        await super().start(context)
+
+    async def stop(self) -> None:
+        if self._encoder is not None:
+            self._encoder.close()
+        await super().stop()
+
+    async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
+        values = read_tensors(inputs, self.spec)
+        if values.get("ping"):
+            self._answer_ping(request_id_of(values), send)
+            return
+        if values.get("abort"):
+            self._engine.abort(self._names.find(request_id_of(values)))
+            send(TensorResponse({}))
+            return
+        self._check_ready()
+        request = await self._request(inputs, values)
+        send(TensorResponse(await self._embed(request, request_id_of(values), cancelled)))
+
+    async def _request(self, inputs: Tensors, values: Mapping[str, Any]) -> EmbedRequest:
+        if "engine_request" in values:
+            try:
+                return decode_embed(values["engine_request"].tobytes()).request
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise RequestError(
+                    f"engine_request: {str(error)[:120]}; it is for frontends, send text_input or input_ids instead"
+                ) from error
+        assert self._encoder is not None
+        name = "text_input" if "text_input" in values else "input_ids"
+        ids = await self._encoder.encode(
+            _texts(values), values.get("prompt_name"), self._engine.capacity.max_seq_len, lambda at: f"{name}[{at}]"
+        )
+        return EmbedRequest(
+            prompts=tuple(one.tobytes() for one in ids),
+            dimensions=values.get("dimensions", 0),
+            timeout_ms=timeout_ms(inputs, self._context.recipe),
+        )
+
+    async def _embed(self, request: EmbedRequest, request_id: str, cancelled: Cancelled) -> dict[str, Array]:
+        self._names.reserve(request_id)
+        try:
+            run = EngineRun(self._engine)
+            run.submit(request, EncodeSink(run.done))
+            self._names.bind(request_id, run.number)
+            finish = await run.wait(cancelled)
+        finally:
+            self._names.forget(request_id)
+        if finish.reason != "stop":
+            raise failure_of(finish)
+        if finish.encoded is None:
+            raise BiremeError("the engine's answer has no embeddings; run the same build on both sides")
+        return {
+            "embedding": np.frombuffer(finish.encoded, "<f4").reshape(len(request.prompts), -1),
+            "num_tokens": np.array([len(prompt) // 4 for prompt in request.prompts], np.int32),
+        }
+
+
+def _texts(values: Mapping[str, Any]) -> list[str | Ids]:
+    if ("text_input" in values) == ("input_ids" in values):
+        given = "both" if "text_input" in values else "neither"
+        raise RequestError(f"{given} of text_input and input_ids were sent; send exactly one of them")
+    if "text_input" in values:
+        if not values["text_input"]:
+            raise RequestError("text_input: empty; send at least one text")
+        return list(values["text_input"])
+    ids = check_ids("input_ids", values["input_ids"])
+    lengths = values.get("input_lengths", [len(ids)])
+    if min(lengths, default=0) < 1 or sum(lengths) != len(ids):
+        raise RequestError(
+            f"input_lengths: {lengths[:8]}; one a text, at least 1, and together the {len(ids)} of input_ids"
+        )
+    return list(np.split(ids, np.cumsum(lengths)[:-1]))

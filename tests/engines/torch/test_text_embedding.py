@@ -1,0 +1,165 @@
+"""Embeddings equal those of transformers computed text by text, whatever shares a pass with them."""
+
+import json
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+from bireme.config import EngineConfig, Limits, SchedulerConfig
+from bireme.engines.base import EngineContext
+from bireme.engines.child.validate import Gate
+from bireme.engines.torch.text_embedding import TorchEmbeddingEngine
+from bireme.errors import ConfigError, RequestError, ResourceExhaustedError
+from bireme.messages import EmbedRequest
+from bireme.metrics import Registry
+
+VOCAB, SIZE, WAIT_S = 300, 32, 60
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": SIZE, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 1,
+    "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+SMALL = {"distilbert": {"dim": SIZE, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}}
+MODERN = {"modernbert": {"global_attn_every_n_layers": 2, "local_attention": 16, "cls_token_id": 0, "sep_token_id": 2}}
+WAYS = {
+    "qwen3": "lasttoken", "bert": "cls", "roberta": "mean", "xlm-roberta": "cls", "mpnet": "mean", "distilbert": "mean",
+    "modernbert": "cls", "qwen2": "lasttoken", "llama": "mean", "mistral": "max",
+}  # fmt: skip
+FLAGS = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "lasttoken": "lasttoken"}
+GENERATOR = np.random.default_rng(7)
+TEXTS = [GENERATOR.integers(3, VOCAB, length).astype(np.int32) for length in (5, 1, 40, 17, 90, 2, 33, 8)]
+
+
+def write_model(folder, family="bert", pooling="mean", normalize=True, **settings: Any):
+    config = AutoConfig.for_model(family, **SHAPE | SMALL.get(family, {}) | MODERN.get(family, {}))
+    torch.manual_seed(3)
+    model = AutoModel.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    modules = [
+        {"idx": at, "path": f"{at}_{kind}" if at else "", "type": f"sentence_transformers.models.{kind}"}
+        for at, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooled = {f"pooling_mode_{FLAGS[pooling]}": True, "pooling_mode_weightedmean_tokens": False} | settings
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooled))
+    return folder
+
+
+def alone(folder, text, pooling, normalize=True):
+    """One text through transformers by itself."""
+    model = AutoModel.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        hidden = model(input_ids=torch.from_numpy(text.astype(np.int64))[None]).last_hidden_state[0]
+    row = {"cls": hidden[0], "mean": hidden.mean(0), "max": hidden.amax(0), "lasttoken": hidden[-1]}[pooling]
+    return (row / row.norm() if normalize else row).numpy()
+
+
+class Bench:
+    def __init__(self, folder, **config: Any):
+        self.finishes: dict[int, Any] = {}
+        self._ended = threading.Condition()
+        context = EngineContext("embedding", "embedding", str(folder), EngineConfig(**config), Registry("embedding"))
+        self.engine = TorchEmbeddingEngine(context)
+        self.gate = Gate("embedding", self.engine.start(self._emit), Limits(max_embedding_inputs=64), b"k" * 32)
+
+    def _emit(self, step, deltas, plain=None):
+        with self._ended:
+            self.finishes |= {delta.key[1]: delta for delta in deltas}
+            self._ended.notify_all()
+
+    def embed(self, number, texts, **fields: Any):
+        request = EmbedRequest(prompts=tuple(text.tobytes() for text in texts), **fields)
+        self.engine.embed((0, number), self.gate.admit_texts(request))
+
+    def rows(self, number, size=SIZE):
+        with self._ended:
+            assert self._ended.wait_for(lambda: number in self.finishes, WAIT_S)
+        delta = self.finishes[number]
+        assert delta.finish.reason == "stop", delta.finish
+        return np.frombuffer(delta.embedded, "<f4").reshape(-1, size)
+
+
+@pytest.fixture
+def bench():
+    made = []
+
+    def make(*given, **config: Any):
+        made.append(Bench(*given, **config))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.engine.stop()
+
+
+@pytest.mark.parametrize("family", WAYS)
+def test_texts_of_many_lengths_embed_as_each_does_alone(family, tmp_path, bench):
+    pooling = WAYS[family]
+    folder = write_model(tmp_path / "model", family, pooling)
+    engine = bench(folder, max_num_tokens=128, max_batch_size=4)
+    engine.embed(1, TEXTS[:3])
+    engine.embed(2, TEXTS[3:])
+    rows = np.concatenate([engine.rows(1), engine.rows(2)])
+    expected = np.stack([alone(folder, text, pooling) for text in TEXTS])
+    np.testing.assert_allclose(rows, expected, atol=2e-5)
+
+
+def test_fewer_dimensions_are_the_first_ones_at_length_one_again(tmp_path, bench):
+    engine = bench(write_model(tmp_path / "model"))
+    engine.embed(1, TEXTS[:2])
+    engine.embed(2, TEXTS[:2], dimensions=8)
+    whole, short = engine.rows(1), engine.rows(2, size=8)
+    cut = whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
+    np.testing.assert_allclose(short, cut, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(whole, axis=1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "message"),
+    [
+        ({"prompts": ()}, "input: empty"),
+        ({"prompts": (b"\0\0\0\0",) * 65}, "input: 65 entries; limits.max_embedding_inputs is 64"),
+        ({"prompts": (b"\0\0\0\0", b"")}, r"input\[1\]: 0 bytes"),
+        ({"prompts": (np.full(129, 4, np.int32).tobytes(),)}, r"input\[0\]: 129 tokens; the model's limit is 128"),
+        ({"prompts": (np.full(2, VOCAB, np.int32).tobytes(),)}, r"input\[0\]: token id 300; ids of this model"),
+        ({"prompts": (b"\0\0\0\0",), "dimensions": 33}, "dimensions: 33; this model has 1 to 32"),
+    ],
+)
+def test_the_gate_refuses_by_name(request_fields, message, tmp_path, bench):
+    engine = bench(write_model(tmp_path / "model"))
+    with pytest.raises(RequestError, match=message):
+        engine.gate.admit_texts(EmbedRequest(**request_fields))
+
+
+def test_a_full_queue_a_late_request_and_an_abort_end_by_name(tmp_path, bench):
+    engine = bench(write_model(tmp_path / "model"), scheduler_config=SchedulerConfig(max_queue_size=3))
+    with engine.engine._changed:  # no pass begins before all of them wait
+        engine.embed(1, TEXTS)
+        engine.embed(2, TEXTS, timeout_ms=1)
+        engine.embed(3, TEXTS)
+        with pytest.raises(ResourceExhaustedError, match="max_queue_size is 3"):
+            engine.embed(4, TEXTS)
+        engine.engine._jobs[1].arrived_at -= 1
+        engine.engine.abort((0, 3))
+    assert len(engine.rows(1)) == len(TEXTS)
+    assert [engine.finishes[number].finish.reason for number in (2, 3)] == ["timeout", "cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pooling_mode_cls_token": True}, "mean, cls; one of"),
+        ({"pooling_mode_mean_tokens": False, "pooling_mode_weightedmean_tokens": True}, "weightedmean_tokens; one of"),
+        ({"include_prompt": False}, "include_prompt false"),
+    ],
+)
+def test_a_pooling_that_is_not_served_is_refused_at_the_start(settings, message, tmp_path, bench):
+    folder = write_model(tmp_path / "model", **settings)
+    with pytest.raises(ConfigError, match=message):
+        bench(folder)
