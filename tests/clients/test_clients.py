@@ -39,6 +39,12 @@ def test_openai_videos(client):
     assert "ok" in client.program("openai_videos")
 
 
+@pytest.mark.client("sentence-transformers", recipe="tiny-embedding")
+def test_sentence_transformers(client):
+    """its own embeddings of the same folder, with and without prompts, and scores, equal to the server's"""
+    assert "ok" in client.program("sentence_transformers_equality")
+
+
 @pytest.mark.client("openai-agents")
 def test_openai_agents(client):
     """an agent over chat completions: text, a tool, a stream"""

@@ -15,6 +15,7 @@ from bireme.conversion import convert
 from bireme.engines.stub.fake_client import FakeEngineClient
 from bireme.metrics import Registry
 from bireme.stages.decode import Decode
+from bireme.stages.embedding import Embedding
 from bireme.stages.multimodal_encoder import MultimodalEncoder
 from bireme.stages.prefill import Prefill
 from bireme.text.tokenizer import TextTokenizer
@@ -94,6 +95,15 @@ def prefill() -> Any:
     async def make(**tree: Any) -> StageBench:
         engine = FakeEngineClient()
         return await start(Prefill(engine, letters()), engine, **tree)
+
+    return make
+
+
+@pytest.fixture
+def embedding() -> Any:
+    async def make(**tree: Any) -> StageBench:
+        engine, workers = FakeEngineClient(), {"embedding": {"engine": "torch"}}
+        return await start(Embedding(engine, letters()), engine, **{"workers": workers} | tree)
 
     return make
 

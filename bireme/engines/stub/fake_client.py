@@ -11,11 +11,10 @@ from bireme.messages import (
     Abort,
     Capacity,
     Encode,
-    EncodeRequest,
-    EngineRequest,
     Finish,
     Release,
     Sink,
+    StartRequest,
     Step,
     Submit,
     Usage,
@@ -43,7 +42,7 @@ class FakeEngineClient:
         self.is_connected = True  # commands reach the process
         self.state = "ready"
         self.is_started = self.is_stopped = False
-        self.requests: dict[tuple[int, int], EngineRequest | EncodeRequest] = {}
+        self.requests: dict[tuple[int, int], StartRequest] = {}
         self.released: list[str] = []
         self.aborted: list[tuple[int, int]] = []
         self.payloads: list[bytes] = []
@@ -70,7 +69,7 @@ class FakeEngineClient:
     def stop(self) -> None:
         self.is_stopped = True
 
-    def submit(self, request: EngineRequest | EncodeRequest, sink: Sink) -> int:
+    def submit(self, request: StartRequest, sink: Sink) -> int:
         self._require()
         self._count += 1
         self.requests[STUB, self._count] = request

@@ -90,7 +90,7 @@ class ServedModel(FollowedModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class RecipeConnection:
     """How a frontend reaches a recipe's workers; connections open with the first request."""
 
     workers: Workers
@@ -106,7 +106,7 @@ def connect(recipe: Recipe, address: str | None, metrics: Registry) -> ServedMod
     return ServedModel(recipe, way.workers, tokenizer, metrics, way.discovery, way.folder)
 
 
-def connection_of(recipe: Recipe, address: str | None, metrics: Registry) -> Connection:
+def connection_of(recipe: Recipe, address: str | None, metrics: Registry) -> RecipeConnection:
     """`address`: gRPC endpoint of a tritonserver that has the recipe's workers; None: all are the recipe's discovery's.
 
     Raises ConfigError.
@@ -116,7 +116,7 @@ def connection_of(recipe: Recipe, address: str | None, metrics: Registry) -> Con
         server, folder = run.own_address(), Path(named) if (named := os.environ.get("BIREME_RUN_DIR")) else None
     discovery = discover(recipe, server, folder, metrics)
     channel = GrpcChannel(address) if address is not None else None
-    return Connection(Workers(channel, recipe.pipeline.stall_timeout_s, metrics), discovery, folder)
+    return RecipeConnection(Workers(channel, recipe.pipeline.stall_timeout_s, metrics), discovery, folder)
 
 
 class Models:

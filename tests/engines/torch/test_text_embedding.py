@@ -2,7 +2,6 @@
 
 import json
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ GENERATOR = np.random.default_rng(7)
 TEXTS = [GENERATOR.integers(3, VOCAB, length).astype(np.int32) for length in (5, 1, 40, 17, 90, 2, 33, 8)]
 
 
-def write_model(folder, family="bert", pooling="mean", normalize=True, **settings: Any):
+def write_model(folder, family="bert", pooling="mean", normalize=True, **settings):
     config = AutoConfig.for_model(family, **SHAPE | SMALL.get(family, {}) | MODERN.get(family, {}))
     torch.manual_seed(3)
     model = AutoModel.from_config(config, dtype=torch.float32)
@@ -61,8 +60,8 @@ def alone(folder, text, pooling, normalize=True):
 
 
 class Bench:
-    def __init__(self, folder, **config: Any):
-        self.finishes: dict[int, Any] = {}
+    def __init__(self, folder, **config):
+        self.finishes = {}
         self._ended = threading.Condition()
         context = EngineContext("embedding", "embedding", str(folder), EngineConfig(**config), Registry("embedding"))
         self.engine = TorchEmbeddingEngine(context)
@@ -73,7 +72,7 @@ class Bench:
             self.finishes |= {delta.key[1]: delta for delta in deltas}
             self._ended.notify_all()
 
-    def embed(self, number, texts, **fields: Any):
+    def embed(self, number, texts, **fields):
         request = EmbedRequest(prompts=tuple(text.tobytes() for text in texts), **fields)
         self.engine.embed((0, number), self.gate.admit_texts(request))
 
@@ -89,7 +88,7 @@ class Bench:
 def bench():
     made = []
 
-    def make(*given, **config: Any):
+    def make(*given, **config):
         made.append(Bench(*given, **config))
         return made[-1]
 

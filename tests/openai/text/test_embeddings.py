@@ -1,0 +1,170 @@
+"""Embeddings, scores and rankings over fake workers, whose embedding of a text says what its tokens were."""
+
+import asyncio
+import base64
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from bireme.config import Recipe
+from bireme.conversion import convert
+from bireme.errors import UnavailableError
+from bireme.messages import Capacity
+from bireme.metrics import Registry
+from bireme.openai.app import Frontend
+from bireme.openai.keys import ApiKeys, KeyEntry
+from bireme.openai.text.embedding_model import EmbeddingModel, EmbeddingModels
+from bireme.openai.text.served_model import Models, ServedModel
+from bireme.workers.fake import FakeWorkers, embedding_of
+from tests.openai.conftest import letters
+
+PROMPTS = {"prompts": {"query": "q:", "document": ""}, "default_prompt_name": None}
+
+
+def recipe(name, **fields):
+    return convert({"model": "none", "name": name, **fields}, Recipe, name)
+
+
+@pytest.fixture
+async def embedder(bench_of):
+    """A frontend with the embedding model `vectors`, beside the language model `test`."""
+    apps = []
+
+    async def make(keys=None, replicas=1, capacity=None, **fields):
+        workers, metrics = FakeWorkers(), Registry("frontend")
+        entry = {"engine": "torch", "replicas": replicas}
+        vectors = recipe("vectors", workers={"embedding": entry}, **fields)
+        text = recipe("test", workers={"decode": {"engine": "mocker"}})
+        model = EmbeddingModel(vectors, workers, letters(), metrics)
+        if capacity is not None:
+            workers.capacities["embedding"] = capacity
+        app = Frontend(
+            Models([ServedModel(text, FakeWorkers(), letters(), metrics)]), metrics, vectors.frontend, keys,
+            embedders=EmbeddingModels([model]),
+        )  # fmt: skip
+        await app.start()
+        apps.append(app)
+        return bench_of(app, workers)
+
+    yield make
+    for app in apps:
+        await app.stop()
+
+
+async def ask(bench, path="/v1/embeddings", headers=None, **fields):
+    return await bench.call("POST", path, {"model": "vectors", **fields}, headers).end()
+
+
+@pytest.mark.parametrize("given", ["hi", ["hi"], [104, 105], [[104, 105]]])
+async def test_texts_and_their_ids_are_embedded_alike(embedder, given):
+    reply = (await ask(await embedder(), input=given)).json()
+    assert reply == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": np.float32(embedding_of([104, 105])).tolist()}],
+        "model": "vectors",
+        "usage": {"prompt_tokens": 2, "total_tokens": 2},
+    }
+
+
+async def test_base64_holds_the_same_numbers_in_the_order_of_the_texts(embedder):
+    reply = (await ask(await embedder(), input=["hi", "ahoi"], encoding_format="base64", dimensions=2)).json()
+    rows = [np.frombuffer(base64.b64decode(one["embedding"]), "<f4").tolist() for one in reply["data"]]
+    assert rows == [[209.0, 2.0], [417.0, 4.0]] and reply["usage"]["prompt_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "message"),
+    [
+        ({"input": []}, 400, "input", "empty"),
+        ({"input": ""}, 400, "input", "empty"),
+        ({"input": ["a", ""]}, 400, "input[1]", "empty"),
+        ({"input": ["a", 5]}, 400, "input[1]", "a token id among texts"),
+        ({"input": [[5, 2000]]}, 400, "input[0]", "token id 2000"),
+        ({"input": ["a", "x" * 9]}, 400, "input[1]", "9 tokens; the model's limit is 8"),
+        ({"input": ["a"] * 4}, 400, "input", "limits.max_embedding_inputs is 3"),
+        ({"input": "a", "dimensions": 5}, 400, "dimensions", "1 to 4"),
+        ({"input": "a", "dimensions": 0}, 400, "dimensions", "at least 1"),
+        ({"input": "a", "encoding_format": "int8"}, 400, "encoding_format", "int8"),
+        ({"input": "a", "truncate_prompt_tokens": 3}, 400, "truncate_prompt_tokens", "not cut here"),
+        ({"input": "a", "prompt_name": "query"}, 400, "prompt_name", "it has none"),
+        ({"input": "a", "model": "test"}, 400, "model", "makes text, no embeddings"),
+        ({"input": "a", "model": "else"}, 404, None, "does not exist"),
+    ],
+)
+async def test_what_is_not_served_is_refused_by_name(embedder, fields, status, param, message):
+    capacity = Capacity(
+        max_seq_len=8, max_batch_size=1, max_num_tokens=8, max_queue_size=1, tokens_per_block=0, num_blocks=0,
+        vocab_size=1000, embedding_size=4,
+    )  # fmt: skip
+    reply = await ask(await embedder(capacity=capacity, limits={"max_embedding_inputs": 3}), **fields)
+    error = reply.json()["error"]
+    assert (reply.status, message in error["message"]) == (status, True), error
+    assert param is None or error["param"] == param
+
+
+async def test_a_chat_with_an_embedding_model_is_told_where_to_go(embedder):
+    bench = await embedder()
+    reply = await bench.chat(model="vectors").end()
+    error = reply.json()["error"]
+    assert (reply.status, error["code"], error["param"]) == (400, "wrong_endpoint", "model")
+    assert "vectors makes embeddings, no text; send it to POST /v1/embeddings" in error["message"]
+    shown = (await bench.call("GET", "/v1/models/vectors").end()).json()
+    assert shown["bireme"] == {"input_modalities": ["text"], "output_modalities": ["embedding"]}
+
+
+async def test_a_worker_that_is_down_is_passed_over_until_all_are(embedder):
+    bench = await embedder(replicas=2)
+    bench.workers.down["embedding"] = UnavailableError("engine starts")
+    assert (await ask(bench, input="hi")).status == 200
+    bench.workers.down["embedding_1"] = UnavailableError("engine starts")
+    assert (await ask(bench, input="hi")).status == 503
+    assert (await bench.call("GET", "/health/ready").end()).status == 503
+
+
+async def test_a_client_that_leaves_stops_its_work(embedder):
+    bench = await embedder()
+    bench.workers.hold.add("embedding")
+    call = bench.call("POST", "/v1/embeddings", {"model": "vectors", "input": "hi"})
+    while not bench.workers.waiting:
+        await asyncio.sleep(0.001)
+    call.leave()
+    await call.task
+    while "embedding abort embed" not in bench.workers.log:
+        await asyncio.sleep(0.001)
+
+
+async def test_tokens_count_against_the_key(embedder):
+    entry = KeyEntry(name="a", sha256=hashlib.sha256(b"key").hexdigest(), tokens_per_minute=5)
+    bench = await embedder(keys=ApiKeys((entry,)))
+    headers = {"authorization": "Bearer key"}
+    statuses = [(await ask(bench, headers=headers, input=text)).status for text in ("four", "four")]
+    assert statuses == [200, 429]
+
+
+async def test_prompts_of_the_model_come_before_texts(embedder, tmp_path):
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(PROMPTS))
+    bench = await embedder(model=str(tmp_path))
+    whole = (await ask(bench, input="hi", prompt_name="query")).json()
+    assert whole["usage"]["prompt_tokens"] == len("q:hi")
+    refused = await ask(bench, input="hi", prompt_name="passage")
+    assert refused.json()["error"]["message"] == "prompt_name: passage; prompts of this model: query, document"
+
+
+async def test_scores_are_the_cosines_of_pairs(embedder):
+    bench = await embedder()
+    reply = (await ask(bench, "/v1/score", text_1="hi", text_2=["hi", "z"])).json()
+    first, second = (np.array(embedding_of(tokens), np.float32) for tokens in ([104, 105], [122]))
+    cosine = first @ second / np.linalg.norm(first) / np.linalg.norm(second)
+    assert [one["score"] for one in reply["data"]] == pytest.approx([1.0, cosine], abs=1e-6)
+    refused = await ask(bench, "/v1/score", text_1=["a", "b"], text_2=["c"])
+    assert refused.json()["error"]["param"] == "text_1"
+
+
+async def test_documents_are_ranked_by_their_likeness(embedder):
+    bench = await embedder()
+    reply = (await ask(bench, "/v1/rerank", query="hi", documents=["zzzz", {"text": "hi"}, "a"], top_n=2)).json()
+    assert [one["index"] for one in reply["results"]][0] == 1 and len(reply["results"]) == 2
+    assert reply["results"][0]["document"] == {"text": "hi"}
+    assert (await ask(bench, "/v1/rerank", query="hi", documents=[])).json()["error"]["param"] == "documents"
