@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bireme.metrics import Registry
 
 Array = npt.NDArray[np.generic]
+Floats = npt.NDArray[np.float32]
 Tensors = Mapping[str, Array]  # BYTES tensors are object arrays of bytes
 
 

@@ -14,7 +14,7 @@ from bireme.pipelines.services import Services
 from bireme.request import Ids
 from bireme.text.embedding_encoder import EmbeddingEncoder, NameOf
 from bireme.text.tokenizer import TextTokenizer
-from bireme.types import Array
+from bireme.types import Floats
 
 STAGE = "embedding"
 
@@ -32,9 +32,9 @@ class EmbeddingService:
     async def encode(self, texts: Sequence[str | Ids], prompt_name: str | None, name_of: NameOf) -> list[Ids]:
         """Return each text's ids. Raises RequestError."""
         capacity = self._services.capacity(STAGE)
-        return await self._encoder.encode(texts, prompt_name, capacity and capacity.max_seq_len, name_of)
+        return await self._encoder.encode(texts, prompt_name, capacity.max_seq_len if capacity else None, name_of)
 
-    async def embed(self, texts: Sequence[Ids], dimensions: int = 0) -> Array:
+    async def embed(self, texts: Sequence[Ids], dimensions: int = 0) -> Floats:
         """Return (texts, dimensions) float32, by the worker with the fewest tokens under way; by another one when that
         is down. Raises errors of errors.py.
         """
@@ -58,7 +58,7 @@ class EmbeddingService:
     def close(self) -> None:
         self._encoder.close()
 
-    async def _ask(self, worker: str, request: EmbedRequest) -> Array:
+    async def _ask(self, worker: str, request: EmbedRequest) -> Floats:
         request_id = secrets.token_hex(16)
         try:
             return await self._services.workers.embed(worker, request, request_id)

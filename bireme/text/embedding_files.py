@@ -2,6 +2,7 @@
 
 config_sentence_transformers.json   {"prompts": {"query": "Instruct: ...", "document": ""}, "default_prompt_name"}
 sentence_bert_config.json           {"max_seq_length": 256, "do_lower_case": false}
+tokenizer_config.json               {"model_max_length": 256}
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from bireme.errors import ConfigError, RequestError
 
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
-PROMPTS, LIMITS = "config_sentence_transformers.json", "sentence_bert_config.json"
+PROMPTS, LIMITS, TOKENIZER = "config_sentence_transformers.json", "sentence_bert_config.json", "tokenizer_config.json"
+_NO_LIMIT = 1 << 31  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,15 @@ def read_texts(path: str) -> EmbeddingTexts:
 
 
 def max_seq_length_of(folder: Path) -> int | None:
-    """Return the longest text in tokens, as the files say; None: they do not. Raises ConfigError."""
+    """Return the longest text in tokens, as the files say; None: they do not. Raises ConfigError.
+
+    Newer folders say it in the tokenizer's file alone, where a number beyond all texts stands for none.
+    """
     limit = _object(folder, LIMITS).get("max_seq_length")
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
+    if limit is None:
+        limit = _object(folder, TOKENIZER).get("model_max_length")
+        return int(limit) if isinstance(limit, (int, float)) and 1 <= limit < _NO_LIMIT else None
+    if not isinstance(limit, int) or limit < 1:
         raise ConfigError(f"{LIMITS}: max_seq_length: {limit!r}; at least 1")
     return limit
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from bireme.errors import BiremeError, UnavailableError
 from bireme.messages import Capacity, EmbedRequest, EncodeRequest, EngineRequest, Sink, TokenLogprobs, Usage
 from bireme.multimodal.wire import EncodeAnswer
-from bireme.types import Array
+from bireme.types import Floats
 
 __all__ = ["Generation", "PrefillResult", "Sink", "UnreachableError", "WorkerClient"]
 
@@ -64,8 +64,8 @@ class WorkerClient(Protocol):
     async def abort_encode(self, worker: str, request_id: str) -> None:
         """Stop an encode; harmless when it has ended."""
 
-    async def embed(self, worker: str, request: EmbedRequest, request_id: str) -> Array:
-        """Return the embeddings, float32, a row a text."""
+    async def embed(self, worker: str, request: EmbedRequest, request_id: str) -> Floats:
+        """Return the embeddings, a row a text."""
 
     async def abort_embed(self, worker: str, request_id: str) -> None:
         """Stop an embed; harmless when it has ended."""

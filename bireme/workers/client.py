@@ -43,7 +43,7 @@ from bireme.messages import (
 from bireme.metrics import Registry
 from bireme.multimodal.answers import EncodeSink
 from bireme.multimodal.wire import EncodeAnswer, decode_answer, decode_answer_json
-from bireme.types import Array, Tensors
+from bireme.types import Array, Floats, Tensors
 from bireme.workers.base import Generation, PrefillResult
 from bireme.workers.bus import LOST_STALL_S, Bus
 from bireme.workers.grpc import GrpcChannel
@@ -110,9 +110,10 @@ class Workers:
         elif (generation := self._encodes.get(request_id)) is not None:
             generation.abort()
 
-    async def embed(self, worker: str, request: EmbedRequest, request_id: str) -> Array:
+    async def embed(self, worker: str, request: EmbedRequest, request_id: str) -> Floats:
         inputs = _command_inputs(start_command(0, request), request_id)
-        return _output(await self._call_worker(worker, inputs, request_id), "embedding")
+        outputs = await self._call_worker(worker, inputs, request_id)
+        return np.asarray(_output(outputs, "embedding"), np.float32)
 
     async def abort_embed(self, worker: str, request_id: str) -> None:
         with contextlib.suppress(NotFoundError):

@@ -28,7 +28,7 @@ from bireme.messages import (
     Usage,
 )
 from bireme.multimodal.wire import EncodeAnswer, Encoded, Multimodal
-from bireme.types import Array
+from bireme.types import Floats
 from bireme.workers.base import PrefillResult
 
 PREFILL_USAGE = Usage(queue_ms=2.0, prefill_ms=5.0, cached_tokens=1)
@@ -163,7 +163,7 @@ class FakeWorkers:
         if (waiting := self.waiting.pop(request_id, None)) is not None:
             waiting.set_exception(RequestCancelledError("the encode was aborted"))
 
-    async def embed(self, worker: str, request: EmbedRequest, request_id: str) -> Array:
+    async def embed(self, worker: str, request: EmbedRequest, request_id: str) -> Floats:
         """An embedding has 4 dimensions, which the text's tokens decide."""
         self.log.append(f"{worker} embed {len(request.prompts)}")
         self._check(worker)

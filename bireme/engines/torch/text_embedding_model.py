@@ -136,7 +136,7 @@ class TextEmbeddingModel:
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._model.parameters())
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def embed(self, texts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
         """Return (texts, size), neither shortened nor normalized. Padding is on the right: positions begin with 0, and
         a causal model sees none of it.

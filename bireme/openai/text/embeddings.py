@@ -29,30 +29,30 @@ from bireme.openai.text.embedding_request import (
 from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.json_body import decode_body
 from bireme.request import Ids
-from bireme.types import Array
+from bireme.types import Floats
 
 _ROWS_AT_ONCE = 32  # whose numbers are written before the loop has a turn: about a millisecond
-Similarity = Callable[[Array, Array], Array]  # (texts, size) of firsts and seconds -> (texts,)
+Similarity = Callable[[Floats, Floats], Floats]  # (texts, size) of firsts and seconds -> (texts,)
 
 
-def _cosine(firsts: Array, seconds: Array) -> Array:
+def _cosine(firsts: Floats, seconds: Floats) -> Floats:
     lengths = np.linalg.norm(firsts, axis=1) * np.linalg.norm(seconds, axis=1)
-    scores: Array = (firsts * seconds).sum(1) / np.maximum(lengths, 1e-12)
+    scores: Floats = (firsts * seconds).sum(1) / np.maximum(lengths, 1e-12)
     return scores
 
 
-def _dot(firsts: Array, seconds: Array) -> Array:
-    scores: Array = (firsts * seconds).sum(1)
+def _dot(firsts: Floats, seconds: Floats) -> Floats:
+    scores: Floats = (firsts * seconds).sum(1)
     return scores
 
 
-def _euclidean(firsts: Array, seconds: Array) -> Array:
-    scores: Array = -np.linalg.norm(firsts - seconds, axis=1)
+def _euclidean(firsts: Floats, seconds: Floats) -> Floats:
+    scores: Floats = -np.linalg.norm(firsts - seconds, axis=1)
     return scores
 
 
-def _manhattan(firsts: Array, seconds: Array) -> Array:
-    scores: Array = -np.abs(firsts - seconds).sum(1)
+def _manhattan(firsts: Floats, seconds: Floats) -> Floats:
+    scores: Floats = -np.abs(firsts - seconds).sum(1)
     return scores
 
 
@@ -155,7 +155,7 @@ async def _scores(
     return scores, num_tokens
 
 
-async def _embeddings_json(rows: Array, in_base64: bool) -> bytes:
+async def _embeddings_json(rows: Floats, in_base64: bool) -> bytes:
     """Return the list of embeddings as JSON, written in parts: thousands of numbers take a core for a while."""
     parts: list[bytes] = []
     for at, row in enumerate(rows):
