@@ -34,6 +34,7 @@ LIMIT_S = 120  # of any wait: a hang fails the test, the time itself is no claim
 NOTICED_S = 5.0  # this one is the claim
 SERVER = "tritonserver"
 SHARES_WEIGHTS = "tiny-chat-disagg"  # with the memory service
+EMBEDS = "tiny-embedding"
 
 
 class Served:
@@ -153,7 +154,7 @@ def kill_each(served):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_becomes_ready_and_serves_every_way(name, tmp_path, sample_model):
-    sample_model("llama")
+    sample_model("embedding" if name == EMBEDS else "llama")
     skip_unless_it_runs_here(name)
     has_service = name == SHARES_WEIGHTS
     with serving(name, tmp_path / "log", f"--set=memory_service.enabled={str(has_service).lower()}") as served:
@@ -161,6 +162,30 @@ def test_a_recipe_becomes_ready_and_serves_every_way(name, tmp_path, sample_mode
         assert "canary_refused" not in served.log.read_text()
         if has_service:
             engines_map_weights_that_outlive_them(served)
+        if name == EMBEDS:
+            both_doors_embed_alike(served)
+
+
+def both_doors_embed_alike(served):
+    """Through the frontend and by the Triton model; a chat is refused by name."""
+    fields = {"model": EMBEDS, "input": ["Two banks of oars", "x"], "dimensions": 8}
+    status, reply = post(served.ports["openai"], "/v1/embeddings", fields)
+    tensors = {"text_input": "Two banks of oars", "dimensions": 8}
+    own = post(served.ports["http"], "/v2/models/embedding/generate", tensors)[1]
+    assert (status, reply["usage"]["prompt_tokens"] > own["num_tokens"]) == (200, True)
+    assert reply["data"][0]["embedding"] == pytest.approx(own["embedding"], abs=1e-5)
+    status, reply = post(served.ports["openai"], "/v1/chat/completions", {"model": EMBEDS, "messages": []})
+    assert (status, reply["error"]["code"]) == (400, "wrong_endpoint")
+
+
+def post(port, path, fields):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+    try:
+        connection.request("POST", path, json.dumps(fields), {"content-type": "application/json"})
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+    finally:
+        connection.close()
 
 
 def engines_map_weights_that_outlive_them(served):
