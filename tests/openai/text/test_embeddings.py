@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from openai.types import CreateEmbeddingResponse
 
 from bireme.config import Recipe
 from bireme.conversion import convert
@@ -18,8 +19,11 @@ from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.openai.text.embedding_model import EmbeddingModel, EmbeddingModels
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.workers.fake import FakeWorkers, embedding_of
+from tests.openai.batch.forms import ask as of_batch
+from tests.openai.batch.forms import upload
 from tests.openai.conftest import letters
 
+ENDED = ("completed", "failed")
 PROMPTS = {"prompts": {"query": "q:", "document": ""}, "default_prompt_name": None}
 
 
@@ -32,7 +36,7 @@ async def embedder(bench_of):
     """A frontend with the embedding model `vectors`, beside the language model `test`."""
     apps = []
 
-    async def make(keys=None, replicas=1, capacity=None, **fields):
+    async def make(keys=None, replicas=1, capacity=None, files_folder=None, **fields):
         workers, metrics = FakeWorkers(), Registry("frontend")
         entry = {"engine": "torch", "replicas": replicas}
         vectors = recipe("vectors", workers={"embedding": entry}, **fields)
@@ -42,7 +46,7 @@ async def embedder(bench_of):
             workers.capacities["embedding"] = capacity
         app = Frontend(
             Models([ServedModel(text, FakeWorkers(), letters(), metrics)]), metrics, vectors.frontend, keys,
-            embedders=EmbeddingModels([model]),
+            files_folder=files_folder, embedders=EmbeddingModels([model]),
         )  # fmt: skip
         await app.start()
         apps.append(app)
@@ -59,13 +63,34 @@ async def ask(bench, path="/v1/embeddings", headers=None, **fields):
 
 @pytest.mark.parametrize("given", ["hi", ["hi"], [104, 105], [[104, 105]]])
 async def test_texts_and_their_ids_are_embedded_alike(embedder, given):
-    reply = (await ask(await embedder(), input=given)).json()
-    assert reply == {
+    reply = await ask(await embedder(), input=given)
+    CreateEmbeddingResponse.model_validate_json(reply.data, strict=True)
+    assert reply.json() == {
         "object": "list",
         "data": [{"object": "embedding", "index": 0, "embedding": np.float32(embedding_of([104, 105])).tolist()}],
         "model": "vectors",
         "usage": {"prompt_tokens": 2, "total_tokens": 2},
     }
+
+
+async def batch_of(bench, body):
+    """Run a batch of one line; return it, ended."""
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/embeddings", "body": body}
+    file = (await upload(bench, json.dumps(line).encode() + b"\n")).json()["id"]
+    fields = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    made = (await bench.call("POST", "/v1/batches", fields).end()).json()
+    while (shown := (await of_batch(bench, f"/v1/batches/{made['id']}")).json())["status"] not in ENDED:
+        await asyncio.sleep(0.01)
+    return shown
+
+
+async def test_lines_of_a_batch_are_embedded_and_their_model_is_checked(embedder, tmp_path):
+    bench = await embedder(files_folder=tmp_path)
+    embedded = await batch_of(bench, {"model": "vectors", "input": "hi"})
+    answer = (await of_batch(bench, f"/v1/files/{embedded['output_file_id']}/content")).json()
+    assert answer["response"]["body"]["usage"]["total_tokens"] == 2
+    refused = await batch_of(bench, {"model": "test", "input": "hi"})
+    assert (refused["status"], refused["errors"]["data"][0]["code"]) == ("failed", "wrong_endpoint")
 
 
 async def test_base64_holds_the_same_numbers_in_the_order_of_the_texts(embedder):
