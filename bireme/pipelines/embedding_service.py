@@ -7,6 +7,8 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from bireme.errors import UnavailableError
 from bireme.messages import EmbedRequest
 from bireme.metrics import Registry
@@ -17,6 +19,8 @@ from bireme.text.tokenizer import TextTokenizer
 from bireme.types import Floats
 
 STAGE = "embedding"
+_PART_BYTES = 8 << 20  # of the embeddings of one call: they pass through shared memory, which may be small
+_USUAL_SIZE = 4096  # while the model's is not known
 
 
 class EmbeddingService:
@@ -28,6 +32,7 @@ class EmbeddingService:
         self._encoder = EmbeddingEncoder(tokenizer, services.recipe, metrics)
         self.texts = self._encoder.texts
         self._num_tokens: Counter[str] = Counter()  # under way, by worker
+        self._num_asked: Counter[str] = Counter()  # requests that it was given so far, by worker
 
     async def encode(self, texts: Sequence[str | Ids], prompt_name: str | None, name_of: NameOf) -> list[Ids]:
         """Return each text's ids. Raises RequestError."""
@@ -35,9 +40,22 @@ class EmbeddingService:
         return await self._encoder.encode(texts, prompt_name, capacity.max_seq_len if capacity else None, name_of)
 
     async def embed(self, texts: Sequence[Ids], dimensions: int = 0) -> Floats:
-        """Return (texts, dimensions) float32, by the worker with the fewest tokens under way; by another one when that
-        is down. Raises errors of errors.py.
-        """
+        """Return (texts, dimensions). Raises errors of errors.py."""
+        capacity = self._services.capacity(STAGE)
+        size = dimensions or (capacity.embedding_size if capacity else _USUAL_SIZE)
+        count = max(1, _PART_BYTES // (4 * size))
+        parts = [texts[at : at + count] for at in range(0, len(texts), count)]
+        tasks = [asyncio.ensure_future(self._embed_part(part, dimensions)) for part in parts]
+        try:
+            return np.concatenate(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _embed_part(self, texts: Sequence[Ids], dimensions: int) -> Floats:
+        """Ask the worker with the fewest tokens under way, of equals in turn; another one when that is down."""
         request = EmbedRequest(
             prompts=tuple(text.tobytes() for text in texts),
             dimensions=dimensions,
@@ -45,8 +63,10 @@ class EmbeddingService:
         )
         num_tokens = sum(map(len, texts))
         failure = UnavailableError("no embedding worker takes requests now; try again")
-        for worker in sorted(self._services.stage_workers(STAGE), key=lambda name: self._num_tokens[name]):
+        workers = self._services.stage_workers(STAGE)
+        for worker in sorted(workers, key=lambda name: (self._num_tokens[name], self._num_asked[name])):
             self._num_tokens[worker] += num_tokens
+            self._num_asked[worker] += 1
             try:
                 return await self._ask(worker, request)
             except UnavailableError as error:

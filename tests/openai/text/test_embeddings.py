@@ -18,6 +18,7 @@ from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.openai.text.embedding_model import EmbeddingModel, EmbeddingModels
 from bireme.openai.text.served_model import Models, ServedModel
+from bireme.pipelines import embedding_service
 from bireme.workers.fake import FakeWorkers, embedding_of
 from tests.openai.batch.forms import ask as of_batch
 from tests.openai.batch.forms import upload
@@ -148,6 +149,14 @@ async def test_a_worker_that_is_down_is_passed_over_until_all_are(embedder):
     assert (await bench.call("GET", "/health/ready").end()).status == 503
 
 
+async def test_many_large_embeddings_come_in_parts_and_in_order(embedder, monkeypatch):
+    monkeypatch.setattr(embedding_service, "_PART_BYTES", 16)
+    bench = await embedder(replicas=2)
+    reply = (await ask(bench, input=["a", "b", "c"], dimensions=2)).json()
+    assert [one["embedding"][0] for one in reply["data"]] == [97, 98, 99]
+    assert sorted(bench.workers.log) == ["embedding embed 2", "embedding_1 embed 1"]
+
+
 async def test_a_client_that_leaves_stops_its_work(embedder):
     bench = await embedder()
     bench.workers.hold.add("embedding")
@@ -190,6 +199,6 @@ async def test_scores_are_the_cosines_of_pairs(embedder):
 async def test_documents_are_ranked_by_their_likeness(embedder):
     bench = await embedder()
     reply = (await ask(bench, "/v1/rerank", query="hi", documents=["zzzz", {"text": "hi"}, "a"], top_n=2)).json()
-    assert [one["index"] for one in reply["results"]][0] == 1 and len(reply["results"]) == 2
+    assert reply["results"][0]["index"] == 1 and len(reply["results"]) == 2
     assert reply["results"][0]["document"] == {"text": "hi"}
     assert (await ask(bench, "/v1/rerank", query="hi", documents=[])).json()["error"]["param"] == "documents"

@@ -43,16 +43,14 @@ export class ModelPicker {
   async load() {
     const before = this.name || recall("model", "");
     try {
-      this.#models = await listModels();
+      this.#models = (await listModels()).filter(answers);
     } catch (error) {
       this.#models = [];
       this.#show([element("option", {}, "No models")], true);
       throw error;
     }
-    this.#show(
-      this.#models.map((model) => element("option", { value: model.id }, model.id)),
-      false,
-    );
+    const options = this.#models.map((model) => element("option", { value: model.id }, model.id));
+    this.#show(options.length ? options : [element("option", {}, "No models that answer")], !options.length);
     if (this.#models.some((model) => model.id === before)) this.#select.value = before;
   }
 
@@ -64,6 +62,11 @@ export class ModelPicker {
     this.#select.replaceChildren(...options);
     this.#select.disabled = isDisabled;
   }
+}
+
+/** Does it make something to look at? Embeddings are for programs. */
+function answers({ bireme }) {
+  return !bireme.output_modalities.includes("embedding");
 }
 
 function takesPictures({ bireme }) {
