@@ -257,6 +257,17 @@ def test_prefill_needs_decode(write):
     assert "prefill without decode; add decode" in refusal(write("workers: {prefill: {engine: mocker}}"))
 
 
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ("{embedding: {}, decode: {engine: mocker}}", "workers.embedding: beside decode; a recipe serves one model"),
+        ("{embedding: {engine: mocker}}", "workers.embedding.engine: mocker makes no embeddings; set engine: torch"),
+    ],
+)
+def test_an_embedding_model_has_a_recipe_and_an_engine_of_its_own(write, workers, expected):
+    assert expected in refusal(write(f"workers: {workers}"))
+
+
 def test_enforced_disaggregation_needs_prefill(write):
     message = refusal(write(DECODE + "pipeline: {enforce_disaggregation: true}"))
     assert "enforce_disaggregation is true but the recipe has no prefill worker" in message
