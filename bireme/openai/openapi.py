@@ -147,7 +147,8 @@ def openapi(models: list[str], videos: list[str], embedders: list[str]) -> dict[
     components = schemas()
     for one in OPERATIONS:
         if one.body is not None and "model" in (properties := components[one.body.__name__]["properties"]):
-            properties["model"] = {"type": "string", "enum": named.get(one.body, models)}
+            if names := named.get(one.body, models):  # an enum of nothing would leave no request at all
+                properties["model"] = {"type": "string", "enum": names}
     paths: dict[str, Any] = {}
     for one in OPERATIONS:
         paths.setdefault(one.path, {})[one.method.lower()] = _described(one)
