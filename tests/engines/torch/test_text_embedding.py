@@ -97,6 +97,14 @@ def bench():
         one.engine.stop()
 
 
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """One engine for what does not depend on the model."""
+    one = Bench(write_model(tmp_path_factory.mktemp("bert") / "model"))
+    yield one
+    one.engine.stop()
+
+
 @pytest.mark.parametrize("family", WAYS)
 def test_texts_of_many_lengths_embed_as_each_does_alone(family, tmp_path, bench):
     pooling = WAYS[family]
@@ -109,11 +117,10 @@ def test_texts_of_many_lengths_embed_as_each_does_alone(family, tmp_path, bench)
     np.testing.assert_allclose(rows, expected, atol=2e-5)
 
 
-def test_fewer_dimensions_are_the_first_ones_at_length_one_again(tmp_path, bench):
-    engine = bench(write_model(tmp_path / "model"))
-    engine.embed(1, TEXTS[:2])
-    engine.embed(2, TEXTS[:2], dimensions=8)
-    whole, short = engine.rows(1), engine.rows(2, size=8)
+def test_fewer_dimensions_are_the_first_ones_at_length_one_again(bert):
+    bert.embed(1, TEXTS[:2])
+    bert.embed(2, TEXTS[:2], dimensions=8)
+    whole, short = bert.rows(1), bert.rows(2, size=8)
     cut = whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
     np.testing.assert_allclose(short, cut, atol=1e-6)
     np.testing.assert_allclose(np.linalg.norm(whole, axis=1), 1, atol=1e-6)
@@ -130,10 +137,9 @@ def test_fewer_dimensions_are_the_first_ones_at_length_one_again(tmp_path, bench
         ({"prompts": (b"\0\0\0\0",), "dimensions": 33}, "dimensions: 33; this model has 1 to 32"),
     ],
 )
-def test_the_gate_refuses_by_name(request_fields, message, tmp_path, bench):
-    engine = bench(write_model(tmp_path / "model"))
+def test_the_gate_refuses_by_name(request_fields, message, bert):
     with pytest.raises(RequestError, match=message):
-        engine.gate.admit_texts(EmbedRequest(**request_fields))
+        bert.gate.admit_texts(EmbedRequest(**request_fields))
 
 
 def test_a_full_queue_a_late_request_and_an_abort_end_by_name(tmp_path, bench):
