@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import math
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -46,6 +47,7 @@ class EtcdStore:
         self._lease: Any = None  # of all that is held
         self._held: dict[str, WorkerRecord] = {}
         self._watch: Any = None  # the open response
+        self._changes: Iterator[bytes] = iter(())  # of it; urllib3 ends a response whose iterator is dropped
         self._unread: dict[str, bytes] = {}  # what has been complained about, by id
         self._is_closed = False
 
@@ -61,11 +63,13 @@ class EtcdStore:
         """A watch that is silent for `timeout_s` is opened anew: etcd's own heartbeats are minutes apart."""
         import requests
 
-        response, raw = self._watch, self._watch.raw
+        if (response := self._watch) is None:  # it was closed meanwhile
+            return
+        raw = response.raw
         try:
             if raw.connection is not None and raw.connection.sock is not None:
                 raw.connection.sock.settimeout(timeout_s)
-            if next(response.iter_content(chunk_size=None), None):
+            if next(self._changes, None):
                 time.sleep(_SETTLE_S)
                 return
         except (requests.RequestException, OSError, AttributeError, ValueError):  # silence, or it was closed
@@ -100,6 +104,9 @@ class EtcdStore:
 
     def close(self) -> None:
         self._is_closed = True
+        if (watch := self._watch) is not None and (connection := watch.raw.connection) is not None:
+            with contextlib.suppress(OSError, AttributeError):
+                connection.sock.shutdown(socket.SHUT_RDWR)  # else closing waits for the thread that reads
         self._close_watch()
 
     def _open_watch(self, client: Any) -> Any:
@@ -110,7 +117,8 @@ class EtcdStore:
             url, json={"create_request": create}, stream=True, timeout=(TIMEOUT_S, TIMEOUT_S)
         )
         response.raise_for_status()
-        if b'"created":true' not in next(response.iter_content(chunk_size=None), b""):
+        self._changes = response.iter_content(chunk_size=None)
+        if b'"created":true' not in next(self._changes, b""):
             raise StoreError(f"etcd at {self._endpoint}: it refused a watch")
         return response
 

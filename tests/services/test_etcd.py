@@ -1,5 +1,6 @@
 """Discovery through a real etcd-server: leases, watches, outages."""
 
+import threading
 import time
 
 import msgspec
@@ -71,6 +72,30 @@ def test_a_change_is_seen_without_polling(store, follow):
     until(lambda: follower.records["decode@b:8001"].is_draining)
     writer.withdraw()
     until(lambda: not follower.records)
+
+
+def test_a_watch_waits_as_long_as_nothing_changes(store):
+    one, other = store(), store()
+    for _ in range(2):
+        one.read()
+        began = time.monotonic()
+        one.wait(0.5)
+        assert time.monotonic() - began >= 0.5
+    one.read()
+    other.hold(record("decode"))
+    one.wait(60.0)
+    assert by_id(record("decode")).keys() == one.read().keys()
+
+
+def test_a_store_that_is_closed_waits_no_longer(store):
+    one = store()
+    one.read()
+    waiting = threading.Thread(target=one.wait, args=(60.0,))
+    waiting.start()
+    one.close()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    one.wait(60.0)
 
 
 def test_a_worker_that_is_not_renewed_is_gone(store, follow):
