@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -43,6 +44,7 @@ from bireme.engines.torch.kv_store import KvStore, group_layers
 from bireme.kv.transfer.chunks import CHUNK_BYTES, MAPPED_FACTOR
 from bireme.kv.transfer.leased import LeasedTransfer
 from bireme.kv.transfer.memory import TokenRows
+from bireme.kv.transfer.nixl import MODULES
 
 SIZE = 32  # tokens a block
 AIM_COPY = 0.8  # of a device copy
@@ -154,6 +156,8 @@ class Transfers:
         cases = [("shm", self._options.tokens[0])]
         if on_gpu:
             cases += [("cuda_ipc", count) for count in self._options.tokens]
+            if any(importlib.util.find_spec(name) for name in MODULES):
+                cases.append(("nixl", self._options.tokens[0]))
         for life, (backend, count) in enumerate(cases, 1):
             num_bytes = count * self._store.groups[0].bytes_per_token
             self._pipe.send((backend, count, life))

@@ -123,6 +123,8 @@ class KvStore:
         return MappedPools(self._all_tensors, self.device, shared)
 
     def wait(self, ready: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         if ready is not None:
             ready.synchronize()
 

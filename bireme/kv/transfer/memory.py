@@ -49,7 +49,10 @@ class RowMemory(Protocol):
         """A group of the layout each: its tensors, layer by layer, keys then values; all of one kind."""
 
     def wait(self, ready: Any) -> None:
-        """Wait until rows may be touched that `ready` (TokenRows.ready) is a sign for."""
+        """Wait until rows may be touched that `ready` (TokenRows.ready) is a sign for.
+
+        A GPU's context is the calling thread's from then on, for libraries that address its memory.
+        """
 
     def read(self, group: int, rows: Rows, ready: Any = None) -> memoryview:
         """Return a copy of rows: tensor by tensor in the order of `regions`. Valid until the next call."""

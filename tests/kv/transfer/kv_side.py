@@ -160,8 +160,8 @@ def memory_of(pool: Any) -> Any:
 
 
 def backend_of(name: str, run_dir: Path, worker: str, life: int) -> Backend:
-    """`cuda` is cuda_ipc with a GPU's memory in place of the stand-in's."""
-    if name == "nixl":
+    """`cuda` is cuda_ipc with a GPU's memory in place of the stand-in's, `vram` is nixl with one."""
+    if name in ("nixl", "vram"):
         return NixlBackend(worker)
     shm = ShmBackend(run_dir, worker, life)
     return CudaIpcBackend(shm) if name in ("cuda_ipc", "cuda") else shm
@@ -194,7 +194,7 @@ class Side:
         self.pool: Any = None  # of rows that others map
         if backend == "cuda_ipc" and has_pool:
             self.pool = FilePool(run_dir / f"pool-{worker}-{life}", layout)
-        elif backend == "cuda":
+        elif backend in ("cuda", "vram"):
             self.pool = CudaPool()
         self.transfer = LeasedTransfer(
             backend_of(backend, run_dir, worker, life),
@@ -338,7 +338,7 @@ class Child:
             stream.close()
 
 
-class _Calls:
+class Calls:
     """The program's side of Child.call."""
 
     def start(self, run_dir: str, worker: str, **options: Any) -> None:
@@ -382,7 +382,7 @@ class _Calls:
 
 
 def main() -> None:
-    calls, answers = _Calls(), os.fdopen(os.dup(1), "w")
+    calls, answers = Calls(), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # UCX logs to standard output
     for line in sys.stdin:
         method, arguments = json.loads(line)

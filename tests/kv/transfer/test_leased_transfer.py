@@ -29,11 +29,27 @@ from bireme.kv.transfer.base import GroupLayout, KvLayout
 from bireme.kv.transfer.leased import LeasedTransfer
 from bireme.kv.transfer.memory import HostMemory, TokenRows
 from bireme.kv.transfer.shm import ShmBackend
-from tests.kv.transfer.kv_side import LAYOUT, Fetching, Side, SlowMemory, files_of, needs_cuda, needs_nixl, wait_until
+from tests.kv.transfer.kv_side import (
+    LAYOUT,
+    Fetching,
+    Side,
+    SlowMemory,
+    files_of,
+    memory_of,
+    needs_cuda,
+    needs_nixl,
+    wait_until,
+)
 
 on_all = pytest.mark.parametrize(
     "backend",
-    ["shm", pytest.param("nixl", marks=needs_nixl), "cuda_ipc", pytest.param("cuda", marks=needs_cuda)],
+    [
+        "shm",
+        pytest.param("nixl", marks=needs_nixl),
+        "cuda_ipc",
+        pytest.param("cuda", marks=needs_cuda),
+        pytest.param("vram", marks=[needs_nixl, needs_cuda]),
+    ],
 )
 on_both = pytest.mark.parametrize("backend", ["shm", pytest.param("nixl", marks=needs_nixl)])
 
@@ -54,6 +70,16 @@ def test_every_row_arrives_as_it_was_exported(prefill, decode):
     assert fetching.result() is None
     assert fetching.is_right
     assert fetching.tokens_written(0) == fetching.tokens_written(1) == list(range(100))
+
+
+@needs_nixl
+@needs_cuda
+@pytest.mark.parametrize("backend", ["vram"])
+def test_ucx_reads_a_gpus_rows_where_they_lie(prefill, decode):
+    assert prefill.transfer._backend.can_read(memory_of(prefill.pool))
+    for num_tokens in (1, 100, 1000):
+        fetching = decode.fetch(prefill.export(num_tokens))
+        assert fetching.result() is None and fetching.is_right
 
 
 @on_all
