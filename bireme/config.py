@@ -523,6 +523,14 @@ class Recipe(Settings, frozen=True, kw_only=True):
         """Return the stage whose engines have the vision tower of a model that takes pictures."""
         return next((stage for stage in ("multimodal_encoder", "prefill") if stage in self.workers), "decode")
 
+    @property
+    def embedding_backend(self) -> str:
+        """Return what moves embeddings: NIXL where it moves KV, of whichever stage, so that all ends have the same."""
+        own = [entry.engine_config for entry in self.workers.values() if not entry.kind.moves_own_kv]
+        return (
+            "NIXL" if any(config.cache_transceiver_config.backend in ("NIXL", "UCX") for config in own) else "DEFAULT"
+        )
+
     def replicas(self, stage: str) -> tuple[str, ...]:
         """Return the Triton model names of a stage's workers; empty when the recipe has none."""
         entry = self.workers.get(stage)

@@ -294,6 +294,14 @@ def test_disaggregation_needs_a_transfer_backend_on_both_sides(write):
     assert "workers.decode.engine_config.cache_transceiver_config.backend is not set" in message
 
 
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("DEFAULT", "DEFAULT"), ("CUDA_IPC", "DEFAULT"), ("NIXL", "NIXL"), ("UCX", "NIXL")]
+)
+def test_embeddings_reach_other_hosts_where_kv_does(write, backend, expected):
+    own = {"cache_transceiver_config": {"backend": backend}}
+    assert load_recipe(write(disaggregated(prefill=own, decode=own))).embedding_backend == expected
+
+
 @pytest.mark.parametrize("key", ["max_seq_len", "max_input_len"])
 def test_the_buffer_holds_the_longest_input(write, key):
     own = {"cache_transceiver_config": {"backend": "DEFAULT", "max_tokens_in_buffer": 99}, key: 100}

@@ -73,6 +73,11 @@ class EmbeddingShare:
         self._offers: dict[int, tuple[Lease, EmbeddingRows]] = {}  # by lease id
         self._owned: dict[Hashable, set[int]] = {}  # lease ids of each encode request
 
+    @property
+    def endpoint(self) -> str:
+        """Address for discovery, once started."""
+        return self._transfer.endpoint
+
     def start(self, layout: KvLayout) -> None:
         self._row_bytes = layout.bytes_per_token
         self._transfer.start(layout)

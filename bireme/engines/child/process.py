@@ -105,6 +105,11 @@ class EngineProcess:
             capacity = msgspec.structs.replace(capacity, load_s=time.monotonic() - self._began_at)
         key = run.deployment_key(folder)
         plane = self._make_publisher(recipe, entry, key, capacity)
+        if share is not None:  # its endpoint is known now that the engine has started it
+            from bireme.multimodal.embedding_share import SUFFIX
+
+            name, endpoint = self._worker + SUFFIX, share.endpoint
+            presence.publish(own_record(recipe, name, self._life, folder, key, transfer_endpoint=endpoint))
         record = own_record(
             recipe,
             self._worker,
@@ -171,16 +176,16 @@ class EngineProcess:
 
         name = self._worker + SUFFIX
         moves = create_transfer(
-            "DEFAULT",  # the processes of one deployment share a host; KV may go by another backend
+            recipe.embedding_backend,
             run_dir=folder,
             worker=name,
             life=self._life,
             config=msgspec.structs.replace(entry.engine_config.cache_transceiver_config, max_tokens_in_buffer=None),
             metrics=ShareMetrics(self._metrics, name),
             find=self._presence.find,
+            host=_host_for_others(recipe),
+            deployment_key=run.deployment_key(folder),
         )
-        key = run.deployment_key(folder)
-        self._presence.publish(own_record(recipe, name, self._life, folder, key, transfer_endpoint=moves.endpoint))
         share = EmbeddingShare(moves, worker_id(name, self._presence.server), self._life)
         self._parts.callback(share.close)
         return share
@@ -199,7 +204,7 @@ class EngineProcess:
             config=transceiver,
             metrics=self._metrics,
             find=self._presence.find,
-            host=run.own_address().rpartition(":")[0] if recipe.discovery.is_shared else "",
+            host=_host_for_others(recipe),
             deployment_key=run.deployment_key(folder),
         )
         self._parts.callback(transfer.close)
@@ -275,6 +280,11 @@ class EngineProcess:
         except Exception:
             logger.exception("stop_failed life=%d", self._life)
         self._server.close()
+
+
+def _host_for_others(recipe: Recipe) -> str:
+    """Return by what name or address other hosts reach this one; "": they don't."""
+    return run.own_address().rpartition(":")[0] if recipe.discovery.is_shared else ""
 
 
 def _model_path(recipe: Recipe, entry: WorkerEntry) -> str:

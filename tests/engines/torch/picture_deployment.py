@@ -4,7 +4,7 @@ it: requests pass the gate, handles are signed, embeddings and KV move by the in
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from bireme.config import EngineConfig, Limits
 from bireme.engines.base import EngineContext
 from bireme.engines.child.validate import Gate
 from bireme.engines.torch.encoder_engine import EncoderEngine
+from bireme.kv.transfer.base import KvTransfer
 from bireme.kv.transfer.fake import FakeNetwork
 from bireme.messages import EncodeRequest, EncodeSource, EngineRequest
 from bireme.metrics import Registry
@@ -55,8 +56,16 @@ class EncoderHarness(Harness):
 class Deployment:
     """`mode`: agg, ep-d or e-p-d."""
 
-    def __init__(self, model_path: str, mode: str = "e-p-d", **settings: Any) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        mode: str = "e-p-d",
+        move_embeddings: Callable[[str], KvTransfer] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`move_embeddings`: worker -> its transfer, in place of the in-process one."""
         self.kv, self.mm = FakeNetwork(), FakeNetwork()
+        self._move_embeddings = move_embeddings or self.mm.join
         self.shares: dict[str, EmbeddingShare] = {}
         self.engines: dict[str, Harness] = {}
         self.encoder_name = {"agg": "decode", "ep-d": "prefill", "e-p-d": "multimodal_encoder"}[mode]
@@ -139,5 +148,5 @@ class Deployment:
         return self.engines[name].submit(asked, exported)
 
     def _share(self, name: str) -> EmbeddingShare:
-        self.shares[name] = EmbeddingShare(self.mm.join(f"{name}-mm"), f"{name}-mm", 1)
+        self.shares[name] = EmbeddingShare(self._move_embeddings(f"{name}-mm"), f"{name}-mm", 1)
         return self.shares[name]

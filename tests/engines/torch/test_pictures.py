@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import msgspec
@@ -10,12 +11,17 @@ import pytest
 import torch
 from safetensors.torch import save as save_tensors
 
+from bireme.config import CacheTransceiverConfig
+from bireme.discovery import run
 from bireme.errors import ConfigError, EngineLostError, RequestError, from_message
+from bireme.kv.transfer import create_transfer
 from bireme.messages import EncodeRequest, EncodeSource
+from bireme.metrics import Registry
 from tests.engines.torch import picture_models
 from tests.engines.torch.picture_deployment import Deployment, png
 from tests.engines.torch.picture_models import PLACEHOLDER, PictureModel, pixels
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
+from tests.kv.transfer.kv_side import needs_nixl
 
 WORDS = make_prompts(3, 9, 30, 5, seed=3)
 MODES = ("agg", "ep-d", "e-p-d")
@@ -67,6 +73,26 @@ def test_output_equals_generate(models, deployments, name, mode):
     for ids, pictures in cases(model):
         expanded = deployment.prepare(ids, pictures)[0]
         assert deployment.run(ids, pictures) == model.generate(expanded, pictures, 24)
+
+
+@needs_nixl
+def test_output_over_nixl_equals_generate(models, tmp_path):
+    model, registries = models("llava"), []
+
+    def transfer_of(worker):
+        registries.append(Registry(worker))
+        config, metrics = CacheTransceiverConfig(), registries[-1]
+        transfer = create_transfer("NIXL", run_dir=tmp_path, worker=worker, life=1, config=config, metrics=metrics)
+        address = {"pid": os.getpid(), "host": run.host_id(), "transfer_endpoint": transfer.endpoint}
+        run.publish(tmp_path, run.WorkerRecord(worker=worker, life=1, **address))
+        return transfer
+
+    with Deployment(model.path, "e-p-d", transfer_of) as deployment:
+        for ids, pictures in cases(model):
+            expanded = deployment.prepare(ids, pictures)[0]
+            assert deployment.run(ids, pictures) == model.generate(expanded, pictures, 24)
+    moved = [name for registry in registries for name, *_ in registry.take_delta().counters]
+    assert "bireme_kv_transfer_bytes_total" in moved
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
