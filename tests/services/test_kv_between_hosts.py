@@ -1,49 +1,14 @@
 """KV by NIXL between two hosts: network namespaces that a cable joins, with process ids of their own. Needs root."""
 
-import os
-import subprocess
 import time
 
 import pytest
 
 from tests.kv.transfer.kv_side import Child, needs_nixl
+from tests.services.two_hosts import Cable, needs_namespaces
 
-pytestmark = [
-    needs_nixl,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces"),
-]
+pytestmark = [needs_nixl, needs_namespaces]
 LONG = 1000  # tokens: 125 chunks
-
-
-def ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-class Cable:
-    """Two hosts, and the cable between them."""
-
-    def __init__(self):
-        number = os.getpid()
-        self.names = {"prefill": f"bp{number}", "decode": f"bd{number}"}
-        self.addresses = {"prefill": "10.77.0.1", "decode": "10.77.0.2"}
-        for name in self.names.values():
-            ip("netns", "add", name)
-        first, second = self.names.values()
-        ip("link", "add", "cable", "netns", first, "type", "veth", "peer", "name", "cable", "netns", second)
-        for worker, name in self.names.items():
-            ip("-n", name, "addr", "add", f"{self.addresses[worker]}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "cable", "up")
-
-    def command(self, worker):
-        return ["ip", "netns", "exec", self.names[worker], "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-
-    def plug(self, is_in):
-        ip("-n", self.names["prefill"], "link", "set", "cable", "up" if is_in else "down")
-
-    def remove(self):
-        for name in self.names.values():
-            subprocess.run(["ip", "netns", "del", name], check=False)
 
 
 @pytest.fixture
