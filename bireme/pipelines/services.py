@@ -63,7 +63,7 @@ class Services:
                 logger.info("%s worker=%s", "worker_joined" if name in view else "worker_left", name)
         self.members = view
         self.router.set_workers(view)
-        self.workers.set_workers(view.keys())
+        self.workers.set_workers({name: one.life for name, one in view.items()})
 
     def stage_workers(self, stage: str) -> list[str]:
         """Return the workers of a stage that take requests."""

@@ -6,7 +6,7 @@ Unary calls (`tokenize`, `prefill`, `abort_prefill`) are coroutines. Decode's to
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -48,8 +48,11 @@ class PrefillResult:
 class WorkerClient(Protocol):
     """All workers of one deployment, by worker id. Errors are those of errors.py."""
 
-    def set_workers(self, workers: Collection[str]) -> None:
-        """Take which workers there are now. What runs on one that is missing goes on while it answers."""
+    def set_workers(self, workers: Mapping[str, int]) -> None:
+        """Take which workers there are now, and their engines' lives (0: not known).
+
+        What runs on one that is missing goes on while it answers.
+        """
 
     async def tokenize(self, text: str) -> list[int]: ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 import msgspec
@@ -71,12 +71,17 @@ class Workers:
         self._stall_timeout_s, self._metrics, self._bls = stall_timeout_s, metrics, call
         self._buses: dict[str, Bus] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._members: Collection[str] | None = None  # None: nobody has told
+        self._lives: Mapping[str, int] | None = None  # of the members; None: nobody has told
+        self._own_calls: dict[asyncio.Future[Tensors], tuple[str, int]] = {}  # by BLS: worker, its life at the start
+        self._lost_calls: set[asyncio.Future[Tensors]] = set()
         self._encodes: dict[str, Generation] = {}  # on decode workers, by request id
 
-    def set_workers(self, workers: Collection[str]) -> None:
+    def set_workers(self, workers: Mapping[str, int]) -> None:
         """Take which workers there are. One that is gone keeps its streams for as long as they make progress."""
-        self._members = frozenset(workers)
+        self._lives = workers
+        for call, (worker, life) in self._own_calls.items():
+            if life and workers.get(worker, 0) not in (0, life):  # but an answer may be on its way
+                asyncio.get_running_loop().call_later(LOST_STALL_S, self._lose, call)
         for worker, bus in list(self._buses.items()):
             bus.is_lost = worker not in workers
             if bus.is_lost and bus.is_idle:
@@ -86,7 +91,7 @@ class Workers:
             self._close_later(self._channels.pop(server))
 
     async def tokenize(self, text: str) -> list[int]:
-        outputs = await self._call("tokenizer", {"text_input": _bytes(text.encode())})
+        outputs = await self._call("tokenizer", {"text_input": _bytes(text.encode())}, self._stall_timeout_s)
         ids: list[int] = _output(outputs, "input_ids").reshape(-1).tolist()
         return ids
 
@@ -176,22 +181,45 @@ class Workers:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _call(self, worker: str, inputs: Tensors) -> Tensors:
+    async def _call(self, worker: str, inputs: Tensors, limit_s: float = 0.0) -> Tensors:
         if self._bls is not None and "@" not in worker:
-            return await self._bls(worker, inputs)
+            return await self._call_own(self._bls, worker, inputs, limit_s)
         channel, model = self._model_of(worker)
         return await channel.infer(model, inputs)
 
     async def _call_worker(self, worker: str, inputs: Tensors, request_id: str = "") -> Tensors:
         if self._bls is not None and "@" not in worker:
-            return await self._bls(worker, inputs)
+            return await self._call_own(self._bls, worker, inputs)
         return await self._call_watched(worker, inputs, request_id)
 
-    async def _call_watched(self, worker: str, inputs: Tensors, request_id: str) -> Tensors:
-        """Call a worker while it answers pings and knows of the request: a dead stub would be silent forever.
+    async def _call_own(self, bls: Call, worker: str, inputs: Tensors, limit_s: float = 0.0) -> Tensors:
+        """Call a model of the own server. Triton never ends a call whose stub has died.
 
-        Inside Triton there are no pings to models of the own server: each would take one of the few threads of BLS.
+        A ping would take another of the few threads of BLS. A worker's stub has died when its record is of another
+        engine's life; that of a model without an engine when it has not answered for `limit_s`.
         """
+        call = asyncio.ensure_future(bls(worker, inputs))
+        self._own_calls[call] = worker, (self._lives or {}).get(worker, 0)
+        limit = asyncio.get_running_loop().call_later(limit_s, self._lose, call) if limit_s else None
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if call not in self._lost_calls:
+                raise
+            raise EngineLostError(f"{worker}: its stub died with this request") from None
+        finally:
+            if limit is not None:
+                limit.cancel()
+            del self._own_calls[call]
+            self._lost_calls.discard(call)
+
+    def _lose(self, call: asyncio.Future[Tensors]) -> None:
+        if not call.done():
+            self._lost_calls.add(call)
+            call.cancel()
+
+    async def _call_watched(self, worker: str, inputs: Tensors, request_id: str) -> Tensors:
+        """Call a worker while it answers pings and knows of the request: a dead stub would be silent forever."""
         call = asyncio.ensure_future(self._call(worker, inputs))
         interval_s = self._stall_timeout_s / 2
         pinged_at = time.monotonic()
@@ -215,7 +243,7 @@ class Workers:
             call.cancel()
 
     def _is_member(self, worker: str) -> bool:
-        return self._members is None or worker in self._members
+        return self._lives is None or worker in self._lives
 
     async def _encode_on_bus(self, worker: str, request: EncodeRequest, request_id: str) -> EncodeAnswer:
         """Encode on a decode worker that has the vision tower: a request of the token bus that makes no tokens."""

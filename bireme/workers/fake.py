@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -118,7 +118,7 @@ class FakeWorkers:
         self.members: frozenset[str] = frozenset()  # as the last set_workers told
         self.is_closed = False
 
-    def set_workers(self, workers: Collection[str]) -> None:
+    def set_workers(self, workers: Mapping[str, int]) -> None:
         self.members = frozenset(workers)
 
     async def tokenize(self, text: str) -> list[int]:

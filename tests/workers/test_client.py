@@ -10,6 +10,7 @@ from tritonclient.grpc import service_pb2
 from bireme.errors import EngineLostError, RequestCancelledError, RequestError, UnavailableError
 from bireme.messages import EncodeRequest, EngineRequest, Finish, SamplingParams, Usage
 from bireme.multimodal.wire import EncodeAnswer, encode_answer
+from bireme.workers import client
 from bireme.workers.client import Workers
 from bireme.workers.grpc import GrpcChannel, infer_request
 
@@ -114,6 +115,56 @@ async def test_an_answer_that_is_on_its_way_when_nobody_knows_of_its_request_any
     server.answers_after, server.refusal = 1, "NOT_FOUND: request_id: mine is not under way; it may have ended"
     assert (await workers.prefill("prefill", REQUEST, "mine")).output_ids == (7,)
     assert server.pinged_for == ["mine"]
+
+
+@pytest.fixture
+async def inside(monkeypatch):
+    """Workers of a pipeline inside Triton, whose calls of own models end when `answers` is set."""
+    monkeypatch.setattr(client, "LOST_STALL_S", 0.05)
+    answers = asyncio.Event()
+
+    async def bls(model, inputs):
+        await answers.wait()
+        return {"disaggregated_params": np.array([b"signed"], object), "output_ids": np.array([7], np.int32),
+                "usage": np.array([b"{}"], object)}  # fmt: skip
+
+    inside = Workers(None, STALL_S / 10, call=bls)
+    inside.answers = answers
+    inside.set_workers({"prefill": 1})
+    yield inside
+    await inside.close()
+
+
+async def test_inside_triton_a_prefill_is_lost_once_its_worker_has_another_engine(inside):
+    prefill = asyncio.ensure_future(inside.prefill("prefill", REQUEST, "mine"))
+    await asyncio.sleep(0)
+    inside.set_workers({"prefill": 0})
+    inside.set_workers({"prefill": 2})
+    with pytest.raises(EngineLostError, match="prefill: its stub died with this request"):
+        await asyncio.wait_for(prefill, 30)
+
+
+async def test_inside_triton_a_prefill_of_the_present_engine_is_waited_for(inside):
+    inside.set_workers({"prefill": 2})
+    prefill = asyncio.ensure_future(inside.prefill("prefill", REQUEST, "mine"))
+    inside.set_workers({"prefill": 2, "decode": 5})
+    await asyncio.sleep(0.2)
+    inside.answers.set()
+    assert (await prefill).output_ids == (7,)
+
+
+async def test_inside_triton_a_prefill_that_is_given_up_is_cancelled_and_not_lost(inside):
+    prefill = asyncio.ensure_future(inside.prefill("prefill", REQUEST, "mine"))
+    await asyncio.sleep(0)
+    inside.set_workers({"prefill": 2})
+    prefill.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await prefill
+
+
+async def test_inside_triton_a_tokenizer_that_does_not_answer_is_lost(inside):
+    with pytest.raises(EngineLostError, match="tokenizer: its stub died with this request"):
+        await asyncio.wait_for(inside.tokenize("text"), 30)
 
 
 async def test_a_prefill_worker_whose_engine_is_down_is_not_ready(server, workers):
