@@ -17,6 +17,7 @@ from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_request import ChatRequest, parse_chat
 from bireme.pipelines.chat_service import ChatService
 from bireme.pipelines.chat_stream import ChunkTemplate, StreamedAnswer
+from bireme.pipelines.chat_usage import NvExtReply
 from bireme.pipelines.inside import make_services
 from bireme.pipelines.sequence import SequenceRunner
 from bireme.pipelines.side_by_side import count_request
@@ -74,18 +75,22 @@ class Chat:
         values = read_tensors(inputs, self.spec)
         if "request" not in values:
             raise RequestError("request: missing; send an OpenAI chat completion request as JSON")
-        return parse_chat(values["request"], self._service.services.recipe)
+        request = parse_chat(values["request"], self._service.services.recipe)
+        if request.annotations:
+            raise RequestError("nvext.annotations: responses of this model are no events; ask the OpenAI frontend")
+        return request
 
     async def _serve(
         self, service: ChatService, request: ChatRequest, send: Send, arrived_at: float
     ) -> list[SequenceRunner]:
-        heading, n = ResponseMeta.of(request.model), request.sampling.params.n
+        heading, n = ResponseMeta.of(request.model, service_tier=request.service_tier), request.sampling.params.n
+        nvext = NvExtReply(request.extra_fields, arrived_at)
         if request.stream:
             template = ChunkTemplate(heading, n, request.include_usage)
             sink = _Sink(template, send)
-            answer = StreamedAnswer(template, sink, n, request.include_usage, request.return_timing)
+            answer = StreamedAnswer(template, sink, n, request.include_usage, request.return_timing, nvext)
             return await service.run(request, answer, arrived_at)
-        whole = WholeAnswer(heading, n, request.return_timing)
+        whole = WholeAnswer(heading, n, request.return_timing, nvext)
         sequences = await service.run(request, whole, arrived_at)
         send(JsonResponse(whole.json(), is_last=True))
         return sequences

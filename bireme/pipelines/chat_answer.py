@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from bireme.messages import Usage
-from bireme.pipelines.chat_usage import timing_json, usage_json
+from bireme.pipelines.chat_usage import NO_NVEXT, NvExtReply, timing_json, usage_json
 from bireme.pipelines.token_logprobs import TokenTexts
 from bireme.text.output import TokenDelta
 from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, Parser, Reasoning
@@ -30,10 +30,11 @@ class ResponseMeta:
     id: str
     model: str
     created: int  # unix time
+    service_tier: str | None = None  # None: not shown
 
     @classmethod
-    def of(cls, model: str, prefix: str = "chatcmpl-") -> ResponseMeta:
-        return cls(f"{prefix}{secrets.token_hex(16)}", model, int(time.time()))
+    def of(cls, model: str, prefix: str = "chatcmpl-", service_tier: str | None = None) -> ResponseMeta:
+        return cls(f"{prefix}{secrets.token_hex(16)}", model, int(time.time()), service_tier)
 
 
 class ChatOutput(Protocol):
@@ -146,8 +147,8 @@ class _Collected:
 class WholeAnswer:
     """Collects a chat.completion."""
 
-    def __init__(self, heading: ResponseMeta, n: int, has_timing: bool = False) -> None:
-        self._heading, self._has_timing = heading, has_timing
+    def __init__(self, heading: ResponseMeta, n: int, has_timing: bool = False, nvext: NvExtReply = NO_NVEXT) -> None:
+        self._heading, self._has_timing, self._nvext = heading, has_timing, nvext
         self._choices = [_Collected() for _ in range(n)]
 
     def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
@@ -191,9 +192,11 @@ class WholeAnswer:
             "choices": [_choice_json(index, choice) for index, choice in enumerate(self._choices)],
             "usage": usage_json(self.usages, sum(choice.num_reasoning for choice in self._choices)),
         }
+        if self._heading.service_tier is not None:
+            body["service_tier"] = self._heading.service_tier
         if self._has_timing:
             body["bireme"] = timing_json(self.usages)
-        return encode_json(body)
+        return encode_json(body | self._nvext.json(self.usages))
 
     def _add(self, index: int, logprobs: Logprobs | None) -> None:
         if logprobs is not None:

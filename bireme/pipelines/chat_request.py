@@ -18,7 +18,17 @@ from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
 from bireme.messages import KvCacheRetentionConfig
 from bireme.parameters import BY_NAME, PARAMETERS
-from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelNames, request_options
+from bireme.pipelines.extensions import (
+    REFUSED_NAMES,
+    REFUSED_TIERS,
+    Annotation,
+    ExtraField,
+    RequestOptions,
+    ServiceTier,
+    TopLevelNames,
+    request_options,
+    shown_tier,
+)
 from bireme.pipelines.json_body import check_plain, decode_body
 from bireme.pipelines.picture_parts import PICTURE_PARTS, PictureCollector
 from bireme.pipelines.pictures import PictureSource
@@ -40,6 +50,7 @@ REFUSED = {
     "web_search_options": "there is no web search here; remove it",
     "prompt_cache_retention": "not served; prompts are cached as long as there is room",
     "moderation": "not served; remove it",
+    **REFUSED_TIERS,
     **REFUSED_NAMES,
 }
 
@@ -156,7 +167,7 @@ class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     reasoning_effort: Effort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     modalities: list[Literal["text"]] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: ServiceTier | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
@@ -184,6 +195,9 @@ class ChatRequest:
     session_id: str
     routing: RoutingChoice
     kv_cache_retention_config: KvCacheRetentionConfig | None
+    service_tier: str | None = None  # as the answer shows it
+    annotations: tuple[Annotation, ...] = ()  # of a stream
+    extra_fields: tuple[ExtraField, ...] = ()  # of the answer's nvext
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -197,9 +211,10 @@ def parse_chat(body: bytes | str, recipe: Recipe) -> ChatRequest:
 
 def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
     """Check what the types can't. Raises RequestError."""
-    options = request_options(body)
+    options = request_options(body, body.service_tier)
     if body.nvext is not None and body.nvext.use_raw_prompt:
         raise RequestError("nvext.use_raw_prompt: a chat is told by its template; send the prompt to /v1/completions")
+    check_annotations(options, body.stream)
     guide = _guide(body, options)
     functions, mode = _tools(body, recipe.limits)
     if functions and guide is not None:
@@ -227,7 +242,23 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         session_id=options.session_id or check_session(body.prompt_cache_key or "", "prompt_cache_key"),
         routing=options.routing,
         kv_cache_retention_config=options.kv_cache_retention_config,
+        service_tier=shown_tier(body.service_tier),
+        annotations=options.annotations,
+        extra_fields=options.extra_fields,
     )
+
+
+def check_annotations(options: RequestOptions, stream: bool | None) -> None:
+    """Raise RequestError where annotations, which are events, have no stream to come in."""
+    if options.annotations and not stream:
+        raise RequestError("nvext.annotations: they are events of a stream; send stream true, or remove it")
+
+
+def check_no_nvext_reply(options: RequestOptions) -> None:
+    """Raise RequestError where answers have no place for Dynamo's fields."""
+    for name in ("annotations", "extra_fields"):
+        if getattr(options, name):
+            raise RequestError(f"nvext.{name}: a part of chats and completions; send bireme.return_timing")
 
 
 _OPENAI = tuple(row.name for row in PARAMETERS if row.api == "openai")

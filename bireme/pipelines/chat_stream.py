@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from bireme.messages import Usage
 from bireme.pipelines.chat_answer import Logprobs, ResponseMeta, call_id, encode_json
-from bireme.pipelines.chat_usage import timing_json, usage_json
+from bireme.pipelines.chat_usage import NO_NVEXT, NvExtReply, timing_json, usage_json
 from bireme.text.output import TokenDelta
 
 
@@ -32,11 +32,13 @@ class ChunkTemplate:
     def __init__(
         self, heading: ResponseMeta, n: int, include_usage: bool = False, prefix: bytes = b"", suffix: bytes = b""
     ) -> None:
-        head = b'%b{"id":"%b","object":"chat.completion.chunk","created":%d,"model":%b,"choices":[' % (
+        tier = heading.service_tier
+        head = b'%b{"id":"%b","object":"chat.completion.chunk","created":%d,"model":%b,%b"choices":[' % (
             prefix,
             heading.id.encode(),
             heading.created,
             encode_json(heading.model),
+            b"" if tier is None else b'"service_tier":"%b",' % tier.encode(),
         )
         self._head = head
         self._heads = [b'%b{"index":%d,"delta":' % (head, index) for index in range(n)]
@@ -72,10 +74,13 @@ class StreamedAnswer:
     """Makes chunks as parts come (chat_answer.Answer)."""
 
     def __init__(
-        self, template: ChunkTemplate, sink: ChunkSink, n: int, include_usage: bool = False, has_timing: bool = False
-    ) -> None:
+        self, template: ChunkTemplate, sink: ChunkSink, n: int, include_usage: bool = False, has_timing: bool = False,
+        nvext: NvExtReply = NO_NVEXT, annotations: bytes = b"",
+    ) -> None:  # fmt: skip
+        """`annotations`: events before all others."""
         self._template, self._sink = template, sink
-        self._include_usage, self._has_timing = include_usage, has_timing
+        self._include_usage, self._has_timing, self._nvext = include_usage, has_timing, nvext
+        self._annotations = annotations
         self._usages: list[Usage | None] = [None] * n
         self._has_begun = [False] * n
         self._num_reasoning = 0
@@ -121,7 +126,9 @@ class StreamedAnswer:
 
     def _begin(self, index: int) -> None:
         self._has_begun[index] = True
-        self._sink.chunk(self._template.delta(index, {"role": "assistant", "content": ""}, None, None))
+        begin = self._template.delta(index, {"role": "assistant", "content": ""}, None, None)
+        self._sink.chunk(self._annotations + begin)
+        self._annotations = b""
 
     def _delta(self, index: int, delta: dict[str, Any], logprobs: Logprobs | None, reason: str | None = None) -> None:
         if not self._has_begun[index]:
@@ -134,6 +141,7 @@ class StreamedAnswer:
             fields["usage"] = usage_json(usages, self._num_reasoning)
         if self._has_timing:
             fields["bireme"] = timing_json(usages)
+        fields |= self._nvext.json(usages)
         if fields:
             self._sink.chunk(self._template.last(fields))
         self._sink.end()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -51,6 +51,11 @@ class Extensions(SharedNames, kw_only=True, forbid_unknown_fields=True):
     kv_cache_retention_config: KvCacheRetentionConfig | None = None  # how long its KV blocks are kept
 
 
+Annotation = Literal["request_id", "formatted_prompt", "token_ids"]
+ExtraField = Literal["worker_id", "timing"]
+ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
+
+
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's object: one guide; its other options are not served."""
 
@@ -76,7 +81,8 @@ class NvExt(ForNvExt, kw_only=True, forbid_unknown_fields=True):
     guided_grammar: str | None = None
     greed_sampling: bool | None = None
     use_raw_prompt: bool | None = None
-    annotations: list[str] | None = None
+    annotations: list[Annotation] | None = None  # events of a stream that tell what was made of the request
+    extra_fields: list[ExtraField] | None = None  # of the answer's own nvext
 
 
 class TopLevelNames(SharedNames, kw_only=True, forbid_unknown_fields=True):
@@ -103,6 +109,8 @@ class RequestOptions:
     chat_template_kwargs: dict[str, Any]
     cache_salt: str
     return_timing: bool
+    annotations: tuple[Annotation, ...]  # Dynamo's
+    extra_fields: tuple[ExtraField, ...]  # Dynamo's
     session_id: str
     routing: RoutingChoice
     kv_cache_retention_config: KvCacheRetentionConfig | None
@@ -117,16 +125,22 @@ _NOT_STRUCTURED = (
     "disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern",
 )  # fmt: skip
 _PLACED_HERE = "workers have names here; send bireme.routing"
+_SHOWN_TIERS = {"auto": "default", "fast": "priority"}  # others are shown as they are
+_TIERS = {"flex": 0.25, "priority": 0.75}  # priority of a tier that has one; all others have everybody's
 REFUSED_NAMES = {
     **{
         f"nvext.{name}": _PLACED_HERE
         for name in ("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank")
     },
+    "nvext.annotations[]=llm_metrics": "not served; nvext.extra_fields timing has times, usage the counts",
     "nvext.token_data": "send token ids as the prompt of /v1/completions",
     "nvext.max_thinking_tokens": "not served; remove it, or send max_tokens",
-    "nvext.extra_fields": "not served; bireme.return_timing has times and workers",
     "nvext.agent_hints": "not served; priority is a field of its own",
     "nvext.session_control": "send bireme.session_id, or the header x-session-id",
+    "nvext.agent_context": "not served; remove it",
+    "nvext.request_timestamp_ms": "time is the server's own; remove it",
+    "nvext.routing_constraints": "workers have no taints; send bireme.routing",
+    "nvext.router": "not served; send bireme.routing",
     "nvext.guided_decoding_backend": "guides have one backend; remove it",
     "nvext.guided_whitespace_pattern": "not served; remove it",
     **{
@@ -137,12 +151,25 @@ REFUSED_NAMES = {
 }
 
 
-def request_options(body: TopLevelNames) -> RequestOptions:
-    """Return one value a name, from any place. Raises RequestError, also for values that can't be sent on."""
+REFUSED_TIERS = {
+    f"service_tier={tier}": "no capacity is set aside here; send priority, flex, default or auto"
+    for tier in ("scale", "ultrafast")
+}
+
+
+def shown_tier(tier: ServiceTier | None) -> str | None:
+    """Return a request's service tier as answers repeat it."""
+    return None if tier is None else _SHOWN_TIERS.get(tier, tier)
+
+
+def request_options(body: TopLevelNames, tier: ServiceTier | None = None) -> RequestOptions:
+    """Return one value a name, from any place. Raises RequestError, also for values that can't be sent on.
+
+    `tier`: the request's service_tier, where it has one: a priority by another name.
+    """
     own, nvext = body.bireme, body.nvext
     places: list[tuple[str, msgspec.Struct]] = [("", body), ("bireme.", own)]
     if nvext is not None:
-        _check_nvext(nvext)
         places.append(("nvext.", nvext))
     given: dict[str, list[tuple[str, Any]]] = {}
     for at, place in places:
@@ -156,6 +183,10 @@ def request_options(body: TopLevelNames) -> RequestOptions:
         values["priority"] = _from_rank(body.priority)
     if own.priority is not None:
         values["priority"] = own.priority
+    if (of_tier := _TIERS.get(shown_tier(tier) or "")) is not None:
+        if "priority" in values:
+            raise RequestError(f"service_tier: {tier} beside a priority; send one of them")
+        values["priority"] = of_tier
     if own.logits_processors is not None:
         check_plain(own.logits_processors, "bireme.logits_processors")
         values["logits_processors"] = own.logits_processors
@@ -172,6 +203,8 @@ def request_options(body: TopLevelNames) -> RequestOptions:
         chat_template_kwargs=chat_template_kwargs,
         cache_salt=values.pop("cache_salt", ""),
         return_timing=own.return_timing,
+        annotations=tuple(dict.fromkeys(nvext.annotations or ())) if nvext is not None else (),
+        extra_fields=tuple(dict.fromkeys(nvext.extra_fields or ())) if nvext is not None else (),
         session_id=check_session(own.session_id, "bireme.session_id"),
         routing=own.routing,
         kv_cache_retention_config=check_retention(own.kv_cache_retention_config, "bireme.kv_cache_retention_config"),
@@ -215,13 +248,6 @@ def _guides(body: TopLevelNames) -> list[tuple[str, dict[str, Any]]]:
     if body.bireme.guided_decoding is not None:
         guides.append(("bireme.guided_decoding", body.bireme.guided_decoding))
     return guides
-
-
-def _check_nvext(nvext: NvExt) -> None:
-    if nvext.annotations:
-        raise RequestError(
-            f"nvext.annotations: {str(nvext.annotations[0])[:40]}; no such events are sent here, remove it"
-        )
 
 
 def _from_rank(rank: int) -> float:

@@ -50,6 +50,19 @@ class Prompts:
             lambda: self._encode_chat(messages, tools, variables, cache_salt), size + 1000 * len(tools)
         )
 
+    async def shown(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+        cache_salt: str,
+    ) -> tuple[Ids, str]:
+        """Return a conversation's ids and its rendered text. Raises RequestError."""
+        return await self._encoder.run(
+            lambda: self._encoder.encode_chat("prompt", messages, tools, variables, self._context(), cache_salt),
+            sum(_num_characters(message["content"]) for message in messages) + 1000 * len(tools),
+        )
+
     async def text(self, text: str, add_special_tokens: bool = True, cache_salt: str = "") -> EncodedPrompt:
         """Encode plain text. Raises RequestError."""
         self._encoder.check("prompt", text, self._context())

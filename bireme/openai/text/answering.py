@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
@@ -21,11 +21,13 @@ from bireme.openai.http.error_replies import is_internal, reply_of, shutting_dow
 from bireme.openai.http.event_stream import DONE, PREFIX, SUFFIX, EventStream
 from bireme.openai.text.completion_request import CompletionRequest
 from bireme.openai.text.served_model import FollowedModel
+from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.chat_request import ChatRequest
 from bireme.pipelines.chat_usage import server_timing
+from bireme.pipelines.extensions import Annotation
 from bireme.pipelines.sequence import SequenceRunner
 from bireme.pipelines.side_by_side import count_request
-from bireme.request import check_session
+from bireme.request import Ids, check_session
 
 logger = logging.getLogger("bireme.openai")
 Streams = set[EventStream]  # the running ones, for comments
@@ -48,6 +50,12 @@ def for_caller(call: Call, request: _R) -> _R:
         session_id = check_session(header.decode("latin-1"), SESSION_HEADER.decode())
         request = replace(request, session_id=session_id)
     return request
+
+
+def annotation_events(names: Sequence[Annotation], call: Call, ids: Ids, prompt: str) -> bytes:
+    """Return Dynamo's events that tell what was made of a request: no data, the value as JSON in a comment."""
+    values = {"request_id": call.request_id.decode(), "formatted_prompt": prompt, "token_ids": ids.tolist()}
+    return b"".join(b"event: %b\n: %b\n\n" % (name.encode(), encode_json(values[name])) for name in names)
 
 
 def error_events(error: BaseException) -> bytes:

@@ -5,11 +5,21 @@ from __future__ import annotations
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import PREFIX, SUFFIX, EventStream
 from bireme.openai.http.pace import Pacer
-from bireme.openai.text.answering import PLACED, Streams, answer_events, answer_whole, counted, for_caller, note_usage
+from bireme.openai.text.answering import (
+    PLACED,
+    Streams,
+    annotation_events,
+    answer_events,
+    answer_whole,
+    counted,
+    for_caller,
+    note_usage,
+)
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_request import REFUSED, ChatBody, ChatRequest, check_chat
 from bireme.pipelines.chat_stream import ChunkTemplate, StreamedAnswer
+from bireme.pipelines.chat_usage import NvExtReply
 from bireme.pipelines.json_body import decode_body
 
 
@@ -38,7 +48,9 @@ class ChatCompletions:
         await call.reply(200, answer)
 
     async def _whole(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
-        answer = WholeAnswer(ResponseMeta.of(model.name), request.sampling.params.n, request.return_timing)
+        heading = ResponseMeta.of(model.name, service_tier=request.service_tier)
+        nvext = NvExtReply(request.extra_fields, call.arrived_at)
+        answer = WholeAnswer(heading, request.sampling.params.n, request.return_timing, nvext)
         work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt)
         sequences = await answer_whole(call, work)
         call.notes["outcome"] = sequences[0].finish_reason
@@ -46,10 +58,17 @@ class ChatCompletions:
         await call.reply(200, answer.json())
 
     async def _stream(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
-        n = request.sampling.params.n
-        template = ChunkTemplate(ResponseMeta.of(model.name), n, request.include_usage, PREFIX, SUFFIX)
+        n, annotations = request.sampling.params.n, b""
+        if request.annotations:
+            shown = await model.chat.prompts.shown(
+                request.messages, request.tools, request.variables, request.cache_salt
+            )
+            annotations = annotation_events(request.annotations, call, *shown)
+        heading = ResponseMeta.of(model.name, service_tier=request.service_tier)
+        template = ChunkTemplate(heading, n, request.include_usage, PREFIX, SUFFIX)
         stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
-        answer = StreamedAnswer(template, stream, n, request.include_usage, request.return_timing)
+        nvext = NvExtReply(request.extra_fields, call.arrived_at)
+        answer = StreamedAnswer(template, stream, n, request.include_usage, request.return_timing, nvext, annotations)
         work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt)
         call.notes["outcome"] = await answer_events(call, work, stream, self._streams)
         if usages := answer.usages:

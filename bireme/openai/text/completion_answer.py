@@ -11,7 +11,7 @@ import msgspec
 from bireme.messages import TokenLogprobs, Usage
 from bireme.openai.http.event_stream import PREFIX, SUFFIX, EventStream
 from bireme.pipelines.chat_answer import ResponseMeta, encode_json
-from bireme.pipelines.chat_usage import timing_json, usage_json
+from bireme.pipelines.chat_usage import NO_NVEXT, NvExtReply, timing_json, usage_json
 from bireme.pipelines.token_logprobs import LOWEST, TokenTexts
 from bireme.text.output import TokenDelta
 
@@ -105,8 +105,13 @@ class StreamedCompletion:
         self.usages: list[Usage] = [Usage() for _ in echoes]
         self._num_open = len(echoes)
         self.n, self.include_usage, self.has_timing = 1, False, False
+        self.nvext = NO_NVEXT
+        self.annotations = b""  # events before all others
 
     def add(self, index: int, delta: TokenDelta) -> None:
+        if self.annotations:
+            self._stream.chunk(self.annotations)
+            self.annotations = b""
         echo, self._echoes[index] = self._echoes[index], ""
         if self._columns is not None and (delta.logprobs or delta.prompt_logprobs):
             columns = self._columns[index].show(delta.logprobs or (), delta.prompt_logprobs)
@@ -129,6 +134,7 @@ class StreamedCompletion:
             fields["usage"] = batch_usage(self.usages, self.n)
         if self.has_timing:
             fields["bireme"] = timing_json(self.usages)
+        fields |= self.nvext.json(self.usages)
         if fields:
             self._stream.chunk(self._template.last(fields))
         self._stream.end()
@@ -154,7 +160,7 @@ class WholeCompletion:
             self._reasons[index] = delta.finish_reason
             self.usages[index] = delta.usage or Usage()
 
-    def json(self, n: int, has_timing: bool) -> bytes:
+    def json(self, n: int, has_timing: bool, nvext: NvExtReply = NO_NVEXT) -> bytes:
         body = {
             "id": self._heading.id,
             "object": "text_completion",
@@ -165,7 +171,7 @@ class WholeCompletion:
         }
         if has_timing:
             body["bireme"] = timing_json(self.usages)
-        return encode_json(body)
+        return encode_json(body | nvext.json(self.usages))
 
     def _choice(self, index: int) -> dict[str, Any]:
         columns = self._columns[index] if self._columns is not None else None

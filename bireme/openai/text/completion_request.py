@@ -11,8 +11,8 @@ from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
 from bireme.messages import KvCacheRetentionConfig
 from bireme.parameters import BY_NAME
-from bireme.pipelines.chat_request import OpenAIBody, openai_sampling
-from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, request_options
+from bireme.pipelines.chat_request import OpenAIBody, check_annotations, openai_sampling
+from bireme.pipelines.extensions import REFUSED_NAMES, Annotation, ExtraField, RequestOptions, request_options
 from bireme.request import RoutingChoice
 from bireme.sampling import Sampling
 
@@ -49,6 +49,8 @@ class CompletionRequest:
     session_id: str
     routing: RoutingChoice
     kv_cache_retention_config: KvCacheRetentionConfig | None
+    annotations: tuple[Annotation, ...]  # of a stream
+    extra_fields: tuple[ExtraField, ...]  # of the answer's nvext
 
 
 def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
@@ -56,6 +58,7 @@ def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only with stream true; remove it")
     options = request_options(body)
+    check_annotations(options, body.stream)
     if options.chat_template_kwargs:
         raise RequestError("chat_template_kwargs: belongs to /v1/chat/completions; remove it")
     if body.max_tokens == 0 and not body.echo:
@@ -75,6 +78,8 @@ def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
         session_id=options.session_id,
         routing=options.routing,
         kv_cache_retention_config=options.kv_cache_retention_config,
+        annotations=options.annotations,
+        extra_fields=options.extra_fields,
     )
 
 

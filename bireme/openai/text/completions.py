@@ -12,7 +12,16 @@ from bireme.messages import SamplingParams
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import EventStream
 from bireme.openai.http.pace import Pacer
-from bireme.openai.text.answering import PLACED, Streams, answer_events, answer_whole, counted, for_caller, note_usage
+from bireme.openai.text.answering import (
+    PLACED,
+    Streams,
+    annotation_events,
+    answer_events,
+    answer_whole,
+    counted,
+    for_caller,
+    note_usage,
+)
 from bireme.openai.text.completion_answer import (
     CompletionTemplate,
     LogprobColumns,
@@ -23,6 +32,7 @@ from bireme.openai.text.completion_answer import (
 from bireme.openai.text.completion_request import REFUSED, CompletionBody, CompletionRequest, check_completion
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.pipelines.chat_answer import ResponseMeta, encode_json
+from bireme.pipelines.chat_usage import NvExtReply
 from bireme.pipelines.json_body import decode_body
 from bireme.pipelines.placement_answer import placement_json
 from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
@@ -108,7 +118,8 @@ class Completions:
         sequences = await answer_whole(call, self._run(call, model, job, answer))
         call.notes["outcome"] = sequences[0].finish_reason
         note_usage(call, answer.usages, job.num_prompt_tokens)
-        await call.reply(200, answer.json(job.n, job.request.return_timing))
+        nvext = NvExtReply(job.request.extra_fields, call.arrived_at)
+        await call.reply(200, answer.json(job.n, job.request.return_timing, nvext))
 
     async def _stream(self, call: Call, model: ServedModel, job: _CompletionJob) -> None:
         request = job.request
@@ -116,6 +127,11 @@ class Completions:
         stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
         answer = StreamedCompletion(template, stream, job.echoes, _columns(model, job))
         answer.n, answer.include_usage, answer.has_timing = job.n, request.include_usage, request.return_timing
+        answer.nvext = NvExtReply(request.extra_fields, call.arrived_at)
+        if request.annotations:
+            for prompt, first in zip(request.prompts, job.works[:: job.n], strict=True):
+                text = _echo(model, prompt, first.sampling)
+                answer.annotations += annotation_events(request.annotations, call, first.prompt, text)
         work = self._run(call, model, job, answer)
         call.notes["outcome"] = await answer_events(call, work, stream, self._streams)
         note_usage(call, answer.usages, job.num_prompt_tokens)

@@ -16,7 +16,7 @@ import msgspec
 
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
-from bireme.pipelines.chat_request import ChatRequest, ToolMode, api_sampling
+from bireme.pipelines.chat_request import ChatRequest, ToolMode, api_sampling, check_no_nvext_reply
 from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelNames, request_options
 from bireme.pipelines.json_body import check_plain
 from bireme.pipelines.picture_parts import PictureCollector
@@ -256,6 +256,7 @@ def check_count(body: CountBody, recipe: Recipe) -> ChatRequest:
 
 def _chat(body: CountBody, fields: dict[str, Any], recipe: Recipe) -> ChatRequest:
     options = request_options(body)
+    check_no_nvext_reply(options)
     functions, mode = _tools(body, recipe.limits)
     guide = _guide(body, options)
     if functions and guide is not None:

@@ -25,12 +25,20 @@ from bireme.pipelines.chat_request import (
     ToolMode,
     check_functions,
     check_metadata,
+    check_no_nvext_reply,
     check_verbosity,
     openai_sampling,
     schema_guide,
     template_variables,
 )
-from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, request_options
+from bireme.pipelines.extensions import (
+    REFUSED_NAMES,
+    REFUSED_TIERS,
+    RequestOptions,
+    ServiceTier,
+    request_options,
+    shown_tier,
+)
 from bireme.pipelines.json_body import convert_part
 from bireme.request import check_session
 
@@ -65,6 +73,7 @@ REFUSED = {
     "image": "not served; remove it",
     "prompt_cache_options": "not served; prompts are cached as long as there is room",
     "prompt_cache_retention": "not served; prompts are cached as long as there is room",
+    **REFUSED_TIERS,
     **REFUSED_NAMES,
 }
 
@@ -134,7 +143,7 @@ class ResponseBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     stream_options: ResponseStreamOptions | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: ServiceTier | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
@@ -164,7 +173,8 @@ class ResponseRequest:
 
 def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] = ()) -> ResponseRequest:
     """Check what the types can't. `history`: items of the responses that this one goes on from. Raises RequestError."""
-    options = request_options(body)
+    options = request_options(body, body.service_tier)
+    check_no_nvext_reply(options)
     include = _include(body)
     text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
     summary = _summary(reasoning)
@@ -225,7 +235,7 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": summary},
         "safety_identifier": body.safety_identifier,
-        "service_tier": "default",
+        "service_tier": shown_tier(body.service_tier) or "default",
         "temperature": params.temperature,
         "text": {"format": _format_json(text.format), "verbosity": "medium"},
         "tool_choice": body.tool_choice or "auto",

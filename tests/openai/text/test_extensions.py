@@ -1,6 +1,8 @@
 """Fields beyond OpenAI's: at the top level as vLLM takes them, in nvext as Dynamo does, and in `bireme`."""
 
+import json
 import re
+import time
 from pathlib import Path
 
 import msgspec
@@ -89,6 +91,64 @@ async def test_a_lower_priority_at_the_top_level_comes_earlier(frontend):
     found = [(await engine_request(bench, "chat", priority=rank)).priority for rank in (-1000, -1, 0, 1, 1000)]
     assert found == sorted(found, reverse=True) and len(set(found)) == 5
     assert found[2] == 0.5 and all(0 <= priority <= 1 for priority in found)
+
+
+@pytest.mark.parametrize("tier", ["priority", "fast", "flex", "default", "auto", None])
+async def test_a_service_tier_is_a_priority_and_the_answer_repeats_it(frontend, tier):
+    bench = await frontend()
+    shown = {"auto": "default", "fast": "priority"}.get(tier, tier)
+    reply = bench.chat(stream=True, **({"service_tier": tier} if tier else {}))
+    await bench.workers.emit(4)
+    assert {chunk.get("service_tier") for chunk in (await reply.end()).events()[:-1]} == {shown}
+    request = await engine_request(bench, "chat", **({"service_tier": tier} if tier else {}))
+    assert request.priority == {"flex": 0.25, "priority": 0.75}.get(shown, 0.5)
+
+
+ASKED = {
+    "chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "responses": {"input": "hi", "max_output_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_a_whole_answer_repeats_its_service_tier(frontend, path):
+    bench = await frontend()
+    reply = bench.call("POST", f"/v1/{path}", {"model": "test", "service_tier": "flex", **ASKED[path]})
+    await bench.workers.emit(4)
+    assert (await reply.end()).json()["service_tier"] == "flex"
+
+
+@POSTS
+@pytest.mark.parametrize("stream", [False, True])
+async def test_dynamos_fields_of_an_answer_come_when_they_are_asked_for(frontend, post, stream):
+    bench = await frontend()
+    reply = getattr(bench, post)(nvext={"extra_fields": ["timing", "worker_id"]}, stream=stream)
+    await bench.workers.emit(4)
+    await reply.end()
+    nvext = (reply.events()[-2] if stream else reply.json())["nvext"]
+    assert nvext["worker_id"] == {"prefill_worker_id": "decode", "decode_worker_id": "decode"}
+    timing = nvext["timing"]
+    assert 0 <= timing["ttft_ms"] <= timing["total_time_ms"] and timing["kv_hit_rate"] == 0
+    assert abs(timing["request_received_ms"] / 1e3 - time.time()) < 60
+
+
+@POSTS
+async def test_dynamos_annotations_are_the_first_events_of_a_stream(frontend, post):
+    bench = await frontend()
+    names = ["formatted_prompt", "request_id", "token_ids"]
+    reply = getattr(bench, post)(stream=True, nvext={"annotations": names})
+    await bench.workers.emit(4)
+    *told, first = (await reply.end()).data.decode().split("\n\n")[:4]
+    values = [json.loads(event.partition("\n: ")[2]) for event in told]
+    prompt = "user:hi\nassistant:" if post == "chat" else "hi"
+    assert [event.partition("\n")[0] for event in told] == [f"event: {name}" for name in names]
+    assert values == [prompt, reply.headers["x-request-id"], [ord(letter) for letter in prompt]]
+    assert first.startswith("data: ")
+
+
+async def test_a_chat_that_is_refused_sends_no_annotation(frontend):
+    reply = await (await frontend()).chat(stream=True, max_tokens=0, nvext={"annotations": ["token_ids"]}).end()
+    assert reply.status == 400
 
 
 async def test_template_variables_are_taken_at_the_top_level(frontend):

@@ -281,7 +281,9 @@ BAD = {
     "conversation": ({"conversation": "conv_1"}, "conversation"),
     "prompt": ({"prompt": {"id": "x"}}, "prompt"),
     "moderation": ({"moderation": {"model": "x"}}, "moderation"),
-    "service_tier": ({"service_tier": "flex"}, "service_tier"),
+    "service_tier": ({"service_tier": "scale"}, "service_tier"),
+    "a tier and a priority": ({"service_tier": "flex", "priority": 3}, "service_tier"),
+    "Dynamo's fields": ({"nvext": {"extra_fields": ["timing"]}}, "nvext.extra_fields"),
     "placement": ({"bireme": {"routing": {"query_only": True}}}, "bireme.routing.query_only"),
     "unknown": ({"inptu": 1}, "inptu"),
 }  # fmt: skip
