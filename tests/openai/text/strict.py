@@ -47,8 +47,8 @@ def whole_of(events: list[Any]) -> dict[str, Any]:
             told = event.arguments if event.type.endswith("arguments.done") else event.text
             assert told == items[event.output_index]["texts"]
         elif event.type == "response.output_item.done":
-            items[event.output_index]["item"] = event.item.model_dump(exclude_unset=True)
-    last = events[-1].response.model_dump(exclude_unset=True)
+            items[event.output_index]["item"] = event.item.model_dump(exclude_unset=True, by_alias=True)
+    last = events[-1].response.model_dump(exclude_unset=True, by_alias=True)
     assert [item["item"] for item in items.values()] == last["output"]
     return json.loads(json.dumps(last))
 

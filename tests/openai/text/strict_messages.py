@@ -46,7 +46,7 @@ def events_of(data: bytes) -> list[Any]:
 def whole_of(events: list[Any]) -> dict[str, Any]:
     """Return the message that the events tell; they must come in their order, block after block."""
     first, *rest = events
-    message = first.message.model_dump(exclude_unset=True)
+    message = first.message.model_dump(exclude_unset=True, by_alias=True)
     assert (first.type, message["content"], message["stop_reason"]) == ("message_start", [], None)
     last, stop = rest[-2:]
     assert (last.type, stop.type) == ("message_delta", "message_stop")
@@ -54,7 +54,7 @@ def whole_of(events: list[Any]) -> dict[str, Any]:
     for event in rest[:-2]:
         if event.type == "content_block_start":
             assert not is_open and event.index == len(message["content"])
-            block = event.content_block.model_dump(exclude_unset=True)
+            block = event.content_block.model_dump(exclude_unset=True, by_alias=True)
             message["content"].append(block)
             partial = ""
         assert event.index == len(message["content"]) - 1
@@ -69,7 +69,7 @@ def whole_of(events: list[Any]) -> dict[str, Any]:
         elif not is_open and block["type"] == "tool_use":
             block["input"] = json.loads(partial or "{}")
     assert not is_open
-    message |= last.delta.model_dump(exclude_unset=True)
-    message["usage"] |= last.usage.model_dump(exclude_unset=True)
+    message |= last.delta.model_dump(exclude_unset=True, by_alias=True)
+    message["usage"] |= last.usage.model_dump(exclude_unset=True, by_alias=True)
     message_of(json.dumps(message).encode())
     return message
