@@ -456,6 +456,15 @@ class SupervisorConfig(Settings, frozen=True, kw_only=True):
     slow_restart_s: Duration = 60.0  # between lives once max_restarts are used up; 0: the worker stays down
 
 
+class GrpcTlsConfig(Settings, frozen=True, kw_only=True):
+    """TLS of tritonserver's gRPC port, which then asks clients for certificates. Files in PEM, beside the recipe."""
+
+    certificate: str = ""  # this host's, with those up to the authority: servers and their clients show it; "": no TLS
+    key: str = ""  # its key, without a password
+    authority: str = ""  # certificates of the other side are to be signed by one of these
+    server_name: str = ""  # that certificates of servers are for; "": the host by which they are reached
+
+
 class Recipe(Settings, frozen=True, kw_only=True):
     model: str
     tokenizer: str = ""  # "": the model's
@@ -473,6 +482,7 @@ class Recipe(Settings, frozen=True, kw_only=True):
     supervisor: SupervisorConfig = SupervisorConfig()
     memory_service: MemoryServiceConfig = MemoryServiceConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
+    grpc_tls: GrpcTlsConfig = GrpcTlsConfig()
     chat: ChatConfig = ChatConfig()
     frontend: FrontendConfig = FrontendConfig()
     video: VideoConfig = VideoConfig()

@@ -179,6 +179,10 @@ def check_rules(recipe: Recipe) -> None:
         if entry.instances > 1 and stage != "decode":
             raise ConfigError(f"workers.{stage}.instances: {entry.instances}; only decode shares streams, remove it")
     _check_discovery(recipe.discovery)
+    files = {name: getattr(recipe.grpc_tls, name) for name in ("certificate", "key", "authority")}
+    if any(files.values()) and not all(files.values()):
+        missing = next(name for name, path in files.items() if not path)
+        raise ConfigError(f"grpc_tls.{missing}: missing; certificate, key and authority belong together")
     if "decode" not in recipe.workers and "prefill" in recipe.workers:
         raise ConfigError("workers: prefill without decode; add decode, or use decode alone for aggregated serving")
     if recipe.pipeline.enforce_disaggregation and "prefill" not in recipe.workers:

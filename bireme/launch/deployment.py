@@ -53,6 +53,7 @@ from bireme.launch.tritonserver import (
     address,
 )
 from bireme.launch.watchdog import StubWatchdog
+from bireme.workers.grpc_tls import GrpcTls
 
 _PARALLEL_LOADS = 8  # each holds one of the server's HTTP threads
 _PROGRESS_S = 5.0
@@ -316,6 +317,7 @@ class Deployment:
             thread_pool_size=settings.thread_pool_size or thread_pool_size(self._num_stubs),
             exit_timeout_s=settings.drain_timeout_s,
             allow_client_shm=settings.allow_client_shm,
+            grpc_tls=GrpcTls.of(settings.recipe),
             environment=environment,
             arguments=settings.triton_arguments,
         )

@@ -5,6 +5,7 @@ A stopped process's port still takes connections, so each is asked for something
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import ssl
@@ -84,12 +85,15 @@ def get(address: str, path: str, timeout_s: float, has_tls: bool = False) -> byt
         connection.close()
 
 
-def ask_grpc(address: str) -> Ask:
+def ask_grpc(address: str, tls: ssl.SSLContext | None = None) -> Ask:
     """Return a question that a gRPC server answers before any call: its HTTP/2 settings."""
     host, _, port = address.rpartition(":")
 
     def ask(timeout_s: float) -> None:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as connection:
+        with contextlib.ExitStack() as stack:
+            connection = stack.enter_context(socket.create_connection((host.strip("[]"), int(port)), timeout_s))
+            if tls is not None:
+                connection = stack.enter_context(tls.wrap_socket(connection))
             connection.sendall(_HTTP2_HELLO)
             head = b""
             while len(head) < _FRAME_HEAD_BYTES:

@@ -220,10 +220,10 @@ class HealthMonitor:
         return self._recipe.pipeline.enforce_disaggregation or looks_at_pictures
 
     def _make_doors(self) -> list[Door]:
-        server = self._server
+        server, tls = self._server, self._server.options.grpc_tls
         doors = [
             Door("http", ask_http(server.http, "/v2/health/live")),
-            Door("grpc", ask_grpc(server.grpc)),
+            Door("grpc", ask_grpc(server.grpc, tls.client_context() if tls is not None else None)),
             Door("metrics", self._read_metrics),
         ]
         return [door for door in doors if f"--allow-{door.name}=false" not in server.options.arguments]

@@ -26,6 +26,7 @@ from bireme.launch.installation import Installation, find_installation, find_lib
 from bireme.launch.ports import is_free
 from bireme.launch.processes import command_line
 from bireme.launch.run_folder import SHM
+from bireme.workers.grpc_tls import GrpcTls
 
 SUPPORTED_PYTHON = ((3, 10), (3, 12))  # oldest and newest, both inclusive
 _MIB = 1 << 20
@@ -56,6 +57,7 @@ def check_all(
     problems = [*check_python(), *check_platform(), *check_engines(recipe, environment)]
     problems += check_arguments(recipe)
     problems += check_model(recipe)
+    problems += check_grpc_tls(recipe)
     installation = None
     try:
         installation = find_installation(environment)
@@ -152,6 +154,14 @@ def _missing(modules: tuple[str, ...], environment: Mapping[str, str], own: Mapp
 def check_arguments(recipe: Recipe) -> list[str]:
     """What TensorRT-LLM would refuse in its workers' YAMLs, minutes into a large model's load."""
     return list(map(str, errors(pair_rules.check_recipe(recipe))))
+
+
+def check_grpc_tls(recipe: Recipe) -> list[str]:
+    try:
+        GrpcTls.of(recipe)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def check_model(recipe: Recipe) -> list[str]:

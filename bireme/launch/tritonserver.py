@@ -42,6 +42,7 @@ from bireme.launch.ports import Ports, free_ports
 from bireme.launch.repository import link_models
 from bireme.launch.run_folder import RunFolder
 from bireme.recipe_files import load_recipe
+from bireme.workers.grpc_tls import GrpcTls
 
 _TAIL_LINES = 400
 _SHOWN_LINES = 30
@@ -73,6 +74,7 @@ class ServerOptions:
     http_threads: int = 16  # a blocking load holds one
     exit_timeout_s: int = 20  # for requests under way at SIGTERM
     allow_client_shm: bool = False  # clients may have the server map memory of their choice
+    grpc_tls: GrpcTls | None = None
     environment: Mapping[str, str] = field(default_factory=dict)  # on top of the process's own
     arguments: tuple[str, ...] = ()  # more flags, last
 
@@ -269,6 +271,7 @@ class Server:
             f"--http-thread-count={options.http_threads}",
             f"--exit-timeout-secs={options.exit_timeout_s}",
             *self._restrictions(),
+            *(options.grpc_tls.server_flags() if options.grpc_tls is not None else ()),
             f"--backend-config=python,shm-region-prefix-name={self.run.shm_prefix}",
             f"--backend-config=python,thread-pool-size={options.thread_pool_size}",
         ]
@@ -374,7 +377,7 @@ def start_server(
             link_models(repositories[0], recipe)
         options = ServerOptions(
             repositories=repositories, ports=ports or free_ports(), models=models, environment=environment,
-            arguments=arguments, allow_client_shm=allow_client_shm,
+            arguments=arguments, allow_client_shm=allow_client_shm, grpc_tls=GrpcTls.of(recipe),
         )  # fmt: skip
         server = Server(options, run, log_path=run.path / "tritonserver.log")
         with server:

@@ -13,6 +13,7 @@ from bireme.types import StageContext
 from bireme.workers.base import WorkerClient
 from bireme.workers.client import Workers
 from bireme.workers.grpc import GrpcChannel
+from bireme.workers.grpc_tls import GrpcTls
 
 
 def make_services(
@@ -29,7 +30,8 @@ def make_services(
     if workers is None:
         if context.call_async is None:
             raise UnavailableError(f"{context.model_name}: no way to call other models")
-        workers = Workers(GrpcChannel(), recipe.pipeline.stall_timeout_s, context.metrics, context.call_async)
+        tls, stall_timeout_s = GrpcTls.of(recipe), recipe.pipeline.stall_timeout_s
+        workers = Workers(GrpcChannel(tls=tls), stall_timeout_s, context.metrics, context.call_async, tls)
         folder = run.run_dir()
         services = Services(recipe, workers, make_router(recipe, context.metrics, folder), context.metrics)
         services.follow(discover(recipe, run.own_address(), folder, context.metrics))

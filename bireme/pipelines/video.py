@@ -20,6 +20,7 @@ from bireme.request import read_tensors
 from bireme.specs import VIDEO, ModelSpec
 from bireme.types import Cancelled, Response, Send, StageContext, Tensors
 from bireme.video.files import open_files
+from bireme.workers.grpc_tls import GrpcTls
 from bireme.workers.video import VideoWorkers
 
 
@@ -34,7 +35,7 @@ class Video:
 
     async def start(self, context: StageContext) -> None:
         recipe = context.recipe
-        workers = self._workers or VideoWorkers(recipe.pipeline.stall_timeout_s)
+        workers = self._workers or VideoWorkers(recipe.pipeline.stall_timeout_s, tls=GrpcTls.of(recipe))
         self._service = VideoService(recipe, workers, context.metrics)
         self._name = recipe.video_name
         self._delivery = Delivery(open_files(recipe), recipe.video.public_url)

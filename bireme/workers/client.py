@@ -47,6 +47,7 @@ from bireme.types import Array, Floats, Tensors
 from bireme.workers.base import Generation, PrefillResult
 from bireme.workers.bus import LOST_STALL_S, Bus
 from bireme.workers.grpc import GrpcChannel
+from bireme.workers.grpc_tls import GrpcTls
 
 Call = Callable[[str, Tensors], Awaitable[Tensors]]
 _decode_usage = msgspec.json.Decoder(Usage).decode
@@ -62,13 +63,15 @@ class Workers:
         stall_timeout_s: float,
         metrics: Registry | None = None,
         call: Call | None = None,
+        tls: GrpcTls | None = None,
     ) -> None:
         """`channel`: to the own server; None: there is none, every worker's id names its server.
 
         `call`: StageContext.call_async, of a pipeline inside Triton; None: unary calls go over the channel, too.
+        `tls`: of channels to other servers.
         """
         self._channels: dict[str, GrpcChannel] = {} if channel is None else {"": channel}  # by server
-        self._stall_timeout_s, self._metrics, self._bls = stall_timeout_s, metrics, call
+        self._stall_timeout_s, self._metrics, self._bls, self._tls = stall_timeout_s, metrics, call, tls
         self._buses: dict[str, Bus] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._lives: Mapping[str, int] | None = None  # of the members; None: nobody has told
@@ -172,7 +175,7 @@ class Workers:
         if channel is None:
             if not server:
                 raise UnavailableError(f"{worker}: this process has no tritonserver of its own")
-            channel = self._channels[server] = GrpcChannel(server)
+            channel = self._channels[server] = GrpcChannel(server, self._tls)
         return channel, model
 
     def _close_later(self, channel: GrpcChannel) -> None:

@@ -16,6 +16,7 @@ from bireme.errors import BiremeError, find_error, parse_error
 from bireme.messages import U32
 from bireme.types import Array, Tensors
 from bireme.workers.base import UnreachableError
+from bireme.workers.grpc_tls import GrpcTls
 
 DEFAULT_ADDRESS = "127.0.0.1:8001"
 _SERVICE = "/inference.GRPCInferenceService/"
@@ -39,9 +40,10 @@ def server_address() -> str:
 class GrpcChannel:
     """The gRPC endpoint of one tritonserver; connects with the first call. Used on one loop."""
 
-    def __init__(self, address: str | None = None) -> None:
+    def __init__(self, address: str | None = None, tls: GrpcTls | None = None) -> None:
         """`address`: None is server_address()."""
         self.address = address or server_address()
+        self._tls = tls
         self._channel: Any = None
         self._infer: Any = None
 
@@ -82,8 +84,10 @@ class GrpcChannel:
     def _method(self, kind: str, name: str, answer: Any) -> Any:
         import grpc.aio
 
-        if self._channel is None:
+        if self._channel is None and self._tls is None:
             self._channel = grpc.aio.insecure_channel(self.address, _OPTIONS)
+        elif self._channel is None and self._tls is not None:
+            self._channel = self._tls.channel(self.address, _OPTIONS)
         return getattr(self._channel, kind)(
             _SERVICE + name,
             request_serializer=lambda request: request.SerializeToString(),
@@ -145,10 +149,10 @@ def rpc_error(error: Any, address: str) -> BiremeError:
         return coded
     if error.code() == grpc.StatusCode.UNAVAILABLE or details == _WRITE_FAILED:
         why = details.splitlines()[0] if details else "connection lost"
-        return UnreachableError(
-            f"no Triton gRPC endpoint at {address} ({why}); set BIREME_GRPC to the host:port of this deployment's"
-            " server"
-        )
+        remedy = "set BIREME_GRPC to the host:port of this deployment's server"
+        if "handshake" in why:
+            remedy = "certificate, authority and server_name of grpc_tls in both recipes have to fit each other"
+        return UnreachableError(f"no Triton gRPC endpoint at {address} ({why}); {remedy}")
     parsed = parse_error(details)
     return parsed if parsed.retryable else BiremeError(f"{error.code().name}: {details}")
 

@@ -12,6 +12,7 @@ from typing import Any
 from bireme.errors import BiremeError, EngineLostError, UnavailableError, parse_error
 from bireme.types import Array, Tensors
 from bireme.workers.grpc import GrpcChannel, infer_request, leave, outputs_of, rpc_error
+from bireme.workers.grpc_tls import GrpcTls
 
 _LEAVE_S = 1.0  # from a request's end to its stream's
 
@@ -19,8 +20,8 @@ _LEAVE_S = 1.0  # from a request's end to its stream's
 class VideoWorkers:
     """All video workers of one tritonserver. Use it on one loop."""
 
-    def __init__(self, stall_timeout_s: float, address: str | None = None) -> None:
-        self._channel = GrpcChannel(address)
+    def __init__(self, stall_timeout_s: float, address: str | None = None, tls: GrpcTls | None = None) -> None:
+        self._channel = GrpcChannel(address, tls)
         self._stall_timeout_s = stall_timeout_s
 
     async def generate(self, worker: str, tensors: Mapping[str, bytes | Array]) -> AsyncIterator[Tensors]:

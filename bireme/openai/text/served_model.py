@@ -25,6 +25,7 @@ from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
 from bireme.workers.base import WorkerClient
 from bireme.workers.client import Workers
 from bireme.workers.grpc import GrpcChannel
+from bireme.workers.grpc_tls import GrpcTls
 
 
 class FollowedModel:
@@ -115,8 +116,10 @@ def connection_of(recipe: Recipe, address: str | None, metrics: Registry) -> Rec
     if address is not None and address == os.environ.get("BIREME_GRPC"):  # of this launch
         server, folder = run.own_address(), Path(named) if (named := os.environ.get("BIREME_RUN_DIR")) else None
     discovery = discover(recipe, server, folder, metrics)
-    channel = GrpcChannel(address) if address is not None else None
-    return RecipeConnection(Workers(channel, recipe.pipeline.stall_timeout_s, metrics), discovery, folder)
+    tls = GrpcTls.of(recipe)
+    channel = GrpcChannel(address, tls) if address is not None else None
+    workers = Workers(channel, recipe.pipeline.stall_timeout_s, metrics, tls=tls)
+    return RecipeConnection(workers, discovery, folder)
 
 
 class Models:

@@ -13,6 +13,7 @@ from bireme.openai.model_kinds import VIDEO, ModelKind, wrong_endpoint
 from bireme.openai.video.job_store import JobStore
 from bireme.pipelines.video_service import Delivery, VideoService, VideoWorker
 from bireme.video.files import FileStore, open_files, video_folder
+from bireme.workers.grpc_tls import GrpcTls
 from bireme.workers.video import VideoWorkers
 
 
@@ -41,7 +42,7 @@ class ServedVideo:
 
 def connect_video(recipe: Recipe, address: str, metrics: Registry, url: str) -> ServedVideo:
     """Return a model at a tritonserver's gRPC address. `url`: the beginning of this frontend's. Raises ConfigError."""
-    workers = VideoWorkers(recipe.pipeline.stall_timeout_s, address)
+    workers = VideoWorkers(recipe.pipeline.stall_timeout_s, address, GrpcTls.of(recipe))
     return ServedVideo(recipe, workers, open_files(recipe), JobStore(video_folder(recipe)), metrics, url)
 
 
