@@ -108,7 +108,7 @@ class FusedDecoder:
         """Add to x (R, hidden), in place, what the layer's MLP makes of it. `is_few`: of a decode step of few rows."""
         eps, is_gelu = self.weights.eps, self.weights.is_gelu
         if layer.router is not None:
-            add_experts(x, rms_norm(x, layer.mlp_norm, eps), layer.router, layer.gate_up, layer.down, is_gelu)
+            add_experts(x, layer.mlp_norm, eps, layer.router, layer.gate_up, layer.down, is_gelu)
         elif is_few and len(x) == 1:
             inner = one_row_linear(x, layer.gate_up, None, layer.mlp_norm, eps, is_gated=True, is_gelu=is_gelu)
             _add_few(x, inner, layer.down, layer.mlp_post_norm, eps)

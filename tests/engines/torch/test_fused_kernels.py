@@ -87,6 +87,16 @@ def test_the_products_of_experts_equal_plain_torch(randn, rows, is_gelu):
     close(x, expected)
 
 
+@pytest.mark.parametrize("is_gelu", [False, True])
+def test_the_experts_of_one_row_equal_plain_torch(randn, is_gelu):
+    x, norm, gate_up, down = randn(1, 40), randn(40), randn(6, 48, 40), randn(6, 40, 24)
+    chosen, shares = experts.choose_experts(randn(1, 6), 3, True)
+    given = (x, norm, 1e-5, chosen, shares, gate_up, down, is_gelu)
+    expected = experts.add_row_experts_reference(*given)
+    experts.add_row_experts(*given)
+    close(x, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("rows", [5, 90])
 def test_pairs_of_an_expert_share_tiles_and_each_pair_has_one(randn, rows):
     chosen, _ = experts.choose_experts(randn(rows, 8), 3, True)

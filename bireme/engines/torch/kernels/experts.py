@@ -20,7 +20,7 @@ from bireme.engines.torch.decoder_weights import TopKRouter
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.paged_decode import precision
-from bireme.engines.torch.kernels.row_wise import activated, gate_reference
+from bireme.engines.torch.kernels.row_wise import activated, gate_reference, rms_norm
 
 _SINGLE_ROWS = 4  # up to here each pair is a tile: so few seldom share an expert
 _MANY_PAIRS = 32  # an expert, on average: larger tiles
@@ -275,11 +275,150 @@ def add_shares_reference(found: Tensor, shares: Tensor, x: Tensor) -> Tensor:
     return (x.float() + parts.sum(1)).to(x.dtype)
 
 
-def add_experts(
-    x: Tensor, normed: Tensor, router: TopKRouter, gate_up: Tensor, down: Tensor, is_gelu: bool = False
+@triton.jit  # type: ignore[untyped-decorator]
+def _gated_row_kernel(
+    x,  # (K,)
+    weight,  # (E, 2 N, K)
+    norm,  # (K,)
+    chosen,  # (TOP,)
+    out,  # (TOP, N)
+    eps,
+    N,
+    K: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    IS_GELU: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    n, k, place = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_K), tl.program_id(1)
+    is_row = (n < N)[:, None]
+    width = N.to(tl.int64)
+    wait(CHAINED)
+    at = weight + (tl.load(chosen + place).to(tl.int64) * 2 * width + n[:, None]) * K + k[None, :]
+    sums = tl.zeros([TILE_N, TILE_K], tl.float32)
+    ups = tl.zeros([TILE_N, TILE_K], tl.float32)
+    squares = tl.zeros([TILE_K], tl.float32)
+    for begin in range(0, K, TILE_K):
+        is_there = begin + k < K
+        one = tl.load(x + begin + k, is_there, 0.0).to(tl.float32)
+        squares += one * one
+        one = one * tl.load(norm + begin + k, is_there, 0.0).to(tl.float32)
+        sums += tl.load(at + begin, is_row & is_there[None, :], 0.0).to(tl.float32) * one[None, :]
+        ups += tl.load(at + width * K + begin, is_row & is_there[None, :], 0.0).to(tl.float32) * one[None, :]
+    scale = 1 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    result = activated(tl.sum(sums, 1) * scale, IS_GELU) * tl.sum(ups, 1) * scale
+    tl.store(out + place * N + n, result.to(out.dtype.element_ty), n < N)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_row_kernel(
+    inner,  # (TOP, K)
+    weight,  # (E, N, K)
+    chosen,  # (TOP,)
+    shares,  # (TOP,)
+    x,  # (N,)
+    N,
+    K: tl.constexpr,
+    TOP: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    n, k = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
+    is_row = (n < N)[:, None]
+    width = N.to(tl.int64)
+    wait(CHAINED)
+    sums = tl.zeros([TILE_N, TILE_K], tl.float32)
+    for place in tl.static_range(TOP):
+        at = weight + (tl.load(chosen + place).to(tl.int64) * width + n[:, None]) * K + k[None, :]
+        share = tl.load(shares + place)
+        for begin in range(0, K, TILE_K):
+            is_there = begin + k < K
+            one = tl.load(inner + place * K + begin + k, is_there, 0.0).to(tl.float32) * share
+            sums += tl.load(at + begin, is_row & is_there[None, :], 0.0).to(tl.float32) * one[None, :]
+    result = tl.sum(sums, 1) + tl.load(x + n, n < N, 0.0).to(tl.float32)
+    tl.store(x + n, result.to(x.dtype.element_ty), n < N)
+
+
+def add_row_experts(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    chosen: Tensor,
+    shares: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    is_gelu: bool = False,
 ) -> None:
-    """Add to x (R, hidden), in place, what the experts that the router chooses make of `normed` (R, hidden)."""
-    logits = one_row_linear(normed, router.weight) if len(x) == 1 else F.linear(normed, router.weight)
+    """Add to x (1, hidden), in place, what these experts make of it, each times its share.
+
+    norm (hidden,): of the RMS norm that x goes through first; chosen and shares (1, top_k).
+    """
+    size, inner_size, top_k = x.shape[1], down.shape[2], chosen.numel()
+    inner = torch.empty(top_k, inner_size, dtype=x.dtype, device=x.device)
+    tile_k = min(2048, triton.next_power_of_2(size))
+    _gated_row_kernel[(triton.cdiv(inner_size, 4096 // tile_k), top_k)](
+        x,
+        gate_up,
+        norm,
+        chosen,
+        inner,
+        eps,
+        inner_size,
+        K=size,
+        TILE_N=4096 // tile_k,
+        TILE_K=tile_k,
+        IS_GELU=is_gelu,
+        num_warps=4,
+        **chain(x),
+    )
+    tile_k = min(1024, triton.next_power_of_2(inner_size))
+    _add_row_kernel[(triton.cdiv(size, 4096 // tile_k),)](
+        inner,
+        down,
+        chosen,
+        shares,
+        x,
+        size,
+        K=inner_size,
+        TOP=top_k,
+        TILE_N=4096 // tile_k,
+        TILE_K=tile_k,
+        num_warps=4,
+        **chain(x),
+    )
+
+
+def add_row_experts_reference(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    chosen: Tensor,
+    shares: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    is_gelu: bool = False,
+) -> Tensor:
+    """The same in float32; `x` is left alone."""
+    normed = F.rms_norm(x.float(), (x.shape[1],), norm.float(), eps)
+    inner = experts_linear_reference(normed, gate_up, chosen.view(-1), True, is_gelu).to(x.dtype)
+    return add_shares_reference(experts_linear_reference(inner.float(), down, chosen.view(-1)), shares, x)
+
+
+def add_experts(
+    x: Tensor, norm: Tensor, eps: float, router: TopKRouter, gate_up: Tensor, down: Tensor, is_gelu: bool = False
+) -> None:
+    """Add to x (R, hidden), in place, what the experts that the router chooses make of it.
+
+    norm (hidden,): of the RMS norm that x goes through first.
+    """
+    if len(x) == 1:
+        logits = one_row_linear(x, router.weight, None, norm, eps)
+        chosen, shares = choose_experts(logits, router.top_k, router.is_normed)
+        add_row_experts(x, norm, eps, chosen, shares, gate_up, down, is_gelu)
+        return
+    normed = rms_norm(x, norm, eps)
+    logits = F.linear(normed, router.weight)
     chosen, shares = choose_experts(logits, router.top_k, router.is_normed)
     tiles = group_pairs(chosen, len(router.weight))
     inner = experts_linear(normed, gate_up, tiles, is_gated=True, is_gelu=is_gelu)
