@@ -102,21 +102,28 @@ class BlockMover:
     def _run(
         self,
         copies: list[BlockCopy],
-        move: Callable[[list[BlockCopy], Any], list[CopyResult]],
+        move: Callable[[list[BlockCopy], Any], Any],
         done: Done,
         computed: Any,
         handle: OnboardCopies | None = None,
     ) -> Iterator[None]:
         results: list[CopyResult] = []
+        running: tuple[Any, int] | None = None  # on the GPU: the end of the chunk before, and its blocks
         for chunk in self._chunks(copies):
             if self._is_closing or (handle is not None and handle.is_cancelled):
                 break
             try:
-                results += move(chunk, computed)
+                found = move(chunk, computed)
             except Exception:  # whatever it is, `done` must come
                 logger.exception("kv_copy_failed blocks=%d", len(chunk))
-                results += [CopyResult.FAILED] * len(chunk)
+                found = [CopyResult.FAILED] * len(chunk)
+            if running is not None:  # the next chunk is in the stream: the GPU has no pause between the two
+                results += _ended(*running)
+            running = None if isinstance(found, list) else (found, len(chunk))
+            results += found if isinstance(found, list) else []
             yield
+        if running is not None:
+            results += _ended(*running)
         done(copies, results + [CopyResult.CANCELLED] * (len(copies) - len(results)))
 
     def _chunks(self, copies: list[BlockCopy]) -> Iterator[list[BlockCopy]]:
@@ -131,7 +138,8 @@ class BlockMover:
             num_bytes += self._block_bytes[copy.group]
         yield copies[begin:]
 
-    def _down(self, copies: list[BlockCopy], computed: Any) -> list[CopyResult]:
+    def _down(self, copies: list[BlockCopy], computed: Any) -> Any:
+        """Return the results; on a GPU the event of the end, when they are DONE."""
         group, sources = copies[0].group, [copy.source for copy in copies]
         host, rows = self._host[group], [copy.target - 1 for copy in copies]
         if self._cuda is None:
@@ -145,10 +153,10 @@ class BlockMover:
             move_rows(self._views[group], parts, np.array(sources), np.arange(len(copies)), self._uses_kernel)
             for first, last in _runs(rows):
                 host[rows[first] : rows[first] + last - first].copy_(staged[first:last], non_blocking=True)
-            self._finish("offload")
-        return [CopyResult.DONE] * len(copies)
+            return self._end("offload")
 
-    def _up(self, copies: list[BlockCopy], computed: Any) -> list[CopyResult]:
+    def _up(self, copies: list[BlockCopy], computed: Any) -> Any:
+        """As `_down`. The bounce buffer of a disk is one: a copy from there is waited for."""
         group, targets = copies[0].group, [copy.target for copy in copies]
         host, rows = self._host[group], [copy.source - 1 for copy in copies]
         if copies[0].source_tier == DISK:
@@ -167,8 +175,8 @@ class BlockMover:
                 staged[first:last].copy_(host[rows[first] : rows[first] + last - first], non_blocking=True)
             parts = [part for _, part in self._parts(group, staged)]
             move_rows(parts, self._views[group], np.arange(len(copies)), np.array(targets), self._uses_kernel)
-            self._finish("onboard")
-        return [CopyResult.DONE] * len(copies)
+            end = self._end("onboard")
+        return _ended(end, 1) if copies[0].source_tier == DISK else end
 
     def _spill(self, copies: list[BlockCopy], computed: Any) -> list[CopyResult]:
         assert self._disk is not None
@@ -222,11 +230,21 @@ class BlockMover:
         stream: AbstractContextManager[Any] = torch.cuda.stream(self._streams[name])
         return stream
 
-    def _finish(self, name: str) -> None:
-        """Wait on this thread, without spinning, for the stream's copies."""
+    def _end(self, name: str) -> Any:
+        """Return an event of all that the stream has been given; waiting for it does not spin."""
         event = torch.cuda.Event(blocking=True)
         event.record(self._streams[name])
-        event.synchronize()
+        return event
+
+
+def _ended(end: Any, num_blocks: int) -> list[CopyResult]:
+    """Wait for copies on a GPU."""
+    try:
+        end.synchronize()
+    except RuntimeError:
+        logger.exception("kv_copy_failed blocks=%d", num_blocks)
+        return [CopyResult.FAILED] * num_blocks
+    return [CopyResult.DONE] * num_blocks
 
 
 def page_locked(num_bytes: int) -> Tensor:
