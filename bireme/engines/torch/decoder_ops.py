@@ -52,6 +52,7 @@ class AttentionLayer:
 
 class DecoderOps(Protocol):
     uses_tables: bool  # decode rows come as DecodeTable; else as DecodeView
+    most_rows: int  # that `few_rows` multiplies sooner than oneDNN does; 0: there is no such operation
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None) -> Tensor:
         """x (T, hidden), weight (hidden,) float32 -> (T, hidden), plus `add_to` (T, hidden)."""
@@ -61,6 +62,9 @@ class DecoderOps(Protocol):
 
     def attend(self, layer: int, qkv: Tensor, positions: Tensor, group: GroupStep) -> Tensor:
         """qkv (T, (H + 2 N) K), which is overwritten -> (T, H K). Norms and turns heads, fills the pools' rows."""
+
+    def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, add_to: Tensor | None) -> Tensor:
+        """x (T, in) float32, weight (out, in) bfloat16, out a multiple of 4 -> (T, out) float32."""
 
 
 def choose_ops() -> Callable[[list[AttentionLayer]], DecoderOps]:
@@ -76,7 +80,7 @@ def choose_ops() -> Callable[[list[AttentionLayer]], DecoderOps]:
 
 
 class PlainOps:
-    uses_tables = False
+    uses_tables, most_rows = False, 0
 
     def __init__(self, layers: list[AttentionLayer]) -> None:
         self._layers = layers
@@ -104,6 +108,10 @@ class PlainOps:
         step = PagedStep([own.keys], [own.values], [group], own.block_size)
         return step.attend(0, query, key, value, own.extras).flatten(2)[0]
 
+    def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, add_to: Tensor | None) -> Tensor:
+        product = F.linear(x, weight.float(), bias)
+        return product if add_to is None else product.add_(add_to)
+
 
 class _Layer(ctypes.Structure):
     _fields_ = [
@@ -116,7 +124,7 @@ class _Layer(ctypes.Structure):
 class NativeOps:
     """Calls `native/decoder.cpp`; has torch's threads, since the OpenMP library is the same."""
 
-    uses_tables = True
+    uses_tables, most_rows = True, 4
 
     def __init__(self, layers: list[AttentionLayer], library: ctypes.CDLL) -> None:
         self._layers, self._threads = layers, torch.get_num_threads()
@@ -129,6 +137,8 @@ class NativeOps:
         self._rms_norm.argtypes = [pointer] * 4 + [integer, integer, number, flag]
         self._gate.argtypes = [pointer, pointer, integer, integer, flag, flag]
         self._attend.argtypes = [pointer] * 3 + [integer, pointer, pointer, integer, integer, pointer, pointer, flag]
+        self._few_rows = library["few_rows"]
+        self._few_rows.argtypes = [pointer] * 5 + [integer] * 3 + [flag]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None) -> Tensor:
         out, other = torch.empty_like(x), 0 if add_to is None else add_to.data_ptr()
@@ -161,6 +171,14 @@ class NativeOps:
             for chunk in group.chunks:
                 found = attend_chunk(chunk, query, key, value, own.keys, own.values, own.extras)
                 out[chunk.begin : chunk.end] = found.flatten(2)[0]
+        return out
+
+    def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, add_to: Tensor | None) -> Tensor:
+        out = x.new_empty(len(x), len(weight))
+        others = (0 if other is None else other.data_ptr() for other in (bias, add_to))
+        self._few_rows(
+            x.data_ptr(), weight.data_ptr(), *others, out.data_ptr(), *x.shape, len(weight), self._threads
+        )
         return out
 
 

@@ -109,8 +109,10 @@ class PackedDecoder:
         known: dict[Any, str] = {}
         for layer, module in zip(self._layers, model.model.layers, strict=True):
             for linear in (layer.qkv, layer.output, *layer.mlp.linears):
+                linear.shorten(self.ops)
                 _pack(linear, known)
             module.to("meta")
+        self._head.shorten(self.ops)
         _pack(self._head, known)
         model.to("meta")
         return "; ".join(sorted(set(filter(None, known.values()))))

@@ -92,6 +92,34 @@ def test_paged_attention_in_cpp_equals_plain_torch(dtype, shape):
         assert_close(got, expected, dtype)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_few_rows_with_weights_of_two_bytes_in_cpp_equal_plain_torch(rows):
+    plain, compiled = PlainOps([layer(torch.float32)]), NativeOps([layer(torch.float32)], library())
+    x, weight = randn(rows, 1000), randn(12, 1000, dtype=torch.bfloat16)
+    for others in ((None, None), (randn(12), None), (None, randn(rows, 12)), (randn(12), randn(rows, 12))):
+        assert_close(compiled.few_rows(x, weight, *others), plain.few_rows(x, weight, *others), torch.float32)
+
+
+def test_weights_that_two_bytes_hold_are_read_as_such_by_few_rows():
+    ops = NativeOps([layer(torch.float32)], library())
+    weight, bias, x, add_to = randn(8, 64, dtype=torch.bfloat16).float(), randn(8), randn(5, 64), randn(5, 8)
+    linear = packed_linear.Linear(weight, bias)
+    linear.shorten(ops)
+    linear.pack()
+    linear._short.mul_(2)  # so that one sees who reads them
+    for rows in (1, ops.most_rows, ops.most_rows + 1):
+        factor = 2 if rows <= ops.most_rows else 1
+        expected = torch.nn.functional.linear(x[:rows], factor * weight, bias) + add_to[:rows]
+        assert_close(linear(x[:rows], add_to[:rows]), expected, torch.float32)
+
+
+@pytest.mark.parametrize("weight", [randn(8, 64), randn(6, 64, dtype=torch.bfloat16).float(), randn(8, 64).bfloat16()])
+def test_other_weights_are_kept_once(weight):
+    linear = packed_linear.Linear(weight)
+    linear.shorten(NativeOps([layer(torch.float32)], library()))
+    assert linear._short is None
+
+
 def test_a_value_that_is_not_a_number_stays_visible():
     own = [layer(torch.float32)]
     x = randn(1, 64)

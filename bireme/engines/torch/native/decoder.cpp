@@ -1,4 +1,5 @@
 // What a step of a decoder does between its matrix products, on a CPU: norms, rotary positions, paged attention, gates.
+// And products of few rows with weights that are kept in bfloat16 while all else is float.
 //
 // Types are float and bfloat16 (as its 16 bits); everything is computed in float. Shapes: ../decoder_ops.py, which has the
 // same functions in plain torch.
@@ -219,7 +220,38 @@ void attend_any(T *qkv, const int64_t *positions, const int64_t *slots, int64_t 
 #undef SIZE
 }
 
+// One row with `kAtOnce` rows of weights: so many sums are under way that none waits for its own addition.
+constexpr int64_t kAtOnce = 4;
+
+inline void multiply(const float *x, const uint16_t *weight, int64_t in, float *out) {
+  const uint16_t *second = weight + in, *third = second + in, *fourth = third + in;
+  float a = 0, b = 0, c = 0, d = 0;
+#pragma omp simd reduction(+ : a, b, c, d)
+  for (int64_t i = 0; i < in; i++) {
+    a += x[i] * load(weight + i);
+    b += x[i] * load(second + i);
+    c += x[i] * load(third + i);
+    d += x[i] * load(fourth + i);
+  }
+  out[0] = a, out[1] = b, out[2] = c, out[3] = d;
+}
+
 }  // namespace
+
+// x (rows, in), weight (width, in), width a multiple of 4 -> out (rows, width), plus bias (width,) and add_to (rows,
+// width), both or either null.
+extern "C" void few_rows(const float *x, const uint16_t *weight, const float *bias, const float *add_to, float *out,
+                         int64_t rows, int64_t in, int64_t width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t first = 0; first < width; first += kAtOnce)
+    for (int64_t row = 0; row < rows; row++) {
+      float found[kAtOnce];
+      multiply(x + row * in, weight + first * in, in, found);
+      const int64_t to = row * width + first;
+      for (int64_t i = 0; i < kAtOnce; i++)
+        out[to + i] = found[i] + (bias ? bias[first + i] : 0.0f) + (add_to ? add_to[to + i] : 0.0f);
+    }
+}
 
 #define EXPORT(T, NAME) \
   extern "C" void rms_norm_##NAME(const T *x, const float *weight, const T *add_to, T *out, int64_t rows, \
