@@ -176,9 +176,7 @@ class NativeOps:
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, add_to: Tensor | None) -> Tensor:
         out = x.new_empty(len(x), len(weight))
         others = (0 if other is None else other.data_ptr() for other in (bias, add_to))
-        self._few_rows(
-            x.data_ptr(), weight.data_ptr(), *others, out.data_ptr(), *x.shape, len(weight), self._threads
-        )
+        self._few_rows(x.data_ptr(), weight.data_ptr(), *others, out.data_ptr(), *x.shape, len(weight), self._threads)
         return out
 
 
