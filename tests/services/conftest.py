@@ -64,6 +64,6 @@ def scripted_frontend() -> Iterator[ScriptedFrontend]:
 
 @pytest.fixture
 def scripted(scripted_frontend: ScriptedFrontend) -> ScriptedFrontend:
-    scripted_frontend.pieces, scripted_frontend.pause_s = [], 0.0
+    scripted_frontend.pieces, scripted_frontend.pause_s, scripted_frontend.releases = [], 0.0, None
     scripted_frontend.requests.clear()
     return scripted_frontend

@@ -21,13 +21,14 @@ from bireme.conversion import convert
 from bireme.launch import free_port
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
+from bireme.openai.text.embedding_model import EmbeddingModel, EmbeddingModels
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.text.tokenizer import load_tokenizer
 from bireme.workers.fake import FakeWorkers
 from tests.server.openai_served import five_ports
 
 LIMIT_S = 60
-RECIPE = "recipes/tiny-chat"
+RECIPE, TINY_CHAT = "recipes/tiny-chat", "models/tiny-chat"
 PORTS = five_ports()
 URL = f"http://127.0.0.1:{PORTS['openai']}/"
 
@@ -58,23 +59,28 @@ def further_frontend(log: Path, *arguments: str) -> Iterator[tuple[str, subproce
         process.wait(LIMIT_S)
 
 
+def _recipe(name: str, stage: str, folder: str = TINY_CHAT) -> Recipe:
+    return convert({"model": folder, "workers": {stage: {"engine": "torch"}}, "name": name}, Recipe, "")
+
+
 def _model(name: str, folder: str, metrics: Registry) -> ServedModel:
-    recipe = convert({"model": folder, "workers": {"decode": {"engine": "torch"}}, "name": name}, Recipe, "")
-    return ServedModel(recipe, FakeWorkers(), load_tokenizer("models/tiny-chat"), metrics)
+    return ServedModel(_recipe(name, "decode", folder), FakeWorkers(), load_tokenizer(TINY_CHAT), metrics)
 
 
 class ScriptedFrontend:
     """A frontend that serves the page as ever, and chats with the bytes of `pieces`, each written at once.
 
-    Of its models `scripted` reads text only and `other` takes pictures.
+    Of its models `scripted` reads text only, `other` takes pictures, and `vectors` makes embeddings.
     """
 
     def __init__(self) -> None:
         metrics = Registry("frontend")
-        models = [_model("scripted", "models/tiny-chat", metrics), _model("other", "models/tiny-vlm", metrics)]
-        self._frontend = Frontend(Models(models), metrics)
+        models = [_model("scripted", TINY_CHAT, metrics), _model("other", "models/tiny-vlm", metrics)]
+        vectors = EmbeddingModel(_recipe("vectors", "embedding"), FakeWorkers(), load_tokenizer(TINY_CHAT), metrics)
+        self._frontend = Frontend(Models(models), metrics, embedders=EmbeddingModels([vectors]))
         self.pieces: list[bytes] = []
         self.pause_s = 0.0
+        self.releases: threading.Semaphore | None = None  # each lets one piece go; None: all may
         self.requests: list[bytes] = []
         port = free_port()
         self.url = f"http://127.0.0.1:{port}/"
@@ -88,6 +94,7 @@ class ScriptedFrontend:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.releases = None
         self._server.should_exit = True
         self._thread.join(LIMIT_S)
 
@@ -106,6 +113,8 @@ class ScriptedFrontend:
         headers = [(b"content-type", b"text/event-stream"), (b"x-request-id", b"scripted-1")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for piece in self.pieces:
+            while (releases := self.releases) is not None and not releases.acquire(blocking=False):
+                await asyncio.sleep(0.01)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             await asyncio.sleep(self.pause_s)
         await send({"type": "http.response.body", "body": b""})

@@ -32,11 +32,11 @@ def test_a_sum_is_answered_rightly(page):
     assert page.asked("What is 12 + 30?") == "42"
 
 
-def test_an_answer_grows_while_it_comes(page):
+def test_nothing_that_was_shown_of_an_answer_changes_later(page):
     page.run(RECORD)
     text = page.asked(STORY)
     steps = page.run("return [...window.seen]")
-    assert len(steps) >= 3 and "kite" in text
+    assert "kite" in text and "kite" in steps[-1]
     assert all(later.startswith(earlier) for earlier, later in zip(steps, steps[1:], strict=False))
 
 

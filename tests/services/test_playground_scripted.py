@@ -1,6 +1,7 @@
 """The playground and answers that no well-behaved model gives: cut anywhere, broken off, hostile."""
 
 import json
+import threading
 
 import pytest
 
@@ -74,6 +75,16 @@ def test_other_line_ends_and_several_data_lines_are_read(page, scripted):
     parts = [b'data: {"choices":[{"index":0,\r', b'\ndata: "delta":{"content":"both"}}]}\r\n\r\n', b"data:[DONE]\r\r"]
     scripted.pieces, scripted.pause_s = parts, 0.05
     assert page.asked("hi") == "both"
+
+
+def test_an_answer_grows_while_it_comes(page, scripted):
+    scripted.pieces, scripted.releases = say("a kite ", "in the ", "wind"), threading.Semaphore(1)
+    page.ask("hi")
+    for shown in ("a kite", "a kite in the", "a kite in the wind"):
+        scripted.releases.release()
+        page.until(lambda shown=shown: page.text(".answer.streaming .content") == shown)
+    scripted.releases = None
+    assert page.answered().text.startswith("a kite in the wind")
 
 
 def test_an_error_in_mid_answer_is_shown_below_what_came_before(page, scripted):
@@ -271,7 +282,7 @@ def test_a_conversation_outlives_a_reload(page, scripted):
 
 
 def test_an_answer_that_a_reload_interrupts_is_kept_as_stopped(page, scripted):
-    scripted.pieces, scripted.pause_s = say(*["word "] * 200), 0.02
+    scripted.pieces, scripted.releases = say(*["word "] * 5), threading.Semaphore(4)
     page.ask("hi")
     page.until(lambda: "word word" in page.text(".content"))
     page.reload()
@@ -328,12 +339,13 @@ def test_an_answer_is_copied(page, scripted):
 
 
 def test_a_long_answer_is_followed_unless_the_reader_scrolls_up(page, scripted):
-    scripted.pieces, scripted.pause_s = say(*[f"line {number}\n\n" for number in range(120)]), 0.01
+    scripted.pieces, scripted.releases = say(*[f"line {at}\n\n" for at in range(120)]), threading.Semaphore(64)
     page.ask("hi")
     page.until(lambda: "line 60" in page.text(".content"))
     left = "const t = document.getElementById('thread'); return t.scrollHeight - t.scrollTop - t.clientHeight"
     assert page.run(left) < 100
     page.run("document.getElementById('thread').scrollTop = 0")
+    scripted.releases = None
     page.answered()
     assert page.run("return document.getElementById('thread').scrollTop") == 0
     page.click("#to-end")

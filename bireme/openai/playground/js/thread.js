@@ -16,6 +16,7 @@ export class Thread {
   #views = new Map();
   #on;
   #follows = true; // does the end stay in view?
+  #top = 0; // where it was scrolled to when that was decided
 
   constructor(on) {
     this.#on = on;
@@ -54,6 +55,7 @@ export class Thread {
 
   /** Show a turn as it is now; `summary` is a meter's. */
   show(turn, summary) {
+    if (this.#node.scrollTop !== this.#top) this.#note(); // the reader has scrolled, and its event is yet to come
     this.#views.get(turn)?.show?.(summary);
     if (this.#follows) this.#node.scrollTop = this.#node.scrollHeight;
     this.#note();
@@ -67,6 +69,7 @@ export class Thread {
   #note() {
     const left = this.#node.scrollHeight - this.#node.scrollTop - this.#node.clientHeight;
     this.#follows = left < NEAR_END_PX;
+    this.#top = this.#node.scrollTop;
     this.#toEnd.hidden = this.#follows;
   }
 
