@@ -60,11 +60,12 @@ def test_settings_tools_and_a_result_by_keyboard_alone(page):
 def test_focus_goes_through_the_page_in_the_order_of_reading(page):
     page.run(FROM_THE_TOP)
     seen = []
-    for _ in range(12):
+    for _ in range(13):
         page.press(Keys.TAB)
         seen.append(page.focused)
-    assert seen[:6] == ["Skip to the message box", "model", "new-chat", "show-code", "theme", "toggle-settings"]
-    assert seen[6] == "thread" and seen[-1] == "prompt" and "Attach pictures" not in seen
+    bar = ["model", "new-chat", "show-code", "show-batches", "theme", "toggle-settings"]
+    assert seen[:8] == ["Skip to the message box", *bar, "thread"]
+    assert seen[-1] == "prompt" and "Attach pictures" not in seen
 
 
 def test_what_has_the_focus_is_marked(page):

@@ -253,7 +253,7 @@ def test_the_request_is_what_the_settings_say(page, scripted):
 
 
 def test_the_chosen_model_is_asked_and_remembered(page, scripted):
-    assert [option.text for option in page.all("#model option")] == ["scripted", "other"]
+    assert [option.text for option in page.all("#model option")] == ["scripted", "other", "vectors"]
     page.find("#model").send_keys("other")
     page.reload()
     scripted.pieces = say("ok")

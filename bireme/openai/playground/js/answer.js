@@ -12,6 +12,7 @@ export class Answer {
   usage = null;
   timing = null;
   model = "";
+  keptAs = null; // its id, where the server keeps it
   error = null;
   isStopped = false; // by the user
   isStreaming = true;
@@ -33,6 +34,7 @@ export class Answer {
   /** Take a chunk; return how many pieces of text it held: the tokens, near enough, until usage tells. */
   add(chunk) {
     this.model ||= chunk.model;
+    this.keptAs = chunk.keptAs ?? this.keptAs;
     this.usage = chunk.usage ?? this.usage;
     this.timing = chunk.bireme?.timing?.[0] ?? this.timing;
     const choice = chunk.choices?.[0];
@@ -87,6 +89,12 @@ export class Answer {
     }));
     const said = { role: "assistant", content: this.content || null, tool_calls: calls };
     if (this.reasoning) said.reasoning_content = this.reasoning;
-    return [said, ...this.calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: call.result ?? "" }))];
+    return [said, ...this.results()];
+  }
+
+  /** Return what its calls gave as messages. */
+  results() {
+    if (!this.hasCalls) return [];
+    return this.calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: call.result ?? "" }));
   }
 }

@@ -1,5 +1,6 @@
-// The server's API: the key, errors as ApiError, and a chat as a stream of chunks. Nothing else calls fetch.
+// The server's API: the key, errors as ApiError, a chat as a stream of chunks. Nothing else calls fetch.
 
+import { ResponseReader } from "./responses.js";
 import { eventsOf } from "./sse.js";
 
 const KEY = "bireme.api-key";
@@ -41,6 +42,36 @@ export async function listModels() {
   return (await (await call("v1/models")).json()).data;
 }
 
+/** Return {vectors, numTokens} of texts. Raises ApiError, AbortError. */
+export async function embedTexts(model, input, signal) {
+  const reply = await (await call("v1/embeddings", { model, input }, signal)).json();
+  return { vectors: reply.data.map((one) => one.embedding), numTokens: reply.usage.prompt_tokens };
+}
+
+/** Upload a file of requests to `endpoint` and start it; return the batch. Raises ApiError. */
+export async function startBatch(file, endpoint) {
+  const form = new FormData();
+  form.append("purpose", "batch");
+  form.append("file", file, file.name);
+  const { id } = await (await call("v1/files", form)).json();
+  return (await call("v1/batches", { input_file_id: id, endpoint, completion_window: "24h" })).json();
+}
+
+/** Return the newest batches, the newest first. Raises ApiError. */
+export async function listBatches() {
+  return (await (await call("v1/batches")).json()).data;
+}
+
+/** Return the batch as it is then. Raises ApiError. */
+export async function cancelBatch(id) {
+  return (await call(`v1/batches/${id}/cancel`, {})).json();
+}
+
+/** Return a Blob. Raises ApiError. */
+export async function fileContent(id) {
+  return (await call(`v1/files/${id}/content`)).blob();
+}
+
 /** Yield the progress of a video, and last the video. Raises ApiError, AbortError. */
 export async function* streamVideo(request, signal) {
   for await (const chunks of streamOf("v1/videos/generations", request, signal)) yield* chunks;
@@ -51,12 +82,49 @@ export function streamChat(request, signal) {
   return streamOf("v1/chat/completions", request, signal);
 }
 
-async function* streamOf(path, request, signal) {
+/** The same of an answer that the server keeps; the last chunk has its id as `keptAs`. */
+export async function* streamResponse(request, signal) {
+  const reader = new ResponseReader();
+  for await (const events of streamOf("v1/responses", request, signal, ResponseReader.isLast)) {
+    const chunks = events.map((event) => reader.chunk(event)).filter(Boolean);
+    const failed = chunks.find((chunk) => chunk.error);
+    yield chunks.filter((chunk) => !chunk.error);
+    if (failed) throw new ApiError(failed.error.message, { code: failed.error.code });
+  }
+}
+
+/** Return all items of the conversation that ends with this response. Raises ApiError. */
+export async function keptItems(id) {
+  const { output } = await (await call(`v1/responses/${id}`)).json();
+  const items = [];
+  for (let page = { has_more: true, last_id: "" }; page.has_more; ) {
+    const after = page.last_id ? `&after=${page.last_id}` : "";
+    page = await (await call(`v1/responses/${id}/input_items?order=asc&limit=100${after}`)).json();
+    items.push(...page.data);
+  }
+  return [...items, ...output];
+}
+
+/** Remove a response and those that it goes on from, as far as they are there. Raises ApiError. */
+export async function forgetResponse(id) {
+  for (let next = id; next; ) {
+    try {
+      const { previous_response_id: previous } = await (await call(`v1/responses/${next}`)).json();
+      await call(`v1/responses/${next}`, null, null, "DELETE");
+      next = previous;
+    } catch (error) {
+      if (error.status === 404 && next !== id) return;
+      throw error;
+    }
+  }
+}
+
+async function* streamOf(path, request, signal, isLast = (event) => event === "[DONE]") {
   const response = await call(path, request, signal);
   let isComplete = false;
   try {
     for await (const events of eventsOf(response.body)) {
-      isComplete ||= events.includes("[DONE]");
+      isComplete ||= events.some(isLast);
       yield* chunksOf(events, response);
     }
   } catch (error) {
@@ -66,10 +134,11 @@ async function* streamOf(path, request, signal) {
   if (!isComplete) throw new ApiError(CUT);
 }
 
-async function call(path, body = null, signal = null) {
+async function call(path, body = null, signal = null, method = "GET") {
   const headers = apiKey.get() ? { authorization: `Bearer ${apiKey.get()}` } : {};
-  const options = { headers, signal, cache: "no-store" };
-  if (body !== null) {
+  const options = { method, headers, signal, cache: "no-store" };
+  if (body instanceof FormData) Object.assign(options, { method: "POST", body }); // the browser names its boundary
+  else if (body !== null) {
     Object.assign(options, { method: "POST", body: JSON.stringify(body) });
     headers["content-type"] = "application/json";
   }

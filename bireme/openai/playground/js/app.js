@@ -1,11 +1,14 @@
 // Puts the page's parts together. A part knows its own elements only; what happens between parts is here.
 // What else the server can make (pictures, video) gets a module of its own beside chat.js.
 
+import { BatchView } from "./batches.js";
 import { Chat } from "./chat.js";
 import { CodeDialog } from "./code_dialog.js";
 import { Composer } from "./composer.js";
 import { byId } from "./dom.js";
+import { EmbeddingView } from "./embedding.js";
 import { errorBlock, remedy } from "./error_view.js";
+import { History } from "./history.js";
 import { KeyDialog } from "./key_dialog.js";
 import { ModelPicker } from "./models.js";
 import { Panel } from "./panel.js";
@@ -24,7 +27,18 @@ const settings = new Settings(
   () => panel.open(),
 );
 const keyDialog = new KeyDialog(loadModels);
-const chat = new Chat({ models, settings, composer: () => composer, keyDialog: () => keyDialog, onUsage: showContext });
+const kept = new History((turns, id) => {
+  chat.open(turns, id);
+  composer.focus();
+});
+const chat = new Chat({
+  models,
+  settings,
+  composer: () => composer,
+  keyDialog: () => keyDialog,
+  onUsage: showContext,
+  onKept: (id, previous, title) => kept.note(id, previous, title),
+});
 composer = new Composer({
   send: (text, pictures) => chat.send(text, pictures),
   stop: () => chat.stop(),
@@ -33,6 +47,8 @@ composer = new Composer({
   pictureProblem: () => models.pictureProblem,
 });
 const video = new VideoView(() => models.name);
+const embedding = new EmbeddingView(() => models.name);
+const batches = new BatchView(() => models.name);
 const code = new CodeDialog(() => chat.request(byId("prompt").value, composer.pictures));
 
 byId("new-chat").addEventListener("click", () => {
@@ -40,12 +56,20 @@ byId("new-chat").addEventListener("click", () => {
   composer.say("");
   composer.focus();
 });
+byId("show-batches").addEventListener("click", () => {
+  if (batches.isOpen) batches.close();
+  else batches.open();
+  showView();
+});
 byId("show-code").addEventListener("click", () => code.open());
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || event.isComposing || document.querySelector("dialog[open]")) return;
   if (!panel.closeIfOver()) chat.stop();
 });
-addEventListener("pagehide", () => video.stop());
+addEventListener("pagehide", () => {
+  video.stop();
+  embedding.stop();
+});
 addEventListener("beforeunload", () => chat.leave()); // before the browser itself cuts the connection
 addEventListener("pagehide", () => chat.leave()); // a page that the browser keeps for "back" would go on reading
 bindTheme(byId("theme"));
@@ -69,12 +93,15 @@ async function loadModels() {
   }
 }
 
-/** A model that makes videos has a view of its own, in place of the chat; where it reads text only, no pictures. */
+/** Batches, and models that make videos or embeddings, have a view in place of the chat. */
 function showView() {
   document.body.classList.toggle("text-only", models.pictureProblem !== "");
   composer.say(chat.pictureProblem(composer.pictures));
-  document.body.classList.toggle("makes-videos", models.makesVideos);
-  byId("video").hidden = !models.makesVideos;
+  const { isOpen } = batches;
+  byId("show-batches").setAttribute("aria-pressed", String(isOpen));
+  byId("video").hidden = isOpen || !models.makesVideos;
+  byId("embedding").hidden = isOpen || !models.makesEmbeddings;
+  document.body.classList.toggle("without-chat", isOpen || models.makesVideos || models.makesEmbeddings);
 }
 
 /** Say how much of the context the conversation takes. */

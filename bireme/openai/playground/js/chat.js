@@ -1,14 +1,18 @@
 // The chat: one answer at a time, from a request to its end, and what leads to the next.
 
 import { announce } from "./announcer.js";
-import { streamChat } from "./api.js";
+import { streamChat, streamResponse } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { Meter } from "./meter.js";
 import { contentOf } from "./picture.js";
 import { buildRequest } from "./request.js";
+import { asResponse } from "./responses.js";
 import { Thread } from "./thread.js";
 
-/** `parts` are models, settings, composer (made later: a function), key dialog; `onUsage(usage)` after each answer. */
+/**
+ * `parts` are models, settings, composer (made later: a function), key dialog; `onUsage(usage)` after each answer,
+ * `onKept(id, previous, title)` after one that the server keeps.
+ */
 export class Chat {
   #conversation = new Conversation();
   #thread;
@@ -17,12 +21,14 @@ export class Chat {
   #composer;
   #abort = null; // of the answer under way
   #onUsage;
+  #onKept;
 
-  constructor({ models, settings, composer, keyDialog, onUsage }) {
+  constructor({ models, settings, composer, keyDialog, onUsage, onKept }) {
     this.#models = models;
     this.#settings = settings;
     this.#composer = composer;
     this.#onUsage = onUsage;
+    this.#onKept = onKept;
     this.#thread = new Thread({
       edit: (turn, text, pictures) => this.#edit(turn, text, pictures),
       pictureProblem: () => models.pictureProblem,
@@ -39,6 +45,18 @@ export class Chat {
   /** Show the conversation that the tab kept. */
   restore() {
     this.#conversation.restore();
+    this.#showAll();
+  }
+
+  /** Show a conversation that the server kept, in place of this one. */
+  open(turns, id) {
+    this.clear();
+    this.#conversation.takeUp(turns, id);
+    this.#conversation.keep();
+    this.#showAll();
+  }
+
+  #showAll() {
     for (const turn of this.#conversation.turns) {
       this.#thread.add(turn);
       this.#thread.show(turn, turn.rate);
@@ -90,9 +108,12 @@ export class Chat {
 
   /** Return the request that would be sent now, with this text and these pictures if there are any. */
   request(text = "", pictures = []) {
-    const messages = this.#conversation.messages();
+    const settings = this.#settings.values();
+    const all = { previous: null, messages: this.#conversation.messages() };
+    const { previous, messages } = settings.keep ? this.#conversation.sinceKept() : all;
     if (text || pictures.length) messages.push({ role: "user", content: contentOf(text, pictures) });
-    return buildRequest(this.#models.name, messages, this.#settings.values());
+    const request = buildRequest(this.#models.name, messages, settings);
+    return settings.keep ? asResponse(request, previous) : request;
   }
 
   /** Return why the conversation, up to a turn or whole, can't go to the chosen model with these pictures, or "". */
@@ -143,13 +164,14 @@ export class Chat {
   async #answer() {
     const request = this.request();
     const abort = (this.#abort = new AbortController());
-    const answer = this.#conversation.addAnswer(Boolean(request.response_format));
+    const answer = this.#conversation.addAnswer(Boolean(request.response_format ?? request.text));
     this.#thread.add(answer);
     this.#composer().setBusy(true);
     const meter = new Meter();
     const painter = new Painter(() => this.#thread.show(answer, meter.summary(answer)));
     try {
-      for await (const chunks of streamChat(request, abort.signal)) {
+      const isKept = "input" in request;
+      for await (const chunks of (isKept ? streamResponse : streamChat)(request, abort.signal)) {
         meter.note(chunks.reduce((sum, chunk) => sum + answer.add(chunk), 0));
         painter.request();
       }
@@ -158,6 +180,7 @@ export class Chat {
       else answer.error = error;
     }
     painter.cancel();
+    if (answer.keptAs) this.#onKept(answer.keptAs, request.previous_response_id ?? null, this.#conversation.title);
     this.#ended(answer, meter, abort);
   }
 

@@ -19,6 +19,21 @@ const OPENAI = new Set([
   "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "verbosity", "modalities",
   "service_tier", "user", "safety_identifier", "prompt_cache_key", "metadata", "store",
 ]);
+const OPENAI_RESPONSES = new Set([
+  "model", "stream", "input", "instructions", "previous_response_id", "store", "max_output_tokens", "temperature",
+  "top_p", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "include", "truncation", "background",
+  "service_tier", "user", "safety_identifier", "prompt_cache_key", "metadata", "top_logprobs",
+]);
+const READ_CHUNKS = [
+  "for chunk in stream:",
+  "    if chunk.choices:",
+  '        print(chunk.choices[0].delta.content or "", end="", flush=True)',
+];
+const READ_EVENTS = [
+  "for event in stream:",
+  '    if event.type == "response.output_text.delta":',
+  '        print(event.delta, end="", flush=True)',
+];
 
 /** The dialog; `request()` returns the request to show. */
 export class CodeDialog {
@@ -67,17 +82,21 @@ export class CodeDialog {
 /** Return a curl command. Pure. */
 export function asCurl(request, address, hasKey) {
   const json = JSON.stringify(request, null, 2);
-  const hasPictures = request.messages.some(({ content }) => Array.isArray(content));
+  const isKept = "input" in request;
+  const hasPictures = (request.messages ?? request.input).some(({ content }) => Array.isArray(content));
   // A picture is longer than what systems take as one argument.
   const body = hasPictures ? `@- <<'END'\n${json}\nEND` : `'${json.replaceAll("'", "'\\''")}'`;
   const key = hasKey ? ` \\\n  -H "authorization: Bearer $${KEY}"` : "";
-  return `curl -sN ${address}/chat/completions \\\n  -H 'content-type: application/json'${key} \\\n  -d ${body}`;
+  const url = `${address}/${isKept ? "responses" : "chat/completions"}`;
+  return `curl -sN ${url} \\\n  -H 'content-type: application/json'${key} \\\n  -d ${body}`;
 }
 
 /** Return a program with OpenAI's client. Pure. */
 export function asPython(request, address, hasKey) {
-  const extra = Object.fromEntries(Object.entries(request).filter(([name]) => !OPENAI.has(name)));
-  const own = Object.entries(request).filter(([name]) => OPENAI.has(name));
+  const isKept = "input" in request;
+  const known = isKept ? OPENAI_RESPONSES : OPENAI;
+  const extra = Object.fromEntries(Object.entries(request).filter(([name]) => !known.has(name)));
+  const own = Object.entries(request).filter(([name]) => known.has(name));
   const fields = [...own, ["extra_body", extra]].map(([name, value]) => `    ${name}=${literal(value, 4)},`);
   const key = hasKey ? `os.environ["${KEY}"]` : '"none"';
   return [
@@ -85,12 +104,10 @@ export function asPython(request, address, hasKey) {
     "import openai",
     "",
     `client = openai.OpenAI(base_url="${address}", api_key=${key})`,
-    "stream = client.chat.completions.create(",
+    `stream = client.${isKept ? "responses" : "chat.completions"}.create(`,
     ...fields,
     ")",
-    "for chunk in stream:",
-    "    if chunk.choices:",
-    '        print(chunk.choices[0].delta.content or "", end="", flush=True)',
+    ...(isKept ? READ_EVENTS : READ_CHUNKS),
   ].join("\n");
 }
 

@@ -73,10 +73,32 @@ export class Conversation {
 
   /** Return the messages of the next request. */
   messages() {
-    return this.turns.flatMap((turn) =>
-      turn instanceof Answer ? turn.messages() : [{ role: "user", content: contentOf(turn.text, turn.pictures) }],
-    );
+    return messagesOf(this.turns);
   }
+
+  /** Return the id of the last answer that the server keeps, or null, and the messages since. */
+  sinceKept() {
+    const at = this.turns.findLastIndex((turn) => turn.keptAs);
+    if (at < 0) return { previous: null, messages: this.messages() };
+    const { keptAs: previous } = this.turns[at];
+    return { previous, messages: [...this.turns[at].results(), ...messagesOf(this.turns.slice(at + 1))] };
+  }
+
+  /** Take up a conversation that the server has kept; `id` is that of its last answer. */
+  takeUp(turns, id) {
+    this.turns = turns.map((turn) => ("text" in turn ? userTurn(turn) : Answer.from({ ...turn, isStreaming: false })));
+    if (this.last instanceof Answer) this.last.keptAs = id;
+  }
+
+  get title() {
+    return this.turns.find((turn) => turn.text)?.text ?? "";
+  }
+}
+
+function messagesOf(turns) {
+  return turns.flatMap((turn) =>
+    turn instanceof Answer ? turn.messages() : [{ role: "user", content: contentOf(turn.text, turn.pictures) }],
+  );
 }
 
 function userTurn({ text, pictures = [], numLost = 0 }) {

@@ -5,7 +5,15 @@
  * present or absent, null left out. Children: nodes, strings (as text), null.
  */
 export function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
+  return filled(document.createElement(tag), attributes, children);
+}
+
+/** Make an element of a drawing (SVG), otherwise the same. */
+export function drawing(tag, attributes = {}, ...children) {
+  return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function filled(made, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (typeof value === "function") made.addEventListener(name.slice(2), value);
@@ -17,13 +25,7 @@ export function element(tag, attributes = {}, ...children) {
 
 /** Return an icon of index.html's sheet. It says nothing to screen readers: the button around it has a name. */
 export function icon(name) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  const use = document.createElementNS("http://www.w3.org/2000/svg", "use");
-  use.setAttribute("href", `#icon-${name}`);
-  svg.setAttribute("class", "icon");
-  svg.setAttribute("aria-hidden", "true");
-  svg.append(use);
-  return svg;
+  return drawing("svg", { class: "icon", "aria-hidden": "true" }, drawing("use", { href: `#icon-${name}` }));
 }
 
 /** Return a button that shows an icon, and a text beside it where `shown`. */

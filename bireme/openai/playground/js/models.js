@@ -31,6 +31,11 @@ export class ModelPicker {
     return this.#chosen?.bireme.output_modalities.includes("video") ?? false;
   }
 
+  /** Does the chosen model make embeddings? */
+  get makesEmbeddings() {
+    return this.#chosen?.bireme.output_modalities.includes("embedding") ?? false;
+  }
+
   /** What to say where pictures are meant for the chosen model: "" when it takes them. */
   get pictureProblem() {
     if (!this.#chosen || takesPictures(this.#chosen)) return "";
@@ -43,14 +48,16 @@ export class ModelPicker {
   async load() {
     const before = this.name || recall("model", "");
     try {
-      this.#models = (await listModels()).filter(answers);
+      this.#models = await listModels();
     } catch (error) {
       this.#models = [];
       this.#show([element("option", {}, "No models")], true);
       throw error;
     }
-    const options = this.#models.map((model) => element("option", { value: model.id }, model.id));
-    this.#show(options.length ? options : [element("option", {}, "No models that answer")], !options.length);
+    this.#show(
+      this.#models.map((model) => element("option", { value: model.id }, model.id)),
+      false,
+    );
     if (this.#models.some((model) => model.id === before)) this.#select.value = before;
   }
 
@@ -62,11 +69,6 @@ export class ModelPicker {
     this.#select.replaceChildren(...options);
     this.#select.disabled = isDisabled;
   }
-}
-
-/** Does it make something to look at? Embeddings are for programs. */
-function answers({ bireme }) {
-  return !bireme.output_modalities.includes("embedding");
 }
 
 function takesPictures({ bireme }) {

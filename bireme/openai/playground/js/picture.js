@@ -34,15 +34,17 @@ export function contentOf(text, pictures) {
 export function shortened(request) {
   let isCut = false;
   const part = (one) => {
-    const url = one.image_url?.url ?? "";
+    const url = one.image_url?.url ?? one.image_url ?? "";
     if (url.length <= LONGEST_SHOWN) return one;
     isCut = true;
-    return { ...one, image_url: { url: `${url.slice(0, 48)}... (${url.length} characters)` } };
+    const cut = `${url.slice(0, 48)}... (${url.length} characters)`;
+    return { ...one, image_url: one.image_url.url ? { url: cut } : cut };
   };
-  const messages = request.messages.map((message) =>
+  const name = "input" in request ? "input" : "messages";
+  const messages = request[name].map((message) =>
     Array.isArray(message.content) ? { ...message, content: message.content.map(part) } : message,
   );
-  return isCut ? { ...request, messages } : null;
+  return isCut ? { ...request, [name]: messages } : null;
 }
 
 async function kindOf(file) {

@@ -17,6 +17,7 @@ const DEFAULTS = {
   extra: "",
   tool_choice: "auto",
   parallel: true,
+  keep: false,
 };
 const SHOW = (tree) => JSON.stringify(tree, null, 2);
 
