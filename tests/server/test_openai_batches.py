@@ -1,14 +1,13 @@
 """Files and batches on a real deployment, through the official client, with frontends that are killed."""
 
-import contextlib
 import json
 import time
 
 import openai
 import pytest
 
-from bireme.launch import processes
-from tests.server.openai_served import URL, Served, chat, engine_of, five_ports, kill, served, wait_for
+from tests.server.openai_kills import engine_pid, kill_in_turn, oldest_member, server_of
+from tests.server.openai_served import URL, Served, chat, five_ports, served, wait_for
 
 pytestmark = pytest.mark.server
 
@@ -44,37 +43,15 @@ def answers_of(client, batch_id, limit_s=120):
     return {row["custom_id"]: row["response"]["body"]["choices"][0]["message"]["content"] for row in rows}
 
 
-def server_of(deployment):
-    tree = processes.children(deployment.process.pid)
-    return next((pid for pid in tree if "tritonserver" in str(processes.command_line(pid))), None)
-
-
-def oldest_member(deployment):
-    """Of the frontend's processes that serve; one of them runs the batch."""
-    parent = deployment.frontend_pid()
-    return min(processes.descendants(parent), default=None) if parent else None
-
-
-def engine_pid(deployment):
-    """None while there is none."""
-    with contextlib.suppress(StopIteration, KeyError, IndexError):
-        return engine_of(deployment)
-
-
 def check_kills(deployment, count, victims, limit_s):
-    """Run a batch in which one process after the other is killed; every line is answered once, and rightly.
-
-    `victims`: functions that return the process that has the part now.
-    """
+    """Run a batch in which one process after the other is killed; every line is answered once, and rightly."""
     client, (content, expected) = client_of(deployment.url), sums(count)
     batch = begin(client, content)
-    for number, victim in enumerate(victims, 1):
-        least = number * count // (len(victims) + 1)
-        wait_for(lambda least=least: client.batches.retrieve(batch.id).request_counts.completed >= least, limit_s)
-        assert client.batches.retrieve(batch.id).status == "in_progress"
-        old = victim(deployment)
-        kill(old)
-        wait_for(lambda old=old, victim=victim: victim(deployment) not in (None, old), limit_s)
+
+    def num_done():
+        return client.batches.retrieve(batch.id).request_counts.completed
+
+    kill_in_turn(deployment, victims, num_done, count, limit_s)
     told = answers_of(client, batch.id, limit_s)
     assert told.keys() == expected.keys()
     assert sum(told[name] == expected[name] for name in expected) >= 0.97 * count  # as good as the model is

@@ -1,18 +1,13 @@
-"""/v1/messages of a real deployment through Anthropic's client, beside chats of the same model."""
+"""/v1/messages of a real deployment through Anthropic's client."""
 
-import asyncio
 import json
 
 import anthropic
-import openai
 import pytest
 
-from tests.openai.text.strict_messages import message_of, whole_of
 from tests.server.openai_served import URL
-from tools.samples.chat_world import examples
 
 pytestmark = pytest.mark.server
-COUNT = 12  # tasks a kind
 WEATHER = {
     "name": "get_weather",
     "description": "Weather of a city",
@@ -24,60 +19,6 @@ WEATHER = {
 async def client(chat_deployment):
     async with anthropic.AsyncAnthropic(base_url=URL, api_key="none", max_retries=0, timeout=300) as client:
         yield client
-
-
-def fields_of(task):
-    turns = [message for message in task.messages if message["role"] != "system"]
-    system = [message["content"] for message in task.messages if message["role"] == "system"]
-    tools = [
-        {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
-        for function in (tool["function"] for tool in task.tools or ())
-    ]
-    fields = {"model": "tiny-chat", "max_tokens": 200, "messages": turns}
-    fields |= {"system": system[0]} if system else {}
-    fields |= {"tools": tools} if tools else {}
-    return fields | ({"thinking": {"type": "adaptive"}} if task.thinking else {})
-
-
-async def whole(client, fields):
-    reply = await client.messages.with_raw_response.create(**fields)
-    return message_of(await reply.read())
-
-
-async def streamed(client, fields):
-    events = [event async for event in await client.messages.create(**fields, stream=True)]
-    return message_of(json.dumps(whole_of(events)).encode())
-
-
-def parts_of(message):
-    """Return text, thoughts and calls."""
-    texts = "".join(block.text for block in message.content if block.type == "text").strip()
-    thoughts = "".join(block.thinking for block in message.content if block.type == "thinking").strip()
-    return texts, thoughts, [(block.name, block.input) for block in message.content if block.type == "tool_use"]
-
-
-async def chat(client, task):
-    fields = {"model": "tiny-chat", "messages": task.messages, "max_tokens": 200}
-    fields |= {"tools": task.tools} if task.tools else {}
-    fields |= {"reasoning_effort": "medium"} if task.thinking else {}
-    message = (await client.chat.completions.create(**fields)).choices[0].message
-    calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
-    return (message.content or "").strip(), getattr(message, "reasoning_content", "").strip(), calls
-
-
-@pytest.mark.parametrize("way", [whole, streamed])
-async def test_held_out_tasks_have_the_answers_of_chats(client, way):
-    tasks = [task for kind in ("sum", "json", "tool", "thought") for task in examples(99, COUNT, True, (kind,))]
-    limit = asyncio.Semaphore(16)
-    async with openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=300) as chats:
-
-        async def judge(task):
-            async with limit:
-                parts = parts_of(await way(client, fields_of(task)))
-                assert parts == await chat(chats, task)
-                return task.is_right(parts[0], parts[2])
-
-        assert sum(await asyncio.gather(*map(judge, tasks))) >= 0.9 * len(tasks)
 
 
 async def test_a_tool_loop_ends_with_an_answer(client):
