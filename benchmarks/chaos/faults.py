@@ -34,7 +34,7 @@ HONEST = re.compile(
     r"Request for unknown model|has no available versions"  # Triton's words while models load
     r"|UNAVAILABLE|connection|Connection|closed|reset by the server|going away|gRPC status 14|HTTP 503|not healthy"
     r"|the answer ended before|it ended before|no longer|CANCELLED|RESOURCE_EXHAUSTED|UNREACHABLE"
-    r"|can't be reached; try again"
+    r"|can't be reached; try again|worker takes requests now; try again"
 )
 
 

@@ -91,7 +91,8 @@ class Workers:
                 del self._buses[worker]
         used = {split_worker(worker)[1] for worker in (*workers, *self._buses)}
         for server in self._channels.keys() - used - {""}:
-            self._close_later(self._channels.pop(server))
+            if not self._channels[server].num_calls:  # else the next change closes it
+                self._close_later(self._channels.pop(server))
 
     async def tokenize(self, text: str) -> list[int]:
         outputs = await self._call("tokenizer", {"text_input": _bytes(text.encode())}, self._stall_timeout_s)

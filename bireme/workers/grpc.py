@@ -44,6 +44,7 @@ class GrpcChannel:
         """`address`: None is server_address()."""
         self.address = address or server_address()
         self._tls = tls
+        self.num_calls = 0  # unary ones under way: they would be cancelled with the channel
         self._channel: Any = None
         self._infer: Any = None
 
@@ -54,10 +55,13 @@ class GrpcChannel:
 
         if self._infer is None:
             self._infer = self._method("unary_unary", "ModelInfer", service_pb2.ModelInferResponse)
+        self.num_calls += 1
         try:
             return outputs_of(await self._infer(infer_request(model, inputs)))
         except grpc.aio.AioRpcError as error:
             raise rpc_error(error, self.address) from error
+        finally:
+            self.num_calls -= 1
 
     def stream(self) -> Any:
         """Open a ModelStreamInfer call; its errors are for `rpc_error`."""
@@ -71,10 +75,13 @@ class GrpcChannel:
         from tritonclient.grpc import service_pb2
 
         ask = self._method("unary_unary", "ModelReady", service_pb2.ModelReadyResponse)
+        self.num_calls += 1
         try:
             return bool((await ask(service_pb2.ModelReadyRequest(name=model))).ready)
         except grpc.aio.AioRpcError as error:
             raise rpc_error(error, self.address) from error
+        finally:
+            self.num_calls -= 1
 
     async def close(self) -> None:
         channel, self._channel, self._infer = self._channel, None, None

@@ -25,7 +25,7 @@ class PrefillServer:
         self.answers_after = 0  # pings
         self.refusal = ""  # what a ping is told
         self.is_dead = False  # takes calls and never answers
-        self.num_pings = 0
+        self.num_calls = self.num_pings = 0
         self.pinged_for = []  # request ids
 
     async def start(self):
@@ -49,6 +49,7 @@ class PrefillServer:
         return service_pb2.ModelReadyResponse(ready=True)
 
     async def infer(self, request, context):
+        self.num_calls += 1
         if self.is_dead:
             await asyncio.sleep(60)
         if any(tensor.name == "ping" for tensor in request.inputs):
@@ -115,6 +116,19 @@ async def test_an_answer_that_is_on_its_way_when_nobody_knows_of_its_request_any
     server.answers_after, server.refusal = 1, "NOT_FOUND: request_id: mine is not under way; it may have ended"
     assert (await workers.prefill("prefill", REQUEST, "mine")).output_ids == (7,)
     assert server.pinged_for == ["mine"]
+
+
+async def test_a_prefill_on_a_server_that_discovery_has_lost_is_waited_for_while_it_answers(server, monkeypatch):
+    monkeypatch.setattr(client, "LOST_STALL_S", 0.1)
+    worker = f"prefill@{server.address}"
+    far, server.answers_after = Workers(None, STALL_S), 2
+    far.set_workers({worker: 1})
+    prefill = asyncio.ensure_future(far.prefill(worker, REQUEST, "mine"))
+    while not server.num_calls:
+        await asyncio.sleep(0.01)
+    far.set_workers({})
+    assert (await asyncio.wait_for(prefill, 30)).output_ids == (7,)
+    await far.close()
 
 
 @pytest.fixture
