@@ -1,19 +1,29 @@
-"""A real server and a frontend without one, on a real etcd and nats-server that go, or hold what does not fit."""
+"""What probes are told, by a real server and a frontend without one, when anything that they need is gone.
+
+etcd and nats-server are real too. docs/discovery.md, "What probes are told", has a row for each test.
+"""
 
 import json
 import re
+import signal
+import threading
+import urllib.error
 import urllib.request
 
 import msgspec
 import pytest
 
 from benchmarks.chaos.cluster import Cluster, ask, topology, wait_for
+from benchmarks.chaos.launch import STOP_S, send_signal
 from benchmarks.chaos.questions import make_questions, mocker_answer
+from benchmarks.load.metrics_page import gauges, read_page
 from bireme.config import DiscoveryConfig
+from tools import drain
 
-LIMIT_S = 90
+LIMIT_S = 300
 LEASE_S = DiscoveryConfig().lease_s
 ONE = topology("a")
+WELL, OLD = ("200", "200 ready", "200 ready"), ("200", "200 degraded", "200 degraded")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +36,32 @@ def cluster(sample_model, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def all_is_well(cluster):
-    until(cluster, lambda report: report["status"] == "ready")
+    wait_for(lambda: told(cluster) == WELL, LIMIT_S, "not all is well")
+
+
+def told(cluster):
+    """Return what Triton's /v2/health/ready, the launch's /health/ready and the frontend's say."""
+    addresses, frontend = cluster.launches["a"].addresses, cluster.frontends[0]
+    asked = ((addresses["http"], "/v2"), (addresses["health"], ""), (frontend.address, ""))
+    return tuple(probe(f"http://{address}{prefix}/health/ready") for address, prefix in asked)
+
+
+def probe(url):
+    """Return the HTTP status, and the body's where it has one."""
+    try:
+        with urllib.request.urlopen(url, timeout=LIMIT_S) as reply:
+            code, body = reply.status, reply.read()
+    except urllib.error.HTTPError as refusal:  # Triton's has a body of its own
+        code, body = refusal.code, refusal.read() if "/v2" not in url else b""
+    except OSError:
+        return "nobody"
+    return f"{code} {json.loads(body)['status']}" if body else str(code)
+
+
+def metric(cluster, name):
+    """Return its values: of the launch's page, of the frontend's."""
+    pages = cluster.launches["a"].addresses["metrics"], cluster.frontends[0].address
+    return [set(gauges(read_page(address), [name]).values()) for address in pages]
 
 
 def until(cluster, condition):
@@ -70,11 +105,14 @@ def gone_for_s(report):
 def test_while_etcd_is_gone_for_longer_than_a_lease_the_last_view_serves(cluster, question):
     cluster.etcd.kill()
     until(cluster, lambda report: report["status"] == "degraded" and gone_for_s(report) > 1.5 * LEASE_S)
+    wait_for(lambda: told(cluster) == OLD, LIMIT_S, "somebody does not tell")
+    wait_for(lambda: metric(cluster, "bireme_discovery_stale") == [{1.0}, {1.0}], LIMIT_S, "no metric tells")
     for report in cluster.reports():
         assert all(not one["current"] and "etcd at http://127.0.0.1" in one["reason"] for one in views(report))
     assert_served(cluster, question)
     cluster.etcd.start()
     until(cluster, lambda report: report["status"] == "ready")
+    wait_for(lambda: metric(cluster, "bireme_discovery_stale") == [{0.0}, {0.0}], LIMIT_S, "a metric is behind")
     assert {name.split("@")[0] for name in cluster.records()} == {"prefill", "decode"}
     assert_served(cluster, question)
 
@@ -84,7 +122,7 @@ def test_a_frontend_that_starts_without_etcd_says_why_it_is_not_ready_and_serves
     late = cluster.make_frontend(1)
     try:
         late.spawn()
-        wait_for(lambda: ask(late.address).get("status") == "not_ready", LIMIT_S, "no answer")
+        wait_for(lambda: probe(f"http://{late.address}/health/ready") == "503 not_ready", LIMIT_S, "no answer")
         wait_for(lambda: "etcd at" in views(ask(late.address))[0]["reason"], LIMIT_S, "no reason")
         cluster.etcd.start()
         wait_for(lambda: ask(late.address)["status"] == "ready", LIMIT_S, "not ready")
@@ -95,6 +133,8 @@ def test_a_frontend_that_starts_without_etcd_says_why_it_is_not_ready_and_serves
 def test_while_nats_is_gone_the_last_view_of_blocks_and_load_serves(cluster, question):
     cluster.nats.kill()
     until(cluster, lambda report: report["status"] == "degraded")
+    wait_for(lambda: metric(cluster, "bireme_kv_publisher_up")[0] == {0.0}, LIMIT_S, "no metric tells")
+    wait_for(lambda: told(cluster) == OLD, LIMIT_S, "somebody does not tell")
     launch, frontend = cluster.reports()
     assert not any(worker["publishes"] for worker in launch["workers"].values())
     assert "NATS" in frontend["routing"][ONE.served_name]
@@ -117,6 +157,66 @@ def test_a_worker_that_does_not_fit_is_refused_by_name_and_the_others_serve(clus
         stranger = msgspec.structs.replace(known, worker="decode_7", server="127.0.0.1:1", launch="", **different)
         store.hold(stranger)
         until(cluster, lambda report: all(reason in one["refused"].get(stranger.id, "") for one in views(report)))
-        assert {report["status"] for report in cluster.reports()} == {"degraded"}
+        wait_for(lambda: told(cluster) == OLD, LIMIT_S, "somebody does not tell")
         assert_served(cluster, question)
         store.withdraw()
+
+
+DEATHS = {
+    "prefill.engine": OLD,
+    "decode.engine": ("200", "503 not_ready", "503 not_ready"),
+    "prefill.stub": OLD,
+    "server": ("nobody", "503 not_ready", "503 not_ready"),
+}
+
+
+@pytest.mark.parametrize(
+    "role",
+    [role if role != "server" else pytest.param(role, marks=pytest.mark.soak) for role in DEATHS],  # it starts anew
+)
+def test_each_probe_tells_of_a_process_that_has_died(cluster, role):
+    launch, victims, seen = cluster.launches["a"], [], []
+
+    def has_been_told():
+        pid = launch.roles().get(role)
+        if pid not in (None, *victims) and (not victims or role.endswith(".engine")):  # it is back at once
+            victims.append(pid)
+            send_signal(pid, signal.SIGKILL)
+        seen.append(told(cluster))
+        return all(any(said[way] == expected for said in seen) for way, expected in enumerate(DEATHS[role]))
+
+    wait_for(has_been_told, LIMIT_S, "somebody does not tell")
+
+
+def test_the_metric_of_an_engine_that_is_down_is_zero(cluster):
+    send_signal(cluster.launches["a"].roles()["prefill.engine"], signal.SIGKILL)
+    wait_for(lambda: 0.0 in metric(cluster, "bireme_engine_up")[0], LIMIT_S, "the metric does not tell")
+
+
+DRAINS = {"prefill": WELL, "decode": ("200", "200 ready", "503 not_ready")}
+
+
+@pytest.mark.parametrize("worker", DRAINS)
+def test_a_worker_that_drains_is_in_order_unless_it_is_the_last_that_can_decode(cluster, worker):
+    folder = f"--run-folder={cluster.launches['a'].run_folder()}"
+    drain.main([worker, folder])
+    wait_for(lambda: worker_states(cluster).get(worker) == "draining", LIMIT_S, "the frontend does not tell")
+    wait_for(lambda: told(cluster) == DRAINS[worker], LIMIT_S, "somebody does not tell")
+    drain.main([worker, "--undo", folder])
+
+
+def worker_states(cluster):
+    return {name.partition("@")[0]: state for name, state in cluster.frontends[0].ready_workers().items()}
+
+
+def test_a_server_that_ends_in_good_order_says_so_while_its_last_stream_runs(cluster, question):  # the last: it ends
+    launch, frontend = cluster.launches["a"], cluster.frontends[0]
+    asked = {"model": ONE.served_name, "prompt": question.message, "max_tokens": 200, "ignore_eos": True}
+    running = threading.Thread(target=post, args=(f"http://{frontend.address}/v1/completions", asked))
+    running.start()
+    wait_for(lambda: 1.0 in metric(cluster, "bireme_requests_running")[0], LIMIT_S, "no request runs")
+    send_signal(launch.pid, signal.SIGTERM)
+    wait_for(lambda: told(cluster) == ("200", "503 stopping", "503 not_ready"), LIMIT_S, "it does not tell")
+    running.join()
+    assert launch.wait(STOP_S) == 0
+    wait_for(lambda: told(cluster) == ("nobody", "nobody", "503 not_ready"), LIMIT_S, "somebody does not tell")
