@@ -326,12 +326,11 @@ class Importer:
     def _on_refused(self, fetch: RowFetch, refusal: wire.Refuse) -> None:
         if not fetch.is_safe or fetch.gone_at:  # else it comes too late to matter
             error = from_message(refusal.error)
-            is_far = fetch.peer is not None and isinstance(fetch.peer.process, FarProcess)
             fetch.peer = None  # nothing to tell it any more
             fetch.has_loose_writes = refusal.has_loose_writes
             self._stop(fetch, error)
-            if is_far and isinstance(error, UnavailableError) and not any(one.inlet for one in self._fetches.values()):
-                self._backend.forget_writers()  # it may have an address of ours that is none any more
+            if isinstance(error, UnavailableError) and not any(one.inlet for one in self._fetches.values()):
+                self._backend.forget_writers()  # it may have an address of ours that is none, or was read wrongly
 
     def _on_late_message(self, peer: Peer, message: wire.Offer | wire.Progress | wire.Kept | wire.Refuse) -> None:
         """A fetch that ended here: has the exporter finished with it too?"""
