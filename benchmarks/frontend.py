@@ -8,6 +8,8 @@ are shown.
 - paced: 5 ms a step, answers of 256 tokens: tokens/s over streams/step (share), ITL over the step
 - long: as fast, answers of 16 tokens to prompts of 60,000 that differ in their last words: what all have in common is
   a system message, so that ai-dynamo's cache of tokens, which cuts at special tokens, can know it
+- apis: streams of our other endpoints beside chat's, on the same engines: /v1/responses (`kept`: with `store` true) and
+  /v1/messages
 - us/tok, us/req: CPU time of all server processes; what the machine's other load distorts least
 - CPU in cores by process; `foreign` is what the rest of the machine took meanwhile
 - ratio: bireme's requests/s (fast) or tokens/s (paced) over dynamo's
@@ -15,6 +17,7 @@ are shown.
     python benchmarks/frontend.py                                        # all cells, about 20 minutes
     python benchmarks/frontend.py --modes fast --streams 64,256 --repeat 5
     python benchmarks/frontend.py --contenders bireme --modes paced --streams 256 --frontend-option=--processes=2
+    python benchmarks/frontend.py --contenders bireme --modes fast --streams 64 --apis chat,responses,messages
 
 ai-dynamo comes from PyPI, at the first run, into ~/.cache/bireme. A table comes first; the very last line is one
 JSON document. Exit code 1 when any answer was wrong.
@@ -46,6 +49,7 @@ from benchmarks.contenders.endpoint import Endpoint
 from benchmarks.contenders.ours import ours
 from benchmarks.load.load_process import LoadProcess
 from benchmarks.load.processes import FOREIGN, CpuMeter
+from benchmarks.load.sse_client import PATHS
 from benchmarks.options import chosen, numbers
 from bireme.text.tokenizer import load_tokenizer
 
@@ -63,6 +67,7 @@ MODES = {"fast": Mode(0.0, 32), "paced": Mode(5.0, 256), "long": Mode(0.0, 16, 6
 AIM_RATIO, AIM_STREAMS = 2.0, (64, 256)  # fast, over dynamo
 AIM_LONG = 1.0  # long, over dynamo
 AIM_SHARE = 0.93  # paced, at 256 streams
+AIM_API = 1.15  # CPU a request of another endpoint, over a chat's
 CLIENT = "client"
 _FIGURES = ("requests_per_s", "tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
 
@@ -83,6 +88,7 @@ class Cell:
     cpu_cores: dict[str, float]
     rates: list[float] = field(default_factory=list)  # tokens/s of each run
     errors: list[str] = field(default_factory=list)
+    api: str = "chat"
 
     @property
     def cpu_us_per_token(self) -> float:
@@ -128,12 +134,14 @@ def measure(arguments: argparse.Namespace, mode: str) -> Iterator[Cell]:
         endpoints = [stack.enter_context(started(name, arguments, mode, folder)) for name in arguments.contenders]
         for endpoint in endpoints:
             check_events(endpoint)
+        turns = [(one, api) for api in arguments.apis for one in endpoints if api == "chat" or one.name == "bireme"]
         for streams in arguments.streams:
-            runs: dict[str, list[Run]] = {endpoint.name: [] for endpoint in endpoints}
-            for _, endpoint in itertools.product(range(arguments.repeat), endpoints):
-                runs[endpoint.name].append(run_once(endpoint, arguments, streams, MODES[mode].max_tokens, system))
-            for endpoint in endpoints:
-                cell = combine(endpoint.name, mode, streams, runs[endpoint.name])
+            runs: dict[tuple[str, str], list[Run]] = {(endpoint.name, api): [] for endpoint, api in turns}
+            for _, (endpoint, api) in itertools.product(range(arguments.repeat), turns):
+                run = run_once(endpoint, arguments, streams, MODES[mode].max_tokens, system, api)
+                runs[endpoint.name, api].append(run)
+            for (name, api), found in runs.items():
+                cell = combine(name, mode, streams, found, api)
                 note(cell)
                 yield cell
 
@@ -191,12 +199,13 @@ class Run:
 
 
 def run_once(
-    endpoint: Endpoint, arguments: argparse.Namespace, streams: int, max_tokens: int, system: Path | None
+    endpoint: Endpoint, arguments: argparse.Namespace, streams: int, max_tokens: int, system: Path | None, api: str
 ) -> Run:
     """Load one endpoint; CPU is that of the measured time alone."""
     options = {
         "target": endpoint.address,
         "model": endpoint.model,
+        "api": api,
         "streams": streams,
         "seconds": arguments.seconds,
         "warmup_s": arguments.warmup_s,
@@ -217,19 +226,19 @@ def run_once(
     return Run(report, cores)
 
 
-def combine(contender: str, mode: str, streams: int, runs: list[Run]) -> Cell:
+def combine(contender: str, mode: str, streams: int, runs: list[Run], api: str = "chat") -> Cell:
     reports = [run.report for run in runs]
     errors = [error for report in reports for error in report["errors"]]
     errors += [f"{report['num_hanging']} streams hang" for report in reports if report["num_hanging"]]
     figures = {name: round(statistics.median(report[name] or 0.0 for report in reports), 3) for name in _FIGURES}
     cores = {role: statistics.median(run.cpu_cores[role] for run in runs) for role in runs[0].cpu_cores}
     rates = [round(report["tokens_per_s"], 1) for report in reports]
-    return Cell(contender, mode, streams, **figures, cpu_cores=cores, rates=rates, errors=errors)
+    return Cell(contender, mode, streams, **figures, cpu_cores=cores, rates=rates, errors=errors, api=api)
 
 
 HEADER = (
-    f"{'mode':<5} {'streams':>7} {'':<7} {'req/s':>7} {'tok/s':>8} {'share':>6} {'ratio':>6} {'TTFT p50/p99 ms':>17}"
-    f" {'ITL p50/p99 ms':>15} {'us/tok':>7} {'us/req':>7}  CPU cores"
+    f"{'mode':<5} {'streams':>7} {'':<7} {'api':<9} {'req/s':>7} {'tok/s':>8} {'share':>6} {'ratio':>6}"
+    f" {'TTFT p50/p99 ms':>17} {'ITL p50/p99 ms':>15} {'us/tok':>7} {'us/req':>7}  CPU cores"
 )
 
 
@@ -247,7 +256,8 @@ def print_table(cells: list[Cell]) -> None:
 def row(cell: Cell, over_dynamo: float | None) -> str:
     cpu = " ".join(f"{role} {cores:.2f}" for role, cores in cell.cpu_cores.items() if cores >= 0.005)
     return (
-        f"{cell.mode:<5} {cell.streams:>7} {cell.contender:<7} {cell.requests_per_s:>7,.0f} {cell.tokens_per_s:>8,.0f}"
+        f"{cell.mode:<5} {cell.streams:>7} {cell.contender:<7} {cell.api:<9} {cell.requests_per_s:>7,.0f}"
+        f" {cell.tokens_per_s:>8,.0f}"
         f" {'' if cell.share is None else f'{cell.share:.1%}':>6}"
         f" {'' if over_dynamo is None else f'{over_dynamo:.2f}':>6} {pair(cell.ttft_p50_ms, cell.ttft_p99_ms):>17}"
         f" {pair(cell.itl_p50_ms, cell.itl_p99_ms):>15} {cell.cpu_us_per_token:>7.1f} {cell.cpu_us_per_request:>7.0f}"
@@ -258,13 +268,24 @@ def row(cell: Cell, over_dynamo: float | None) -> str:
 def ratio(cell: Cell, cells: list[Cell]) -> float | None:
     """Return our rate over dynamo's at the same load; None for dynamo's own cells."""
     peers = [peer for peer in cells if (peer.contender, peer.mode, peer.streams) == ("dynamo", cell.mode, cell.streams)]
-    if cell.contender == "dynamo" or not peers:
+    if cell.contender == "dynamo" or cell.api != "chat" or not peers:
         return None
     return cell.tokens_per_s / max(peers[0].tokens_per_s, 1e-9)
 
 
+def over_chat(cell: Cell, cells: list[Cell]) -> float | None:
+    """Return CPU a request over that of chats at the same load; None for chats."""
+    at = (cell.contender, cell.mode, cell.streams, "chat")
+    chats = [peer for peer in cells if (peer.contender, peer.mode, peer.streams, peer.api) == at]
+    return cell.cpu_us_per_request / chats[0].cpu_us_per_request if chats and cell.api != "chat" else None
+
+
 def verdict(cell: Cell, cells: list[Cell]) -> str | None:
     """Return a line where there is an aim for the cell."""
+    if (share := over_chat(cell, cells)) is not None:
+        word = "ok" if share <= AIM_API else "BELOW"
+        at = f"{cell.mode} at {cell.streams} streams"
+        return f"aim: {at} {cell.api} {share:.2f} x a chat's CPU, {AIM_API:g} at most: {word}"
     over_dynamo = ratio(cell, cells)
     if cell.mode == "fast" and cell.streams in AIM_STREAMS and over_dynamo is not None:
         word = "ok" if over_dynamo >= AIM_RATIO else "BELOW"
@@ -272,7 +293,8 @@ def verdict(cell: Cell, cells: list[Cell]) -> str | None:
     if cell.mode == "long" and over_dynamo is not None:
         word = "ok" if over_dynamo >= AIM_LONG else "BELOW"
         return f"aim: long at {cell.streams} streams {over_dynamo:.2f} x dynamo, {AIM_LONG:g} asked for: {word}"
-    if cell.contender == "bireme" and cell.mode == "paced" and cell.streams == 256 and cell.share is not None:
+    is_chat = cell.contender == "bireme" and cell.api == "chat"
+    if is_chat and cell.mode == "paced" and cell.streams == 256 and cell.share is not None:
         word = "ok" if cell.share >= AIM_SHARE else "BELOW"
         return f"aim: paced at 256 streams {cell.share:.1%} of the ideal tokens/s, {AIM_SHARE:.0%} asked for: {word}"
     return None
@@ -285,7 +307,7 @@ def pair(first: float, second: float) -> str:
 def note(cell: Cell) -> None:
     """Progress for whoever waits; the table comes at the end."""
     print(
-        f"measured mode={cell.mode} streams={cell.streams} contender={cell.contender}"
+        f"measured mode={cell.mode} streams={cell.streams} contender={cell.contender} api={cell.api}"
         f" tokens_per_s={cell.tokens_per_s:.0f} runs={cell.rates}",
         file=sys.stderr,
         flush=True,
@@ -298,7 +320,11 @@ def plot(cells: list[Cell], path: str) -> None:
         step_ms, max_tokens = MODES[mode].step_ms, MODES[mode].max_tokens
         pace = f"{step_ms:g} ms a step" if step_ms else "engines as fast as they go"
         lines = {
-            name: [(cell.streams, cell.tokens_per_s) for cell in cells if (cell.contender, cell.mode) == (name, mode)]
+            name: [
+                (cell.streams, cell.tokens_per_s)
+                for cell in cells
+                if (cell.contender, cell.mode, cell.api) == (name, mode, "chat")
+            ]
             for name in CONTENDERS
         }
         panels.append(Panel(f"{pace}, {max_tokens} tokens", lines))
@@ -310,6 +336,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contenders", type=chosen(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--modes", type=chosen(list(MODES)), default=["fast", "paced"])
+    parser.add_argument("--apis", type=chosen(list(PATHS)), default=["chat"], help="of our frontend")
     parser.add_argument("--streams", type=numbers(int), default=[1, 16, 64, 256])
     parser.add_argument("--seconds", type=float, default=8.0, help="measured time of a run")
     parser.add_argument("--warmup-s", type=float, default=2.0)

@@ -1,4 +1,4 @@
-"""Closed-loop load on an OpenAI chat endpoint, as a process of its own: raw sockets, quick acknowledgements.
+"""Closed-loop load on an OpenAI endpoint, as a process of its own: raw sockets, quick acknowledgements.
 
     python -m benchmarks.load.sse_client --target 127.0.0.1:9000 --model tiny-chat --streams 64 --max-tokens 32
 
@@ -23,9 +23,15 @@ from typing import Any, cast
 
 from benchmarks.load.meter import percentile
 
-_USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
+_USAGE = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
 _TIMEOUT_S = 60.0
 NUMBER = b"#NUMBER#"
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",  # not kept
+    "kept": "/v1/responses",
+    "messages": "/v1/messages",
+}
 
 
 @dataclass(slots=True)
@@ -106,18 +112,20 @@ class Connection(asyncio.Protocol):
             self.done.set_result(None)
 
 
-def request_of(host: str, model: str, max_tokens: int, text: str, extra: dict[str, Any], system: str = "") -> bytes:
+def request_of(
+    host: str, model: str, max_tokens: int, text: str, extra: dict[str, Any], system: str = "", api: str = "chat"
+) -> bytes:
     messages = [{"role": "system", "content": system}] if system else []
-    body = {
-        "model": model,
-        "messages": [*messages, {"role": "user", "content": text}],
-        "max_tokens": max_tokens,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **extra,
-    }
-    data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    turns = [*messages, {"role": "user", "content": text}]
+    fields: dict[str, Any]
+    if api in ("responses", "kept"):
+        fields = {"input": turns, "max_output_tokens": max_tokens, "store": api == "kept"}
+    elif api == "messages":
+        fields = {"messages": turns, "max_tokens": max_tokens}
+    else:
+        fields = {"messages": turns, "max_tokens": max_tokens, "stream_options": {"include_usage": True}}
+    data = json.dumps({"model": model, "stream": True, **fields, **extra}).encode()
+    head = f"POST {PATHS[api]} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     return head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -137,7 +145,9 @@ async def connect(arguments: argparse.Namespace, slot: int, tally: Tally) -> Con
     host, _, port = arguments.target.rpartition(":")
     text = f"Stream {slot}: " + "two banks of oars " * 6 + NUMBER.decode()
     system = arguments.system_file.read_text() if arguments.system_file else ""
-    request = request_of(arguments.target, arguments.model, arguments.max_tokens, text, arguments.extra, system)
+    request = request_of(
+        arguments.target, arguments.model, arguments.max_tokens, text, arguments.extra, system, arguments.api
+    )
     loop = asyncio.get_running_loop()
     return (await loop.create_connection(functools.partial(Connection, request, tally), host, int(port)))[1]
 
@@ -173,9 +183,10 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.load.sse_client", description="Load a chat endpoint.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.load.sse_client", description="Load an endpoint.")
     parser.add_argument("--target", default="127.0.0.1:9000")
     parser.add_argument("--model", required=True)
+    parser.add_argument("--api", choices=list(PATHS), default="chat")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--warmup-s", type=float, default=1.5)

@@ -32,6 +32,16 @@ def test_too_small_a_ratio_or_share_is_said():
     assert paced.share == pytest.approx(0.9375) and verdict(paced, [paced]).endswith("ok")
 
 
+def test_another_endpoint_is_held_to_the_cpu_of_chats():
+    runs = [Run(REPORT, {"frontend": 0.75})]
+    cells = [
+        combine("bireme", "fast", 64, [Run(REPORT, {"frontend": 0.6})]),
+        combine("bireme", "fast", 64, runs, "kept"),
+    ]
+    assert verdict(cells[1], cells) == "aim: fast at 64 streams kept 1.25 x a chat's CPU, 1.15 at most: BELOW"
+    assert verdict(cells[0], cells) is None
+
+
 def test_a_request_that_reaches_over_the_end_counts_in_part():
     tally = Tally(10.0, 20.0)
     tally.count(8.0, 9.0, 11.0, 100)  # a third of the request, half of its tokens
