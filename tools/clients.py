@@ -1,6 +1,7 @@
 """Make the environments of `make test-clients`: one a client of tests/clients/clients.yaml, in .clients/.
 
-Those that are there with the same packages stay. What pip cannot install is told with its reason.
+Those that are there with the same packages stay. `npm:NAME@VERSION` is a package of npm's, which needs node. What can't
+be installed is told with its reason.
 
     python tools/clients.py                 all
     python tools/clients.py litellm openai  these
@@ -19,16 +20,22 @@ import yaml
 CHECKOUT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = CHECKOUT / ".clients"
 TABLE = CHECKOUT / "tests" / "clients" / "clients.yaml"
+NPM = "npm:"
 
 
 class NotInstalledError(Exception):
-    """pip cannot install a client here; the text says why."""
+    """A client cannot be installed here; the text says why."""
 
 
 def packages() -> dict[str, list[str]]:
     """Return each client's packages; the first is the client itself."""
     table: dict[str, list[str]] = yaml.safe_load(TABLE.read_text())
     return table
+
+
+def version(name: str) -> str:
+    """Return the version of a client."""
+    return packages()[name][0].rpartition("=" if "==" in packages()[name][0] else "@")[2]
 
 
 def environment(name: str) -> Path:
@@ -38,15 +45,31 @@ def environment(name: str) -> Path:
     if stamp.exists() and stamp.read_text().split("\n") == wanted:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
-    venv.create(folder, with_pip=True, symlinks=True)
-    command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run([*command, *wanted], capture_output=True, text=True, check=False)
-    if done.returncode:
-        shutil.rmtree(folder)
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        raise NotInstalledError((errors or [f"pip ended with {done.returncode}"])[-1][:300])
+    try:
+        _install(folder, wanted)
+    except NotInstalledError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     stamp.write_text("\n".join(wanted))
     return folder
+
+
+def _install(folder: Path, wanted: list[str]) -> None:
+    """Install packages into a new folder, their programs into its bin/. Raises NotInstalledError."""
+    if wanted[0].startswith(NPM):
+        if shutil.which("npm") is None:
+            raise NotInstalledError("npm is not here; install node")
+        folder.mkdir(parents=True)
+        (folder / "bin").symlink_to(Path("node_modules", ".bin"))
+        command = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--loglevel=error"]
+        wanted = [package.removeprefix(NPM) for package in wanted]
+    else:
+        venv.create(folder, with_pip=True, symlinks=True)
+        command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run([*command, *wanted], capture_output=True, text=True, check=False)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith(("ERROR:", "npm error"))]
+        raise NotInstalledError((errors or [f"{command[0]} ended with {done.returncode}"])[-1][:300])
 
 
 def main(names: list[str]) -> int:

@@ -17,6 +17,7 @@ from tools import clients
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
+RECIPES = Path(__file__).parent / "recipes"  # that clients alone need
 LIMIT_S = 420
 _rows = pytest.StashKey[list[tuple[str, str, str, str, float]]]()
 
@@ -77,7 +78,8 @@ def ports_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
             if recipe not in running:
                 ports = five_ports()
                 log = tmp_path_factory.mktemp("clients") / "log"
-                stack.enter_context(served(f"recipes/{recipe}", log, ports=ports))
+                own = RECIPES / recipe
+                stack.enter_context(served(str(own) if own.exists() else f"recipes/{recipe}", log, ports=ports))
                 running[recipe] = ports
             return running[recipe]
 
@@ -110,10 +112,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     marker = item.get_closest_marker("client")
     if marker is not None and (report.when == "call" or not report.passed):
         name = marker.args[0]
-        version = clients.packages()[name][0].partition("==")[2]
         reason = f"skipped: {report.longrepr[2]}" if report.skipped else report.outcome
         what = (item.obj.__doc__ or item.name).strip()  # type: ignore[attr-defined]
-        item.config.stash[_rows].append((name, version, what, reason, call.duration))
+        item.config.stash[_rows].append((name, clients.version(name), what, reason, call.duration))
     return report
 
 

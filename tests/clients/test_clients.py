@@ -87,6 +87,31 @@ def test_langchain_openai(client):
     assert "ok" in client.program("langchain_chat")
 
 
+@pytest.mark.client("codex", recipe="long-context")
+def test_codex(client):
+    """codex exec: a turn with its own tools over responses"""
+    provider = f'{{name="bireme", base_url="{client.url}/v1", wire_api="responses", env_key="OPENAI_API_KEY"}}'
+    client.more["CODEX_HOME"] = str(client.out)
+    told = client.run(
+        "codex", "exec", "--skip-git-repo-check", "--json", "--disable", "multi_agent", "--disable", "apps",
+        "-c", 'web_search="disabled"', "-c", 'model_provider="bireme"',
+        "-c", f"model_providers.bireme={provider}", "-m", client.model, "Say hello.",
+    )  # fmt: skip
+    assert '"turn.completed"' in told and '"turn.failed"' not in told, told
+
+
+@pytest.mark.client("claude-code", recipe="long-context")
+def test_claude_code(client):
+    """claude -p: a turn with all of its tools over messages"""
+    client.more |= {
+        "ANTHROPIC_BASE_URL": client.url, "ANTHROPIC_AUTH_TOKEN": "none", "CLAUDE_CONFIG_DIR": str(client.out),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }  # fmt: skip
+    told = client.run("claude", "-p", "Say hello.", "--model", client.model, "--output-format", "json")
+    result, _ = json.JSONDecoder().raw_decode(told, told.index('{"'))
+    assert not result["is_error"] and result["usage"]["output_tokens"] > 0, told
+
+
 @pytest.mark.client("litellm")
 def test_litellm(client):
     """as openai and as hosted_vllm: whole, stream, vLLM's fields, guided_choice, async; a text completion"""

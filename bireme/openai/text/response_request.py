@@ -147,6 +147,7 @@ class ResponseBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
+    client_metadata: dict[str, Any] | None = None  # codex's, about itself: taken without effect
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
