@@ -47,6 +47,7 @@ from bireme.kv.transfer.shm_file import sweep
 from tests.kv.transfer.kv_side import LAYOUT, Calls, Fetching, Side, SlowMemory, expected_rows, files_of, wait_until
 
 BACKENDS = {"shm": 4, "nixl": 1, "cuda_ipc": 3, "fake": 2}  # and each one's part of the faults; NIXL takes longest
+FEW = 8  # descriptors that connections may have come to hold; one a fault would be hundreds
 HANG_S = 30.0  # a fetch that takes longer hangs
 SHORT_MS = 400  # kv_transfer_timeout_ms of those that meet a peer that was stopped
 MOST_TOKENS = 200
@@ -424,8 +425,8 @@ class Campaign:
             self._check_side(side)
         gc.collect()
         with contextlib.suppress(AssertionError):  # connections to the last lives are forgotten within a tick
-            wait_until(lambda: _descriptors() <= descriptors, 5)
-        if (now := _descriptors()) > descriptors:
+            wait_until(lambda: _descriptors() <= descriptors + FEW, 5)
+        if (now := _descriptors()) > descriptors + FEW:
             self.tally.leaks.append(f"{now - descriptors} descriptors")
         if NixlBackend.num_registered:  # type: ignore[attr-defined]
             self.tally.leaks.append(f"{NixlBackend.num_registered} registrations")  # type: ignore[attr-defined]
