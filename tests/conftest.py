@@ -66,7 +66,7 @@ def _is_of_servers(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session")
 def sample_model() -> Callable[[str], Path]:
-    """Return the folder of a small random model by its architecture: llama, qwen3, gemma3, embedding or bert."""
+    """Return the folder of a small random model by its architecture: llama, qwen3 or gemma3."""
     from tools.make_sample_model import make
 
     return lambda arch="llama": make(CHECKOUT / "models" / f"tiny-{arch}", arch)

@@ -5,9 +5,8 @@ standard library, chat template, generation_config with eos). The head is not ti
 the weights are wide, so that greedy output has many distinct tokens; it is gibberish all the same.
 A folder that is already complete is left alone; one is never left half written.
 
-    python tools/make_sample_model.py                            # models/tiny-llama, models/tiny-embedding
+    python tools/make_sample_model.py                            # models/tiny-llama
     python tools/make_sample_model.py --arch qwen3 gemma3        # models/tiny-qwen3, models/tiny-gemma3
-    python tools/make_sample_model.py --arch embedding bert      # embeddings: Qwen3-Embedding's shape, BERT's
     python tools/make_sample_model.py --hidden 768 --layers 12 --vocab 32000 --dtype bfloat16 --out /tmp/m125
 
 Needs torch and transformers (the extra `torch`); so `from make_sample_model import make` works in tests.
@@ -28,15 +27,12 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-ARCHITECTURES = ("llama", "qwen3", "gemma3", "embedding", "bert")
+ARCHITECTURES = ("llama", "qwen3", "gemma3")
 STAMP = "sample_model.json"  # written last; says how the folder was made
 VERSION = 1  # of what this program makes: a folder of another version is made again
 CORPUS_BYTES = 4 << 20
 BOS, EOS, PAD = "<s>", "<|im_end|>", "<pad>"
 SPECIAL = (PAD, BOS, "</s>", "<|im_start|>", EOS, "<image>", "<tool_call>", "</tool_call>", "<think>", "</think>")
-
-POOLINGS = {"embedding": "lasttoken", "bert": "mean_tokens"}
-EMBEDDING_ENDS = {"embedding": ("", EOS), "bert": (BOS, "</s>")}  # special tokens around a text, else BOS alone
 
 CHAT_TEMPLATE = """\
 {{- bos_token }}
@@ -163,45 +159,13 @@ def _write(folder: Path, shape: Shape, quiet: bool) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(shape.seed)
         model = _model(shape, tokenizer).to(getattr(torch, shape.dtype))
-    if shape.arch in POOLINGS:
-        _write_embedding_files(folder, shape)
-    else:
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for file in folder.glob("*.*"):
+    for file in folder.iterdir():
         file.chmod(0o644)  # safetensors writes 0600, which a server under another user can't read
     (folder / STAMP).write_text(json.dumps(_stamp(shape), indent=2) + "\n")
-
-
-def _write_embedding_files(folder: Path, shape: Shape) -> None:
-    """Write what sentence-transformers and the embedding worker read beside the model."""
-    modules = [
-        {
-            "idx": at,
-            "name": str(at),
-            "path": f"{at}_{kind}" if at else "",
-            "type": f"sentence_transformers.models.{kind}",
-        }
-        for at, kind in enumerate(("Transformer", "Pooling", "Normalize"))
-    ]
-    modes = {f"pooling_mode_{mode}": mode == POOLINGS[shape.arch] for mode in ("cls_token", "mean_tokens", "lasttoken")}
-    config = {
-        "prompts": {"query": "Instruct: find what answers the question\nQuery:", "document": ""},
-        "default_prompt_name": None,
-        "similarity_fn_name": "cosine",
-    }
-    (folder / "1_Pooling").mkdir()
-    (folder / "2_Normalize").mkdir()
-    (folder / "modules.json").write_text(json.dumps(modules, indent=2) + "\n")
-    (folder / "1_Pooling" / "config.json").write_text(
-        json.dumps({"word_embedding_dimension": shape.hidden, **modes, "include_prompt": True}, indent=2) + "\n"
-    )
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "sentence_bert_config.json").write_text(
-        json.dumps({"max_seq_length": shape.max_position, "do_lower_case": False}, indent=2) + "\n"
-    )
 
 
 def _put(aside: Path, path: Path) -> None:
@@ -231,12 +195,8 @@ def _tokenizer(shape: Shape) -> Any:
         show_progress=False,
     )
     inner.train_from_iterator(_corpus(), trainer)
-    ends = EMBEDDING_ENDS.get(shape.arch, (BOS, ""))
-    single = " ".join(filter(None, (ends[0], "$A", ends[1])))
     inner.post_processor = processors.TemplateProcessing(
-        single=single,
-        pair=f"{single} {single.replace('A', 'B')}",
-        special_tokens=[(token, inner.token_to_id(token)) for token in ends if token],
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, inner.token_to_id(BOS))]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
@@ -280,9 +240,7 @@ def _model(shape: Shape, tokenizer: Any) -> Any:
     }
     if shape.arch == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**common))
-    if shape.arch == "bert":
-        return hf.BertModel(hf.BertConfig(**common), add_pooling_layer=False)
-    if shape.arch in ("qwen3", "embedding"):
+    if shape.arch == "qwen3":
         return hf.Qwen3ForCausalLM(hf.Qwen3Config(**common))
     kinds = ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(shape.layers)]
     config = hf.Gemma3TextConfig(
@@ -301,7 +259,7 @@ def _say(quiet: bool, text: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", nargs="+", default=["llama", "embedding"], choices=ARCHITECTURES)
+    parser.add_argument("--arch", nargs="+", default=["llama"], choices=ARCHITECTURES)
     parser.add_argument("--out", type=Path, help="folder; default models/tiny-<arch>")
     parser.add_argument("--force", action="store_true", help="make it again even if it is complete")
     for field in dataclasses.fields(Shape):

@@ -4,6 +4,7 @@
     python tools/train_samples.py tiny-chat --budget cpu       # a worse model in about an hour of two cores
     python tools/train_samples.py tiny-video                   # needs the extra `video`
     python tools/train_samples.py tiny-vlm
+    python tools/train_samples.py tiny-embedding               # on any machine: a minute
 
 The trained folders are committed under models/, so nobody has to run this.
 """
@@ -15,9 +16,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from samples import train_chat, train_video, train_vlm
+from samples import train_chat, train_embedding, train_video, train_vlm
 
-TRAINERS: dict[str, Any] = {"tiny-chat": train_chat, "tiny-video": train_video, "tiny-vlm": train_vlm}
+TRAINERS: dict[str, Any] = {
+    "tiny-chat": train_chat, "tiny-video": train_video, "tiny-vlm": train_vlm, "tiny-embedding": train_embedding,
+}  # fmt: skip
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 

@@ -154,7 +154,7 @@ def kill_each(served):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_becomes_ready_and_serves_every_way(name, tmp_path, sample_model):
-    sample_model("embedding" if name == EMBEDS else "llama")
+    sample_model("llama")
     skip_unless_it_runs_here(name)
     has_service = name == SHARES_WEIGHTS
     with serving(name, tmp_path / "log", f"--set=memory_service.enabled={str(has_service).lower()}") as served:
@@ -167,7 +167,7 @@ def test_a_recipe_becomes_ready_and_serves_every_way(name, tmp_path, sample_mode
 
 
 def both_doors_embed_alike(served):
-    """Through the frontend and by the Triton model; a chat is refused by name."""
+    """Through the frontend and by the Triton model; a chat is refused by name, and neighbors make sense."""
     fields = {"model": EMBEDS, "input": ["Two banks of oars", "x"], "dimensions": 8}
     status, reply = post(served.ports["openai"], "/v1/embeddings", fields)
     tensors = {"text_input": "Two banks of oars", "dimensions": 8}
@@ -176,6 +176,10 @@ def both_doors_embed_alike(served):
     assert reply["data"][0]["embedding"] == pytest.approx(own["embedding"], abs=1e-5)
     status, reply = post(served.ports["openai"], "/v1/chat/completions", {"model": EMBEDS, "messages": []})
     assert (status, reply["error"]["code"]) == (400, "wrong_endpoint")
+    documents = ["The dog naps on the hay.", "The captain drops the anchor.", "The ship crosses the sea."]
+    asked = {"model": EMBEDS, "query": "The vessel sails over the ocean.", "documents": documents}
+    ranked = post(served.ports["openai"], "/v1/rerank", asked)[1]["results"]
+    assert [one["index"] for one in ranked] == [2, 1, 0] and ranked[0]["relevance_score"] > 0.8
 
 
 def post(port, path, fields):

@@ -2,10 +2,12 @@
 
 import json
 import threading
+from random import Random
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModel
 
 from bireme.config import EngineConfig, Limits, SchedulerConfig
@@ -15,8 +17,10 @@ from bireme.engines.torch.text_embedding import TorchEmbeddingEngine
 from bireme.errors import ConfigError, RequestError, ResourceExhaustedError
 from bireme.messages import EmbedRequest
 from bireme.metrics import Registry
+from tools.samples.topic_world import meanings
 
-VOCAB, SIZE, WAIT_S = 300, 32, 60
+TRAINED = "models/tiny-embedding"
+VOCAB, SIZE, LIMIT, WAIT_S = 300, 32, 100, 60
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": SIZE, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 1,
@@ -67,7 +71,7 @@ class Bench:
         self._ended = threading.Condition()
         context = EngineContext("embedding", "embedding", str(folder), EngineConfig(**config), Registry("embedding"))
         self.engine = TorchEmbeddingEngine(context)
-        self.gate = Gate("embedding", self.engine.start(self._emit), Limits(max_embedding_inputs=64), b"k" * 32)
+        self.gate = Gate("embedding", self.engine.start(self._emit), Limits(max_embedding_inputs=LIMIT), b"k" * 32)
 
     def _emit(self, step, deltas, plain=None):
         with self._ended:
@@ -118,6 +122,24 @@ def test_texts_of_many_lengths_embed_as_each_does_alone(family, tmp_path, bench)
     np.testing.assert_allclose(rows, alone(folder, TEXTS, pooling), atol=2e-5)
 
 
+def test_sentences_of_the_trained_sample_lie_next_to_those_that_mean_the_same(bench):
+    """With meanings that it never saw in training, each in two wordings."""
+    engine, tokenizer, rng = (
+        bench(TRAINED, dtype="float32"),
+        Tokenizer.from_file(f"{TRAINED}/tokenizer.json"),
+        Random(5),
+    )
+    held = meanings(held_out=True)
+    wordings = [meaning.say(rng) for _ in range(2) for meaning in held]
+    engine.embed(1, [np.array(tokenizer.encode(text).ids, np.int32) for text in wordings])
+    rows = engine.rows(1, size=96)
+    likeness = rows[: len(held)] @ rows[len(held) :].T
+    assert (likeness.argmax(1) == np.arange(len(held))).mean() > 0.8
+    np.fill_diagonal(likeness, -1)
+    nearest = [held[at].topic for at in likeness.argmax(1)]
+    assert np.mean([topic == meaning.topic for topic, meaning in zip(nearest, held, strict=True)]) > 0.95
+
+
 def test_fewer_dimensions_are_the_first_ones_at_length_one_again(bert):
     bert.embed(1, TEXTS[:2])
     bert.embed(2, TEXTS[:2], dimensions=8)
@@ -131,7 +153,7 @@ def test_fewer_dimensions_are_the_first_ones_at_length_one_again(bert):
     ("request_fields", "message"),
     [
         ({"prompts": ()}, "input: empty"),
-        ({"prompts": (b"\0\0\0\0",) * 65}, "input: 65 entries; limits.max_embedding_inputs is 64"),
+        ({"prompts": (b"\0\0\0\0",) * 101}, "input: 101 entries; limits.max_embedding_inputs is 100"),
         ({"prompts": (b"\0\0\0\0", b"")}, r"input\[1\]: 0 bytes"),
         ({"prompts": (np.full(129, 4, np.int32).tobytes(),)}, r"input\[0\]: 129 tokens; the model's limit is 128"),
         ({"prompts": (np.full(2, VOCAB, np.int32).tobytes(),)}, r"input\[0\]: token id 300; ids of this model"),
