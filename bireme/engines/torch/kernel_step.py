@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch.attention import Extras, KernelGroup, PackedChunks, store_rows
-from bireme.engines.torch.kernels.packed_prefill import packed_prefill
+from bireme.engines.torch.kernels.packed_prefill import num_parts, packed_prefill
 from bireme.engines.torch.kernels.paged_decode import paged_decode
 
 
@@ -62,7 +62,9 @@ def attend_stored(
         )
     for chunks in group.chunks:
         own = slice(chunks.begin, chunks.end)
-        if _flash_takes(query_THK, value_TNV, extras):
+        num_chunks, num_heads = len(chunks.query_begins) - 1, query_THK.shape[1]
+        cut = num_parts(num_chunks, num_heads, chunks.longest_query, chunks.longest_key)
+        if cut == 1 and _flash_takes(query_THK, value_TNV, extras):
             fresh = (key_TNK[own], value_TNV[own])
             parts.append(_flash(chunks, query_THK[own], *fresh, keys, values, group.window, extras.scaling))
         else:
@@ -80,6 +82,7 @@ def attend_stored(
                     group.window,
                     extras.softcap,
                     extras.sinks,
+                    cut,
                 )
             )
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -124,7 +124,7 @@ class KvStore:
 
     def wait(self, ready: Any) -> None:
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+            torch.cuda.set_device(self.keys[0].device)  # it has a number, which this asks for
         if ready is not None:
             ready.synchronize()
 

@@ -33,15 +33,18 @@ _MOST_TOKENS = {"cuda": 512, "cpu": 64}
 def warm_up(
     runner: HfRunner, builder: BatchBuilder, manager: BlockManager, store: KvStore, limits: EngineLimits
 ) -> None:
-    """Run a prefill, one behind a prefix, and a decode step of the largest batch that fits; of kernels all variants."""
+    """Run a prefill, many and few tokens behind a prefix, and a decode step of the largest batch that fits.
+
+    Of kernels all variants.
+    """
     size = manager.tokens_per_block
     room = min(spec.num_blocks for spec in manager.groups) * size
     num_tokens = max(1, min(_MOST_TOKENS[store.device.type], limits.max_num_tokens, limits.max_seq_len - 1, room))
     prefill = _sequence(manager, 0, num_tokens)
     _hold(manager, prefill, num_tokens)
     runner.forward(builder.build(SchedulerOutput(chunks=[(prefill, num_tokens)])))
-    if num_tokens > 2:
-        prefill.computed = num_tokens // 2
+    for computed in sorted({num_tokens // 2, num_tokens * 7 // 8} - {0}):
+        prefill.computed = computed
         runner.forward(builder.build(SchedulerOutput(chunks=[(prefill, num_tokens - prefill.computed)])))
     manager.release(prefill.table)
     count = min(limits.max_batch_size, min(spec.num_blocks for spec in manager.groups))

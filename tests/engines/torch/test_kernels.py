@@ -10,7 +10,7 @@ from tests.engines.torch.torch_harness import Harness, make_prompts, request
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.engines.torch import decoder_weights, kernels
-from bireme.engines.torch.kernels.packed_prefill import packed_prefill, packed_prefill_reference
+from bireme.engines.torch.kernels.packed_prefill import num_parts, packed_prefill, packed_prefill_reference
 from bireme.engines.torch.kernels.paged_decode import paged_decode, paged_decode_reference
 from bireme.engines.torch.row_copies import move_rows
 
@@ -54,8 +54,9 @@ def test_decode_over_a_block_table_equals_plain_torch(
 @pytest.mark.parametrize(
     ("heads", "num_kv", "size", "value_size", "block_size", "window", "softcap", "has_sinks"), SHAPES
 )
+@pytest.mark.parametrize("parts", [1, 3])
 def test_prefill_behind_prefixes_equals_plain_torch(
-    rng, heads, num_kv, size, value_size, block_size, window, softcap, has_sinks
+    rng, heads, num_kv, size, value_size, block_size, window, softcap, has_sinks, parts
 ):
     keys, values = pools(rng, num_kv, size, value_size, block_size)
     query = torch.randn(heads, 80, size, generator=rng, device=DEVICE).transpose(0, 1)
@@ -64,7 +65,28 @@ def test_prefill_behind_prefixes_equals_plain_torch(
     rows = torch.randint(0, len(keys), (120,), generator=rng, device=DEVICE)
     sinks = torch.randn(heads, generator=rng, device=DEVICE) if has_sinks else None
     given = (query, keys, values, rows, own, seen, 70, num_kv, 0.3, window, softcap, sinks)
-    torch.testing.assert_close(packed_prefill(*given), packed_prefill_reference(*given))
+    torch.testing.assert_close(packed_prefill(*given, parts), packed_prefill_reference(*given))
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "num_tokens", "num_keys", "expected"),
+    [(1, 32, 8192, 8), (1, 200, 8192, 2), (1, 2048, 8192, 1), (1, 128, 128, 1), (1, 1, 700, 2), (64, 32, 8192, 1)],
+)
+def test_few_tokens_behind_many_are_cut_into_parts_until_the_gpu_is_full(num_chunks, num_tokens, num_keys, expected):
+    assert num_parts(num_chunks, 32, num_tokens, num_keys) == expected
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="sizes for a GPU")
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_a_question_behind_a_long_prefix_equals_plain_torch_in_bfloat16(rng, size):
+    keys, values = (torch.randn(9000, 8 * size, generator=rng, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    query = torch.randn(40, 32, size, generator=rng, device=DEVICE, dtype=torch.bfloat16)
+    own, seen = (torch.tensor([0, last], dtype=torch.int32, device=DEVICE) for last in (40, 8240))
+    rows = torch.randperm(9000, generator=rng, device=DEVICE)[:8240]
+    given = (query, keys, values, rows, own, seen, 40, 8, size**-0.5)
+    found = packed_prefill(*given, parts=num_parts(1, 32, 40, 8240)).float()
+    expected = packed_prefill_reference(*given).float()
+    assert float((found - expected).norm() / expected.norm()) < 0.01
 
 
 def test_an_engine_that_runs_on_the_kernels_equals_generate(tiny, monkeypatch):
