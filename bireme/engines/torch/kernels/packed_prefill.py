@@ -149,7 +149,7 @@ def _join_kernel(
 
 def num_parts(num_chunks: int, num_heads: int, longest_query: int, longest_key: int) -> int:
     """Return into how many parts what is seen is best cut; 1: the GPU has enough to do without."""
-    programs = num_chunks * triton.cdiv(longest_query, 64) * num_heads
+    programs: int = num_chunks * triton.cdiv(longest_query, 64) * num_heads
     return max(1, min(_PROGRAMS // programs, longest_key // _PART_KEYS, _MOST_PARTS))
 
 
