@@ -8,6 +8,8 @@ ROUNDS ?= 10
 # Three on two cores: tests of servers mostly wait. Which tests run together: tests/conftest.py.
 JOBS ?= 3
 RUN := $(VENV)/bin/python
+# Where it is set, each of the hundreds of processes of a test run would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup models services demo serve test unit soak test-services test-clients fuzz chaos check format clean clean-venv

@@ -67,8 +67,13 @@ pip_install() {
     "$VENV/bin/python" -m pip install --disable-pip-version-check --no-compile $quiet "$@"
 }
 
-# pip itself compiles on one core, half a minute for all. Some packages carry files that are no Python: no error.
-compile_packages() { "$VENV/bin/python" -m compileall -qq -j 0 "$VENV"/lib/python3*/site-packages || true; }
+# What servers and engines import is compiled now, once, and not by each of the processes of a first launch. All that was
+# installed would take five times as long.
+compile_imports() {
+    PYTHONDONTWRITEBYTECODE='' "$VENV/bin/python" -c \
+        'import bireme.engines.torch.engine, bireme.openai.app, transformers.models.llama.modeling_llama' ||
+        fail "what servers and engines import can't be imported; its error stands above"
+}
 
 make_venv() {
     if [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
@@ -100,8 +105,9 @@ install_package() {
     stamp="$VENV/.stamp-$(printf '%s' "$extras" | cat - pyproject.toml | cksum | cut -d' ' -f1)"
     if [ -e "$stamp" ]; then return; fi
     say "[2/2] bireme with [$extras] (about 150 MB)"
+    pip_install --upgrade pip || true  # before 24 choosing versions takes twice as long; without a network what is there does
     pip_install -e ".[$extras]" || fail "pip could not install the package; its message stands above"
-    compile_packages
+    compile_imports
     # Compiled now and kept beside the source: the first server that routes by KV does not wait for it.
     "$VENV/bin/python" -c 'import bireme.kv.hash_kernels, bireme.kv.index_kernels' || fail "the compiled functions of bireme/kv can't be made"
     rm -f "$VENV"/.stamp-*
