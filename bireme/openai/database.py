@@ -13,7 +13,7 @@ import secrets
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -96,6 +96,16 @@ class Database:
         with self._lock:
             try:
                 return self._connection.execute(query, values).rowcount
+            except sqlite3.Error as error:
+                raise UnavailableError(f"the database of {self._what} can't be written ({error}); try again") from error
+
+    def write_all(self, query: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Write once for each of `rows`, all or none of them. Raises UnavailableError."""
+        with self._lock:
+            try:
+                with self._connection:  # commits, or rolls back
+                    self._connection.execute("BEGIN IMMEDIATE")
+                    self._connection.executemany(query, rows)
             except sqlite3.Error as error:
                 raise UnavailableError(f"the database of {self._what} can't be written ({error}); try again") from error
 

@@ -14,6 +14,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tools/serve_nodes.py": ("--dry-run", "recipes/deepseek-r1-wide-ep"),
     "tools/simulate.py": ("agentic", "--requests", "50", "--modes", "kv,random", "--plot", "{folder}/modes.png"),
     "tools/train_samples.py": ("tiny-chat", "--budget", "smoke", "--out", "{folder}/tiny-chat"),
+    "benchmarks/attention_gpu.py": ("--quick",),
     "benchmarks/embedding_cache.py": ("--recipe", "recipes/tiny-vlm-agg", "--pictures", "1"),
     "benchmarks/engine_cpu.py": ("--cases", "1x8", "--steps", "2", "--threads", "1"),
     "benchmarks/engine_gpu.py": ("--shape", "tiny-experts", "--quick"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -58,6 +58,15 @@ class StoredResponse(msgspec.Struct, frozen=True):
         return _decode(self.response, type=_Output).output
 
 
+class NewResponse(NamedTuple):
+    id: str
+    tenant: str
+    previous: str | None
+    response: bytes  # JSON
+    items: list[Item]  # of its own input
+    request: bytes | None = None  # JSON of the body of one that has not ended: it is this process's
+
+
 class _Output(msgspec.Struct):
     output: list[dict[str, Any]]
 
@@ -82,21 +91,21 @@ class ResponseStore:
     def process(self) -> str:
         return self._lives.own
 
-    def add(
-        self, response_id: str, tenant: str, previous: str | None, response: bytes, items: list[Item],
-        request: bytes | None = None,
-    ) -> None:  # fmt: skip
-        """Keep a response; `request` of one that has not ended: it is this process's. Raises UnavailableError."""
-        shown = _encode(items)
-        size = len(response) + len(shown) + len(request or b"")
-        self._database.write(
+    def add(self, *responses: NewResponse) -> None:
+        """Keep all of them, or none. Raises UnavailableError."""
+        now, rows = time.time(), []
+        for one in responses:
+            items = _encode(one.items)
+            size = len(one.response) + len(items) + len(one.request or b"")
+            process = self.process if one.request else None
+            rows.append((one.id, one.tenant, now, size, one.previous, one.response, items, process, one.request))
+            self._num_new_bytes += size
+        self._database.write_all(
             "INSERT INTO responses (id, tenant, used_at, size, previous, response, items, process, request)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            response_id, tenant, time.time(), size, previous, response, shown, self.process if request else None,
-            request,
-        )  # fmt: skip
-        self._num_new += 1
-        self._num_new_bytes += size
+            rows,
+        )
+        self._num_new += len(rows)
         limits = self._config
         if self._num_new_bytes * _SWEPT_SHARE > limits.max_bytes or self._num_new * _SWEPT_SHARE > limits.max_responses:
             self.sweep()

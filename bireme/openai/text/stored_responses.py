@@ -28,7 +28,7 @@ from bireme.openai.keys import OPEN, ApiKeys, Tenant
 from bireme.openai.text.response_answer import ResponseForm, failure_json
 from bireme.openai.text.response_items import Item, listed
 from bireme.openai.text.response_request import ResponseBody, ResponseRequest, check_response
-from bireme.openai.text.response_store import ResponseStore, StoredResponse
+from bireme.openai.text.response_store import NewResponse, ResponseStore, StoredResponse
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.pipelines.chat_answer import ResponseMeta, encode_json
 from bireme.pipelines.side_by_side import count_request
@@ -65,6 +65,8 @@ class StoredResponses:
         self._store = StoreThread(folder, lambda place: ResponseStore(place, config), "responses")
         self._do = self._store.do
         self._watcher: asyncio.Task[None] | None = None
+        self._unwritten: list[tuple[NewResponse, asyncio.Future[None]]] = []
+        self._writer: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -121,11 +123,35 @@ class StoredResponses:
     async def keep(self, form: ResponseForm, tenant: Tenant, request: ResponseRequest, response: bytes) -> None:
         """Keep a response that has ended; its client gets it even where that fails."""
         previous = request.shown["previous_response_id"]
+        kept = asyncio.get_running_loop().create_future()
+        self._unwritten.append((NewResponse(form.id, tenant.name, previous, response, listed(request.items)), kept))
+        if self._writer is None:
+            self._writer = asyncio.get_running_loop().create_task(self._write())
         try:
-            await self._do(ResponseStore.add, form.id, tenant.name, previous, response, listed(request.items))
+            await kept
         except UnavailableError as error:
             logger.error("response_not_kept id=%s error=%s", form.id, error)
             drop_frames(error)
+
+    async def _write(self) -> None:
+        """Write what there is, in one transaction: what ends meanwhile is the next one's."""
+        try:
+            while self._unwritten:
+                written, self._unwritten = self._unwritten, []
+                error: Exception | None = None
+                try:
+                    await self._do(ResponseStore.add, *(new for new, _ in written))
+                except Exception as failure:  # each of their requests raises it
+                    error = failure
+                for _, kept in written:
+                    if kept.done():  # its client has left
+                        continue
+                    if error is None:
+                        kept.set_result(None)
+                    else:
+                        kept.set_exception(error)
+        finally:
+            self._writer = None
 
     async def begin(
         self, call: Call, model: ServedModel, body: ResponseBody, request: ResponseRequest, form: ResponseForm
@@ -137,7 +163,8 @@ class StoredResponses:
         own = msgspec.structs.replace(body.bireme, session_id=request.chat.session_id)
         again = encode_json(msgspec.structs.replace(body, bireme=own))
         queued, items = form.json("queued", []), listed(request.items)
-        await self._do(ResponseStore.add, form.id, tenant.name, body.previous_response_id, queued, items, again)
+        new = NewResponse(form.id, tenant.name, body.previous_response_id, queued, items, again)
+        await self._do(ResponseStore.add, new)
         self._run(_BackgroundJob(form.id, tenant, model, request, form))
         call.notes["outcome"] = "queued"
         await call.reply(200, queued)

@@ -5,8 +5,8 @@ import multiprocessing
 import pytest
 
 from bireme.config import StoredResponsesConfig
-from bireme.errors import ConfigError
-from bireme.openai.text.response_store import ResponseStore
+from bireme.errors import ConfigError, UnavailableError
+from bireme.openai.text.response_store import NewResponse, ResponseStore
 
 ITEMS = [{"id": "msg_1", "type": "message"}]
 
@@ -25,7 +25,7 @@ def open_store(tmp_path):
 
 
 def add(store, name, previous=None, tenant="", size=0, request=None):
-    store.add(name, tenant, previous, b'{"output":[],"pad":"%b"}' % (b"x" * size), ITEMS, request)
+    store.add(NewResponse(name, tenant, previous, b'{"output":[],"pad":"%b"}' % (b"x" * size), ITEMS, request))
 
 
 def names(rows):
@@ -40,6 +40,18 @@ def test_a_history_is_what_a_response_goes_on_from(open_store):
     assert store.history("d", "", 100) is None and store.history("d", "bob", 1 << 20) is None
     store.remove("a", "")
     assert store.history("d", "", 1 << 20) is None
+
+
+def test_of_responses_that_are_kept_together_all_are_or_none(open_store):
+    store = open_store()
+    first, second = (NewResponse(name, "", None, b'{"output":[]}', ITEMS) for name in "ab")
+    store.add(first, second)
+    assert store.find("a", "") and store.find("b", "")
+    with pytest.raises(UnavailableError, match="UNIQUE"):
+        store.add(NewResponse("c", "", None, b'{"output":[]}', ITEMS), first)
+    assert store.find("c", "") is None
+    add(store, "d")  # the next ones are kept
+    assert store.find("d", "")
 
 
 def test_the_longest_unused_are_removed_when_there_are_too_many(open_store):
