@@ -33,7 +33,7 @@ CREATE TABLE IF NOT EXISTS responses (
 CREATE INDEX IF NOT EXISTS responses_by_use ON responses (tenant, used_at, size);
 CREATE INDEX IF NOT EXISTS unfinished_responses ON responses (process) WHERE process IS NOT NULL;
 """
-_SWEPT_SHARE = 64  # a sweep follows when so small a share of max_bytes has come
+_SWEPT_SHARE = 16  # a sweep follows when so small a share of max_bytes has come
 _encode, _decode = msgspec.json.Encoder().encode, msgspec.json.decode
 
 
