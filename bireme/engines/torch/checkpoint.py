@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from bireme.engines.torch import cpu
 from bireme.engines.torch.architectures import architecture_of, check_architecture
+from bireme.engines.torch.lean_imports import without_compiler
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.errors import ConfigError, one_line
 
@@ -108,16 +109,17 @@ def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch
     transformers_logging.disable_progress_bar()  # it would fill the log, as would its tables of what is wrong:
     transformers_logging.set_verbosity_error()  # the caller reports that, as an error
     try:
-        model, report = kind.from_pretrained(
-            checkpoint.folder,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported by name
-        )
+        with without_compiler():  # torch's own functions for tensors without memory are marked when they are called
+            model, report = kind.from_pretrained(
+                checkpoint.folder,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported by name
+            )
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(f"the weights could not be loaded: {one_line(error)}") from error
     return model, report

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bireme.engines.memory.client import WeightsHold
 from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, load_model, model_class, read_model
+from bireme.engines.torch.lean_imports import without_compiler
 from bireme.engines.torch.weight_memory import WeightMemory, create_sealable, seal, weight_memory
 from bireme.errors import UnavailableError, one_line
 
@@ -114,7 +115,7 @@ def weights_id(checkpoint: Checkpoint, dtype: str, device: torch.device) -> str:
 
 def make_skeleton(checkpoint: Checkpoint, dtype: str) -> Any:
     """Return the model without memory for its tensors."""
-    with torch.device("meta"):
+    with without_compiler(), torch.device("meta"):
         model = model_class(checkpoint).from_config(checkpoint.config, dtype=choose_dtype(dtype, checkpoint.config))
     return model.eval().requires_grad_(False)
 

@@ -1,0 +1,41 @@
+"""A started engine has not imported what it never uses, and who needs the compiler gets the real one."""
+
+import subprocess
+import sys
+
+START = """
+import sys
+from bireme.config import EngineConfig, KvCacheConfig
+from bireme.engines.base import EngineContext
+from bireme.engines.registry import create_engine
+from bireme.metrics import Registry
+config = EngineConfig(kv_cache_config=KvCacheConfig(max_tokens=1024))
+engine = create_engine("torch", EngineContext("decode", "decode", sys.argv[1], config, Registry("decode")))
+engine.start(lambda *events: None)
+"""
+LEFT_OUT = (
+    "print([name for name in ('torch._dynamo', 'torch._inductor', 'torch.distributed.tensor') if name in sys.modules])"
+)
+MARK = """
+import sys
+from bireme.engines.torch.lean_imports import without_compiler
+with without_compiler():
+    import torch
+    marked = torch.compiler.disable(len)
+    print(marked is len, torch._dynamo.config.suppress_errors)
+print(torch._dynamo is sys.modules["torch._dynamo"], torch._dynamo.disable(len) is len)
+"""
+
+
+def run(code, *arguments):
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_started_engine_has_imported_neither_compiler_nor_distributed_tensors(tiny):
+    assert run(START + LEFT_OUT, tiny("llama").path) == ["[]"]
+
+
+def test_more_than_a_mark_gets_the_real_compiler():
+    assert run(MARK) == ["True False", "True False"]
