@@ -56,10 +56,10 @@ class MappedPools:
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], device: torch.device, shared: SharedMemory) -> None:
         """`groups`: this process's own tensors. Raises UnavailableError when that memory can't be mapped."""
-        from bireme.engines.torch.kernels.copy_rows import RowPlace, row_places
+        from bireme.engines.torch.kernels.copy_rows import RowCopier, RowPlace, row_places
 
-        self._device, self._stream = device, torch.cuda.Stream(device)
-        self._sources: list[list[RowPlace]] = []  # empty: closed
+        self._stream = torch.cuda.Stream(device)
+        self._copiers: list[RowCopier] = []  # one a group; empty: closed
         self._addresses: list[int] = []
         self._is_own = shared.pid == os.getpid()  # which CUDA does not map again
         try:
@@ -70,22 +70,19 @@ class MappedPools:
             self.close()
             raise UnavailableError(str(error)) from error
         bases = shared.addresses if self._is_own else self._addresses
-        self._sources = [
-            [RowPlace(bases[region.allocation] + region.offset, region.row_bytes) for region in regions]
-            for regions in shared.regions
-        ]
-        self._targets = [row_places(tensors) for tensors in groups]
+        with torch.cuda.stream(self._stream):
+            for regions, tensors in zip(shared.regions, groups, strict=True):
+                sources = [RowPlace(bases[one.allocation] + one.offset, one.row_bytes) for one in regions]
+                targets = row_places(tensors)
+                self._copiers.append(RowCopier(sources, targets, [place.stride for place in targets], device))
 
     def copy(self, group: int, source: Rows, target: Rows, ready: Any) -> None:
-        from bireme.engines.torch.kernels.copy_rows import copy_rows
-
-        if not self._sources:
+        if not self._copiers:
             raise UnavailableError("the process whose memory this was is gone; prefill again")
         with torch.cuda.stream(self._stream):
             if ready is not None:
                 self._stream.wait_event(ready)
-            sources, targets = self._sources[group], self._targets[group]
-            copy_rows(sources, targets, [place.stride for place in targets], source, target, self._device)
+            self._copiers[group].copy(source, target)
 
     def wait(self) -> None:
         done = torch.cuda.Event(blocking=True)
@@ -95,7 +92,7 @@ class MappedPools:
     def close(self) -> None:
         if self._addresses:
             self.wait()
-        self._sources = []
+        self._copiers = []
         while self._addresses:
             try:
                 self._driver.unmap_allocation(self._addresses.pop())

@@ -102,10 +102,11 @@ def move_rows(
 ) -> None:
     """Copy rows between tensors (rows, size) of one device, pair by pair, on its current stream."""
     if uses_kernel:
-        from bireme.engines.torch.kernels.copy_rows import copy_rows, row_places
+        from bireme.engines.torch.kernels.copy_rows import RowCopier, row_places
 
         widths = [tensor.shape[1] * tensor.element_size() for tensor in sources]
-        copy_rows(row_places(sources), row_places(targets), widths, source_rows, target_rows, sources[0].device)
+        copier = RowCopier(row_places(sources), row_places(targets), widths, sources[0].device)
+        copier.copy(source_rows, target_rows)
         return
     index, to = (torch.from_numpy(rows).to(sources[0].device, non_blocking=True) for rows in (source_rows, target_rows))
     for source, target in zip(sources, targets, strict=True):

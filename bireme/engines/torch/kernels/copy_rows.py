@@ -5,6 +5,7 @@ One side may be memory that torch did not allocate, such as another process's.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 _COLUMNS = 5  # of a table: source, its stride, target, its stride, width
-_PROGRAM_WORDS = 2048  # copied by one program, at most
+_PROGRAM_WORDS = 512  # copied by one program, at most: 96% of a plain copy's rate on an H200, 94% with 2,048
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +33,17 @@ def row_places(tensors: Sequence[Tensor]) -> list[RowPlace]:
     return [RowPlace(tensor.data_ptr(), tensor.stride(0) * tensor.element_size()) for tensor in tensors]
 
 
-@triton.jit(do_not_specialize=["num_tensors", "num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _copy_kernel(
-    told,  # (num_tensors, 5), then the source rows, then the target rows
-    num_tensors,
+    table,  # (num_tensors, 5)
+    rows,  # the source rows, then the target rows
     num_rows,
     WORD: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
-    entry, rows = told + tl.program_id(1) * 5, told + num_tensors * 5
+    entry = table + tl.program_id(1) * 5
     index, word = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(2) * WORDS + tl.arange(0, WORDS)
     source = tl.load(entry).to(tl.pointer_type(WORD))
     source_stride, width = tl.load(entry + 1), tl.load(entry + 4)
@@ -60,32 +61,44 @@ def _copy_kernel(
     tl.store(target + written[:, None] + word[None, :], values, is_there)
 
 
-def copy_rows(
-    sources: Sequence[RowPlace],
-    targets: Sequence[RowPlace],
-    widths: Sequence[int],
-    source_rows: npt.NDArray[np.int64],
-    target_rows: npt.NDArray[np.int64],
-    device: torch.device,
-) -> None:
-    """Copy rows of `widths` bytes, a tensor each; on the current stream, which must be the device's.
+class RowCopier:
+    """Tensors whose rows are copied pair by pair. The table of their addresses is sent to the device once."""
 
-    The addresses are used as they are: the caller answers for them, and for the rows.
-    """
-    count, num_tensors = len(source_rows), len(widths)
-    table = np.empty((num_tensors, _COLUMNS), np.int64)
-    table[:, :2] = [(place.address, place.stride) for place in sources]
-    table[:, 2:4] = [(place.address, place.stride) for place in targets]
-    table[:, 4] = widths
-    is_wide, is_aligned = not (table % 8).any(), not (table % 16).any()
-    if is_wide:  # bytes are copied one by one as slowly as words
-        table[:, (1, 3, 4)] //= 8
-    # One small copy; made before the kernel is queued, so nothing waits for it.
-    told = torch.from_numpy(np.concatenate([table.reshape(-1), source_rows, target_rows])).to(device, non_blocking=True)
-    words = min(_PROGRAM_WORDS, triton.next_power_of_2(int(table[:, 4].max())))
-    height = max(1, _PROGRAM_WORDS // words)
-    grid = triton.cdiv(count, height), num_tensors, triton.cdiv(int(table[:, 4].max()), words)
-    word = tl.int64 if is_wide else tl.uint8
-    _copy_kernel[grid](
-        told, num_tensors, count, WORD=word, ROWS=height, WORDS=words, IS_ALIGNED=is_aligned, num_warps=4
-    )
+    def __init__(
+        self, sources: Sequence[RowPlace], targets: Sequence[RowPlace], widths: Sequence[int], device: torch.device
+    ) -> None:
+        """`widths`: bytes of a row, a tensor each. The addresses are used as they are: the caller answers for them."""
+        table = np.empty((len(widths), _COLUMNS), np.int64)
+        table[:, :2] = [(place.address, place.stride) for place in sources]
+        table[:, 2:4] = [(place.address, place.stride) for place in targets]
+        table[:, 4] = widths
+        is_wide, is_aligned = not (table % 8).any(), not (table % 16).any()
+        if is_wide:  # bytes are copied one by one as slowly as words
+            table[:, (1, 3, 4)] //= 8
+        width = int(table[:, 4].max())
+        words = min(_PROGRAM_WORDS, triton.next_power_of_2(width))
+        self._height = max(1, _PROGRAM_WORDS // words)
+        self._grid = len(widths), triton.cdiv(width, words)
+        self._settings = {
+            "WORD": tl.int64 if is_wide else tl.uint8, "ROWS": self._height, "WORDS": words, "IS_ALIGNED": is_aligned,
+        }  # fmt: skip
+        self._device = device
+        self._table = torch.from_numpy(table).to(device, non_blocking=True)
+
+    def copy(self, source_rows: npt.NDArray[np.int64], target_rows: npt.NDArray[np.int64]) -> None:
+        """Copy on the current stream, which must be the device's; the caller answers for the rows."""
+        count = len(source_rows)
+        told = _host_memory(2 * count, self._device)
+        told.numpy()[:count], told.numpy()[count:] = source_rows, target_rows
+        num_tensors, columns = self._grid
+        grid = triton.cdiv(count, self._height), num_tensors, columns
+        rows = told.to(self._device, non_blocking=True)
+        _copy_kernel[grid](self._table, rows, count, **self._settings, num_warps=4)
+
+
+def _host_memory(count: int, device: torch.device) -> Tensor:
+    """Return (count,) in int32, page-locked where it can be had: then its copy to the device waits for nothing."""
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):
+            return torch.empty(count, dtype=torch.int32, pin_memory=True)
+    return torch.empty(count, dtype=torch.int32)
