@@ -72,8 +72,8 @@ class Frontend:
         """`member`: other processes serve the same port. The folders are of kept responses, and of files and batches;
         None: they go with this process. `followed`: looked at while it serves.
         """
-        self._videos = videos or VideoModels([])
-        self._embedders = embedders or EmbeddingModels([])
+        self._videos = videos or VideoModels()
+        self._embedders = embedders or EmbeddingModels()
         videos_by_name = {video.name: VIDEO for video in self._videos}
         texts_by_name = {model.name: TEXT for model in models}
         embedders_by_name = {model.name: EMBEDDINGS for model in self._embedders}

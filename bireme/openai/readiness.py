@@ -26,7 +26,7 @@ class Readiness:
     """Ready: for every model at least one worker takes requests of each stage that it can't do without."""
 
     def __init__(self, models: Iterable[FollowedModel], videos: VideoModels | None = None) -> None:
-        self._models, self._videos = models, videos or VideoModels([])
+        self._models, self._videos = models, videos or VideoModels()
         self._report: tuple[bool, dict[str, Any]] = (False, {"status": "starting"})
         self._asked_at = -_KEPT_S
         self._lock = asyncio.Lock()

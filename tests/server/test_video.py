@@ -236,7 +236,7 @@ MALFORMED = [
     ("/v1/videos", {"prompt": "x", "seed": -1}, "seed"),
     ("/v1/videos", {"prompt": "x", "input_reference": "data:"}, "made from text alone"),
     ("/v1/videos", {"prompt": "x", "frames": 9}, "frames: unknown field"),
-    ("/v1/videos", {"prompt": "x", "model": "sora"}, "makes no videos here"),
+    ("/v1/videos", {"prompt": "x", "model": "sora"}, "The model `sora` does not exist"),
     ("/v1/videos/generations", {"prompt": "x", "output_format": "avi"}, "one of mp4, gif"),
     ("/v1/videos/generations", {"prompt": "x", "response_format": "xml"}, "response_format"),
     ("/v1/images/generations", {"prompt": "x", "n": 11}, "n: 11; 1 to 10"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ from typing import Any
 from bireme.config import Recipe
 from bireme.discovery import run
 from bireme.discovery.view import Discovery, discover
-from bireme.errors import ConfigError
 from bireme.messages import Capacity
 from bireme.metrics import Registry
-from bireme.openai.http.error_replies import HttpError
-from bireme.openai.model_kinds import TEXT, ModelKind, wrong_endpoint
+from bireme.openai.model_kinds import TEXT, ModelsByName
 from bireme.pipelines.chat_service import ChatService
 from bireme.pipelines.routing import make_router
 from bireme.pipelines.services import Services
@@ -122,34 +119,5 @@ def connection_of(recipe: Recipe, address: str | None, metrics: Registry) -> Rec
     return RecipeConnection(workers, discovery, folder)
 
 
-class Models:
-    """All language models of a frontend, by name."""
-
-    def __init__(self, models: list[ServedModel]) -> None:
-        self._models: dict[str, ServedModel] = {}
-        self._others: Mapping[str, ModelKind] = {}
-        for model in models:
-            if model.name in self._models:
-                raise ConfigError(f"two recipes serve the name {model.name}; set served_model_name in one of them")
-            self._models[model.name] = model
-
-    def know_others(self, names: Mapping[str, ModelKind]) -> None:
-        """Take what the models of other kinds are called, for errors."""
-        self._others = names
-
-    def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._models.values())
-
-    def get(self, name: str) -> ServedModel:
-        """Raises HttpError 404, or 400 without a name."""
-        if not name:
-            raise HttpError(400, f"model: missing; send one of {', '.join(self._models)}", code="missing_model")
-        model = self._models.get(name)
-        if model is None and name in self._others:
-            raise wrong_endpoint(name, self._others[name], TEXT)
-        if model is None:
-            raise HttpError(
-                404, f"The model `{name[:100]}` does not exist; GET /v1/models lists what there is",
-                code="model_not_found",
-            )  # fmt: skip
-        return model
+class Models(ModelsByName[ServedModel]):
+    kind = TEXT
