@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +25,13 @@ class Source:
         self.events = EventBuffer(max_size)
         self.state = {"step": 0, "num_waiting": 0, "num_running": 0, "num_waiting_tokens": 0, "num_blocks_used": 0}
         self.error: Exception | None = None
+        self.unread = threading.Lock()  # who holds it records events that the publisher takes all at once
 
     def kv_events(self) -> list[Any]:
         if self.error:
             raise self.error
-        return self.events.drain()
+        with self.unread:
+            return self.events.drain()
 
     def progress(self) -> Any:
         return SimpleNamespace(**self.state, num_blocks=8)

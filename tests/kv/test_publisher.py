@@ -30,11 +30,13 @@ class Bench(Published):
         self.reader = VllmSubscriber(events, self.plane.replay_endpoint, topic)
 
     def sync(self):
-        """Return once the subscription reaches the publisher, and the next seq."""
+        """Return once the subscription reaches the publisher and all so far has been read, and the next seq."""
         wait_for(lambda: self._arrives())
-        while self.reader.sub.poll(50):
-            self.last = self.reader.take()[1]
-        return self.last + 1
+        last = self.store([secrets.randbelow(1 << 20) for _ in range(SIZE)])
+        while True:
+            _, seq, batch = self.reader.take()
+            if any(_hashes(event) == last for event in batch.events):
+                return seq + 1
 
     def _arrives(self):
         self.source.events.removed(1)
@@ -73,9 +75,10 @@ def test_a_reader_of_vllm_s_format_gets_the_stream_unchanged(bench, topic):
 def test_what_happens_together_shares_a_batch(bench):
     one = bench()
     one.sync()
-    one.source.store(TOKENS)
-    one.source.events.removed(HASHES[1])
-    one.source.events.removed(HASHES[0])
+    with one.source.unread:
+        one.source.store(TOKENS)
+        one.source.events.removed(HASHES[1])
+        one.source.events.removed(HASHES[0])
     one.publisher.wake()
     assert one.reader.take()[2].events[1:] == [BlockRemoved(HASHES[::-1], "GPU")]
 
@@ -147,9 +150,10 @@ def test_a_buffer_that_ran_over_is_told_as_a_loss_of_everything(bench):
     one = bench(max_size=2)
     one.sync()
     one.metrics.take_delta()
-    for _ in range(4):
-        one.source.store([secrets.randbelow(1 << 20) for _ in range(SIZE)])
-    one.source.events.removed(1)
+    with one.source.unread:
+        for _ in range(4):
+            one.source.store([secrets.randbelow(1 << 20) for _ in range(SIZE)])
+        one.source.events.removed(1)
     one.publisher.wake()
     assert isinstance(one.reader.take()[2].events[-1], AllBlocksCleared)
     assert one.counter("bireme_kv_event_gaps_total") == 3

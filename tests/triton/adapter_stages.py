@@ -158,21 +158,35 @@ def resolve(future: asyncio.Future[None]) -> None:
 
 
 class Tokens(TestStage):
-    """`count` tokens, one a step of STEP_MS milliseconds, from a thread of its own; abort on cancel."""
+    """`count` tokens, one a step of STEP_MS milliseconds, from a thread of its own; abort on cancel.
+
+    `when_asked`: one for each request with `ask`.
+    """
 
     spec = streaming(
         "tokens",
         optional("count", INT32),
         optional("report", INT32),
+        optional("when_asked", INT32),
+        optional("ask", INT32),
         outputs=(TOKENS, TensorSpec("running", INT32, (1,))),
     )
 
     async def start(self, context: StageContext) -> None:
         self.ticker = Ticker(float(os.environ.get("STEP_MS", "10")) / 1e3)
+        self.asked: asyncio.Queue[None] = asyncio.Queue()
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         if "report" in inputs:
             send(TensorResponse({"running": np.array([len(self.ticker.sequences)], np.int32)}))
+            return
+        if "ask" in inputs:
+            self.asked.put_nowait(None)
+            return
+        if "when_asked" in inputs:
+            for at in range(number(inputs, "count", 10)):
+                await self.asked.get()
+                send(TokenResponse([at]))
             return
         key, done = self.ticker.add(send, number(inputs, "count", 10))
         cancelled.on_set(lambda: self.ticker.remove(key))

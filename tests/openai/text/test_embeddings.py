@@ -157,16 +157,22 @@ async def test_many_large_embeddings_come_in_parts_and_in_order(embedder, monkey
     assert sorted(bench.workers.log) == ["embedding embed 2", "embedding_1 embed 1"]
 
 
+async def until(condition):
+    async def wait():
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(wait(), 10)
+
+
 async def test_a_client_that_leaves_stops_its_work(embedder):
     bench = await embedder()
     bench.workers.hold.add("embedding")
     call = bench.call("POST", "/v1/embeddings", {"model": "vectors", "input": "hi"})
-    while not bench.workers.waiting:
-        await asyncio.sleep(0.001)
+    await until(lambda: bench.workers.waiting)
     call.leave()
     await call.task
-    while "embedding abort embed" not in bench.workers.log:
-        await asyncio.sleep(0.001)
+    await until(lambda: "embedding abort embed" in bench.workers.log)
 
 
 async def test_tokens_count_against_the_key(embedder):
