@@ -2,7 +2,8 @@
 
 Blocks are known by their content: the prompt's, and those that an answer has filled. The least recently used go first.
 A block that is held has all before it held too, in use or not, so a prompt's blocks are not looked at one by one: of
-60,000 tokens that would cost a request more than all else that the mocker does for it.
+60,000 tokens that would cost a request more than all else that the mocker does for it. For the same reason the blocks of
+the last request that ran are taken out of use when the next one has taken its own, which as a rule are nearly the same.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class MockBlockPool:
         # Blocks in use, by content: how many requests' last shared block each is, and how many of the blocks that
         # follow it are in use.
         self._uses: dict[bytes, int] = {}
+        self._num_sharing = 0  # requests with blocks in use by content
+        self._last: tuple[list[bytes], int] | None = None  # when there are none: what `_uses` still has, to be left
         self._cached: OrderedDict[bytes, None] = OrderedDict()  # not in use, oldest first
         self._recent: OrderedDict[bytes, BlockContent] = OrderedDict()  # long prompts, by their first block
         self._num_private = 0
@@ -61,11 +64,11 @@ class MockBlockPool:
 
     @property
     def num_used(self) -> int:
-        return self._num_private + len(self._uses)
+        return self._num_private + (0 if self._last else len(self._uses))
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + (len(self._uses) if self._last else 0)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.tokens_per_block)
@@ -118,11 +121,14 @@ class MockBlockPool:
         """Take blocks for `num_tokens`, the first ones by content where they are held; None: no room now."""
         uses = self._uses
         num_shared = self._num_held(keys, max_hits)
-        num_revived = num_shared - bisect.bisect_left(keys, True, 0, num_shared, key=lambda key: key not in uses)
+        num_revived = num_shared
+        if self._last is None:
+            num_revived -= bisect.bisect_left(keys, True, 0, num_shared, key=lambda key: key not in uses)
         needed = self.blocks_for(num_tokens) - num_shared
         if self.num_used + num_revived + needed > self.num_blocks:
             return None
         self._use(keys, num_shared)
+        self._num_sharing += num_shared > 0
         self._num_private += needed
         self._evict()
         return Holding(keys, num_shared, needed)
@@ -136,6 +142,7 @@ class MockBlockPool:
         if len(keys) > first:
             self._use(keys, len(keys))
             self._leave(holding.keys, first)
+            self._num_sharing += not first
             self._num_private -= len(keys) - first
             holding.num_private -= len(keys) - first
             holding.keys, holding.num_shared = keys, len(keys)
@@ -143,10 +150,13 @@ class MockBlockPool:
     def free(self, holding: Holding) -> None:
         """Give everything back; blocks with known content stay for reuse, the prompt's start longest."""
         self._computed(holding)
-        self._leave(holding.keys, holding.num_shared)
+        self._num_sharing -= holding.num_shared > 0
+        if self._num_sharing:
+            self._leave(holding.keys, holding.num_shared)
+        elif holding.num_shared:
+            self._last = (holding.keys, holding.num_shared)
         self._num_private -= holding.num_private
         holding.num_shared = holding.num_private = 0
-        self._evict()
 
     def _num_held(self, keys: list[bytes], limit: int) -> int:
         """Return how many of the first `limit` blocks are held: those before the first that is not."""
@@ -156,13 +166,16 @@ class MockBlockPool:
         )
 
     def _use(self, keys: list[bytes], count: int) -> None:
-        """Take the first `count` blocks into use, from the last to the first that others use already."""
+        """Take the first `count` blocks into use, from the last to the first that is in use already."""
         for at in range(count - 1, -1, -1):
             key = keys[at]
             self._uses[key] = num_uses = self._uses.get(key, 0) + 1
             if num_uses > 1:
-                return
+                break
             self._cached.pop(key, None)
+        if self._last is not None:
+            last, self._last = self._last, None
+            self._leave(*last)
 
     def _leave(self, keys: list[bytes], count: int) -> None:
         """Undo `_use`."""
