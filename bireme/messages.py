@@ -361,8 +361,8 @@ decode_welcome = msgspec.msgpack.Decoder(Welcome).decode
 decode_control = msgspec.msgpack.Decoder(Hello | Pong).decode
 
 
-def frame(consumer: int, payload: bytes) -> bytes:
-    return U32.pack(consumer) + payload
+def frame(consumer: int, payload: bytes | memoryview) -> bytes:
+    return b"".join((U32.pack(consumer), payload))
 
 
 def split(data: bytes) -> tuple[int, memoryview]:

@@ -192,7 +192,7 @@ class TokenBus:
                 f"commands: {payload.size} bytes; the limit is {MAX_COMMAND_BYTES}, send smaller batches"
             )
         try:
-            self._engine.send_commands(number, payload.tobytes())
+            self._engine.send_commands(number, payload.data)
         except UnavailableError as error:
             if (subscription := self._open.get(number)) is None:
                 raise

@@ -29,6 +29,7 @@ _OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 _WRITE_FAILED = "Internal error from Core"  # grpc.aio's own word for a stream that breaks under a write
+_RAW_CONTENTS = b"\x3a"  # tag of ModelInferRequest.raw_input_contents: field 7, bytes
 _DTYPES = {"INT32": np.int32, "FP32": np.float32, "UINT8": np.uint8, "UINT64": np.uint64, "BOOL": np.bool_}
 
 
@@ -77,7 +78,7 @@ class GrpcChannel:
         ask = self._method("unary_unary", "ModelReady", service_pb2.ModelReadyResponse)
         self.num_calls += 1
         try:
-            return bool((await ask(service_pb2.ModelReadyRequest(name=model))).ready)
+            return bool((await ask(service_pb2.ModelReadyRequest(name=model).SerializeToString())).ready)
         except grpc.aio.AioRpcError as error:
             raise rpc_error(error, self.address) from error
         finally:
@@ -95,11 +96,7 @@ class GrpcChannel:
             self._channel = grpc.aio.insecure_channel(self.address, _OPTIONS)
         elif self._channel is None and self._tls is not None:
             self._channel = self._tls.channel(self.address, _OPTIONS)
-        return getattr(self._channel, kind)(
-            _SERVICE + name,
-            request_serializer=lambda request: request.SerializeToString(),
-            response_deserializer=answer.FromString,
-        )
+        return getattr(self._channel, kind)(_SERVICE + name, response_deserializer=answer.FromString)
 
 
 async def leave(call: Any, limit_s: float) -> None:
@@ -121,22 +118,40 @@ async def leave(call: Any, limit_s: float) -> None:
         call.cancel()
 
 
-def infer_request(model: str, tensors: Mapping[str, bytes | Array]) -> Any:
-    """Build a request: bytes become BYTES[1], arrays what they are."""
+def infer_request(model: str, tensors: Mapping[str, bytes | Array]) -> bytes:
+    """Return a ModelInferRequest as it is sent: bytes become BYTES[1], arrays what they are.
+
+    Tensors are written behind what protobuf has written, which may have its fields in any order: it would copy a long
+    prompt several times.
+    """
     from tritonclient.grpc import service_pb2
 
     request = service_pb2.ModelInferRequest(model_name=model)
+    contents: list[Any] = []
     for name, value in tensors.items():
-        if isinstance(value, bytes):
-            data_type, shape, raw = "BYTES", [1], U32.pack(len(value)) + value
-        elif value.dtype.kind == "O":
-            items = [bytes(item) for item in value.reshape(-1)]
-            data_type, shape, raw = "BYTES", list(value.shape), b"".join(U32.pack(len(item)) + item for item in items)
-        else:
-            data_type, shape, raw = _data_type(value), list(value.shape), value.tobytes()
+        data_type, shape, raw = _encoded(value)
         request.inputs.add(name=name, datatype=data_type, shape=shape)
-        request.raw_input_contents.append(raw)
-    return request
+        contents += [_RAW_CONTENTS, _varint(sum(map(len, raw))), *raw]
+    return b"".join([request.SerializeToString(), *contents])
+
+
+def _encoded(value: bytes | Array) -> tuple[str, list[int], list[Any]]:
+    """Return a tensor's type and shape, and its bytes in parts."""
+    if isinstance(value, bytes):
+        return "BYTES", [1], [U32.pack(len(value)), value]
+    if value.dtype.kind == "O":
+        items = [bytes(item) for item in value.reshape(-1)]
+        return "BYTES", list(value.shape), [part for item in items for part in (U32.pack(len(item)), item)]
+    return _data_type(value), list(value.shape), [np.ascontiguousarray(value).reshape(-1).view(np.uint8)]
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
 
 
 def outputs_of(response: Any) -> dict[str, Array]:

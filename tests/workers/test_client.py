@@ -66,7 +66,7 @@ class PrefillServer:
 
 
 def answer(tensors):
-    request = infer_request("prefill", tensors)
+    request = service_pb2.ModelInferRequest.FromString(infer_request("prefill", tensors))
     response = service_pb2.ModelInferResponse(raw_output_contents=request.raw_input_contents)
     for tensor in request.inputs:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)

@@ -172,7 +172,7 @@ class EngineClient:
             session.buses[consumer] = push
             return consumer
 
-    def send_commands(self, consumer: int, payload: bytes) -> None:
+    def send_commands(self, consumer: int, payload: bytes | memoryview) -> None:
         """Pass on an encoded Commands, unread. Raises UnavailableError when the bus has ended with its life.
 
         `consumer` may be another stub's, which sees to its end.
