@@ -45,10 +45,8 @@ class Prompts:
         cache_salt: str = "",
     ) -> EncodedPrompt:
         """Render and encode a conversation. Raises RequestError."""
-        size = sum(_num_characters(message["content"]) for message in messages)
-        return await self._encoder.run(
-            lambda: self._encode_chat(messages, tools, variables, cache_salt), size + 1000 * len(tools)
-        )
+        ids, text = await self.shown(messages, tools, variables, cache_salt)
+        return self._checked(ids, text[-_NUM_END_CHARACTERS:])
 
     async def shown(
         self,
@@ -58,10 +56,8 @@ class Prompts:
         cache_salt: str,
     ) -> tuple[Ids, str]:
         """Return a conversation's ids and its rendered text. Raises RequestError."""
-        return await self._encoder.run(
-            lambda: self._encoder.encode_chat("prompt", messages, tools, variables, self._context(), cache_salt),
-            sum(_num_characters(message["content"]) for message in messages) + 1000 * len(tools),
-        )
+        size = sum(_num_characters(message["content"]) for message in messages) + 1000 * len(tools)
+        return await self._encoder.chat("prompt", messages, tools, variables, self._context(), cache_salt, size)
 
     async def text(self, text: str, add_special_tokens: bool = True, cache_salt: str = "") -> EncodedPrompt:
         """Encode plain text. Raises RequestError."""
@@ -72,16 +68,6 @@ class Prompts:
 
     def close(self) -> None:
         self._encoder.close()
-
-    def _encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-        variables: Mapping[str, Any],
-        cache_salt: str,
-    ) -> EncodedPrompt:
-        ids, text = self._encoder.encode_chat("prompt", messages, tools, variables, self._context(), cache_salt)
-        return self._checked(ids, text[-_NUM_END_CHARACTERS:])
 
     def _checked(self, ids: Ids, end: str = "") -> EncodedPrompt:
         check_prompt_tokens(len(ids), self._limits)

@@ -28,14 +28,14 @@ _RUN_SHARE = 4  # the whole beginnings take this part of the bytes at most
 _Key = tuple[str, str]  # salt, text
 
 
-class _CommonText(NamedTuple):
+class CommonText(NamedTuple):
     """A beginning that several texts have had, up to a cut."""
 
     text: str
     ids: Ids
 
 
-_NOTHING = _CommonText("", np.zeros(0, np.int32))
+_NOTHING = CommonText("", np.zeros(0, np.int32))
 
 
 class PrefixCache:
@@ -53,20 +53,31 @@ class PrefixCache:
         self._encode, self._pattern, self._max_bytes, self._metrics = encode, pattern, max_bytes, metrics
         self._part_characters = part_characters
         self._parts: OrderedDict[_Key, Ids] = OrderedDict()
-        self._runs: OrderedDict[_Key, _CommonText] = OrderedDict()  # by their first part
+        self._runs: OrderedDict[_Key, CommonText] = OrderedDict()  # by their first part
         self._lock = threading.Lock()
         self.num_bytes = 0
         self.num_run_bytes = 0  # of these, of whole beginnings
 
-    def encode(self, text: str, salt: str = "") -> Ids:
+    def beginning(self, text: str, salt: str = "") -> CommonText:
+        """Return what is known whole of a text's beginning; empty: nothing is."""
+        if self._pattern is None or self._max_bytes == 0 or len(text) <= self._part_characters:
+            return _NOTHING
+        first = self._first(text, salt)
+        with self._lock:
+            run = self._runs.get(first, _NOTHING)
+            if run.text and text.startswith(run.text):
+                self._runs.move_to_end(first)
+                return run
+            return _NOTHING
+
+    def encode(self, text: str, salt: str = "", run: CommonText | None = None) -> Ids:
         """Return the tokens of a text. What was encoded under another salt does not make it quicker.
 
-        Raises what encoding raises.
+        `run`: its `beginning`, where that has been looked up. Raises what encoding raises.
         """
         if self._pattern is None or self._max_bytes == 0 or len(text) <= self._part_characters:
             return _array(self._encode(text))
-        first = (salt, text[: next(cuts(text, self._pattern, self._part_characters), 0)])
-        run = self._find_run(first, text)
+        run = self.beginning(text, salt) if run is None else run
         ids, start, num_found = [run.ids], len(run.text), len(run.ids)
         num_known, known_end = 1, start  # parts from the text's beginning that were there
         for end in cuts(text, self._pattern, self._part_characters, start):
@@ -81,7 +92,7 @@ class PrefixCache:
             ids.append(part)
             start = end
         if num_known > _RUN_PARTS:
-            self._keep_run(first, _CommonText(text[:known_end], np.concatenate(ids[:num_known])))
+            self._keep_run(self._first(text, salt), CommonText(text[:known_end], np.concatenate(ids[:num_known])))
         ids.append(_array(self._encode(text[start:])))
         whole = np.concatenate(ids)
         self._count(num_found, len(whole) - num_found)
@@ -93,14 +104,10 @@ class PrefixCache:
                 self._parts.move_to_end(key)
             return part
 
-    def _find_run(self, first: _Key, text: str) -> _CommonText:
-        """Return what is known whole of a text's beginning; empty: nothing is."""
-        with self._lock:
-            run = self._runs.get(first, _NOTHING)
-            if run.text and text.startswith(run.text):
-                self._runs.move_to_end(first)
-                return run
-            return _NOTHING
+    def _first(self, text: str, salt: str) -> _Key:
+        """Return the key of a text's first part."""
+        assert self._pattern is not None
+        return salt, text[: next(cuts(text, self._pattern, self._part_characters), 0)]
 
     def _keep(self, key: _Key, part: Ids) -> Ids:
         with self._lock:
@@ -110,7 +117,7 @@ class PrefixCache:
             self._shrink()
         return part
 
-    def _keep_run(self, first: _Key, run: _CommonText) -> None:
+    def _keep_run(self, first: _Key, run: CommonText) -> None:
         with self._lock:
             if (before := self._runs.pop(first, None)) is not None:
                 self._drop_run(before)
@@ -122,7 +129,7 @@ class PrefixCache:
                 self._drop_run(self._runs.popitem(last=False)[1])
             self._shrink()
 
-    def _drop_run(self, run: _CommonText) -> None:
+    def _drop_run(self, run: CommonText) -> None:
         size = _size(run.text, run.ids)
         self.num_run_bytes -= size
         self.num_bytes -= size

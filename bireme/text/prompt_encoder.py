@@ -1,14 +1,16 @@
 """Prompts to token ids: checked, short ones encoded at once, long ones on a few threads. Encoding releases the GIL.
 
-Of long prompts, what is known from earlier ones is not encoded again (prefix_cache.py).
+Of long prompts, what is known from earlier ones is not encoded again (prefix_cache.py), and one of which little else is
+left is as good as short.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,12 +20,13 @@ from bireme.errors import ResourceExhaustedError
 from bireme.metrics import Registry
 from bireme.request import Ids, check_prompt_text
 from bireme.text.chat_template import Message
-from bireme.text.prefix_cache import PrefixCache
+from bireme.text.prefix_cache import CommonText, PrefixCache
 from bireme.text.tokenizer import TextTokenizer
 
 _T = TypeVar("_T")
 _MAX_THREADS = 4
 _INLINE_CHARACTERS = 4096  # these take about as long as a thread switch
+_RENDERED_CHARACTERS = 1 << 20  # rendering more than these holds the loop for milliseconds
 
 
 class PromptEncoder:
@@ -61,11 +64,45 @@ class PromptEncoder:
         salt: str = "",
     ) -> tuple[Ids, str]:
         """Render and encode a conversation; returns ids and the prompt. Raises RequestError."""
+        texts, text = self._rendered(name, messages, tools, variables, context)
+        return self._encode_all([(part, None) for part in texts], salt), text
+
+    async def chat(
+        self,
+        name: str,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+        context: int | None,
+        salt: str,
+        num_characters: int,
+    ) -> tuple[Ids, str]:
+        """Do `encode_chat` here or on a thread; the conversation has about so many characters."""
+        if num_characters > _RENDERED_CHARACTERS:
+            encode = partial(self.encode_chat, name, messages, tools, variables, context, salt)
+            return await self.run(encode, num_characters)
+        texts, text = self._rendered(name, messages, tools, variables, context)
+        parts = [(part, self._cache.beginning(part, salt)) for part in texts]
+        num_left = sum(len(part) - len(known.text) for part, known in parts)
+        return await self.run(lambda: self._encode_all(parts, salt), num_left), text
+
+    def _rendered(
+        self,
+        name: str,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        variables: Mapping[str, Any],
+        context: int | None,
+    ) -> tuple[Iterable[str], str]:
+        """Return the texts that a conversation is encoded in, and the prompt."""
         prompt = self._tokenizer.render_chat(messages, tools, variables)
         text = prompt.text
         self.check(name, text, context)
-        ids = [self._cache.encode(part, salt) for part in self._tokenizer.chat_texts(prompt)]
-        return ids[0] if len(ids) == 1 else np.concatenate(ids), text
+        return self._tokenizer.chat_texts(prompt), text
+
+    def _encode_all(self, parts: Sequence[tuple[str, CommonText | None]], salt: str) -> Ids:
+        ids = [self._cache.encode(text, salt, known) for text, known in parts]
+        return ids[0] if len(ids) == 1 else np.concatenate(ids)
 
     async def run(self, work: Callable[[], _T], num_characters: int) -> _T:
         """Do the work: here, or on a thread. Raises ResourceExhaustedError when too much waits already."""

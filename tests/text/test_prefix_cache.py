@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from bireme.config import Limits
+from bireme.errors import ResourceExhaustedError
 from bireme.metrics import Registry
 from bireme.text.cuts import KNOWN_SPLITS, cut_pattern, cuts
 from bireme.text.prefix_cache import PrefixCache
@@ -228,6 +230,29 @@ def test_threads_share_it():
     for thread in threads:
         thread.join()
     assert found == [expected] * 8
+
+
+async def test_a_long_chat_whose_beginning_is_known_waits_for_no_thread(sample_model):
+    tokenizer = load_tokenizer(str(sample_model("llama")))
+    encoder, go_on = PromptEncoder(tokenizer, Limits(max_concurrent_requests=1), cache_bytes=1 << 20), threading.Event()
+
+    async def ids_of(text, end, salt=""):
+        messages = [{"role": "system", "content": text}, {"role": "user", "content": end}]
+        ids, shown = await encoder.chat("prompt", messages, [], {}, None, salt, len(text))
+        assert ids.tolist() == tokenizer.encode_chat(tokenizer.render_chat(messages)) and shown.count(end) == 1
+        return ids
+
+    for end in ("first", "second"):
+        await ids_of(WORDS * 900, end)
+    waiting = asyncio.ensure_future(encoder.run(go_on.wait, len(WORDS) * 900))
+    await asyncio.sleep(0)  # the one place for long prompts is taken
+    await ids_of(WORDS * 900, "third")
+    for text, salt in (("other " + WORDS * 900, ""), (WORDS * 900, "another")):
+        with pytest.raises(ResourceExhaustedError):
+            await ids_of(text, "fourth", salt)
+    go_on.set()
+    await waiting
+    encoder.close()
 
 
 def test_special_tokens_stand_around_the_whole(sample_model):
