@@ -1,9 +1,10 @@
 """KV transfer: its rate against a plain copy of the same rows, and what overlap saves a client.
 
 First the transfer alone: an exporter in a process of its own, an importer here, rows of a GPT-like model of 125M (12
-layers of 768, bfloat16) in blocks of 32 tokens that lie in random order. `plain` is one copy of as many bytes in this
-process; a transfer copies them twice, on two cores. `shm` and `nixl` go chunk by chunk, decode writing one while
-prefill sends the next; `shm_whole` has one chunk, so that decode begins when prefill has ended.
+layers of 768, bfloat16) in blocks of 32 tokens that lie in random order. `plain` is one copy of as many bytes that lie
+together, in this process; `blocks` one copy of the same rows, block by block, out of their places into others: that is
+what a transfer is compared with, which copies them twice, on two cores. `shm` and `nixl` go chunk by chunk, decode
+writing one while prefill sends the next; `shm_whole` has one chunk, so that decode begins when prefill has ended.
 
 Then a prefill and a decode engine in this process, random weights: when a client has the first token (`first`), when it
 would have if decode waited for the rows (`waiting`), and the second one.
@@ -50,8 +51,9 @@ from bireme.kv.transfer.nixl import MODULES, NixlBackend
 from bireme.kv.transfer.shm import ShmBackend
 from bireme.metrics import Registry
 
-LAYERS, ROW_BYTES, SIZE = 12, 1536, 32
-AIM_SHM = 0.8  # of a plain copy
+LAYERS, ROW_BYTES, SIZE, ALIGNMENT = 12, 1536, 32, 64
+RATES = ("plain", "blocks", "shm", "shm_whole", "nixl")
+AIM_SHM = 0.8  # of a copy of the same rows
 AIM_NIXL = 0.7  # of shm
 AIM_SHARE = 0.03  # transfer over prefill
 KEY = b"k" * 32
@@ -60,17 +62,17 @@ KEY = b"k" * 32
 def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory(prefix="bireme-bench-") as folder:
-        figures: dict[str, float] = {"plain": plain_rate(options)}
-        for name, backend, chunk_bytes in cases():
+        figures: dict[str, float] = {"plain": plain_rate(options), "blocks": block_rate(options)}
+        for name, backend, chunk_bytes in cases(options.chunk << 10):
             figures[name] = transfer_rate(Path(folder), backend, chunk_bytes, options)
         if options.engine != "none":
             figures |= engine_times(folder, options)
     for name, figure in figures.items():
-        print(f"{name:12} {figure:10,.2f} {'GB/s' if name in ('plain', 'shm', 'shm_whole', 'nixl') else 'ms'}")
+        print(f"{name:12} {figure:10,.2f} {'GB/s' if name in RATES else 'ms'}")
     rounded = {name: round(figure, 3) for name, figure in figures.items()}
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     print(json.dumps({"benchmark": "transfer", "machine": machine, "options": vars(options), "figures": rounded}))
-    aim("shm over a plain copy", figures["shm"] / figures["plain"], AIM_SHM)
+    aim("shm over a copy of the same rows", figures["shm"] / figures["blocks"], AIM_SHM)
     aim("overlapped shm over one chunk", figures["shm"] / figures["shm_whole"])
     if "nixl" in figures:
         aim("nixl over shm", figures["nixl"] / figures["shm"], AIM_NIXL)
@@ -89,6 +91,7 @@ def aim(what: str, ratio: float, asked: float = 0.0) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192, help="of the transfer alone")
+    parser.add_argument("--chunk", type=int, default=CHUNK_BYTES >> 10, help="KiB that go at a time")
     parser.add_argument("--rounds", type=int, default=5, help="the best counts")
     parser.add_argument("--engine", choices=("1b", "tiny", "none"), default="1b", help="shape of the engines' model")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens, of the engines")
@@ -99,11 +102,11 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def cases() -> list[tuple[str, str, int]]:
+def cases(chunk_bytes: int) -> list[tuple[str, str, int]]:
     """Return name, backend and bytes of a chunk."""
-    found = [("shm", "shm", CHUNK_BYTES), ("shm_whole", "shm", 1 << 40)]
+    found = [("shm", "shm", chunk_bytes), ("shm_whole", "shm", 1 << 40)]
     if any(importlib.util.find_spec(name) for name in MODULES):
-        found.append(("nixl", "nixl", CHUNK_BYTES))
+        found.append(("nixl", "nixl", chunk_bytes))
     return found
 
 
@@ -112,6 +115,22 @@ def plain_rate(options: argparse.Namespace) -> float:
     source = np.ones((2 * LAYERS, options.tokens, ROW_BYTES), np.uint8)
     target = np.zeros_like(source)
     return source.nbytes / 1e9 / min(_seconds(lambda: np.copyto(target, source)) for _ in range(max(3, options.rounds)))
+
+
+def block_rate(options: argparse.Namespace) -> float:
+    """Return GB/s of one copy of the rows from their blocks to others."""
+    (source, source_rows), (target, target_rows) = _make_rows(options.tokens, 1), _make_rows(options.tokens, 2)
+    for array in source.arrays[0]:
+        array[:] = 1  # pages of its own
+    places = list(zip(source_rows.rows[0][::SIZE], target_rows.rows[0][::SIZE], strict=True))
+
+    def copy() -> None:
+        for ours, theirs in zip(source.arrays[0], target.arrays[0], strict=True):
+            for begin, end in places:
+                theirs[end : end + SIZE] = ours[begin : begin + SIZE]
+
+    num_bytes = 2 * LAYERS * options.tokens * ROW_BYTES
+    return num_bytes / 1e9 / min(_seconds(copy) for _ in range(max(3, options.rounds)))
 
 
 def transfer_rate(folder: Path, backend: str, chunk_bytes: int, options: argparse.Namespace) -> float:
@@ -181,9 +200,16 @@ def _layout() -> KvLayout:
 
 def _make_rows(num_tokens: int, seed: int) -> tuple[HostMemory, TokenRows]:
     """Return memory for as many tokens, and where they lie: whole blocks in random order."""
-    memory = HostMemory([[np.zeros((num_tokens, ROW_BYTES), np.uint8) for _ in range(2 * LAYERS)]])
+    memory = HostMemory([[_aligned(num_tokens) for _ in range(2 * LAYERS)]])
     blocks = np.random.default_rng(seed).permutation(num_tokens // SIZE)
     return memory, TokenRows(memory, ((blocks[:, None] * SIZE + np.arange(SIZE)).reshape(-1),))
+
+
+def _aligned(num_tokens: int) -> Any:
+    """Return zeros that lie as an engine's tensors do."""
+    whole = np.zeros(num_tokens * ROW_BYTES + ALIGNMENT, np.uint8)
+    begin = -whole.ctypes.data % ALIGNMENT
+    return whole[begin : begin + num_tokens * ROW_BYTES].reshape(num_tokens, ROW_BYTES)
 
 
 def _content(num_tokens: int) -> Any:

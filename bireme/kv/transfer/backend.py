@@ -47,8 +47,8 @@ class RowOutlet(Protocol):
     def close(self) -> None:
         """No chunk will follow. The importer may still be reading."""
 
-    def discard(self) -> None:
-        """The transfer has ended."""
+    def discard(self, is_read: bool) -> None:
+        """The transfer has ended. `is_read`: the importer has said that it reads no more."""
 
 
 class Inlet(Protocol):
@@ -97,5 +97,8 @@ class Backend(Protocol):
 
     def forget_writers(self) -> None:
         """See to it that no write under way can arrive; for peers that fell silent. Ends transfers under way."""
+
+    def tidy(self) -> None:
+        """Give back what has not been needed for long. Called now and then."""
 
     def close(self) -> None: ...

@@ -60,6 +60,7 @@ class CudaIpcBackend:
         self._out_of_reach: set[str] = set()
 
     def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
+        self._staged.start(layout, memory, limit_bytes)
         if memory is None:  # an engine without a GPU whose rows are a stand-in's
             return
         if any(region.kind is not MemoryKind.VRAM for group in memory.regions for region in group):
@@ -109,9 +110,13 @@ class CudaIpcBackend:
     def forget_writers(self) -> None:
         """Nobody writes to memory of this process."""
 
+    def tidy(self) -> None:
+        self._staged.tidy()
+
     def close(self) -> None:
         for endpoint in list(self._mapped):
             self.forget_peer(endpoint)
+        self._staged.close()
 
     def _check(self, shared: SharedMemory) -> None:
         """Refuse what would be read outside of the exporter's allocations: that would end this process's CUDA."""
@@ -164,7 +169,7 @@ class MappedOutlet:
 
     def close(self) -> None: ...
 
-    def discard(self) -> None: ...
+    def discard(self, is_read: bool) -> None: ...
 
 
 class CudaIpcInlet:

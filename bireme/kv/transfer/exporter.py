@@ -62,6 +62,7 @@ class Outgoing:
     stage: LeaseStage = LeaseStage.WAITING
     outlet: RowOutlet | None = None
     source: wire.RowSource | None = None  # the importer copies the rows: they are pinned to the end
+    is_read: bool = False  # the importer has said that it reads no more
     is_over: bool = False  # the copy stops at the next chunk
     refusal: BiremeError | None = None  # for the importer, once the copy has stopped
     num_ended_before: int = 0  # transfers that had ended when this one was admitted
@@ -150,7 +151,7 @@ class Exporter:
     def discard_all(self) -> None:
         for transfer in self._outgoing.values():
             if transfer.outlet:
-                transfer.outlet.discard()
+                transfer.outlet.discard(is_read=False)
 
     def _on_ping(self, identity: bytes) -> None:
         for transfer in self._outgoing.values():
@@ -214,6 +215,7 @@ class Exporter:
             if ack.number:  # what it has read may be another request's
                 self._refuse(identity, ack.number, self._table.gone(ack.lease_id, ack.generation))
             return
+        transfer.is_read = transfer.identity == identity
         is_kept = transfer.lease.ack()
         if is_kept:
             self._metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - transfer.began_at, "export")
@@ -229,6 +231,7 @@ class Exporter:
         if lease is not None:
             lease.abort()
         if transfer is not None:
+            transfer.is_read = True  # who gives up has stopped before it says so
             self._end(transfer, RequestCancelledError("the KV transfer was cancelled"))
 
     def _on_expired(self, lease: TableLease, was: LeaseState) -> None:
@@ -364,7 +367,7 @@ class Exporter:
         else:
             self._buffer.free(transfer.plan.num_bytes)
         if transfer.outlet:
-            transfer.outlet.discard()
+            transfer.outlet.discard(transfer.is_read)
         if transfer.source is not None:  # what the importer reads from now on counts for nothing
             transfer.lease.end_copy()
         if transfer.refusal is not None:

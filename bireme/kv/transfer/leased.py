@@ -158,6 +158,7 @@ class LeasedTransfer:
             self._next_tick = now + TICK_MS / 1000
             self._exporter.tick()
             self._importer.tick()
+            self._backend.tidy()
         if now >= self._next_look:
             self._next_look = now + SOCKET_LOOK_S
             if not self.reaches_other_hosts and not self._socket_path.exists():

@@ -115,6 +115,8 @@ class NixlBackend:
         """
         self._importing = None
 
+    def tidy(self) -> None: ...
+
     def close(self) -> None:
         self._importing = self._exporting = None
         if self._staging is not None:
@@ -190,7 +192,7 @@ class NixlOutlet:
             self._backend.unregister(self._copy[1])
             self._copy = None
 
-    def discard(self) -> None: ...
+    def discard(self, is_read: bool) -> None: ...
 
     def _source(self, rows: TokenRows, chunk: Chunk) -> tuple[Pieces, str, int]:
         """Return where a chunk's rows lie for UCX, with the kind and device; a copy where it can't read them."""

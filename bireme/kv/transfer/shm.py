@@ -1,11 +1,10 @@
 """Rows through files in /dev/shm, between engine processes of one host.
 
-The exporter copies rows into a fresh file, the importer copies them out, the exporter unlinks it.
+The exporter copies rows into a file, the importer copies them out and says so; then the file takes other rows.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Generator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from bireme.errors import BiremeError
 from bireme.kv.transfer.backend import PeerAddress
 from bireme.kv.transfer.base import KvLayout
 from bireme.kv.transfer.chunks import Chunk, TransferPlan
+from bireme.kv.transfer.file_pool import FilePool
 from bireme.kv.transfer.memory import RowMemory, TokenRows
 from bireme.kv.transfer.shm_file import SharedFile, file_prefix
 from bireme.kv.transfer.wire import Claim, Offer, WriteTarget
@@ -23,14 +23,13 @@ class ShmBackend:
     reaches_other_hosts = False
 
     def __init__(self, run_dir: Path, worker: str, life: int) -> None:
-        prefix, count = file_prefix(run_dir, worker), itertools.count()
-        self._next_name = lambda: f"{prefix}{life}-{next(count)}"
+        self._pool = FilePool(f"{file_prefix(run_dir, worker)}{life}-")
 
     def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
-        """Nothing is made before the first transfer."""
+        self._pool.limit_bytes = limit_bytes
 
     def open_outlet(self, plan: TransferPlan, claim: Claim) -> ShmOutlet:
-        return ShmOutlet(SharedFile.create(self._next_name, plan.num_bytes))
+        return ShmOutlet(self._pool, self._pool.take(plan.num_bytes))
 
     def open_inlet(self, plan: TransferPlan, peer: PeerAddress) -> ShmInlet:
         return ShmInlet(peer.file_prefix)
@@ -41,14 +40,19 @@ class ShmBackend:
     def forget_writers(self) -> None:
         """Nobody writes to memory of this process."""
 
-    def close(self) -> None: ...
+    def tidy(self) -> None:
+        self._pool.tidy()
+
+    def close(self) -> None:
+        self._pool.close()
 
 
 class ShmOutlet:
     has_loose_writes = False
 
-    def __init__(self, file: SharedFile) -> None:
-        self._file = file
+    def __init__(self, pool: FilePool, file: SharedFile) -> None:
+        self._pool, self._file = pool, file
+        self._is_closed = False
 
     @property
     def name(self) -> str:
@@ -61,10 +65,13 @@ class ShmOutlet:
         yield from ()
 
     def close(self) -> None:
-        self._file.close()
+        self._is_closed = True
 
-    def discard(self) -> None:
-        self._file.unlink()
+    def discard(self, is_read: bool) -> None:
+        if self._is_closed:
+            self._pool.give(self._file, is_read)
+        else:  # its copy hangs, and must not find another file under its descriptor
+            self._file.unlink()
 
 
 class ShmInlet:

@@ -69,7 +69,7 @@ class Claim(msgspec.Struct, array_like=True, tag="claim", frozen=True):
 
 
 class Ack(msgspec.Struct, array_like=True, tag="ack", frozen=True):
-    """The importer has every row; the file may be removed."""
+    """The importer has every row; it reads the file no more."""
 
     lease_id: int
     generation: int

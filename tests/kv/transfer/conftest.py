@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bireme.kv.transfer.shm_file import sweep
-from tests.kv.transfer.kv_side import Child, Side, files_of
+from tests.kv.transfer.kv_side import Child, Side, all_files_of
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def make_side(tmp_path: Path, backend: str) -> Iterator[Callable[..., Side]]:
     for side in sides:
         assert not side.room_in_use()
         side.close()
-        assert not files_of(tmp_path, side.worker)
+        assert not all_files_of(tmp_path, side.worker)
 
 
 @pytest.fixture

@@ -44,7 +44,17 @@ from bireme.kv.transfer.fake import FakeNetwork
 from bireme.kv.transfer.memory import HostMemory
 from bireme.kv.transfer.nixl import MODULES, NixlBackend
 from bireme.kv.transfer.shm_file import sweep
-from tests.kv.transfer.kv_side import LAYOUT, Calls, Fetching, Side, SlowMemory, expected_rows, files_of, wait_until
+from tests.kv.transfer.kv_side import (
+    LAYOUT,
+    Calls,
+    Fetching,
+    Side,
+    SlowMemory,
+    all_files_of,
+    expected_rows,
+    files_of,
+    wait_until,
+)
 
 BACKENDS = {"shm": 4, "nixl": 1, "cuda_ipc": 3, "fake": 2}  # and each one's part of the faults; NIXL takes longest
 FEW = 8  # descriptors that connections may have come to hold; one a fault would be hundreds
@@ -148,7 +158,7 @@ class Campaign:
         for side in self._sides:
             side.close()
         self._context.term()
-        left = [name for side in self._sides for name in files_of(self._folder, side.worker)]
+        left = [name for side in self._sides for name in all_files_of(self._folder, side.worker)]
         self.tally.leaks += [f"file {name}" for name in left]
 
     def _faults(self) -> dict[str, tuple[float, Callable[[str], None]]]:
@@ -291,11 +301,15 @@ class Campaign:
         self._is_harmed = True
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         params = self._export(self._prefill)
+        pool: Any = self._prefill.transfer._backend._pool  # type: ignore[attr-defined]
+        limit_bytes, pool.limit_bytes = pool.limit_bytes, 0  # a file that is kept would have room
+        pool.close()
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         try:
             self._check(kind, self._decode.fetch(params), (KvTransferError,))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            pool.limit_bytes = limit_bytes
 
     # peers
 

@@ -289,6 +289,11 @@ def wait_until(condition: Any, timeout_s: float = 60.0) -> None:
 
 
 def files_of(run_dir: Path, worker: str) -> list[str]:
+    """Return the names of a worker's files that a transfer has; not of those kept for the next."""
+    return [name for name in all_files_of(run_dir, worker) if "-spare-" not in name]
+
+
+def all_files_of(run_dir: Path, worker: str) -> list[str]:
     prefix = file_prefix(run_dir, worker)
     return [path.name for path in SHM_DIR.iterdir() if path.name.startswith(prefix)]
 

@@ -34,6 +34,7 @@ from tests.kv.transfer.kv_side import (
     Fetching,
     Side,
     SlowMemory,
+    all_files_of,
     files_of,
     memory_of,
     needs_cuda,
@@ -323,6 +324,23 @@ def test_many_fetches_share_a_buffer_of_one_request(make_side, tmp_path):
     wait_until(lambda: prefill.num_released == 40 and not files_of(tmp_path, "prefill"))
 
 
+def test_transfers_one_after_the_other_take_turns_in_one_file(prefill, decode, tmp_path):
+    for num_tokens in (100, 100, 40, 200):
+        fetching = decode.fetch(prefill.export(num_tokens))
+        assert fetching.result() is None and fetching.is_right
+        wait_until(lambda: not prefill.lease_counts() and not files_of(tmp_path, "prefill"))
+        assert len(all_files_of(tmp_path, "prefill")) == 1
+
+
+def test_the_file_of_an_aborted_lease_is_removed(prefill, decode, tmp_path):
+    lease = prefill.reserve()
+    fetching = decode.fetch(prefill.export_lease(lease, 1000, 0.02))
+    assert prefill.began_reading.wait(60)
+    lease.abort()
+    assert isinstance(fetching.result(), NotFoundError)
+    wait_until(lambda: not all_files_of(tmp_path, "prefill"))
+
+
 def test_the_buffer_never_holds_more_than_its_limit(make_side):
     prefill, decode = make_side("prefill", max_tokens=50), make_side("decode")
     peak, buffer = 0, prefill.transfer._exporter._buffer
@@ -460,7 +478,7 @@ def test_close_aborts_every_lease_and_fetch(make_side, tmp_path):
     prefill.close()
     assert prefill.num_released == 3
     assert isinstance(waiting.result(), UnavailableError)
-    assert not files_of(tmp_path, "prefill") and not list(tmp_path.glob("kv-prefill*"))
+    assert not all_files_of(tmp_path, "prefill") and not list(tmp_path.glob("kv-prefill*"))
 
 
 @on_both

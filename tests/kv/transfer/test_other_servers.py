@@ -8,7 +8,7 @@ from bireme.discovery import run
 from bireme.errors import KvTransferError, NotFoundError
 from bireme.kv.curve import curve_keys
 from bireme.kv.transfer import wire
-from tests.kv.transfer.kv_side import DEPLOYMENT_KEY, Side, files_of, wait_until
+from tests.kv.transfer.kv_side import DEPLOYMENT_KEY, Side, all_files_of, wait_until
 
 ELSEWHERE = "prefill@b:8001"
 
@@ -21,7 +21,7 @@ def far(tmp_path):
     side = Side(folder, "prefill")
     yield side
     side.close()
-    assert not files_of(folder, "prefill")
+    assert not all_files_of(folder, "prefill")
 
 
 @pytest.fixture

@@ -120,11 +120,12 @@ def test_a_stopped_importer_keeps_its_lease_no_longer_than_the_limit(make_side, 
 
 
 def test_a_stopped_importer_that_wakes_too_late_still_has_its_rows(make_side, make_child):
-    prefill, child = make_side("prefill", timeout_ms=1000), make_child("decode")
+    prefill, decode, child = make_side("prefill", timeout_ms=1000), make_side("decode_1"), make_child("decode")
     child.fetch(prefill.export(100), write_delay_s=0.01)
     assert child.call("wait_writing")
     child.signal(signal.SIGSTOP)
     wait_until(lambda: not prefill.lease_counts())
+    assert [decode.fetch(prefill.export(90), (50, 60)).result() for _ in range(3)] == [None] * 3  # other rows meanwhile
     child.signal(signal.SIGCONT)
     assert child.call("result") == [None, True]
 
