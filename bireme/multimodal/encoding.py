@@ -26,6 +26,7 @@ from bireme.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from bireme.gathering import all_results
 from bireme.messages import EncodeRequest, EncodeSource
 from bireme.metrics import Registry
 from bireme.multimodal.budget import Budget
@@ -283,7 +284,7 @@ class EncoderService:
         images = await self._loader.load([sources[at].content for at in at_images], at_images, budget)
         work = [self._image(image.pixels, image.content_hash, at) for image, at in zip(images, at_images, strict=True)]
         work += [self._precomputed(sources[at].content, at, budget) for at in at_others]
-        results = await _all(work)
+        results = await all_results(work)
         found = dict(zip([*at_images, *at_others], results, strict=True))
         return [found[at] for at in range(len(sources))]
 
@@ -389,18 +390,6 @@ def _own(error: Exception) -> BiremeError:
     if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
         return ResourceExhaustedError("no memory to encode it now; try again")
     return BiremeError(f"it could not be encoded: {type(error).__name__}")
-
-
-async def _all(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Return all results; the first failure cancels the others."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 async def _made(make: Callable[[], _T]) -> _T:

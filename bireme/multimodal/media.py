@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from bireme.config import MediaLimits
 from bireme.errors import BiremeError, RequestError, ResourceExhaustedError
+from bireme.gathering import all_results
 from bireme.multimodal.budget import Budget, PictureBudget
 from bireme.multimodal.images import FORMATS, DecodedImage, decode_image, kind_of
 from bireme.multimodal.inline import decode_data_url
@@ -52,14 +53,7 @@ class MediaLoader:
             raise RequestError(f"{len(sources)} images; at most {self._limits.max_images} (media.max_images)")
         budget = budget or Budget(self._limits)
         names = range(len(sources)) if numbers is None else numbers
-        tasks = [asyncio.ensure_future(self._named(*named, budget)) for named in zip(names, sources, strict=True)]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        return await all_results(self._named(*named, budget) for named in zip(names, sources, strict=True))
 
     async def read(self, source: bytes | str, budget: Budget) -> bytes:
         """Return the bytes of computed embeddings, under the same rules. Raises RequestError."""

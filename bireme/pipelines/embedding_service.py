@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bireme.errors import UnavailableError
+from bireme.gathering import all_results
 from bireme.messages import EmbedRequest
 from bireme.metrics import Registry
 from bireme.pipelines.services import Services
@@ -45,14 +46,7 @@ class EmbeddingService:
         size = dimensions or (capacity.embedding_size if capacity else _USUAL_SIZE)
         count = max(1, _PART_BYTES // (4 * size))
         parts = [texts[at : at + count] for at in range(0, len(texts), count)]
-        tasks = [asyncio.ensure_future(self._embed_part(part, dimensions)) for part in parts]
-        try:
-            return np.concatenate(await asyncio.gather(*tasks))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        return np.concatenate(await all_results(self._embed_part(part, dimensions) for part in parts))
 
     async def _embed_part(self, texts: Sequence[Ids], dimensions: int) -> Floats:
         """Ask the worker with the fewest tokens under way, of equals in turn; another one when that is down."""

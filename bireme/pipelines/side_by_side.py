@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable
 
-from bireme.errors import drop_frames
+from bireme.gathering import all_results
 from bireme.metrics import Registry
 from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
 from bireme.pipelines.services import Services
@@ -52,16 +51,7 @@ async def _all(sequences: list[SequenceRunner]) -> None:
     if len(sequences) == 1:
         await sequences[0].run()
         return
-    tasks = [asyncio.ensure_future(sequence.run()) for sequence in sequences]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException as first:
-        for task in tasks:
-            task.cancel()
-        for other in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(other, BaseException) and other is not first:
-                drop_frames(other)
-        raise
+    await all_results(sequence.run() for sequence in sequences)
 
 
 def _measure(metrics: Registry, sequence: SequenceRunner, arrived_at: float) -> None:

@@ -17,7 +17,7 @@ from tests.repository.house import CHECKOUT, MODULES, PACKAGE, imports_of, name_
 ROWS = (
     ("errors", "coalescing", "engine_kinds", "own_process", "child_process"),
     ("specs", "messages", "sampling", "guides", "request", "disagg", "config", "conversion", "metrics", "types")
-    + ("parameters", "stop_signals"),
+    + ("parameters", "stop_signals", "gathering"),
     ("recipe_files", "llm_args"),
     ("kv", "text", "logits", "multimodal", "video", "discovery"),
     ("engines",),

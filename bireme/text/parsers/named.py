@@ -61,16 +61,7 @@ class NamedParser(StatefulParser):
         return rest
 
     def _first_call(self, text: str) -> str:
-        start, begin = skip_blanks(text), self._form.call[0]
-        if start is not None and (not start or may_become(start, begin)):
-            self._held = text
-            return ""
-        if start is None or not start.startswith(begin):
-            self._give_up("")
-            return text
-        self._raw.append(text[: len(text) - len(start)] + begin)
-        self._state = self._name
-        return start[len(begin) :]
+        return self._expect(text, self._form.call[0], self._name)
 
     def _name(self, text: str) -> str:
         before, separator, _ = split(text[:MAX_HEAD], (self._form.separator,))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, ParserRequest
 from bireme.text.parsers.json_stream import JsonStream
-from bireme.text.parsers.scan import hold_blanks, skip_blanks, split, trim_end
+from bireme.text.parsers.scan import hold_blanks, may_become, skip_blanks, split, trim_end
 
 State = Callable[[str], str]  # takes text; returns what the next state has to take, having set `_state`
 
@@ -59,6 +59,19 @@ class StatefulParser:
     def _begin(self, marker: str, rest: str) -> str:
         """Enter the state behind a marker."""
         raise NotImplementedError
+
+    def _expect(self, text: str, marker: str, then: State) -> str:
+        """Take a marker, and blanks before it, and go on in `then`; something else is no call."""
+        start = skip_blanks(text)
+        if start is not None and (not start or may_become(start, marker)):
+            self._held = text
+            return ""
+        if start is None or not start.startswith(marker):
+            self._give_up("")
+            return text
+        self._raw.append(text[: len(text) - len(start)] + marker)
+        self._state = then
+        return start[len(marker) :]
 
     def _end(self, is_cut: bool) -> None:
         """Emit what is held back, in the current state."""

@@ -82,16 +82,7 @@ class TaggedParser(StatefulParser):
         return rest
 
     def _function(self, text: str) -> str:
-        start, begin = skip_blanks(text), self._form.function[0]
-        if start is not None and (not start or may_become(start, begin)):
-            self._held = text
-            return ""
-        if start is None or not start.startswith(begin):
-            self._give_up("")
-            return text
-        self._raw.append(text[: len(text) - len(start)] + begin)
-        self._state = self._function_name
-        return start[len(begin) :]
+        return self._expect(text, self._form.function[0], self._function_name)
 
     def _function_name(self, text: str) -> str:
         form = self._form
