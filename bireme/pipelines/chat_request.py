@@ -8,7 +8,7 @@ Every field is served, or refused by name; none is silently ignored. `user`, `me
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ from bireme.text.chat_template import Message
 ToolMode = Literal["none", "auto", "required"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # the most that one of the APIs allows
 _ROLES = ("developer", "system", "user", "assistant", "tool")
 _MAX_METADATA = 16
 
@@ -335,7 +336,7 @@ def schema_guide(name: str, schema: dict[str, Any] | None, where: str) -> dict[s
 def _tools(body: ChatBody, limits: Limits) -> tuple[list[dict[str, Any]], ToolMode]:
     """Return the offered functions, and whether one must be called."""
     tools, choice = body.tools or [], body.tool_choice
-    functions = check_functions([tool.function for tool in tools], limits, ".function")
+    functions = check_functions({f"tools[{at}].function": tool.function for at, tool in enumerate(tools)}, limits)
     if not tools:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice: without tools; send tools, or remove it")
@@ -348,19 +349,19 @@ def _tools(body: ChatBody, limits: Limits) -> tuple[list[dict[str, Any]], ToolMo
     return ([], "none") if choice == "none" else (functions, choice or "auto")
 
 
-def check_functions(functions: Sequence[FunctionDefinition], limits: Limits, part: str = "") -> list[dict[str, Any]]:
-    """Return the functions as templates and parsers know them; `part` of an element of `tools`. Raises RequestError."""
+def check_functions(functions: Mapping[str, FunctionDefinition], limits: Limits) -> list[dict[str, Any]]:
+    """Return the functions, each given with its place, as templates and parsers know them. Raises RequestError."""
     if len(functions) > limits.max_tools:
         raise RequestError(f"tools: {len(functions)}; limits.max_tools is {limits.max_tools}, send fewer")
-    shown = [_function(function, f"tools[{at}]{part}") for at, function in enumerate(functions)]
+    shown = [_function(function, where) for where, function in functions.items()]
     if len({function["name"] for function in shown}) < len(shown):
         raise RequestError("tools: two functions have the same name; give each its own")
     return shown
 
 
 def _function(function: FunctionDefinition, where: str) -> dict[str, Any]:
-    if not _NAME.fullmatch(function.name):
-        raise RequestError(f"{where}.name: send 1 to 64 letters, digits, underscores, dots or hyphens")
+    if not FUNCTION_NAME.fullmatch(function.name):
+        raise RequestError(f"{where}.name: send 1 to 128 letters, digits, underscores, dots or hyphens")
     check_plain(function.parameters, f"{where}.parameters")
     fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
     return {name: value for name, value in fields.items() if value is not None}

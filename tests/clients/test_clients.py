@@ -93,9 +93,8 @@ def test_codex(client):
     provider = f'{{name="bireme", base_url="{client.url}/v1", wire_api="responses", env_key="OPENAI_API_KEY"}}'
     client.more["CODEX_HOME"] = str(client.out)
     told = client.run(
-        "codex", "exec", "--skip-git-repo-check", "--json", "--disable", "multi_agent", "--disable", "apps",
-        "-c", 'web_search="disabled"', "-c", 'model_provider="bireme"',
-        "-c", f"model_providers.bireme={provider}", "-m", client.model, "Say hello.",
+        "codex", "exec", "--skip-git-repo-check", "--json", "-c", 'web_search="disabled"',
+        "-c", 'model_provider="bireme"', "-c", f"model_providers.bireme={provider}", "-m", client.model, "Say hello.",
     )  # fmt: skip
     assert '"turn.completed"' in told and '"turn.failed"' not in told, told
 

@@ -16,13 +16,12 @@ import msgspec
 
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
-from bireme.pipelines.chat_request import ChatRequest, ToolMode, api_sampling, check_no_nvext_reply
+from bireme.pipelines.chat_request import FUNCTION_NAME, ChatRequest, ToolMode, api_sampling, check_no_nvext_reply
 from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelNames, request_options
 from bireme.pipelines.json_body import check_plain
 from bireme.pipelines.picture_parts import PictureCollector
 from bireme.text.chat_template import Message
 
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 # A line that Anthropic's coding agent puts first. It differs in each request, so no prompt would begin as another one.
 _BILLING = "x-anthropic-billing-header:"
 
@@ -344,7 +343,7 @@ def _tools(body: CountBody, limits: Limits) -> tuple[list[dict[str, Any]], ToolM
 def _function(tool: ToolSpec, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise RequestError(f"{where}.type: {tool.type[:40]}; {_NO_TOOLS_OF_OURS}")
-    if not _TOOL_NAME.fullmatch(tool.name):
+    if not FUNCTION_NAME.fullmatch(tool.name):
         raise RequestError(f"{where}.name: send 1 to 128 letters, digits, underscores, dots or hyphens")
     if tool.input_schema is None:
         raise RequestError(f"{where}.input_schema: missing; send it")

@@ -11,7 +11,8 @@ An item ends when the next one begins, so at most one is open.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -117,10 +118,13 @@ class ResponseAnswer:
     def __init__(
         self, form: ResponseForm, events: ResponseEvents | None = None, stream: EventStream | None = None,
         *, has_summary: bool = False, has_sealed: bool = False,
+        spaced: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """`has_summary`: reasoning goes into the item's summary. `has_sealed`: also into its encrypted_content."""
+        """`has_summary`: reasoning goes into the item's summary. `has_sealed`: also into its encrypted_content.
+        `spaced`: the model's name of a function -> its namespace, and its name there.
+        """
         self._form, self._events, self._stream = form, events, stream
-        self._has_summary, self._has_sealed = has_summary, has_sealed
+        self._has_summary, self._has_sealed, self._spaced = has_summary, has_sealed, spaced
         self.items: list[Item] = []  # the last one may be open
         self._close: Callable[[Status], None] | None = None  # ends the open item
         self._calls: dict[int, int] = {}  # number of a call -> its item's index
@@ -195,6 +199,8 @@ class ResponseAnswer:
 
     def call(self, index: int, number: int, name: str, logprobs: Logprobs | None) -> None:
         call = {"type": "function_call", "call_id": call_id(), "name": name, "arguments": ""}
+        if name in self._spaced:
+            call["namespace"], call["name"] = self._spaced[name]
         self._open(call, self._close_call)
         self._calls[number] = len(self.items) - 1
 

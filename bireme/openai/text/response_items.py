@@ -55,7 +55,7 @@ class CallItem(msgspec.Struct, forbid_unknown_fields=True):
     type: str = ""
     id: str | None = None
     status: Status | None = None
-    namespace: None = None
+    namespace: str | None = None
     caller: None = None
 
 
@@ -66,7 +66,7 @@ class CallOutputItem(msgspec.Struct, forbid_unknown_fields=True):
     id: str | None = None
     status: Status | None = None
     name: str | None = None
-    namespace: None = None
+    namespace: str | None = None
     caller: None = None
 
 
@@ -86,6 +86,11 @@ _KINDS: dict[str, type[msgspec.Struct]] = {
     "reasoning": ReasoningItem,
 }
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def offered_name(namespace: str, name: str) -> str:
+    """Return what the model knows a function of a namespace by."""
+    return f"{namespace}.{name}"
 
 
 def item_id(kind: str) -> str:
@@ -188,7 +193,8 @@ class Conversation:
 
     def _add(self, item: msgspec.Struct, where: str) -> None:
         if isinstance(item, CallItem):
-            call = {"name": item.name, "arguments": item.arguments}
+            name = item.name if item.namespace is None else offered_name(item.namespace, item.name)
+            call = {"name": name, "arguments": item.arguments}
             turn = self._open_turn()
             turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": call})
         elif isinstance(item, ReasoningItem):

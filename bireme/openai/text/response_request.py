@@ -16,7 +16,7 @@ from bireme.config import Recipe
 from bireme.errors import RequestError
 from bireme.openai.http.event_stream import EventStream
 from bireme.openai.text.response_answer import ResponseAnswer, ResponseEvents, ResponseForm
-from bireme.openai.text.response_items import Conversation, Item, input_items
+from bireme.openai.text.response_items import Conversation, Item, input_items, offered_name
 from bireme.pipelines.chat_request import (
     ChatRequest,
     Effort,
@@ -116,6 +116,15 @@ class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
     defer_loading: Literal[False] | None = None
 
 
+class NamespaceTool(msgspec.Struct, forbid_unknown_fields=True):
+    """Functions under a common name."""
+
+    name: str
+    description: str
+    tools: list[dict[str, Any]]
+    type: str = ""
+
+
 class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     type: Literal["function"]
@@ -164,12 +173,15 @@ class ResponseRequest:
     has_sealed: bool  # reasoning items carry encrypted_content
     is_truncated: bool  # the oldest messages go when the prompt is too long
     is_kept: bool  # for later
+    spaced: dict[str, tuple[str, str]]  # the model's name of a function -> its namespace, and its name there
 
     def answer(
         self, form: ResponseForm, events: ResponseEvents | None = None, stream: EventStream | None = None
     ) -> ResponseAnswer:
         """Return what collects the answer, and tells a stream of it, if there is one."""
-        return ResponseAnswer(form, events, stream, has_summary=self.has_summary, has_sealed=self.has_sealed)
+        return ResponseAnswer(
+            form, events, stream, has_summary=self.has_summary, has_sealed=self.has_sealed, spaced=self.spaced
+        )
 
 
 def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] = ()) -> ResponseRequest:
@@ -182,8 +194,8 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
     check_verbosity(text.verbosity, "text.verbosity")
     check_metadata(body.metadata)
     guide = _guide(text.format, options)
-    tools = _tools(body)
-    functions, mode = _chosen(body, check_functions(tools, recipe.limits))
+    tools = _Tools.of(body)
+    functions, mode = _chosen(body, check_functions(tools.functions, recipe.limits))
     if functions and guide is not None:
         raise RequestError("text.format: not together with tools; send tool_choice none, or no tools")
     if body.background and body.stream:
@@ -240,7 +252,7 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
         "temperature": params.temperature,
         "text": {"format": _format_json(text.format), "verbosity": "medium"},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [_tool_json(tool) for tool in tools],
+        "tools": tools.shown,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if params.top_p is None else params.top_p,
         "truncation": body.truncation or "disabled",
@@ -254,6 +266,7 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
         has_sealed=_SEALED in include,
         is_truncated=body.truncation == "auto",
         is_kept=body.store is not False,
+        spaced=tools.spaced,
     )
 
 
@@ -293,19 +306,45 @@ def _format_json(form: TextFormat | None) -> dict[str, Any]:
     return shown if form.description is None else {**shown, "description": form.description}
 
 
-def _tools(body: ResponseBody) -> list[FunctionDefinition]:
-    tools = []
-    for at, given in enumerate(body.tools or []):
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    """The request's tools. The model sees a namespace's functions beside all others, each with both descriptions."""
+
+    functions: dict[str, FunctionDefinition]  # by their places in the request
+    spaced: dict[str, tuple[str, str]]
+    shown: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, body: ResponseBody) -> _Tools:
+        """Raises RequestError."""
+        tools = cls({}, {}, [])
+        for at, given in enumerate(body.tools or []):
+            where = f"tools[{at}]"
+            if given.get("type") == "namespace":
+                space = convert_part(given, NamespaceTool, where)
+                inner = [tools._add(tool, f"{where}.tools[{place}]", space) for place, tool in enumerate(space.tools)]
+                fields = {"type": "namespace", "name": space.name, "description": space.description}
+                tools.shown.append({**fields, "tools": inner})
+            else:
+                tools.shown.append(tools._add(given, where))
+        return tools
+
+    def _add(self, given: dict[str, Any], where: str, space: NamespaceTool | None = None) -> dict[str, Any]:
+        """Take a function; return how responses show it."""
         if given.get("type") != "function":
-            raise RequestError(f"tools[{at}].type: {str(given.get('type'))[:40]}; only functions are served here")
-        tool = convert_part(given, FunctionTool, f"tools[{at}]")
-        tools.append(FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))
-    return tools
-
-
-def _tool_json(tool: FunctionDefinition) -> dict[str, Any]:
-    shown = {"type": "function", "name": tool.name, "parameters": tool.parameters, "strict": tool.strict}
-    return shown if tool.description is None else {**shown, "description": tool.description}
+            kind = str(given.get("type"))[:40]
+            raise RequestError(f"{where}.type: {kind}; functions and namespaces of them are served here, remove it")
+        tool = convert_part(given, FunctionTool, where)
+        name, description = tool.name, tool.description
+        if space is not None:
+            name, description = (
+                offered_name(space.name, name),
+                "\n".join(filter(None, [space.description, description])),
+            )
+            self.spaced[name] = (space.name, tool.name)
+        self.functions[where] = FunctionDefinition(name, description, tool.parameters, tool.strict)
+        shown = {"type": "function", "name": tool.name, "parameters": tool.parameters, "strict": tool.strict}
+        return shown if tool.description is None else {**shown, "description": tool.description}
 
 
 def _chosen(body: ResponseBody, functions: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], ToolMode]:

@@ -22,6 +22,7 @@ from tests.openai.text.strict import events_of, response_of, whole_of
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+SPACE = {"type": "namespace", "name": "sums", "description": "Of whole numbers."}
 
 
 def ask(bench, **fields):
@@ -70,13 +71,13 @@ async def test_log_probabilities_come_when_they_are_included(frontend):
     assert len(last["output"][0]["content"][0]["logprobs"]) == 4
 
 
-def told(text, size=3, reason="stop", streams=True, **options):
+def told(text, size=3, reason="stop", streams=True, tools=(), **options):
     """Return the answer to a model's text that comes in pieces of this size, as its response object."""
-    form = ResponseForm(ResponseMeta("resp_1", "m", 1), SHOWN)
+    form = ResponseForm(ResponseMeta("resp_1", "m", 1), {**SHOWN, "tools": tools})
     events = ResponseEvents()
     stream = EventStream(events, Pacer(), 1 << 20) if streams else None
     answer = ResponseAnswer(form, events if streams else None, stream, **options)
-    parsing = ParserRequest(({"name": "add"},), "")
+    parsing = ParserRequest(({"name": "add"}, {"name": "sums.add"}), "")
     choice = Choice(0, answer, create_parser(reasoning_format("think"), tool_format("hermes"), parsing))
     for at in range(0, len(text), size):
         choice.add(TokenDelta([1], text[at : at + size]))
@@ -214,6 +215,27 @@ async def test_tool_choice_says_what_is_offered(choice, names, mode):
     assert ([function["name"] for function in chat.functions], chat.tool_mode) == (names, mode)
 
 
+async def test_a_namespace_s_functions_are_offered_beside_all_others_and_shown_as_sent():
+    tools = [{**SPACE, "tools": [{**TOOL, "description": "Adds."}, {**TOOL, "name": "mul"}]}, TOOL]
+    request = check_response(ResponseBody(input="x", tools=tools), RECIPE)
+    told = [(function["name"], function.get("description")) for function in request.chat.functions]
+    assert told == [("sums.add", "Of whole numbers.\nAdds."), ("sums.mul", "Of whole numbers."), ("add", None)]
+    assert request.shown["tools"] == tools and request.spaced["sums.mul"] == ("sums", "mul")
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_call_says_its_namespace_and_comes_back_as_the_model_wrote_it(streams):
+    answer = CALL.replace('"add"', '"sums.add"')
+    response = told(
+        answer + CALL, streams=streams, spaced={"sums.add": ("sums", "add")}, tools=[{**SPACE, "tools": [TOOL]}]
+    )
+    spaced, plain = response["output"]
+    assert (spaced["namespace"], spaced["name"]) == ("sums", "add")
+    assert plain["name"] == "add" and "namespace" not in plain
+    (turn,) = messages(spaced, plain)
+    assert [call["function"]["name"] for call in turn["tool_calls"]] == ["sums.add", "add"]
+
+
 @pytest.mark.parametrize(
     "item",
     [
@@ -261,6 +283,14 @@ BAD = {
     "include": ({"include": ["x"]}, "include[0]"),
     "a tool of theirs": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     "a tool's field": ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+    "a namespace's tool": (
+        {"tools": [{**SPACE, "tools": [TOOL, {"type": "custom", "name": "x"}]}]}, "tools[0].tools[1].type",
+    ),
+    "a namespace's name": ({"tools": [TOOL, {**SPACE, "name": "s" * 125, "tools": [TOOL]}]}, "tools[1].tools[0].name"),
+    "a namespace without a description": (
+        {"tools": [{"type": "namespace", "name": "x", "tools": [TOOL]}]}, "tools[0].description",
+    ),
+    "two functions of a name": ({"tools": [{**SPACE, "tools": [TOOL]}, {**TOOL, "name": "sums.add"}]}, "tools"),
     "a tool's name": ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
     "no parser": ({"tools": [TOOL]}, "tools"),
     "tool_choice": ({"tool_choice": "required"}, "tool_choice"),
