@@ -59,6 +59,7 @@ _PARALLEL_LOADS = 8  # each holds one of the server's HTTP threads
 _PROGRESS_S = 5.0
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 30.0
 _READY_LOOK_S = 0.05
+_LOAD_LOOK_S = 0.5  # a look at the server's stubs asks each of its hundreds of threads
 _SHORT_STOP_S = 3.0
 _TOUCH_S = 600.0
 _RUN_FOLDER_S = 1.0  # how soon deleted files are there again
@@ -353,7 +354,7 @@ class Deployment:
     ) -> None:
         waiting, next_word = set(loads), began + _PROGRESS_S
         while waiting and not self._stopping.is_set():
-            waiting = wait(waiting, timeout=0.2).not_done
+            waiting = wait(waiting, timeout=_LOAD_LOOK_S).not_done
             if not server.is_running:
                 raise server.exit_error()
             loading = sorted(loads[future] for future in waiting)

@@ -22,13 +22,10 @@ class LoadingStubs:
 
     def is_one_lost(self, loading: Collection[str], now: float) -> bool:
         """Return whether a stub, which may be one of the models that are still loaded, has been dead for long."""
-        for name, pids in processes.stubs(self._server_pid).items():
-            if (model := self._models.get(name)) is not None:
-                self._seen |= dict.fromkeys(pids, model)
-        dead = [
-            pid
-            for pid in processes.children(self._server_pid)
-            if pid not in self._former and self._seen.get(pid) in (None, *loading) and processes.state(pid) == "Z"
-        ]
+        children = [pid for pid in processes.children(self._server_pid) if pid not in self._former]
+        for pid in children:
+            if pid not in self._seen and (name := processes.stub_name(processes.command_line(pid))) in self._models:
+                self._seen[pid] = self._models[str(name)]
+        dead = [pid for pid in children if self._seen.get(pid) in (None, *loading) and processes.state(pid) == "Z"]
         self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead}
         return any(now - since >= _UNNOTICED_S for since in self._dead_since.values())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bireme.engines.torch.lean_imports import import_transformers
-
 if TYPE_CHECKING:
     from bireme.config import EngineConfig
     from bireme.engines.base import Engine, EngineContext
@@ -14,7 +12,6 @@ if TYPE_CHECKING:
 
 def create(context: EngineContext) -> Engine:
     """Make the engine; torch and transformers are imported here and not before."""
-    import_transformers()
     if context.stage == "multimodal_encoder":
         return _encoder(context)
     if context.stage == "embedding":
@@ -28,7 +25,6 @@ def create(context: EngineContext) -> Engine:
 
 def prepare(model_path: str, config: EngineConfig) -> None:
     """Import what the engine's start does, the model's own module too; takes nothing of a GPU. Raises ConfigError."""
-    import_transformers()
     import torch
 
     from bireme.engines.torch import checkpoint, engine, kernels  # noqa: F401

@@ -1,7 +1,8 @@
-"""Imports without what the engine never uses: that was a third of the CPU that its start took.
+"""transformers, imported without what the engine never uses: that was a third of the CPU that its start took.
 
-transformers marks functions for torch.compile and prepares for torch.distributed, each nearly as large as torch itself,
-and it reads the source of all its models to learn their names, twice.
+It marks functions for torch.compile and prepares for torch.distributed, each nearly as large as torch itself, and reads
+the source of all its models to learn their names, twice. Here it is imported first, unless somebody has done so before;
+for transformers torch is then built without torch.distributed.
 """
 
 from __future__ import annotations
@@ -14,30 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 _COMPILER = "torch._dynamo"
-
-
-def import_transformers() -> None:
-    """Import what loads any model, unless something has imported transformers already.
-
-    For transformers torch is then built without torch.distributed.
-    """
-    if "transformers" in sys.modules:
-        return
-    import torch.distributed
-    import transformers
-    from transformers.utils import import_utils
-
-    read_names = import_utils.create_import_structure_from_path  # keeps what it has read, by path
-    with (
-        _replaced(torch.distributed, "is_available", lambda: False),
-        _replaced(import_utils, "create_import_structure_from_path", lambda path: read_names(_folder(path))),
-        without_compiler(),
-    ):
-        import transformers.generation.utils
-        import transformers.masking_utils
-        import transformers.modeling_utils
-        import transformers.models.auto.modeling_auto  # noqa: F401
 
 
 @contextlib.contextmanager
@@ -56,8 +36,6 @@ def without_compiler() -> Iterator[None]:
 
 class _Marks(ModuleType):
     def __init__(self, name: str) -> None:
-        import torch
-
         super().__init__(name)
         self.__path__ = [f"{torch.__path__[0]}/_dynamo"]  # single submodules can be imported
         self.disable = self.allow_in_graph = self.assume_constant_result = _mark
@@ -86,3 +64,25 @@ def _replaced(module: Any, name: str, value: Callable[..., Any]) -> Iterator[Non
 
 def _folder(path: str | Path) -> Path:
     return Path(path).parent if str(path).endswith(".py") else Path(path)
+
+
+def _import() -> None:
+    """Import what loads any model."""
+    import torch.distributed
+    import transformers
+    from transformers.utils import import_utils
+
+    read_names = import_utils.create_import_structure_from_path  # keeps what it has read, by path
+    with (
+        _replaced(torch.distributed, "is_available", lambda: False),
+        _replaced(import_utils, "create_import_structure_from_path", lambda path: read_names(_folder(path))),
+        without_compiler(),
+    ):
+        import transformers.generation.utils
+        import transformers.masking_utils
+        import transformers.modeling_utils
+        import transformers.models.auto.modeling_auto  # noqa: F401
+
+
+if "transformers" not in sys.modules:
+    _import()

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import msgspec
 import torch
-import transformers
 from torch import Tensor
 
 from bireme.engines.memory.client import WeightsHold
@@ -99,6 +98,8 @@ def load_shared(
 
 def weights_id(checkpoint: Checkpoint, dtype: str, device: torch.device) -> str:
     """Return a name that is equal where the same weights lie on the same device."""
+    import transformers  # as lean_imports left it
+
     place = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
     own = choose_dtype(dtype, checkpoint.config)
     parts = (
