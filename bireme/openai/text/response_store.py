@@ -6,6 +6,7 @@ it goes on from. Rows are one key's alone. An unfinished row belongs to a proces
 
 from __future__ import annotations
 
+import secrets
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,13 @@ CREATE INDEX IF NOT EXISTS unfinished_responses ON responses (process) WHERE pro
 """
 _SWEPT_SHARE = 16  # a sweep follows when so small a share of max_bytes has come
 _encode, _decode = msgspec.json.Encoder().encode, msgspec.json.decode
+
+
+def response_id() -> str:
+    """Return a new id that nobody can guess: 96 random bits, after the time so that those of responses that end
+    together are neighbors in their index, and not each in a page of its own.
+    """
+    return f"resp_{int(time.time() * 1000):012x}{secrets.token_hex(12)}"
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
@@ -183,16 +191,30 @@ class ResponseStore:
     def sweep(self) -> int:
         """Remove what is too old, and of each key what is too much; return how many."""
         self._num_new = self._num_new_bytes = 0
-        limits = self._config
-        count = self._database.write(
-            "DELETE FROM responses WHERE process IS NULL AND (used_at < ? OR rowid IN (SELECT rowid FROM ("
-            " SELECT rowid, ROW_NUMBER() OVER newest AS place, SUM(size) OVER newest AS total FROM responses"
-            " WINDOW newest AS (PARTITION BY tenant ORDER BY used_at DESC, rowid ROWS UNBOUNDED PRECEDING))"
-            " WHERE place > ? OR total > ?))",
-            time.time() - limits.max_age_s, limits.max_responses, limits.max_bytes,
-        )  # fmt: skip
+        count = 0
+        for key in self._database.read(
+            "SELECT tenant, COUNT(*) AS num, SUM(size) AS size FROM responses GROUP BY tenant"
+        ):
+            count += self._sweep(key["tenant"], key["num"], key["size"])
         if count:
             self._database.read("PRAGMA incremental_vacuum")
+        return count
+
+    def _sweep(self, tenant: str, num: int, size: int) -> int:
+        """`num` and `size`: of all that the key has. What has not ended counts, and stays."""
+        write, limits = self._database.write, self._config
+        ended = "DELETE FROM responses WHERE process IS NULL AND"
+        count = write(f"{ended} tenant = ? AND used_at < ?", tenant, time.time() - limits.max_age_s)
+        if (excess := num - count - limits.max_responses) > 0:
+            oldest = "SELECT rowid FROM responses WHERE tenant = ? ORDER BY used_at LIMIT ?"
+            count += write(f"{ended} rowid IN ({oldest})", tenant, excess)
+        if size > limits.max_bytes:
+            count += write(
+                f"{ended} rowid IN (SELECT rowid FROM (SELECT rowid, SUM(size) OVER newest AS total FROM responses"
+                " WHERE tenant = ? WINDOW newest AS (ORDER BY used_at DESC, rowid DESC ROWS UNBOUNDED PRECEDING))"
+                " WHERE total > ?)",
+                tenant, limits.max_bytes,
+            )  # fmt: skip
         return count
 
     def close(self) -> None:

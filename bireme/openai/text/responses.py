@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from bireme.errors import RequestError
@@ -11,6 +12,7 @@ from bireme.openai.http.pace import Pacer
 from bireme.openai.text.answering import Streams, answer_events, answer_whole, counted, for_caller, note_usage
 from bireme.openai.text.response_answer import ResponseAnswer, ResponseEvents, ResponseForm
 from bireme.openai.text.response_request import REFUSED, ResponseBody, ResponseRequest, check_response
+from bireme.openai.text.response_store import response_id
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.openai.text.stored_responses import StoredResponses
 from bireme.pipelines.chat_answer import ResponseMeta
@@ -37,7 +39,8 @@ class Responses:
             if request.is_truncated:
                 chat = await _truncated(model, chat)
             request = replace(request, chat=chat)
-            form = ResponseForm(ResponseMeta.of(model.name, "resp_"), request.shown, has_timing=chat.return_timing)
+            heading = ResponseMeta(response_id(), model.name, int(time.time()))
+            form = ResponseForm(heading, request.shown, has_timing=chat.return_timing)
             if body.background:
                 await self._stored.begin(call, model, body, request, form)
             elif chat.stream:
