@@ -7,7 +7,7 @@ same machine, and with those of an engine on transformers' own modules, as it ru
 decoder; ratios are of medians (and of minima beside them). The engines have `dtype: auto`, generate the dtype in which
 its own step takes less here. Continuous batching can't be interleaved: it runs before and after, the better run counts.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/engine_cpu.py
+    python benchmarks/engine_cpu.py
     python benchmarks/engine_cpu.py --quick --cases 1x128 --isa avx2     # as on a CPU without AVX-512 and bfloat16
 
 The table comes first, then the aims; the last line of stdout is one JSON document.
@@ -27,7 +27,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads of neighbors cost steps
+from bireme.engines.stub.environment import OPENMP
+
+os.environ |= OPENMP  # before torch; an engine process has it, generate has it here, too
 if "avx2" in sys.argv:
     os.environ |= {"DNNL_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # before torch, too
 

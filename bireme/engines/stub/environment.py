@@ -19,6 +19,9 @@ RECIPE_VARIABLE = "BIREME_ENGINE_RECIPE"
 PYTHON_VARIABLE = "BIREME_ENGINE_PYTHON"
 # What LD_LIBRARY_PATH was before a launch put the libraries of its tritonserver there: an engine gets that one back.
 LIBRARY_PATH_VARIABLE = "BIREME_LIBRARY_PATH"
+# Threads of a parallel part look for the next one for some 40 us before they sleep: a decoder's step has 60 of them,
+# and waking a thread takes longer than what lies between two. An idle engine's threads sleep.
+OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -77,7 +80,7 @@ def child_environment(threads: int, base: Mapping[str, str] = os.environ) -> dic
         result.pop("LD_LIBRARY_PATH", None)
         result |= {"LD_LIBRARY_PATH": libraries} if libraries else {}
     result |= dict.fromkeys(_THREAD_VARIABLES, str(threads))
-    result |= {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    result |= OPENMP | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if path := _package_path(base.get("PYTHONPATH", "")):
         result["PYTHONPATH"] = path
     return result

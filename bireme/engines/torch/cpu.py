@@ -24,6 +24,6 @@ def flags() -> frozenset[str]:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether oneDNN has instructions for products of bfloat16 here; else float32 is faster but for one row."""
+    """Return whether oneDNN has instructions for products of bfloat16 here; else float32 is faster."""
     most = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     return bool(flags() & _BFLOAT16) and most.upper() not in _WITHOUT_BFLOAT16

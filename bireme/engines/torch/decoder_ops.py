@@ -50,9 +50,11 @@ class AttentionLayer:
         return Extras(self.scaling, self.softcap or None)
 
 
+DecoderLinear = Callable[[Tensor, Tensor | None], Tensor]  # x (T, in), rows to add to (T, out) or None -> (T, out)
+
+
 class DecoderOps(Protocol):
     uses_tables: bool  # decode rows come as DecodeTable; else as DecodeView
-    most_rows: int  # that `few_rows` multiplies sooner than oneDNN does; 0: there is no such operation
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None) -> Tensor:
         """x (T, hidden), weight (hidden,) float32 -> (T, hidden), plus `add_to` (T, hidden)."""
@@ -63,8 +65,8 @@ class DecoderOps(Protocol):
     def attend(self, layer: int, qkv: Tensor, positions: Tensor, group: GroupStep) -> Tensor:
         """qkv (T, (H + 2 N) K), which is overwritten -> (T, H K). Norms and turns heads, fills the pools' rows."""
 
-    def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, add_to: Tensor | None) -> Tensor:
-        """x (T, in) float32, weight (out, in) bfloat16, out a multiple of 4 -> (T, out) float32."""
+    def linear(self, weight: Tensor, bias: Tensor | None) -> DecoderLinear | None:
+        """Return products of float32 with a copy of `weight` (out, in), which is bfloat16; None: there are none."""
 
 
 def choose_ops() -> Callable[[list[AttentionLayer]], DecoderOps]:
@@ -80,7 +82,7 @@ def choose_ops() -> Callable[[list[AttentionLayer]], DecoderOps]:
 
 
 class PlainOps:
-    uses_tables, most_rows = False, 0
+    uses_tables = False
 
     def __init__(self, layers: list[AttentionLayer]) -> None:
         self._layers = layers
@@ -108,9 +110,8 @@ class PlainOps:
         step = PagedStep([own.keys], [own.values], [group], own.block_size)
         return step.attend(0, query, key, value, own.extras).flatten(2)[0]
 
-    def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, add_to: Tensor | None) -> Tensor:
-        product = F.linear(x, weight.float(), bias)
-        return product if add_to is None else product.add_(add_to)
+    def linear(self, weight: Tensor, bias: Tensor | None) -> DecoderLinear | None:
+        return None
 
 
 class _Layer(ctypes.Structure):
@@ -124,7 +125,7 @@ class _Layer(ctypes.Structure):
 class NativeOps:
     """Calls `native/decoder.cpp`; has torch's threads, since the OpenMP library is the same."""
 
-    uses_tables, most_rows = True, 4
+    uses_tables = True
 
     def __init__(self, layers: list[AttentionLayer], library: ctypes.CDLL) -> None:
         self._layers, self._threads = layers, torch.get_num_threads()
@@ -137,8 +138,9 @@ class NativeOps:
         self._rms_norm.argtypes = [pointer] * 4 + [integer, integer, number, flag]
         self._gate.argtypes = [pointer, pointer, integer, integer, flag, flag]
         self._attend.argtypes = [pointer] * 3 + [integer, pointer, pointer, integer, integer, pointer, pointer, flag]
-        self._few_rows = library["few_rows"]
-        self._few_rows.argtypes = [pointer] * 5 + [integer] * 3 + [flag]
+        self._multiply = library["multiply"]
+        self._multiply.argtypes = [pointer] * 5 + [integer] * 3 + [flag]
+        self._num_lanes = int(library["num_lanes"]())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None) -> Tensor:
         out, other = torch.empty_like(x), 0 if add_to is None else add_to.data_ptr()
@@ -173,11 +175,19 @@ class NativeOps:
                 out[chunk.begin : chunk.end] = found.flatten(2)[0]
         return out
 
-    def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, add_to: Tensor | None) -> Tensor:
-        out = x.new_empty(len(x), len(weight))
-        others = (0 if other is None else other.data_ptr() for other in (bias, add_to))
-        self._few_rows(x.data_ptr(), weight.data_ptr(), *others, out.data_ptr(), *x.shape, len(weight), self._threads)
-        return out
+    def linear(self, weight: Tensor, bias: Tensor | None) -> DecoderLinear | None:
+        width, depth = weight.shape
+        padded = F.pad(weight, (0, 0, 0, -width % (2 * self._num_lanes)))
+        panels = padded.view(-1, 2, self._num_lanes, depth).permute(0, 3, 2, 1).contiguous()
+
+        def multiply(x: Tensor, add_to: Tensor | None) -> Tensor:
+            out = x.new_empty(len(x), width)
+            others = (0 if other is None else other.data_ptr() for other in (bias, add_to))
+            pointers = x.data_ptr(), panels.data_ptr(), *others, out.data_ptr()
+            self._multiply(*pointers, len(x), depth, width, self._threads)
+            return out
+
+        return multiply
 
 
 def _pointers(table: DecodeTable) -> tuple[int, int, int, int]:

@@ -1,7 +1,7 @@
-"""Llama's kind of decoder on a CPU: weights in oneDNN's own order, few operations between the products.
+"""Llama's kind of decoder on a CPU: weights in the order in which they are read, few operations between the products.
 
-oneDNN reads weights that it has put in order (`pack`) two to four times as fast as plain ones where a step has few
-rows. They are the only copy: the model's modules are emptied, layer by layer.
+Weights in order (`pack`) are read two to four times as fast as plain ones where a step has few rows. They are the only
+copy: the model's modules are emptied, layer by layer.
 """
 
 from __future__ import annotations
@@ -105,29 +105,15 @@ class PackedDecoder:
         return self.ops.rms_norm(part(inner), post_norm, self._eps, x)
 
     def pack(self, model: Any) -> str:
-        """Put the weights in oneDNN's order and empty the model's modules. Returns why some are plain; empty: none."""
+        """Put the weights in order and empty the model's modules. Returns why some are plain; empty: none."""
         known: dict[Any, str] = {}
         for layer, module in zip(self._layers, model.model.layers, strict=True):
             for linear in (layer.qkv, layer.output, *layer.mlp.linears):
-                linear.shorten(self.ops)
-                _pack(linear, known)
+                linear.pack(self.ops, known)
             module.to("meta")
-        self._head.shorten(self.ops)
-        _pack(self._head, known)
+        self._head.pack(self.ops, known)
         model.to("meta")
         return "; ".join(sorted(set(filter(None, known.values()))))
-
-
-def _pack(linear: Linear, known: dict[Any, str]) -> None:
-    """`known`: why weights of a kind can't be packed; empty: they can. Each kind is checked once."""
-    kind = linear.kind
-    if known.get(kind):
-        return
-    try:
-        linear.pack(kind not in known)
-        known[kind] = ""
-    except RuntimeError as error:
-        known[kind] = str(error)
 
 
 def _with_float_norms(rotary: Rotary) -> Rotary:

@@ -1,4 +1,4 @@
-"""Products with weights in oneDNN's own order, and the MLPs that are made of them.
+"""Products with packed weights, and the MLPs that are made of them.
 
 All are called with rows (T, hidden), and with rows that the result is added to; these are not changed.
 """
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bireme.engines.torch.decoder_ops import DecoderOps
+from bireme.engines.torch.decoder_ops import DecoderLinear, DecoderOps
 from bireme.engines.torch.decoder_weights import DecoderLayer, TopKRouter
 
 _EXPECTED_ROWS = 16  # of a step: what oneDNN chooses the order for; products of other shapes read it too
@@ -20,24 +20,24 @@ _MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-4}  # relative
 
 
 class Linear:
-    """x (T, in) -> (T, out), with weights plain or packed.
+    """x (T, in) -> (T, out), with weights plain or, once packed, in the order in which they are read.
 
-    Weights of float32 that bfloat16 holds without loss, such as a checkpoint's of bfloat16, are kept as both: a product
-    of few rows takes as long as reading its weights, of which there is half as much.
+    Weights of float32 that bfloat16 holds without loss, such as a checkpoint's of bfloat16, are kept as that: half as
+    much is read. All others go into oneDNN's order.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
-        self._is_packed = False
-        self._short: Tensor | None = None  # the weights in bfloat16
-        self._ops: DecoderOps | None = None
+        self._multiply: DecoderLinear = self._plainly
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        if self._short is not None and self._ops is not None and len(x) <= self._ops.most_rows:
-            return self._ops.few_rows(x, self._short, self._bias, add_to)
-        if not self._is_packed:
-            product = F.linear(x, self._weight, self._bias)
-            return product if add_to is None else product.add_(add_to)
+        return self._multiply(x, add_to)
+
+    def _plainly(self, x: Tensor, add_to: Tensor | None) -> Tensor:
+        product = F.linear(x, self._weight, self._bias)
+        return product if add_to is None else product.add_(add_to)
+
+    def _by_onednn(self, x: Tensor, add_to: Tensor | None) -> Tensor:
         linear: Any = torch.ops.mkldnn._linear_pointwise
         if add_to is None:
             found: Tensor = linear(x, self._weight, self._bias, "none", [], "")
@@ -45,35 +45,46 @@ class Linear:
             found = linear.binary(x, add_to, self._weight, self._bias, "add")
         return found
 
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What decides whether oneDNN can pack the weights and computes the same with them."""
-        return tuple(self._weight.shape), self._weight.dtype, self._bias is None
+    def pack(self, ops: DecoderOps, known: dict[Any, str]) -> None:
+        """Weights that can't be packed, or compute something else then, stay plain.
 
-    def shorten(self, ops: DecoderOps) -> None:
-        """Keep the weights in bfloat16 as well where that loses nothing; comes before `pack`."""
-        weight = self._weight
-        if weight.dtype is torch.float32 and ops.most_rows and len(weight) % 4 == 0:
-            short = weight.bfloat16()
-            if torch.equal(short.float(), weight):
-                self._short, self._ops = short, ops
-
-    def pack(self, is_checked: bool = True) -> None:
-        """Raises RuntimeError where oneDNN can't, or computes something else; the weights are plain then."""
-        plain = self._weight
-        counts = _CHECKED_ROWS if is_checked else ()
-        rows = [torch.randn(count, plain.shape[1]).to(plain.dtype) for count in counts]
-        expected = [self(x, self(x)) for x in rows]
+        `known`: why those of a kind can't be; empty: they can. Each kind is checked once.
+        """
+        plain, short = self._weight, _in_two_bytes(self._weight)
+        own = None if short is None else ops.linear(short, self._bias)
+        kind = (*plain.shape, plain.dtype, self._bias is None, own is None)
+        if known.get(kind):
+            return
         try:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(plain, _EXPECTED_ROWS)
-            self._is_packed = True
-            for x, right in zip(rows, expected, strict=True):
-                error = float((self(x, self(x)) - right).float().norm() / right.float().norm().clamp_min(1e-30))
-                if not error <= _MOST_ERROR[plain.dtype]:
-                    raise RuntimeError(f"a packed product of {len(x)} rows is {error:.3g} off")
+            if own is not None:
+                self._multiply, self._weight = own, plain.new_empty(0)
+            else:
+                self._weight = torch.ops.mkldnn._reorder_linear_weight(plain, _EXPECTED_ROWS)
+                self._multiply = self._by_onednn
+            if kind not in known:
+                self._check(plain)
+            known[kind] = ""
         except (RuntimeError, AttributeError) as error:  # AttributeError: this torch has no such operation
-            self._weight, self._is_packed = plain, False
-            raise RuntimeError(str(error).partition("\n")[0]) from error
+            self._weight, self._multiply = plain, self._plainly
+            known[kind] = str(error).partition("\n")[0]
+
+    def _check(self, plain: Tensor) -> None:
+        """Raises RuntimeError: it computes something else."""
+        as_plain = Linear(plain, self._bias)
+        for count in _CHECKED_ROWS:
+            x, add_to = (torch.randn(count, width).to(plain.dtype) for width in reversed(plain.shape))
+            right = as_plain(x, add_to).float()
+            error = float((self(x, add_to) - right).float().norm() / right.norm().clamp_min(1e-30))
+            if not error <= _MOST_ERROR[plain.dtype]:
+                raise RuntimeError(f"a packed product of {count} rows is {error:.3g} off")
+
+
+def _in_two_bytes(weight: Tensor) -> Tensor | None:
+    """Return float32 as bfloat16; None: that would lose something, or it is no float32."""
+    if weight.dtype is not torch.float32:
+        return None
+    short = weight.bfloat16()
+    return short if torch.equal(short.float(), weight) else None
 
 
 class GatedMlp:

@@ -84,6 +84,7 @@ def test_the_environment_has_threads_devices_and_the_recipe(tmp_path):
     recipe = recipe_of(num_threads=3, devices=(4,), env={"MY_SETTING": "1"})
     result = engine_environment(recipe, "decode", tmp_path, {"PYTHONHOME": "/x", "PYTHONPATH": "/lib"})
     assert (result["OMP_NUM_THREADS"], result["OMP_WAIT_POLICY"]) == ("3", "PASSIVE")
+    assert 0 < int(result["GOMP_SPINCOUNT"]) < 10_000  # a neighbor's cores are not held for long
     assert (result["CUDA_VISIBLE_DEVICES"], result["MY_SETTING"]) == ("4", "1")
     assert "PYTHONHOME" not in result
     assert result["PYTHONPATH"] == f"{CHECKOUT}:/lib"

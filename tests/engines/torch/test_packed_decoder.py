@@ -92,32 +92,48 @@ def test_paged_attention_in_cpp_equals_plain_torch(dtype, shape):
         assert_close(got, expected, dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_few_rows_with_weights_of_two_bytes_in_cpp_equal_plain_torch(rows):
-    plain, compiled = PlainOps([layer(torch.float32)]), NativeOps([layer(torch.float32)], library())
-    x, weight = randn(rows, 1000), randn(12, 1000, dtype=torch.bfloat16)
-    for others in ((None, None), (randn(12), None), (None, randn(rows, 12)), (randn(12), randn(rows, 12))):
-        assert_close(compiled.few_rows(x, weight, *others), plain.few_rows(x, weight, *others), torch.float32)
+@pytest.mark.parametrize("shape", [(64, 1000), (203, 30), (9, 2100)])
+@pytest.mark.parametrize("rows", [*range(1, 14), 40, 200])
+def test_products_with_weights_of_two_bytes_in_cpp_equal_plain_torch(rows, shape):
+    """Widths that fill no panel, more depth and more rows than are multiplied at once."""
+    width, depth = shape
+    ops, x, weight = NativeOps([layer(torch.float32)], library()), randn(rows, depth), randn(*shape).bfloat16()
+    for bias, add_to in (
+        (None, None),
+        (randn(width), None),
+        (None, randn(rows, width)),
+        (randn(width), randn(rows, width)),
+    ):
+        expected = torch.nn.functional.linear(x, weight.float(), bias) + (0 if add_to is None else add_to)
+        assert_close(ops.linear(weight, bias)(x, add_to), expected, torch.float32)
 
 
-def test_weights_that_two_bytes_hold_are_read_as_such_by_few_rows():
-    ops = NativeOps([layer(torch.float32)], library())
-    weight, bias, x, add_to = randn(8, 64, dtype=torch.bfloat16).float(), randn(8), randn(5, 64), randn(5, 8)
-    linear = packed_linear.Linear(weight, bias)
-    linear.shorten(ops)
-    linear.pack()
-    linear._short.mul_(2)  # so that one sees who reads them
-    for rows in (1, ops.most_rows, ops.most_rows + 1):
-        factor = 2 if rows <= ops.most_rows else 1
-        expected = torch.nn.functional.linear(x[:rows], factor * weight, bias) + add_to[:rows]
-        assert_close(linear(x[:rows], add_to[:rows]), expected, torch.float32)
+def test_a_row_s_product_does_not_depend_on_the_rows_beside_it():
+    ops, x = NativeOps([layer(torch.float32)], library()), randn(64, 1500)
+    multiply = ops.linear(randn(100, 1500).bfloat16(), randn(100))
+    together = multiply(x, None)
+    for count in (1, 2, 5, 8, 33):
+        assert multiply(x[:count], None).equal(together[:count])
 
 
-@pytest.mark.parametrize("weight", [randn(8, 64), randn(6, 64, dtype=torch.bfloat16).float(), randn(8, 64).bfloat16()])
-def test_other_weights_are_kept_once(weight):
-    linear = packed_linear.Linear(weight)
-    linear.shorten(NativeOps([layer(torch.float32)], library()))
-    assert linear._short is None
+@pytest.mark.parametrize("bias", [None, randn(10)])
+def test_weights_that_two_bytes_hold_are_kept_as_such_and_no_others(bias):
+    ops, x, add_to = NativeOps([layer(torch.float32)], library()), randn(5, 64), randn(5, 10)
+    for weight, size in ((randn(10, 64), 4), (randn(10, 64).bfloat16().float(), 2)):
+        linear, known = packed_linear.Linear(weight, bias), {}
+        linear.pack(ops, known)
+        assert list(known.values()) == [""] and (linear._weight.numel() == 0) is (size == 2)
+        assert_close(linear(x, add_to), torch.nn.functional.linear(x, weight, bias) + add_to, torch.float32)
+
+
+@pytest.mark.parametrize("ops", [NativeOps, PlainOps])
+def test_weights_whose_packed_product_is_another_stay_plain(ops, monkeypatch):
+    monkeypatch.setattr(packed_linear, "_MOST_ERROR", dict.fromkeys(CLOSE, -1.0))
+    own = [layer(torch.float32)]
+    linear, known = packed_linear.Linear(weight := randn(16, 64).bfloat16().float()), {}
+    linear.pack(ops(own) if ops is PlainOps else ops(own, library()), known)
+    assert "rows is" in next(iter(known.values())) and linear._weight is weight
+    assert linear(x := randn(3, 64)).equal(torch.nn.functional.linear(x, weight))
 
 
 def test_a_value_that_is_not_a_number_stays_visible():

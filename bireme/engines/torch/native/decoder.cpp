@@ -1,5 +1,5 @@
 // What a step of a decoder does between its matrix products, on a CPU: norms, rotary positions, paged attention, gates.
-// And products of few rows with weights that are kept in bfloat16 while all else is float.
+// And products with weights that are kept in bfloat16 while all else is float.
 //
 // Types are float and bfloat16 (as its 16 bits); everything is computed in float. Shapes: ../decoder_ops.py, which has the
 // same functions in plain torch.
@@ -14,6 +14,21 @@ namespace {
 constexpr int64_t kTile = 64;              // keys whose scores are kept at once
 constexpr int64_t kFewElements = 1 << 15;  // less is done sooner than another thread is woken
 
+// Lanes of a vector, and the rows of a product whose sums the registers hold.
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16, kMostRows = 12;
+#elif defined(__AVX__)
+constexpr int64_t kLanes = 8, kMostRows = 6;
+#elif defined(__aarch64__)
+constexpr int64_t kLanes = 4, kMostRows = 12;
+#else
+constexpr int64_t kLanes = 4, kMostRows = 4;
+#endif
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef float Fours __attribute__((vector_size(16)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+
 inline float load(const float *at) { return *at; }
 
 inline float load(const uint16_t *at) {
@@ -21,6 +36,25 @@ inline float load(const uint16_t *at) {
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
+}
+
+inline Floats load_lanes(const float *at) {
+  Floats values;
+  std::memcpy(&values, at, sizeof values);
+  return values;
+}
+
+inline Floats load_lanes(const uint16_t *at) {
+  Shorts upper;
+  std::memcpy(&upper, at, sizeof upper);
+  return (Floats)(__builtin_convertvector(upper, Bits) << 16);
+}
+
+inline float sum_of(Floats values) {
+  Fours parts[kLanes / 4];
+  std::memcpy(parts, &values, sizeof parts);
+  for (int64_t n = 1; n < kLanes / 4; n++) parts[0] += parts[n];
+  return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
 inline void store(float *at, float value) { *at = value; }
@@ -125,12 +159,24 @@ inline void turn(const T *from, const float *norm, const float *cos_sin, int64_t
   }
 }
 
+// Keys or values that are read at once: so many sums are under way that none waits for its own addition. Those beyond
+// the last are the last again.
+constexpr int64_t kAtOnce = 4;
+
+template <class T>
+struct Rows {
+  const T *at[kAtOnce];
+  Rows(const T *first, int64_t row, int64_t from, int64_t count) {
+    for (int64_t n = 0; n < kAtOnce; n++) at[n] = first + std::min(from + n, count - 1) * row;
+  }
+};
+
 // `group` queries (group, K), scaled already, over the tokens of one sequence and one key/value head -> out (group, K).
 template <class T, int K>
 void attend_to(const float *queries, int64_t group, int64_t head, const Layer &layer, const int32_t *blocks,
                int64_t length, T *out) {
-  const int64_t size = K ? K : layer.size, row = layer.kv_heads * size;
-  float scores[group * kTile], sums[group * size], most[group], total[group], wide[size];
+  const int64_t size = K ? K : layer.size, row = layer.kv_heads * size, whole = size / kLanes * kLanes;
+  float scores[group * kTile], sums[group * size], most[group], total[group];
   std::fill(sums, sums + group * size, 0.0f);
   std::fill(most, most + group, -INFINITY);
   std::fill(total, total + group, 0.0f);
@@ -141,14 +187,18 @@ void attend_to(const float *queries, int64_t group, int64_t head, const Layer &l
     const int64_t first = (blocks[at / layer.block_size] * layer.block_size + inside) * row + head * size;
     const T *keys = static_cast<const T *>(layer.keys) + first;
     const T *values = static_cast<const T *>(layer.values) + first;
-    for (int64_t j = 0; j < count; j++) {
-#pragma omp simd
-      for (int64_t i = 0; i < size; i++) wide[i] = load(keys + j * row + i);
+    for (int64_t j = 0; j < count; j += kAtOnce) {
+      const Rows<T> four(keys, row, j, count);
       for (int64_t g = 0; g < group; g++) {
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < size; i++) sum += queries[g * size + i] * wide[i];
-        scores[g * kTile + j] = sum;
+        const float *query = queries + g * size;
+        Floats sums_of[kAtOnce] = {};
+        for (int64_t i = 0; i < whole; i += kLanes)
+          for (int64_t n = 0; n < kAtOnce; n++) sums_of[n] += load_lanes(query + i) * load_lanes(four.at[n] + i);
+        for (int64_t n = 0; n < kAtOnce; n++) {
+          float score = sum_of(sums_of[n]);
+          for (int64_t i = whole; i < size; i++) score += query[i] * load(four.at[n] + i);
+          scores[g * kTile + j + n] = score;
+        }
       }
     }
     for (int64_t g = 0; g < group; g++) {
@@ -162,18 +212,24 @@ void attend_to(const float *queries, int64_t group, int64_t head, const Layer &l
         own[j] = exponential(own[j] - highest);
         sum += own[j];
       }
+      std::fill(own + count, own + (count + kAtOnce - 1) / kAtOnce * kAtOnce, 0.0f);
       most[g] = highest;
       total[g] = total[g] * fade + sum;
 #pragma omp simd
       for (int64_t i = 0; i < size; i++) sums[g * size + i] *= fade;
     }
-    for (int64_t j = 0; j < count; j++) {
-#pragma omp simd
-      for (int64_t i = 0; i < size; i++) wide[i] = load(values + j * row + i);
+    for (int64_t j = 0; j < count; j += kAtOnce) {
+      const Rows<T> four(values, row, j, count);
       for (int64_t g = 0; g < group; g++) {
-        const float weight = scores[g * kTile + j];
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) sums[g * size + i] += weight * wide[i];
+        const float *own = scores + g * kTile + j;
+        float *sum = sums + g * size;
+        for (int64_t i = 0; i < whole; i += kLanes) {
+          Floats added = load_lanes(sum + i);
+          for (int64_t n = 0; n < kAtOnce; n++) added += own[n] * load_lanes(four.at[n] + i);
+          std::memcpy(sum + i, &added, sizeof added);
+        }
+        for (int64_t i = whole; i < size; i++)
+          for (int64_t n = 0; n < kAtOnce; n++) sum[i] += own[n] * load(four.at[n] + i);
       }
     }
     at += count;
@@ -220,37 +276,85 @@ void attend_any(T *qkv, const int64_t *positions, const int64_t *slots, int64_t 
 #undef SIZE
 }
 
-// One row with `kAtOnce` rows of weights: so many sums are under way that none waits for its own addition.
-constexpr int64_t kAtOnce = 4;
+// Weights of two bytes lie in panels of 2 kLanes outputs: (panels, in, kLanes, 2), so that a vector of 32 bits a lane holds
+// one output in its lower halves and one in its upper. A tile is R rows of x and P panels; its sums stay in registers, as
+// many as hide an addition's latency, and each is added up in the same order whatever R and P are: a row's result does
+// not depend on the rows beside it.
+constexpr int64_t kPanel = 2 * kLanes;
+constexpr int64_t kMostPanels = 4;
+constexpr int64_t kDepth = 1024, kChunk = 192;  // of x: what panels are multiplied with while it stays in a cache
 
-inline void multiply(const float *x, const uint16_t *weight, int64_t in, float *out) {
-  const uint16_t *second = weight + in, *third = second + in, *fourth = third + in;
-  float a = 0, b = 0, c = 0, d = 0;
-#pragma omp simd reduction(+ : a, b, c, d)
-  for (int64_t i = 0; i < in; i++) {
-    a += x[i] * load(weight + i);
-    b += x[i] * load(second + i);
-    c += x[i] * load(third + i);
-    d += x[i] * load(fourth + i);
+struct Product {
+  const float *x;          // (rows, in)
+  const uint16_t *weight;  // panels
+  const float *bias, *add_to;
+  float *out;  // (rows, width)
+  int64_t in, width;
+};
+
+template <int R, int P>
+void multiply_tile(const Product &of, int64_t row, int64_t panel, int64_t at) {
+  const float *x = of.x + row * of.in;
+  const uint16_t *weight = of.weight + panel * of.in * kPanel;
+  const int64_t end = std::min(at + kDepth, of.in);
+  Floats sums[P][R][2] = {};
+  for (int64_t k = at; k < end; k++) {
+#pragma GCC unroll 4
+    for (int64_t p = 0; p < P; p++) {
+      Bits both;
+      std::memcpy(&both, weight + (p * of.in + k) * kPanel, sizeof both);
+      const Floats low = (Floats)(both << 16), high = (Floats)(both & 0xffff0000u);
+#pragma GCC unroll 12
+      for (int64_t r = 0; r < R; r++) {
+        sums[p][r][0] += x[r * of.in + k] * low;
+        sums[p][r][1] += x[r * of.in + k] * high;
+      }
+    }
   }
-  out[0] = a, out[1] = b, out[2] = c, out[3] = d;
+  for (int64_t p = 0; p < P; p++)
+    for (int64_t r = 0; r < R; r++) {
+      float found[kPanel];
+      std::memcpy(found, sums[p][r], sizeof found);
+      const int64_t first = (panel + p) * kPanel, to = (row + r) * of.width + first;
+      const int64_t count = std::min(kPanel, of.width - first);
+      const float *other = at ? of.out : of.add_to, *bias = at ? nullptr : of.bias;
+      for (int64_t i = 0; i < count; i++)
+        of.out[to + i] = found[i] + (bias ? bias[first + i] : 0.0f) + (other ? other[to + i] : 0.0f);
+    }
+}
+
+// `rows` of them, at most R, and `panels`.
+template <int R>
+void multiply_rows(const Product &of, int64_t rows, int64_t row, int64_t panels, int64_t panel, int64_t at) {
+  if constexpr (R > 0) {
+    if (rows < R) return multiply_rows<R - 1>(of, rows, row, panels, panel, at);
+    constexpr int64_t P = R == 1 ? 4 : R <= 3 ? 2 : 1;
+    for (; panels >= P; panel += P, panels -= P) multiply_tile<R, P>(of, row, panel, at);
+    for (; panels > 0; panel++, panels--) multiply_tile<R, 1>(of, row, panel, at);
+  }
 }
 
 }  // namespace
 
-// x (rows, in), weight (width, in), width a multiple of 4 -> out (rows, width), plus bias (width,) and add_to (rows,
-// width), both or either null.
-extern "C" void few_rows(const float *x, const uint16_t *weight, const float *bias, const float *add_to, float *out,
+extern "C" int64_t num_lanes() { return kLanes; }
+
+// x (rows, in), weight: panels of (width, in), padded -> out (rows, width), plus bias (width,) and add_to (rows, width),
+// both or either null.
+extern "C" void multiply(const float *x, const uint16_t *weight, const float *bias, const float *add_to, float *out,
                          int64_t rows, int64_t in, int64_t width, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t first = 0; first < width; first += kAtOnce)
-    for (int64_t row = 0; row < rows; row++) {
-      float found[kAtOnce];
-      multiply(x + row * in, weight + first * in, in, found);
-      const int64_t to = row * width + first;
-      for (int64_t i = 0; i < kAtOnce; i++)
-        out[to + i] = found[i] + (bias ? bias[first + i] : 0.0f) + (add_to ? add_to[to + i] : 0.0f);
-    }
+  const Product of{x, weight, bias, add_to, out, in, width};
+  const int64_t panels = (width + kPanel - 1) / kPanel;
+  const int64_t step = std::clamp(panels / (4 * threads), int64_t{1}, kMostPanels);
+  for (int64_t first = 0; first < rows; first += kChunk) {
+    const int64_t count = std::min(kChunk, rows - first), blocks = (count + kMostRows - 1) / kMostRows;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int64_t panel = 0; panel < panels; panel += step)
+      for (int64_t at = 0; at < in; at += kDepth)
+        for (int64_t block = 0; block < blocks; block++) {
+          const int64_t row = first + block * count / blocks, end = first + (block + 1) * count / blocks;
+          multiply_rows<kMostRows>(of, end - row, row, std::min(step, panels - panel), panel, at);
+        }
+  }
 }
 
 #define EXPORT(T, NAME) \
