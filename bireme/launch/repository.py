@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from bireme.config import CHECKOUT, WORKER_STAGES, Recipe, is_wanted, missing_worker
+from bireme.config import CHECKOUT, WORKER_STAGES, Recipe, is_wanted, missing_worker, stage_of
 from bireme.errors import ConfigError
 from bireme.launch.model_configs import whole_config
 from bireme.specs import MODELS, ModelSpec
@@ -20,18 +20,15 @@ REPOSITORIES = ("model_repository", "ensembles")
 
 
 def link_models(folder: Path, recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[str, ...]:
-    """Fill `folder` with all models and replicas; return the names. Raises ConfigError."""
+    """Fill `folder` with the models that the recipe has a use for; return their names. Raises ConfigError."""
     sources = _model_folders(checkout)
     folder.mkdir(parents=True, exist_ok=True)
-    names: list[str] = []
-    for stage, source in sources.items():
-        if not is_wanted(stage, recipe) or not _has_steps(source, recipe):
-            continue
+    models, pipelines = used_models(recipe, checkout)
+    for name in (*models, *pipelines):
+        source = sources[stage_of(name)]
         _compile(source)
-        for name in recipe.replicas(stage) if stage in recipe.workers else (stage,):
-            _link(folder / name, source, MODELS.get(stage), len(recipe.instances(name)))
-            names.append(name)
-    return tuple(names)
+        _link(folder / name, source, MODELS.get(source.name), len(recipe.instances(name)))
+    return (*models, *pipelines)
 
 
 def _link(model: Path, source: Path, spec: ModelSpec | None, num_instances: int) -> None:

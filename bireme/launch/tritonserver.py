@@ -364,8 +364,8 @@ def start_server(
 ) -> Iterator[Server]:
     """Run a tritonserver of its own for the length of the block: own ports, run folder, log file.
 
-    All models and replicas of the recipe are loaded, or those named in `models` (explicit mode, so that they can be
-    loaded and unloaded). `repositories` replaces the recipe's model folders.
+    All models and replicas that the recipe has a use for are loaded, or those named in `models` (explicit mode, so that
+    they can be loaded and unloaded). `repositories` replaces the recipe's model folders.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, override)

@@ -74,7 +74,7 @@ def test_a_port_that_is_listened_on_is_not_free():
 
 def test_each_replica_is_a_model_folder_of_its_own(checkout):
     names = link_models(checkout / "models", recipe(decode=2), checkout)
-    assert set(names) == {"tokenizer", "prefill", "decode", "decode_1", "generate"}
+    assert set(names) == {"tokenizer", "decode", "decode_1", "generate"}
     assert (checkout / "models" / "decode_1" / "1").resolve() == checkout / "model_repository" / "decode" / "1"
 
 

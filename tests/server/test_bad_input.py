@@ -232,15 +232,3 @@ def test_plain_json_over_http_is_refused_with_the_same_text(server, path):
     status, text = _post(server, path, json.dumps({"text_input": "hi", "max_tokens": -1}).encode())
     assert status == 400
     assert "INVALID_ARGUMENT: max_tokens" in text
-
-
-@pytest.mark.parametrize("model", ["video", "multimodal_encoder", "video_diffusion"])
-def test_what_the_recipe_does_not_have_is_unavailable(server, model):
-    inputs = {
-        "video": {"request": "{}"},
-        "multimodal_encoder": {"request_id": "x"},
-        "video_diffusion": {"prompt": "a cat"},
-    }[model]
-    client = Client(server.grpc)
-    with pytest.raises(InferenceServerException, match="UNAVAILABLE: "):
-        client.generate(model, **inputs) if model in ("video", "video_diffusion") else client.infer(model, **inputs)
