@@ -8,7 +8,7 @@ arguments always stream. `thinking.budget_tokens` is no limit, as it is none the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -33,7 +33,6 @@ _BLOCKS = {
     "document": _NO_DOCUMENTS,
     "search_result": "search results are not served; send their text as a block of type text",
     "container_upload": "there are no containers here; remove it",
-    "tool_reference": "tools are not searched here; remove it",
     "browser_state": "not served; send its text as a block of type text",
     "server_tool_use": _NOT_OURS,
     "web_search_tool_result": _NOT_OURS,
@@ -64,6 +63,7 @@ REFUSED = {
     "context_management.edits[].type=compact_20260112": "conversations are not shortened here; remove it",
     **{f"messages[].content[].type={name}": reason for name, reason in _BLOCKS.items()},
     **{f"messages[].content[].content[].type={name}": reason for name, reason in _BLOCKS.items()},
+    "messages[].content[].type=tool_reference": "it goes into the content of a tool_result",
     "messages[].content[].source.type=file": "there are no files here; send the picture as base64 or url",
     "messages[].content[].source.file_id": "there are no files here; send the picture as base64 or url",
     **{
@@ -122,9 +122,16 @@ class ToolUseBlock(_Block, tag="tool_use"):
     cache_control: CacheControl | None = None
 
 
+class ToolReferenceBlock(_Block, tag="tool_reference"):
+    """A tool that the client's own search has found."""
+
+    tool_name: str
+    cache_control: CacheControl | None = None
+
+
 class ToolResultBlock(_Block, tag="tool_result"):
     tool_use_id: str
-    content: str | list[TextBlock | ImageBlock] | None = None
+    content: str | list[TextBlock | ImageBlock | ToolReferenceBlock] | None = None
     is_error: bool | None = None
     toolset_name: str | None = None
     cache_control: CacheControl | None = None
@@ -156,7 +163,7 @@ class ToolSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: str | None = None
     strict: bool | None = None
     eager_input_streaming: bool | None = None
-    defer_loading: bool | None = None
+    defer_loading: bool | None = None  # offered once a tool_reference has named it
     allowed_callers: list[str] | None = None
     cache_control: CacheControl | None = None
 
@@ -319,9 +326,14 @@ def _tools(body: CountBody, limits: Limits) -> tuple[list[dict[str, Any]], ToolM
     tools, choice = body.tools or [], body.tool_choice
     if len(tools) > limits.max_tools:
         raise RequestError(f"tools: {len(tools)}; limits.max_tools is {limits.max_tools}, send fewer")
-    functions = [_function(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
-    if len({function["name"] for function in functions}) < len(functions):
+    known = {tool.name: _function(tool, f"tools[{at}]") for at, tool in enumerate(tools)}
+    if len(known) < len(tools):
         raise RequestError("tools: two tools have the same name; give each its own")
+    if tools and all(tool.defer_loading for tool in tools):
+        raise RequestError("tools: all have defer_loading; leave it out of at least one, which finds the others")
+    # those that were found come last: the prompt goes on beginning as it did
+    offered = [tool.name for tool in tools if not tool.defer_loading] + _found(body, known)
+    functions = [known[name] for name in dict.fromkeys(offered)]
     if choice is None:
         return functions, "auto" if functions else "none"
     if (choice.name is None) == (choice.type == "tool"):
@@ -333,11 +345,30 @@ def _tools(body: CountBody, limits: Limits) -> tuple[list[dict[str, Any]], ToolM
     if choice.type == "tool":
         chosen = [function for function in functions if function["name"] == choice.name]
         if not chosen:
-            raise RequestError(f"tool_choice.name: {str(choice.name)[:64]}; no such tool in tools")
+            raise RequestError(f"tool_choice.name: {str(choice.name)[:64]}; none of the tools offered")
         return chosen, "required"
     if choice.type == "none":
         return [], "none"
     return functions, "required" if choice.type == "any" else "auto"
+
+
+def _found(body: CountBody, known: Mapping[str, Any]) -> list[str]:
+    """Return the names in tool references. Raises RequestError."""
+    names = []
+    for where, part in _result_parts(body.messages):
+        if isinstance(part, ToolReferenceBlock):
+            if part.tool_name not in known:
+                raise RequestError(f"{where}.tool_name: {part.tool_name[:64]}; no such tool in tools")
+            names.append(part.tool_name)
+    return names
+
+
+def _result_parts(turns: list[Turn]) -> Iterator[tuple[str, TextBlock | ImageBlock | ToolReferenceBlock]]:
+    for at, turn in enumerate(turns):
+        for number, block in enumerate([] if isinstance(turn.content, str) else turn.content):
+            if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                where = f"messages[{at}].content[{number}].content"
+                yield from ((f"{where}[{place}]", part) for place, part in enumerate(block.content))
 
 
 def _function(tool: ToolSpec, where: str) -> dict[str, Any]:
@@ -347,8 +378,6 @@ def _function(tool: ToolSpec, where: str) -> dict[str, Any]:
         raise RequestError(f"{where}.name: send 1 to 128 letters, digits, underscores, dots or hyphens")
     if tool.input_schema is None:
         raise RequestError(f"{where}.input_schema: missing; send it")
-    if tool.defer_loading:
-        raise RequestError(f"{where}.defer_loading: tools are not searched here; remove it")
     if tool.allowed_callers not in (None, ["direct"]):
         raise RequestError(f"{where}.allowed_callers: only direct is served; remove it")
     check_plain(tool.input_schema, f"{where}.input_schema")
@@ -448,7 +477,10 @@ def _result(block: ToolResultBlock, where: str) -> str:
                 f"{where}.content[{number}].type: image; templates know no pictures in results, send it as a block of "
                 "its own"
             )
-        texts.append(part.text)
+        if isinstance(part, ToolReferenceBlock):
+            texts.append(f"{part.tool_name} is among the tools now.")
+        else:
+            texts.append(part.text)
     text = "\n".join(texts)
     return f"Error: {text}" if block.is_error else text
 

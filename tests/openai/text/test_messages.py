@@ -217,6 +217,17 @@ def test_tools_and_their_choice_reach_the_pipeline(choice, mode, is_parallel, co
     assert (request.tool_mode, request.is_parallel, len(request.functions)) == (mode, is_parallel, count)
 
 
+def test_a_deferred_tool_is_offered_last_once_a_reference_has_named_it():
+    tools = [{**TOOL, "name": "sub", "defer_loading": True}, TOOL, {**TOOL, "name": "mul", "defer_loading": True}]
+    assert [function["name"] for function in checked(tools=tools).chat.functions] == ["add"]
+    found = [{"type": "tool_reference", "tool_name": "sub"}] * 2
+    turn = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": found[:1]}]}
+    for result in ([turn], [turn, {"role": "user", "content": [{**turn["content"][0], "content": found}]}]):
+        request = checked(tools=tools, messages=[USER, *result]).chat
+        assert [function["name"] for function in request.functions] == ["add", "sub"]
+        assert request.messages[1]["content"].startswith("sub is among the tools now.")
+
+
 THOUGHTS = [
     ({}, {}),
     ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, {"enable_thinking": True}),
@@ -296,7 +307,15 @@ BAD = {
     "a tool without a schema": ({"tools": [{"name": "f"}]}, "tools[0].input_schema: missing"),
     "a known tool": ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type: bash_20250124"),
     "a tool's name": ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name: send"),
-    "a tool to be found": ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+    "nothing but tools to be found": ({"tools": [{**TOOL, "defer_loading": True}]}, "tools: all have defer_loading"),
+    "an unknown tool found": (
+        blocks({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "f"}]}),
+        "messages[1].content[0].content[0].tool_name: f; no such tool",
+    ),
+    "a reference that nothing has found": (
+        blocks({"type": "tool_reference", "tool_name": "add"}),
+        "messages[1].content[0].type: tool_reference; it goes",
+    ),
     "examples": ({"tools": [{**TOOL, "input_examples": []}]}, "tools[0].input_examples: not served"),
     "two of a name": ({"tools": [TOOL, TOOL]}, "tools: two"),
     "2000 tools": ({"tools": [TOOL] * 2000}, "tools: 2000"),
