@@ -44,7 +44,10 @@ install_extra() {
     stamp="$VENV/.stamp-services-$(cksum <pyproject.toml | cut -d' ' -f1)"
     [ ! -e "$stamp" ] || return 0
     say "the package's extra [services]"
-    "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet -e ".[services]" ||
+    # Its requirements alone: the package is there, and making it again would fetch setuptools.
+    "$VENV/bin/python" -c 'import importlib.metadata as m
+print(*(r.partition(";")[0] for r in m.requires("bireme") if "extra == \"services\"" in r), sep="\n")' >"$VENV/services.txt"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet -r "$VENV/services.txt" ||
         fail "pip could not install the extra; its message stands above"
     rm -f "$VENV"/.stamp-services-*
     : >"$stamp"

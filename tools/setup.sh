@@ -84,6 +84,7 @@ make_venv() {
     say "making $VENV with $PYTHON ($(version_of "$PYTHON"))"
     rm -rf "$VENV"
     "$PYTHON" -m venv "$VENV" || fail "$PYTHON -m venv failed; run: apt-get install python3-venv"
+    pip_install --upgrade pip || true  # before 24 choosing versions takes twice as long; without a network what is there does
 }
 
 has_torch() { "$VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; }
@@ -105,7 +106,6 @@ install_package() {
     stamp="$VENV/.stamp-$(printf '%s' "$extras" | cat - pyproject.toml | cksum | cut -d' ' -f1)"
     if [ -e "$stamp" ]; then return; fi
     say "[2/2] bireme with [$extras] (about 150 MB)"
-    pip_install --upgrade pip || true  # before 24 choosing versions takes twice as long; without a network what is there does
     pip_install -e ".[$extras]" || fail "pip could not install the package; its message stands above"
     compile_imports
     # Compiled now and kept beside the source: the first server that routes by KV does not wait for it.

@@ -42,6 +42,7 @@ def test_chats_through_the_frontend_bring_every_token(tokenizer):
     assert result["loads"]["sse"]["requests"] > 64 and "frontend2" in result["memory"]
 
 
+@pytest.mark.soak  # test_cancel.py drops as many clients of each kind of deployment
 @pytest.mark.parametrize("recipe", ["recipes/mocker", "recipes/mocker-disagg"])
 def test_two_hundred_clients_that_drop_leave_nothing_behind(tokenizer, recipe):
     _, result = soak("--paths", "generate", "--streams", "200", "--drop", "0.7", "--recipe", recipe)

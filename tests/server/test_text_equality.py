@@ -28,6 +28,8 @@ MODES = {
 CASES = [(arch, mode) for arch in ("llama", "qwen3", "gemma3") for mode in ("aggregated", "other_block_sizes")]
 CASES += [("llama", "disaggregated"), ("gemma3", "no_reuse")]
 CASES += [("llama", "trtllm"), ("gemma3", "trtllm_disaggregated")]
+# What is theirs alone is in the engine, whose tests compare it too (engines/torch/test_equality.py).
+SOAK = {("qwen3", "aggregated"), ("gemma3", "aggregated")}
 SHARED = {("llama", "aggregated"): "torch_text", ("llama", "trtllm"): "trtllm_text"}
 
 
@@ -61,7 +63,11 @@ def _workers(mode):
     return {stage: engine(size) for stage, size in MODES[mode].items()}
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=[pytest.mark.soak] if case in SOAK else []) for case in CASES],
+    ids=lambda case: "-".join(case),
+)
 def deployment(request, sample_model, reference, write_recipe, shared):
     arch, mode = request.param
     model = reference(arch)
