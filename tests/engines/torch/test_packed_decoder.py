@@ -203,6 +203,24 @@ def test_a_compiler_may_be_several_words(monkeypatch, tmp_path):
         native.load()
 
 
+def test_a_cpu_with_other_instructions_gets_a_library_of_its_own(monkeypatch, tmp_path):
+    """Hosts may share a home: what is made for one could hold instructions that the other lacks."""
+    library()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = []
+
+    def note(compiler, flags, path):
+        made.append(path)
+        raise native.NativeUnavailableError("not made")
+
+    monkeypatch.setattr(native, "_compile", note)
+    for flags in ({"avx2"}, {"avx2", "fma"}, {"avx2"}):
+        monkeypatch.setattr(cpu, "flags", lambda flags=flags: frozenset(flags))
+        with pytest.raises(native.NativeUnavailableError):
+            native.load()
+    assert made[0] == made[2] != made[1]
+
+
 def test_a_folder_that_others_may_write_to_holds_no_code_for_us(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "g++")
