@@ -78,7 +78,7 @@ class CudaIpcBackend:
 
     def open_inlet(self, plan: TransferPlan, peer: PeerAddress) -> Inlet:
         maps_memory = self.memory is not None and peer.endpoint not in self._out_of_reach
-        return CudaIpcInlet(self, plan, peer, maps_memory)
+        return CudaIpcInlet(self, plan, peer, self._staged.open_inlet(plan, peer), maps_memory)
 
     def map(self, endpoint: str, shared: SharedMemory) -> MappedMemory:
         """Return an exporter's memory. Runs on the copier. Raises UnavailableError."""
@@ -175,13 +175,15 @@ class MappedOutlet:
 class CudaIpcInlet:
     target = None
 
-    def __init__(self, backend: CudaIpcBackend, plan: TransferPlan, peer: PeerAddress, maps_memory: bool) -> None:
+    def __init__(
+        self, backend: CudaIpcBackend, plan: TransferPlan, peer: PeerAddress, staged: ShmInlet, maps_memory: bool
+    ) -> None:
         self._backend, self._peer = backend, peer
         self.maps_memory = maps_memory
         # The first token of each group that is sent, and how many are.
         self._firsts = {chunk.group: chunk.first for chunk in reversed(plan.chunks)}
         self._lasts = {chunk.group: chunk.last for chunk in plan.chunks}
-        self._file = ShmInlet(peer.file_prefix)
+        self._file = staged
         self._mapped: MappedMemory | None = None
         self._source: list[Rows] = []
 

@@ -14,6 +14,7 @@ import time
 from bireme.errors import ResourceExhaustedError
 from bireme.kv.transfer.shm_file import SharedFile
 
+MOST_SPARE = 8  # files, each a descriptor or two of both sides
 KEEP_S = 10.0  # for so long a file is kept that nobody uses: other workers need room in /dev/shm, too
 
 
@@ -53,7 +54,7 @@ class FilePool:
                 self._spare[file] = time.monotonic()
                 self._make_room(0)
             else:
-                _remove(file)
+                _remove(file, is_read)
 
     def tidy(self) -> None:
         """Remove what nobody has used for long."""
@@ -74,7 +75,7 @@ class FilePool:
             del self._spare[file]
             if self._rename(file):
                 return file
-            _remove(file)
+            _remove(file, is_read=True)
         return SharedFile.create(self._next_name())
 
     def _make_room(self, num_bytes: int) -> None:
@@ -83,8 +84,8 @@ class FilePool:
         def excess() -> int:
             return sum(file.num_bytes for file in (*self._used, *self._spare)) + num_bytes - self.limit_bytes
 
-        while self._spare and excess() > 0:
-            _remove(self._pop_oldest())
+        while self._spare and (excess() > 0 or len(self._spare) > MOST_SPARE):
+            self._drop_oldest()
         if excess() > 0:
             for file in self._used:
                 file.trim()
@@ -99,12 +100,12 @@ class FilePool:
 
     def _drop_spare(self, used_before: float = float("inf")) -> None:
         while self._spare and next(iter(self._spare.values())) < used_before:
-            _remove(self._pop_oldest())
+            self._drop_oldest()
 
-    def _pop_oldest(self) -> SharedFile:
+    def _drop_oldest(self) -> None:
         file = next(iter(self._spare))
         del self._spare[file]
-        return file
+        _remove(file, is_read=True)
 
     def _rename(self, file: SharedFile, kind: str = "") -> bool:
         """Return whether the file was still there."""
@@ -118,6 +119,10 @@ class FilePool:
         return f"{self._prefix}{kind}{next(self._count)}"
 
 
-def _remove(file: SharedFile) -> None:
+def _remove(file: SharedFile, is_read: bool) -> None:
+    """Its memory is free when nobody has it open; at once where nobody reads it."""
     file.unlink()
+    if is_read:
+        file.num_wanted = 0
+        file.trim()
     file.close()

@@ -7,18 +7,26 @@ supervisor finds what a killed engine left.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from bireme.errors import BiremeError, ResourceExhaustedError, UnavailableError
 from bireme.kv.transfer.chunks import Chunk
 from bireme.kv.transfer.memory import TokenRows
-from bireme.kv.transfer.piece_io import load_rows, store_rows
+from bireme.kv.transfer.row_copies import Bytes, load_rows, store_rows
 
 SHM_DIR = Path("/dev/shm")
+_PAGE = mmap.PAGESIZE
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_: many pages a call; before Linux 5.14 each has a fault of its own
+_LIBC = ctypes.CDLL(None)  # a call through it leaves the GIL to others
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 
 
@@ -38,16 +46,16 @@ def sweep(run_dir: Path, worker: str) -> int:
 
 
 class SharedFile:
-    """One file, open. The creator writes it before anybody else learns its name.
+    """One file, open and mapped. The creator writes a chunk before anybody else learns that it is there."""
 
-    It is written and read by system calls: no page faults of a mapping.
-    """
+    __slots__ = ("_descriptor", "_is_ours", "_memory", "_num_present", "_path", "num_bytes", "num_wanted")
 
-    __slots__ = ("_descriptor", "_path", "num_bytes", "num_wanted")
-
-    def __init__(self, path: Path, descriptor: int, num_bytes: int) -> None:
+    def __init__(self, path: Path, descriptor: int, num_bytes: int, is_ours: bool) -> None:
         self._path = path
         self._descriptor = descriptor
+        self._is_ours = is_ours
+        self._memory: Bytes | None = None
+        self._num_present = 0  # bytes of it whose pages are mapped
         self.num_bytes = self.num_wanted = num_bytes  # its size, and what its present use needs of it
 
     @property
@@ -61,7 +69,7 @@ class SharedFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         path.unlink(missing_ok=True)  # left by an earlier life with the same number
         with _creation_errors(0):
-            return cls(path, os.open(path, flags, 0o600), 0)
+            return cls(path, os.open(path, flags, 0o600), 0, is_ours=True)
 
     @classmethod
     def open(cls, name: str, num_bytes: int) -> SharedFile:
@@ -72,7 +80,7 @@ class SharedFile:
         if size < num_bytes:
             os.close(descriptor)
             raise BiremeError(f"KV transfer file has {size} bytes; the offer says {num_bytes}")
-        return cls(path, descriptor, size)
+        return cls(path, descriptor, size, is_ours=False)
 
     def grow(self, num_bytes: int) -> None:
         """Reserve memory: a full /dev/shm is an error here, not in the middle of the copy.
@@ -89,6 +97,20 @@ class SharedFile:
         if self.num_wanted < self.num_bytes:
             os.ftruncate(self._descriptor, self.num_wanted)
             self.num_bytes = self.num_wanted
+            self._num_present = min(self._num_present, self.num_bytes)
+
+    @property
+    def identity(self) -> int:
+        """Which no other file has while this one is open, whatever it is called."""
+        return os.fstat(self._descriptor).st_ino
+
+    @property
+    def is_open(self) -> bool:
+        return self._descriptor >= 0
+
+    @property
+    def has_name(self) -> bool:
+        return os.fstat(self._descriptor).st_nlink > 0
 
     def rename(self, name: str) -> None:
         """Nobody finds it by its old name. Raises OSError."""
@@ -98,20 +120,33 @@ class SharedFile:
 
     def store(self, rows: TokenRows, chunk: Chunk) -> None:
         """Copy a chunk's rows into the file."""
-        store_rows(self._descriptor, rows, chunk, chunk.begin)
+        store_rows(rows, chunk, self._map(chunk))
 
     def load(self, rows: TokenRows, chunk: Chunk) -> None:
         """Copy a chunk out of the file into its rows."""
-        load_rows(self._descriptor, rows, chunk, chunk.begin)
+        load_rows(rows, chunk, self._map(chunk))
 
     def close(self) -> None:
         """Let go of it; the file stays until `unlink`."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
-            self._descriptor = -1
+            self._descriptor, self._memory = -1, None
 
     def unlink(self) -> None:
         self._path.unlink(missing_ok=True)
+
+    def _map(self, chunk: Chunk) -> Bytes:
+        """Return a chunk's memory, with its pages."""
+        if self._memory is None or len(self._memory) < chunk.end:
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if self._is_ours else 0)
+            mapped = mmap.mmap(self._descriptor, self.num_bytes, prot=protection)
+            self._memory, self._num_present = np.frombuffer(mapped, np.uint8), 0
+        if self._num_present < chunk.end:
+            begin = self._num_present // _PAGE * _PAGE
+            advice = _POPULATE_WRITE if self._is_ours else _POPULATE_READ
+            _LIBC.madvise(self._memory.ctypes.data + begin, chunk.end - begin, advice)
+            self._num_present = chunk.end
+        return self._memory[chunk.begin : chunk.end]
 
 
 def free_bytes() -> int:

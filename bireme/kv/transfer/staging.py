@@ -6,14 +6,13 @@ Room is taken first-fit and given back once; who waits for it waits in line abov
 from __future__ import annotations
 
 import mmap
-import os
 
 import numpy as np
 
 from bireme.errors import RequestError
 from bireme.kv.transfer.chunks import Chunk
 from bireme.kv.transfer.memory import TokenRows
-from bireme.kv.transfer.piece_io import load_rows
+from bireme.kv.transfer.row_copies import load_rows
 
 _ALIGNMENT = 4096  # transfers share no page
 
@@ -23,10 +22,7 @@ class Staging:
 
     def __init__(self, num_bytes: int) -> None:
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        # A file without a name, so that rows leave it by system calls too; pages never touched take no memory.
-        self._descriptor = os.memfd_create("bireme-kv", os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, size)
-        self._map = mmap.mmap(self._descriptor, size)
+        self._map = mmap.mmap(-1, size)  # pages never touched take no memory
         self._array = np.frombuffer(self._map, np.uint8)
         self._taken: list[range] = []  # in order
 
@@ -63,10 +59,9 @@ class Staging:
 
     def load(self, rows: TokenRows, chunk: Chunk, begin: int) -> None:
         """Copy a chunk that lies at `begin` to its rows."""
-        load_rows(self._descriptor, rows, chunk, begin)
+        load_rows(rows, chunk, self._array[begin : begin + chunk.end - chunk.begin])
 
     def close(self) -> None:
         """Give the memory back; nothing may be registered of it, or use it, any more."""
         del self._array
         self._map.close()
-        os.close(self._descriptor)

@@ -9,6 +9,7 @@ import pytest
 from bireme.errors import ResourceExhaustedError
 from bireme.kv.transfer import file_pool
 from bireme.kv.transfer.file_pool import FilePool
+from bireme.kv.transfer.shm import OpenedFiles
 from bireme.kv.transfer.shm_file import SHM_DIR, SharedFile, file_prefix
 from tests.kv.transfer.kv_side import all_files_of, files_of, wait_until
 
@@ -111,3 +112,24 @@ def test_a_kept_file_that_somebody_removed_is_made_again(pool, tmp_path):
     (SHM_DIR / all_files_of(tmp_path, "prefill")[0]).unlink()
     pool.give(pool.take(1000), is_read=True)
     assert sizes(tmp_path) == [1000]
+
+
+def test_a_file_that_was_read_stays_mapped_until_it_has_no_name(pool):
+    opened, first = OpenedFiles(), pool.take(1000)
+    reader = opened.take(first.name, 1000)
+    opened.give(reader)
+    pool.give(first, is_read=True)
+    again = pool.take(2000)
+    assert opened.take(again.name, 2000) is reader and reader.num_bytes == 2000
+    opened.give(reader)
+    opened.tidy()
+    assert reader.is_open
+    pool.give(again, is_read=False)
+    opened.tidy()
+    assert not reader.is_open
+
+
+def test_few_files_are_kept(pool, tmp_path):
+    for file in [pool.take(10) for _ in range(file_pool.MOST_SPARE + 3)]:
+        pool.give(file, is_read=True)
+    assert len(all_files_of(tmp_path, "prefill")) == file_pool.MOST_SPARE
