@@ -143,7 +143,10 @@ class NixlBackend:
 
     def _make_agent(self, role: str) -> Any:
         name = f"{self._worker}-{role}-{secrets.token_hex(8)}"  # no peer takes it for an earlier one
-        agent = self._api.nixl_agent(name, self._api.nixl_agent_config(backends=["UCX"]))
+        # Progress of what is written here is the peer's affair, and needs a thread. What is written from here goes on
+        # with each look at its state; a thread beside that takes the lock of UCX's worker again and again.
+        config = self._api.nixl_agent_config(enable_prog_thread=role == "import", backends=["UCX"])
+        agent = self._api.nixl_agent(name, config)
         if "UCX" not in agent.backends:
             raise ConfigError("cache_transceiver_config.backend: NIXL has no UCX plugin here; reinstall nixl-cu12")
         return agent
