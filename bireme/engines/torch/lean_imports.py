@@ -1,8 +1,8 @@
 """transformers, imported without what the engine never uses: that was a third of the CPU that its start took.
 
-It marks functions for torch.compile and prepares for torch.distributed, each nearly as large as torch itself, and reads
-the source of all its models to learn their names, twice. Here it is imported first, unless somebody has done so before;
-for transformers torch is then built without torch.distributed.
+It marks functions for torch.compile and prepares for torch.distributed, each nearly as large as torch itself, and for
+accelerate, and it reads the source of all its models to learn their names, twice. Here it is imported first, unless
+somebody has done so before; for transformers there is then neither torch.distributed nor accelerate.
 """
 
 from __future__ import annotations
@@ -75,13 +75,14 @@ def _import() -> None:
     read_names = import_utils.create_import_structure_from_path  # keeps what it has read, by path
     with (
         _replaced(torch.distributed, "is_available", lambda: False),
+        _replaced(transformers.utils, "is_accelerate_available", lambda *version: False),
         _replaced(import_utils, "create_import_structure_from_path", lambda path: read_names(_folder(path))),
         without_compiler(),
     ):
         import transformers.generation.utils
         import transformers.masking_utils
         import transformers.modeling_utils
-        import transformers.models.auto.modeling_auto  # noqa: F401
+        import transformers.models.auto.modeling_auto
 
 
 if "transformers" not in sys.modules:
