@@ -2,13 +2,15 @@
 
 It marks functions for torch.compile and prepares for torch.distributed, each nearly as large as torch itself, and for
 accelerate, and it reads the source of all its models to learn their names, twice. Here it is imported first, unless
-somebody has done so before; for transformers there is then neither torch.distributed nor accelerate.
+somebody has done so before; for transformers there is then neither torch.distributed nor accelerate. Where torchvision
+is installed all is as ever: transformers imports it, and it imports parts of the compiler.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,5 +87,5 @@ def _import() -> None:
         import transformers.models.auto.modeling_auto
 
 
-if "transformers" not in sys.modules:
+if "transformers" not in sys.modules and importlib.util.find_spec("torchvision") is None:
     _import()
