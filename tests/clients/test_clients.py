@@ -123,6 +123,24 @@ def test_instructor(client):
     assert "ok" in client.program("instructor_models")
 
 
+@pytest.mark.client("dspy")
+def test_dspy(client):
+    """LM whole and async; Predict and ChainOfThought with typed fields by schema; an unknown model"""
+    assert "ok" in client.program("dspy_predictors")
+
+
+@pytest.mark.client("llama-index")
+def test_llama_index(client):
+    """OpenAILike: whole, stream, async, tools, structured output; FunctionAgent"""
+    assert "ok" in client.program("llama_index_chat")
+
+
+@pytest.mark.client("llama-index", recipe="tiny-embedding")
+def test_llama_index_retrieval(client):
+    """OpenAILikeEmbedding: texts, queries, async; a VectorStoreIndex of them"""
+    assert "ok" in client.program("llama_index_retrieval")
+
+
 @pytest.mark.client("tritonclient")
 def test_tritonclient(client):
     """http, grpc, http.aio, grpc.aio: completion; grpc stream: generate; grpc.aio stream: chat"""
