@@ -9,7 +9,8 @@ from sentence_transformers import SentenceTransformer
 
 TEXTS = ["Two banks of oars.", "x = 12", "The quick brown fox jumps over the lazy dog, again and again.", "ναῦς"] * 5
 client, model = OpenAI(), os.environ["MODEL"]
-own = SentenceTransformer(str(Path(__file__).resolve().parents[3] / "models" / "tiny-embedding"), device="cpu")
+folder = Path(__file__).resolve().parents[3] / "models" / "tiny-embedding"
+own = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": "float32"})  # as the server computes
 
 
 def served(texts, **fields):
