@@ -8,6 +8,8 @@ ROUNDS ?= 10
 # Three on two cores: tests of servers mostly wait. Which tests run together: tests/conftest.py.
 JOBS ?= 3
 RUN := $(VENV)/bin/python
+# One test that hangs fails, and takes no more time than this from the others.
+TEST_LIMIT_S ?= 400
 # Where it is set, each of the hundreds of processes of a test run would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -30,7 +32,7 @@ serve: models ## Serve recipes/tiny until Ctrl-C; ARGS="recipes/mocker --http-po
 	@$(RUN) tools/serve.py $(ARGS)
 
 test: models ## Run all tests, with a real tritonserver; ARGS="tests/stages -k prefill"
-	@$(RUN) -m pytest -n $(JOBS) -m "not soak" $(ARGS)
+	@$(RUN) -m pytest -n $(JOBS) -m "not soak" --timeout=$(TEST_LIMIT_S) $(ARGS)
 
 unit: models ## Run the tests that start no server; ARGS="-k sampling"
 	@$(RUN) -m pytest -n $(JOBS) -m "not server and not soak" $(ARGS)

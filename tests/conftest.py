@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,43 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_of_servers(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(name) for name in ("server", "services"))
+
+
+LONG_S, TRIES = 30, 2
+_long_failures: collections.Counter[str] = collections.Counter()  # by module
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What failed to be set up after a long time, twice, is not tried again by each test of the module."""
+    if _long_failures[item.location[0]] >= TRIES:
+        pytest.skip(f"setting up took minutes and failed {TRIES} times in this module")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    if call.when == "setup" and call.excinfo is not None and call.duration > LONG_S:
+        _long_failures[item.location[0]] += 1
+
+
+class FailuresAtOnce:
+    """Tells of a failure or a rerun when it happens: a run that is cut off has still said what failed."""
+
+    def __init__(self, terminal: Any) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if str(report.outcome) in ("failed", "rerun"):
+            reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", None) or report.longreprtext
+            told = f"{report.outcome} in {report.when} after {report.duration:.0f} s: {report.nodeid}"
+            self._terminal.write(f"\n-- {told}\n{reason[:600]}\n")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(terminal))
 
 
 @pytest.fixture(scope="session")
