@@ -27,10 +27,10 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 # Modules that share servers, by the start of their paths: with `-n` each row runs in one process, every other module by
 # itself. The rows come first, being the longest, then other servers; small tests fill up what is left at the end.
 ONE_PROCESS = (
-    ("tests/server/test_text_equality", "tests/server/test_bad_input", "tests/server/test_guided"),
-    ("tests/server/test_faults", "tests/server/test_cancel"),
-    ("tests/server/test_openai_accuracy", "tests/server/test_openai_conversations", "tests/server/test_openai_scoring"),
-    ("tests/server/test_openai_",),
+    ("tests/server/text/",),
+    ("tests/server/faults/",),
+    ("tests/server/chats/",),
+    ("tests/server/openai/",),
     ("tests/services/test_playground_", "tests/services/test_screenshots"),
     ("tests/triton/test_adapter_", "tests/triton/test_show_config"),
 )

@@ -70,7 +70,7 @@ class MemoryStore:
 @pytest.fixture
 def until() -> Callable[[Callable[[], object]], None]:
     def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, "it never came true"
             time.sleep(0.005)

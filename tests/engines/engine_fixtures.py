@@ -35,7 +35,7 @@ class Collector:
         self.finishes.append(finish)
         self._has_ended.set()
 
-    def wait(self, timeout_s: float = 20.0) -> Finish:
+    def wait(self, timeout_s: float = 90.0) -> Finish:
         assert self._has_ended.wait(timeout_s), f"no finish in {timeout_s} s; {len(self.tokens)} tokens"
         return self.finishes[0]
 
@@ -48,7 +48,7 @@ class Bus:
         self.client = client
         self.consumer = client.open_bus(lambda payload: self.steps.append(decode_step(payload)))
 
-    def finish_of(self, number: int, timeout_s: float = 20.0) -> Finish:
+    def finish_of(self, number: int, timeout_s: float = 90.0) -> Finish:
         wait_for(lambda: any(number in step.finished for step in self.steps), timeout_s)
         return next(step.finished[number] for step in self.steps if number in step.finished)
 

@@ -11,7 +11,7 @@ from bireme.launch.console import Console
 from bireme.launch.frontend import FrontendProcess, FrontendSettings
 from bireme.launch.ports import free_port
 
-LIMIT_S = 30
+LIMIT_S = 120
 # Answers as a frontend does, and nothing else: what is tested is who starts it.
 STAND_IN = """
 import http.server, sys

@@ -54,7 +54,7 @@ def watch(process, seconds, signs=None):
 
 
 def until(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -15,7 +15,7 @@ from typing import Any
 from bireme.launch.doors import connect
 from bireme.launch.ports import free_port
 
-LIMIT_S = 60
+LIMIT_S = 120
 _WITHOUT_COLLECTOR = "import gc, sys; gc.disable(); from bireme.openai.__main__ import main; sys.exit(main())"
 
 

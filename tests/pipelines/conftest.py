@@ -25,13 +25,13 @@ KINDS = {"BYTES": object, "INT32": np.int32, "FP32": np.float32, "BOOL": bool, "
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop run until it is so; fail when that takes 5 s."""
+    """Let the loop run until it is so; fail when that takes a minute."""
 
     async def reached() -> None:
         while not condition():
             await asyncio.sleep(0)
 
-    await asyncio.wait_for(reached(), 5)
+    await asyncio.wait_for(reached(), 60)
 
 
 def letters() -> TextTokenizer:

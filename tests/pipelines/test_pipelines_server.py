@@ -41,7 +41,7 @@ def metric(server, name, **labels):
     return sum(float(line.rsplit(" ", 1)[1]) for line in wanted)
 
 
-def until(condition, seconds=20.0):
+def until(condition, seconds=100.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came true"

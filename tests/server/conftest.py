@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,10 +13,6 @@ import yaml
 from tests.servers import start_server
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-
-TINY_CHATS = [  # trtllm: on the stand-in of tests/contract
-    (engine, recipe) for engine in ("torch", "trtllm") for recipe in ("recipes/tiny-chat", "recipes/tiny-chat-disagg")
-]
 
 
 @pytest.fixture(scope="session")
@@ -86,44 +81,3 @@ def reference(sample_model: Callable[[str], Path]) -> Callable[[str], Reference]
         return made[arch]
 
     return get
-
-
-@pytest.fixture(scope="session")
-def chat_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """tiny-chat with its frontend, as tools/serve.py runs them: one for all tests of the OpenAI API that can
-    share it. A test may kill its engine or frontend (both come back), and leaves it idle.
-    """
-    from tests.server.openai_served import served
-
-    with served("recipes/tiny-chat", tmp_path_factory.mktemp("chat") / "log") as running:
-        yield running
-
-
-@pytest.fixture(scope="session", params=TINY_CHATS, ids="-".join)
-def tiny_chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """tiny-chat with its frontend on each engine, aggregated and disaggregated: the tests of all modules that only
-    ask run on one before the next is started.
-    """
-    from tests.contract import stand_in_workers
-    from tests.server.openai_served import five_ports, served
-
-    engine, recipe = request.param
-    if engine == "trtllm":
-        recipe = stand_in_workers.copy_recipe(recipe, tmp_path_factory.mktemp("recipe"))
-    with served(recipe, tmp_path_factory.mktemp("chat") / "log", ports=five_ports()) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def shared(sample_model: Callable[[str], Path], write_recipe: Callable[..., Path]) -> Iterator[Callable[[str], Any]]:
-    """Return a function: name of a deployment in shared_deployments -> its server, which ends with the session."""
-    from bireme.launch import Server
-    from tests.server.shared_deployments import recipe_of
-
-    with ExitStack() as stack:
-
-        @functools.cache
-        def get(name: str) -> Server:
-            return stack.enter_context(start_server(write_recipe(sample_model("llama"), **recipe_of(name))))
-
-        yield get

@@ -17,7 +17,7 @@ from typing import Any
 
 from bireme.launch.ports import free_port
 
-LIMIT_S = 120
+LIMIT_S = 180
 PUBLISHED_S = 1.0
 
 
@@ -96,7 +96,7 @@ def settled(name: str) -> float:
     return gauge(name)
 
 
-def wait_for(condition: Any, limit_s: float = 30) -> None:
+def wait_for(condition: Any, limit_s: float = 150) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline

@@ -6,9 +6,15 @@ A module that uses one leaves it idle and alive. `..._text` answer as fast as th
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+from bireme.launch import Server
 from tests.contract import stand_in_workers
+from tests.servers import start_server
 
 CONTEXT = 512  # tokens, of `..._text`
 STEP_MS = 20
@@ -21,6 +27,21 @@ _TEXT = {
     "kv_cache_config": {"tokens_per_block": 32, "max_tokens": 32768},
 }
 _PACED = {"max_batch_size": 256, "kv_cache_config": {"max_tokens": 1 << 20}}
+
+
+Start = Callable[[str], Server]
+
+
+@contextmanager
+def starting(model: Path, write_recipe: Callable[..., Path]) -> Iterator[Start]:
+    """Return a function: name of a deployment -> its server, which runs until the end of the block."""
+    with ExitStack() as stack:
+
+        @functools.cache
+        def start(name: str) -> Server:
+            return stack.enter_context(start_server(write_recipe(model, **recipe_of(name))))
+
+        yield start
 
 
 def _workers(name: str) -> dict[str, Any]:

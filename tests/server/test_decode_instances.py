@@ -16,7 +16,7 @@ from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
 from bireme.launch.deployment import Deployment, DeploymentSettings
 from bireme.recipe_files import load_recipe
-from tests.server.test_faults import PROMPT, Run
+from tests.server.faults.test_faults import PROMPT, Run
 from tests.server.test_pipeline_instances import num_right
 from tests.server.triton_client import Client
 from tests.server.watch import is_idle, total, until
@@ -112,6 +112,7 @@ def test_a_client_that_leaves_is_noticed_by_the_stub_that_has_its_stream(deploym
 
 @pytest.mark.parametrize("victim", STUBS[::2])
 def test_a_killed_stub_is_replaced_while_engine_and_streams_of_the_others_go_on(deployment, right, victim):
+    until(lambda: deployment.health()["status"] == "ready", 30, "ready, whatever went before")
     server = deployment.server
     engine = server.engine_pid("decode")
     run = start(server)

@@ -16,7 +16,7 @@ from bireme.launch import free_ports
 
 pytestmark = pytest.mark.server
 
-LIMIT_S = 120
+LIMIT_S = 180
 NUM_TOKENS = 80
 SLOW = {"workers": {"decode": {"engine_config": {"mocker": {"step_ms": 100}}}}}  # longer than a bus's silence may last
 

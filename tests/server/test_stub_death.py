@@ -15,7 +15,7 @@ from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
 from bireme.launch.deployment import Deployment, DeploymentSettings
 from bireme.recipe_files import load_recipe
-from tests.server.test_faults import Run
+from tests.server.faults.test_faults import Run
 from tests.server.triton_client import Client
 from tests.server.watch import until
 

@@ -20,13 +20,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.services)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def driver() -> Iterator[Any]:
     with browser() as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with served(RECIPE, tmp_path_factory.mktemp("services") / "log", ports=PORTS) as running:
         yield running
@@ -56,7 +56,7 @@ def page(deployment: Served, visit: Callable[[str], Page]) -> Page:
     return visit(URL).open()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def scripted_frontend() -> Iterator[ScriptedFrontend]:
     with ScriptedFrontend() as running:
         yield running

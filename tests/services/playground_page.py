@@ -13,7 +13,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-LIMIT_S = 30
+LIMIT_S = 90
 FileContent = tuple[str, str, bytes]  # name, type, content
 WIDE, NARROW = (1280, 860), (400, 800)
 _FILES = """

@@ -48,7 +48,7 @@ def write_recipe(folder: Path) -> Recipe:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("adapter")
     models = tuple(stage.spec.name for stage in adapter_stages.STAGES if stage is not adapter_stages.Unstartable)

@@ -49,6 +49,8 @@ def _encoder(context: EngineContext) -> Engine:
 
     try:
         from bireme.engines.torch.encoder_engine import EncoderEngine
+        from bireme.engines.torch.lean_imports import import_transformers
     except ModuleNotFoundError as error:
         raise ConfigError(f"multimodal_encoder needs {error.name}; pip install -e .[multimodal]") from error
+    import_transformers()
     return EncoderEngine(context)

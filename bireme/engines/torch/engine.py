@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey
 from bireme.engines.torch.core import BrokenEngineError, EngineCore
+from bireme.engines.torch.lean_imports import import_transformers
 from bireme.engines.torch.loading import LoadedEngine
 from bireme.engines.torch.sequence import Sequence
 from bireme.errors import EngineLostError, ResourceExhaustedError, UnavailableError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from bireme.engines.torch.encoder_engine import EncodeJobs
 
 logger = logging.getLogger("bireme.engines.torch")
+import_transformers()
 
 EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _STOP_S = 10.0  # how long `stop` waits for the current step

@@ -1,9 +1,10 @@
 """transformers, imported without what the engine never uses: that was a third of the CPU that its start took.
 
 It marks functions for torch.compile and prepares for torch.distributed, each nearly as large as torch itself, and for
-accelerate, and it reads the source of all its models to learn their names, twice. Here it is imported first, unless
-somebody has done so before; for transformers there is then neither torch.distributed nor accelerate. Where torchvision
-is installed all is as ever: transformers imports it, and it imports parts of the compiler.
+accelerate, and it reads the source of all its models to learn their names, twice. Here it is imported unless somebody
+has done so before; for transformers there is then neither torch.distributed nor accelerate. Where torchvision is
+installed all is as ever: transformers imports it, and it imports parts of the compiler. TensorRT-LLM's processes have
+an older transformers, and import it as it is.
 """
 
 from __future__ import annotations
@@ -68,11 +69,13 @@ def _folder(path: str | Path) -> Path:
     return Path(path).parent if str(path).endswith(".py") else Path(path)
 
 
-def _import() -> None:
-    """Import what loads any model."""
+def import_transformers() -> None:
+    """Import what loads any model, for engines that then run it; call it before anything of transformers is used."""
+    if "transformers" in sys.modules or importlib.util.find_spec("torchvision") is not None:
+        return
     import torch.distributed
     import transformers
-    from transformers.utils import import_utils
+    import transformers.utils.import_utils as import_utils
 
     read_names = import_utils.create_import_structure_from_path  # keeps what it has read, by path
     with (
@@ -85,7 +88,3 @@ def _import() -> None:
         import transformers.masking_utils
         import transformers.modeling_utils
         import transformers.models.auto.modeling_auto
-
-
-if "transformers" not in sys.modules and importlib.util.find_spec("torchvision") is None:
-    _import()

@@ -27,6 +27,7 @@ from bireme.engines.base import (
     RequestKey,
     StepOutput,
 )
+from bireme.engines.torch.lean_imports import import_transformers
 from bireme.engines.torch.text_embedding_model import TextEmbeddingModel
 from bireme.errors import (
     BiremeError,
@@ -40,6 +41,7 @@ from bireme.kv.events import KvEvent
 from bireme.messages import Capacity, Finish, FinishReason, Usage
 
 logger = logging.getLogger("bireme.engines.torch")
+import_transformers()
 _STOP_S = 10.0
 _REASONS: dict[str, FinishReason] = {"CANCELLED": "cancelled", "DEADLINE_EXCEEDED": "timeout"}
 

@@ -23,7 +23,7 @@ from bireme.metrics import Registry
 from bireme.video import wire
 from bireme.video.rules import RequestedVideo, resolve
 
-LIMIT_S = 30
+LIMIT_S = 120
 
 
 class Sink:

@@ -45,7 +45,7 @@ async def shown(bench, batch_id, headers=None):
 
 
 async def until(bench, batch_id, *statuses, headers=None):
-    for _ in range(1000):
+    for _ in range(6000):
         batch = await shown(bench, batch_id, headers)
         if batch.status in (statuses or ENDED):
             return batch

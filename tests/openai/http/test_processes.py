@@ -18,7 +18,7 @@ from bireme.openai.http.members import Member
 from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.openai.metrics_page import MetricsPage
 
-LIMIT_S = 60
+LIMIT_S = 120
 
 
 def get(port, path):

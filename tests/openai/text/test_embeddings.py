@@ -162,7 +162,7 @@ async def until(condition):
         while not condition():
             await asyncio.sleep(0.001)
 
-    await asyncio.wait_for(wait(), 10)
+    await asyncio.wait_for(wait(), 60)
 
 
 async def test_a_client_that_leaves_stops_its_work(embedder):

@@ -109,7 +109,7 @@ async def job(bench, job_id, headers=None):
 
 
 async def until_status(bench, job_id, status, headers=None):
-    for _ in range(300):
+    for _ in range(3000):
         found = await job(bench, job_id, headers)
         if found["status"] == status:
             return found
