@@ -37,7 +37,7 @@ test: models ## Run all tests, with a real tritonserver; ARGS="tests/stages -k p
 unit: models ## Run the tests that start no server; ARGS="-k sampling"
 	@$(RUN) -m pytest -n $(JOBS) -m "not server and not soak" $(ARGS)
 
-soak: models ## Run minutes of faults: each process of every recipe killed, random faults under load
+soak: models ## Run what takes minutes: each process of every recipe killed, random faults, what images are made of
 	@$(RUN) -m pytest -m soak $(ARGS)
 
 services: setup ## Install what the tests of tests/services need: Chromium, as a Debian package

@@ -146,7 +146,7 @@ def test_stubs_and_engines_may_be_of_different_python_versions(triton_python, wr
         assert Path(f"/proc/{engine}/exe").resolve().name == "python3.12"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_the_release_image_s_steps_make_serves_tensorrt_llm(
     engine_python, sample_model, write_recipe, reference, tmp_path
 ):

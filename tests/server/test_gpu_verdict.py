@@ -51,6 +51,7 @@ def engine(**more):
     return {"engine": "trtllm", "num_threads": 1, "engine_config": CONFIG | more}
 
 
+@pytest.mark.soak
 def test_contract_and_recipes_are_tried_and_the_verdict_tells_of_each(pythons, sample_model, write_recipe, tmp_path):
     model = sample_model("llama")
     apart = write_recipe(model, {"prefill": engine() | {"devices": [0]}, "decode": engine() | {"devices": [1]}})
