@@ -171,97 +171,120 @@ struct Rows {
   }
 };
 
-// `group` queries (group, K), scaled already, over the tokens of one sequence and one key/value head -> out (group, K).
+// Have the cache fetch one head's part of a row.
+template <class T>
+inline void fetch(const T *row, int64_t size) {
+  for (int64_t i = 0; i < size; i += 64 / int64_t{sizeof(T)}) __builtin_prefetch(row + i);
+}
+
+// Queries (heads, group, K), scaled already, over the tokens of one sequence and `heads` key/value heads from `head` on ->
+// out (heads, group, K). Tile by tile for all heads: a token's heads lie together, and are read while a cache has them.
 template <class T, int K>
-void attend_to(const float *queries, int64_t group, int64_t head, const Layer &layer, const int32_t *blocks,
-               int64_t length, T *out) {
+void attend_to(const float *queries, int64_t group, int64_t head, int64_t heads, const Layer &layer,
+               const int32_t *blocks, int64_t length, T *out) {
   const int64_t size = K ? K : layer.size, row = layer.kv_heads * size, whole = size / kLanes * kLanes;
-  float scores[group * kTile], sums[group * size], most[group], total[group];
-  std::fill(sums, sums + group * size, 0.0f);
-  std::fill(most, most + group, -INFINITY);
-  std::fill(total, total + group, 0.0f);
+  float scores[group * kTile], all_sums[heads * group * size], all_most[heads * group], all_total[heads * group];
+  std::fill(all_sums, all_sums + heads * group * size, 0.0f);
+  std::fill(all_most, all_most + heads * group, -INFINITY);
+  std::fill(all_total, all_total + heads * group, 0.0f);
   int64_t at = layer.window && length > layer.window ? length - layer.window : 0;
   while (at < length) {
     const int64_t inside = at % layer.block_size;
     const int64_t count = std::min({layer.block_size - inside, length - at, kTile});
     const int64_t first = (blocks[at / layer.block_size] * layer.block_size + inside) * row + head * size;
-    const T *keys = static_cast<const T *>(layer.keys) + first;
-    const T *values = static_cast<const T *>(layer.values) + first;
-    for (int64_t j = 0; j < count; j += kAtOnce) {
-      const Rows<T> four(keys, row, j, count);
-      for (int64_t g = 0; g < group; g++) {
-        const float *query = queries + g * size;
-        Floats sums_of[kAtOnce] = {};
-        for (int64_t i = 0; i < whole; i += kLanes)
-          for (int64_t n = 0; n < kAtOnce; n++) sums_of[n] += load_lanes(query + i) * load_lanes(four.at[n] + i);
-        for (int64_t n = 0; n < kAtOnce; n++) {
-          float score = sum_of(sums_of[n]);
-          for (int64_t i = whole; i < size; i++) score += query[i] * load(four.at[n] + i);
-          scores[g * kTile + j + n] = score;
+    // The next tile's rows are fetched while these are computed: blocks lie anywhere, which no cache foresees.
+    const int64_t next = at + count < length ? at + count : at, next_inside = next % layer.block_size;
+    const int64_t ahead = (blocks[next / layer.block_size] * layer.block_size + next_inside) * row + head * size - first;
+    for (int64_t h = 0; h < heads; h++) {
+      const T *keys = static_cast<const T *>(layer.keys) + first + h * size;
+      const T *values = static_cast<const T *>(layer.values) + first + h * size;
+      const float *own_queries = queries + h * group * size;
+      float *sums = all_sums + h * group * size, *most = all_most + h * group, *total = all_total + h * group;
+      for (int64_t j = 0; j < count; j += kAtOnce) {
+        const Rows<T> four(keys, row, j, count);
+        for (const T *key : four.at) fetch(key + ahead, size);
+        for (int64_t g = 0; g < group; g++) {
+          const float *query = own_queries + g * size;
+          Floats sums_of[kAtOnce] = {};
+          for (int64_t i = 0; i < whole; i += kLanes)
+            for (int64_t n = 0; n < kAtOnce; n++) sums_of[n] += load_lanes(query + i) * load_lanes(four.at[n] + i);
+          for (int64_t n = 0; n < kAtOnce; n++) {
+            float score = sum_of(sums_of[n]);
+            for (int64_t i = whole; i < size; i++) score += query[i] * load(four.at[n] + i);
+            scores[g * kTile + j + n] = score;
+          }
         }
       }
-    }
-    for (int64_t g = 0; g < group; g++) {
-      float *own = scores + g * kTile, highest = most[g], sum = 0;
-      if (layer.softcap != 0.0f)
-        for (int64_t j = 0; j < count; j++) own[j] = layer.softcap * std::tanh(own[j] / layer.softcap);
-      for (int64_t j = 0; j < count; j++) highest = std::max(highest, own[j]);
-      const float fade = exponential(most[g] - highest);
-#pragma omp simd reduction(+ : sum)
-      for (int64_t j = 0; j < count; j++) {
-        own[j] = exponential(own[j] - highest);
-        sum += own[j];
-      }
-      std::fill(own + count, own + (count + kAtOnce - 1) / kAtOnce * kAtOnce, 0.0f);
-      most[g] = highest;
-      total[g] = total[g] * fade + sum;
-#pragma omp simd
-      for (int64_t i = 0; i < size; i++) sums[g * size + i] *= fade;
-    }
-    for (int64_t j = 0; j < count; j += kAtOnce) {
-      const Rows<T> four(values, row, j, count);
       for (int64_t g = 0; g < group; g++) {
-        const float *own = scores + g * kTile + j;
-        float *sum = sums + g * size;
-        for (int64_t i = 0; i < whole; i += kLanes) {
-          Floats added = load_lanes(sum + i);
-          for (int64_t n = 0; n < kAtOnce; n++) added += own[n] * load_lanes(four.at[n] + i);
-          std::memcpy(sum + i, &added, sizeof added);
+        float *own = scores + g * kTile, highest = most[g], sum = 0;
+        if (layer.softcap != 0.0f)
+          for (int64_t j = 0; j < count; j++) own[j] = layer.softcap * std::tanh(own[j] / layer.softcap);
+        for (int64_t j = 0; j < count; j++) highest = std::max(highest, own[j]);
+        const float fade = exponential(most[g] - highest);
+  #pragma omp simd reduction(+ : sum)
+        for (int64_t j = 0; j < count; j++) {
+          own[j] = exponential(own[j] - highest);
+          sum += own[j];
         }
-        for (int64_t i = whole; i < size; i++)
-          for (int64_t n = 0; n < kAtOnce; n++) sum[i] += own[n] * load(four.at[n] + i);
+        std::fill(own + count, own + (count + kAtOnce - 1) / kAtOnce * kAtOnce, 0.0f);
+        most[g] = highest;
+        total[g] = total[g] * fade + sum;
+  #pragma omp simd
+        for (int64_t i = 0; i < size; i++) sums[g * size + i] *= fade;
+      }
+      for (int64_t j = 0; j < count; j += kAtOnce) {
+        const Rows<T> four(values, row, j, count);
+        for (const T *value : four.at) fetch(value + ahead, size);
+        for (int64_t g = 0; g < group; g++) {
+          const float *own = scores + g * kTile + j;
+          float *sum = sums + g * size;
+          for (int64_t i = 0; i < whole; i += kLanes) {
+            Floats added = load_lanes(sum + i);
+            for (int64_t n = 0; n < kAtOnce; n++) added += own[n] * load_lanes(four.at[n] + i);
+            std::memcpy(sum + i, &added, sizeof added);
+          }
+          for (int64_t i = whole; i < size; i++)
+            for (int64_t n = 0; n < kAtOnce; n++) sum[i] += own[n] * load(four.at[n] + i);
+        }
       }
     }
     at += count;
   }
-  for (int64_t g = 0; g < group; g++)
-    for (int64_t i = 0; i < size; i++) store(out + g * size + i, sums[g * size + i] / total[g]);
+  for (int64_t g = 0; g < heads * group; g++)
+    for (int64_t i = 0; i < size; i++) store(out + g * size + i, all_sums[g * size + i] / all_total[g]);
 }
 
 template <class T, int K>
 void attend(T *qkv, const int64_t *positions, const int64_t *slots, int64_t tokens, const int32_t *blocks,
             const int32_t *lengths, int64_t decodes, int64_t columns, T *out, const Layer &layer, int threads) {
   const int64_t size = K ? K : layer.size, heads = layer.heads, kv_heads = layer.kv_heads, group = heads / kv_heads;
+  // A token's heads together, but for few tokens, whose heads are what keeps the threads busy.
+  int64_t together = kv_heads;
+  while (together % 2 == 0 && tokens * (kv_heads / together) < 2 * threads) together /= 2;
 #pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic, 1) if (tokens * kv_heads > 1)
   for (int64_t token = 0; token < tokens; token++)
-    for (int64_t head = 0; head < kv_heads; head++) {
-      T *own = qkv + token * (heads + 2 * kv_heads) * size;
-      T *query = own + head * group * size, *key = own + (heads + head) * size, *value = key + kv_heads * size;
+    for (int64_t head = 0; head < kv_heads; head += together) {
       const float *cos_sin = layer.cos_sin + positions[token] * size;
-      const int64_t to = (slots[token] * kv_heads + head) * size;
-      float queries[group * size], turned[size];
-      turn(key, layer.k_norm, cos_sin, size, layer.eps, turned);
-      for (int64_t i = 0; i < size; i++) store(static_cast<T *>(layer.keys) + to + i, turned[i]);
-      std::copy(value, value + size, static_cast<T *>(layer.values) + to);
-      for (int64_t g = 0; g < group; g++)
-        turn(query + g * size, layer.q_norm, cos_sin, size, layer.eps, queries + g * size);
+      float queries[together * group * size], turned[size];
+      for (int64_t h = 0; h < together; h++) {
+        T *own = qkv + token * (heads + 2 * kv_heads) * size;
+        T *query = own + (head + h) * group * size, *key = own + (heads + head + h) * size, *value = key + kv_heads * size;
+        const int64_t to = (slots[token] * kv_heads + head + h) * size;
+        float *turned_queries = queries + h * group * size;
+        turn(key, layer.k_norm, cos_sin, size, layer.eps, turned);
+        for (int64_t i = 0; i < size; i++) store(static_cast<T *>(layer.keys) + to + i, turned[i]);
+        std::copy(value, value + size, static_cast<T *>(layer.values) + to);
+        for (int64_t g = 0; g < group; g++)
+          turn(query + g * size, layer.q_norm, cos_sin, size, layer.eps, turned_queries + g * size);
+        if (token >= decodes) {
+          for (int64_t i = 0; i < size; i++) store(key + i, turned[i]);
+          for (int64_t i = 0; i < group * size; i++) store(query + i, turned_queries[i]);
+        }
+      }
       if (token < decodes) {
-        for (int64_t i = 0; i < group * size; i++) queries[i] *= layer.scaling;
-        attend_to<T, K>(queries, group, head, layer, blocks + token * columns, lengths[token],
+        for (int64_t i = 0; i < together * group * size; i++) queries[i] *= layer.scaling;
+        attend_to<T, K>(queries, group, head, together, layer, blocks + token * columns, lengths[token],
                         out + (token * heads + head * group) * size);
-      } else {
-        for (int64_t i = 0; i < size; i++) store(key + i, turned[i]);
-        for (int64_t i = 0; i < group * size; i++) store(query + i, queries[i]);
       }
     }
 }
