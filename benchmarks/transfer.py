@@ -3,8 +3,9 @@
 First the transfer alone: an exporter in a process of its own, an importer here, rows of a GPT-like model of 125M (12
 layers of 768, bfloat16) in blocks of 32 tokens that lie in random order. `plain` is one copy of as many bytes that lie
 together, in this process; `blocks` one copy of the same rows, block by block, out of their places into others: that is
-what a transfer is compared with, which copies them twice, on two cores. `shm` and `nixl` go chunk by chunk, decode
-writing one while prefill sends the next; `shm_whole` has one chunk, so that decode begins when prefill has ended.
+what a transfer is compared with. `shm` copies them out of memory that it has mapped, as between two engines on a CPU.
+`files` is where they can't be mapped, and `nixl` another way: both copy twice, on two cores, decode writing one chunk
+while prefill sends the next.
 
 Then a prefill and a decode engine in this process, random weights: when a client has the first token (`first`), when it
 would have if decode waited for the rows (`waiting`), and the second one.
@@ -44,15 +45,16 @@ from bireme.discovery import run
 from bireme.kv.transfer.backend import Backend
 from bireme.kv.transfer.base import GroupLayout, KvLayout
 from bireme.kv.transfer.chunks import CHUNK_BYTES
-from bireme.kv.transfer.cuda_ipc import CudaIpcBackend
+from bireme.kv.transfer.host_pool import HostPool
 from bireme.kv.transfer.leased import LeasedTransfer
-from bireme.kv.transfer.memory import HostMemory, TokenRows
+from bireme.kv.transfer.mapped import MappedBackend
+from bireme.kv.transfer.memory import HostMemory, MemoryKind, TokenRows
 from bireme.kv.transfer.nixl import MODULES, NixlBackend
 from bireme.kv.transfer.shm import ShmBackend
 from bireme.metrics import Registry
 
 LAYERS, ROW_BYTES, SIZE, ALIGNMENT = 12, 1536, 32, 64
-RATES = ("plain", "blocks", "shm", "shm_whole", "nixl")
+RATES = ("plain", "blocks", "shm", "files", "nixl")
 AIM_SHM = 0.8  # of a copy of the same rows
 AIM_NIXL = 0.7  # of shm
 AIM_SHARE = 0.03  # transfer over prefill
@@ -63,8 +65,8 @@ def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory(prefix="bireme-bench-") as folder:
         figures: dict[str, float] = {"plain": plain_rate(options), "blocks": block_rate(options)}
-        for name, backend, chunk_bytes in cases(options.chunk << 10):
-            figures[name] = transfer_rate(Path(folder), backend, chunk_bytes, options)
+        for name in cases():
+            figures[name] = transfer_rate(Path(folder), name, options)
         if options.engine != "none":
             figures |= engine_times(folder, options)
     for name, figure in figures.items():
@@ -73,7 +75,7 @@ def main() -> None:
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     print(json.dumps({"benchmark": "transfer", "machine": machine, "options": vars(options), "figures": rounded}))
     aim("shm over a copy of the same rows", figures["shm"] / figures["blocks"], AIM_SHM)
-    aim("overlapped shm over one chunk", figures["shm"] / figures["shm_whole"])
+    aim("files over a copy of the same rows", figures["files"] / figures["blocks"])
     if "nixl" in figures:
         aim("nixl over shm", figures["nixl"] / figures["shm"], AIM_NIXL)
     if options.engine != "none":
@@ -102,12 +104,9 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def cases(chunk_bytes: int) -> list[tuple[str, str, int]]:
-    """Return name, backend and bytes of a chunk."""
-    found = [("shm", "shm", chunk_bytes), ("shm_whole", "shm", 1 << 40)]
-    if any(importlib.util.find_spec(name) for name in MODULES):
-        found.append(("nixl", "nixl", chunk_bytes))
-    return found
+def cases() -> list[str]:
+    has_nixl = any(importlib.util.find_spec(name) for name in MODULES)
+    return ["shm", "files", "nixl"] if has_nixl else ["shm", "files"]
 
 
 def plain_rate(options: argparse.Namespace) -> float:
@@ -119,7 +118,8 @@ def plain_rate(options: argparse.Namespace) -> float:
 
 def block_rate(options: argparse.Namespace) -> float:
     """Return GB/s of one copy of the rows from their blocks to others."""
-    (source, source_rows), (target, target_rows) = _make_rows(options.tokens, 1), _make_rows(options.tokens, 2)
+    tokens = options.tokens
+    (source, source_rows), (target, target_rows) = _make_rows(tokens, 1, False), _make_rows(tokens, 2, False)
     for array in source.arrays[0]:
         array[:] = 1  # pages of its own
     places = list(zip(source_rows.rows[0][::SIZE], target_rows.rows[0][::SIZE], strict=True))
@@ -129,20 +129,18 @@ def block_rate(options: argparse.Namespace) -> float:
             for begin, end in places:
                 theirs[end : end + SIZE] = ours[begin : begin + SIZE]
 
-    num_bytes = 2 * LAYERS * options.tokens * ROW_BYTES
+    num_bytes = 2 * LAYERS * tokens * ROW_BYTES
     return num_bytes / 1e9 / min(_seconds(copy) for _ in range(max(3, options.rounds)))
 
 
-def transfer_rate(folder: Path, backend: str, chunk_bytes: int, options: argparse.Namespace) -> float:
+def transfer_rate(folder: Path, case: str, options: argparse.Namespace) -> float:
     """Return GB/s from the claim to the last row's arrival; every row is checked once."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(
-        target=_export, args=(theirs, folder, backend, chunk_bytes, options.tokens, options.rounds), daemon=True
-    )
+    child = context.Process(target=_export, args=(theirs, folder, case, options), daemon=True)
     child.start()
-    memory, rows = _make_rows(options.tokens, 1)
-    transfer = make_transfer(folder, "decode", backend, chunk_bytes)
+    memory, rows = _make_rows(options.tokens, 1, case != "files")
+    transfer = make_transfer(folder, "decode", case, options.chunk << 10)
     transfer.start(_layout(), memory)
     seconds = []
     for _ in range(options.rounds + 1):  # the first makes connections and touches pages
@@ -161,18 +159,19 @@ def transfer_rate(folder: Path, backend: str, chunk_bytes: int, options: argpars
     return 2 * LAYERS * options.tokens * ROW_BYTES / 1e9 / min(seconds[1:])
 
 
-def _export(pipe: Any, folder: Path, backend: str, chunk_bytes: int, num_tokens: int, num_rounds: int) -> None:
+def _export(pipe: Any, folder: Path, case: str, options: argparse.Namespace) -> None:
     """Run in the exporter's process."""
-    memory, rows = _make_rows(num_tokens, 2)
+    num_tokens = options.tokens
+    memory, rows = _make_rows(num_tokens, 2, case != "files")
     for array in memory.arrays[0]:
         array[rows.rows[0]] = _content(num_tokens)
-    transfer = make_transfer(folder, "prefill", backend, chunk_bytes)
+    transfer = make_transfer(folder, "prefill", case, options.chunk << 10)
     transfer.start(_layout(), memory)
     record = run.WorkerRecord(
         worker="prefill", life=1, pid=os.getpid(), host=run.host_id(), transfer_endpoint=transfer.endpoint
     )
     run.publish(folder, record)
-    for _ in range(num_rounds + 1):
+    for _ in range(options.rounds + 1):
         lease = transfer.reserve(lambda: None)
         lease.export(num_tokens, rows)
         ids = {"lease_id": lease.lease_id, "generation": lease.generation}
@@ -184,10 +183,10 @@ def _export(pipe: Any, folder: Path, backend: str, chunk_bytes: int, num_tokens:
 def make_transfer(
     folder: Path, worker: str, backend: str, chunk_bytes: int = CHUNK_BYTES, life: int = 1
 ) -> LeasedTransfer:
-    """`backend`: shm, nixl or cuda_ipc."""
+    """`backend`: shm, files (shm's other way), nixl or cuda_ipc."""
     mover: Backend = NixlBackend(worker) if backend == "nixl" else ShmBackend(folder, worker, life)
-    if backend == "cuda_ipc":
-        mover = CudaIpcBackend(ShmBackend(folder, worker, life))
+    if isinstance(mover, ShmBackend) and backend != "files":
+        mover = MappedBackend(MemoryKind.VRAM if backend == "cuda_ipc" else MemoryKind.DRAM, mover)
     return LeasedTransfer(
         mover, run_dir=folder, worker=worker, life=life, config=CacheTransceiverConfig(backend="DEFAULT"),
         metrics=Registry(worker), chunk_bytes=chunk_bytes,
@@ -198,9 +197,16 @@ def _layout() -> KvLayout:
     return KvLayout("bench", "bfloat16", (GroupLayout(0, (2 * ROW_BYTES,) * LAYERS),))
 
 
-def _make_rows(num_tokens: int, seed: int) -> tuple[HostMemory, TokenRows]:
-    """Return memory for as many tokens, and where they lie: whole blocks in random order."""
-    memory = HostMemory([[_aligned(num_tokens) for _ in range(2 * LAYERS)]])
+def _make_rows(num_tokens: int, seed: int, is_shared: bool) -> tuple[HostMemory, TokenRows]:
+    """Return memory for as many tokens, and where they lie: whole blocks in random order.
+
+    `is_shared`: others can map it, as an engine's pool that has a transfer.
+    """
+    memory = (
+        HostPool([[(num_tokens, ROW_BYTES)] * (2 * LAYERS)])
+        if is_shared
+        else HostMemory([[_aligned(num_tokens) for _ in range(2 * LAYERS)]])
+    )
     blocks = np.random.default_rng(seed).permutation(num_tokens // SIZE)
     return memory, TokenRows(memory, ((blocks[:, None] * SIZE + np.arange(SIZE)).reshape(-1),))
 

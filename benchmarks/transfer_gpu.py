@@ -41,7 +41,7 @@ from bireme.disagg import DisaggregatedParams, seal
 from bireme.discovery import run
 from bireme.engines.torch.attention import LayerGeometry
 from bireme.engines.torch.kv_store import KvStore, group_layers
-from bireme.kv.transfer.chunks import CHUNK_BYTES, MAPPED_FACTOR
+from bireme.kv.transfer.chunks import CHUNK_BYTES, GPU_FACTOR
 from bireme.kv.transfer.leased import LeasedTransfer
 from bireme.kv.transfer.memory import TokenRows
 from bireme.kv.transfer.nixl import MODULES
@@ -194,7 +194,7 @@ class Transfers:
         """Return the seconds of the copies alone, as the transfer makes them."""
         backend: Any = transfer._backend
         ((_, mapped),) = backend._mapped.values()
-        step = max(1, MAPPED_FACTOR * CHUNK_BYTES // self._store.groups[0].bytes_per_token)
+        step = max(1, GPU_FACTOR * CHUNK_BYTES // self._store.groups[0].bytes_per_token)
 
         def copy() -> None:
             for first in range(0, count, step):
@@ -218,7 +218,7 @@ def make_store(options: argparse.Namespace, device: torch.device) -> KvStore:
     _, (hidden, _, layers, heads, kv_heads, _), others = SHAPES[options.shape]
     size = others.get("head_dim", hidden // heads)
     geometry = [LayerGeometry(kv_heads, size, size, 0, torch.bfloat16, ())] * layers
-    return KvStore(geometry, group_layers(geometry), [-(-max(options.tokens) // SIZE)], SIZE, device)
+    return KvStore(geometry, group_layers(geometry), [-(-max(options.tokens) // SIZE)], SIZE, device, is_shared=True)
 
 
 def rows_of(store: KvStore, count: int, seed: int) -> TokenRows:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ from bireme.kv.block_pool import NULL
 from bireme.kv.transfer.base import GroupLayout, KvLayout
 from bireme.kv.transfer.memory import NOT_HELD, MemoryKind, Region, Rows, TokenRows
 from bireme.kv.transfer.wire import SharedMemory
+
+if TYPE_CHECKING:
+    from bireme.kv.transfer.host_pool import HostPool
+    from bireme.kv.transfer.mapped import MappedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +62,34 @@ class KvStore:
         num_blocks: Sequence[int],
         tokens_per_block: int,
         device: torch.device,
+        is_shared: bool = False,
     ) -> None:
+        """`is_shared`: other processes of the host copy rows out of it (a GPU's memory they can map in any case)."""
         self.groups = tuple(groups)
         self.tokens_per_block = tokens_per_block
         self.dtype = geometry[0].dtype
         self.device = device
         self.group_of = [0] * len(geometry)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
         for index, group in enumerate(groups):
             for layer in group.layers:
                 self.group_of[layer] = index
-        for layer, shape in enumerate(geometry):
-            rows = (num_blocks[self.group_of[layer]] + 1) * tokens_per_block
-            self.keys.append(self._empty(rows, shape.num_kv_heads * shape.key_size, shape.dtype))
-            self.values.append(self._empty(rows, shape.num_kv_heads * shape.value_size, shape.dtype))
+        rows = [(count + 1) * tokens_per_block for count in num_blocks]
+        shapes = [  # keys and values of each layer
+            tuple((rows[self.group_of[layer]], one.num_kv_heads * size) for size in (one.key_size, one.value_size))
+            for layer, one in enumerate(geometry)
+        ]
+        self._host_pool: HostPool | None = None
+        if is_shared and device.type == "cpu":
+            tensors = self._in_host_pool(shapes, [one.dtype for one in geometry])
+        else:
+            # Zeroed, because padding is attended to with weight zero, and zero times NaN is NaN. On CPU the system
+            # hands out zero pages on first use, so this costs nothing before.
+            tensors = [
+                [torch.zeros(shape, dtype=one.dtype, device=device) for shape in pair]
+                for one, pair in zip(geometry, shapes, strict=True)
+            ]
+        self.keys = [keys for keys, _ in tensors]
+        self.values = [values for _, values in tensors]
         kind = MemoryKind.DRAM if device.type == "cpu" else MemoryKind.VRAM
         self.regions = tuple(
             tuple(
@@ -116,10 +133,16 @@ class KvStore:
     def write(self, group: int, rows: Rows, data: memoryview, ready: Any = None) -> None:
         self.copies.write(group, rows, data, ready)
 
-    def shared(self) -> SharedMemory:
+    def shared(self) -> SharedMemory | None:
+        if self.device.type == "cpu":
+            return None if self._host_pool is None else self._host_pool.shared()
         return share_pools(self._all_tensors, self.device)
 
-    def map(self, shared: SharedMemory) -> MappedPools:
+    def map(self, shared: SharedMemory) -> MappedMemory:
+        if self.device.type == "cpu":
+            from bireme.kv.transfer.host_pool import MappedHostPool
+
+            return MappedHostPool(self.regions, shared)
         return MappedPools(self._all_tensors, self.device, shared)
 
     def wait(self, ready: Any) -> None:
@@ -158,10 +181,23 @@ class KvStore:
     def _tensors(self, group: int) -> list[Tensor]:
         return [tensor for layer in self.groups[group].layers for tensor in (self.keys[layer], self.values[layer])]
 
-    def _empty(self, rows: int, size: int, dtype: torch.dtype) -> Tensor:
-        # Zeroed, because padding is attended to with weight zero, and zero times NaN is NaN. On CPU the system hands
-        # out zero pages on first use, so this costs nothing before.
-        return torch.zeros(rows, size, dtype=dtype, device=self.device)
+    def _in_host_pool(
+        self, shapes: Sequence[Sequence[tuple[int, int]]], dtypes: Sequence[torch.dtype]
+    ) -> list[list[Tensor]]:
+        """Return each layer's keys and values in memory that other processes can map; zeros, as everywhere."""
+        from bireme.kv.transfer.host_pool import HostPool
+
+        self._host_pool = HostPool(
+            [
+                [(rows, size * dtypes[layer].itemsize) for layer in group.layers for rows, size in shapes[layer]]
+                for group in self.groups
+            ]
+        )
+        found: dict[int, list[Tensor]] = {}
+        for group, arrays in zip(self.groups, self._host_pool.arrays, strict=True):
+            for layer, pair in zip(group.layers, zip(arrays[::2], arrays[1::2], strict=True), strict=True):
+                found[layer] = [torch.from_numpy(array).view(dtypes[layer]) for array in pair]
+        return [found[layer] for layer in range(len(shapes))]
 
 
 def _row_bytes(layer: LayerGeometry) -> int:

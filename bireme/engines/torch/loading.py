@@ -322,7 +322,8 @@ def _pools(
         num_blocks = limit.pool_sizes(context.config, limits, groups, available)
     else:
         num_blocks = limit.pool_sizes(context.config, limits, groups)
-    store = KvStore(geometry, groups, num_blocks, limits.tokens_per_block, device)
+    is_shared = context.transfer is not None
+    store = KvStore(geometry, groups, num_blocks, limits.tokens_per_block, device, is_shared)
     lower = limit.tier_sizes(context.config, groups)
     manager = BlockManager(
         [GroupSpec(group.window, count, below) for group, count, below in zip(groups, num_blocks, lower, strict=True)],

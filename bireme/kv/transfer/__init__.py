@@ -35,15 +35,13 @@ def create_transfer(
     from bireme.kv.transfer.leased import LeasedTransfer
 
     mover: Backend
-    if backend in ("DEFAULT", "SHM"):
+    if backend in ("DEFAULT", "SHM", "CUDA_IPC"):
+        from bireme.kv.transfer.mapped import MappedBackend
+        from bireme.kv.transfer.memory import MemoryKind
         from bireme.kv.transfer.shm import ShmBackend
 
-        mover, host = ShmBackend(run_dir, worker, life), ""
-    elif backend == "CUDA_IPC":
-        from bireme.kv.transfer.cuda_ipc import CudaIpcBackend
-        from bireme.kv.transfer.shm import ShmBackend
-
-        mover, host = CudaIpcBackend(ShmBackend(run_dir, worker, life)), ""
+        kind = MemoryKind.VRAM if backend == "CUDA_IPC" else MemoryKind.DRAM
+        mover, host = MappedBackend(kind, ShmBackend(run_dir, worker, life)), ""
     elif backend in ("NIXL", "UCX"):
         from bireme.kv.transfer.nixl import NixlBackend
 

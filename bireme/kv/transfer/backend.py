@@ -86,6 +86,12 @@ class Backend(Protocol):
     def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
         """`memory`: where most rows will lie; `limit_bytes`: of rows on their way. Raises ConfigError."""
 
+    def is_shown(self, claim: Claim) -> bool:
+        """Whether the importer copies the rows itself: `show` of its outlet says where they lie."""
+
+    def chunk_bytes(self, claim: Claim, usual: int) -> int:
+        """Return how many bytes of the rows go at a time."""
+
     def open_outlet(self, plan: TransferPlan, claim: Claim) -> RowOutlet:
         """Raises ResourceExhaustedError when there is no room now, UnavailableError when there is no way."""
 

@@ -1,4 +1,4 @@
-"""How the rows of one transfer lie in its shared-memory file.
+"""In which order the rows of one transfer go, and how they lie in its shared-memory file where it has one.
 
 Both sides compute the plan from the same four values, so no offsets are sent. A chunk is the unit of copying: after
 each, other transfers get their turn.
@@ -13,7 +13,7 @@ from bireme.errors import RequestError
 from bireme.kv.transfer.base import KvLayout
 
 CHUNK_BYTES = 16 << 20  # about 5 ms of copying; smaller ones spend more in the callbacks than in memcpy
-MAPPED_FACTOR = 64  # of it, where a GPU copies: 1 GiB takes half a millisecond on one, starting it 60 us
+GPU_FACTOR = 64  # of it, where a GPU copies: 1 GiB takes half a millisecond on one, starting it 60 us
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from bireme.kv.transfer import wire
 from bireme.kv.transfer.backend import Backend, RowOutlet
 from bireme.kv.transfer.base import KvLayout
 from bireme.kv.transfer.buffer import TransferBuffer
-from bireme.kv.transfer.chunks import MAPPED_FACTOR, TransferPlan, plan_chunks
+from bireme.kv.transfer.chunks import TransferPlan, plan_chunks
 from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.lease import LeaseState, LeaseTable, TableLease
 from bireme.kv.transfer.process import FarProcess, Process
@@ -165,7 +165,7 @@ class Exporter:
         except BiremeError as error:
             self._refuse(identity, claim.number, error)
             return
-        chunk_bytes = self._chunk_bytes * (MAPPED_FACTOR if claim.maps_memory else 1)
+        chunk_bytes = self._backend.chunk_bytes(claim, self._chunk_bytes)
         try:
             plan = self._plan(claim, lease, chunk_bytes)
         except BiremeError as error:
@@ -263,7 +263,7 @@ class Exporter:
         while (transfer := self._buffer.admit()) is not None:
             transfer.stage = LeaseStage.COPYING
             transfer.num_ended_before = self._num_ended
-            if transfer.claim.maps_memory:  # there is nothing to copy here, and each change of threads costs time
+            if self._backend.is_shown(transfer.claim):  # nothing is copied here, and a change of threads costs time
                 for _ in self._copy(transfer):
                     pass
             else:
@@ -293,7 +293,8 @@ class Exporter:
                 raise _aborted()
             transfer.source = outlet.show(rows)
             self._post(partial(self._offer, transfer))
-            for count, chunk in enumerate(transfer.plan.chunks, start=1):
+            chunks = transfer.plan.chunks if transfer.source is None else ()
+            for count, chunk in enumerate(chunks, start=1):
                 if lease.state is not LeaseState.CLAIMED:
                     raise _aborted()  # a chunk that is not whole must never count as there
                 aborted_at = 0.0
@@ -304,7 +305,7 @@ class Exporter:
                             if time.monotonic() - aborted_at > ABORT_GRACE_S:
                                 raise _aborted()
                         yield
-                if count < len(transfer.plan.chunks):  # the last is told when nothing is left to do here
+                if count < len(chunks):  # the last is told when nothing is left to do here
                     self._post(partial(self._tell, transfer, count))
                     yield
         finally:

@@ -74,6 +74,12 @@ class NixlBackend:
     def can_read(self, memory: RowMemory) -> bool:
         return memory is self._registered
 
+    def is_shown(self, claim: Claim) -> bool:
+        return False
+
+    def chunk_bytes(self, claim: Claim, usual: int) -> int:
+        return usual
+
     def open_outlet(self, plan: TransferPlan, claim: Claim) -> NixlOutlet:
         """Runs on the copier, as all that the exporting agent does."""
         target = claim.target

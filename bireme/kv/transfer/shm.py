@@ -30,6 +30,12 @@ class ShmBackend:
     def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
         self._pool.limit_bytes = limit_bytes
 
+    def is_shown(self, claim: Claim) -> bool:
+        return False
+
+    def chunk_bytes(self, claim: Claim, usual: int) -> int:
+        return usual
+
     def open_outlet(self, plan: TransferPlan, claim: Claim) -> ShmOutlet:
         return ShmOutlet(self._pool, self._pool.take(plan.num_bytes))
 

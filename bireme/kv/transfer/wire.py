@@ -36,10 +36,10 @@ class SharedRegion(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SharedMemory(msgspec.Struct, array_like=True, frozen=True):
-    """Memory of a GPU that other processes of the host can map."""
+    """Memory of a process that others of the host can map."""
 
     pid: int
-    handles: tuple[bytes, ...]  # of its allocations, as the device's library made them
+    handles: tuple[bytes, ...]  # of its allocations: a GPU's as its library made them, or descriptor and name
     addresses: tuple[int, ...]  # where these lie in the process that has them
     sizes: tuple[int, ...]  # of the allocations, bytes
     regions: tuple[tuple[SharedRegion, ...], ...]  # in the order of RowMemory.regions

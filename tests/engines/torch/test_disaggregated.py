@@ -12,6 +12,7 @@ from bireme.config import CacheTransceiverConfig
 from bireme.discovery import run
 from bireme.errors import RequestError, UnavailableError
 from bireme.kv.transfer.fake import FakeNetwork
+from bireme.kv.transfer.host_pool import HostPool
 from bireme.kv.transfer.leased import LeasedTransfer
 from bireme.metrics import Registry
 from tests.engines.torch.torch_harness import MIXED, Harness, make_prompts, request
@@ -98,21 +99,26 @@ def real_pair(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "backend", ["shm", pytest.param("nixl", marks=needs_nixl), pytest.param("cuda", marks=needs_cuda)]
+    "backend", ["shm", "files", pytest.param("nixl", marks=needs_nixl), pytest.param("cuda", marks=needs_cuda)]
 )
-def test_output_over_a_real_transfer_equals_generate(tiny, real_pair, backend):
-    pair = real_pair("gemma3", backend)
+def test_output_over_a_real_transfer_equals_generate(tiny, real_pair, backend, monkeypatch):
+    if backend == "files":  # what goes where prefill's memory can't be mapped
+        monkeypatch.setattr(HostPool, "shared", lambda pool: None)
+    pair = real_pair("gemma3", "shm" if backend == "files" else backend)
     assert pair.run(PROMPTS) == tiny("gemma3").expect(PROMPTS)
-    if backend == "nixl" and not torch.cuda.is_available():  # straight out of prefill's pool
+    if not torch.cuda.is_available() and backend == "nixl":  # straight out of prefill's pool
         assert pair.transfers[0]._backend.can_read(pair.prefill.engine._loaded.core._parts.exporter._store)
+    elif not torch.cuda.is_available():
+        assert len(pair.transfers[1]._backend._mapped) == (backend == "shm")
 
 
-@needs_cuda
-@pytest.mark.parametrize("backend", ["shm", pytest.param("nixl", marks=needs_nixl), "cuda"])
+@pytest.mark.parametrize(
+    "backend", ["shm", pytest.param("nixl", marks=[needs_nixl, needs_cuda]), pytest.param("cuda", marks=needs_cuda)]
+)
 @pytest.mark.parametrize(
     ("name", "prefill_size", "decode_size"), [("llama", 16, 32), ("gemma3", 8, 24), ("qwen3", 32, 8)]
 )
-def test_many_requests_and_prefix_hits_over_a_gpus_transfer_equal_generate(
+def test_many_requests_and_prefix_hits_over_a_real_transfer_equal_generate(
     tiny, real_pair, backend, name, prefill_size, decode_size
 ):
     expected = tiny(name).expect(PROMPTS)

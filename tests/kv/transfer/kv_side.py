@@ -27,14 +27,14 @@ from bireme.disagg import DisaggregatedParams
 from bireme.discovery import run
 from bireme.kv.transfer.backend import Backend
 from bireme.kv.transfer.base import Find, GroupLayout, KvLayout
-from bireme.kv.transfer.cuda_ipc import CudaIpcBackend
 from bireme.kv.transfer.leased import LeasedTransfer
+from bireme.kv.transfer.mapped import MappedBackend
 from bireme.kv.transfer.memory import HostMemory, MemoryKind, TokenRows
 from bireme.kv.transfer.nixl import MODULES, NixlBackend
 from bireme.kv.transfer.shm import ShmBackend
 from bireme.kv.transfer.shm_file import SHM_DIR, file_prefix
 from bireme.metrics import Registry
-from tests.kv.transfer.shared_pools import CudaPool, FilePool
+from tests.kv.transfer.shared_pools import CudaPool, FilePool, SharedPool
 
 needs_nixl = pytest.mark.skipif(
     not any(importlib.util.find_spec(name) for name in MODULES), reason="nixl-cu12 is not installed"
@@ -160,11 +160,14 @@ def memory_of(pool: Any) -> Any:
 
 
 def backend_of(name: str, run_dir: Path, worker: str, life: int) -> Backend:
-    """`cuda` is cuda_ipc with a GPU's memory in place of the stand-in's, `vram` is nixl with one."""
+    """`cuda` is cuda_ipc with a GPU's memory in place of the stand-in's, `vram` is nixl with one.
+
+    `shm` is without a pool that others map, and so through files; `mapped` is shm with one.
+    """
     if name in ("nixl", "vram"):
         return NixlBackend(worker)
     shm = ShmBackend(run_dir, worker, life)
-    return CudaIpcBackend(shm) if name in ("cuda_ipc", "cuda") else shm
+    return MappedBackend(MemoryKind.VRAM if name in ("cuda_ipc", "cuda") else MemoryKind.DRAM, shm)
 
 
 class Side:
@@ -194,6 +197,8 @@ class Side:
         self.pool: Any = None  # of rows that others map
         if backend == "cuda_ipc" and has_pool:
             self.pool = FilePool(run_dir / f"pool-{worker}-{life}", layout)
+        elif backend == "mapped" and has_pool:
+            self.pool = SharedPool(layout)
         elif backend in ("cuda", "vram"):
             self.pool = CudaPool()
         self.transfer = LeasedTransfer(

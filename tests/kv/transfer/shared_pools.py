@@ -1,4 +1,4 @@
-"""Pools of rows that other processes map: a GPU's, and a stand-in in files whose copies end when waited for."""
+"""Pools of rows that other processes map: a host's, a GPU's, and a stand-in for that whose copies are waited for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from bireme.errors import UnavailableError
 from bireme.kv.transfer.base import KvLayout
+from bireme.kv.transfer.host_pool import HostPool, MappedHostPool
 from bireme.kv.transfer.memory import HostMemory, MemoryKind, Region
 from bireme.kv.transfer.wire import SharedMemory, SharedRegion
 
@@ -102,6 +103,45 @@ class _MappedFiles:
     def close(self) -> None:
         self.wait()
         self._arrays = []
+        self._pool.num_open -= 1
+
+
+class SharedPool(_Pool, HostPool):
+    """A CPU engine's, one tensor a group."""
+
+    def __init__(self, layout: KvLayout) -> None:
+        _Pool.__init__(self)
+        HostPool.__init__(self, [[(NUM_ROWS, group.bytes_per_token)] for group in layout.groups])
+        self.copy_delay_s, self.began = 0.0, threading.Event()
+        self.reaches_others = True
+        self.num_mapped = self.num_open = 0
+
+    def put(self, group: int, rows: np.ndarray, data: np.ndarray | int) -> None:
+        self.arrays[group][0][rows] = data
+
+    def get(self, group: int, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(self.arrays[group][0][rows])
+
+    def map(self, shared: SharedMemory) -> _SlowlyMapped:
+        if not self.reaches_others:
+            raise UnavailableError("no peer access")
+        self.num_mapped += 1
+        return _SlowlyMapped(self, shared)
+
+
+class _SlowlyMapped(MappedHostPool):
+    def __init__(self, pool: SharedPool, shared: SharedMemory) -> None:
+        super().__init__(pool.regions, shared)
+        self._pool = pool
+        pool.num_open += 1
+
+    def copy(self, group: int, source: np.ndarray, target: np.ndarray, ready: Any) -> None:
+        self._pool.began.set()
+        time.sleep(self._pool.copy_delay_s)
+        super().copy(group, source, target, ready)
+
+    def close(self) -> None:
+        super().close()
         self._pool.num_open -= 1
 
 

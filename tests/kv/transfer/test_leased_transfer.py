@@ -48,6 +48,7 @@ on_all = pytest.mark.parametrize(
         "shm",
         pytest.param("nixl", marks=needs_nixl),
         "cuda_ipc",
+        "mapped",
         pytest.param("cuda", marks=needs_cuda),
         pytest.param("vram", marks=[needs_nixl, needs_cuda]),
     ],
@@ -296,7 +297,7 @@ def test_a_cancel_while_prefill_copies_stops_the_copy(prefill, decode, tmp_path)
     wait_until(lambda: prefill.num_released == 1 and not files_of(tmp_path, "prefill"))
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("nixl", marks=needs_nixl), "cuda_ipc"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("nixl", marks=needs_nixl), "cuda_ipc", "mapped"])
 def test_a_cancel_while_decode_writes_ends_after_the_write(prefill, decode, tmp_path):
     fetching = decode.fetch(prefill.export(1000), write_delay_s=0.02)
     assert fetching.began_writing.wait(60)
@@ -381,11 +382,10 @@ def test_decode_writes_rows_while_prefill_still_reads(prefill, decode):
 
 
 def test_sides_with_different_backends_refuse_each_other_by_name(prefill, tmp_path):
-    decode = Side(tmp_path, "decode", backend="shm")
-    decode.transfer._importer._backend.name = "nixl"
+    decode = Side(tmp_path, "decode", backend="cuda_ipc")
     error = decode.fetch(prefill.export(10)).result()
     decode.close()
-    assert isinstance(error, RequestError) and "decode has nixl and prefill shm" in str(error)
+    assert isinstance(error, RequestError) and "decode has cuda_ipc and prefill shm" in str(error)
 
 
 def test_a_full_dev_shm_is_a_clean_error_with_the_remedy(make_side):

@@ -11,7 +11,7 @@ from bireme.errors import BiremeError, DeadlineExceededError
 from tests.kv.transfer.kv_side import files_of, wait_until
 
 
-@pytest.mark.parametrize("backend", ["shm", "cuda_ipc"])
+@pytest.mark.parametrize("backend", ["shm", "cuda_ipc", "mapped"])
 @pytest.mark.parametrize(("seed", "timeout_ms"), [(7, 60_000), (8, 1500)])
 def test_two_hundred_random_operations_leave_no_lease_and_no_file(make_side, tmp_path, backend, seed, timeout_ms):
     dice = random.Random(seed)

@@ -1,25 +1,26 @@
-"""Rows out of another process's GPU memory, between engine processes of one host.
+"""Rows out of another process's memory, between engine processes of one host: one copy, and no file.
 
 The exporter shows where its rows lie; the importer maps that memory, once in the exporter's life, and copies the rows
-straight to its own, device to device. The exporter keeps them until the importer has acknowledged, and answers whether
-it did: an importer that was too slow may have read what came after, so its rows count for nothing without that word.
+straight to its own: device to device by its GPU, or on a CPU by the copier. The exporter keeps them until the importer
+has acknowledged, and answers whether it did: an importer that was too slow may have read what came after, so its rows
+count for nothing without that word.
 
-Where the importer can't map the memory (two GPUs without peer access, containers that don't share IPC) the rows
-go through shared memory, from the next transfer on.
+Where the importer can't map the memory (two GPUs without peer access, containers that don't share IPC, engines of two
+users) the rows go through files in /dev/shm, from the next transfer on; so do rows outside of what can be mapped.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Generator
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from bireme.errors import BiremeError, ConfigError, RequestError, UnavailableError
 from bireme.kv.transfer.backend import Inlet, PeerAddress, RowOutlet
 from bireme.kv.transfer.base import KvLayout
-from bireme.kv.transfer.chunks import Chunk, TransferPlan
+from bireme.kv.transfer.chunks import GPU_FACTOR, Chunk, TransferPlan
 from bireme.kv.transfer.memory import MemoryKind, RowMemory, Rows, TokenRows, runs_of
 from bireme.kv.transfer.shm import ShmBackend, ShmInlet
 from bireme.kv.transfer.wire import MAX_MESSAGE_BYTES, Claim, Offer, RowSource, SharedMemory
@@ -37,48 +38,62 @@ class MappedMemory(Protocol):
         """Wait, without spinning, until the copies that were started have ended."""
 
     def close(self) -> None:
-        """Wait, and let go of it: its GPU has the memory back when nobody maps it."""
+        """Wait, and let go of it: nobody has the memory back while somebody maps it."""
 
 
+@runtime_checkable
 class MappableMemory(RowMemory, Protocol):
-    def shared(self) -> SharedMemory:
-        """Return what others need to map it. Raises ConfigError when they can't."""
+    def shared(self) -> SharedMemory | None:
+        """Return what others need to map it; None: it was not made for that. Raises ConfigError when they can't."""
 
     def map(self, shared: SharedMemory) -> MappedMemory:
         """Map another process's memory. Raises UnavailableError when this one can't."""
 
 
-class CudaIpcBackend:
-    name = "cuda_ipc"
+class MappedBackend:
     reaches_other_hosts = False
 
-    def __init__(self, staged: ShmBackend) -> None:
-        self._staged = staged  # for peers that can't map our memory, or whose memory we can't
+    def __init__(self, kind: MemoryKind, staged: ShmBackend) -> None:
+        """`kind`: of the memory that is mapped."""
+        self._kind = kind
+        self._staged = staged  # for other memory, for peers that can't map ours, or whose memory we can't
         self.memory: MappableMemory | None = None
         self._shared: SharedMemory | None = None
         self._mapped: dict[str, tuple[SharedMemory, MappedMemory]] = {}  # by the exporter's endpoint
         self._out_of_reach: set[str] = set()
 
+    @property
+    def name(self) -> str:
+        return self._staged.name if self._kind is MemoryKind.DRAM else "cuda_ipc"
+
     def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
         self._staged.start(layout, memory, limit_bytes)
-        if memory is None:  # an engine without a GPU whose rows are a stand-in's
+        if memory is None:  # of no pool: each request's rows are its own
             return
-        if any(region.kind is not MemoryKind.VRAM for group in memory.regions for region in group):
+        is_ours = all(region.kind is self._kind for group in memory.regions for region in group)
+        if self._kind is MemoryKind.VRAM and not is_ours:
             raise ConfigError(
                 "cache_transceiver_config.backend: CUDA_IPC copies between GPUs, and this engine's KV lies in host"
                 " memory; set DEFAULT (shared memory of one host)"
             )
-        self.memory = cast(MappableMemory, memory)
-        self._shared = self.memory.shared()
+        if is_ours and isinstance(memory, MappableMemory):
+            self.memory, self._shared = memory, memory.shared()
+
+    def is_shown(self, claim: Claim) -> bool:
+        return claim.maps_memory and self._shared is not None
+
+    def chunk_bytes(self, claim: Claim, usual: int) -> int:
+        return usual * (GPU_FACTOR if self._kind is MemoryKind.VRAM and self.is_shown(claim) else 1)
 
     def open_outlet(self, plan: TransferPlan, claim: Claim) -> RowOutlet:
-        if not claim.maps_memory or self.memory is None or self._shared is None:
+        if not self.is_shown(claim):
             return self._staged.open_outlet(plan, claim)
+        assert self.memory is not None and self._shared is not None
         return MappedOutlet(self.memory, self._shared, plan)
 
     def open_inlet(self, plan: TransferPlan, peer: PeerAddress) -> Inlet:
         maps_memory = self.memory is not None and peer.endpoint not in self._out_of_reach
-        return CudaIpcInlet(self, plan, peer, self._staged.open_inlet(plan, peer), maps_memory)
+        return MappedInlet(self, plan, peer, self._staged.open_inlet(plan, peer), maps_memory)
 
     def map(self, endpoint: str, shared: SharedMemory) -> MappedMemory:
         """Return an exporter's memory. Runs on the copier. Raises UnavailableError."""
@@ -94,8 +109,7 @@ class CudaIpcBackend:
             self._out_of_reach.add(endpoint)
             logger.warning("transfer event=staged peer=%s reason=its memory can't be mapped: %s", endpoint, error)
             raise UnavailableError(
-                f"KV transfer: the exporter's GPU memory can't be mapped: {error}; the next one takes the way through"
-                " host memory"
+                f"KV transfer: the exporter's memory can't be mapped: {error}; the next one takes the way through files"
             ) from error
         logger.info("transfer event=mapped peer=%s allocations=%d", endpoint, len(shared.handles))
         self._mapped[endpoint] = shared, found
@@ -119,7 +133,7 @@ class CudaIpcBackend:
         self._staged.close()
 
     def _check(self, shared: SharedMemory) -> None:
-        """Refuse what would be read outside of the exporter's allocations: that would end this process's CUDA."""
+        """Refuse what would be read outside of the exporter's allocations: that would end this process, or its CUDA."""
         assert self.memory is not None
         ours = [[region.row_bytes for region in group] for group in self.memory.regions]
         theirs = [[region.row_bytes for region in group] for group in shared.regions]
@@ -165,18 +179,19 @@ class MappedOutlet:
         return RowSource(self._shared, tuple(runs))
 
     def store(self, rows: TokenRows, chunk: Chunk) -> Generator[None, None, None]:
-        yield from ()  # they are there
+        """Not called: they are there."""
+        yield from ()
 
     def close(self) -> None: ...
 
     def discard(self, is_read: bool) -> None: ...
 
 
-class CudaIpcInlet:
+class MappedInlet:
     target = None
 
     def __init__(
-        self, backend: CudaIpcBackend, plan: TransferPlan, peer: PeerAddress, staged: ShmInlet, maps_memory: bool
+        self, backend: MappedBackend, plan: TransferPlan, peer: PeerAddress, staged: ShmInlet, maps_memory: bool
     ) -> None:
         self._backend, self._peer = backend, peer
         self.maps_memory = maps_memory

@@ -1,6 +1,7 @@
 """Rows that the importer copies out of the exporter's memory: kept until it has them, worth nothing if they were not.
 
-Without a GPU a stand-in's pools lie in files that the other side maps; freed rows are overwritten at once.
+Pools of a host, and of a GPU: without one a stand-in's lie in files that the other side maps. Freed rows are
+overwritten at once.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ import zmq
 from bireme.config import CacheTransceiverConfig
 from bireme.errors import BiremeError, ConfigError, KvTransferError, NotFoundError, RequestCancelledError
 from bireme.kv.transfer import create_transfer, wire
-from bireme.kv.transfer.cuda_ipc import CudaIpcBackend, _rows_of
-from bireme.kv.transfer.memory import HostMemory
+from bireme.kv.transfer.mapped import MappedBackend, _rows_of
+from bireme.kv.transfer.memory import HostMemory, MemoryKind
 from bireme.kv.transfer.process import Process
 from bireme.kv.transfer.shm import ShmBackend
 from bireme.metrics import Registry
 from tests.kv.transfer.kv_side import LAYOUT, needs_cuda, wait_until
 from tests.kv.transfer.shared_pools import NUM_ROWS, FilePool
 
-on_cuda_too = pytest.mark.parametrize("backend", ["cuda_ipc", pytest.param("cuda", marks=needs_cuda)])
+on_cuda_too = pytest.mark.parametrize("backend", ["cuda_ipc", "mapped", pytest.param("cuda", marks=needs_cuda)])
 
 
-@pytest.fixture
-def backend():
-    return "cuda_ipc"
+@pytest.fixture(params=["cuda_ipc", "mapped"])
+def backend(request):
+    return request.param
 
 
 @on_cuda_too
@@ -53,9 +54,9 @@ def test_blocks_are_kept_until_the_importer_has_them(prefill, decode):
 
 @pytest.mark.parametrize("way", ["abort", "timeout", "close"])
 def test_rows_that_were_freed_while_they_were_copied_are_never_taken(make_side, decode, way):
-    prefill = make_side("prefill", timeout_ms=200 if way == "timeout" else 60_000)
+    prefill = make_side("prefill", timeout_ms=1000 if way == "timeout" else 60_000)
     lease = prefill.reserve()
-    fetching = decode.fetch(prefill.export_lease(lease, 100), write_delay_s=0.5)
+    fetching = decode.fetch(prefill.export_lease(lease, 100), write_delay_s=2.0 if way == "timeout" else 0.5)
     assert fetching.began_writing.wait(60)
     if way != "timeout":
         {"abort": lease.abort, "close": prefill.close}[way]()
@@ -127,8 +128,8 @@ def test_an_exporter_that_dies_while_its_rows_are_copied_is_unavailable_and_let_
     wait_until(lambda: not decode.transfer._backend._mapped)
 
 
-def test_an_exporter_that_dies_before_it_says_that_rows_were_kept_costs_the_transfer(make_child, decode):
-    child = make_child("prefill", backend="cuda_ipc")
+def test_an_exporter_that_dies_before_it_says_that_rows_were_kept_costs_the_transfer(make_child, decode, backend):
+    child = make_child("prefill", backend=backend)
     fetching = decode.fetch(child.export(100), write_delay_s=0.2)
     assert fetching.began_writing.wait(60)
     child.kill()
@@ -146,8 +147,8 @@ def test_a_later_life_is_mapped_anew(make_child, decode, backend):
     wait_until(lambda: not decode.transfer._backend._mapped)
 
 
-def test_an_importer_that_dies_while_it_copies_frees_the_lease(prefill, make_child):
-    child = make_child("decode", backend="cuda_ipc")
+def test_an_importer_that_dies_while_it_copies_frees_the_lease(prefill, make_child, backend):
+    child = make_child("decode", backend=backend)
     child.fetch(prefill.export(1000), write_delay_s=5.0)
     assert child.call("wait_writing")
     assert prefill.num_released == 0
@@ -178,7 +179,7 @@ def test_rows_that_an_offer_may_not_name_are_refused(runs):
 )
 def test_tensors_that_do_not_lie_in_what_is_shared_are_refused(tmp_path, change):
     pool = FilePool(tmp_path / "pool", LAYOUT)
-    made = CudaIpcBackend(ShmBackend(tmp_path, "decode", 1))
+    made = MappedBackend(MemoryKind.VRAM, ShmBackend(tmp_path, "decode", 1))
     made.start(LAYOUT, pool, 1 << 20)
     shared = pool.shared()
     wrong = msgspec.structs.replace(shared.regions[0][0], **change)
@@ -187,14 +188,28 @@ def test_tensors_that_do_not_lie_in_what_is_shared_are_refused(tmp_path, change)
     assert pool.num_mapped == 0
 
 
-def test_engines_without_pools_move_their_rows_through_the_host(make_side):
-    prefill, decode = make_side("prefill", has_pool=False), make_side("decode", has_pool=False)
-    fetching = decode.fetch(prefill.export(100))
+@pytest.mark.parametrize(("ours", "theirs"), [(False, False), (True, False), (False, True)])
+def test_where_one_side_has_no_pool_rows_go_through_files(make_side, ours, theirs):
+    prefill, decode = make_side("prefill", has_pool=ours), make_side("decode", has_pool=theirs)
+    for num_tokens in (100, 700):
+        fetching = decode.fetch(prefill.export(num_tokens))
+        assert fetching.result() is None and fetching.is_right
+        assert fetching.tokens_written(0) == list(range(num_tokens))
+    assert not decode.transfer._backend._mapped
+
+
+def test_rows_that_go_through_files_are_copied_by_the_copier(make_side):
+    prefill, decode = make_side("prefill", has_pool=False), make_side("decode")
+    lease, found, answered = prefill.reserve(), [], threading.Event()
+    fetching = decode.fetch(prefill.export_lease(lease, 100, read_delay_s=0.05))
+    assert prefill.began_reading.wait(60)
+    prefill.transfer._mailbox.post(lambda: (found.append(lease._is_copying), answered.set()))
+    assert answered.wait(60) and found == [True]  # the control thread is free while rows are copied
     assert fetching.result() is None and fetching.is_right
 
 
 def test_rows_in_too_many_pieces_are_refused_with_the_key(prefill, decode, monkeypatch):
-    monkeypatch.setattr("bireme.kv.transfer.cuda_ipc.MAX_MESSAGE_BYTES", 100)
+    monkeypatch.setattr("bireme.kv.transfer.mapped.MAX_MESSAGE_BYTES", 100)
     error = decode.fetch(prefill.export(1000)).result()
     assert "kv_cache_config.tokens_per_block" in str(error)
     wait_until(lambda: prefill.num_released == 1)
