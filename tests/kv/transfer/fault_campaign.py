@@ -300,7 +300,7 @@ class Campaign:
         self._is_harmed = True
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         params = self._export(self._prefill)
-        pool: Any = self._prefill.transfer._backend._pool  # type: ignore[attr-defined]
+        pool: Any = self._prefill.transfer._backend._staged._pool  # type: ignore[attr-defined]
         limit_bytes, pool.limit_bytes = pool.limit_bytes, 0  # a file that is kept would have room
         pool.close()
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
