@@ -86,7 +86,7 @@ def test_an_answer_is_announced_by_sentences(page):
     page.answered()
     spoken = page.run("return [...document.querySelectorAll('#announcer p')].map((line) => line.textContent)")
     assert spoken[-1] == "End of the answer"
-    assert all(line.endswith(".") for line in spoken[:-1])  # several come at once when tokens do
+    assert all(line[-1] in ".:" for line in spoken[:-1])  # where a voice pauses; several come at once when tokens do
     assert " ".join(spoken[:-1]) == page.text(".answer .content").replace("\n", " ")
     assert page.find("#announcer").get_attribute("aria-live") == "polite"
 
