@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from bireme.engines.torch import cpu
 from bireme.engines.torch.architectures import architecture_of, check_architecture
-from bireme.engines.torch.lean_imports import without_compiler
+from bireme.engines.torch.lean_imports import without_compiler, without_symbols
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.errors import ConfigError, one_line
 
@@ -109,7 +109,8 @@ def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch
     transformers_logging.disable_progress_bar()  # it would fill the log, as would its tables of what is wrong:
     transformers_logging.set_verbosity_error()  # the caller reports that, as an error
     try:
-        with without_compiler():  # torch's own functions for tensors without memory are marked when they are called
+        # torch's own functions for tensors without memory are marked for the compiler when they are called.
+        with without_compiler(), without_symbols():
             model, report = kind.from_pretrained(
                 checkpoint.folder,
                 config=config,

@@ -65,6 +65,20 @@ def _replaced(module: Any, name: str, value: Callable[..., Any]) -> Iterator[Non
         setattr(module, name, original)
 
 
+@contextlib.contextmanager
+def without_symbols() -> Iterator[None]:
+    """Have a model made whose tensors have no memory yet without the import of sympy, with which torch would check
+    what it draws or counts there: embeddings draw no weights, which a checkpoint's replace, and what is counted is small
+    and lies in memory.
+    """
+    count = torch.arange
+    with (
+        _replaced(torch.nn.Embedding, "reset_parameters", lambda embedding: None),
+        _replaced(torch, "arange", lambda *ends, **options: count(*ends, **{"device": "cpu", **options})),
+    ):
+        yield
+
+
 def _folder(path: str | Path) -> Path:
     return Path(path).parent if str(path).endswith(".py") else Path(path)
 
