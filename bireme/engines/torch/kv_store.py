@@ -21,7 +21,7 @@ from bireme.engines.torch.mapped_pools import MappedPools, share_pools
 from bireme.engines.torch.row_copies import RowCopies
 from bireme.kv.block_pool import NULL
 from bireme.kv.transfer.base import GroupLayout, KvLayout
-from bireme.kv.transfer.memory import NOT_HELD, MemoryKind, Region, Rows, TokenRows
+from bireme.kv.transfer.memory import NOT_HELD, MemoryKind, Region, Rows, TokenRows, zero_pages
 from bireme.kv.transfer.wire import SharedMemory
 
 if TYPE_CHECKING:
@@ -82,11 +82,9 @@ class KvStore:
         if is_shared and device.type == "cpu":
             tensors = self._in_host_pool(shapes, [one.dtype for one in geometry])
         else:
-            # Zeroed, because padding is attended to with weight zero, and zero times NaN is NaN. On CPU the system
-            # hands out zero pages on first use, so this costs nothing before.
+            # Zeroed, because padding is attended to with weight zero, and zero times NaN is NaN.
             tensors = [
-                [torch.zeros(shape, dtype=one.dtype, device=device) for shape in pair]
-                for one, pair in zip(geometry, shapes, strict=True)
+                [_zeros(shape, one.dtype, device) for shape in pair] for one, pair in zip(geometry, shapes, strict=True)
             ]
         self.keys = [keys for keys, _ in tensors]
         self.values = [values for _, values in tensors]
@@ -198,6 +196,13 @@ class KvStore:
             for layer, pair in zip(group.layers, zip(arrays[::2], arrays[1::2], strict=True), strict=True):
                 found[layer] = [torch.from_numpy(array).view(dtypes[layer]) for array in pair]
         return [found[layer] for layer in range(len(shapes))]
+
+
+def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch would write every zero, and so take a pool's whole memory at the start, in small pages.
+    return torch.frombuffer(zero_pages(shape[0] * shape[1] * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def _row_bytes(layer: LayerGeometry) -> int:

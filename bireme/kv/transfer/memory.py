@@ -6,7 +6,9 @@ the memory's owner copy, unless its backend can address those too.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,6 +41,14 @@ class Region:
     @property
     def num_bytes(self) -> int:
         return self.row_bytes * self.num_rows
+
+
+def zero_pages(num_bytes: int) -> mmap.mmap:
+    """Return memory of this process, in huge pages where there are any; a page takes memory when it is touched."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class RowMemory(Protocol):
