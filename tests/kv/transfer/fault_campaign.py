@@ -39,6 +39,7 @@ import zmq
 from bireme.disagg import DisaggregatedParams
 from bireme.errors import BiremeError, ConfigError, KvTransferError, NotFoundError, RequestCancelledError, RequestError
 from bireme.kv.transfer.fake import FakeNetwork
+from bireme.kv.transfer.file_pool import KEEP_S
 from bireme.kv.transfer.memory import HostMemory
 from bireme.kv.transfer.nixl import MODULES, NixlBackend
 from bireme.kv.transfer.shm_file import sweep
@@ -438,7 +439,7 @@ class Campaign:
             self._check_side(side)
         gc.collect()
         with contextlib.suppress(AssertionError):  # connections to the last lives are forgotten within a tick
-            wait_until(lambda: _descriptors() <= descriptors + FEW, 5)
+            wait_until(lambda: _descriptors() <= descriptors + FEW, KEEP_S + 5)
         if (now := _descriptors()) > descriptors + FEW:
             self.tally.leaks.append(f"{now - descriptors} descriptors")
         if NixlBackend.num_registered:  # type: ignore[attr-defined]
