@@ -44,6 +44,7 @@ class RunFolder:
         sweep_stale(base)
         self._own: dict[Path, str | bytes] = {}  # path -> a link's target, a file's content
         self._mutex = threading.Lock()  # `restore` has a thread of its own
+        self._is_removed = False
 
     @property
     def _recipe(self) -> Path:
@@ -65,8 +66,10 @@ class RunFolder:
             self._own = {path: _content(path) for path in paths if path.is_symlink() or path.is_file()}
 
     def restore(self) -> int:
-        """Restore deleted files: folder, lock and what was noted. Return how many were missing."""
+        """Restore files that others deleted: folder, lock and what was noted. Return how many were missing."""
         with self._mutex:
+            if self._is_removed:
+                return 0
             is_gone = self._lock is None or not os.fstat(self._lock).st_nlink
             if is_gone:
                 _make_private(self.path.parent)
@@ -110,6 +113,8 @@ class RunFolder:
         with contextlib.suppress(OSError):  # /proc can't be read just now
             processes.kill_all(_orphans(self.path))
         self.sweep_shared_memory()
+        with self._mutex:
+            self._is_removed = True
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)

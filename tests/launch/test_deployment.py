@@ -5,6 +5,7 @@ import fcntl
 import http.client
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -209,14 +210,23 @@ def test_a_stub_that_dies_in_its_load_and_is_not_noticed_is_lost_after_a_while()
 
 
 def test_a_replacement_that_dies_as_soon_as_it_is_there_costs_the_server_and_not_the_launch(served):
-    server, killed = served.server_pid(), served.stub_pid("tokenizer")
-    before = set(processes.children(server))
-    os.kill(killed, signal.SIGKILL)
-    while not (new := set(processes.children(server)) - before):
-        pass  # Triton waits for ever for one that is killed in its first 10 ms
-    os.kill(min(new), signal.SIGKILL)
-    served.wait_for(lambda: served.server_pid() not in (0, server) and served.status() == "ready")
+    server, tries = served.server_pid(), 0
+    while served.server_pid() == server:
+        assert (tries := tries + 1) <= 10, "no stub was killed early enough to be missed by Triton"
+        killed = served.stub_pid("tokenizer")
+        before = set(processes.children(server))
+        os.kill(killed, signal.SIGKILL)
+        while not (new := set(processes.children(server)) - before):
+            pass  # Triton waits for ever for one that is killed in its first 10 ms
+        os.kill(min(new), signal.SIGKILL)
+        served.wait_for(lambda: served.log.read_text().count("load_lost") or is_replaced("tokenizer", killed, served))
+        served.wait_for(lambda: served.server_pid() and served.status() == "ready")
     assert "load_lost" in served.log.read_text()
+
+
+def is_replaced(model, killed, served):
+    (pid, *_) = processes.stubs(served.server_pid()).get(model) or [0]
+    return pid not in (0, killed) and served.status() == "ready"
 
 
 def test_a_taken_port_is_said_with_its_holder_and_code_2(tmp_path, served):
@@ -283,7 +293,7 @@ def test_a_launch_ends_whose_stub_is_killed_as_soon_as_it_is_there(tmp_path):
     launch.wait_for(lambda: launch.server_pid() and processes.stubs(launch.server_pid()).get("tokenizer"))
     os.kill(launch.stub_pid("tokenizer"), signal.SIGKILL)
     assert launch.process.wait(LIMIT_S) == 1
-    assert "loading tokenizer: a stub died" in launch.log.read_text() or "is not healthy" in launch.log.read_text()
+    assert re.search("loading .*tokenizer: a stub died|is not healthy", launch.log.read_text())
 
 
 def test_a_server_that_dies_while_it_loads_is_started_again(tmp_path):
