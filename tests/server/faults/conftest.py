@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,15 @@ from typing import Any
 import pytest
 
 from tests.server.shared_deployments import Start, starting
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is marked is left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What heals engines is the same for all: one that takes seconds to load is killed, and all else is for a soak."""
+    for item in items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if str(params.get("kind")).startswith("trtllm") and params.get("sig", signal.SIGKILL) != signal.SIGKILL:
+            item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture(scope="package")

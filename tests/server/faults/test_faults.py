@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
 
 PROMPT = list(range(400, 480))
 STREAMS = 8
-LENGTH = 150
+LENGTH = 100
 PAIRS = ["mocker", "trtllm"]
 SHARED = {"mocker_aggregated": "mocker_paced", "trtllm_aggregated": "trtllm_paced"}
 disaggregated = pytest.mark.parametrize("kind", PAIRS, indirect=True)
