@@ -233,14 +233,16 @@ async def herd(channel: GrpcChannel, options: argparse.Namespace, draw: np.rando
     }
 
 
-async def ask(channel: GrpcChannel, prompt: list[int], num_tokens: int, mode: str) -> Answered:
+async def ask(channel: GrpcChannel, prompt: list[int], num_tokens: int, mode: str | None = None) -> Answered:
+    """`mode`: of the router; None: the recipe's."""
     inputs: dict[str, Any] = {
         "input_ids": np.array(prompt, np.int32),
         "max_tokens": np.array([num_tokens], np.int32),
         "ignore_eos": np.array([True]),
         "stream": np.array([True]),
-        "routing": json.dumps({"mode": mode}).encode(),
     }
+    if mode is not None:
+        inputs["routing"] = json.dumps({"mode": mode}).encode()
     began, first, ids, usage = time.monotonic(), 0.0, list[int](), dict[str, Any]()
     call = channel.stream()
     await call.write(infer_request("generate", inputs))

@@ -72,6 +72,11 @@ def test_embedding_cache_measures_first_and_known_pictures(run):
     assert last_line(run("benchmarks/embedding_cache.py"))
 
 
+def test_short_prompts_are_answered_by_both_recipes(run):
+    (row,) = last_line(run("benchmarks/short_prompts.py"))["rows"]
+    assert row["aggregated_ms"] > 0 and row["disaggregated_ms"] > 0
+
+
 def test_frontend_measures_our_side(run):
     """ai-dynamo needs an environment of its own, which its first run downloads."""
     (cell,) = last_line(run("benchmarks/frontend.py"))["cells"]
