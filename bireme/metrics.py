@@ -237,6 +237,11 @@ TABLE: dict[str, MetricSpec] = {
         _counter("bireme_embedding_cache_evictions_total", "Embeddings dropped for want of room.", "worker"),
         _gauge("bireme_embedding_cache_bytes", "Embeddings kept.", "worker"),
         _gauge("bireme_embedding_cache_entries", "Pictures whose embeddings are kept.", "worker"),
+        _gauge(
+            "bireme_bls_threads_lost",
+            "Threads for calls to other models that are held by calls to a stub that has died.",
+            "worker",
+        ),
         _counter("bireme_images_encoded_total", "Pictures that went through the vision tower.", "worker"),
         _histogram("bireme_image_encode_seconds", "One batch of pictures in the vision tower.", _SECONDS, "worker"),
         _counter("bireme_video_steps_total", "Denoising steps done.", "worker"),

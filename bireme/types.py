@@ -141,9 +141,7 @@ class StageContext:
     recipe: Recipe
     entry: WorkerEntry | None  # None: not in the recipe; the stage answers UNAVAILABLE
     metrics: Registry
-    # Unary BLS, model and inputs -> outputs; raises errors.py. `call` blocks its thread (never the loop's);
-    # `call_async` waits for one of the adapter's threads. None outside Triton.
-    call: Callable[[str, Tensors], Tensors] | None = None
+    # Unary BLS, model and inputs -> outputs; raises errors.py. None outside Triton.
     call_async: Callable[[str, Tensors], Awaitable[Tensors]] | None = None
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("bireme"))
 

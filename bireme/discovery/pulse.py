@@ -1,4 +1,4 @@
-"""A sign of life: a counter that a process moves on while its event loop turns, and its open requests, in a small file.
+"""A sign of life: a counter that a process moves on while its event loop turns, and what it says, in a small file.
 
     pulse = own_pulse()   # None outside of a launch
     pulse.beat()          # every BEAT_S, on that loop; `run` does
@@ -16,7 +16,7 @@ from pathlib import Path
 
 BEAT_S = 0.5
 SHM = Path("/dev/shm")
-_RECORD = struct.Struct("<QQ")  # beats, open requests
+_RECORD = struct.Struct("<QQQ")  # beats, open requests, whether it asks to be replaced
 
 
 class Pulse:
@@ -28,9 +28,10 @@ class Pulse:
         self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         self.beat()
 
-    def beat(self, num_requests: int = 0) -> None:
+    def beat(self, num_requests: int = 0, is_worn: bool = False) -> None:
+        """`is_worn`: it still serves, with less than it began with; another process should take its place."""
         self._count += 1
-        os.pwrite(self._descriptor, _RECORD.pack(self._count, num_requests), 0)
+        os.pwrite(self._descriptor, _RECORD.pack(self._count, num_requests, is_worn), 0)
 
     async def run(self) -> None:
         while True:
@@ -66,12 +67,16 @@ class PulseReader:
         """Whether it had no request at its last beat."""
         return self._read()[1] == 0
 
+    def is_worn(self) -> bool:
+        """Whether it asks to be replaced."""
+        return bool(self._read()[2])
+
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def _read(self) -> tuple[int, int]:
-        count, num_requests = _RECORD.unpack(os.pread(self._descriptor, _RECORD.size, 0))
-        return count, num_requests
+    def _read(self) -> tuple[int, int, int]:
+        count, num_requests, is_worn = _RECORD.unpack(os.pread(self._descriptor, _RECORD.size, 0))
+        return count, num_requests, is_worn
 
 
 def pulse_path(prefix: str, pid: int) -> Path:

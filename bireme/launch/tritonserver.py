@@ -49,6 +49,7 @@ _SHOWN_LINES = 30
 _ECHO = "Non-graceful termination detected"
 # Blocked BLS calls and sends share a model's pool threads; the threads not for BLS are left to the sends.
 _THREADS_FOR_SENDS = 32
+_LEAST_FOR_SENDS = 8  # four senders, the poller of cancellations, the publisher of metrics
 # More would let more BLS calls wait at once, but each response then wakes another cold thread: with 256, twice the
 # context switches and a fifth fewer tokens at 256 streams (measured on 2 cores).
 THREAD_POOL_SIZE = 64
@@ -81,6 +82,11 @@ class ServerOptions:
     @property
     def bls_threads(self) -> int:
         return max(self.thread_pool_size - _THREADS_FOR_SENDS, self.thread_pool_size // 2)
+
+    @property
+    def bls_spare_threads(self) -> int:
+        """Threads of the pool that sends can do without, once calls of dead models hold others for ever."""
+        return max(self.thread_pool_size - self.bls_threads - _LEAST_FOR_SENDS, 0)
 
 
 class Server:
@@ -252,6 +258,7 @@ class Server:
             "BIREME_SHM_PREFIX": self.run.shm_prefix,
             "BIREME_GRPC": self.grpc,
             "BIREME_BLS_THREADS": str(self.options.bls_threads),
+            "BIREME_BLS_SPARE_THREADS": str(self.options.bls_spare_threads),
             **own_process.reused_memory_environment(),
         }
         return own | dict(self.options.environment)

@@ -3,7 +3,8 @@
 Such a model still says READY, its streams hang and each new request fails; of a model with several stubs, those that
 Triton gives to the dead one. Unload plus load brings new stubs, also while an old one hangs in UNLOADING; load alone
 does nothing. Models that call it keep running, and streams of a model's other stubs go on in these to their end; Triton
-never ends these stubs, because it waits for the dead one's requests, so they are ended here.
+never ends these stubs, because it waits for the dead one's requests, so they are ended here. A stub that asks to be
+replaced, while it still serves, is treated alike.
 """
 
 from __future__ import annotations
@@ -121,12 +122,12 @@ class StubWatchdog:
         now = time.monotonic()
         if not self._has_found:
             self._find_all()
-        dead = [model for model, state in self._states.items() if not (state.is_healing or state.is_alive)]
+        causes = {model: self._cause(state) for model, state in self._states.items() if not state.is_healing}
         if not self._is_server_alive():
             return
-        for model in dead:
-            if now >= self._states[model].retry_at:
-                self._heal_later(model, self._states[model], "stub_died")
+        for model, cause in causes.items():
+            if cause and now >= self._states[model].retry_at:
+                self._heal_later(model, self._states[model], cause)
         self._end_replaced(now)
         if lost := [model for model, state in self._states.items() if _has_lost_its_load(model, state, now)]:
             # Triton never gives the model up: what else runs there moves to other servers or is told of the end.
@@ -136,6 +137,20 @@ class StubWatchdog:
         if now >= self._next_index:
             self._next_index = now + _INDEX_INTERVAL_S
             self._look_at_index(now)
+
+    def _cause(self, state: StubState) -> str:
+        """Why a model needs new stubs; empty when it does not."""
+        if not state.is_alive:
+            return "stub_died"
+        return "stub_worn" if any(map(self._is_worn, state.pids.values())) else ""
+
+    def _is_worn(self, pid: int) -> bool:
+        """Whether a stub asks to be replaced: too many of its threads are lost (triton/bls.py)."""
+        with contextlib.suppress(OSError):  # this process has no descriptor left
+            if (reader := PulseReader.open(self._server.run.shm_prefix, pid)) is not None:
+                with contextlib.closing(reader):
+                    return reader.is_worn()
+        return False
 
     def _end_replaced(self, now: float) -> None:
         """End stubs that were replaced, once they have had no request for a while."""

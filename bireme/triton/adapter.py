@@ -87,7 +87,8 @@ class Adapter:
 
     def is_ready(self) -> bool:
         """Asked by Triton 26.03 and later."""
-        return not self._is_stopping and self._loop.is_running and self._stage.is_ready()
+        can_serve = self._loop.is_running and not self._bls.is_exhausted
+        return not self._is_stopping and can_serve and self._stage.is_ready()
 
     def finalize(self) -> None:
         """Stop everything in order; never hangs, also after a failed initialize."""
@@ -137,7 +138,6 @@ class Adapter:
                 recipe=recipe,
                 entry=recipe.entry(self._model_name),
                 metrics=self._metrics,
-                call=self._bls.call,
                 call_async=self._bls.call_async,
             )
         )
@@ -229,7 +229,7 @@ class Adapter:
 
     def _beat(self) -> None:
         assert self._pulse is not None
-        self._pulse.beat(len(self._streams))
+        self._pulse.beat(len(self._streams), self._bls.is_short)
 
     def _forget(self, stream: Stream) -> None:
         self._streams.discard(stream)
@@ -243,6 +243,8 @@ class Adapter:
         self._metrics.set("bireme_streams", len(self._streams))
         if responses:
             self._metrics.add("bireme_responses_total", responses)
+        if self._bls.look():
+            self._metrics.set("bireme_bls_threads_lost", self._bls.num_lost)
         if cancelled and stage_of(self._model_name) not in WORKER_STAGES:  # a worker's engine counts its own
             self._metrics.add("bireme_cancellations_total", cancelled)
 

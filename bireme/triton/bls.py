@@ -4,65 +4,121 @@ A blocked exec() holds one of the backend's pool threads of this model (thread-p
 send: at 32 waiting calls all streams of the model stand still. Hence a bounded number of threads (BIREME_BLS_THREADS,
 which serve.py raises together with thread-pool-size). Decoupled models can't be called: reading their BLS streams while
 sending corrupts the stub's heap within seconds.
+
+Triton never ends a call whose model's stub has died, and both threads are lost with it: ours and the backend's. Ours
+are replaced as far as sends can spare the backend's (BIREME_BLS_SPARE_THREADS). After that only a new stub helps, which
+has a new pool: `is_short` asks serve.py for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-import threading
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from bireme.config import stage_of
-from bireme.errors import ConfigError, parse_error
+from bireme.errors import ConfigError, UnavailableError, parse_error
 from bireme.specs import MODELS
 from bireme.triton.daemon_threads import DaemonThreads
 from bireme.types import Tensors
 
 DEFAULT_THREADS = 24
-VARIABLE = "BIREME_BLS_THREADS"
+VARIABLE, SPARES_VARIABLE = "BIREME_BLS_THREADS", "BIREME_BLS_SPARE_THREADS"
+_MOST_THREADS = 1024
+logger = logging.getLogger("bireme.triton")
 
 
 class BlsClient:
-    """`StageContext.call` and `call_async`."""
+    """`StageContext.call_async`."""
 
-    def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads or threads_from_environment()
-        self._slots = threading.BoundedSemaphore(self._num_threads)
-        self._pool = DaemonThreads(self._num_threads, "bls")
+    def __init__(self) -> None:
+        num_threads, num_spares = threads_from_environment(), spares_from_environment()
+        self._pool = DaemonThreads(num_threads, "bls", num_spares)
+        self.num_lost = 0
 
-    def call(self, model: str, inputs: Tensors) -> Tensors:
-        """Call a unary model of this server on the calling thread. Raises the errors of errors.py."""
-        request = pb_utils.InferenceRequest(
-            model_name=model,
-            requested_output_names=_outputs_of(model),
-            inputs=[pb_utils.Tensor(name, array) for name, array in inputs.items()],
-        )
-        with self._slots:
-            response = _execute(request, model)
-        if response.has_error():
-            raise parse_error(response.error().message())
-        return {tensor.name(): np.array(tensor.as_numpy()) for tensor in response.output_tensors()}
+    @property
+    def is_short(self) -> bool:
+        """Whether threads are lost that nothing can replace."""
+        return self.num_lost > self._pool.num_spares
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no call can be made any more."""
+        return self._num_left == 0
 
     async def call_async(self, model: str, inputs: Tensors) -> Tensors:
-        """The same from a coroutine; waits for a free thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self.call, model, inputs)
+        """Call a unary model of this server; waits for a free thread. Raises the errors of errors.py."""
+        if self.is_exhausted:
+            raise self._refusal()
+        call = self._pool.submit(_call, model, inputs)
+        try:
+            return await asyncio.wrap_future(call)
+        except asyncio.CancelledError:
+            self._pool.leave(call)
+            raise
+
+    def look(self) -> bool:
+        """Count the lost threads, replace what can be replaced, log what is new. Return whether the number is another.
+
+        Called several times a second, by one thread.
+        """
+        num_lost = self._pool.count_lost()
+        before, self.num_lost = self.num_lost, num_lost
+        if num_lost > before:
+            logger.error("bls_threads_lost lost=%d left=%d reason=%s", num_lost, self._num_left, self._explain())
+        if self.is_exhausted:
+            self._pool.refuse_waiting(self._refusal())
+        return num_lost != before
 
     def close(self) -> None:
         """Refuse new calls; those under way end when their model answers."""
         self._pool.shutdown()
 
+    @property
+    def _num_left(self) -> int:
+        return self._pool.max_threads - max(0, self.num_lost - self._pool.num_spares)
+
+    def _refusal(self) -> UnavailableError:
+        return UnavailableError(f"no thread is left to call other models: {self._explain()}")
+
+    def _explain(self) -> str:
+        return (
+            f"{self.num_lost} calls to models whose stub has died never ended, and hold a thread each; unload and load"
+            " this model, as serve.py does"
+        )
+
 
 def threads_from_environment() -> int:
-    text = os.environ.get(VARIABLE, "")
+    return _number(VARIABLE, DEFAULT_THREADS, 1)
+
+
+def spares_from_environment() -> int:
+    return _number(SPARES_VARIABLE, 0, 0)
+
+
+def _number(variable: str, default: int, least: int) -> int:
+    text = os.environ.get(variable, "")
     if not text:
-        return DEFAULT_THREADS
-    if not text.isdecimal() or not 1 <= int(text) <= 1024:
-        raise ConfigError(f"{VARIABLE}: {text!r}; a number from 1 to 1024 is expected")
+        return default
+    if not text.isdecimal() or not least <= int(text) <= _MOST_THREADS:
+        raise ConfigError(f"{variable}: {text!r}; a number from {least} to {_MOST_THREADS} is expected")
     return int(text)
+
+
+def _call(model: str, inputs: Tensors) -> Tensors:
+    request = pb_utils.InferenceRequest(
+        model_name=model,
+        requested_output_names=_outputs_of(model),
+        inputs=[pb_utils.Tensor(name, array) for name, array in inputs.items()],
+    )
+    response = _execute(request, model)
+    if response.has_error():
+        raise parse_error(response.error().message())
+    return {tensor.name(): np.array(tensor.as_numpy()) for tensor in response.output_tensors()}
 
 
 def _execute(request: Any, model: str) -> Any:

@@ -34,6 +34,14 @@ def test_a_beat_tells_whether_there_are_requests(pulse):
     reader.close()
 
 
+def test_a_beat_tells_whether_its_process_asks_to_be_replaced(pulse):
+    reader = PulseReader.open(PREFIX, os.getpid())
+    assert not reader.is_worn()
+    pulse.beat(num_requests=3, is_worn=True)
+    assert reader.is_worn() and not reader.is_idle()
+    reader.close()
+
+
 def test_a_loop_that_turns_beats(pulse):
     reader = PulseReader.open(PREFIX, os.getpid())
     before = reader.count()

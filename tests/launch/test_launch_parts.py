@@ -22,7 +22,7 @@ from bireme.launch.ports import is_free
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.series import WorkerSeries, total, worker_series
-from bireme.launch.tritonserver import THREAD_POOL_SIZE, address, failed_models
+from bireme.launch.tritonserver import THREAD_POOL_SIZE, ServerOptions, address, failed_models
 from bireme.recipe_files import load_recipe
 
 STUB = "/run/backends/python/triton_python_backend_stub"
@@ -256,3 +256,9 @@ def test_backend_threads_stay_below_a_containers_process_limit():
     assert thread_pool_size(7, 1 << 20) == THREAD_POOL_SIZE
     assert thread_pool_size(8, 800) == 50
     assert thread_pool_size(8, 100) == 32
+
+
+@pytest.mark.parametrize(("pool", "calls", "spares"), [(64, 32, 24), (32, 16, 8), (8, 4, 0)])
+def test_a_pool_is_shared_by_calls_those_that_replace_lost_ones_and_sends(pool, calls, spares):
+    options = ServerOptions(repositories=(), thread_pool_size=pool)
+    assert (options.bls_threads, options.bls_spare_threads) == (calls, spares)
