@@ -44,7 +44,7 @@ class Counting(AbsentStage):
 @pytest.fixture
 def adapter(triton_module):
     adapter = as_triton_model(Moody)()
-    adapter._loop, adapter._stage = EventLoop("test"), Moody()
+    adapter._loop, adapter._stage, adapter._bls = EventLoop("test"), Moody(), SimpleNamespace(is_exhausted=False)
     yield adapter
     adapter._loop.stop(5)
 
@@ -57,6 +57,11 @@ def test_the_model_is_ready_when_its_stage_is(adapter):
 
 def test_the_model_is_not_ready_without_its_loop(adapter):
     adapter._loop.stop(5)
+    assert not adapter.is_ready()
+
+
+def test_the_model_is_not_ready_when_no_thread_is_left_for_calls_to_others(adapter):
+    adapter._bls.is_exhausted = True
     assert not adapter.is_ready()
 
 
