@@ -116,7 +116,17 @@ class GroupStep:
     """One window's share of a step."""
 
     slots: Tensor  # (T,) pool row that each token's key and value go to
-    decode: DecodeView | DecodeTable | None  # what its attention reads
+    decode: DecodeView | None  # what its attention reads
+    chunks: list[ChunkView]
+
+
+@dataclass(slots=True)
+class TableStep:
+    """One window's share of a step, for operations that find pool rows themselves."""
+
+    tables: Tensor  # (batch rows, columns) int64 block ids
+    rows: Tensor  # (1, T) int64: the batch row of each token
+    num_decodes: int
     chunks: list[ChunkView]
 
 
@@ -157,7 +167,6 @@ class PagedStep:
         group, keys, values = self.groups[layer], self.keys[layer], self.values[layer]
         store_rows(group.slots, key, keys)
         store_rows(group.slots, value, values)
-        assert not isinstance(group.decode, DecodeTable)
         parts = []
         if group.decode is not None:
             parts.append(self._decode(group.decode, query, key.shape[1], keys, values, extras))

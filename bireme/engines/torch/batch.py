@@ -16,7 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bireme.engines.torch.attention import ChunkView, DecodeTable, DecodeView, GroupStep, KernelGroup, PackedChunks
+from bireme.engines.torch.attention import (
+    ChunkView,
+    DecodeTable,
+    DecodeView,
+    GroupStep,
+    KernelGroup,
+    PackedChunks,
+    TableStep,
+)
 from bireme.engines.torch.scheduler import SchedulerOutput
 from bireme.engines.torch.sequence import Sequence
 
@@ -36,8 +44,8 @@ class PromptRows:
 class Batch:
     ids: Tensor  # (1, T) int64
     positions: Tensor  # (1, T) int64; (3, 1, T) for a model with positions in three dimensions
-    logits_rows: Tensor  # int64: rows to sample first, then those of prompt log probabilities
-    groups: list[GroupStep] | list[KernelGroup]  # per group
+    logits_rows: Tensor | None  # int64: rows to sample first, then those of prompt log probabilities; None: all
+    groups: list[GroupStep] | list[TableStep] | list[KernelGroup]  # per group
     sampled: list[Sequence]  # in the order of the logits rows
     prompt_rows: list[PromptRows]
     embeddings: list[tuple[int, Tensor]] = field(default_factory=list)  # of pictures: place in the step, rows
@@ -59,7 +67,7 @@ class BatchBuilder:
     ) -> None:
         """`has_grid_positions`: the model's rotary positions have three dimensions.
 
-        `uses_tables`: decode rows of a CPU's step are told as DecodeTable, in place of DecodeView.
+        `uses_tables`: a CPU's step is told as TableStep, in place of GroupStep.
         """
         columns = -(-max_seq_len // tokens_per_block) + 1
         self._windows = windows
@@ -70,8 +78,11 @@ class BatchBuilder:
         self._uses_tables = uses_tables
         self._most_seen = max_seq_len  # tokens whose KV is gathered at once
         self._tables = [np.zeros((max_batch_size, columns), dtype=np.int64) for _ in windows]
+        self._table_tensors = [torch.from_numpy(table) for table in self._tables] if uses_tables else []
 
     def build(self, plan: SchedulerOutput) -> Batch:
+        if self._uses_tables:
+            return self._build_of_tables(plan)
         ids, positions = self._tokens(plan)
         sampled, rows, prompt_rows = _logits_rows(plan)
         groups: list[Any] = []
@@ -89,6 +100,30 @@ class BatchBuilder:
             _embeddings(plan),
             len(plan.decodes),
             is_decode=not plan.chunks,
+        )
+
+    def _build_of_tables(self, plan: SchedulerOutput) -> Batch:
+        """The same with two operations of numpy and torch, each of which costs a step of one row some 20 us."""
+        sampled, logits_rows, prompt_rows = _logits_rows(plan)
+        decodes, count = plan.decodes, len(plan.decodes)
+        ids = [sequence.tokens[-1] for sequence in decodes]
+        positions = [sequence.computed for sequence in decodes]
+        rows = [sequence.slot for sequence in decodes]
+        for sequence, length in plan.chunks:
+            first = sequence.computed
+            ids += sequence.tokens[first : first + length]
+            positions += range(first, first + length)
+            rows += [sequence.slot] * length
+        numbers = np.array([[ids], [positions], [rows]], dtype=np.int64)
+        tokens, at = torch.from_numpy(numbers).unbind(), numbers[1, 0]
+        groups = []
+        for group, window in enumerate(self._windows):
+            self._mirror(group, plan)
+            chunks = self._chunks(self._tables[group], window, plan, at)
+            groups.append(TableStep(self._table_tensors[group], tokens[2], count, chunks))
+        wanted = torch.tensor(logits_rows, dtype=torch.int64) if plan.chunks else None
+        return Batch(
+            tokens[0], tokens[1], wanted, groups, sampled, prompt_rows, num_decodes=count, is_decode=not plan.chunks
         )
 
     def _rope(self, plan: SchedulerOutput, positions: Ints) -> Tensor:
@@ -123,20 +158,26 @@ class BatchBuilder:
     def _group(self, group: int, window: int, plan: SchedulerOutput, positions: Ints) -> GroupStep:
         table, size, count = self._tables[group], self._size, len(plan.decodes)
         slots = np.empty(len(positions), dtype=np.int64)
-        decode: DecodeView | DecodeTable | None = None
+        decode = None
         if count:
             rows = np.array([sequence.slot for sequence in plan.decodes])
             at = positions[:count]
             slots[:count] = table[rows, at // size] * size + at % size
-            decode = self._table(table, rows, at) if self._uses_tables else self._decode(table, rows, at, window)
-        chunks, begin = [], count
+            decode = self._decode(table, rows, at, window)
+        begin = count
         for sequence, length in plan.chunks:
-            own, end = table[sequence.slot], begin + length
+            end = begin + length
             at = positions[begin:end]
-            slots[begin:end] = own[at // size] * size + at % size
-            chunks.append(self._chunk(own, at, window, begin))
+            slots[begin:end] = table[sequence.slot][at // size] * size + at % size
             begin = end
-        return GroupStep(self._tensor(slots), decode, chunks)
+        return GroupStep(self._tensor(slots), decode, self._chunks(table, window, plan, positions))
+
+    def _chunks(self, table: Ints, window: int, plan: SchedulerOutput, positions: Ints) -> list[ChunkView]:
+        chunks, begin = [], len(plan.decodes)
+        for sequence, length in plan.chunks:
+            chunks.append(self._chunk(table[sequence.slot], positions[begin : begin + length], window, begin))
+            begin += length
+        return chunks
 
     def _decode(self, table: Ints, rows: Ints, positions: Ints, window: int) -> DecodeView:
         size = self._size

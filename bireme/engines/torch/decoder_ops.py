@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bireme.engines.torch import native
-from bireme.engines.torch.attention import DecodeTable, Extras, GroupStep, PagedStep, attend_chunk
+from bireme.engines.torch.attention import Extras, GroupStep, PagedStep, TableStep, attend_chunk
 from bireme.engines.torch.decoder_weights import Rotary
 
 logger = logging.getLogger("bireme.engines.torch")
@@ -54,7 +54,7 @@ DecoderLinear = Callable[[Tensor, Tensor | None], Tensor]  # x (T, in), rows to 
 
 
 class DecoderOps(Protocol):
-    uses_tables: bool  # decode rows come as DecodeTable; else as DecodeView
+    uses_tables: bool  # a step comes as TableStep; else as GroupStep
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None) -> Tensor:
         """x (T, hidden), weight (hidden,) float32 -> (T, hidden), plus `add_to` (T, hidden)."""
@@ -62,7 +62,7 @@ class DecoderOps(Protocol):
     def gate(self, gate_up: Tensor, is_gelu: bool = False) -> Tensor:
         """gate_up (T, 2 I) -> silu(gate) * up (T, I), or with tanh's approximation of GELU."""
 
-    def attend(self, layer: int, qkv: Tensor, positions: Tensor, group: GroupStep) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, positions: Tensor, group: GroupStep | TableStep) -> Tensor:
         """qkv (T, (H + 2 N) K), which is overwritten -> (T, H K). Norms and turns heads, fills the pools' rows."""
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> DecoderLinear | None:
@@ -95,7 +95,8 @@ class PlainOps:
         gate, up = gate_up.chunk(2, -1)
         return (F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)) * up
 
-    def attend(self, layer: int, qkv: Tensor, positions: Tensor, group: GroupStep) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, positions: Tensor, group: GroupStep | TableStep) -> Tensor:
+        assert isinstance(group, GroupStep)
         own = self._layers[layer]
         size, rotary = own.size, own.rotary
         heads = qkv.view(len(qkv), -1, size).float()
@@ -137,38 +138,40 @@ class NativeOps:
         )
         self._rms_norm.argtypes = [pointer] * 4 + [integer, integer, number, flag]
         self._gate.argtypes = [pointer, pointer, integer, integer, flag, flag]
-        self._attend.argtypes = [pointer] * 3 + [integer, pointer, pointer, integer, integer, pointer, pointer, flag]
+        self._attend.argtypes = [pointer] * 3 + [integer, integer, pointer, integer, pointer, pointer, flag]
         self._multiply = library["multiply"]
         self._multiply.argtypes = [pointer] * 5 + [integer] * 3 + [flag]
         self._num_lanes = int(library["num_lanes"]())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None) -> Tensor:
         out, other = torch.empty_like(x), 0 if add_to is None else add_to.data_ptr()
-        self._rms_norm(x.data_ptr(), weight.data_ptr(), other, out.data_ptr(), *x.shape, eps, self._threads)
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), other, out.data_ptr(), *x.size(), eps, self._threads)
         return out
 
     def gate(self, gate_up: Tensor, is_gelu: bool = False) -> Tensor:
-        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        rows, width = gate_up.size(0), gate_up.size(1) // 2
         out = gate_up.new_empty(rows, width)
         self._gate(gate_up.data_ptr(), out.data_ptr(), rows, width, is_gelu, self._threads)
         return out
 
-    def attend(self, layer: int, qkv: Tensor, positions: Tensor, group: GroupStep) -> Tensor:
-        own, table = self._layers[layer], group.decode
-        assert table is None or isinstance(table, DecodeTable)
-        out = qkv.new_empty(len(qkv), own.num_heads * own.size)
+    def attend(self, layer: int, qkv: Tensor, positions: Tensor, group: GroupStep | TableStep) -> Tensor:
+        assert isinstance(group, TableStep)
+        own, count = self._layers[layer], qkv.size(0)
+        out = qkv.new_empty(count, own.num_heads * own.size)
         self._attend(
             qkv.data_ptr(),
             positions.data_ptr(),
-            group.slots.data_ptr(),
-            len(qkv),
-            *((0, 0, 0, 0) if table is None else _pointers(table)),
+            group.rows.data_ptr(),
+            count,
+            group.num_decodes,
+            group.tables.data_ptr(),
+            group.tables.size(1),
             out.data_ptr(),
             ctypes.addressof(self._structures[layer]),
             self._threads,
         )
         if group.chunks:
-            heads = qkv.view(1, len(qkv), -1, own.size).transpose(1, 2)
+            heads = qkv.view(1, count, -1, own.size).transpose(1, 2)
             query, key, value = heads.split([own.num_heads, own.num_kv_heads, own.num_kv_heads], 1)
             for chunk in group.chunks:
                 found = attend_chunk(chunk, query, key, value, own.keys, own.values, own.extras)
@@ -181,17 +184,14 @@ class NativeOps:
         panels = padded.view(-1, 2, self._num_lanes, depth).permute(0, 3, 2, 1).contiguous()
 
         def multiply(x: Tensor, add_to: Tensor | None) -> Tensor:
-            out = x.new_empty(len(x), width)
-            others = (0 if other is None else other.data_ptr() for other in (bias, add_to))
+            rows = x.size(0)
+            out = x.new_empty(rows, width)
+            others = (0 if bias is None else bias.data_ptr()), (0 if add_to is None else add_to.data_ptr())
             pointers = x.data_ptr(), panels.data_ptr(), *others, out.data_ptr()
-            self._multiply(*pointers, len(x), depth, width, self._threads)
+            self._multiply(*pointers, rows, depth, width, self._threads)
             return out
 
         return multiply
-
-
-def _pointers(table: DecodeTable) -> tuple[int, int, int, int]:
-    return table.blocks.data_ptr(), table.lengths.data_ptr(), *table.blocks.shape
 
 
 def _structure(layer: AttentionLayer) -> _Layer:

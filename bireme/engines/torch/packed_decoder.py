@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bireme.engines.torch.attention import GroupStep
+from bireme.engines.torch.attention import KernelGroup
 from bireme.engines.torch.batch import Batch
 from bireme.engines.torch.decoder_ops import AttentionLayer, DecoderOps
 from bireme.engines.torch.decoder_weights import DecoderWeights, Rotary
@@ -90,7 +90,7 @@ class PackedDecoder:
             x *= self._scale
         for index, layer in enumerate(self._layers):
             group = batch.groups[layer.group]
-            assert isinstance(group, GroupStep)
+            assert not isinstance(group, KernelGroup)
             qkv = layer.qkv(ops.rms_norm(x, layer.attention_norm, eps))
             x = self._add(x, layer.output, ops.attend(index, qkv, positions, group), layer.attention_post_norm)
             x = self._add(x, layer.mlp, ops.rms_norm(x, layer.mlp_norm, eps), layer.mlp_post_norm)

@@ -110,6 +110,7 @@ class HfRunner:
 
     def compute_by_modules(self, batch: Batch) -> Tensor:
         """Compute the batch with transformers' own modules."""
+        assert batch.logits_rows is not None
         groups = [batch.groups[group] for group in self._store.group_of]
         step = self._make_step(self._store.keys, self._store.values, groups, self._store.tokens_per_block)
         return _forward(self._model, step, batch.ids, batch.positions, batch.logits_rows, batch.embeddings)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bireme.engines.torch import cpu, decoder_weights, native, packed_decoder, packed_linear
-from bireme.engines.torch.attention import DecodeTable, GroupStep
+from bireme.engines.torch.attention import GroupStep, TableStep
 from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.checkpoint import choose_dtype
 from bireme.engines.torch.decoder_ops import AttentionLayer, NativeOps, PlainOps
@@ -66,6 +66,7 @@ def test_norms_and_gates_in_cpp_equal_plain_torch(dtype):
     [
         {},
         {"heads": 5, "kv_heads": 1, "size": 80},
+        {"heads": 14, "kv_heads": 2, "size": 20},
         {"heads": 8, "kv_heads": 8, "size": 64, "window": 7},
         {"size": 128, "is_normed": True, "window": 20},
         {"size": 256, "is_normed": True},
@@ -82,11 +83,11 @@ def test_paged_attention_in_cpp_equals_plain_torch(dtype, shape):
     for make in (PlainOps, functools.partial(NativeOps, library=library())):
         own = layer(dtype, **shape)
         qkv = randn(3, (own.num_heads + 2 * own.num_kv_heads) * own.size, dtype=dtype)
-        table = DecodeTable(blocks.int(), (positions + 1).int())
+        step = TableStep(blocks, torch.arange(3)[None], 3, [])
         if make is PlainOps:
             builder = BatchBuilder([own.window], 8, 3, 99, torch.device("cpu"))
-            table = builder._decode(blocks.numpy(), np.arange(3), positions.numpy(), own.window)
-        out = make([own]).attend(0, qkv, positions, GroupStep(slots, table, []))
+            step = GroupStep(slots, builder._decode(blocks.numpy(), np.arange(3), positions.numpy(), own.window), [])
+        out = make([own]).attend(0, qkv, positions, step)
         found.append((out, own.keys, own.values))
     for expected, got in zip(*found, strict=True):
         assert_close(got, expected, dtype)

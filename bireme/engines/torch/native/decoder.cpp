@@ -8,24 +8,28 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
 constexpr int64_t kTile = 64;              // keys whose scores are kept at once
 constexpr int64_t kFewElements = 1 << 15;  // less is done sooner than another thread is woken
 
-// Lanes of a vector, and the rows of a product whose sums the registers hold.
+// Lanes of a vector; the rows of a product, and the queries with kAtOnce keys, whose sums the registers hold.
 #if defined(__AVX512F__)
-constexpr int64_t kLanes = 16, kMostRows = 12;
+constexpr int64_t kLanes = 16, kMostRows = 12, kMostQueries = 6;
 #elif defined(__AVX__)
-constexpr int64_t kLanes = 8, kMostRows = 6;
+constexpr int64_t kLanes = 8, kMostRows = 6, kMostQueries = 3;
 #elif defined(__aarch64__)
-constexpr int64_t kLanes = 4, kMostRows = 12;
+constexpr int64_t kLanes = 4, kMostRows = 12, kMostQueries = 6;
 #else
-constexpr int64_t kLanes = 4, kMostRows = 4;
+constexpr int64_t kLanes = 4, kMostRows = 4, kMostQueries = 3;
 #endif
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef float Fours __attribute__((vector_size(16)));
+typedef int32_t Picks __attribute__((vector_size(16)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
 typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
 
@@ -47,14 +51,35 @@ inline Floats load_lanes(const float *at) {
 inline Floats load_lanes(const uint16_t *at) {
   Shorts upper;
   std::memcpy(&upper, at, sizeof upper);
-  return (Floats)(__builtin_convertvector(upper, Bits) << 16);
+#if defined(__AVX512F__)  // gcc makes four instructions of what one does
+  const Bits bits = (Bits)_mm512_cvtepu16_epi32((__m256i)upper);
+#elif defined(__AVX2__)
+  const Bits bits = (Bits)_mm256_cvtepu16_epi32((__m128i)upper);
+#else
+  const Bits bits = __builtin_convertvector(upper, Bits);
+#endif
+  return (Floats)(bits << 16);
 }
 
-inline float sum_of(Floats values) {
+#if defined(__clang__)
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, Picks{__VA_ARGS__})
+#endif
+
+inline Fours halved(Floats values) {
   Fours parts[kLanes / 4];
   std::memcpy(parts, &values, sizeof parts);
   for (int64_t n = 1; n < kLanes / 4; n++) parts[0] += parts[n];
-  return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
+  return parts[0];
+}
+
+// The sum of each one's lanes.
+inline Fours sums_of(Floats a, Floats b, Floats c, Floats d) {
+  const Fours A = halved(a), B = halved(b), C = halved(c), D = halved(d);
+  const Fours left = PICK(A, B, 0, 4, 1, 5) + PICK(A, B, 2, 6, 3, 7);
+  const Fours right = PICK(C, D, 0, 4, 1, 5) + PICK(C, D, 2, 6, 3, 7);
+  return PICK(left, right, 0, 1, 4, 5) + PICK(left, right, 2, 3, 6, 7);
 }
 
 inline void store(float *at, float value) { *at = value; }
@@ -159,117 +184,193 @@ inline void turn(const T *from, const float *norm, const float *cos_sin, int64_t
   }
 }
 
-// Keys or values that are read at once: so many sums are under way that none waits for its own addition. Those beyond
-// the last are the last again.
-constexpr int64_t kAtOnce = 4;
+constexpr int64_t kAtOnce = 4;  // keys or values: so many sums are under way that none waits for its own addition
+constexpr int64_t kAhead = 8;   // tokens whose rows are under way to the cache
 
+// The keys or values of tokens that lie together, and of those that are computed after them.
 template <class T>
-struct Rows {
-  const T *at[kAtOnce];
-  Rows(const T *first, int64_t row, int64_t from, int64_t count) {
-    for (int64_t n = 0; n < kAtOnce; n++) at[n] = first + std::min(from + n, count - 1) * row;
+struct Tile {
+  const T *own, *next;  // the first token's
+  int64_t row, count;
+
+  const T *at(int64_t token) const { return token < count ? own + token * row : next + (token - count) * row; }
+
+  // Where kAtOnce tokens from `token` on have what begins at `offset`; those beyond the last are the last again.
+  void begins(int64_t token, int64_t offset, const T **found) const {
+#pragma GCC unroll 4
+    for (int64_t n = 0; n < kAtOnce; n++) found[n] = own + std::min(token + n, count - 1) * row + offset;
+  }
+
+  // Have the cache fetch a head's share of kAtOnce tokens. Rows are asked for as they lie, head after head: then the
+  // cache's own prefetcher follows, which has several times as many lines under way as a core has. Inline: gcc takes a
+  // function that does no more for one that does nothing.
+  __attribute__((always_inline)) void fetch(int64_t token, int64_t head, int64_t heads, int64_t size) const {
+    for (int64_t n = head * kAtOnce; n < (head + 1) * kAtOnce; n++) {
+      const T *from = at(token + kAhead + n / heads) + n % heads * size;
+      for (int64_t i = 0; i < size; i += 64 / int64_t{sizeof(T)}) __builtin_prefetch(from + i);
+    }
   }
 };
 
-// Have the cache fetch one head's part of a row.
-template <class T>
-inline void fetch(const T *row, int64_t size) {
-  for (int64_t i = 0; i < size; i += 64 / int64_t{sizeof(T)}) __builtin_prefetch(row + i);
+// Queries (G, size) and kAtOnce keys -> scores (G, kTile).
+template <class T, int G>
+void score(int64_t size, const T *const *keys, const float *queries, float *scores) {
+  const int64_t whole = size / kLanes * kLanes;
+  Floats sums[G][kAtOnce] = {};
+  for (int64_t i = 0; i < whole; i += kLanes) {
+#pragma GCC unroll 4
+    for (int64_t n = 0; n < kAtOnce; n++) {
+      const Floats key = load_lanes(keys[n] + i);
+#pragma GCC unroll 6
+      for (int64_t g = 0; g < G; g++) sums[g][n] += load_lanes(queries + g * size + i) * key;
+    }
+  }
+#pragma GCC unroll 6
+  for (int64_t g = 0; g < G; g++) {
+    Fours found = sums_of(sums[g][0], sums[g][1], sums[g][2], sums[g][3]);
+    for (int64_t i = whole; i < size; i++)
+      for (int64_t n = 0; n < kAtOnce; n++) found[n] += queries[g * size + i] * load(keys[n] + i);
+    std::memcpy(scores + g * kTile, &found, sizeof found);
+  }
 }
 
-// Queries (heads, group, K), scaled already, over the tokens of one sequence and `heads` key/value heads from `head` on ->
-// out (heads, group, K). Tile by tile for all heads: a token's heads lie together, and are read while a cache has them.
-template <class T, int K>
+// sums (G, size) += weights (G, kTile) * kAtOnce values.
+template <class T, int G>
+void add_values(int64_t size, const T *const *values, const float *weights, float *sums) {
+  const int64_t whole = size / kLanes * kLanes;
+  Floats factors[G][kAtOnce];
+#pragma GCC unroll 6
+  for (int64_t g = 0; g < G; g++)
+#pragma GCC unroll 4
+    for (int64_t n = 0; n < kAtOnce; n++) factors[g][n] = Floats{} + weights[g * kTile + n];
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    Floats added[G];
+#pragma GCC unroll 6
+    for (int64_t g = 0; g < G; g++) added[g] = load_lanes(sums + g * size + i);
+#pragma GCC unroll 4
+    for (int64_t n = 0; n < kAtOnce; n++) {
+      const Floats value = load_lanes(values[n] + i);
+#pragma GCC unroll 6
+      for (int64_t g = 0; g < G; g++) added[g] += factors[g][n] * value;
+    }
+#pragma GCC unroll 6
+    for (int64_t g = 0; g < G; g++) std::memcpy(sums + g * size + i, &added[g], sizeof added[g]);
+  }
+  for (int64_t i = whole; i < size; i++)
+    for (int64_t g = 0; g < G; g++)
+      for (int64_t n = 0; n < kAtOnce; n++) sums[g * size + i] += weights[g * kTile + n] * load(values[n] + i);
+}
+
+// The same of `count` queries, at most G.
+template <class T, int G = kMostQueries>
+void score_some(int64_t count, int64_t size, const T *const *keys, const float *queries, float *scores) {
+  if constexpr (G > 0) {
+    if (count < G) return score_some<T, G - 1>(count, size, keys, queries, scores);
+    score<T, G>(size, keys, queries, scores);
+  }
+}
+
+template <class T, int G = kMostQueries>
+void add_some(int64_t count, int64_t size, const T *const *values, const float *weights, float *sums) {
+  if constexpr (G > 0) {
+    if (count < G) return add_some<T, G - 1>(count, size, values, weights, sums);
+    add_values<T, G>(size, values, weights, sums);
+  }
+}
+
+// Scores of a tile (queries, kTile) -> weights of its values; sums (queries, size), most and total (queries,), of the
+// tiles before, are made to fit.
+inline void weigh(int64_t queries, int64_t count, const Layer &layer, float *scores, float *sums, float *most,
+                  float *total) {
+  for (int64_t g = 0; g < queries; g++) {
+    float *own = scores + g * kTile, highest = most[g], sum = 0;
+    if (layer.softcap != 0.0f)
+      for (int64_t j = 0; j < count; j++) own[j] = layer.softcap * std::tanh(own[j] / layer.softcap);
+#pragma omp simd reduction(max : highest)
+    for (int64_t j = 0; j < count; j++) highest = std::max(highest, own[j]);
+    const float fade = exponential(most[g] - highest);
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < count; j++) {
+      own[j] = exponential(own[j] - highest);
+      sum += own[j];
+    }
+    std::fill(own + count, own + (count + kAtOnce - 1) / kAtOnce * kAtOnce, 0.0f);
+    most[g] = highest;
+    total[g] = total[g] * fade + sum;
+#pragma omp simd
+    for (int64_t i = 0; i < layer.size; i++) sums[g * layer.size + i] *= fade;
+  }
+}
+
+// Queries (heads, group, size), scaled already, over the tokens of one sequence and `heads` key/value heads from `head` on
+// -> out (heads, group, size). Tile by tile for all heads: a token's heads lie together, blocks lie anywhere.
+template <class T>
 void attend_to(const float *queries, int64_t group, int64_t head, int64_t heads, const Layer &layer,
-               const int32_t *blocks, int64_t length, T *out) {
-  const int64_t size = K ? K : layer.size, row = layer.kv_heads * size, whole = size / kLanes * kLanes;
-  float scores[group * kTile], all_sums[heads * group * size], all_most[heads * group], all_total[heads * group];
-  std::fill(all_sums, all_sums + heads * group * size, 0.0f);
-  std::fill(all_most, all_most + heads * group, -INFINITY);
-  std::fill(all_total, all_total + heads * group, 0.0f);
+               const int64_t *blocks, int64_t length, T *out) {
+  const int64_t size = layer.size, row = layer.kv_heads * size, all = heads * group;
+  const int64_t parts = (group + kMostQueries - 1) / kMostQueries;
+  float scores[all * kTile], sums[all * size], most[all], total[all];
+  std::fill(sums, sums + all * size, 0.0f);
+  std::fill(most, most + all, -INFINITY);
+  std::fill(total, total + all, 0.0f);
+  const auto place = [&](int64_t token) {
+    return (blocks[token / layer.block_size] * layer.block_size + token % layer.block_size) * row + head * size;
+  };
+  const auto each_part = [&](int64_t h, auto compute) {
+    for (int64_t part = 0; part < parts; part++) {
+      const int64_t begin = part * group / parts, end = (part + 1) * group / parts;
+      compute(h * group + begin, end - begin);
+    }
+  };
   int64_t at = layer.window && length > layer.window ? length - layer.window : 0;
   while (at < length) {
-    const int64_t inside = at % layer.block_size;
-    const int64_t count = std::min({layer.block_size - inside, length - at, kTile});
-    const int64_t first = (blocks[at / layer.block_size] * layer.block_size + inside) * row + head * size;
-    // The next tile's rows are fetched while these are computed: blocks lie anywhere, which no cache foresees.
-    const int64_t next = at + count < length ? at + count : at, next_inside = next % layer.block_size;
-    const int64_t ahead = (blocks[next / layer.block_size] * layer.block_size + next_inside) * row + head * size - first;
-    for (int64_t h = 0; h < heads; h++) {
-      const T *keys = static_cast<const T *>(layer.keys) + first + h * size;
-      const T *values = static_cast<const T *>(layer.values) + first + h * size;
-      const float *own_queries = queries + h * group * size;
-      float *sums = all_sums + h * group * size, *most = all_most + h * group, *total = all_total + h * group;
-      for (int64_t j = 0; j < count; j += kAtOnce) {
-        const Rows<T> four(keys, row, j, count);
-        for (const T *key : four.at) fetch(key + ahead, size);
-        for (int64_t g = 0; g < group; g++) {
-          const float *query = own_queries + g * size;
-          Floats sums_of[kAtOnce] = {};
-          for (int64_t i = 0; i < whole; i += kLanes)
-            for (int64_t n = 0; n < kAtOnce; n++) sums_of[n] += load_lanes(query + i) * load_lanes(four.at[n] + i);
-          for (int64_t n = 0; n < kAtOnce; n++) {
-            float score = sum_of(sums_of[n]);
-            for (int64_t i = whole; i < size; i++) score += query[i] * load(four.at[n] + i);
-            scores[g * kTile + j + n] = score;
-          }
-        }
+    const int64_t count = std::min({layer.block_size - at % layer.block_size, length - at, kTile});
+    const int64_t own = place(at), next = at + count < length ? place(at + count) : own;
+    const T *pool = static_cast<const T *>(layer.keys), *of[kAtOnce];
+    const Tile<T> keys{pool + own, pool + next, row, count};
+    pool = static_cast<const T *>(layer.values);
+    const Tile<T> values{pool + own, pool + next, row, count};
+    for (int64_t j = 0; j < count; j += kAtOnce)
+      for (int64_t h = 0; h < heads; h++) {
+        keys.fetch(j, h, heads, size);
+        keys.begins(j, h * size, of);
+        each_part(h, [&](int64_t g, int64_t some) {
+          score_some<T>(some, size, of, queries + g * size, scores + g * kTile + j);
+        });
       }
-      for (int64_t g = 0; g < group; g++) {
-        float *own = scores + g * kTile, highest = most[g], sum = 0;
-        if (layer.softcap != 0.0f)
-          for (int64_t j = 0; j < count; j++) own[j] = layer.softcap * std::tanh(own[j] / layer.softcap);
-        for (int64_t j = 0; j < count; j++) highest = std::max(highest, own[j]);
-        const float fade = exponential(most[g] - highest);
-  #pragma omp simd reduction(+ : sum)
-        for (int64_t j = 0; j < count; j++) {
-          own[j] = exponential(own[j] - highest);
-          sum += own[j];
-        }
-        std::fill(own + count, own + (count + kAtOnce - 1) / kAtOnce * kAtOnce, 0.0f);
-        most[g] = highest;
-        total[g] = total[g] * fade + sum;
-  #pragma omp simd
-        for (int64_t i = 0; i < size; i++) sums[g * size + i] *= fade;
+    weigh(all, count, layer, scores, sums, most, total);
+    for (int64_t j = 0; j < count; j += kAtOnce)
+      for (int64_t h = 0; h < heads; h++) {
+        values.fetch(j, h, heads, size);
+        values.begins(j, h * size, of);
+        each_part(h, [&](int64_t g, int64_t some) {
+          add_some<T>(some, size, of, scores + g * kTile + j, sums + g * size);
+        });
       }
-      for (int64_t j = 0; j < count; j += kAtOnce) {
-        const Rows<T> four(values, row, j, count);
-        for (const T *value : four.at) fetch(value + ahead, size);
-        for (int64_t g = 0; g < group; g++) {
-          const float *own = scores + g * kTile + j;
-          float *sum = sums + g * size;
-          for (int64_t i = 0; i < whole; i += kLanes) {
-            Floats added = load_lanes(sum + i);
-            for (int64_t n = 0; n < kAtOnce; n++) added += own[n] * load_lanes(four.at[n] + i);
-            std::memcpy(sum + i, &added, sizeof added);
-          }
-          for (int64_t i = whole; i < size; i++)
-            for (int64_t n = 0; n < kAtOnce; n++) sum[i] += own[n] * load(four.at[n] + i);
-        }
-      }
-    }
     at += count;
   }
-  for (int64_t g = 0; g < heads * group; g++)
-    for (int64_t i = 0; i < size; i++) store(out + g * size + i, all_sums[g * size + i] / all_total[g]);
+  for (int64_t g = 0; g < all; g++)
+    for (int64_t i = 0; i < size; i++) store(out + g * size + i, sums[g * size + i] / total[g]);
 }
 
-template <class T, int K>
-void attend(T *qkv, const int64_t *positions, const int64_t *slots, int64_t tokens, const int32_t *blocks,
-            const int32_t *lengths, int64_t decodes, int64_t columns, T *out, const Layer &layer, int threads) {
-  const int64_t size = K ? K : layer.size, heads = layer.heads, kv_heads = layer.kv_heads, group = heads / kv_heads;
+template <class T>
+void attend(T *qkv, const int64_t *positions, const int64_t *rows, int64_t tokens, int64_t decodes,
+            const int64_t *tables, int64_t columns, T *out, const Layer &layer, int threads) {
+  const int64_t size = layer.size, heads = layer.heads, kv_heads = layer.kv_heads, group = heads / kv_heads;
   // A token's heads together, but for few tokens, whose heads are what keeps the threads busy.
   int64_t together = kv_heads;
   while (together % 2 == 0 && tokens * (kv_heads / together) < 2 * threads) together /= 2;
 #pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic, 1) if (tokens * kv_heads > 1)
   for (int64_t token = 0; token < tokens; token++)
     for (int64_t head = 0; head < kv_heads; head += together) {
-      const float *cos_sin = layer.cos_sin + positions[token] * size;
+      const int64_t position = positions[token], *blocks = tables + rows[token] * columns;
+      const int64_t slot = blocks[position / layer.block_size] * layer.block_size + position % layer.block_size;
+      const float *cos_sin = layer.cos_sin + position * size;
       float queries[together * group * size], turned[size];
       for (int64_t h = 0; h < together; h++) {
         T *own = qkv + token * (heads + 2 * kv_heads) * size;
         T *query = own + (head + h) * group * size, *key = own + (heads + head + h) * size, *value = key + kv_heads * size;
-        const int64_t to = (slots[token] * kv_heads + head + h) * size;
+        const int64_t to = (slot * kv_heads + head + h) * size;
         float *turned_queries = queries + h * group * size;
         turn(key, layer.k_norm, cos_sin, size, layer.eps, turned);
         for (int64_t i = 0; i < size; i++) store(static_cast<T *>(layer.keys) + to + i, turned[i]);
@@ -283,20 +384,10 @@ void attend(T *qkv, const int64_t *positions, const int64_t *slots, int64_t toke
       }
       if (token < decodes) {
         for (int64_t i = 0; i < together * group * size; i++) queries[i] *= layer.scaling;
-        attend_to<T, K>(queries, group, head, together, layer, blocks + token * columns, lengths[token],
-                        out + (token * heads + head * group) * size);
+        attend_to(queries, group, head, together, layer, blocks, position + 1,
+                  out + (token * heads + head * group) * size);
       }
     }
-}
-
-template <class T>
-void attend_any(T *qkv, const int64_t *positions, const int64_t *slots, int64_t tokens, const int32_t *blocks,
-                const int32_t *lengths, int64_t decodes, int64_t columns, T *out, const Layer &layer, int threads) {
-#define SIZE(K) \
-  if (K == 0 || layer.size == K) \
-    return attend<T, K>(qkv, positions, slots, tokens, blocks, lengths, decodes, columns, out, layer, threads);
-  SIZE(64) SIZE(128) SIZE(256) SIZE(0)
-#undef SIZE
 }
 
 // Weights of two bytes lie in panels of 2 kLanes outputs: (panels, in, kLanes, 2), so that a vector of 32 bits a lane holds
@@ -388,10 +479,10 @@ extern "C" void multiply(const float *x, const uint16_t *weight, const float *bi
   extern "C" void gate_##NAME(const T *gate_up, T *out, int64_t rows, int64_t width, int is_gelu, int threads) { \
     gate(gate_up, out, rows, width, is_gelu != 0, threads); \
   } \
-  extern "C" void attend_##NAME(T *qkv, const int64_t *positions, const int64_t *slots, int64_t tokens, \
-                                const int32_t *blocks, const int32_t *lengths, int64_t decodes, int64_t columns, \
-                                T *out, const Layer *layer, int threads) { \
-    attend_any(qkv, positions, slots, tokens, blocks, lengths, decodes, columns, out, *layer, threads); \
+  extern "C" void attend_##NAME(T *qkv, const int64_t *positions, const int64_t *rows, int64_t tokens, \
+                                int64_t decodes, const int64_t *tables, int64_t columns, T *out, \
+                                const Layer *layer, int threads) { \
+    attend(qkv, positions, rows, tokens, decodes, tables, columns, out, *layer, threads); \
   }
 
 EXPORT(float, float32)
