@@ -91,7 +91,8 @@ class Sampler(Generic[Key]):
 
     def sample(self, logits: torch.Tensor, keys: Sequence[Key]) -> Sampled:
         """Choose one token a row of `logits` (rows, vocab), any float dtype, unchanged."""
-        logits = logits[:, : self._vocab_size]  # heads may be padded
+        if logits.size(1) > self._vocab_size:  # heads may be padded
+            logits = logits[:, : self._vocab_size]
         rows = [self._rows[key] for key in keys]
         tokens = [NO_TOKEN] * len(rows)
         errors: dict[int, BiremeError] = {}

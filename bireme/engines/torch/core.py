@@ -234,7 +234,7 @@ class EngineCore:
         sampled = Sampled([], [])
         if batch.sampled:
             keys = [sequence.key for sequence in batch.sampled]
-            sampled = parts.sampler.sample(logits[: len(keys)], keys)
+            sampled = parts.sampler.sample(logits[: len(keys)] if batch.prompt_rows else logits, keys)
         else:
             parts.runner.keep_pace()
         self._advance(plan)

@@ -16,6 +16,7 @@ from bireme.kv.events import DEVICE, DISK, HOST
 from bireme.messages import FinishReason, Usage
 from bireme.metrics import Registry
 
+_LEVELS = ("bireme_requests_running", "bireme_requests_waiting", "bireme_kv_blocks_used", "bireme_kv_blocks_cached")
 _TIERS = {DEVICE: "device", HOST: "host", DISK: "disk"}
 _RECENT_PROMPTS = 1000  # of KVBM's hit rates as well
 
@@ -31,6 +32,7 @@ class TorchMetrics:
         self._recent_tokens: Counter[int | None] = Counter()  # their sum
         self._tier_counts: dict[str, Counter[tuple[int, int]]] = {}
         self._num_preemptions = 0
+        self._levels = (-1, -1, -1, -1)  # of the gauges
         self._lowest_tier = DEVICE
         self._gaps: Counter[float] = Counter()  # seconds between deliveries -> streams, of the step under way
 
@@ -83,10 +85,11 @@ class TorchMetrics:
 
     def levels(self, manager: BlockManager, num_running: int, num_waiting: int, num_preemptions: int) -> None:
         """Set the gauges; called once a step and when the engine becomes idle."""
-        self._metrics.set("bireme_requests_running", num_running)
-        self._metrics.set("bireme_requests_waiting", num_waiting)
-        self._metrics.set("bireme_kv_blocks_used", manager.num_referenced)
-        self._metrics.set("bireme_kv_blocks_cached", manager.num_cached)
+        levels = (num_running, num_waiting, manager.num_referenced, manager.num_cached)
+        if levels != self._levels:  # most steps change none
+            for name, value in zip(_LEVELS, levels, strict=True):
+                self._metrics.set(name, value)
+            self._levels = levels
         if num_preemptions > self._num_preemptions:
             self._metrics.add("bireme_preemptions_total", num_preemptions - self._num_preemptions)
             self._num_preemptions = num_preemptions
