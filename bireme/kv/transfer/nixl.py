@@ -34,6 +34,7 @@ from bireme.kv.transfer.wire import Claim, Offer, WriteTarget
 
 MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 _POLL_S = 0.0002  # between looks at a write under way
+_PROGRESS_US = 100_000  # the longest that the importer's progress thread sleeps; what arrives wakes it
 _MAX_AGENTS = 64  # importers whose metadata is kept
 logger = logging.getLogger("bireme.kv.transfer")
 
@@ -149,12 +150,17 @@ class NixlBackend:
 
     def _make_agent(self, role: str) -> Any:
         name = f"{self._worker}-{role}-{secrets.token_hex(8)}"  # no peer takes it for an earlier one
+        agent = self._api.nixl_agent(name, self._api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+        if "UCX" not in agent.plugin_list:
+            raise ConfigError("cache_transceiver_config.backend: NIXL has no UCX plugin here; reinstall nixl-cu12")
         # Progress of what is written here is the peer's affair, and needs a thread. What is written from here goes on
         # with each look at its state; a thread beside that takes the lock of UCX's worker again and again.
-        config = self._api.nixl_agent_config(enable_prog_thread=role == "import", backends=["UCX"])
-        agent = self._api.nixl_agent(name, config)
-        if "UCX" not in agent.backends:
-            raise ConfigError("cache_transceiver_config.backend: NIXL has no UCX plugin here; reinstall nixl-cu12")
+        if role == "import":
+            bindings = importlib.import_module(f"{self._api.__name__}._bindings")
+            config = bindings.nixlAgentConfig()
+            config.useProgThread, config.pthrDelay = True, _PROGRESS_US  # nixl_agent's own delay is 0: a core, always
+            agent.agent = bindings.nixlAgent(name, config)
+        agent.create_backend("UCX")
         return agent
 
 

@@ -84,6 +84,15 @@ def test_ucx_reads_a_gpus_rows_where_they_lie(prefill, decode):
         assert fetching.result() is None and fetching.is_right
 
 
+@needs_nixl
+@pytest.mark.parametrize("backend", ["nixl"])
+def test_agents_that_have_nothing_to_do_take_no_cpu(prefill, decode):
+    assert decode.fetch(prefill.export(100)).result() is None
+    began, used = time.monotonic(), time.process_time()
+    time.sleep(1)
+    assert time.process_time() - used < 0.1 * (time.monotonic() - began)
+
+
 @on_all
 def test_rows_that_decode_holds_are_not_sent(prefill, decode):
     fetching = decode.fetch(prefill.export(100), firsts=(64, 84))
