@@ -78,6 +78,7 @@ def main() -> None:
     aim("files over a copy of the same rows", figures["files"] / figures["blocks"])
     if "nixl" in figures:
         aim("nixl over shm", figures["nixl"] / figures["shm"], AIM_NIXL)
+        aim("nixl over files, which copies twice too", figures["nixl"] / figures["files"])
     if options.engine != "none":
         share = figures["transfer"] / figures["prefill"]
         word = "ok" if share <= AIM_SHARE else "MISSED"
