@@ -94,6 +94,9 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
     ] = "GUARANTEED_NO_EVICT"
     max_queue_size: Positive = 1024  # waiting requests; one more is refused with RESOURCE_EXHAUSTED
     max_queue_time_s: Duration = 0.0  # waiting longer ends with DEADLINE_EXCEEDED; 0: no limit
+    # Of the engine's time, what requests of priority 0 (lines of batches) get beside others; 1: they sit out the steps
+    # of others' prompts alone.
+    best_effort_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
 
 
 class CudaGraphConfig(Settings, frozen=True, kw_only=True):
@@ -363,8 +366,10 @@ class BatchesConfig(Settings, frozen=True, kw_only=True):
 
     max_lines: Positive = 50_000  # of a batch's input
     max_unfinished: Positive = 16  # batches of an API key; more are refused
-    max_concurrency: Positive = 16  # lines under way in a process of the frontend while it has no other requests
-    max_beside_live: NotNegative = 1  # lines that are begun beside other requests, and in the second after them
+    max_concurrency: Positive = 16  # lines under way in a process of the frontend
+    # Lines that are begun beside other requests, and in the second after them. None: as many as without where all
+    # engines let lines rest (scheduler_config.best_effort_share), otherwise 1.
+    max_beside_live: NotNegative | None = None
 
 
 class FrontendConfig(Settings, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ class EngineKind:
     has_llm_args: bool = False  # its YAML holds TensorRT-LLM's arguments, which have checks of their own
     makes_embeddings: bool = False  # serves the stage `embedding`
     scores_prompts: bool = True  # log probabilities of the prompt's own tokens
+    rests_best_effort: bool = True  # requests of priority 0 sit out steps for others (best_effort.py)
     modules: tuple[str, ...] = ()  # imported by its process
     remedy: str = ""  # how to get these
     video_modules: tuple[str, ...] = ()  # imported besides, to make videos
@@ -36,6 +37,7 @@ ENGINE_KINDS: dict[EngineName, EngineKind] = {
         moves_own_kv=True,
         has_llm_args=True,
         scores_prompts=False,
+        rests_best_effort=False,
         modules=("tensorrt_llm",),
         remedy="use the image that docker/Dockerfile.trtllm makes, or name an environment that has it in"
         " BIREME_ENGINE_PYTHON",

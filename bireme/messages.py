@@ -21,6 +21,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from bireme import best_effort
+
 VERSION = 1
 STUB = 0
 CONTROL = 0xFFFFFFFF
@@ -120,6 +122,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     multimodal: bytes | None = None  # multimodal/wire.py: JSON
     kv_cache_retention_config: KvCacheRetentionConfig | None = None  # None: its blocks are kept as usual
     dp_rank: int | None = None  # attention data parallelism: the rank that must take it; None: the engine chooses
+
+    @property
+    def is_best_effort(self) -> bool:
+        return self.priority == best_effort.PRIORITY
 
 
 class EncodeSource(msgspec.Struct, frozen=True, array_like=True):

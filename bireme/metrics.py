@@ -141,6 +141,11 @@ TABLE: dict[str, MetricSpec] = {
             "tier",
         ),
         _counter("bireme_preemptions_total", "Requests preempted to free KV blocks.", "worker"),
+        _counter(
+            "bireme_best_effort_rests_total",
+            "Steps that requests of priority 0, lines of batches, sat out for others.",
+            "worker",
+        ),
         _histogram("bireme_engine_step_seconds", "One engine step.", _SECONDS, "worker"),
         _gauge("bireme_engine_load_seconds", "Time from start to ready of this engine life.", "worker"),
         _counter(

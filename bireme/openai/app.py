@@ -119,7 +119,10 @@ class Frontend:
             "/v1/responses": Endpoint(responses.post, self._models.get),
             "/v1/embeddings": Endpoint(embeddings.embed, self._embedders.get),
         }
-        self._files = FileRoutes(self._config, self._files_folder, endpoints, lambda: self._keys, self._metrics)
+        self._files = FileRoutes(
+            self._config, self._files_folder, endpoints, lambda: self._keys, self._metrics,
+            lines_rest=all(model.rests_lines for model in followed),
+        )  # fmt: skip
         gate = self._files.gate
         self._routes = {
             **{path: {"POST": self._with_body(gate.live(one.post))} for path, one in endpoints.items()},

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
 
+from bireme.best_effort import BestEffortShare
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import (
     AdmittedRequest,
@@ -26,7 +28,7 @@ from bireme.engines.base import (
     StepOutput,
 )
 from bireme.engines.child.step_log import StepLog
-from bireme.engines.mocker.blocks import Holding, MockBlockPool
+from bireme.engines.mocker.blocks import BlockContent, Holding, MockBlockPool
 from bireme.engines.mocker.metrics import MockMetrics
 from bireme.engines.mocker.pace import Pace
 from bireme.engines.mocker.rows import LAYOUT, MockKvRows
@@ -78,6 +80,7 @@ class MockEngine:
         self._began_at = 0.0
         self._stepped_at = 0.0
         self._pace = Pace(self._stopping)
+        self._best_effort = BestEffortShare(context.config.scheduler_config.best_effort_share)
         self._expire_at = 0.0
         self._emit: Emit  # from `start` on
         self._step_log = StepLog()
@@ -177,28 +180,53 @@ class MockEngine:
     def _turn(self) -> None:
         """One round: take the inbox, admit, and run a step if anything can run."""
         self._take_inbox()
-        self._expire(time.monotonic())
-        self._admit()
-        decoding, prefilling = self._active()
+        now = time.monotonic()
+        self._expire(now)
+        decoding, prefilling, wakes_at = self._plan(now)
         if decoding or prefilling:
             self._do_step(decoding, prefilling)
             return
         self._began_at = 0.0
         self._pace.rest()
-        self._accounts.levels(self._pool)
-        self._wait()
+        self._accounts.levels(self._pool, self._best_effort.num_rests)
+        self._wait(wakes_at)
 
-    def _active(self) -> tuple[list[MockSequence], list[MockSequence]]:
-        """Return those that decode, and those whose prompts are worked on."""
+    def _plan(self, now: float) -> tuple[list[MockSequence], list[MockSequence], float]:
+        """Admit; return those that decode in the next step, those whose prompts are worked on, and when to plan again
+        if there are none.
+        """
+        share, running, waiting = self._best_effort, self._running, self._waiting
+        self._admit(is_best_effort=False)
+        decoding, prefilling, own = self._active()
+        has_others = len(own) < len(running) or bool(waiting and not waiting[0].is_best_effort)
+        share.plan(now, has_others)
+        if not own and not (waiting and waiting[-1].is_best_effort):
+            return decoding, prefilling, math.inf
+        if not share.may_run(now, has_prompt=bool(prefilling)):
+            share.num_rests += bool(decoding or prefilling)
+            return decoding, prefilling, share.wakes_at
+        self._admit(is_best_effort=True)
+        _, _, own = self._active()
+        own_decoding = [one for one in own if one.state is MockSequenceStatus.DECODE]
+        own_prefilling = [one for one in own if one.state is MockSequenceStatus.PREFILL]
+        if own_decoding or own_prefilling:
+            share.ran(now)
+        return decoding + own_decoding, prefilling + own_prefilling, math.inf
+
+    def _active(self) -> tuple[list[MockSequence], list[MockSequence], list[MockSequence]]:
+        """Return those that decode, those whose prompts are worked on, and apart from them all best-effort ones."""
         decode, prefill = MockSequenceStatus.DECODE, MockSequenceStatus.PREFILL
         decoding: list[MockSequence] = []
         prefilling: list[MockSequence] = []
+        best_effort: list[MockSequence] = []
         for one in self._running.values():
-            if one.state is decode:
+            if one.is_best_effort:
+                best_effort.append(one)
+            elif one.state is decode:
                 decoding.append(one)
             elif one.state is prefill:
                 prefilling.append(one)
-        return decoding, prefilling
+        return decoding, prefilling, best_effort
 
     def _take_inbox(self) -> None:
         """Take the inbox; a burst in portions, so that it does not stretch the current step."""
@@ -207,10 +235,11 @@ class MockEngine:
             if (action := self._inbox.get()) is not None:
                 action()
 
-    def _wait(self) -> None:
-        """Sleep until something comes in, or a deadline while requests wait."""
+    def _wait(self, wakes_at: float) -> None:
+        """Sleep until something comes in, until then, or while there are requests until deadlines are looked at."""
+        longest_s = max(0.0, min(_POLL_S, wakes_at - time.monotonic()))
         try:
-            action = self._inbox.get(timeout=_POLL_S if self._waiting or self._running else None)
+            action = self._inbox.get(timeout=longest_s if self._waiting or self._running else None)
         except queue.Empty:
             return
         if action is not None:
@@ -262,18 +291,20 @@ class MockEngine:
             text = f"timeout_ms: {one.request.timeout_ms} have passed after {one.num_generated} tokens"
             self._end(one, "timeout", DeadlineExceededError(text))
 
-    def _admit(self) -> None:
-        """Admit by rank while batch and blocks have room; the first that does not fit stops the queue.
+    def _admit(self, is_best_effort: bool) -> None:
+        """Admit this kind by rank while batch and blocks have room; the first that does not fit stops the queue.
 
         One whose prompt's beginning is being computed waits until it can share it, and is passed by.
         """
         at = 0
         while at < len(self._waiting) and len(self._running) < self._max_batch_size:
             one = self._waiting[at]
+            if one.is_best_effort is not is_best_effort:
+                return  # others come first
             # At least one prompt token is computed, so that there are logits to sample from.
             max_hits = (one.num_prompt - 1) // self._pool.tokens_per_block
             assert one.content is not None
-            if one.params is None and self._pool.is_computing(one.content.keys, max_hits):
+            if one.params is None and self._is_computing(one, one.content, max_hits):
                 at += 1
                 continue
             holding = self._pool.allocate(one.content.keys, one.num_total, max_hits)
@@ -286,6 +317,15 @@ class MockEngine:
                 self._begin(one, holding)
             except BiremeError as error:
                 self._end(one, "error", error)
+
+    def _is_computing(self, one: MockSequence, content: BlockContent, max_hits: int) -> bool:
+        """Return whether it should wait for blocks that another computes; for one that may rest only its like do."""
+        return self._pool.is_computing(content.keys, max_hits) and (
+            one.is_best_effort
+            or not any(
+                other.is_best_effort and other.state is MockSequenceStatus.PREFILL for other in self._running.values()
+            )
+        )
 
     def _begin(self, one: MockSequence, holding: Holding) -> None:
         one.holding = holding
@@ -367,20 +407,23 @@ class MockEngine:
         self._hand_out(deltas, plain)
         self._accounts.gaps(decoding, self._stepped_at, ended)
         self._stepped_at = ended
-        self._accounts.levels(self._pool)
+        self._accounts.levels(self._pool, self._best_effort.num_rests)
         self._accounts.stepped(ended - began, len(deltas) + len(plain.keys))
         self._step_log.add(began, ended, is_first)
 
     def _prefill(self, prefilling: list[MockSequence], budget: int) -> tuple[float, list[MockSequence]]:
         """Work on prompts within the token budget; return the time it takes and those that are complete."""
         seconds, complete = 0.0, []
+        best_effort = self._best_effort.most_prompt_tokens(self._began_at, self._max_num_tokens)
         for one in prefilling:
-            if budget <= 0:
+            room = min(budget, best_effort) if one.is_best_effort else budget
+            if room <= 0:
                 break
             if one.prefill_left == one.num_prompt - one.num_cached:
                 seconds += self._model.prefill_ms / 1e3
-            chunk = min(one.prefill_left, budget)
+            chunk = min(one.prefill_left, room)
             budget -= chunk
+            best_effort -= chunk * one.is_best_effort
             one.prefill_left -= chunk
             self._num_prefill_tokens -= chunk
             seconds += chunk * self._model.prefill_ms_per_token / 1e3

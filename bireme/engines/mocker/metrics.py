@@ -15,6 +15,7 @@ class MockMetrics:
 
     def __init__(self, metrics: Registry) -> None:
         self._metrics = metrics
+        self._num_rests = 0
 
     def admitted(self, one: MockSequence) -> None:
         num_prompt = one.num_prompt - one.request.num_resumed
@@ -37,18 +38,27 @@ class MockMetrics:
             self._metrics.add("bireme_cancellations_total")
 
     def gaps(self, decoding: list[MockSequence], before: float, now: float) -> None:
-        """All got a token now; those in the step before, which ended at `before`, also then."""
-        fresh = [one.decode_at for one in decoding if one.decode_at > before]
-        if len(decoding) > len(fresh):
-            self._metrics.observe("bireme_inter_token_latency_seconds", now - before, times=len(decoding) - len(fresh))
-        for began in fresh:
+        """All got a token now; those in the step before, which ended at `before`, also then, but for those that rest
+        at times.
+        """
+        last = [one.decode_at for one in decoding if one.decode_at > before and not one.is_best_effort]
+        for one in decoding:
+            if one.is_best_effort:
+                last.append(one.stepped_at or one.decode_at)
+                one.stepped_at = now
+        if len(decoding) > len(last):
+            self._metrics.observe("bireme_inter_token_latency_seconds", now - before, times=len(decoding) - len(last))
+        for began in last:
             self._metrics.observe("bireme_inter_token_latency_seconds", now - began)
 
     def stepped(self, seconds: float, num_tokens: int) -> None:
         self._metrics.observe("bireme_engine_step_seconds", seconds)
         self._metrics.add("bireme_generated_tokens_total", num_tokens)
 
-    def levels(self, pool: MockBlockPool) -> None:
+    def levels(self, pool: MockBlockPool, num_rests: int = 0) -> None:
+        if num_rests > self._num_rests:
+            self._metrics.add("bireme_best_effort_rests_total", num_rests - self._num_rests)
+            self._num_rests = num_rests
         self._metrics.set("bireme_kv_blocks_used", pool.num_used)
         self._metrics.set("bireme_kv_blocks_cached", pool.num_cached)
         self._metrics.set("bireme_kv_blocks_total", pool.num_blocks)

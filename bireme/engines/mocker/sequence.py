@@ -50,8 +50,10 @@ class MockSequence:
     admitted_at: float = 0.0
     decode_at: float = 0.0
     first_token_at: float = 0.0
+    stepped_at: float = 0.0  # end of its last step, of a best-effort one
     num_generated: int = 0  # delivered, resumed ones included
     digest: int = 0
+    is_best_effort: bool = False
     num_prompt: int = 0  # with resumed tokens
     max_tokens: int = 0  # resumed ones among them
     min_tokens: int = 0
@@ -63,6 +65,7 @@ class MockSequence:
     def __post_init__(self, admitted: AdmittedRequest) -> None:
         self.request, self.params, self.prompt_ids = admitted.request, admitted.params, admitted.ids
         sampling = self.request.sampling
+        self.is_best_effort = self.request.is_best_effort
         self.num_prompt = len(admitted.ids)
         self.num_generated = self.request.num_resumed
         self.digest = prompt_digest(self.request.prompt[: 4 * admitted.num_prompt])

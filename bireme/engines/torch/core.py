@@ -115,8 +115,9 @@ class EngineCore:
         return not self._sequences
 
     @property
-    def next_deadline(self) -> float | None:
-        return self._deadlines.next
+    def wakes_at(self) -> float | None:
+        """When there is something to do again, if nothing happens before; None: nothing is waited for."""
+        return min(filter(None, (self._deadlines.next, self.scheduler.wakes_at)), default=None)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that `admission` made."""
@@ -565,8 +566,13 @@ class EngineCore:
             self._deadlines.add(sequence.deadline, sequence, text)
 
     def _set_levels(self) -> None:
+        scheduler = self.scheduler
         self._parts.accounts.levels(
-            self._parts.manager, self.num_running, self.num_waiting, self.scheduler.num_preemptions
+            self._parts.manager,
+            self.num_running,
+            self.num_waiting,
+            scheduler.num_preemptions,
+            scheduler.best_effort.num_rests,
         )
 
 

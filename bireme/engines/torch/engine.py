@@ -199,10 +199,10 @@ class TorchEngine:
                 self._num_submitted_tokens -= len(sequence.tokens)
 
     def _sleep(self, core: EngineCore) -> None:
-        deadline = core.next_deadline
+        wakes_at = core.wakes_at
         with self._wake:
             if not self._inbox and not self._is_stopping:
-                self._wake.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                self._wake.wait(None if wakes_at is None else max(0.0, wakes_at - time.monotonic()))
 
     def _wind_up(self, core: EngineCore) -> None:
         """End all requests; those whose KV is being copied end when the copies have."""

@@ -37,6 +37,7 @@ class EngineLimits:
     max_logprob_rows: int
     max_queue_size: int
     max_queue_time_s: float
+    best_effort_share: float
     overlaps: bool = False  # a decode step is started before the tokens of the one before are read
 
 
@@ -64,6 +65,7 @@ def resolve_limits(config: EngineConfig, model_config: Any) -> EngineLimits:
         max_logprob_rows=max(1, _LOGPROB_ELEMENTS // model_config.vocab_size),
         max_queue_size=_at_least_one("scheduler_config.max_queue_size", scheduler.max_queue_size, 1),
         max_queue_time_s=scheduler.max_queue_time_s,
+        best_effort_share=scheduler.best_effort_share,
         overlaps=not config.disable_overlap_scheduler,
     )
 

@@ -31,7 +31,7 @@ class TorchMetrics:
         self._recent: deque[Counter[int | None]] = deque()  # prompts' tokens by tier; None: all
         self._recent_tokens: Counter[int | None] = Counter()  # their sum
         self._tier_counts: dict[str, Counter[tuple[int, int]]] = {}
-        self._num_preemptions = 0
+        self._num_preemptions = self._num_rests = 0
         self._levels = (-1, -1, -1, -1)  # of the gauges
         self._lowest_tier = DEVICE
         self._gaps: Counter[float] = Counter()  # seconds between deliveries -> streams, of the step under way
@@ -83,7 +83,9 @@ class TorchMetrics:
         self._metrics.observe("bireme_engine_step_seconds", seconds)
         self._metrics.add("bireme_generated_tokens_total", num_tokens)
 
-    def levels(self, manager: BlockManager, num_running: int, num_waiting: int, num_preemptions: int) -> None:
+    def levels(
+        self, manager: BlockManager, num_running: int, num_waiting: int, num_preemptions: int, num_rests: int
+    ) -> None:
         """Set the gauges; called once a step and when the engine becomes idle."""
         levels = (num_running, num_waiting, manager.num_referenced, manager.num_cached)
         if levels != self._levels:  # most steps change none
@@ -93,6 +95,9 @@ class TorchMetrics:
         if num_preemptions > self._num_preemptions:
             self._metrics.add("bireme_preemptions_total", num_preemptions - self._num_preemptions)
             self._num_preemptions = num_preemptions
+        if num_rests > self._num_rests:
+            self._metrics.add("bireme_best_effort_rests_total", num_rests - self._num_rests)
+            self._num_rests = num_rests
         if manager.events is not None:
             events = manager.events
             self._count_events((events.num_stored, events.num_removed, events.num_moved))
@@ -105,7 +110,7 @@ class TorchMetrics:
         self._lowest_tier = len(manager.tiers.pools) - 1
         for tier, pools in enumerate(manager.tiers.pools[HOST:], HOST):
             self._metrics.set("bireme_kv_tier_capacity_blocks", sum(pool.num_blocks for pool in pools), _TIERS[tier])
-        self.levels(manager, 0, 0, 0)
+        self.levels(manager, 0, 0, 0, 0)
 
     def usage(self, sequence: Sequence, now: float) -> Usage:
         params, kind = sequence.params, sequence.request.request_type

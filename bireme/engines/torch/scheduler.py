@@ -4,12 +4,18 @@ A step has a token budget. Decodes come first, then running prefills, then waiti
 not fit stops the queue, so that none starves. GUARANTEED_NO_EVICT admits a request only with its worst case reserved.
 MAX_UTILIZATION reserves the tokens it has and, when decode runs out of blocks, preempts from the lowest rank: the
 request goes back to the queue and is computed again.
+
+Best-effort requests (best_effort.py) come after all others, in what is left of a step or not at all; then they keep
+their blocks and go on later. They are preempted for a request that finds no place.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from bireme.best_effort import BestEffortShare
 from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.sequence import Sequence, SequenceStatus
 from bireme.engines.torch.waiting import WaitingQueue
@@ -42,32 +48,34 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    def __init__(self, manager: BlockManager, limits: EngineLimits) -> None:
+    def __init__(
+        self, manager: BlockManager, limits: EngineLimits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # RUNNING and IMPORTING, in order of admission
         self.num_preemptions = 0
         self.num_prefill_tokens = 0  # of running prompts, left after the step that was planned last
+        self.wakes_at: float | None = None  # when there is something to plan again, if nothing happens before
+        self.best_effort = BestEffortShare(limits.best_effort_share)
         self._manager = manager
         self._limits = limits
+        self._clock = clock
         self._slots = list(range(limits.max_batch_size - 1, -1, -1))
         self._refused = (-1, -1)  # head of the queue and `num_released` when it did not fit
 
     def schedule(self) -> SchedulerOutput:
-        plan = SchedulerOutput(budget=self._limits.max_num_tokens)
+        now, plan = self._clock(), SchedulerOutput(budget=self._limits.max_num_tokens)
         active = [sequence for sequence in self.running if sequence.state is SequenceStatus.RUNNING]
         before = self.num_preemptions
-        self.num_prefill_tokens = 0
+        self.num_prefill_tokens, self.wakes_at = 0, None
         if self._limits.may_preempt:
             active.sort(key=lambda sequence: sequence.rank)
-        for sequence in active:
-            if sequence.num_pending == 1:
-                self._plan_decode(sequence, plan)
-        for sequence in active:
-            if sequence.num_pending > 1 and sequence.state is SequenceStatus.RUNNING:
-                self._plan_chunk(sequence, plan)
+        self.best_effort.plan(now, self._has_others)
+        self._plan([sequence for sequence in active if not sequence.is_best_effort], plan)
         if self.num_preemptions == before:
-            self._admit(plan)
-        else:
+            self._admit(plan, is_best_effort=False)
+        self._plan_best_effort([sequence for sequence in active if sequence.is_best_effort], plan, now, before)
+        if self.num_preemptions != before:
             plan.keep_running()
         return plan
 
@@ -77,18 +85,32 @@ class Scheduler:
         Requests that reach their length in the first are left out. One that turns out to have ended with a stop token
         takes part in vain: the blocks that it writes to are its own until then.
         """
+        now, is_running = self._clock(), any(sequence.is_best_effort for sequence in plan.decodes)
+        self.best_effort.plan(now, self._has_others, is_running)
+        rests = not self.best_effort.may_run(now)
         head = self.waiting.peek()
-        if head is not None and self._slots and (head.number, self._manager.num_released) != self._refused:
+        if head is not None and not (rests and head.is_best_effort) and self._may_fit(head):
             return None
-        going = [sequence for sequence in plan.decodes if sequence.state is SequenceStatus.RUNNING]
-        if len(going) < sum(sequence.state is SequenceStatus.RUNNING for sequence in self.running):
+        active = [sequence for sequence in self.running if sequence.state is SequenceStatus.RUNNING]
+        wanted = [sequence for sequence in active if not (rests and sequence.is_best_effort)]
+        going = [
+            sequence
+            for sequence in plan.decodes
+            if sequence.state is SequenceStatus.RUNNING and not (rests and sequence.is_best_effort)
+        ]
+        if len(going) < len(wanted):
             return None  # others have joined
         going = [sequence for sequence in going if sequence.num_output + 1 < sequence.max_tokens]
         for sequence in going:
             if not self._manager.can_grow(sequence.table, sequence.computed + 2, sequence.computed + 1):
                 return None
             self._manager.grow(sequence.table, sequence.computed + 2, sequence.computed + 1)
-        return SchedulerOutput(decodes=going) if going else None
+        if not going:
+            return None
+        self.best_effort.num_rests += len(wanted) < len(active)
+        if any(sequence.is_best_effort for sequence in going):
+            self.best_effort.ran(now)
+        return SchedulerOutput(decodes=going)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence, wherever it is; it keeps its blocks."""
@@ -110,6 +132,43 @@ class Scheduler:
         """Free the reservation for prefill chunks: from now on it takes one token a step."""
         if not self._limits.may_preempt:
             self._manager.reserve(sequence.table, self._manager.worst_case(sequence.worst_length, 1))
+
+    @property
+    def _has_others(self) -> bool:
+        head = self.waiting.peek()  # if any of the others waits, it is one
+        return (head is not None and not head.is_best_effort) or not all(one.is_best_effort for one in self.running)
+
+    def _plan_best_effort(self, rows: list[Sequence], plan: SchedulerOutput, now: float, before: int) -> None:
+        """Add best-effort requests, `rows` those in the batch, to a step that has all others; `before`: preemptions."""
+        head = self.waiting.peek()
+        if not rows and (head is None or not head.is_best_effort):
+            return
+        has_prompt = bool(plan.chunks) or not all(sequence.first_token_at for sequence in plan.decodes)
+        if not self.best_effort.may_run(now, has_prompt):
+            self.num_prefill_tokens += sum(sequence.num_pending for sequence in rows if sequence.num_pending > 1)
+            self.best_effort.num_rests += plan.has_tokens
+            self.wakes_at = self.best_effort.wakes_at
+            return
+        num_others = len(plan.decodes) + len(plan.chunks)
+        most = plan.budget
+        if self._limits.enable_chunked_prefill:
+            most = self.best_effort.most_prompt_tokens(now, self._limits.max_num_tokens)
+        self._plan(rows, plan, most)
+        if self.num_preemptions == before:
+            self._admit(plan, is_best_effort=True)
+        if len(plan.decodes) + len(plan.chunks) > num_others:
+            self.best_effort.ran(now)
+
+    def _plan(self, rows: list[Sequence], plan: SchedulerOutput, most_prompt_tokens: int | None = None) -> None:
+        """Add running requests; `most_prompt_tokens`: that may be computed of their prompts, and of new ones."""
+        for sequence in rows:
+            if sequence.num_pending == 1:
+                self._plan_decode(sequence, plan)
+        if most_prompt_tokens is not None:
+            plan.budget = min(plan.budget, most_prompt_tokens)
+        for sequence in rows:
+            if sequence.num_pending > 1 and sequence.state is SequenceStatus.RUNNING:
+                self._plan_chunk(sequence, plan)
 
     def _plan_decode(self, sequence: Sequence, plan: SchedulerOutput) -> None:
         if (
@@ -164,14 +223,39 @@ class Scheduler:
         sequence.prompt_logprobs = []
         self.waiting.push(sequence)
 
-    def _admit(self, plan: SchedulerOutput) -> None:
-        while self._slots and plan.budget and (head := self.waiting.peek()) is not None:
-            if (head.number, self._manager.num_released) == self._refused:
-                return
+    def _may_fit(self, head: Sequence) -> bool:
+        """Return whether it is worth trying to admit the head of the queue."""
+        if self._slots and (head.number, self._manager.num_released) != self._refused:
+            return True
+        return not head.is_best_effort and self._last_best_effort() is not None
+
+    def _last_best_effort(self) -> Sequence | None:
+        """Return the best-effort request to preempt next.
+
+        None with pictures, where no others are preempted: embeddings are let go of once the prompt is computed.
+        """
+        may = [
+            sequence
+            for sequence in self.running
+            if sequence.is_best_effort
+            and sequence.state is SequenceStatus.RUNNING
+            and (sequence.pictures is None or self._limits.may_preempt)
+        ]
+        return max(may, key=lambda sequence: sequence.rank, default=None)
+
+    def _admit(self, plan: SchedulerOutput, is_best_effort: bool) -> None:
+        """Admit from the queue while its head is of this kind; the others get the place of best-effort ones."""
+        while plan.budget and (head := self.waiting.peek()) is not None and head.is_best_effort is is_best_effort:
             is_import = head.params is not None and not head.is_sampling
-            if not self._claim(head, is_import):
-                self._refused = (head.number, self._manager.num_released)
-                return
+            is_new = (head.number, self._manager.num_released) != self._refused
+            if not (self._slots and is_new and self._claim(head, is_import)):
+                victim = None if is_best_effort else self._last_best_effort()
+                if victim is None:
+                    if self._slots:
+                        self._refused = (head.number, self._manager.num_released)
+                    return
+                self._preempt(victim)
+                continue
             if self._manager.is_coming(head.table):
                 self._manager.release(head.table)
                 self.waiting.park(head)

@@ -58,6 +58,10 @@ class Sequence:
     imported_at: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    is_best_effort: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_best_effort = self.request.is_best_effort
 
     @property
     def sampling(self) -> SamplingParams:

@@ -92,12 +92,13 @@ class Batches:
 
     def __init__(
         self, config: FrontendConfig, store: StoreThread[FilesAndBatches], files: FilesApi,
-        endpoints: Mapping[str, Endpoint], keys: Callable[[], ApiKeys | None], metrics: Registry,
+        endpoints: Mapping[str, Endpoint], keys: Callable[[], ApiKeys | None], metrics: Registry, lines_rest: bool,
     ) -> None:  # fmt: skip
-        """`endpoints`: by their paths."""
+        """`endpoints`: by their paths. `lines_rest`: all engines let lines rest beside other requests."""
         self._config, self._store, self._files = config, store, files
         self._endpoints, self._keys, self._metrics = endpoints, keys, metrics
-        self.gate = LineGate(config.batches.max_concurrency, config.batches.max_beside_live)
+        most, beside_live = config.batches.max_concurrency, config.batches.max_beside_live
+        self.gate = LineGate(most, (most if lines_rest else 1) if beside_live is None else beside_live)
         self._watcher: asyncio.Task[None] | None = None
         self._running: dict[str, _RunningBatch] = {}
 

@@ -1,4 +1,6 @@
-"""How many lines of batches run at once in a process: many while nobody else asks, few beside live requests."""
+"""How many lines of batches run at once in a process: many while nobody else asks; beside live requests few, where the
+engines don't let them rest.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
 
+from bireme.best_effort import QUIET_S
 from bireme.openai.http.call import Call
 
 Post = Callable[[Call, bytes], Awaitable[None]]
@@ -19,9 +22,6 @@ class Endpoint:
 
     post: Post
     check_model: Callable[[str], object]  # raises HttpError for a model that is not served there
-
-
-_QUIET_S = 1.0  # after the last live request: the next one of a conversation comes soon
 
 
 class LineGate:
@@ -46,7 +46,7 @@ class LineGate:
             finally:
                 self._num_live -= 1
                 if not self._num_live:
-                    self._quiet = asyncio.get_running_loop().call_later(_QUIET_S, self._pass_on)
+                    self._quiet = asyncio.get_running_loop().call_later(QUIET_S, self._pass_on)
 
         return answer
 

@@ -24,13 +24,15 @@ class FileRoutes:
 
     def __init__(
         self, config: FrontendConfig, folder: Path | None, endpoints: Mapping[str, Endpoint],
-        keys: Callable[[], ApiKeys | None], metrics: Registry,
+        keys: Callable[[], ApiKeys | None], metrics: Registry, lines_rest: bool,
     ) -> None:  # fmt: skip
-        """`folder`: None: one that goes with this process. `endpoints`: of batches, by their paths."""
+        """`folder`: None: one that goes with this process. `endpoints`: of batches, by their paths. `lines_rest`: all
+        engines let lines rest beside other requests.
+        """
         self._is_on, self._is_shared = config.files.max_files > 0, folder is not None
         self._store = StoreThread(folder, lambda place: FilesAndBatches(place, config), "files")
         self._files = FilesApi(config, self._store)
-        self._batches = Batches(config, self._store, self._files, endpoints, keys, metrics)
+        self._batches = Batches(config, self._store, self._files, endpoints, keys, metrics, lines_rest)
         self.gate = self._batches.gate
 
     def routes(

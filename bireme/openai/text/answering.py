@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
+from bireme import best_effort
 from bireme.errors import BiremeError, RequestCancelledError, drop_frames
 from bireme.messages import Usage
 from bireme.openai.http.call import Call, ClientGoneError
@@ -43,7 +44,7 @@ def for_caller(call: Call, request: _R) -> _R:
     Raises RequestError.
     """
     if call.is_batch:
-        request = replace(request, sampling=replace(request.sampling, priority=0.0))
+        request = replace(request, sampling=replace(request.sampling, priority=best_effort.PRIORITY))
     if (salt := call.tenant.cache_salt(request.cache_salt)) != request.cache_salt:
         request = replace(request, cache_salt=salt)
     if not request.session_id and (header := call.header(SESSION_HEADER)):

@@ -47,6 +47,11 @@ class FollowedModel:
         return self.services.capacity(self.stages[0])
 
     @property
+    def rests_lines(self) -> bool:
+        """Whether its engines let lines of batches rest beside other requests."""
+        return False
+
+    @property
     def needed_stages(self) -> frozenset[str]:
         """The stages of which a worker must be ready."""
         return frozenset(self.stages[:1])
@@ -76,6 +81,11 @@ class ServedModel(FollowedModel):
         check_defaults(recipe)
         super().__init__(recipe, workers, tokenizer, metrics, discovery, folder)
         self.chat = ChatService(self.services, tokenizer)
+
+    @property
+    def rests_lines(self) -> bool:
+        workers = self.recipe.workers
+        return all(workers[stage].kind.rests_best_effort for stage in self.stages if stage in workers)
 
     @property
     def needed_stages(self) -> frozenset[str]:

@@ -354,3 +354,44 @@ def test_an_unknown_engine_is_refused():
     with pytest.raises(ConfigError, match="known engines: torch, trtllm, mocker"):
         create_engine("vllm", None)
     assert plain_ids(100)[0] == 0
+
+
+def best_effort(share=0.1, **config):
+    return EngineConfig(scheduler_config=SchedulerConfig(best_effort_share=share), **config)
+
+
+def test_best_effort_requests_get_their_share_beside_others_and_all_alone(start):
+    engine, emitted, metrics = start(best_effort(share=0.1), step_ms=2.0)
+    submit(engine, 1, make_request(max_tokens=400))
+    wait_for(lambda: emitted.tokens[1])
+    submit(engine, 2, make_request(list(range(300, 340)), max_tokens=500, priority=0.0))
+    emitted.finish_of(1)
+    beside = len(emitted.tokens[2])
+    assert 20 <= beside <= 50  # of 400 steps
+    counters = {name: value for name, _, value in metrics.take_delta().counters}
+    assert counters["bireme_best_effort_rests_total"] > 300
+    assert emitted.finish_of(2).reason == "length"
+    assert emitted.tokens[2] == expected_tokens(list(range(300, 340)), 500)
+
+
+def test_a_prompt_does_not_wait_for_a_best_effort_one_even_if_both_begin_alike(start):
+    prompt = list(range(300, 900)) * 5
+    config = best_effort(share=0.001, max_num_tokens=400, kv_cache_config=KvCacheConfig(tokens_per_block=16))
+    engine, emitted, _ = start(config, step_ms=20.0)
+    submit(engine, 1, make_request(prompt, max_tokens=3, priority=0.0))
+    wait_for(lambda: engine.progress().step)  # 400 of its 3,000 tokens
+    submit(engine, 2, make_request([*prompt[:2900], 5], max_tokens=3))
+    assert emitted.finish_of(2).reason == "length" and not emitted.tokens[1]
+    assert emitted.finish_of(1).reason == "length"
+
+
+def test_best_effort_requests_end_though_others_prompts_never_do(start):
+    engine, emitted, _ = start(best_effort(), step_ms=5.0)
+    submit(engine, 1, make_request(max_tokens=3, priority=0.0))
+    number = 1
+    while 1 not in emitted.finishes:
+        number += 1
+        submit(engine, number, make_request([number] * 20, 1))
+        wait_for(lambda number=number: number in emitted.finishes)
+        assert number < 5000
+    assert emitted.tokens[1] == expected_tokens(PROMPT, 3)

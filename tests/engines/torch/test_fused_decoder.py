@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -75,6 +76,22 @@ def test_blocks_that_come_back_beside_a_running_decode_come_once(tmp_path, monke
         assert engine.run([first, second]) == expected
         assert decodes.finish.error == "" and engine.manager.tiers.counts.onboarded.total() > before
         assert not caplog.text  # an action that fails is logged
+
+
+@pytest.mark.parametrize("is_serial", [False, True])
+def test_what_rests_beside_others_goes_on_with_what_the_device_has_of_it(tmp_path, monkeypatch, is_serial):
+    path = tiny_models.save(tmp_path, "mistral", **SMALL)
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    line = request(PROMPTS[0], 12, temperature=1.1, seed=5)
+    queue = {"best_effort_share": 0.3}
+    with Harness(path, **ENGINE, queue=queue, disable_overlap_scheduler=is_serial) as engine:
+        expected = engine.run([line, request(PROMPTS[1], 12)])
+        resting = engine.submit(msgspec.structs.replace(line, priority=0.0))
+        assert resting.has_tokens.wait(60)
+        live = engine.submit(request(PROMPTS[1], 12))
+        assert [live.finish.error, live.tokens] == ["", expected[1]]
+        assert [resting.finish.error, resting.tokens] == ["", expected[0]]
+        assert engine.core.scheduler.best_effort.num_rests > 5
 
 
 class ComputedAgain:

@@ -125,20 +125,28 @@ async def test_every_line_is_answered_once_and_few_at_a_time(bench):
     assert 1 < bench.most <= 3
 
 
-async def test_beside_a_live_request_few_lines_are_begun_and_many_once_it_has_gone(idle, monkeypatch):
-    monkeypatch.setattr(line_gate, "_QUIET_S", 0.05)
-    live = idle.chat(max_tokens=100)
-    await idle.workers.reached("decode")
-    batch_id = (await create(idle, lines(10))).json()["id"]
-    await until(idle, batch_id, "in_progress")
-    while len(idle.workers.running) < 2:
+@pytest.mark.parametrize(
+    ("engine", "most", "beside"), [("trtllm", None, 1), ("mocker", None, 3), ("mocker", 2, 2), ("mocker", 0, 0)]
+)
+async def test_beside_a_live_request_as_many_lines_are_begun_as_its_engine_bears_and_all_once_it_has_gone(
+    frontend, tmp_path, monkeypatch, engine, most, beside
+):
+    monkeypatch.setattr(line_gate, "QUIET_S", 0.05)
+    settings = {"batches": {"max_concurrency": 3, "max_beside_live": most}}
+    bench = await frontend(files_folder=tmp_path, frontend=settings, workers={"decode": {"engine": engine}})
+    live = bench.chat(max_tokens=100)
+    await bench.workers.reached("decode")
+    batch_id = (await create(bench, lines(10))).json()["id"]
+    await until(bench, batch_id, "in_progress")
+    while len(bench.workers.running) < 1 + beside:
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.1)
-    assert len(idle.workers.running) == 2  # the live one and a line
+    assert len(bench.workers.running) == 1 + beside
     live.leave()
     await live.end()
-    while len(idle.workers.running) < 3:
+    while len(bench.workers.running) < 3:
         await asyncio.sleep(0.001)
+    await bench.app._files.stop()
 
 
 async def test_a_line_that_is_cancelled_as_its_turn_comes_passes_it_on():
