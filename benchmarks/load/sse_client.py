@@ -14,8 +14,10 @@ import argparse
 import asyncio
 import functools
 import json
+import random
 import re
 import socket
+import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,10 +68,12 @@ class Tally:
 class Connection(asyncio.Protocol):
     """One keep-alive connection with one request at a time."""
 
-    def __init__(self, request: bytes, tally: Tally) -> None:
-        """`request` has NUMBER in it, which each request replaces by a number of its own."""
+    def __init__(self, request: bytes, tally: Tally, pause_s: float = 0.0) -> None:
+        """`request` has NUMBER in it, which each request replaces by a number of its own. `pause_s`: between two, the
+        mean of an exponential distribution.
+        """
         self._head, self._rest = request.split(NUMBER)
-        self._tally, self._num_asked = tally, 0
+        self._tally, self._pause_s, self._num_asked = tally, pause_s, 0
         self._tail = b""
         self._began = self._first_at = 0.0
         self.done = asyncio.get_running_loop().create_future()
@@ -102,8 +106,11 @@ class Connection(asyncio.Protocol):
             self._transport.close()
             return
         tally.count(self._began, self._first_at, now, int(found[-1]))
-        if now >= tally.ends_at:
+        pause_s = random.expovariate(1 / self._pause_s) if self._pause_s else 0.0
+        if now + pause_s >= tally.ends_at:
             self._transport.close()
+        elif pause_s:
+            asyncio.get_running_loop().call_later(pause_s, self._ask)
         else:
             self._ask()
 
@@ -149,7 +156,8 @@ async def connect(arguments: argparse.Namespace, slot: int, tally: Tally) -> Con
         arguments.target, arguments.model, arguments.max_tokens, text, arguments.extra, system, arguments.api
     )
     loop = asyncio.get_running_loop()
-    return (await loop.create_connection(functools.partial(Connection, request, tally), host, int(port)))[1]
+    make = functools.partial(Connection, request, tally, arguments.pause_s)
+    return (await loop.create_connection(make, host, int(port)))[1]
 
 
 async def say_times(tally: Tally) -> None:
@@ -164,6 +172,7 @@ def report(tally: Tally, seconds: float) -> dict[str, Any]:
     return {
         "requests_per_s": tally.num_requests / seconds,
         "tokens_per_s": tally.num_tokens / seconds,
+        "ttft_mean_ms": statistics.fmean(ttft) if ttft else None,
         "ttft_p50_ms": percentile(ttft, 0.50),
         "ttft_p99_ms": percentile(ttft, 0.99),
         "itl_p50_ms": percentile(itl, 0.50),
@@ -191,6 +200,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--warmup-s", type=float, default=1.5)
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--pause-s", type=float, default=0.0, help="of a stream between two requests, on average")
     parser.add_argument("--system-file", type=Path, help="text that every prompt begins with")
     parser.add_argument("--extra", type=json.loads, default={}, metavar="JSON", help="further fields of each request")
     return parser.parse_args()

@@ -15,6 +15,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tools/simulate.py": ("agentic", "--requests", "50", "--modes", "kv,random", "--plot", "{folder}/modes.png"),
     "tools/train_samples.py": ("tiny-chat", "--budget", "smoke", "--out", "{folder}/tiny-chat"),
     "benchmarks/attention_gpu.py": ("--quick",),
+    "benchmarks/batch_beside_live.py": (
+        *("--engines", "mocker", "--live", "1", "--lines", "400", "--turns", "1", "--seconds", "1"),
+        *("--port", "{port}"),
+    ),
     "benchmarks/embedding_cache.py": ("--recipe", "recipes/tiny-vlm-agg", "--pictures", "1"),
     "benchmarks/engine_cpu.py": ("--cases", "1x8", "--steps", "2", "--threads", "1"),
     "benchmarks/engine_gpu.py": ("--shape", "tiny-experts", "--quick"),

@@ -77,6 +77,13 @@ def test_short_prompts_are_answered_by_both_recipes(run):
     assert row["aggregated_ms"] > 0 and row["disaggregated_ms"] > 0
 
 
+def test_batch_beside_live_measures_both_turns_and_the_batch(run):
+    *_, figures, aim = run("benchmarks/batch_beside_live.py").stdout.splitlines()
+    (cell,) = json.loads(figures)["cells"]
+    assert cell["alone"]["ttft_p50_ms"] > 0 and cell["beside"]["ttft_p50_ms"] > 0 and cell["lines_per_s_alone"] > 0
+    assert aim.startswith("aim: TTFT beside a batch, mocker")
+
+
 def test_frontend_measures_our_side(run):
     """ai-dynamo needs an environment of its own, which its first run downloads."""
     (cell,) = last_line(run("benchmarks/frontend.py"))["cells"]
