@@ -13,7 +13,9 @@ PRIORITY = 0.0
 QUIET_S = 1.0  # after the last of the others: the next one of a conversation comes soon
 LONGEST_REST_S = 10.0  # a supervisor takes an engine that rests for longer for one that hangs
 _PATIENCE_S = 1.0  # longer than their rest they wait for no prompts: of these there may always be one
-_CHUNK_SHARE = 8  # beside others their prompts are computed in chunks of this part of a step's tokens
+_CHUNK_PARTS = (
+    32  # beside others a step computes this part of its tokens of their prompts: it stays as short as a decode
+)
 
 
 class BestEffortShare:
@@ -62,4 +64,4 @@ class BestEffortShare:
 
     def most_prompt_tokens(self, now: float, max_num_tokens: int) -> int:
         """Return how many tokens of their prompts a step computes, of those that it has room for."""
-        return max(1, max_num_tokens // _CHUNK_SHARE) if self.is_beside_others(now) else max_num_tokens
+        return max(1, max_num_tokens // _CHUNK_PARTS) if self.is_beside_others(now) else max_num_tokens

@@ -157,7 +157,7 @@ def test_beside_others_their_prompts_are_computed_in_small_chunks():
         steps.step()
         chunks.append(line.computed - before)
         before = line.computed
-    assert max(chunks) == 8 and steps.scheduler.num_prefill_tokens == 0
+    assert max(chunks) == 2 and steps.scheduler.num_prefill_tokens == 0
 
 
 def test_what_their_prompts_have_left_is_told_while_they_rest():
