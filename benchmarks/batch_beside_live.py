@@ -8,7 +8,7 @@ engine with tiny-chat, and the mocker at the pace of an 8B model on a GPU.
 - lines/s: of the batch meanwhile, mean of the turns, and as a share of what it has alone
 - CPU in cores by process without and with the batch; `foreign` is what the rest of the machine took meanwhile
 
-    python benchmarks/batch_beside_live.py                        # about 2 minutes an engine
+    python benchmarks/batch_beside_live.py                        # about 90 s an engine
     python benchmarks/batch_beside_live.py --engines torch --live 1 --turns 2
 
 A table comes first, then one line of JSON, then the aims: median and mean TTFT, with over without.
@@ -309,7 +309,7 @@ def parse() -> argparse.Namespace:
         help="streams, with a stream's mean pause in seconds behind a slash",
     )  # fmt: skip
     parser.add_argument("--lines", type=int, default=10_000)
-    parser.add_argument("--turns", type=int, default=5, help="with the batch, and as many without")
+    parser.add_argument("--turns", type=int, default=4, help="with the batch, and as many without")
     parser.add_argument("--seconds", type=float, default=2.5, help="measured time of a turn")
     parser.add_argument("--port", type=int, default=24700, help="first of four ports")
     return parser.parse_args()
