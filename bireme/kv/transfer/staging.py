@@ -5,14 +5,11 @@ Room is taken first-fit and given back once; who waits for it waits in line abov
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-
 import numpy as np
 
 from bireme.errors import RequestError
 from bireme.kv.transfer.chunks import Chunk
-from bireme.kv.transfer.memory import TokenRows
+from bireme.kv.transfer.memory import TokenRows, zero_pages
 from bireme.kv.transfer.row_copies import load_rows
 
 _ALIGNMENT = 4096  # transfers share no page
@@ -23,10 +20,7 @@ class Staging:
 
     def __init__(self, num_bytes: int) -> None:
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        # Pages never touched take no memory. Of what UCX writes here the kernel looks up each page: huge ones are few.
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = zero_pages(size)  # of what UCX writes here the kernel looks up each page: huge ones are few
         self._array = np.frombuffer(self._map, np.uint8)
         self._taken: list[range] = []  # in order
 
