@@ -85,20 +85,6 @@ class TensorResponse:
         return self.outputs
 
 
-_CONSTANTS: dict[int, Array] = {}  # by id: they live as long as the process
-
-
-def constant(array: Array) -> Array:
-    """Mark a tensor that many responses have and nobody changes: the adapter makes Triton's form of it only once."""
-    array.flags.writeable = False
-    _CONSTANTS[id(array)] = array
-    return array
-
-
-def is_constant(array: Array) -> bool:
-    return id(array) in _CONSTANTS
-
-
 _UNSIZED_BYTES = 256  # a response of a few tokens with its objects
 
 

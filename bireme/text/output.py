@@ -22,10 +22,10 @@ from bireme.coalescing import MAX_GROWTH
 from bireme.messages import Finish, SamplingParams, TokenLogprobs, Usage
 from bireme.text.detokenizer import Detokenizer
 from bireme.text.stop import StopFinder
-from bireme.types import Array, Response, Tensors, constant
+from bireme.types import Array, Response, Tensors
 
 _json = msgspec.json.Encoder().encode
-_NO_REASON = constant(np.array([b""], dtype=object))
+_NO_REASON: Array = np.array([b""], dtype=object)
 _ENDED_WELL = ("stop", "length")
 
 

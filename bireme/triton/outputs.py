@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import triton_python_backend_utils as pb_utils
 
 from bireme.errors import BiremeError, to_message
 from bireme.specs import ModelSpec
-from bireme.types import Array, Response, Tensors, is_constant
+from bireme.types import Response, Tensors
 
 CHECKS_TENSORS = os.environ.get("BIREME_CHECK_TENSORS") == "1"  # the tests' servers; Triton checks nothing itself
 
@@ -58,7 +57,7 @@ class TritonOutlet:
             check_tensors(tensors, self._spec)
         wanted = self._wanted
         built = make_response(
-            [_tensor(name, array) for name, array in tensors.items() if not wanted or name in wanted],
+            [pb_utils.Tensor(name, array) for name, array in tensors.items() if not wanted or name in wanted],
             getattr(response, "parameters", None),
         )
         if is_final:
@@ -75,30 +74,6 @@ class TritonOutlet:
 
     def is_cancelled(self) -> bool:
         return bool(self._sender.is_cancelled())
-
-
-class _Made(threading.local):
-    """Triton's tensors of constants, by name and the constant's id; each thread has its own.
-
-    A tensor is converted when it is made and written into shared memory when it is first sent; sent again, it is there.
-    That saves a streamed response 9 of 26 us of making its tensors, and 10 to 20 of the 71 to 86 us that sending it
-    takes of a sender's CPU. Two threads must not send the same one for the first time at once.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: dict[tuple[str, int], Any] = {}
-
-
-_made = _Made()
-
-
-def _tensor(name: str, array: Array) -> Any:
-    if not is_constant(array):
-        return pb_utils.Tensor(name, array)
-    key = name, id(array)
-    if (tensor := _made.tensors.get(key)) is None:
-        tensor = _made.tensors[key] = pb_utils.Tensor(name, array)
-    return tensor
 
 
 def triton_error(error: BaseException) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 
 from bireme.errors import EngineLostError, NotFoundError, RequestCancelledError, RequestError, ResourceExhaustedError
 from bireme.specs import ModelSpec, TensorSpec
-from bireme.types import Cancelled, Response, Send, StageContext, TensorResponse, Tensors, constant, info_of
+from bireme.types import Cancelled, Response, Send, StageContext, TensorResponse, Tensors, info_of
 
 BYTES, INT32, FP32 = "BYTES", "INT32", "FP32"
 
@@ -214,17 +214,6 @@ class Bursts(TestStage):
                 await asyncio.sleep(0)
 
 
-class Repeated(TestStage):
-    """`count` responses, each with the same constant beside its number."""
-
-    spec = streaming("repeated", optional("count", INT32), outputs=(TOKENS, TEXT))
-    text = constant(np.array([b"ever the same"], object))
-
-    async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
-        for at in range(number(inputs, "count", 10)):
-            send(TensorResponse({"tokens": np.array([at], np.int32), "text": self.text}))
-
-
 class Flood(TestStage):
     """Megabytes that don't merge, faster than they can be sent."""
 
@@ -372,6 +361,5 @@ class SlowStop(TestStage):
 
 
 STAGES = [
-    Echo, Silent, Tokens, Bursts, Repeated, Flood, Failing, UnaryFailing, Stubborn, Caller, Measured, Unstartable,
-    SlowStop,
+    Echo, Silent, Tokens, Bursts, Flood, Failing, UnaryFailing, Stubborn, Caller, Measured, Unstartable, SlowStop,
 ]  # fmt: skip

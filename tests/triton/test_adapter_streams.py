@@ -41,16 +41,6 @@ def test_tokens_arrive_in_order_and_the_stream_ends(client):
     assert client.tokens("tokens", count=20) == list(range(20))
 
 
-def test_a_constant_tensor_comes_with_each_response_of_every_stream(client):
-    def read(_):
-        with client.call("repeated", count=200) as call:
-            return [(int(one.as_numpy("tokens")[0]), one.as_numpy("text").tolist()) for one in call]
-
-    with ThreadPoolExecutor(8) as pool:
-        for answer in pool.map(read, range(16)):
-            assert answer == [(at, [b"ever the same"]) for at in range(200)]
-
-
 def test_a_token_is_not_held_while_the_pipe_is_idle(client):
     with client.call("tokens", count=20, when_asked=1) as call:
         results = iter(call)
