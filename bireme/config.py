@@ -96,7 +96,13 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
     max_queue_time_s: Duration = 0.0  # waiting longer ends with DEADLINE_EXCEEDED; 0: no limit
     # Of the engine's time, what requests of priority 0 (lines of batches) get beside others; 1: they sit out the steps
     # of others' prompts alone.
-    best_effort_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
+    best_effort_share: Annotated[
+        float,
+        msgspec.Meta(gt=0, le=1),
+        Engines(
+            trtllm=Rule("refused", "TensorRT-LLM lets none rest; set frontend.batches.max_beside_live in recipe.yaml")
+        ),
+    ] = 0.1
 
 
 class CudaGraphConfig(Settings, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ ALIASES: dict[str, Path] = {
 OWN: tuple[Path, ...] = (
     ("scheduler_config", "max_queue_size"),
     ("scheduler_config", "max_queue_time_s"),
+    ("scheduler_config", "best_effort_share"),
     ("guided_decoding_config",),
     ("multimodal_config",),
     ("mocker",),

@@ -39,7 +39,11 @@ def classes_of(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_dotted_keys_are_in_the_contract(page):
-    own = ("scheduler_config.max_queue_size", "moe_config.load_balancer.num_slots")
+    own = (
+        "scheduler_config.max_queue_size",
+        "scheduler_config.best_effort_share",
+        "moe_config.load_balancer.num_slots",
+    )
     blocks = [f"{name}." for name in contract.fields("LlmArgs") if name.endswith("_config")]
     keys = [re.split(r"[:\s=]", word)[0] for word in words_of(page) if word.startswith(tuple(blocks))]
     assert [key for key in keys if key not in own and not key_exists(key)] == []
