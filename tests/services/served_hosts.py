@@ -130,6 +130,8 @@ class Hosts:
 
     def begin_slowly(self) -> list[Stream]:
         """Begin streams whose KV is on its way, and remains so."""
+        self.cable.slow_down(0)
+        wait_until(self.has_transferred)  # after a failure prefill is passed by for a moment
         self.cable.slow_down(SLOW_KBIT_S)
         streams = self.ask(self.prompts)
         for stream in streams:
