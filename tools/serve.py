@@ -70,14 +70,16 @@ def launch(options: argparse.Namespace, console: Console) -> int:
 
 def serve(deployment: Deployment, console: Console, options: argparse.Namespace) -> int:
     """Run a deployment until a signal ends it; return the exit code."""
-    with stopped_by_signals(deployment, console):
+    signals: list[int] = []
+    with stopped_by_signals(deployment, console, signals):
         try:
             with deployment:
-                return STOPPED if deployment.supervise() else FAILED
+                code = STOPPED if deployment.supervise() else FAILED
         except ConfigError as error:
             return report(console, error, WRONG)
         except BiremeError as error:
             return report(console, error, FAILED)
+        return FORCED if len(signals) > 1 else code  # what the second one killed can be over here before it is there
 
 
 def frontend_of(
@@ -202,9 +204,13 @@ def settings_of(options: argparse.Namespace, run: RunFolder) -> DeploymentSettin
     )
 
 
-def stopped_by_signals(deployment: Deployment, console: Console) -> contextlib.AbstractContextManager[object]:
-    """The first SIGTERM, SIGINT or SIGHUP asks for an orderly stop, the second ends everything at once."""
-    seen: list[int] = []
+def stopped_by_signals(
+    deployment: Deployment, console: Console, seen: list[int]
+) -> contextlib.AbstractContextManager[object]:
+    """The first SIGTERM, SIGINT or SIGHUP asks for an orderly stop, the second ends everything at once.
+
+    Their numbers are added to `seen`.
+    """
 
     def tell(number: int) -> None:
         seen.append(number)

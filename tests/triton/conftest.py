@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,10 +50,20 @@ def write_recipe(folder: Path) -> Recipe:
     )
 
 
+def answers(server: Server) -> bool:
+    """A crashed server prints stacks and writes its core for seconds before it ends, with its ports closed."""
+    try:
+        connection = http.client.HTTPConnection(server.http, timeout=20)
+        connection.request("GET", "/v2/health/live")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+
+
 @pytest.fixture(scope="package")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Server]]:
-    """Return a function: the server that all tests of this folder share. One that has died is replaced, and its last
-    lines are shown: Triton 2.51 crashes now and then where gRPC clients drop (mended in 25.01).
+    """Return a function: the server that all tests of this folder share. One that has died, or is about to, is
+    replaced, and its last lines are shown: Triton 2.51 crashes now and then where gRPC clients drop (mended in 25.01).
     """
     folder = tmp_path_factory.mktemp("adapter")
     models = tuple(stage.spec.name for stage in adapter_stages.STAGES if stage is not adapter_stages.Unstartable)
@@ -61,9 +72,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], S
     with ExitStack() as stack:
 
         def current() -> Server:
-            if started and started[-1].is_running:
+            if started and answers(started[-1]):
                 return started[-1]
             if started:
+                started[-1].kill()
                 print(f"tritonserver died:\n{started[-1].tail()}")
             env = {"BIREME_CHECK_TENSORS": "1", "STEP_MS": "10"}
             server = stack.enter_context(start_server(recipe, repositories=(repository,), models=models, env=env))

@@ -7,9 +7,11 @@ whose graphs can't be made, or differ, goes without.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,23 @@ logger = logging.getLogger("bireme.engines.torch")
 
 _LARGEST = 256  # rows; larger steps spend their time on the GPU, not on launches
 _MOST_ERROR = 0.02  # of a graph's logits against the same kernels launched singly, relative
+
+
+@contextlib.contextmanager
+def capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None) -> Iterator[None]:
+    """Record in `graph` what this thread starts on the GPU in here.
+
+    No garbage is collected meanwhile, as torch doesn't see to any more: freeing an old graph, event or page-locked
+    tensor is a call that CUDA refuses while a stream is captured, and the capture fails with it.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @dataclass(slots=True)
@@ -89,7 +108,7 @@ class DecodeGraphs:
                 self._compute(batch)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with capture(graph, pool):
             self._logits[:size].copy_(self._compute(batch))
         self._check(batch, graph)
         return _Graph(graph, batch)

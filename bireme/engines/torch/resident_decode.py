@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch import sequence as sequences
+from bireme.engines.torch.decode_graphs import capture
 from bireme.engines.torch.fused_decoder import FusedDecoder
 from bireme.engines.torch.kernels.decode_attention import (
     PART_COLUMNS,
@@ -220,7 +221,7 @@ class ResidentDecode:
                 expected = self._compute(size).float()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with capture(graph, pool):
             self._compute(size)
         graph.replay()
         error = float((self._state.logits[:size].float() - expected).norm() / expected.norm())

@@ -5,6 +5,8 @@ Runs on empty pools with unowned blocks, and zeroes them afterwards.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,18 +64,17 @@ def check_resident(
     resident: ResidentDecode, runner: HfRunner, builder: BatchBuilder, manager: BlockManager, limits: EngineLimits
 ) -> None:
     """Compare a prompt and a decode step with what the model's own modules make of them. Raises RuntimeError."""
-    sequence, count = _checked(manager, limits)
-    prompt = builder.build(SchedulerOutput(chunks=[(sequence, count)]))
     has_experts = resident.decoder.weights.has_experts
-    _compare("prompt", runner.compute_by_modules(prompt), resident.decoder.compute(prompt), has_experts)
-    _go_on(sequence, count)
-    step = builder.build(SchedulerOutput(decodes=[sequence]))
-    row = Row(SamplingParams(), [], (), (), resident.vocab_size)
-    flight = resident.start([sequence], lambda _: row)
-    resident.tokens(flight)
-    found = flight.logits.clone()
-    _compare("decode step", runner.compute_by_modules(step), found, has_experts)
-    manager.release(sequence.table)
+    with _checked(manager, limits) as (sequence, count):
+        prompt = builder.build(SchedulerOutput(chunks=[(sequence, count)]))
+        _compare("prompt", runner.compute_by_modules(prompt), resident.decoder.compute(prompt), has_experts)
+        _go_on(sequence, count)
+        step = builder.build(SchedulerOutput(decodes=[sequence]))
+        row = Row(SamplingParams(), [], (), (), resident.vocab_size)
+        flight = resident.start([sequence], lambda _: row)
+        resident.tokens(flight)
+        found = flight.logits.clone()
+        _compare("decode step", runner.compute_by_modules(step), found, has_experts)
 
 
 def check_packed(
@@ -84,32 +85,35 @@ def check_packed(
     limits: EngineLimits,
 ) -> None:
     """The same of a decoder on a CPU, and of a prompt's rest. `builders`: the modules', the decoder's."""
-    sequence, count = _checked(manager, limits)
-    plans = {
-        "prompt": SchedulerOutput(chunks=[(sequence, count)]),
-        "prompt's rest": SchedulerOutput(chunks=[(sequence, count - count // 2)]),
-        "decode step": SchedulerOutput(decodes=[sequence]),
-    }
-    for (what, plan), computed in zip(plans.items(), (0, count // 2, count), strict=True):
-        if computed == count:
-            _go_on(sequence, count)
-        sequence.computed = computed
-        found = []
-        for compute, builder in zip((runner.compute_by_modules, decoder.compute), builders, strict=True):
-            sequence.mirrored = [0] * len(manager.groups)
-            found.append(compute(builder.build(plan)))
-        _compare(what, found[0], found[1], decoder.has_experts)
-    manager.release(sequence.table)
+    with _checked(manager, limits) as (sequence, count):
+        plans = {
+            "prompt": SchedulerOutput(chunks=[(sequence, count)]),
+            "prompt's rest": SchedulerOutput(chunks=[(sequence, count - count // 2)]),
+            "decode step": SchedulerOutput(decodes=[sequence]),
+        }
+        for (what, plan), computed in zip(plans.items(), (0, count // 2, count), strict=True):
+            if computed == count:
+                _go_on(sequence, count)
+            sequence.computed = computed
+            found = []
+            for compute, builder in zip((runner.compute_by_modules, decoder.compute), builders, strict=True):
+                sequence.mirrored = [0] * len(manager.groups)
+                found.append(compute(builder.build(plan)))
+            _compare(what, found[0], found[1], decoder.has_experts)
 
 
-def _checked(manager: BlockManager, limits: EngineLimits) -> tuple[Sequence, int]:
-    """Return a prompt with blocks for one token more, and its length."""
+@contextlib.contextmanager
+def _checked(manager: BlockManager, limits: EngineLimits) -> Iterator[tuple[Sequence, int]]:
+    """Give a prompt with blocks for one token more, and its length; free the blocks, also after a failed check."""
     room = min(spec.num_blocks for spec in manager.groups) * manager.tokens_per_block
     count = max(1, min(_CHECKED_TOKENS, limits.max_num_tokens, limits.max_seq_len - 2, room - 1))
     sequence = _sequence(manager, 0, count)
     sequence.tokens = [7 * at % 97 for at in range(count)]
     _hold(manager, sequence, count + 1)
-    return sequence, count
+    try:
+        yield sequence, count
+    finally:
+        manager.release(sequence.table)
 
 
 def _go_on(sequence: Sequence, computed: int) -> None:

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.config import CudaGraphConfig
 from bireme.engines.torch import decoder_weights, kernels
-from bireme.engines.torch.decode_graphs import graph_sizes
+from bireme.engines.torch.decode_graphs import capture, graph_sizes
 from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch import tiny_models
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
@@ -117,6 +117,27 @@ def test_a_graph_is_made_when_a_step_needs_it_or_while_nothing_runs(tmp_path, mo
         wait_for(lambda: not resident._to_make, 30)
     made = [record.args[0] for record in caplog.records if record.msg.startswith("decode_graph_made")]
     assert made == [1, 2]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_garbage_on_the_gpu_is_not_freed_within_a_capture():
+    """Collecting it there broke the capture."""
+    x = torch.zeros(8, device="cuda")
+
+    def graph_of(action):
+        graph = torch.cuda.CUDAGraph()
+        with capture(graph, None):
+            action()
+        return graph
+
+    garbage = [graph_of(lambda: x.add_(1)), torch.zeros(1 << 20).pin_memory(), torch.cuda.Event()]
+    garbage.append(garbage)
+    del garbage
+    kept = []
+    graph = graph_of(lambda: (kept.extend([] for _ in range(100_000)), x.add_(1)))
+    before = x[0].item()
+    graph.replay()
+    assert x[0].item() == before + 1
 
 
 def test_graphs_are_made_for_the_sizes_that_the_settings_name():

@@ -159,6 +159,7 @@ def answer(tmp_path):
         with Harness(path, max_num_tokens=24, tokens_per_block=8, **settings) as engine:
             decoder = engine.core._parts.runner._decoder
             assert isinstance(decoder, packed_decoder.PackedDecoder) is is_packed
+            assert engine.manager.num_referenced == 0  # the check at load, passed or not, has kept no block
             return engine.run(asked), decoder
 
     return run
