@@ -32,6 +32,10 @@ class EtcdServer:
         """What --discovery takes."""
         return "etcd://" + self._client.removeprefix("http://")
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
     def start(self) -> None:
         """Return once it answers. Raises RuntimeError with its log."""
         command = [

@@ -24,6 +24,10 @@ class NatsProcess:
     def url(self) -> str:
         return f"nats://127.0.0.1:{self._port}"
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
     def start(self) -> None:
         """Return once it takes connections. Raises RuntimeError with its log."""
         with self.log.open("ab") as log:
