@@ -7,10 +7,13 @@ seconds, and more with engines that were killed.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 from bireme import launch
+from bireme.launch.console import Console
+from bireme.launch.deployment import Deployment, DeploymentSettings
 from bireme.launch.tritonserver import ServerDiedError
 
 
@@ -24,3 +27,14 @@ def start_server(*args: Any, **options: Any) -> Iterator[launch.Server]:
             server = stack.enter_context(launch.start_server(*args, **options))
         stack.callback(server.kill)
         yield server
+
+
+@contextlib.contextmanager
+def supervised(settings: DeploymentSettings) -> Iterator[Deployment]:
+    """A whole launch in this process, healed as under serve.py."""
+    with Deployment(settings, Console("warning")) as running:
+        supervisor = threading.Thread(target=running.supervise)
+        supervisor.start()
+        yield running
+        running.request_stop()
+        supervisor.join(60)

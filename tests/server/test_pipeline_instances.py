@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
 
 from bireme.engines.mocker.tokens import expected_tokens, printable_ids
 from bireme.launch import free_ports, processes
 from bireme.launch.canaries import CanarySettings
-from bireme.launch.console import Console
-from bireme.launch.deployment import Deployment, DeploymentSettings
+from bireme.launch.deployment import DeploymentSettings
 from bireme.recipe_files import load_recipe
 from tests.server.faults.test_faults import PROMPT, Run
 from tests.server.triton_client import Client
 from tests.server.watch import is_idle, total, until
+from tests.servers import supervised
 
 pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
 
@@ -33,12 +32,8 @@ def deployment(sample_model, write_recipe):
     settings = DeploymentSettings(
         recipe=load_recipe(recipe), ports=free_ports(), health_port=0, canaries=CanarySettings(interval_s=0)
     )
-    with Deployment(settings, Console("warning")) as running:
-        supervisor = threading.Thread(target=running.supervise)
-        supervisor.start()
+    with supervised(settings) as running:
         yield running
-        running.request_stop()
-        supervisor.join(60)
 
 
 @pytest.fixture(scope="module")

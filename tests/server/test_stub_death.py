@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -12,12 +11,12 @@ import pytest
 from bireme.engines.mocker.tokens import expected_tokens, printable_ids
 from bireme.launch import free_ports
 from bireme.launch.canaries import CanarySettings
-from bireme.launch.console import Console
-from bireme.launch.deployment import Deployment, DeploymentSettings
+from bireme.launch.deployment import DeploymentSettings
 from bireme.recipe_files import load_recipe
 from tests.server.faults.test_faults import Run
 from tests.server.triton_client import Client
 from tests.server.watch import until
+from tests.servers import supervised
 
 pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
 
@@ -35,12 +34,8 @@ def deployment(sample_model, write_recipe):
     settings = DeploymentSettings(
         recipe=load_recipe(recipe), ports=free_ports(), health_port=0, canaries=CanarySettings(interval_s=0)
     )
-    with Deployment(settings, Console("warning")) as running:
-        supervisor = threading.Thread(target=running.supervise)
-        supervisor.start()
+    with supervised(settings) as running:
         yield running
-        running.request_stop()
-        supervisor.join(60)
 
 
 def test_pipeline_streams_survive_and_direct_streams_of_the_other_worker_go_on(deployment, sample_model):
