@@ -76,9 +76,9 @@ def serve(deployment: Deployment, console: Console, options: argparse.Namespace)
             with deployment:
                 code = STOPPED if deployment.supervise() else FAILED
         except ConfigError as error:
-            return report(console, error, WRONG)
+            code = report(console, error, WRONG)
         except BiremeError as error:
-            return report(console, error, FAILED)
+            code = report(console, error, FAILED)
         return FORCED if len(signals) > 1 else code  # what the second one killed can be over here before it is there
 
 
