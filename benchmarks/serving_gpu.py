@@ -99,7 +99,6 @@ def in_process(options: argparse.Namespace) -> dict[str, Any]:
     """Write the model's folder and return tokens/s of each round."""
     import torch
 
-    from benchmarks.engine_gpu import write_config
     from bireme.config import EngineConfig, Limits
     from bireme.conversion import convert
     from bireme.engines.base import EngineContext
@@ -109,8 +108,7 @@ def in_process(options: argparse.Namespace) -> dict[str, Any]:
     from bireme.metrics import Registry
 
     folder = options.in_process
-    write_config(str(folder), options.shape)
-    write_tokenizer(folder)
+    write_model(folder, options.shape)
     config = convert(engine_config(options), EngineConfig)
     loaded = LoadedEngine(EngineContext(NAME, "decode", str(folder), config, Registry(NAME)), lambda act: act())
     gate, core = Gate("decode", loaded.capacity, Limits(), b""), loaded.core
@@ -129,7 +127,15 @@ def in_process(options: argparse.Namespace) -> dict[str, Any]:
     return {"rates": rates[1:], "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"}
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_model(folder: Path, shape: str) -> None:
+    """Write a model's configuration and tokenizer, which an engine fills with random weights. Needs transformers."""
+    from benchmarks.engine_gpu import write_config
+
+    write_config(str(folder), shape)
+    _write_tokenizer(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
     """Give each id of the model's a text: that of the sample model's tokenizer, or a word with its number."""
     from make_sample_model import make
 

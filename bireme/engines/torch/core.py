@@ -192,10 +192,7 @@ class EngineCore:
             self._parts.mover.begin_step()
         plan = self.scheduler.schedule() if started is None else started.plan
         if started is None:  # else they have begun with it
-            for sequence in plan.imports:
-                self._start_import(sequence, began)
-            for sequence, copies in plan.onboards:
-                self._start_onboarding(sequence, copies)
+            self._start_copies(plan, began)
         if not plan.has_tokens:
             self._offload()
             self._set_levels()
@@ -260,6 +257,8 @@ class EngineCore:
         assert resident is not None
         following = self.scheduler.follow(started.plan)
         self._started = None if following is None else self._start(resident, following, began, ahead=1)
+        if self._started is not None:  # the GPU is busy meanwhile, and copies wait for what it has been given
+            self._start_copies(self.scheduler.admit_imports(), began)
         self._land(resident, started)
 
     def _start(self, resident: ResidentDecode, plan: SchedulerOutput, began: float, ahead: int = 0) -> _Started:
@@ -416,6 +415,13 @@ class EngineCore:
             self._forget(sequence)
             exporter.export(sequence)
             self._report(sequence, "not_finished", delta)
+
+    def _start_copies(self, plan: SchedulerOutput, now: float) -> None:
+        """Let the KV come of those that were admitted without a part in the step."""
+        for sequence in plan.imports:
+            self._start_import(sequence, now)
+        for sequence, copies in plan.onboards:
+            self._start_onboarding(sequence, copies)
 
     def _start_import(self, sequence: Sequence, now: float) -> None:
         """Fetch the rows; the token that prefill has sampled is delivered now and not when they are there."""

@@ -1,7 +1,7 @@
 """KV pools of other processes of this host, mapped here by CUDA IPC, and rows copied out of them.
 
 One kernel copies the rows of all layers of a group, reading the one pool and writing the other, on a stream that the
-engine's never waits for. Between GPUs it reads through NVLink or PCIe.
+engine's never waits for. Between GPUs it reads through NVLink or PCIe, and leaves most SMs to the engine's steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ def share_pools(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Sha
             " DEFAULT"
         ) from error
     sizes, handles = tuple(size for _, size, _ in found.values()), tuple(handle for _, _, handle in found.values())
-    return SharedMemory(os.getpid(), handles, tuple(found), sizes, regions)
+    return SharedMemory(os.getpid(), handles, tuple(found), sizes, regions, _gpu_of(device))
+
+
+def _gpu_of(device: torch.device) -> str:
+    """Return what names this GPU in every process, whatever number it has there."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class MappedPools:
@@ -56,7 +61,7 @@ class MappedPools:
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], device: torch.device, shared: SharedMemory) -> None:
         """`groups`: this process's own tensors. Raises UnavailableError when that memory can't be mapped."""
-        from bireme.engines.torch.kernels.copy_rows import RowCopier, RowPlace, row_places
+        from bireme.engines.torch.kernels.copy_rows import FEW_SMS, WHOLE_GPU, RowCopier, RowPlace, row_places
 
         self._stream = torch.cuda.Stream(device)
         self._copiers: list[RowCopier] = []  # one a group; empty: closed
@@ -69,12 +74,14 @@ class MappedPools:
         except CudaError as error:
             self.close()
             raise UnavailableError(str(error)) from error
+        shape = WHOLE_GPU if shared.gpu == _gpu_of(device) else FEW_SMS
         bases = shared.addresses if self._is_own else self._addresses
         with torch.cuda.stream(self._stream):
             for regions, tensors in zip(shared.regions, groups, strict=True):
                 sources = [RowPlace(bases[one.allocation] + one.offset, one.row_bytes) for one in regions]
                 targets = row_places(tensors)
-                self._copiers.append(RowCopier(sources, targets, [place.stride for place in targets], device))
+                widths = [place.stride for place in targets]
+                self._copiers.append(RowCopier(sources, targets, widths, device, shape))
 
     def copy(self, group: int, source: Rows, target: Rows, ready: Any) -> None:
         if not self._copiers:

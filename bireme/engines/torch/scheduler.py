@@ -89,7 +89,12 @@ class Scheduler:
         self.best_effort.plan(now, self._has_others, is_running)
         rests = not self.best_effort.may_run(now)
         head = self.waiting.peek()
-        if head is not None and not (rests and head.is_best_effort) and self._may_fit(head):
+        if (
+            head is not None
+            and not (rests and head.is_best_effort)
+            and self._may_fit(head)
+            and not self._can_join_later(head)
+        ):
             return None
         active = [sequence for sequence in self.running if sequence.state is SequenceStatus.RUNNING]
         wanted = [sequence for sequence in active if not (rests and sequence.is_best_effort)]
@@ -111,6 +116,12 @@ class Scheduler:
         if any(sequence.is_best_effort for sequence in going):
             self.best_effort.ran(now)
         return SchedulerOutput(decodes=going)
+
+    def admit_imports(self) -> SchedulerOutput:
+        """Admit from the queue while its head's KV comes from prefill, beside a step that has been started."""
+        plan = SchedulerOutput(budget=1)
+        self._admit(plan, is_best_effort=False, only_imports=True)
+        return plan
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence, wherever it is; it keeps its blocks."""
@@ -229,6 +240,11 @@ class Scheduler:
             return True
         return not head.is_best_effort and self._last_best_effort() is not None
 
+    def _can_join_later(self, head: Sequence) -> bool:
+        """Return whether it takes no part in the next step even if it is admitted, and needs nobody's place."""
+        is_new = (head.number, self._manager.num_released) != self._refused
+        return bool(self._slots) and is_new and _is_import(head) and not head.is_best_effort
+
     def _last_best_effort(self) -> Sequence | None:
         """Return the best-effort request to preempt next.
 
@@ -243,13 +259,18 @@ class Scheduler:
         ]
         return max(may, key=lambda sequence: sequence.rank, default=None)
 
-    def _admit(self, plan: SchedulerOutput, is_best_effort: bool) -> None:
-        """Admit from the queue while its head is of this kind; the others get the place of best-effort ones."""
+    def _admit(self, plan: SchedulerOutput, is_best_effort: bool, only_imports: bool = False) -> None:
+        """Admit from the queue while its head is of this kind; the others get the place of best-effort ones.
+
+        `only_imports`: and while its KV comes from prefill; nobody's place is taken.
+        """
         while plan.budget and (head := self.waiting.peek()) is not None and head.is_best_effort is is_best_effort:
-            is_import = head.params is not None and not head.is_sampling
+            is_import = _is_import(head)
+            if only_imports and not is_import:
+                return
             is_new = (head.number, self._manager.num_released) != self._refused
             if not (self._slots and is_new and self._claim(head, is_import)):
-                victim = None if is_best_effort else self._last_best_effort()
+                victim = None if is_best_effort or only_imports else self._last_best_effort()
                 if victim is None:
                     if self._slots:
                         self._refused = (head.number, self._manager.num_released)
@@ -323,3 +344,8 @@ class Scheduler:
         """Return the blocks per group to reserve at admission."""
         length = len(sequence.tokens) if self._limits.may_preempt else sequence.worst_length
         return self._manager.worst_case(length, self._limits.max_num_tokens)
+
+
+def _is_import(sequence: Sequence) -> bool:
+    """Return whether its KV comes from prefill; it does so once."""
+    return sequence.params is not None and not sequence.is_sampling

@@ -43,6 +43,7 @@ class SharedMemory(msgspec.Struct, array_like=True, frozen=True):
     addresses: tuple[int, ...]  # where these lie in the process that has them
     sizes: tuple[int, ...]  # of the allocations, bytes
     regions: tuple[tuple[SharedRegion, ...], ...]  # in the order of RowMemory.regions
+    gpu: str = ""  # on which it lies; "": in host memory
 
 
 class RowSource(msgspec.Struct, array_like=True, frozen=True):

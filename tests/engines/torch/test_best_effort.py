@@ -7,65 +7,12 @@ import time
 import pytest
 
 from bireme.best_effort import LONGEST_REST_S, QUIET_S, BestEffortShare
-from bireme.engines.torch.limits import EngineLimits
-from bireme.engines.torch.scheduler import Scheduler
-from bireme.engines.torch.sequence import Sequence, SequenceStatus
-from bireme.kv.block_manager import BlockManager, GroupSpec
-from bireme.messages import EngineRequest, SamplingParams
+from bireme.engines.torch.sequence import SequenceStatus
 from tests.engines.engine_fixtures import wait_for
+from tests.engines.torch.scheduler_steps import STEP_S, Overlapping, Steps
 from tests.engines.torch.torch_harness import MIXED, Harness, make_prompts, request
 
 PROMPTS = make_prompts(*MIXED)
-STEP_S = 0.01
-
-
-class Steps:
-    """A scheduler whose steps take STEP_S of a clock of its own, and choose token 7."""
-
-    def __init__(self, may_preempt=False, num_blocks=40_000, share=0.1, **limits):
-        self.manager = BlockManager([GroupSpec(0, num_blocks)], 4, model="m", enable_reuse=False)
-        known = {"max_batch_size": 8, "max_num_tokens": 64, "max_seq_len": 4096, "max_input_len": 4096}
-        known |= {"tokens_per_block": 4, "enable_chunked_prefill": True, "max_logprob_rows": 64, "max_queue_size": 64}
-        known |= {"max_queue_time_s": 0.0, "best_effort_share": share, "may_preempt": may_preempt}
-        self.now = 100.0
-        self.scheduler = Scheduler(self.manager, EngineLimits(**(known | limits)), lambda: self.now)
-        self.num_added = 0
-
-    def add(self, num_prompt=4, max_tokens=2_000, priority=0.5):
-        asked = EngineRequest(prompt=b"", sampling=SamplingParams(), priority=priority)
-        tokens, self.num_added = list(range(num_prompt)), self.num_added + 1
-        made = Sequence(
-            (0, self.num_added), asked, tokens, num_prompt, max_tokens, frozenset(), 0.0, self.manager.open()
-        )
-        made.number = self.num_added
-        self.scheduler.waiting.push(made)
-        return made
-
-    def line(self, num_prompt=4, max_tokens=2_000):
-        return self.add(num_prompt, max_tokens, priority=0.0)
-
-    def step(self):
-        """Return who took part."""
-        plan = self.scheduler.schedule()
-        self.now += STEP_S
-        self.end(plan)
-        return self.members(plan)
-
-    def end(self, plan):
-        for sequence, count in [*((one, 1) for one in plan.decodes), *plan.chunks]:
-            sequence.computed += count
-            if sequence.computed == len(sequence.tokens):
-                sequence.tokens.append(7)
-                sequence.first_token_at = sequence.first_token_at or self.now
-                if sequence.num_output == sequence.max_tokens:
-                    self.drop(sequence)
-
-    def drop(self, sequence):
-        self.scheduler.finish(sequence)
-        self.manager.release(sequence.table)
-
-    def members(self, plan):
-        return [*plan.decodes, *(sequence for sequence, _ in plan.chunks)]
 
 
 def test_alone_they_run_as_any_others():
@@ -198,19 +145,6 @@ def test_none_of_them_gives_way_to_another_of_them():
     steps = Steps(max_batch_size=1)
     first, second = steps.line(), steps.line()
     assert [steps.step() for _ in range(5)] == [[first]] * 5 and second.state is SequenceStatus.WAITING
-
-
-class Overlapping(Steps):
-    """Steps that are started before the tokens of the one before are known."""
-
-    started = None
-
-    def step(self):
-        plan = self.started or self.scheduler.schedule()
-        self.started = self.scheduler.follow(plan) if not plan.chunks and plan.decodes else None
-        self.now += STEP_S
-        self.end(plan)
-        return self.members(plan)
 
 
 def test_steps_that_are_started_ahead_leave_them_out_and_take_them_in_again():

@@ -1,0 +1,68 @@
+"""Steps that are started before the tokens of the one before are known, and requests whose KV comes from prefill."""
+
+from __future__ import annotations
+
+from bireme.engines.torch.sequence import SequenceStatus
+from tests.engines.torch.scheduler_steps import Overlapping
+
+
+def running(**limits):
+    """Return steps, started ahead, of one request."""
+    steps = Overlapping(**limits)
+    live = steps.add()
+    for _ in range(4):
+        steps.step()
+    assert steps.started is not None
+    return steps, live
+
+
+def join(steps, sequence):
+    sequence.state, sequence.is_sampling, sequence.computed = SequenceStatus.RUNNING, True, len(sequence.tokens)
+    sequence.tokens.append(7)
+    sequence.first_token_at = steps.now
+
+
+def test_a_request_whose_kv_comes_is_admitted_beside_a_step():
+    steps, live = running()
+    coming = steps.add_import(num_prompt=40)
+    for admitted in ([coming], [], []):
+        assert steps.step() == [live] and steps.admitted == admitted
+        assert steps.started is not None and coming.state is SequenceStatus.IMPORTING
+    assert len(coming.table.blocks[0]) == 10
+    join(steps, coming)
+    steps.step()
+    assert steps.step() == [live, coming] and steps.started is not None
+
+
+def test_all_that_wait_are_admitted_at_once_up_to_one_that_is_to_be_computed():
+    steps, live = running()
+    first, second = steps.add_import(), steps.add_import()
+    prompt, third = steps.add(), steps.add_import()
+    steps.step()
+    assert steps.started is not None and steps.admitted == [first, second]
+    assert prompt.state is third.state is SequenceStatus.WAITING
+    steps.step()
+    assert steps.started is None  # the next one is planned anew, with the prompt
+    assert prompt in steps.step() and third.state is SequenceStatus.IMPORTING
+
+
+def test_one_that_finds_no_room_holds_up_nobody_and_comes_in_when_there_is_some():
+    steps, live = running(num_blocks=600)  # the one that runs may need 501
+    first, second = steps.add_import(max_tokens=200), steps.add_import(max_tokens=300)
+    for _ in range(5):
+        assert steps.step() == [live] and steps.started is not None
+    assert first.state is SequenceStatus.IMPORTING and second.state is SequenceStatus.WAITING
+    steps.drop(first)
+    steps.step()
+    assert steps.admitted == [second] and steps.started is not None
+
+
+def test_one_that_takes_the_place_of_a_best_effort_request_waits_for_the_step():
+    steps = Overlapping(max_batch_size=2)
+    lines = [steps.line(), steps.line()]
+    for _ in range(5):
+        steps.step()
+    coming = steps.add_import()
+    for _ in range(3):
+        steps.step()
+    assert coming.state is SequenceStatus.IMPORTING and lines[1].state is SequenceStatus.WAITING
