@@ -30,6 +30,7 @@ from typing import Any
 from bireme.engines.stub.environment import OPENMP
 
 os.environ |= OPENMP  # before torch; an engine process has it, generate has it here, too
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch, too: an engine would take a GPU
 if "avx2" in sys.argv:
     os.environ |= {"DNNL_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # before torch, too
 

@@ -39,6 +39,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("--answer-tokens", "2", "--rounds", "1", "--herd", "4", "--step-ms", "1"),
     ),
     "benchmarks/short_prompts.py": ("--requests", "5", "--starts", "1"),
+    "benchmarks/disaggregation_gpu.py": ("--quick",),
     "benchmarks/serving_gpu.py": ("--shape", "tiny", "--quick", "--rounds", "1"),
     "benchmarks/serving_overhead.py": (
         *("--streams", "2", "--step-ms", "1", "--seconds", "0.5", "--warmup-s", "0.2"),

@@ -62,6 +62,14 @@ def test_serving_gpu_gets_every_token_by_each_way(run):
 
 
 @pytest.mark.soak
+def test_disaggregation_gpu_measures_both_ways(run):
+    lines = run("benchmarks/disaggregation_gpu.py").stdout.splitlines()
+    (figures,) = (json.loads(line)["figures"] for line in lines if line.startswith("{"))
+    assert all(list(ways) == ["aggregated", "disaggregated"] for ways in figures.values())
+    assert figures["transfer, ms"]["aggregated"] == [0] and figures["transfer, ms"]["disaggregated"][0] > 0
+
+
+@pytest.mark.soak
 def test_engine_restart_gets_a_token_from_an_engine_that_was_killed(run):
     *_, figures, _ = run("benchmarks/engine_restart.py").stdout.splitlines()
     (row,) = json.loads(figures)["rows"]
