@@ -64,12 +64,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="bireme-bench-") as folder, contextlib.ExitStack() as stack:
         model = Path(folder) / "model"
-        subprocess.run(
-            [find_python(), __file__, "--write-model", str(model), "--shape", options.shape], check=True
-        )  # where transformers is
-        servers = {
-            way: stack.enter_context(start_server(write_recipe(model, way, options), timeout_s=600)) for way in WAYS
-        }
+        command = [find_python(), __file__, "--write-model", str(model), "--shape", options.shape]
+        subprocess.run(command, check=True)  # where transformers is
+        recipes = {way: write_recipe(model, way, options) for way in WAYS}
+        servers = {way: stack.enter_context(start_server(recipe, timeout_s=600)) for way, recipe in recipes.items()}
         found = asyncio.run(measure({way: server.grpc for way, server in servers.items()}, options))
     report(found, options)
 
@@ -132,10 +130,8 @@ async def measure(targets: dict[str, str], options: argparse.Namespace) -> Figur
                 "in flight, tokens/s": await client.rate(4 * options.requests),
                 **await client.gaps(),
             }
-            print(
-                f"round {round_number}, {way}: { ({key: round(value, 2) for key, value in figures.items()}) }",
-                flush=True,
-            )
+            texts = (f"{name} {value:.2f}" for name, value in figures.items())
+            print(f"round {round_number}, {way}: {'; '.join(texts)}", flush=True)
             for name, value in figures.items() if round_number else ():
                 found[name][way].append(value)
     finally:
