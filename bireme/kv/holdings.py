@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from bireme.config import ROUTED_STAGES, RouterConfig
 from bireme.discovery.run import WorkerRecord
@@ -15,6 +16,7 @@ from bireme.kv.placement import Floats, Hashes
 from bireme.metrics import Registry
 
 _REPORT_S = 1.0
+_NO_COLUMNS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class IndexHoldings:
@@ -28,7 +30,8 @@ class IndexHoldings:
         self._config, self._metrics = config, metrics
         self._has_events: frozenset[str] = frozenset()
         self._reported_at = 0.0
-        self._names: dict[int, tuple[Sequence[tuple[str, int]], list[str]]] = {}  # in the index, by id of the list
+        # Where a stage's workers are in the index, -1: nowhere; by id of their list, with the number of changes seen.
+        self._columns: dict[int, tuple[Sequence[tuple[str, int]], int, npt.NDArray[np.int64]]] = {}
 
     def follow(self, workers: Mapping[str, WorkerRecord]) -> None:
         """Take the whole present view; those that are missing are forgotten."""
@@ -39,7 +42,7 @@ class IndexHoldings:
             if record.stage in ROUTED_STAGES
             for rank in range(record.capacity.attention_dp_size if record.capacity else 1)
         }
-        self._names.clear()
+        self._columns.clear()
         with self.lock:
             for name, slot in list(self.index.slots.items()):
                 if name not in names:
@@ -49,18 +52,13 @@ class IndexHoldings:
 
     def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> Floats:
         with self.lock:
-            depths = self.index.match(hashes)
-            slots = self.index.slots
-            listed, names = self._names.get(id(targets), ((), []))
-            if listed is not targets:  # the list of a stage's workers stays until they change
-                names = [rank_name(*target) for target in targets]
-                self._names[id(targets)] = targets, names
-            columns = np.array([slots.get(name, -1) for name in names], int)
+            depths, columns = self.index.match(hashes), self._columns_of(targets)
             if (now := time.monotonic()) - self._reported_at > _REPORT_S:
                 self._reported_at = now
                 self._report()
-        is_known = columns >= 0
-        known: Floats = depths[:, columns] * is_known.astype(float)
+        known: Floats = depths.take(columns, 1).astype(np.float64)
+        if columns.size and columns.min() < 0:
+            known[:, columns < 0] = 0.0
         return known
 
     def predict(self, target: tuple[str, int], hashes: Hashes) -> None:
@@ -75,6 +73,14 @@ class IndexHoldings:
         return ""
 
     def close(self) -> None: ...
+
+    def _columns_of(self, targets: Sequence[tuple[str, int]]) -> npt.NDArray[np.int64]:
+        listed, num_changes, columns = self._columns.get(id(targets), ((), -1, _NO_COLUMNS))
+        if listed is not targets or num_changes != self.index.num_slot_changes:
+            slots = self.index.slots
+            columns = np.array([slots.get(rank_name(*target), -1) for target in targets], np.int64)
+            self._columns[id(targets)] = targets, self.index.num_slot_changes, columns
+        return columns
 
     def _report(self) -> None:
         self._metrics.set("bireme_router_index_blocks", self.index.num_blocks)

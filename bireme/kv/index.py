@@ -47,6 +47,7 @@ class KvIndex:
         self._clock = clock
         self._max_predicted = max_predicted
         self._slots: dict[str, int] = {}
+        self.num_slot_changes = 0
         self._free_slots: list[int] = []
         self._due: list[tuple[int, int, int, Hashes]] = []  # a heap of (deadline, order, slot, hashes)
         self._order = itertools.count()
@@ -101,6 +102,7 @@ class KvIndex:
         if slot >= len(self._held):
             self._widen(2 * len(self._held))
         self._slots[name] = slot
+        self.num_slot_changes += 1
         return slot
 
     def remove_worker(self, slot: int) -> None:
@@ -110,6 +112,7 @@ class KvIndex:
             raise KeyError(slot)
         self.cleared(slot)
         del self._slots[name]
+        self.num_slot_changes += 1
         heapq.heappush(self._free_slots, slot)
 
     def stored(self, slot: int, parent: int | None, hashes: Hashes | Iterable[int], tier: int = 0) -> bool:

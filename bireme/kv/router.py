@@ -361,6 +361,8 @@ class WorkerRouter:
         size = _tokens_per_block(stage)
         limit = float((len(request.prompt) - 1) // size * size)
         tokens: Floats = np.minimum(anywhere * float(size), limit)
+        if not (device != anywhere).any():  # nothing lies in lower tiers alone
+            return device, tokens
         credit = self._config.host_credit * (host - device) + self._config.disk_credit * (anywhere - host)
         return device + credit, tokens
 
@@ -383,7 +385,7 @@ class WorkerRouter:
         if prices.new == prices.waiting:  # what is held saves at the most what there is to do
             costs = prices.new * np.maximum(new + waiting, 0.0)
         else:
-            costs = prices.new * np.maximum(new, 0.0) + prices.waiting * waiting
+            costs = prices.new * new + prices.waiting * waiting
         if prices.used:
             # What other routers' requests use there may be this prompt's blocks, as far as the worker holds them.
             shared = np.maximum(stage.shared_blocks(hashes), np.minimum(np.floor(held), stage.other_blocks))
@@ -402,17 +404,18 @@ def draw_cost(costs: Floats, allowed: Mask, ties: Floats, temperature: float, dr
 
     Probabilities are proportional to exp(-cost / (highest - lowest) / temperature), as in Dynamo's router.
     """
-    places = np.flatnonzero(allowed)
-    some = costs[places]
-    low, span = some.min(), float(np.ptp(some))
-    if temperature and span > _EVEN:
-        weights = np.exp(-(some - low) / span / temperature)
-        return int(draw.choices(places.tolist(), weights.tolist())[0])
     if temperature:
-        return int(draw.choice(places.tolist()))
-    cheapest = places[some <= low + _EVEN]
-    second = ties[cheapest]
-    return int(draw.choice(cheapest[second <= second.min() + _EVEN].tolist()))
+        places = np.flatnonzero(allowed)
+        some = costs[places]
+        low, span = some.min(), float(np.ptp(some))
+        weights = np.exp(-(some - low) / span / temperature) if span > _EVEN else np.ones(len(places))
+        return int(draw.choices(places.tolist(), weights.tolist())[0])
+    costs = np.where(allowed, costs, np.inf)
+    cheapest = np.flatnonzero(costs <= costs.min() + _EVEN)
+    if len(cheapest) > 1:
+        second = ties[cheapest]
+        cheapest = cheapest[second <= second.min() + _EVEN]
+    return int(draw.choice(cheapest.tolist()))
 
 
 def _draw_even(allowed: Mask, draw: random.Random) -> int:

@@ -229,9 +229,10 @@ async def test_clients_that_leave_while_decode_is_busy_leave_no_lease(deployment
 
 async def test_clients_that_leave_at_any_moment_are_cancelled_and_leave_nothing(client):
     cancelled, running = level("bireme_cancellations_total"), []
-    for at in range(12):
-        running.append(asyncio.ensure_future(ask(client, chat_messages(fresh(f"gone-{at}")))))
-        await asyncio.sleep(0.02 + 0.01 * at)
+    while len(running) < 12 or level("bireme_cancellations_total") == cancelled:  # a busy machine takes longer to start
+        assert len(running) < 60
+        running.append(asyncio.ensure_future(ask(client, chat_messages(fresh(f"gone-{len(running)}")))))
+        await asyncio.sleep(0.01 + 0.01 * len(running))
         running[-1].cancel()
     ended = await asyncio.gather(*running, return_exceptions=True)
     assert any(isinstance(one, asyncio.CancelledError) for one in ended)
@@ -239,7 +240,6 @@ async def test_clients_that_leave_at_any_moment_are_cancelled_and_leave_nothing(
     answer = await ask(client, chat_messages(dialogue))
     assert answer.choices[0].message.content == dialogue.turns[0].answer
     await no_leases_are_left()
-    assert level("bireme_cancellations_total") > cancelled
     assert level("bireme_requests_running") == level("bireme_kv_blocks_used") == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 from tools.samples.chat_world import examples
 
 pytestmark = pytest.mark.server
-COUNTS = {"torch": 40, "trtllm": 20}  # tasks a kind; the stand-in computes sequences one by one
+COUNTS = {"torch": 20, "trtllm": 10}  # tasks a kind; the stand-in computes sequences one by one
 
 
 @pytest.fixture
