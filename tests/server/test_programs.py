@@ -76,10 +76,12 @@ def test_engine_restart_gets_a_token_from_an_engine_that_was_killed(run):
     assert 0 < row["ready_s"] < row["first_token_s"]
 
 
+@pytest.mark.soak
 def test_embedding_cache_measures_first_and_known_pictures(run):
     assert last_line(run("benchmarks/embedding_cache.py"))
 
 
+@pytest.mark.soak
 def test_short_prompts_are_answered_by_both_recipes(run):
     (row,) = last_line(run("benchmarks/short_prompts.py"))["rows"]
     assert row["aggregated_ms"] > 0 and row["disaggregated_ms"] > 0
