@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from dataclasses import dataclass
@@ -624,6 +625,7 @@ def instance_name(model: str, triton_name: str) -> str:
     return _stub_name(model, int(match.group(1))) if match else ""
 
 
+@functools.lru_cache(maxsize=4096)
 def stage_of(worker: str) -> str:
     """decode_1, or decode_1@host:8001 on another server -> decode."""
     return re.sub(r"(_\d+)?(@.*)?$", "", worker)

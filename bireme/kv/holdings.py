@@ -12,11 +12,11 @@ import numpy.typing as npt
 from bireme.config import ROUTED_STAGES, RouterConfig
 from bireme.discovery.run import WorkerRecord
 from bireme.kv.index import KvIndex, rank_name
-from bireme.kv.placement import Floats, Hashes
+from bireme.kv.placement import Floats, Hashes, Mask
 from bireme.metrics import Registry
 
 _REPORT_S = 1.0
-_NO_COLUMNS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+Columns = tuple[npt.NDArray[np.int64], "Mask | None"]  # of workers in the index's rows, and which of them it lacks
 
 
 class IndexHoldings:
@@ -30,8 +30,7 @@ class IndexHoldings:
         self._config, self._metrics = config, metrics
         self._has_events: frozenset[str] = frozenset()
         self._reported_at = 0.0
-        # Where a stage's workers are in the index, -1: nowhere; by id of their list, with the number of changes seen.
-        self._columns: dict[int, tuple[Sequence[tuple[str, int]], int, npt.NDArray[np.int64]]] = {}
+        self._columns: dict[int, tuple[Sequence[tuple[str, int]], int, Columns]] = {}  # by id of a stage's list
 
     def follow(self, workers: Mapping[str, WorkerRecord]) -> None:
         """Take the whole present view; those that are missing are forgotten."""
@@ -52,13 +51,13 @@ class IndexHoldings:
 
     def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> Floats:
         with self.lock:
-            depths, columns = self.index.match(hashes), self._columns_of(targets)
+            depths, (columns, unknown) = self.index.match(hashes), self._columns_of(targets)
             if (now := time.monotonic()) - self._reported_at > _REPORT_S:
                 self._reported_at = now
                 self._report()
         known: Floats = depths.take(columns, 1).astype(np.float64)
-        if columns.size and columns.min() < 0:
-            known[:, columns < 0] = 0.0
+        if unknown is not None:
+            known[:, unknown] = 0.0
         return known
 
     def predict(self, target: tuple[str, int], hashes: Hashes) -> None:
@@ -74,13 +73,15 @@ class IndexHoldings:
 
     def close(self) -> None: ...
 
-    def _columns_of(self, targets: Sequence[tuple[str, int]]) -> npt.NDArray[np.int64]:
-        listed, num_changes, columns = self._columns.get(id(targets), ((), -1, _NO_COLUMNS))
-        if listed is not targets or num_changes != self.index.num_slot_changes:
+    def _columns_of(self, targets: Sequence[tuple[str, int]]) -> Columns:
+        """Return where workers are in the index; their list stays the same object until they change."""
+        listed, num_changes, found = self._columns.get(id(targets), (None, -1, None))
+        if found is None or listed is not targets or num_changes != self.index.num_slot_changes:
             slots = self.index.slots
             columns = np.array([slots.get(rank_name(*target), -1) for target in targets], np.int64)
-            self._columns[id(targets)] = targets, self.index.num_slot_changes, columns
-        return columns
+            found = columns, columns < 0 if (columns < 0).any() else None
+            self._columns[id(targets)] = targets, self.index.num_slot_changes, found
+        return found
 
     def _report(self) -> None:
         self._metrics.set("bireme_router_index_blocks", self.index.num_blocks)

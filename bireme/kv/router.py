@@ -43,11 +43,10 @@ from bireme.kv.placement import (
     WorkerFollower,
 )
 from bireme.kv.sessions import SessionTable
-from bireme.kv.targets import StageTargets, Target
+from bireme.kv.targets import DEFAULT_TOKENS_PER_BLOCK, StageTargets, Target
 
 DOWN_S = 1.0  # how long a lost worker is skipped, unless it is the only one
 MAX_RETRY_S = 60  # that a refused request is told to wait
-DEFAULT_TOKENS_PER_BLOCK = 32
 _EVEN = 1e-9  # costs that differ by less are even
 
 
@@ -154,8 +153,9 @@ class WorkerRouter:
             waiting = stage.waiting_tokens(now)
             candidates += [
                 Candidate(
-                    target.worker, target.dp_rank, round(float(costs[at]), 6), int(cached[at]), float(waiting[at]),
-                    float(stage.blocks[at]), float(stage.requests[at]),
+                    target.worker, target.dp_rank, round(float(costs[at]), 6),
+                    _cached_tokens(stage, request, cached[at]), float(waiting[at]), float(stage.blocks[at]),
+                    float(stage.requests[at]),
                 )
                 for at, target in enumerate(stage.targets)
             ]  # fmt: skip
@@ -261,7 +261,7 @@ class WorkerRouter:
         else:
             reason = mode if reason == "only" else reason
             index = self._by_mode(mode, name, allowed, request, prices, hashes, held, now)
-        known = int(cached[index]) if self._holdings is not None else None
+        known = _cached_tokens(stage, request, cached[index]) if self._holdings is not None else None
         return StageChoice(stage.targets[index], reason, hashes, known)
 
     def _by_mode(
@@ -347,24 +347,18 @@ class WorkerRouter:
     def _hash(self, request: RoutingRequest, stage: StageTargets) -> Hashes | None:
         if self._hash_prompt is None:
             return None
-        return self._hash_prompt(request, _tokens_per_block(stage))
+        return self._hash_prompt(request, stage.tokens_per_block)
 
     def _held(self, stage: StageTargets, request: RoutingRequest, hashes: Hashes | None) -> tuple[Floats, Floats]:
-        """Return what each worker holds of the prompt: blocks' worth, lower tiers' at their credit, and tokens.
-
-        An engine computes at least the last token, so it never takes a whole prompt from its cache.
-        """
+        """Return how many of the prompt's blocks each worker holds: lower tiers' at their credit, and in any tier."""
         if self._holdings is None or hashes is None:
             nothing = np.zeros(len(stage.targets))
             return nothing, nothing
         device, host, anywhere = self._holdings.match(hashes, stage.keys)
-        size = _tokens_per_block(stage)
-        limit = float((len(request.prompt) - 1) // size * size)
-        tokens: Floats = np.minimum(anywhere * float(size), limit)
         if not (device != anywhere).any():  # nothing lies in lower tiers alone
-            return device, tokens
+            return device, anywhere
         credit = self._config.host_credit * (host - device) + self._config.disk_credit * (anywhere - host)
-        return device + credit, tokens
+        return device + credit, anywhere
 
     def _costs(
         self,
@@ -376,7 +370,7 @@ class WorkerRouter:
         now: float,
     ) -> Floats:
         """Return each worker's cost of this request, in KV blocks."""
-        size = _tokens_per_block(stage)
+        size = stage.tokens_per_block
         new = len(request.prompt) / size - held
         waiting = stage.waiting_tokens(now) / size
         hashes = NO_BLOCKS if hashes is None else hashes
@@ -411,7 +405,7 @@ def draw_cost(costs: Floats, allowed: Mask, ties: Floats, temperature: float, dr
         weights = np.exp(-(some - low) / span / temperature) if span > _EVEN else np.ones(len(places))
         return int(draw.choices(places.tolist(), weights.tolist())[0])
     costs = np.where(allowed, costs, np.inf)
-    cheapest = np.flatnonzero(costs <= costs.min() + _EVEN)
+    cheapest = (costs <= costs.min() + _EVEN).nonzero()[0]
     if len(cheapest) > 1:
         second = ties[cheapest]
         cheapest = cheapest[second <= second.min() + _EVEN]
@@ -435,13 +429,6 @@ def _not_busy(name: str, stage: StageTargets, allowed: Mask, rules: list[BusyRul
     return free
 
 
-def _tokens_per_block(stage: StageTargets) -> int:
-    """Return the stage's block size: workers of another one are not let in."""
-    return next((one.record.tokens_per_block for one in stage.targets if one.record.tokens_per_block), 0) or (
-        DEFAULT_TOKENS_PER_BLOCK
-    )
-
-
 def _sent(choice: StageChoice, request: RoutingRequest, is_used: bool, is_computed: bool) -> SentRequest:
     """Return what a worker is sent: a prompt whose blocks it uses from now on, that it computes, or both."""
     hashes = choice.hashes if choice.hashes is not None else NO_BLOCKS
@@ -452,6 +439,12 @@ def _sent(choice: StageChoice, request: RoutingRequest, is_used: bool, is_comput
     if not is_computed:
         return SentRequest(used, 0)
     return SentRequest(used, num_new, hashes[num_held:], len(request.prompt))
+
+
+def _cached_tokens(stage: StageTargets, request: RoutingRequest, num_blocks: float) -> int:
+    """Return the tokens that an engine takes from its cache: it computes at least the last one."""
+    size = stage.tokens_per_block
+    return min(int(num_blocks), (len(request.prompt) - 1) // size) * size
 
 
 def _with_sent(placement: Placement, sent: tuple[tuple[Target, SentRequest], ...]) -> Placement:

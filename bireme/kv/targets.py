@@ -13,6 +13,7 @@ from bireme.kv.block_uses import BlockUses
 from bireme.kv.event_wire import WorkerLoad
 from bireme.kv.placement import Floats, Hashes, Mask
 
+DEFAULT_TOKENS_PER_BLOCK = 32
 RETRY_S = 1.0  # after which a refused request may come again, where nothing better is known
 
 
@@ -78,6 +79,9 @@ class StageTargets:
         count = len(self.targets)
         self.keys = [target.key for target in self.targets]
         self.workers = [target.worker for target in self.targets]
+        # Workers of another block size are not let in.
+        sizes = (target.record.tokens_per_block for target in self.targets)
+        self.tokens_per_block = next(filter(None, sizes), DEFAULT_TOKENS_PER_BLOCK)
         self.is_ready: Mask = np.array([not target.record.is_draining for target in self.targets], bool)
         self._users = np.array([target.active.user for target in self.targets], np.int64)
         self._computing_users = np.array([target.active.computing_user for target in self.targets], np.int64)

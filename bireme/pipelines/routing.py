@@ -12,7 +12,8 @@ from bireme.discovery import run
 from bireme.discovery.run import WorkerRecord
 from bireme.kv import hashing
 from bireme.kv.placement import Hashes, HashPrompt, RoutingRequest, WorkerFollower
-from bireme.kv.router import DEFAULT_TOKENS_PER_BLOCK, WorkerRouter
+from bireme.kv.router import WorkerRouter
+from bireme.kv.targets import DEFAULT_TOKENS_PER_BLOCK
 from bireme.metrics import Registry
 
 
