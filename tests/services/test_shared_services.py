@@ -207,7 +207,7 @@ DRAINS = {"prefill": WELL, "decode": ("200", "200 ready", "503 not_ready")}
 @pytest.mark.parametrize("worker", DRAINS)
 def test_a_worker_that_drains_is_in_order_unless_it_is_the_last_that_can_decode(cluster, worker):
     folder = f"--run-folder={cluster.launches['a'].run_folder()}"
-    drain.main([worker, folder])
+    wait_for(lambda: drain.main([worker, folder]) == 0, LIMIT_S, "its engine, killed before, does not come back")
     wait_for(lambda: worker_states(cluster).get(worker) == "draining", LIMIT_S, "the frontend does not tell")
     wait_for(lambda: told(cluster) == DRAINS[worker], LIMIT_S, "somebody does not tell")
     drain.main([worker, "--undo", folder])
