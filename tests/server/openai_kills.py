@@ -36,8 +36,8 @@ def kill_in_turn(
     """
     for number, victim in enumerate(victims, 1):
         least = number * count // (len(victims) + 1)
-        wait_for(lambda least=least: num_done() >= least, limit_s)
-        assert num_done() < count, "all was done before the kill"
+        done = wait_for(lambda least=least: (done := num_done()) >= least and done, limit_s)
+        assert done < count, "all was done before the kill"
         old = victim(deployment)
         assert old is not None
         kill(old)

@@ -11,12 +11,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bireme.launch.ports import free_port
 
+T = TypeVar("T")
 LIMIT_S = 180
 PUBLISHED_S = 1.0
 
@@ -96,11 +97,13 @@ def settled(name: str) -> float:
     return gauge(name)
 
 
-def wait_for(condition: Any, limit_s: float = 150) -> None:
+def wait_for(condition: Callable[[], T], limit_s: float = 150) -> T:
+    """Return what the condition answered when it was first true."""
     deadline = time.monotonic() + limit_s
-    while not condition():
+    while not (answer := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return answer
 
 
 def engine_of(served: Served, model: str = "decode") -> int:

@@ -71,7 +71,7 @@ def test_a_batch_of_sums_through_the_official_client(chat_deployment):
 
 
 def test_a_frontend_that_is_killed_goes_on_with_its_batch(chat_deployment):
-    check_kills(chat_deployment, 60, [Served.frontend_pid], 60)
+    check_kills(chat_deployment, 150, [Served.frontend_pid], 60)
 
 
 @pytest.mark.soak
