@@ -1,7 +1,7 @@
 """Pictures of the playground for the documentation, made in a headless Chromium against a running frontend.
 
-Needs chromium and chromedriver on the PATH and selenium (`make test-services` brings them), and a server of the model
-that is to be seen:
+Needs chromium-headless-shell (or chromium) and chromedriver on the PATH and selenium (`make test-services` brings
+them), and a server of the model that is to be seen:
 
     python tools/serve.py recipes/tiny-chat &
     python tools/screenshots.py                            # docs/playground-light.png, docs/playground-dark.png
@@ -64,11 +64,11 @@ def main() -> int:
 def browser() -> Iterator[webdriver.Chrome]:
     """A headless Chromium with a profile of its own; its console and its requests are in `get_log`."""
     options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or ""
     for flag in FLAGS:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     with tempfile.TemporaryDirectory(prefix="bireme-chromium-", ignore_cleanup_errors=True) as profile:
+        options.binary_location = _program(Path(profile))
         options.add_argument(f"--user-data-dir={profile}")
         driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
         driver.set_script_timeout(LIMIT_S)
@@ -76,6 +76,19 @@ def browser() -> Iterator[webdriver.Chrome]:
             yield driver
         finally:
             driver.quit()
+
+
+def _program(folder: Path) -> str:
+    """Return what starts the browser: the headless shell, which has no windows of its own to draw, or all of Chromium.
+
+    The shell opens no page unless it is told to, and chromedriver, which waits for one, hands flags over alone.
+    """
+    if (shell := shutil.which("chromium-headless-shell")) is None:
+        return shutil.which("chromium") or ""
+    script = folder / "browser.sh"
+    script.write_text(f'#!/bin/sh\nexec {shell} "$@" about:blank\n')
+    script.chmod(0o755)
+    return str(script)
 
 
 def open_page(driver: webdriver.Chrome, url: str, theme: str) -> None:

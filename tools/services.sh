@@ -8,7 +8,7 @@ set -eu
 
 VENV=${VENV:-.venv}
 # program=package; both browser packages come from one source, so driver and browser always fit
-PROGRAMS="chromium=chromium chromedriver=chromium-driver etcd=etcd-server nats-server=nats-server"
+PROGRAMS="chromium-headless-shell=chromium-headless-shell chromedriver=chromium-driver etcd=etcd-server nats-server=nats-server"
 cd "$(dirname "$0")/.."
 
 say() { printf '%s services | %s\n' "$(date +%H:%M:%S)" "$*"; }

@@ -132,7 +132,7 @@ def test_workers_of_one_recipe_run_on_pythons_of_their_own(
         assert launch.complete(PROMPT, 8) == reference("llama").greedy(PROMPT, 8)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_stubs_and_engines_may_be_of_different_python_versions(triton_python, write_recipe, sample_model, tmp_path):
     python = newer_python(tmp_path / "newer")
     config = {"mocker": {"vocab_size": 1000}, "cache_transceiver_config": {"backend": "DEFAULT"}}

@@ -39,7 +39,17 @@ def last_line(done):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("program", [name for name in RUNS if name.startswith("tools/")])
+SLOW_TOOLS = ("tools/make_sample_model.py", "tools/train_samples.py")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(name, marks=[pytest.mark.soak] if name in SLOW_TOOLS else [])
+        for name in RUNS
+        if name.startswith("tools/")
+    ],
+)
 def test_a_tool_runs(run, program):
     run(program)
 
@@ -50,11 +60,13 @@ def test_serving_overhead_measures_every_path_without_an_error(run):
     assert all(cell["tokens_per_s"] > 0 and not cell["errors"] for cell in cells)
 
 
+@pytest.mark.soak
 def test_engine_cpu_measures_the_engine_and_both_ways_of_transformers(run):
     (row,) = last_line(run("benchmarks/engine_cpu.py"))["rows"]
     assert row["engine_ms"] > 0 and row["generate_ms"] > 0 and row["continuous_ms"] > 0
 
 
+@pytest.mark.soak
 def test_serving_gpu_gets_every_token_by_each_way(run):
     *_, figures, _, _ = run("benchmarks/serving_gpu.py").stdout.splitlines()
     rates = json.loads(figures)["tokens_per_s"]

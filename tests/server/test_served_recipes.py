@@ -35,6 +35,8 @@ NOTICED_S = 5.0  # this one is the claim
 SERVER = "tritonserver"
 SHARES_WEIGHTS = "tiny-chat-disagg"  # with the memory service
 EMBEDS = "tiny-embedding"
+# What each of the others shows is shown by one of these, and most are served by tests of their own too.
+IN_EVERY_RUN = ("mocker", "tiny-agg", SHARES_WEIGHTS, EMBEDS, "tiny-vlm-epd", "tiny-video")
 
 
 class Served:
@@ -152,7 +154,9 @@ def kill_each(served):
         served.wait_for(lambda replaced=replaced: served.is_ready() and replaced())
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.soak]) for name in RECIPES]
+)
 def test_a_recipe_becomes_ready_and_serves_every_way(name, tmp_path, sample_model):
     sample_model("llama")
     skip_unless_it_runs_here(name)

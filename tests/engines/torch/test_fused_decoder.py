@@ -37,7 +37,12 @@ KINDS = {
 ENGINE = {"max_seq_len": 24, "max_batch_size": 2, "tokens_per_block": 4}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+def of_a_soak(value):
+    """Return a parameter that takes Triton's interpreter long: where there is no GPU, `make soak` has it."""
+    return value if torch.cuda.is_available() else pytest.param(value, marks=pytest.mark.soak)
+
+
+@pytest.fixture(scope="module", params=["mistral", *(of_a_soak(kind) for kind in KINDS if kind != "mistral")])
 def answer(request, tmp_path_factory):
     """Return what an engine answers, by its settings: of the first kind all that may be asked."""
     path = tiny_models.save(tmp_path_factory.mktemp("model"), request.param, **(SMALL | KINDS[request.param]))
@@ -78,7 +83,7 @@ def test_blocks_that_come_back_beside_a_running_decode_come_once(tmp_path, monke
         assert not caplog.text  # an action that fails is logged
 
 
-@pytest.mark.parametrize("is_serial", [False, True])
+@pytest.mark.parametrize("is_serial", [False, of_a_soak(True)])
 def test_what_rests_beside_others_goes_on_with_what_the_device_has_of_it(tmp_path, monkeypatch, is_serial):
     path = tiny_models.save(tmp_path, "mistral", **SMALL)
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -232,13 +231,11 @@ def test_a_hopeless_guide_neither_ends_the_engine_nor_holds_others_up(name):
     with Harness(str(MODEL), limits=ANY_SIZE, guided_decoding_config=config, max_seq_len=512) as engine:
         expected = engine.run([request(PROMPT, 8)])[0]
         hopeless = engine.submit(guided(HOPELESS[name], 64))
-        gaps = []
-        while not hopeless.is_over.is_set():
-            began = time.monotonic()
+        while not hopeless.is_over.wait(0.1):
             assert engine.run([request(PROMPT, 8)])[0] == expected
-            gaps.append(time.monotonic() - began)
-        assert hopeless.finish.reason in ("length", "stop", "error")
-        assert hopeless.finish.error.startswith(("INVALID_ARGUMENT: guided_decoding", "")), hopeless.finish.error
+        error = hopeless.finish.error
+        assert hopeless.finish.reason in (("error",) if error else ("length", "stop"))
+        assert not error or error.startswith("INVALID_ARGUMENT: guided_decoding"), error
         assert answer(engine, {"choice": ["still here"]}) == "still here"
 
 

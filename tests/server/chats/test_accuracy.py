@@ -11,7 +11,7 @@ import pytest
 from tools.samples.chat_world import examples
 
 pytestmark = pytest.mark.server
-COUNTS = {"torch": 20, "trtllm": 10}  # tasks a kind; the stand-in computes sequences one by one
+COUNTS = [5, pytest.param(20, marks=pytest.mark.soak)]  # tasks a kind
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ async def streamed(client, task):
     return text, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("way", [whole, streamed])
-async def test_held_out_tasks_are_answered_rightly(client, way, request):
-    count = COUNTS["trtllm" if "trtllm-" in request.node.name else "torch"]
+async def test_held_out_tasks_are_answered_rightly(client, way, count):
     tasks = [task for kind in ("sum", "json", "tool", "thought") for task in examples(99, count, True, (kind,))]
     limit = asyncio.Semaphore(16)
 

@@ -17,7 +17,7 @@ from tests.servers import start_server
 pytest.importorskip("xgrammar")
 jsonschema = pytest.importorskip("jsonschema")
 pytestmark = pytest.mark.server
-SCHEMAS = make_schemas(32, seed=7)
+COUNTS = [12, pytest.param(64, marks=pytest.mark.soak)]
 SHARED = {"aggregated": "torch_text", "trtllm_aggregated": "trtllm_text"}
 
 
@@ -53,11 +53,13 @@ def ask(client, guide, is_streaming, **more):
     return client.infer("completion", exclude_input_in_output=True, **values)
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("is_streaming", [True, False])
-def test_answers_to_random_schemas_are_valid(client, is_streaming):
+def test_answers_to_random_schemas_are_valid(client, is_streaming, count):
+    schemas = make_schemas(count, seed=7)
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda schema: ask(client, {"json": schema}, is_streaming), SCHEMAS))
-    for schema, answer in zip(SCHEMAS, answers, strict=True):
+        answers = list(pool.map(lambda schema: ask(client, {"json": schema}, is_streaming), schemas))
+    for schema, answer in zip(schemas, answers, strict=True):
         assert answer["finish_reason"] == "stop"
         jsonschema.validate(json.loads(answer["text_output"]), schema)
 

@@ -29,7 +29,7 @@ CASES = [(arch, mode) for arch in ("llama", "qwen3", "gemma3") for mode in ("agg
 CASES += [("llama", "disaggregated"), ("gemma3", "no_reuse")]
 CASES += [("llama", "trtllm"), ("gemma3", "trtllm_disaggregated")]
 # What is theirs alone is in the engine, whose tests compare it too (engines/torch/test_equality.py).
-SOAK = {("qwen3", "aggregated"), ("gemma3", "aggregated"), ("qwen3", "other_block_sizes")}
+SOAK = {(arch, mode) for arch in ("qwen3", "gemma3") for mode in ("aggregated", "other_block_sizes")}
 SHARED = {("llama", "aggregated"): "torch_text", ("llama", "trtllm"): "trtllm_text"}
 
 
