@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: (_row(item.nodeid), not _is_of_servers(item)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # thousands of tests and what they import stay: looking through them takes the collector a second
 
 
 def _is_of_servers(item: pytest.Item) -> bool:
