@@ -5,8 +5,8 @@ PYTHON ?=
 VENV ?= .venv
 ARGS ?=
 ROUNDS ?= 10
-# Four on two cores: tests of servers mostly wait. Which tests run together: tests/conftest.py.
-JOBS ?= 4
+# Three on two cores: tests of servers mostly wait; a fourth makes all wait longer. What runs together: tests/conftest.py.
+JOBS ?= 3
 RUN := $(VENV)/bin/python
 # One test that hangs fails, and takes no more time than this from the others.
 TEST_LIMIT_S ?= 400

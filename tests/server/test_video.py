@@ -28,7 +28,7 @@ from tests.server.video_served import (
 from tools.samples.video_world import read
 
 pytestmark = pytest.mark.server
-LONG = {"prompt": PROMPT, "num_inference_steps": 100, "num_frames": 65}
+LONG = {"prompt": PROMPT, "num_inference_steps": 100, "num_frames": 33}
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_pages_of_jobs_follow_each_other(client):
 
 
 def clip(seed):
-    return list(stream("video_diffusion", prompt=PROMPT, num_inference_steps=12, seed=seed))
+    return list(stream("video_diffusion", prompt=PROMPT, num_inference_steps=6, num_frames=9, seed=seed))
 
 
 def waited(answers):
@@ -164,14 +164,14 @@ def test_jobs_that_wait_are_queued_and_a_full_queue_refuses(deployment):
     assert status == 503 and "video.max_queue_size is 2" in answer["error"]["message"]
     for one in (*(one["id"] for one in waiting), job):
         assert call("DELETE", f"/v1/videos/{one}")[0] == 200
-    wait_for(lambda: generate(num_inference_steps=1)[0] == 200, 60)  # the queue is free again
+    wait_for(lambda: generate(num_inference_steps=1, num_frames=5)[0] == 200, 60)  # the queue is free again
 
 
 def test_deleting_a_job_stops_it(deployment):
     began = settled_steps()
     job = start_long_job()
     assert call("DELETE", f"/v1/videos/{job}")[0] == 200
-    assert generate(num_inference_steps=1)[0] == 200  # the pipeline is free again
+    assert generate(num_inference_steps=1, num_frames=5)[0] == 200  # the pipeline is free again
     before = settled_steps()
     assert 1 < before - began < 100
     time.sleep(1.5)
@@ -179,19 +179,19 @@ def test_deleting_a_job_stops_it(deployment):
 
 
 def test_a_client_that_leaves_stops_its_generation(deployment):
-    answers = stream("video_diffusion", prompt=PROMPT, num_inference_steps=100, num_frames=65)
+    answers = stream("video_diffusion", prompt=PROMPT, num_inference_steps=100, num_frames=33)
     for answer in answers:
         if answer.get("step", 0) >= 2:
             break
     answers.close()
-    assert generate(num_inference_steps=1)[0] == 200
+    assert generate(num_inference_steps=1, num_frames=5)[0] == 200
     before = settled_steps()
     time.sleep(1.5)
     assert num_steps() == before
 
 
 def test_an_abort_by_request_id_ends_a_request_after_the_step_under_way(deployment):
-    answers = stream("video_diffusion", prompt=PROMPT, num_inference_steps=100, num_frames=65, request_id="mine")
+    answers = stream("video_diffusion", prompt=PROMPT, num_inference_steps=100, num_frames=33, request_id="mine")
     next(answer for answer in answers if answer.get("step", 0) >= 1)
     steps = []
 
@@ -260,12 +260,12 @@ def test_a_job_as_a_form_is_the_same_job(deployment):
 @pytest.mark.flaky(reruns=1)
 def test_an_engine_killed_in_mid_generation_is_a_retryable_error_and_serves_again(deployment):
     before = settled_steps()
-    running = Background(lambda: generate(num_inference_steps=100, num_frames=65))
+    running = Background(lambda: generate(num_inference_steps=100, num_frames=33))
     wait_for(lambda: num_steps() > before + 1, 60)
     kill(engine_of(deployment, "video_diffusion"))
     status, answer = running.wait()
     assert status == 503 and answer["error"]["code"] == "unavailable"
-    assert generate(num_inference_steps=1)[0] == 200  # it waited for the next engine process
+    assert generate(num_inference_steps=1, num_frames=5)[0] == 200  # it waited for the next engine process
 
 
 def is_answering():
