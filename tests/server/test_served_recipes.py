@@ -154,6 +154,9 @@ def kill_each(served):
         served.wait_for(lambda replaced=replaced: served.is_ready() and replaced())
 
 
+assert set(IN_EVERY_RUN) <= set(RECIPES)
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.soak]) for name in RECIPES]
 )
