@@ -1,5 +1,7 @@
 """A real tritonserver whose gRPC port asks for certificates: its own pipelines, the frontend and clients have one."""
 
+import contextlib
+import http.client
 import json
 import subprocess
 import urllib.request
@@ -15,7 +17,7 @@ from bireme.recipe_files import load_recipe
 from bireme.workers.base import UnreachableError
 from bireme.workers.grpc import GrpcChannel
 from bireme.workers.grpc_tls import GrpcTls
-from tests.server.openai_served import chat, five_ports, served
+from tests.server.openai_served import chat, five_ports, served, wait_for
 
 pytestmark = pytest.mark.server
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -80,6 +82,13 @@ def post(url, body):
         return json.load(reply)
 
 
+def readiness(port):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request("GET", "/health/ready")
+        return json.load(connection.getresponse())
+
+
 def test_the_frontend_reaches_the_workers(deployment, authority):
     answer = post(f"{deployment[0].url}/v1/chat/completions", chat("hi", max_tokens=5) | {"model": authority.name})
     assert answer["usage"]["completion_tokens"] == 5
@@ -92,8 +101,8 @@ def test_pipelines_reach_the_workers_of_their_own_server(deployment):
 
 
 def test_the_port_counts_as_open(deployment):
-    with urllib.request.urlopen(f"http://127.0.0.1:{deployment[1]['health']}/health/ready", timeout=10) as reply:
-        assert json.load(reply)["status"] == "ready"
+    """A moment after the frontend's word at the latest, when each port and worker was looked at."""
+    wait_for(lambda: (report := readiness(deployment[1]["health"]))["status"] == "ready" or print(report), limit_s=30)
 
 
 def test_a_client_with_a_certificate_is_served_and_others_are_not(deployment, authority, tmp_path):
