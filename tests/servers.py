@@ -31,10 +31,11 @@ def start_server(*args: Any, **options: Any) -> Iterator[launch.Server]:
 
 @contextlib.contextmanager
 def supervised(settings: DeploymentSettings) -> Iterator[Deployment]:
-    """A whole launch in this process, healed as under serve.py."""
+    """A whole launch in this process, healed as under serve.py until its test has asked; then all is killed."""
     with Deployment(settings, Console("warning")) as running:
         supervisor = threading.Thread(target=running.supervise)
         supervisor.start()
         yield running
         running.request_stop()
         supervisor.join(60)
+        running.kill()

@@ -78,7 +78,7 @@ def facts(python, folders):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # it installs an environment
 def test_transformers_4_counts_pictures_as_the_torch_engine_s_does(folders, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True)
     python = str(tmp_path / "bin" / "python")

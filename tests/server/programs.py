@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 RUNS: dict[str, tuple[str, ...]] = {
-    "tools/chaos.py": ("--topology=mocker-1+1", "--seconds=10", "--seed=7", "--faults=clients_garbage"),
+    "tools/chaos.py": ("--topology=mocker-1+1", "--seconds=3", "--seed=7", "--faults=clients_garbage"),
     "tools/check_recipe.py": ("recipes/mocker",),
     "tools/demo.py": ("--recipe", "recipes/mocker", "--max-tokens", "8"),
     "tools/make_api_key.py": ("alice",),

@@ -1,7 +1,7 @@
-"""Aggregated deployments of tiny-llama that several test modules share, so that few servers start.
+"""Deployments of tiny-llama that several test modules share, so that few servers start.
 
-A module that uses one leaves it idle and alive. `..._text` answer as fast as they can; `..._paced` make a token in
-20 ms, so that streams are long enough to be cancelled and killed.
+A module that uses one leaves it idle and alive. `ENGINE_text` answer as fast as they can; `ENGINE_paced` make a token
+in 20 ms, so that streams are long enough to be cancelled and killed. With `_pair` they are disaggregated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from bireme.launch import Server
 from tests.contract import stand_in_workers
 from tests.servers import start_server
 
-CONTEXT = 512  # tokens, of `..._text`
+CONTEXT = 512  # tokens, of `ENGINE_text`
 STEP_MS = 20
+LEASE_S = 3.0  # of the prompts that a pair's prefill holds
 
 _TEXT = {
     "dtype": "float32",
@@ -39,30 +40,32 @@ def starting(model: Path, write_recipe: Callable[..., Path]) -> Iterator[Start]:
 
         @functools.cache
         def start(name: str) -> Server:
-            return stack.enter_context(start_server(write_recipe(model, **recipe_of(name))))
+            env = {"BIREME_KEY": "ab" * 32}  # as serve.py sets it: not a file that can be deleted
+            return stack.enter_context(start_server(write_recipe(model, **recipe_of(name)), env=env))
 
         yield start
 
 
-def _workers(name: str) -> dict[str, Any]:
-    """Return the one worker entry of a deployment."""
-    if name == "torch_text":
-        return {"engine": "torch", "num_threads": 1, "engine_config": _TEXT}
-    if name == "trtllm_text":
-        return stand_in_workers.worker(_TEXT | {"guided_decoding_backend": "xgrammar"})
-    if name == "mocker_paced":
-        pace = {"step_ms": STEP_MS, "prefill_ms": STEP_MS}
-        return {"engine": "mocker", "engine_config": _PACED | {"mocker": pace}}
-    assert name == "trtllm_paced", name
-    return stand_in_workers.worker(_PACED | {"dtype": "float32"}, STEP_MS=str(STEP_MS))
-
-
-def recipe_of(name: str) -> dict[str, Any]:
+def recipe_of(name: str, migration_limit: int = 3) -> dict[str, Any]:
     """Return workers and further keys of recipe.yaml."""
-    recipe: dict[str, Any] = {"workers": {"decode": _workers(name)}}
-    if name.endswith("paced"):
-        recipe |= faults_keys("trtllm" if name.startswith("trtllm") else "mocker", migration_limit=3)
-    return recipe
+    engine, speed, *is_pair = name.split("_")
+    config = dict(_TEXT if speed == "text" else _PACED)
+    if is_pair:
+        config["cache_transceiver_config"] = {"backend": "DEFAULT", "kv_transfer_timeout_ms": int(1e3 * LEASE_S)}
+    worker = _worker(engine, speed, config)
+    recipe: dict[str, Any] = {"workers": {"prefill": worker, "decode": worker} if is_pair else {"decode": worker}}
+    return recipe | faults_keys(engine, migration_limit) if speed == "paced" else recipe
+
+
+def _worker(engine: str, speed: str, config: dict[str, Any]) -> dict[str, Any]:
+    if engine == "torch":
+        return {"engine": "torch", "num_threads": 1, "engine_config": config}
+    if engine == "mocker":
+        pace = {"step_ms": STEP_MS, "prefill_ms": STEP_MS}
+        return {"engine": "mocker", "engine_config": config | {"mocker": pace}}
+    if speed == "text":
+        return stand_in_workers.worker(config | {"guided_decoding_backend": "xgrammar"})
+    return stand_in_workers.worker(config | {"dtype": "float32"}, STEP_MS=str(STEP_MS))
 
 
 def faults_keys(engine: str, migration_limit: int) -> dict[str, Any]:

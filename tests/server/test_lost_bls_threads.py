@@ -20,7 +20,7 @@ from tests.servers import supervised
 pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
 
 NUM_THREADS = 4  # of a pipeline's BLS, none to spare, where the backend has eight a model
-LENGTH = 800
+LENGTH = 500
 
 
 @pytest.fixture

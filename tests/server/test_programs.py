@@ -99,6 +99,7 @@ def test_short_prompts_are_answered_by_both_recipes(run):
     assert row["aggregated_ms"] > 0 and row["disaggregated_ms"] > 0
 
 
+@pytest.mark.soak
 def test_batch_beside_live_measures_both_turns_and_the_batch(run):
     *_, figures, aim = run("benchmarks/batch_beside_live.py").stdout.splitlines()
     (cell,) = json.loads(figures)["cells"]

@@ -36,7 +36,7 @@ SERVER = "tritonserver"
 SHARES_WEIGHTS = "tiny-chat-disagg"  # with the memory service
 EMBEDS = "tiny-embedding"
 # What each of the others shows is shown by one of these, and most are served by tests of their own too.
-IN_EVERY_RUN = ("mocker", "tiny-agg", SHARES_WEIGHTS, EMBEDS, "tiny-vlm-epd", "tiny-video")
+IN_EVERY_RUN = ("mocker", SHARES_WEIGHTS, EMBEDS, "tiny-vlm-epd")
 
 
 class Served:

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
 def soak(*arguments):
-    command = [sys.executable, str(CHECKOUT / "tools" / "soak.py"), "--seconds", "5", "--warmup-s", "1", *arguments]
+    command = [sys.executable, str(CHECKOUT / "tools" / "soak.py"), "--seconds", "3", "--warmup-s", "1", *arguments]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout, done.stderr
     return done, json.loads(done.stdout.splitlines()[-1])

@@ -83,7 +83,7 @@ def test_blocks_that_come_back_beside_a_running_decode_come_once(tmp_path, monke
         assert not caplog.text  # an action that fails is logged
 
 
-@pytest.mark.parametrize("is_serial", [False, of_a_soak(True)])
+@pytest.mark.parametrize("is_serial", [of_a_soak(False), of_a_soak(True)])
 def test_what_rests_beside_others_goes_on_with_what_the_device_has_of_it(tmp_path, monkeypatch, is_serial):
     path = tiny_models.save(tmp_path, "mistral", **SMALL)
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -9,8 +10,11 @@ import pytest
 from tests.contract import stand_in_workers
 from tests.server.openai_served import Served, five_ports, served
 
-TINY_CHATS = [  # trtllm: on the stand-in of tests/contract
-    (engine, recipe) for engine in ("torch", "trtllm") for recipe in ("recipes/tiny-chat", "recipes/tiny-chat-disagg")
+ENGINES = ("torch", "trtllm")  # the last on the stand-in of tests/contract
+RECIPES = ("recipes/tiny-chat", "recipes/tiny-chat-disagg")
+SOAK = (("trtllm", "recipes/tiny-chat"),)
+TINY_CHATS = [
+    pytest.param(kind, marks=[pytest.mark.soak] if kind in SOAK else []) for kind in itertools.product(ENGINES, RECIPES)
 ]
 
 

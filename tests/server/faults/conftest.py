@@ -11,13 +11,23 @@ import pytest
 
 from tests.server.shared_deployments import Start, starting
 
+KINDS = {
+    "mocker": "mocker_paced_pair",
+    "trtllm": "trtllm_paced_pair",
+    "mocker_aggregated": "mocker_paced",
+    "trtllm_aggregated": "trtllm_paced",
+}
+
 
 @pytest.hookimpl(tryfirst=True)  # before what is marked is left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What heals engines is the same for all: one that takes seconds to load is killed, and all else is for a soak."""
+    """What heals engines is the same for all: one that takes seconds to load is killed in its pair, and all else is for
+    a soak.
+    """
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if str(params.get("kind")).startswith("trtllm") and params.get("sig", signal.SIGKILL) != signal.SIGKILL:
+        kind, sig = str(params.get("kind")), params.get("sig", signal.SIGKILL)
+        if kind == "trtllm_aggregated" or kind == "trtllm" and sig != signal.SIGKILL:
             item.add_marker(pytest.mark.soak)
 
 

@@ -10,36 +10,26 @@ import time
 
 import pytest
 
-from tests.contract import stand_in_workers
+from tests.server.faults.conftest import KINDS
 from tests.server.shared_deployments import STEP_MS
 from tests.server.triton_client import Client
 from tests.server.watch import held, is_idle, total, until
-from tests.servers import start_server
 
 pytestmark = pytest.mark.server
 
 STEP_S = STEP_MS / 1e3
-SHARED = {"mocker_aggregated": "mocker_paced", "trtllm_aggregated": "trtllm_paced"}
 PUBLISHED_S = 1.0  # by then the metrics tell what has happened
 PROMPT = list(range(400, 500))
 
 
-@pytest.fixture(scope="module", params=["mocker", "trtllm", *SHARED])
-def server(request, sample_model, write_recipe, shared):
-    if request.param in SHARED:
-        yield shared(SHARED[request.param])
-        return
-    config = {
-        "max_batch_size": 256,
-        "kv_cache_config": {"max_tokens": 1 << 20},
-        "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 3000},
-    }
-    pace = {"mocker": {"step_ms": 1e3 * STEP_S, "prefill_ms": 20}}
-    engine = {"engine": "mocker", "engine_config": config | pace}
-    if request.param == "trtllm":
-        engine = stand_in_workers.worker(config | {"dtype": "float32"}, STEP_MS=f"{1e3 * STEP_S}")
-    with start_server(write_recipe(sample_model("llama"), {"prefill": engine, "decode": engine})) as server:
-        yield server
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(kind, shared):
+    return shared(KINDS[kind])
 
 
 def _generated(server):

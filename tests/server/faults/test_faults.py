@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from bireme.engines.mocker.tokens import expected_tokens, printable_ids
-from tests.contract import stand_in_workers
-from tests.server.shared_deployments import faults_keys
+from tests.server.faults.conftest import KINDS
+from tests.server.shared_deployments import recipe_of
 from tests.server.triton_client import Client
 from tests.server.watch import is_idle, total, until
 from tests.servers import start_server
@@ -24,47 +24,23 @@ PROMPT = list(range(400, 480))
 STREAMS = 8
 LENGTH = 100
 PAIRS = ["mocker", "trtllm"]
-SHARED = {"mocker_aggregated": "mocker_paced", "trtllm_aggregated": "trtllm_paced"}
 disaggregated = pytest.mark.parametrize("kind", PAIRS, indirect=True)
 
 
-def _start(kind, sample_model, write_recipe, migration_limit):
-    config = {
-        "max_batch_size": 64,
-        "kv_cache_config": {"max_tokens": 1 << 18},
-        "cache_transceiver_config": {"backend": "DEFAULT"},
-    }
-    engine = {"engine": "mocker", "engine_config": config | {"mocker": {"step_ms": 20, "prefill_ms": 20}}}
-    if kind == "trtllm":
-        config |= {"cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 2000}}
-        engine = stand_in_workers.worker(config | {"dtype": "float32"}, STEP_MS="20")
-    return start_server(
-        write_recipe(
-            sample_model("llama"),
-            {"prefill": engine, "decode": engine},
-            **faults_keys(kind, migration_limit),
-        ),
-        env={"BIREME_KEY": "ab" * 32},  # as serve.py sets it: not a file that can be deleted
-    )
-
-
-@pytest.fixture(scope="module", params=[*PAIRS, *SHARED])
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def server(kind, sample_model, write_recipe, shared):
-    if kind in SHARED:
-        yield shared(SHARED[kind])
-        return
-    with _start(kind, sample_model, write_recipe, migration_limit=3) as server:
-        yield server
+def server(kind, shared):
+    return shared(KINDS[kind])
 
 
 @pytest.fixture(scope="module")
 def server_without_migration(sample_model, write_recipe):
-    with _start("mocker", sample_model, write_recipe, migration_limit=0) as server:
+    recipe = recipe_of(KINDS["mocker"], migration_limit=0)
+    with start_server(write_recipe(sample_model("llama"), **recipe)) as server:
         yield server
 
 
@@ -151,7 +127,7 @@ def _assert_streams_finish(server, expected, worker, sig):
 
 
 def test_new_requests_right_after_a_kill_are_served(kind, server, expected):
-    _hit(server, "decode" if kind in SHARED else "prefill", signal.SIGKILL)
+    _hit(server, "prefill" if kind in PAIRS else "decode", signal.SIGKILL)
     run = Run(server, "generate", max_tokens=20, stream=True)
     assert run.join() == expected(20)
 

@@ -53,13 +53,14 @@ async def test_answers_to_200_random_schemas_are_valid_whole_and_streamed(chat_d
     await asyncio.gather(*(one(schema, number % 2 == 1) for number, schema in enumerate(SCHEMAS)))
 
 
-def test_requests_made_from_the_document_cause_no_error_of_ours(chat_deployment):
+@pytest.mark.parametrize("limit_s", [10, pytest.param(60, marks=pytest.mark.soak)])
+def test_requests_made_from_the_document_cause_no_error_of_ours(chat_deployment, limit_s):
     pytest.importorskip("schemathesis")
     command = [
         sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run", f"{URL}/openapi.json",
         f"--max-examples={EXAMPLES}", "--seed=7", "--phases=examples,coverage,fuzzing", "--checks=not_a_server_error",
-        "--generation-database=none", "--suppress-health-check=all", "--request-timeout=60", "--max-time=30",
-        "--warnings=off", "--no-color",
+        "--generation-database=none", "--suppress-health-check=all", "--request-timeout=60", "--warnings=off",
+        f"--max-time={limit_s}", "--no-color",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-4000:]

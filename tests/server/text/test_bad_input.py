@@ -13,38 +13,21 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from tests.contract import stand_in_workers
-from tests.server.shared_deployments import CONTEXT
+from tests.server.shared_deployments import CONTEXT, LEASE_S
 from tests.server.triton_client import Client
 from tests.server.watch import is_idle, until
-from tests.servers import start_server
 
 pytestmark = pytest.mark.server
 
 PROMPT = list(range(400, 420))
-LEASE_S = 2.0
-PAIRS = ["torch", "trtllm"]
-SHARED = {"torch_aggregated": "torch_text", "trtllm_aggregated": "trtllm_text"}
+PAIRS = {"torch": "torch_text_pair", "trtllm": "trtllm_text_pair"}
+KINDS = {**PAIRS, "torch_aggregated": "torch_text", "trtllm_aggregated": "trtllm_text"}
 disaggregated = pytest.mark.parametrize("server", PAIRS, indirect=True)
 
 
-@pytest.fixture(scope="module", params=[*PAIRS, *SHARED])
-def server(request, sample_model, write_recipe, shared):
-    if request.param in SHARED:
-        yield shared(SHARED[request.param])
-        return
-    config = {
-        "dtype": "float32",
-        "max_batch_size": 16,
-        "max_seq_len": CONTEXT,
-        "kv_cache_config": {"max_tokens": 8192},
-        "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": int(1e3 * LEASE_S)},
-    }
-    engine = {"engine": "torch", "num_threads": 1, "engine_config": config}
-    if request.param == "trtllm":
-        engine = stand_in_workers.worker(config)
-    with start_server(write_recipe(sample_model("llama"), {"prefill": engine, "decode": engine})) as server:
-        yield server
+@pytest.fixture(scope="module", params=KINDS)
+def server(request, shared):
+    return shared(KINDS[request.param])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,33 +9,24 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.contract import stand_in_workers
 from tests.engines.torch.schemas import make_schemas
 from tests.server.triton_client import Client
-from tests.servers import start_server
 
 pytest.importorskip("xgrammar")
 jsonschema = pytest.importorskip("jsonschema")
 pytestmark = pytest.mark.server
 COUNTS = [12, pytest.param(64, marks=pytest.mark.soak)]
-SHARED = {"aggregated": "torch_text", "trtllm_aggregated": "trtllm_text"}
+SHARED = {
+    "aggregated": "torch_text",
+    "disaggregated": "torch_text_pair",
+    "trtllm_aggregated": "trtllm_text",
+    "trtllm_disaggregated": "trtllm_text_pair",
+}
 
 
-def _worker(mode):
-    config = {"max_batch_size": 16, "max_seq_len": 1024, "cache_transceiver_config": {"backend": "DEFAULT"}}
-    if mode.startswith("trtllm"):  # on the stand-in of tests/contract
-        return stand_in_workers.worker(config | {"dtype": "float32", "guided_decoding_backend": "xgrammar"})
-    return {"engine": "torch", "num_threads": 1, "engine_config": config}
-
-
-@pytest.fixture(scope="module", params=[*SHARED, "disaggregated", "trtllm_disaggregated"])
-def client(request, sample_model, write_recipe, shared):
-    if request.param in SHARED:
-        yield Client(shared(SHARED[request.param]).grpc)
-        return
-    workers = {stage: _worker(request.param) for stage in ("prefill", "decode")}
-    with start_server(write_recipe(sample_model("llama"), workers)) as server:
-        yield Client(server.grpc)
+@pytest.fixture(scope="module", params=SHARED)
+def client(request, shared):
+    return Client(shared(SHARED[request.param]).grpc)
 
 
 def sampling(guide, **more):

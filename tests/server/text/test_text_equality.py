@@ -20,17 +20,22 @@ pytestmark = pytest.mark.server
 
 MODES = {
     "aggregated": {"decode": 32},
-    "disaggregated": {"prefill": 32, "decode": 32},
     "other_block_sizes": {"prefill": 32, "decode": 16},
     "no_reuse": {"prefill": 16, "decode": 32},
     "trtllm_disaggregated": {"prefill": 32, "decode": 32},  # on the stand-in of tests/contract
 }
 CASES = [(arch, mode) for arch in ("llama", "qwen3", "gemma3") for mode in ("aggregated", "other_block_sizes")]
-CASES += [("llama", "disaggregated"), ("gemma3", "no_reuse")]
-CASES += [("llama", "trtllm"), ("gemma3", "trtllm_disaggregated")]
+CASES += [("llama", "disaggregated"), ("gemma3", "no_reuse")]  # the last with other block sizes too
+CASES += [("llama", "trtllm"), ("llama", "trtllm_disaggregated"), ("gemma3", "trtllm_disaggregated")]
 # What is theirs alone is in the engine, whose tests compare it too (engines/torch/test_equality.py).
 SOAK = {(arch, mode) for arch in ("qwen3", "gemma3") for mode in ("aggregated", "other_block_sizes")}
-SHARED = {("llama", "aggregated"): "torch_text", ("llama", "trtllm"): "trtllm_text"}
+SOAK |= {("llama", "other_block_sizes"), ("gemma3", "trtllm_disaggregated")}
+SHARED = {
+    ("llama", "aggregated"): "torch_text",
+    ("llama", "disaggregated"): "torch_text_pair",
+    ("llama", "trtllm"): "trtllm_text",
+    ("llama", "trtllm_disaggregated"): "trtllm_text_pair",
+}
 
 
 @dataclass
