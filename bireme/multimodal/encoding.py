@@ -131,7 +131,7 @@ class EncoderService:
         self._cache: EmbeddingCache[EncodedRows] = EmbeddingCache(config.embedding_cache_bytes, metrics)
         self._under_way: dict[str, asyncio.Future[EncodedRows]] = {}
         self._waiting: list[_Waiting] = []
-        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._tasks: dict[Key, asyncio.Task[EncodeOutcome]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._is_encoding = self._is_stopping = False
         self._num_submitted = 0
@@ -215,7 +215,7 @@ class EncoderService:
             begin(self._num_threads)
 
     async def _close(self) -> None:
-        tasks = [*self._tasks.values(), *self._background]
+        tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._background]
         self._is_stopping = True
         for task in tasks:
             task.cancel()
@@ -225,7 +225,9 @@ class EncoderService:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, key: Key, job: EncodeRequest, done: Done) -> None:
-        self._tasks[key] = self._loop.create_task(self._serve(key, job, done))
+        task = self._tasks[key] = self._loop.create_task(self._within_limit(key, job))
+        # Not by the task itself: one that is cancelled before its first step never runs.
+        task.add_done_callback(lambda ended: self._finish(key, ended, done))
 
     def _abort(self, key: Key) -> None:
         if (task := self._tasks.get(key)) is not None:
@@ -240,22 +242,15 @@ class EncoderService:
             except BiremeError as error:
                 logger.warning("handle_not_released error=%s", error)
 
-    async def _serve(self, key: Key, job: EncodeRequest, done: Done) -> None:
-        timeout_ms = job.timeout_ms
-        outcome: EncodeOutcome | BiremeError
+    async def _within_limit(self, key: Key, job: EncodeRequest) -> EncodeOutcome:
+        limit_ms = job.timeout_ms
         try:
-            outcome = await asyncio.wait_for(self._outcome(key, job), timeout_ms / 1000 if timeout_ms else None)
+            return await asyncio.wait_for(self._outcome(key, job), limit_ms / 1000 if limit_ms else None)
         except asyncio.TimeoutError:
-            outcome = DeadlineExceededError(f"timeout_ms: {timeout_ms} ms have passed")
-        except asyncio.CancelledError:
-            outcome = RequestCancelledError("the request was aborted")
-            if self._is_stopping:
-                outcome = UnavailableError("the encoder has stopped; try again")
-        except BiremeError as error:
-            outcome = error
-        except Exception as error:
-            logger.exception("encode_failed")
-            outcome = BiremeError(f"{type(error).__name__}: {error}")
+            raise DeadlineExceededError(f"timeout_ms: {limit_ms} ms have passed") from None
+
+    def _finish(self, key: Key, task: asyncio.Task[EncodeOutcome], done: Done) -> None:
+        outcome = self._outcome_of(task)
         if isinstance(outcome, BiremeError):
             self._share.abort(key)
         del self._tasks[key]
@@ -263,6 +258,17 @@ class EncoderService:
             self._num_submitted -= 1
         self.num_steps += 1
         done(outcome)
+
+    def _outcome_of(self, task: asyncio.Task[EncodeOutcome]) -> EncodeOutcome | BiremeError:
+        if task.cancelled():
+            if self._is_stopping:
+                return UnavailableError("the encoder has stopped; try again")
+            return RequestCancelledError("the request was aborted")
+        error = task.exception()
+        if error is None or isinstance(error, BiremeError):
+            return error or task.result()
+        logger.error("encode_failed", exc_info=error)
+        return BiremeError(f"{type(error).__name__}: {error}")
 
     async def _outcome(self, key: Key, job: EncodeRequest) -> EncodeOutcome:
         async with self._slots:

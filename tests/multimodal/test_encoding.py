@@ -234,6 +234,19 @@ def test_an_aborted_job_ends_and_leaves_no_lease(bench):
     assert one.num_leases == 0 and one.run(png(1)).pictures
 
 
+def test_an_abort_that_comes_together_with_its_request_leaves_nothing(bench):
+    """While the loop is held up by another's end."""
+    one, go_on, is_held = bench(), threading.Event(), threading.Event()
+    job = EncodeRequest(sources=(EncodeSource("image", png(1)),))
+    one.service.submit((1, 1), job, lambda outcome: is_held.set() or go_on.wait(10))
+    assert is_held.wait(5)
+    key, outcome = one.begin(png(2))
+    one.service.abort(key)
+    go_on.set()
+    assert isinstance(outcome(), RequestCancelledError)
+    assert one.service.num_pending == 0 and one.run(png(2)).pictures
+
+
 def test_an_abort_does_not_take_the_picture_from_others_who_wait_for_it(bench):
     one = bench()
     one.encoder.hold.clear()

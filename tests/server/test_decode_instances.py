@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
 from tritonclient.utils import InferenceServerException
@@ -13,13 +12,13 @@ from bireme.discovery.run import ask_sleep, wake
 from bireme.engines.mocker.tokens import expected_tokens, printable_ids
 from bireme.launch import free_ports, processes
 from bireme.launch.canaries import CanarySettings
-from bireme.launch.console import Console
-from bireme.launch.deployment import Deployment, DeploymentSettings
+from bireme.launch.deployment import DeploymentSettings
 from bireme.recipe_files import load_recipe
 from tests.server.faults.test_faults import PROMPT, Run
 from tests.server.test_pipeline_instances import num_right
 from tests.server.triton_client import Client
 from tests.server.watch import is_idle, total, until
+from tests.servers import supervised
 
 pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
 
@@ -37,13 +36,9 @@ def deployment(sample_model, write_recipe):
         health_port=0,
         canaries=CanarySettings(interval_s=0),
     )
-    with Deployment(settings, Console("warning")) as running:
-        supervisor = threading.Thread(target=running.supervise)
-        supervisor.start()
+    with supervised(settings) as running:
         yield running
         broker = processes.broker(running.server.run.path, "decode")
-        running.request_stop()
-        supervisor.join(60)
     until(lambda: not processes.is_alive(broker), 10, "the broker's end with its server's")
 
 

@@ -30,6 +30,10 @@ QUESTIONS = held_out(12)
 DAMAGED = b"\x89PNG\r\n\x1a\nx"
 
 
+def of_a_soak(recipe):
+    return pytest.param(recipe, marks=pytest.mark.soak)
+
+
 @pytest.fixture(scope="module")
 def oracle():
     return answers_of_transformers(QUESTIONS)
@@ -171,6 +175,9 @@ async def test_a_placeholder_in_a_user_s_text_is_text(client):
 
 @pytest.mark.flaky(reruns=1)
 @pytest.mark.parametrize("stage", ["encoder", "decode"])
+@pytest.mark.parametrize(
+    "deployment", [of_a_soak("tiny-vlm-agg"), of_a_soak("tiny-vlm-ep-d"), "tiny-vlm-epd"], indirect=True
+)
 async def test_an_engine_lost_in_the_middle_gives_answers_or_an_error_to_try_again(deployment, client, stage):
     """The engine hangs, takes requests nevertheless, and is killed. What outlasts pipeline.stall_timeout_s gets 503."""
     if stage == "decode" and ENCODER[deployment.recipe] == "decode":

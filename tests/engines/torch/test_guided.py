@@ -60,13 +60,14 @@ def error_of(engine, raw, **fields):
     return finish.error
 
 
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_answers_to_200_random_schemas_are_valid(engine, temperature):
+def test_answers_to_random_schemas_are_valid(engine, temperature, count):
     jsonschema = pytest.importorskip("jsonschema")
-    schemas = make_schemas(200, seed=int(temperature))
+    schemas = make_schemas(count, seed=int(temperature))
     sampling = {"temperature": temperature, "seed": 1}
-    results = [engine.submit(guided({"json": schema}, 300, **sampling)) for schema in schemas[:60]]
-    for at in range(60, 200, 60):
+    results = []
+    for at in range(0, count, 60):
         [result.finish for result in results]
         results += [engine.submit(guided({"json": schema}, 300, **sampling)) for schema in schemas[at : at + 60]]
     for schema, result in zip(schemas, results, strict=True):

@@ -411,7 +411,7 @@ def damaged(draw):
     return text, (tools, draw(st.sampled_from(("", "think", "kimi_k2"))) if tools != "harmony" else "harmony")
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=700, deadline=None)
 @given(st.tuples(TEXTS, FORMATS) | damaged(), st.data(), st.booleans())
 @example(('\u2028{"name": "now", "arguments": {', ("llama3_json", "")), None, False)
 @example(('<tool_call>{"name": "now",\xa0"arguments": {}}', ("hermes", "")), None, False)
