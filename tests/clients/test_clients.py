@@ -194,11 +194,12 @@ def test_guidellm(client, path):
 @pytest.mark.parametrize("kind", ["chat", "completions"])
 def test_aiperf(client, kind):
     """aiperf profile --streaming: chat and completions"""
+    # After the end that it is to ignore, the model may make special tokens alone: skipped, an answer without any text.
     client.run(
         "aiperf", "profile", "--model", client.model, "--url", client.url, "--endpoint-type", kind, "--streaming",
         "--tokenizer", str(client.tokenizer), "--request-count", "12", "--concurrency", "3", "--isl", "30",
         "--osl", "8", "--extra-inputs", "ignore_eos:true", "--extra-inputs", "min_tokens:8", "--ui", "none",
-        "--artifact-dir", "results",
+        "--extra-inputs", "skip_special_tokens:false", "--artifact-dir", "results",
     )  # fmt: skip
     results = json.loads((client.out / "results" / "profile_export_aiperf.json").read_text())
     assert results["request_count"]["avg"] == 12 and not results.get("error_summary"), results
