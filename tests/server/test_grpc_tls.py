@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import subprocess
+import time
 import urllib.request
 
 import pytest
@@ -17,7 +18,7 @@ from bireme.recipe_files import load_recipe
 from bireme.workers.base import UnreachableError
 from bireme.workers.grpc import GrpcChannel
 from bireme.workers.grpc_tls import GrpcTls
-from tests.server.openai_served import chat, five_ports, served, wait_for
+from tests.server.openai_served import chat, five_ports, served
 
 pytestmark = pytest.mark.server
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -102,7 +103,10 @@ def test_pipelines_reach_the_workers_of_their_own_server(deployment):
 
 def test_the_port_counts_as_open(deployment):
     """A moment after the frontend's word at the latest, when each port and worker was looked at."""
-    wait_for(lambda: (report := readiness(deployment[1]["health"]))["status"] == "ready" or print(report), limit_s=30)
+    deadline = time.monotonic() + 30
+    while (report := readiness(deployment[1]["health"]))["status"] != "ready" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert report["status"] == "ready" and report["doors"]["grpc"]["ready"], report
 
 
 def test_a_client_with_a_certificate_is_served_and_others_are_not(deployment, authority, tmp_path):

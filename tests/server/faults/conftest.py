@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bireme.launch import Server
 from tests.server.shared_deployments import Start, starting
 
 KINDS = {
@@ -35,3 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def shared(sample_model: Callable[[str], Path], write_recipe: Callable[..., Any]) -> Iterator[Start]:
     with starting(sample_model("llama"), write_recipe) as start:
         yield start
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(kind: str, shared: Start) -> Server:
+    return shared(KINDS[kind])

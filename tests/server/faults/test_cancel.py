@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from tests.server.faults.conftest import KINDS
 from tests.server.shared_deployments import STEP_MS
 from tests.server.triton_client import Client
 from tests.server.watch import held, is_idle, total, until
@@ -20,16 +19,6 @@ pytestmark = pytest.mark.server
 STEP_S = STEP_MS / 1e3
 PUBLISHED_S = 1.0  # by then the metrics tell what has happened
 PROMPT = list(range(400, 500))
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request):
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def server(kind, shared):
-    return shared(KINDS[kind])
 
 
 def _generated(server):

@@ -27,16 +27,6 @@ PAIRS = ["mocker", "trtllm"]
 disaggregated = pytest.mark.parametrize("kind", PAIRS, indirect=True)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request):
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def server(kind, shared):
-    return shared(KINDS[kind])
-
-
 @pytest.fixture(scope="module")
 def server_without_migration(sample_model, write_recipe):
     recipe = recipe_of(KINDS["mocker"], migration_limit=0)
