@@ -50,6 +50,7 @@ class AttentionLayer:
         return Extras(self.scaling, self.softcap or None)
 
 
+_TILE_ROWS, _TILE_COLUMNS = 16, 32  # of AMX: outputs of a panel, x's columns
 DecoderLinear = Callable[[Tensor, Tensor | None], Tensor]  # x (T, in), rows to add to (T, out) or None -> (T, out)
 
 
@@ -66,7 +67,7 @@ class DecoderOps(Protocol):
         """qkv (T, (H + 2 N) K), which is overwritten -> (T, H K). Norms and turns heads, fills the pools' rows."""
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> DecoderLinear | None:
-        """Return products of float32 with a copy of `weight` (out, in), which is bfloat16; None: there are none."""
+        """Return products of the model's dtype with a copy of `weight` (out, in), of bfloat16; None: there are none."""
 
 
 def choose_ops() -> Callable[[list[AttentionLayer]], DecoderOps]:
@@ -139,8 +140,10 @@ class NativeOps:
         self._rms_norm.argtypes = [pointer] * 4 + [integer, integer, number, flag]
         self._gate.argtypes = [pointer, pointer, integer, integer, flag, flag]
         self._attend.argtypes = [pointer] * 3 + [integer, integer, pointer, integer, pointer, pointer, flag]
-        self._multiply = library["multiply"]
-        self._multiply.argtypes = [pointer] * 5 + [integer] * 3 + [flag]
+        self._is_tiled = name == "bfloat16"
+        self._multiply = library[f"multiply_{name}"] if not self._is_tiled or library["has_tiles"]() else None
+        if self._multiply is not None:
+            self._multiply.argtypes = [pointer] * 5 + [integer] * 3 + [flag]
         self._num_lanes = int(library["num_lanes"]())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None) -> Tensor:
@@ -179,19 +182,28 @@ class NativeOps:
         return out
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> DecoderLinear | None:
-        width, depth = weight.shape
-        padded = F.pad(weight, (0, 0, 0, -width % (2 * self._num_lanes)))
-        panels = padded.view(-1, 2, self._num_lanes, depth).permute(0, 3, 2, 1).contiguous()
+        (width, depth), product = weight.shape, self._multiply
+        if product is None or self._is_tiled and depth % _TILE_COLUMNS:
+            return None
+        panels = self._tiles(weight) if self._is_tiled else self._panels(weight)
 
         def multiply(x: Tensor, add_to: Tensor | None) -> Tensor:
             rows = x.size(0)
             out = x.new_empty(rows, width)
             others = (0 if bias is None else bias.data_ptr()), (0 if add_to is None else add_to.data_ptr())
             pointers = x.data_ptr(), panels.data_ptr(), *others, out.data_ptr()
-            self._multiply(*pointers, rows, depth, width, self._threads)
+            product(*pointers, rows, depth, width, self._threads)
             return out
 
         return multiply
+
+    def _panels(self, weight: Tensor) -> Tensor:
+        padded = F.pad(weight, (0, 0, 0, -len(weight) % (2 * self._num_lanes)))
+        return padded.view(-1, 2, self._num_lanes, weight.size(1)).permute(0, 3, 2, 1).contiguous()
+
+    def _tiles(self, weight: Tensor) -> Tensor:
+        padded = F.pad(weight, (0, 0, 0, -len(weight) % (2 * _TILE_ROWS)))
+        return padded.view(-1, _TILE_ROWS, weight.size(1) // 2, 2).transpose(1, 2).contiguous()
 
 
 def _structure(layer: AttentionLayer) -> _Layer:

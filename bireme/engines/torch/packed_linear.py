@@ -23,7 +23,8 @@ class Linear:
     """x (T, in) -> (T, out), with weights plain or, once packed, in the order in which they are read.
 
     Weights of float32 that bfloat16 holds without loss, such as a checkpoint's of bfloat16, are kept as that: half as
-    much is read. All others go into oneDNN's order.
+    much is read. They, and those of bfloat16 where the CPU has tiles, go into an order of our own, all others into
+    oneDNN's.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -80,11 +81,9 @@ class Linear:
 
 
 def _in_two_bytes(weight: Tensor) -> Tensor | None:
-    """Return float32 as bfloat16; None: that would lose something, or it is no float32."""
-    if weight.dtype is not torch.float32:
-        return None
+    """Return it as bfloat16; None: that would lose something."""
     short = weight.bfloat16()
-    return short if torch.equal(short.float(), weight) else None
+    return short if torch.equal(short.to(weight.dtype), weight) else None
 
 
 class GatedMlp:

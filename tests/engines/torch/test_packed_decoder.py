@@ -93,25 +93,44 @@ def test_paged_attention_in_cpp_equals_plain_torch(dtype, shape):
         assert_close(got, expected, dtype)
 
 
-@pytest.mark.parametrize("shape", [(64, 1000), (203, 30), (9, 2100)])
-@pytest.mark.parametrize("rows", [*range(1, 14), 40, 200])
-def test_products_with_weights_of_two_bytes_in_cpp_equal_plain_torch(rows, shape):
+def native_ops(dtype):
+    if dtype is torch.bfloat16 and not library()["has_tiles"]():
+        pytest.skip("this CPU has no tiles of bfloat16")
+    return NativeOps([layer(dtype)], library())
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(64, 1024), (203, 32), (9, 2112), (1000, 96)])
+@pytest.mark.parametrize("rows", [*range(14), 16, 17, 32, 33, 40, 200, 600])
+def test_products_with_weights_of_two_bytes_in_cpp_equal_plain_torch(rows, shape, dtype):
     """Widths that fill no panel, more depth and more rows than are multiplied at once."""
     width, depth = shape
-    ops, x, weight = NativeOps([layer(torch.float32)], library()), randn(rows, depth), randn(*shape).bfloat16()
-    for bias, add_to in (
-        (None, None),
-        (randn(width), None),
-        (None, randn(rows, width)),
-        (randn(width), randn(rows, width)),
-    ):
-        expected = torch.nn.functional.linear(x, weight.float(), bias) + (0 if add_to is None else add_to)
-        assert_close(ops.linear(weight, bias)(x, add_to), expected, torch.float32)
+    ops, x, weight = native_ops(dtype), randn(rows, depth, dtype=dtype), randn(*shape).bfloat16()
+    own, others = randn(width, dtype=dtype), randn(rows, width, dtype=dtype)
+    for bias, add_to in ((None, None), (own, None), (None, others), (own, others)):
+        found = ops.linear(weight, bias)(x, add_to)
+        expected = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        expected += 0 if add_to is None else add_to.float()
+        assert (found.dtype, found.shape) == (dtype, expected.shape)
+        if rows:
+            assert_close(found, expected, dtype)
 
 
-def test_a_row_s_product_does_not_depend_on_the_rows_beside_it():
-    ops, x = NativeOps([layer(torch.float32)], library()), randn(64, 1500)
-    multiply = ops.linear(randn(100, 1500).bfloat16(), randn(100))
+@pytest.mark.parametrize("depth", [30, 1000])
+def test_products_of_float_take_any_depth(depth):
+    x, weight = randn(7, depth), randn(40, depth).bfloat16()
+    found = native_ops(torch.float32).linear(weight, None)(x, None)
+    assert_close(found, torch.nn.functional.linear(x, weight.float()), torch.float32)
+
+
+def test_products_with_tiles_leave_other_depths_to_onednn():
+    assert native_ops(torch.bfloat16).linear(randn(64, 48).bfloat16(), None) is None
+
+
+@dtypes
+def test_a_row_s_product_does_not_depend_on_the_rows_beside_it(dtype):
+    x = randn(64, 1504, dtype=dtype)
+    multiply = native_ops(dtype).linear(randn(100, 1504).bfloat16(), randn(100, dtype=dtype))
     together = multiply(x, None)
     for count in (1, 2, 5, 8, 33):
         assert multiply(x[:count], None).equal(together[:count])

@@ -1,5 +1,5 @@
 // What a step of a decoder does between its matrix products, on a CPU: norms, rotary positions, paged attention, gates.
-// And products with weights that are kept in bfloat16 while all else is float.
+// And products with weights of bfloat16: of float, and where the CPU has tiles (AMX) of bfloat16.
 //
 // Types are float and bfloat16 (as its 16 bits); everything is computed in float. Shapes: ../decoder_ops.py, which has the
 // same functions in plain torch.
@@ -10,6 +10,12 @@
 #include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#endif
+#if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && \
+    defined(__AVX512VL__)
+#define HAS_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace {
@@ -448,13 +454,128 @@ void multiply_rows(const Product &of, int64_t rows, int64_t row, int64_t panels,
   }
 }
 
+#if defined(HAS_TILES)
+// Products of bfloat16 with tiles. Weights lie in panels of kSide outputs: (panels, in / 2, kSide, 2), so that kStep of x's
+// columns are a tile. Two panels are multiplied with 32 rows at once, over all columns: a row's result does not depend on
+// the rows beside it.
+constexpr int64_t kSide = 16, kStep = 32;
+constexpr int64_t kKept = 1 << 19;  // elements of x that stay in a cache while panels pass
+
+struct TileProduct {
+  const uint16_t *x;       // (rows, in)
+  const uint16_t *weight;  // panels
+  const uint16_t *bias, *add_to;
+  uint16_t *out;  // (rows, width)
+  int64_t in, width;
+};
+
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};  // of a row
+  uint8_t rows[16] = {};
+};
+
+// Tiles 0 to 3 are sums of up to 32 rows, two panels each; 4 and 5 their x, 6 and 7 the panels.
+void shape_tiles(int64_t rows) {
+  const uint8_t upper = std::min(rows, kSide), lower = rows - upper;
+  const uint8_t counts[] = {upper, upper, lower, lower, upper, lower, kSide, kSide};
+  TileShapes shapes;
+  for (int64_t tile = 0; tile < 8; tile++)
+    if (counts[tile]) shapes.rows[tile] = counts[tile], shapes.bytes[tile] = 64;
+  asm volatile("" ::"r"(&shapes) : "memory");  // gcc thinks that only the first eight bytes are read
+  _tile_loadconfig(&shapes);
+}
+
+inline __m512 lanes_of(const uint16_t *at, __mmask16 wanted) {
+  const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(wanted, at));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+template <bool kHasLower>
+void multiply_tiles(const TileProduct &of, int64_t row, int64_t rows, int64_t panel) {
+  const uint16_t *x = of.x + row * of.in, *left = of.weight + panel * of.in * kSide, *right = left + of.in * kSide;
+  _tile_zero(0);
+  _tile_zero(1);
+  if (kHasLower) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t k = 0; k < of.in; k += kStep) {
+    _tile_loadd(4, x + k, 2 * of.in);
+    _tile_loadd(6, left + k * kSide, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, right + k * kSide, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    if (kHasLower) {
+      _tile_loadd(5, x + kSide * of.in + k, 2 * of.in);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  alignas(64) float sums[2][2][kSide][kSide];
+  _tile_stored(0, sums[0][0], 64);
+  _tile_stored(1, sums[0][1], 64);
+  if (kHasLower) {
+    _tile_stored(2, sums[1][0], 64);
+    _tile_stored(3, sums[1][1], 64);
+  }
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t p = 0; p < 2; p++) {
+      const int64_t first = (panel + p) * kSide, to = (row + r) * of.width + first;
+      const __mmask16 wanted = (1u << std::clamp(of.width - first, int64_t{0}, kSide)) - 1;
+      __m512 found = _mm512_load_ps(sums[r / kSide][p][r % kSide]);
+      if (of.bias) found = _mm512_add_ps(found, lanes_of(of.bias + first, wanted));
+      if (of.add_to) found = _mm512_add_ps(found, lanes_of(of.add_to + to, wanted));
+      _mm256_mask_storeu_epi16(of.out + to, wanted, (__m256i)_mm512_cvtneps_pbh(found));
+    }
+}
+#endif
+
 }  // namespace
+
+// Whether there is multiply_tiles, and Linux lets this process have tiles, for which it must ask.
+extern "C" int has_tiles() {
+#if defined(HAS_TILES)
+  constexpr long kAsk = 0x1023, kTiles = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kAsk, kTiles) == 0;
+#else
+  return 0;
+#endif
+}
+
+#if defined(HAS_TILES)
+// x (rows, in), `in` a multiple of kStep, weight: panels of (width, in), padded to an even number -> out (rows, width), plus
+// bias (width,) and add_to (rows, width), both or either null.
+extern "C" void multiply_bfloat16(const uint16_t *x, const uint16_t *weight, const uint16_t *bias, const uint16_t *add_to,
+                                  uint16_t *out, int64_t rows, int64_t in, int64_t width, int threads) {
+  const TileProduct of{x, weight, bias, add_to, out, in, width};
+  const int64_t pairs = (width + 2 * kSide - 1) / (2 * kSide), step = std::clamp(pairs / (4 * threads), int64_t{1}, int64_t{4});
+  const int64_t chunks = rows * in / kKept + 1, chunk = (rows / chunks + 32) / 32 * 32;
+#pragma omp parallel num_threads(threads)
+  {
+    for (int64_t first = 0; first < rows; first += chunk) {
+      const int64_t end = std::min(rows, first + chunk);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t begin = 0; begin < pairs; begin += step) {
+        int64_t shaped = 0;
+        for (int64_t pair = begin; pair < std::min(begin + step, pairs); pair++)
+          for (int64_t row = first; row < end; row += 32) {
+            const int64_t count = std::min(end - row, int64_t{32});
+            if (count != shaped) shape_tiles(shaped = count);
+            count > kSide ? multiply_tiles<true>(of, row, count, 2 * pair) : multiply_tiles<false>(of, row, count, 2 * pair);
+          }
+      }
+    }
+    _tile_release();
+  }
+}
+#endif
 
 extern "C" int64_t num_lanes() { return kLanes; }
 
 // x (rows, in), weight: panels of (width, in), padded -> out (rows, width), plus bias (width,) and add_to (rows, width),
 // both or either null.
-extern "C" void multiply(const float *x, const uint16_t *weight, const float *bias, const float *add_to, float *out,
+extern "C" void multiply_float32(const float *x, const uint16_t *weight, const float *bias, const float *add_to, float *out,
                          int64_t rows, int64_t in, int64_t width, int threads) {
   const Product of{x, weight, bias, add_to, out, in, width};
   const int64_t panels = (width + kPanel - 1) / kPanel;
