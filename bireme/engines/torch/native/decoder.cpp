@@ -20,7 +20,7 @@
 
 namespace {
 
-constexpr int64_t kTile = 64;              // keys whose scores are kept at once
+constexpr int64_t kTile = 64;              // keys whose scores are kept at once; whole vectors of them
 constexpr int64_t kFewElements = 1 << 15;  // less is done sooner than another thread is woken
 
 // Lanes of a vector; the rows of a product, and the queries with kAtOnce keys, whose sums the registers hold.
@@ -36,6 +36,7 @@ constexpr int64_t kLanes = 4, kMostRows = 4, kMostQueries = 3;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef float Fours __attribute__((vector_size(16)));
 typedef int32_t Picks __attribute__((vector_size(16)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
 typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
 
@@ -97,13 +98,24 @@ inline void store(uint16_t *at, float value) {  // to the nearest, ties to even;
   *at = static_cast<uint16_t>(value != value ? 0x7fc0 : rounded);
 }
 
-// Relative error below 2e-7 in [-87, 87], which arguments are moved into. The compiler makes vectors of it, which it
-// can't of the library's. Coefficients: Taylor's.
-inline float exponential(float x) {
-  x = std::min(std::max(x, -87.0f), 87.0f);
-  const float whole = std::floor(x * 1.44269504f + 0.5f);
-  const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  float power = 1.0f / 5040;
+inline void store_lanes(float *at, Floats values) { std::memcpy(at, &values, sizeof values); }
+
+inline void store_lanes(uint16_t *at, Floats values) {
+  Bits bits = (Bits)values;
+  bits = values == values ? (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16 : Bits{} + 0x7fc0u;
+  const Shorts upper = __builtin_convertvector(bits, Shorts);
+  std::memcpy(at, &upper, sizeof upper);
+}
+
+// Relative error below 2e-7 in [-87, 87], which arguments are moved into; NaN stays NaN. Coefficients: Taylor's.
+inline Floats exponential(Floats x) {
+  x = x < -87.0f ? Floats{} - 87.0f : x;
+  x = x > 87.0f ? Floats{} + 87.0f : x;
+  const Floats turned = x * 1.44269504f;
+  const Ints number = __builtin_convertvector(turned < 0.0f ? turned - 0.5f : turned + 0.5f, Ints);
+  const Floats whole = __builtin_convertvector(number, Floats);
+  const Floats rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Floats power = Floats{} + 1.0f / 5040;
   power = power * rest + 1.0f / 720;
   power = power * rest + 1.0f / 120;
   power = power * rest + 1.0f / 24;
@@ -111,10 +123,15 @@ inline float exponential(float x) {
   power = power * rest + 0.5f;
   power = power * rest + 1.0f;
   power = power * rest + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(whole) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return power * scale;
+  return power * (Floats)((number + 127) << 23);
+}
+
+// The first `count` lanes; the others are 0.
+template <class T>
+inline Floats load_some(const T *at, int64_t count) {
+  T found[kLanes] = {};
+  std::copy(at, at + count, found);
+  return load_lanes(found);
 }
 
 template <class T>
@@ -144,20 +161,14 @@ void gate(const T *gate_up, T *out, int64_t rows, int64_t width, bool is_gelu, i
 #pragma omp parallel for num_threads(threads) if (rows * width > kFewElements)
   for (int64_t row = 0; row < rows; row++) {
     const T *gates = gate_up + 2 * row * width, *ups = gates + width;
-    T *to = out + row * width;
-    if (is_gelu) {  // tanh's approximation: x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)))
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) {
-        const float x = load(gates + i), z = 1.59576912f * (x + 0.044715f * x * x * x);
-        store(to + i, x / (1.0f + exponential(-z)) * load(ups + i));
-      }
-    } else {
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) {
-        const float x = load(gates + i);
-        store(to + i, x / (1.0f + exponential(-x)) * load(ups + i));
-      }
-    }
+    T *to = out + row * width, rest[kLanes];
+    const auto compute = [&](Floats x, Floats up) {  // GELU by tanh's approximation: x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)))
+      return x / (1.0f + exponential(is_gelu ? -1.59576912f * (x + 0.044715f * x * x * x) : -x)) * up;
+    };
+    int64_t i = 0;
+    for (; i + kLanes <= width; i += kLanes) store_lanes(to + i, compute(load_lanes(gates + i), load_lanes(ups + i)));
+    store_lanes(rest, compute(load_some(gates + i, width - i), load_some(ups + i, width - i)));
+    std::copy(rest, rest + width - i, to + i);
   }
 }
 
@@ -294,13 +305,12 @@ inline void weigh(int64_t queries, int64_t count, const Layer &layer, float *sco
       for (int64_t j = 0; j < count; j++) own[j] = layer.softcap * std::tanh(own[j] / layer.softcap);
 #pragma omp simd reduction(max : highest)
     for (int64_t j = 0; j < count; j++) highest = std::max(highest, own[j]);
-    const float fade = exponential(most[g] - highest);
+    std::fill(own + count, own + kTile, -INFINITY);
+    for (int64_t j = 0; j < count; j += kLanes) store_lanes(own + j, exponential(load_lanes(own + j) - highest));
+    std::fill(own + count, own + kTile, 0.0f);
 #pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < count; j++) {
-      own[j] = exponential(own[j] - highest);
-      sum += own[j];
-    }
-    std::fill(own + count, own + (count + kAtOnce - 1) / kAtOnce * kAtOnce, 0.0f);
+    for (int64_t j = 0; j < count; j++) sum += own[j];
+    const float fade = exponential(Floats{} + (most[g] - highest))[0];
     most[g] = highest;
     total[g] = total[g] * fade + sum;
 #pragma omp simd
