@@ -38,7 +38,7 @@ from bireme.launch.guarded_thread import GuardedThread, GuardedThreads
 from bireme.launch.health import HealthMonitor
 from bireme.launch.health_server import HealthServer
 from bireme.launch.installation import Installation
-from bireme.launch.loading_stubs import LoadingStubs
+from bireme.launch.loading_stubs import GIVEN_UP, LoadingStubs
 from bireme.launch.memory_process import MemoryProcess
 from bireme.launch.ports import Ports
 from bireme.launch.preflight import check_all
@@ -327,9 +327,10 @@ class Deployment:
         """Load models side by side. Raises ServerStartError with each one's reason."""
         began = time.monotonic()
         recipe = self.settings.recipe
-        stubs = LoadingStubs(server.pid, {name: model for model in self.models for name in recipe.instances(model)})
+        owners = {name: model for model in self.models for name in recipe.instances(model)}
+        stubs = LoadingStubs(server.pid, owners, self.run.shm_prefix)
         pool = ThreadPoolExecutor(_PARALLEL_LOADS, thread_name_prefix="load")
-        loads = {pool.submit(self._load_one, server, model): model for model in models}
+        loads = {pool.submit(self._load_one, server, model, stubs): model for model in models}
         try:
             self._await_loads(server, loads, stubs, began)
         finally:
@@ -344,9 +345,14 @@ class Deployment:
             text = "".join(f"\n  model {model}: {error}" for model, error in failed.items())
             raise ServerStartError(f"{len(failed)} of {len(models)} models did not load:{text}")
 
-    def _load_one(self, server: Server, model: str) -> None:
+    def _load_one(self, server: Server, model: str, stubs: LoadingStubs) -> None:
         began = time.monotonic()
-        server.admin.load(model)
+        try:
+            server.admin.load(model)
+        except BiremeError:
+            if model not in stubs.given_up:
+                raise
+            server.admin.load(model)
         self._console.event("loaded", model=model, seconds=time.monotonic() - began)
 
     def _await_loads(
@@ -357,9 +363,11 @@ class Deployment:
             waiting = wait(waiting, timeout=_LOAD_LOOK_S).not_done
             if not server.is_running:
                 raise server.exit_error()
-            loading = sorted(loads[future] for future in waiting)
-            if stubs.is_one_lost(loading, time.monotonic()):
+            loading, now = sorted(loads[future] for future in waiting), time.monotonic()
+            if stubs.is_one_lost(loading, now):
                 raise ServerStartError(f"loading {', '.join(loading)}: a stub died, and tritonserver waits for it")
+            for model in stubs.end_given_up(loading, now):
+                self._console.event("load_given_up", "warning", model=model, reason=GIVEN_UP)
             if waiting and time.monotonic() >= next_word:
                 next_word += _PROGRESS_S
                 self._console.event("loading", models=",".join(loading), elapsed_s=round(time.monotonic() - began))

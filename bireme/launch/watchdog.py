@@ -22,7 +22,7 @@ from bireme.errors import BiremeError
 from bireme.launch import processes
 from bireme.launch.console import Console
 from bireme.launch.guarded_thread import GuardedThread, GuardedThreads
-from bireme.launch.loading_stubs import LoadingStubs
+from bireme.launch.loading_stubs import GIVEN_UP, LoadingStubs
 from bireme.launch.tritonserver import Server
 
 _INTERVAL_S = 0.25
@@ -129,6 +129,9 @@ class StubWatchdog:
             if cause and now >= self._states[model].retry_at:
                 self._heal_later(model, self._states[model], cause)
         self._end_replaced(now)
+        for model, state in self._states.items():
+            if state.is_healing and state.loading is not None and state.loading.end_given_up([model], now):
+                self._console.event("load_given_up", "warning", model=model, reason=GIVEN_UP)
         if lost := [model for model, state in self._states.items() if _has_lost_its_load(model, state, now)]:
             # Triton never gives the model up: what else runs there moves to other servers or is told of the end.
             self._console.event("load_lost", "error", models=",".join(lost), reason="a stub died, Triton waits")
@@ -177,7 +180,7 @@ class StubWatchdog:
 
     def _heal_later(self, model: str, state: StubState, cause: str) -> None:
         owners = {name: owner for owner, other in self._states.items() for name in other.names}
-        state.loading = LoadingStubs(self._server.pid, owners)
+        state.loading = LoadingStubs(self._server.pid, owners, self._server.run.shm_prefix)
         state.is_healing = True
         self._console.event("healing", "warning", model=model, cause=cause, pid=_shown(state))
         try:

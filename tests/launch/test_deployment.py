@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from bireme.config import CHECKOUT
+from bireme.discovery.pulse import pulse_path
 from bireme.launch import free_port, processes
 from bireme.launch.loading_stubs import LoadingStubs
 from bireme.launch.run_folder import SHM, default_base
@@ -200,14 +201,54 @@ def test_a_killed_server_is_started_again(served):
 
 
 def test_a_stub_that_dies_in_its_load_and_is_not_noticed_is_lost_after_a_while():
-    stubs = LoadingStubs(os.getpid(), {"decode": "decode"})
+    stubs = LoadingStubs(os.getpid(), {"decode": "decode"}, "")
     child = subprocess.Popen(["true"])
     while processes.state(child.pid) != "Z":
         time.sleep(0.01)
-    assert not LoadingStubs(os.getpid(), {"decode": "decode"}).is_one_lost(["decode"], 0.0)
+    assert not LoadingStubs(os.getpid(), {"decode": "decode"}, "").is_one_lost(["decode"], 0.0)
     assert [stubs.is_one_lost(["decode"], now) for now in (0.0, 9.0, 11.0)] == [False, False, True]
     child.wait()
     assert not stubs.is_one_lost(["decode"], 12.0)
+
+
+def test_stubs_whose_start_triton_does_not_see_are_ended_after_a_while(tmp_path):
+    program, prefix = tmp_path / "generate/1/model.py", f"bireme_test_{os.getpid()}_"
+    program.parent.mkdir(parents=True)
+    program.write_text("import time; time.sleep(60)")
+    stubs = LoadingStubs(os.getpid(), {"generate": "generate", "generate_1": "generate"}, prefix)
+    names = ("generate_0_0", "generate_0_1")
+    with contextlib.ExitStack() as opened:
+        first, second = [
+            subprocess.Popen(["triton_python_backend_stub", program, name], executable=sys.executable) for name in names
+        ]
+        opened.callback(first.wait), opened.callback(second.wait)
+        opened.callback(second.kill), opened.callback(first.kill)
+        for now, child in ((0.0, first), (30.0, second)):  # one has started, the other has not: the load goes on
+            assert not stubs.end_given_up(["generate"], now)
+            pulse_path(prefix, child.pid).touch()
+            opened.callback(pulse_path(prefix, child.pid).unlink)
+        assert not stubs.end_given_up(["generate"], 60.0)
+        assert not stubs.end_given_up(["chat"], 81.0) and not stubs.end_given_up(["generate"], 82.0)
+        assert [stubs.end_given_up(["generate"], now) for now in (101.0, 103.0)] == [[], ["generate"]]
+        assert [first.wait(), second.wait()] == [-signal.SIGKILL] * 2
+        assert stubs.given_up == {"generate"} and not stubs.end_given_up(["generate"], 130.0)
+
+
+@pytest.mark.soak
+def test_a_stub_that_gets_no_cpu_while_it_starts_does_not_keep_the_launch(tmp_path):
+    """Triton gives it up and waits for its end, or aborts, or sees nothing: by the moment."""
+    checkout = galley.build(tmp_path / "checkout")
+    for number in range(12):
+        launch = Served(checkout, tmp_path / f"launch{number}.log")
+        launch.wait_for(lambda launch=launch: "tokenizer" in processes.stubs(launch.server_pid()))
+        stub = launch.stub_pid("tokenizer")
+        time.sleep(0.05 + 0.03 * number)
+        os.kill(stub, signal.SIGSTOP)
+        time.sleep(4)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stub, signal.SIGCONT)
+        launch.wait_for(lambda launch=launch: launch.status() == "ready")
+        assert launch.stop() == 0
 
 
 def test_a_replacement_that_dies_as_soon_as_it_is_there_costs_the_server_and_not_the_launch(served):

@@ -162,7 +162,8 @@ void gate(const T *gate_up, T *out, int64_t rows, int64_t width, bool is_gelu, i
   for (int64_t row = 0; row < rows; row++) {
     const T *gates = gate_up + 2 * row * width, *ups = gates + width;
     T *to = out + row * width, rest[kLanes];
-    const auto compute = [&](Floats x, Floats up) {  // GELU by tanh's approximation: x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)))
+    // GELU by tanh's approximation: x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)))
+    const auto compute = [&](Floats x, Floats up) {
       return x / (1.0f + exponential(is_gelu ? -1.59576912f * (x + 0.044715f * x * x * x) : -x)) * up;
     };
     int64_t i = 0;
@@ -414,16 +415,17 @@ constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kMostPanels = 4;
 constexpr int64_t kDepth = 1024, kChunk = 192;  // of x: what panels are multiplied with while it stays in a cache
 
+template <class T>
 struct Product {
-  const float *x;          // (rows, in)
+  const T *x;              // (rows, in)
   const uint16_t *weight;  // panels
-  const float *bias, *add_to;
-  float *out;  // (rows, width)
+  const T *bias, *add_to;
+  T *out;  // (rows, width)
   int64_t in, width;
 };
 
 template <int R, int P>
-void multiply_tile(const Product &of, int64_t row, int64_t panel, int64_t at) {
+void multiply_tile(const Product<float> &of, int64_t row, int64_t panel, int64_t at) {
   const float *x = of.x + row * of.in;
   const uint16_t *weight = of.weight + panel * of.in * kPanel;
   const int64_t end = std::min(at + kDepth, of.in);
@@ -455,7 +457,7 @@ void multiply_tile(const Product &of, int64_t row, int64_t panel, int64_t at) {
 
 // `rows` of them, at most R, and `panels`.
 template <int R>
-void multiply_rows(const Product &of, int64_t rows, int64_t row, int64_t panels, int64_t panel, int64_t at) {
+void multiply_rows(const Product<float> &of, int64_t rows, int64_t row, int64_t panels, int64_t panel, int64_t at) {
   if constexpr (R > 0) {
     if (rows < R) return multiply_rows<R - 1>(of, rows, row, panels, panel, at);
     constexpr int64_t P = R == 1 ? 4 : R <= 3 ? 2 : 1;
@@ -470,14 +472,6 @@ void multiply_rows(const Product &of, int64_t rows, int64_t row, int64_t panels,
 // the rows beside it.
 constexpr int64_t kSide = 16, kStep = 32;
 constexpr int64_t kKept = 1 << 19;  // elements of x that stay in a cache while panels pass
-
-struct TileProduct {
-  const uint16_t *x;       // (rows, in)
-  const uint16_t *weight;  // panels
-  const uint16_t *bias, *add_to;
-  uint16_t *out;  // (rows, width)
-  int64_t in, width;
-};
 
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -502,7 +496,7 @@ inline __m512 lanes_of(const uint16_t *at, __mmask16 wanted) {
 }
 
 template <bool kHasLower>
-void multiply_tiles(const TileProduct &of, int64_t row, int64_t rows, int64_t panel) {
+void multiply_tiles(const Product<uint16_t> &of, int64_t row, int64_t rows, int64_t panel) {
   const uint16_t *x = of.x + row * of.in, *left = of.weight + panel * of.in * kSide, *right = left + of.in * kSide;
   _tile_zero(0);
   _tile_zero(1);
@@ -556,10 +550,11 @@ extern "C" int has_tiles() {
 #if defined(HAS_TILES)
 // x (rows, in), `in` a multiple of kStep, weight: panels of (width, in), padded to an even number -> out (rows, width), plus
 // bias (width,) and add_to (rows, width), both or either null.
-extern "C" void multiply_bfloat16(const uint16_t *x, const uint16_t *weight, const uint16_t *bias, const uint16_t *add_to,
-                                  uint16_t *out, int64_t rows, int64_t in, int64_t width, int threads) {
-  const TileProduct of{x, weight, bias, add_to, out, in, width};
-  const int64_t pairs = (width + 2 * kSide - 1) / (2 * kSide), step = std::clamp(pairs / (4 * threads), int64_t{1}, int64_t{4});
+extern "C" void multiply_bfloat16(const uint16_t *x, const uint16_t *weight, const uint16_t *bias,
+                                  const uint16_t *add_to, uint16_t *out, int64_t rows, int64_t in, int64_t width, int threads) {
+  const Product<uint16_t> of{x, weight, bias, add_to, out, in, width};
+  const int64_t pairs = (width + 2 * kSide - 1) / (2 * kSide);
+  const int64_t step = std::clamp(pairs / (4 * threads), int64_t{1}, int64_t{4});
   const int64_t chunks = rows * in / kKept + 1, chunk = (rows / chunks + 32) / 32 * 32;
 #pragma omp parallel num_threads(threads)
   {
@@ -572,7 +567,8 @@ extern "C" void multiply_bfloat16(const uint16_t *x, const uint16_t *weight, con
           for (int64_t row = first; row < end; row += 32) {
             const int64_t count = std::min(end - row, int64_t{32});
             if (count != shaped) shape_tiles(shaped = count);
-            count > kSide ? multiply_tiles<true>(of, row, count, 2 * pair) : multiply_tiles<false>(of, row, count, 2 * pair);
+            const auto multiply = count > kSide ? multiply_tiles<true> : multiply_tiles<false>;
+            multiply(of, row, count, 2 * pair);
           }
       }
     }
@@ -587,7 +583,7 @@ extern "C" int64_t num_lanes() { return kLanes; }
 // both or either null.
 extern "C" void multiply_float32(const float *x, const uint16_t *weight, const float *bias, const float *add_to, float *out,
                          int64_t rows, int64_t in, int64_t width, int threads) {
-  const Product of{x, weight, bias, add_to, out, in, width};
+  const Product<float> of{x, weight, bias, add_to, out, in, width};
   const int64_t panels = (width + kPanel - 1) / kPanel;
   const int64_t step = std::clamp(panels / (4 * threads), int64_t{1}, kMostPanels);
   for (int64_t first = 0; first < rows; first += kChunk) {
