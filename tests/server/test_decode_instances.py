@@ -127,13 +127,17 @@ def test_a_killed_stub_is_replaced_while_engine_and_streams_of_the_others_go_on(
     assert server.engine_pid("decode") == engine
 
 
+def subscribed(server):
+    return [name for name in STUBS if total(server, "bireme_bus_subscriptions", worker=name)]
+
+
 def test_streams_of_pipelines_outlive_the_stub_of_their_subscription(deployment, right):
     server = deployment.server
     engine = server.engine_pid("decode")
     run = start(server, "generate")
     until(lambda: all(count > 5 for count in run.tokens), 30, "streams under way")
-    owner = next(name for name in STUBS if total(server, "bireme_bus_subscriptions", worker=name))
-    os.kill(deployment._watchdog.stubs()[owner], signal.SIGKILL)
+    until(lambda: subscribed(server), 10, "the subscription on the page")
+    os.kill(deployment._watchdog.stubs()[subscribed(server)[0]], signal.SIGKILL)
     assert run.join() == right
     assert server.engine_pid("decode") == engine
     until(lambda: deployment.health()["status"] == "ready", 30, "ready again")
