@@ -4,6 +4,7 @@ etcd and nats-server are real too. docs/discovery.md, "What probes are told", ha
 """
 
 import json
+import os
 import re
 import signal
 import threading
@@ -44,9 +45,13 @@ def all_is_well(cluster):
 
 def told(cluster):
     """Return what Triton's /v2/health/ready, the launch's /health/ready and the frontend's say."""
+    return tuple(map(probe, probes(cluster)))
+
+
+def probes(cluster):
     addresses, frontend = cluster.launches["a"].addresses, cluster.frontends[0]
     asked = ((addresses["http"], "/v2"), (addresses["health"], ""), (frontend.address, ""))
-    return tuple(probe(f"http://{address}{prefix}/health/ready") for address, prefix in asked)
+    return [f"http://{address}{prefix}/health/ready" for address, prefix in asked]
 
 
 def probe(url):
@@ -173,7 +178,6 @@ def test_a_worker_that_does_not_fit_is_refused_by_name_and_the_others_serve(clus
 DEATHS = {
     "prefill.engine": OLD,
     "decode.engine": ("200", "503 not_ready", "503 not_ready"),
-    "prefill.stub": OLD,
     "server": ("nobody", "503 not_ready", "503 not_ready"),
 }
 
@@ -187,13 +191,25 @@ def test_each_probe_tells_of_a_process_that_has_died(cluster, role):
 
     def has_been_told():
         pid = launch.roles().get(role)
-        if pid not in (None, *victims) and (not victims or role.endswith(".engine")):  # it is back at once
+        if pid not in (None, *victims) and (not victims or role != "server"):  # an engine is back at once
             victims.append(pid)
             send_signal(pid, signal.SIGKILL)
         seen.append(told(cluster))
         return all(any(said[way] == expected for said in seen) for way, expected in enumerate(DEATHS[role]))
 
     wait_for(has_been_told, LIMIT_S, "somebody does not tell")
+
+
+def test_each_probe_tells_of_a_stub_that_has_died(cluster):
+    launch, (triton, own, frontend) = cluster.launches["a"], probes(cluster)
+    os.kill(launch.pid, signal.SIGSTOP)  # it would have replaced the stub before it is asked
+    try:
+        send_signal(launch.roles()["prefill.stub"], signal.SIGKILL)
+        wait_for(lambda: probe(frontend) == "200 degraded", LIMIT_S, "the frontend does not tell")
+        assert probe(triton) == "200"
+    finally:
+        os.kill(launch.pid, signal.SIGCONT)
+    wait_for(lambda: probe(own) == "200 degraded", LIMIT_S, "the launch does not tell")
 
 
 def test_the_metric_of_an_engine_that_is_down_is_zero(cluster):
