@@ -101,7 +101,7 @@ def measure(folder: Path, model: str, mode: str, options: argparse.Namespace) ->
     recipe_file = {
         "model": model,
         "workers": {"decode": {"engine": "torch", "engine_config": config}},
-        "supervisor": {"restart_backoff_s": 0.0, "standby": has_standby},
+        "supervisor": {"restart_backoff_s": 0.0, "standby": has_standby, "max_restarts": options.kills + 1},
         "memory_service": {"enabled": has_service},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe_file))

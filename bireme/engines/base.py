@@ -30,6 +30,7 @@ from bireme.multimodal.wire import OpenedItem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from bireme.engines.memory.client import WeightsHold
     from bireme.multimodal.embedding_share import EmbeddingShare
@@ -174,4 +175,5 @@ class EngineContext:
     max_n: int = Limits().max_n  # handles of a picture: its request may have so many sequences
     hold_weights: Callable[[str], WeightsHold] | None = None  # of the memory service; None: each engine has its own
     hold_wait_s: float = 0.0  # for another engine that reads the same weights
+    findings_path: Path | None = None  # of what a start finds out and the next need not; None: nothing is kept
     gpu_neighbors: tuple[float, ...] = ()  # free_gpu_memory_fraction of the recipe's other engines on this GPU

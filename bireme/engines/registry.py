@@ -10,6 +10,8 @@ from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bireme.config import EngineConfig
     from bireme.engines.base import Engine, EngineContext
     from bireme.engines.child.process import EngineProcess
@@ -17,14 +19,15 @@ if TYPE_CHECKING:
     from bireme.engines.video.process import VideoProcess
 
 
-def create_process(worker: str, endpoint: str, life: int) -> EngineProcess | VideoProcess:
+def process_of(worker: str) -> Callable[[str, int], EngineProcess | VideoProcess]:
+    """Import what runs the worker's engine; return what makes it of its endpoint and the life's number."""
     if stage_of(worker) == "video_diffusion":
         from bireme.engines.video.process import VideoProcess
 
-        return VideoProcess(worker, endpoint, life, create_video_engine)
+        return lambda endpoint, life: VideoProcess(worker, endpoint, life, create_video_engine)
     from bireme.engines.child.process import EngineProcess
 
-    return EngineProcess(worker, endpoint, life, create_engine)
+    return lambda endpoint, life: EngineProcess(worker, endpoint, life, create_engine)
 
 
 def create_engine(name: str, context: EngineContext) -> Engine:

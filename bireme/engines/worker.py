@@ -17,17 +17,17 @@ def main(arguments: list[str] | None = None) -> int:
     if options.parent:
         die_with_parent(options.parent)
     load_with_little_gc()
+    from bireme.engines.registry import prepare, process_of
+
+    create_process = process_of(options.worker)
     endpoint, life = options.endpoint, options.life
     if options.standby is not None:
         from bireme.engines.child.standby import stand_by
-        from bireme.engines.registry import prepare
 
         if (told := stand_by(options.worker, options.standby, prepare)) is None:
             return 0
         endpoint, life = told
-    from bireme.engines.registry import create_process
-
-    return create_process(options.worker, endpoint, life).run()
+    return create_process(endpoint, life).run()
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -154,6 +154,7 @@ class EngineProcess:
             max_n=recipe.limits.max_n,
             hold_weights=self._hold_weights if recipe.memory_service.enabled else None,
             hold_wait_s=recipe.supervisor.start_timeout_s / 2,
+            findings_path=run.run_dir() / f"{self._worker}.findings",
             gpu_neighbors=gpu_neighbors(recipe, self._worker),
         )
 

@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from bireme.config import EngineConfig
@@ -22,12 +23,13 @@ from bireme.engines.torch.core import EngineCore, Parts
 from bireme.engines.torch.decoder_ops import choose_ops
 from bireme.engines.torch.decoder_weights import DecoderWeights, fuse, why_not_fused
 from bireme.engines.torch.disaggregation import Post, TorchExporter, TorchImporter
+from bireme.engines.torch.findings import Findings
 from bireme.engines.torch.guides import TorchGuides
 from bireme.engines.torch.kv_store import KvStore, group_layers
 from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.metrics import TorchMetrics
 from bireme.engines.torch.packed_decoder import PackedDecoder
-from bireme.engines.torch.runner import HfRunner, peak_bytes, probe
+from bireme.engines.torch.runner import HfRunner, peak_bytes, probe, route_attention
 from bireme.engines.torch.shared_weights import SharedModel, load_own, load_shared, weights_id
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.warmup import check_packed, check_resident, warm_up
@@ -66,12 +68,15 @@ class LoadedEngine:
         self.encoder = pictures.encoder if pictures else None
         if pictures:
             model = pictures.language_model
-        geometry = _geometry(context, model, checkpoint, device)
+        findings = _findings(context, checkpoint, device)
+        geometry = _geometry(context, model, checkpoint, device, findings)
         uses_kernels = kernels.is_usable(device)
         is_fused = _is_fused(model, pictures)
         weights = fuse(model, self.limits.max_seq_len) if uses_kernels and is_fused else None
         phases.end("probe")
-        store, manager = _pools(context, model, geometry, self.limits, checkpoint, device, self.weights.num_bytes)
+        store, manager = _pools(
+            context, model, geometry, self.limits, checkpoint, device, self.weights.num_bytes, findings
+        )
         phases.end("pools")
         self.events = manager.events
         self.num_blocks = manager.num_blocks
@@ -96,9 +101,11 @@ class LoadedEngine:
         builder = _builder(store, self.limits, device, has_grid_positions, uses_kernels)
         resident = None
         if weights is not None:
-            resident = _resident(weights, runner, builder, manager, store, self.limits, context.config, vocab_size)
+            resident = _resident(
+                weights, runner, builder, manager, store, self.limits, context.config, vocab_size, findings
+            )
         elif device.type == "cpu" and is_fused:
-            builder = _packed(model, runner, builder, manager, store, self.limits, self.weights.is_shared)
+            builder = _packed(model, runner, builder, manager, store, self.limits, self.weights.is_shared, findings)
         phases.end("decoder")
         warm_up(runner, builder, manager, store, self.limits)
         phases.end("warm_up")
@@ -129,6 +136,7 @@ class LoadedEngine:
             if device.type == "cuda":
                 context.metrics.set("bireme_kv_staging_bytes", store.copies.staging_bytes, store.copies.kind)
             context.transfer.start(store.layout(checkpoint.digest), store)
+        findings.keep()
         phases.end("rest")
         load_s = sum(phases.seconds.values())
         accounts.started(manager, load_s)
@@ -229,6 +237,7 @@ def _packed(
     store: KvStore,
     limits: EngineLimits,
     is_shared: bool,
+    findings: Findings,
 ) -> BatchBuilder:
     """Put the packed decoder in place of the model's modules, which are emptied, and return its batches' builder.
 
@@ -239,8 +248,9 @@ def _packed(
     decoder = PackedDecoder(fuse(model, limits.max_seq_len), store, make_ops, is_shared)
     builder = _builder(store, limits, store.device, uses_tables=decoder.ops.uses_tables)
     try:
-        check_packed(decoder, runner, (by_modules, builder), manager, limits)
+        check_packed(decoder, runner, (by_modules, builder), manager, limits, findings)
     except Exception as error:  # whatever is wrong with it on this CPU: the model's own modules still run
+        findings.doubt()
         logger.warning("fused_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
         return by_modules
     if not is_shared and (reason := decoder.pack(model)):
@@ -258,6 +268,7 @@ def _resident(
     limits: EngineLimits,
     config: EngineConfig,
     vocab_size: int,
+    findings: Findings,
 ) -> ResidentDecode | None:
     """Put the fused decoder in place of the model's modules; None: it does not compute what they do."""
     from bireme.engines.torch.decode_graphs import bucket_sizes, graph_sizes
@@ -271,8 +282,9 @@ def _resident(
         state = DecodeState(decoder, store, most, -(-limits.max_seq_len // limits.tokens_per_block) + 1, most)
         sizes = sorted({*graphs, *bucket_sizes(most)})
         resident = ResidentDecode(decoder, state, vocab_size, sizes, graphs, is_padded)
-        check_resident(resident, runner, builder, manager, limits)
+        check_resident(resident, runner, builder, manager, limits, findings)
     except Exception as error:  # whatever is wrong with a kernel on this GPU: the model's own modules still run
+        findings.doubt()
         logger.warning("fused_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
         return None
     runner.use_decoder(decoder)
@@ -296,8 +308,16 @@ def _make_graphs(
         torch.cuda.empty_cache()
 
 
-def _geometry(context: EngineContext, model: Any, checkpoint: Checkpoint, device: torch.device) -> list[LayerGeometry]:
-    geometry = probe(model, device)
+def _findings(context: EngineContext, checkpoint: Checkpoint, device: torch.device) -> Findings:
+    config = context.config
+    return Findings(context.findings_path, weights_id(checkpoint, config.dtype, device), msgspec.json.encode(config))
+
+
+def _geometry(
+    context: EngineContext, model: Any, checkpoint: Checkpoint, device: torch.device, findings: Findings
+) -> list[LayerGeometry]:
+    route_attention(model)
+    geometry = findings.geometry(lambda: probe(model, device))
     limit.check_kv_dtype(context.config.kv_cache_config.dtype, geometry[0].dtype)
     longest = int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0)
     return limit.narrow_windows(geometry, context.config.kv_cache_config.max_attention_window, longest)
@@ -311,11 +331,12 @@ def _pools(
     checkpoint: Checkpoint,
     device: torch.device,
     shared_bytes: int,
+    findings: Findings,
 ) -> tuple[KvStore, BlockManager]:
     cache = context.config.kv_cache_config
     groups = group_layers(geometry)
     if device.type == "cuda" and cache.max_tokens is None:
-        peak = peak_bytes(model, geometry, limits, device)
+        peak = findings.peak_bytes(lambda: peak_bytes(model, geometry, limits, device))
         free, total = torch.cuda.mem_get_info(device)
         memory = limit.GpuMemory(total, free, torch.cuda.memory_allocated(device) + shared_bytes, peak)
         available = limit.gpu_pool_bytes(memory, cache.free_gpu_memory_fraction, context.gpu_neighbors)

@@ -28,14 +28,17 @@ if TYPE_CHECKING:
     from bireme.engines.torch.packed_decoder import PackedDecoder
 
 
-def probe(model: Any, device: torch.device) -> list[LayerGeometry]:
-    """Route the model's attention to ours and return the geometry of every layer. Raises ConfigError."""
+def route_attention(model: Any) -> None:
+    """Have the model call our attention. Raises ConfigError."""
     attention.register()
-    name = type(model).__name__
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise ConfigError(f"{name}: its forward has no logits_to_keep, which the torch engine needs")
+        raise ConfigError(f"{type(model).__name__}: its forward has no logits_to_keep, which the torch engine needs")
     model.set_attn_implementation(attention.NAME)
-    step = ProbeStep()
+
+
+def probe(model: Any, device: torch.device) -> list[LayerGeometry]:
+    """Return the geometry of every layer of a model that calls our attention. Raises ConfigError."""
+    name, step = type(model).__name__, ProbeStep()
     tokens = torch.tensor([[0, 1]], device=device)
     try:
         _forward(model, step, tokens, tokens, torch.tensor([1], device=device))

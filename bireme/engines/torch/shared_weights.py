@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bireme.engines.memory.client import WeightsHold
 from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, load_model, model_class, read_model
-from bireme.engines.torch.lean_imports import without_compiler
+from bireme.engines.torch.lean_imports import without_compiler, without_symbols
 from bireme.engines.torch.weight_memory import WeightMemory, create_sealable, seal, weight_memory
 from bireme.errors import UnavailableError, one_line
 
@@ -116,7 +116,7 @@ def weights_id(checkpoint: Checkpoint, dtype: str, device: torch.device) -> str:
 
 def make_skeleton(checkpoint: Checkpoint, dtype: str) -> Any:
     """Return the model without memory for its tensors."""
-    with without_compiler(), torch.device("meta"):
+    with without_compiler(), without_symbols(), torch.device("meta"):
         model = model_class(checkpoint).from_config(checkpoint.config, dtype=choose_dtype(dtype, checkpoint.config))
     return model.eval().requires_grad_(False)
 
@@ -160,7 +160,7 @@ def put_in(model: Any, table: list[SharedTensor], memory: Tensor) -> None:
                 module._buffers[leaf] = tensor
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if isinstance(value, Tensor) and value.is_meta:
+            if isinstance(value, Tensor):
                 raise UnavailableError(f"{name}.{attribute} is a tensor that no table of weights has")
 
 

@@ -6,12 +6,14 @@ Runs on empty pools with unowned blocks, and zeroes them afterwards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from bireme.engines.torch.batch import BatchBuilder
+from bireme.engines.torch.batch import Batch, BatchBuilder
+from bireme.engines.torch.findings import Findings
 from bireme.engines.torch.kv_store import KvStore
 from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.runner import HfRunner
@@ -61,20 +63,27 @@ def warm_up(
 
 
 def check_resident(
-    resident: ResidentDecode, runner: HfRunner, builder: BatchBuilder, manager: BlockManager, limits: EngineLimits
+    resident: ResidentDecode,
+    runner: HfRunner,
+    builder: BatchBuilder,
+    manager: BlockManager,
+    limits: EngineLimits,
+    findings: Findings,
 ) -> None:
     """Compare a prompt and a decode step with what the model's own modules make of them. Raises RuntimeError."""
     has_experts = resident.decoder.weights.has_experts
     with _checked(manager, limits) as (sequence, count):
         prompt = builder.build(SchedulerOutput(chunks=[(sequence, count)]))
-        _compare("prompt", runner.compute_by_modules(prompt), resident.decoder.compute(prompt), has_experts)
+        expected = findings.logits(f"prompt of {count}", lambda: runner.compute_by_modules(prompt))
+        _compare("prompt", expected, resident.decoder.compute(prompt), has_experts)
         _go_on(sequence, count)
         step = builder.build(SchedulerOutput(decodes=[sequence]))
         row = Row(SamplingParams(), [], (), (), resident.vocab_size)
         flight = resident.start([sequence], lambda _: row)
         resident.tokens(flight)
         found = flight.logits.clone()
-        _compare("decode step", runner.compute_by_modules(step), found, has_experts)
+        expected = findings.logits(f"decode step after {count}", lambda: runner.compute_by_modules(step))
+        _compare("decode step", expected, found, has_experts)
 
 
 def check_packed(
@@ -83,6 +92,7 @@ def check_packed(
     builders: tuple[BatchBuilder, BatchBuilder],
     manager: BlockManager,
     limits: EngineLimits,
+    findings: Findings,
 ) -> None:
     """The same of a decoder on a CPU, and of a prompt's rest. `builders`: the modules', the decoder's."""
     with _checked(manager, limits) as (sequence, count):
@@ -95,11 +105,9 @@ def check_packed(
             if computed == count:
                 _go_on(sequence, count)
             sequence.computed = computed
-            found = []
-            for compute, builder in zip((runner.compute_by_modules, decoder.compute), builders, strict=True):
-                sequence.mirrored = [0] * len(manager.groups)
-                found.append(compute(builder.build(plan)))
-            _compare(what, found[0], found[1], decoder.has_experts)
+            by_modules = partial(_compute, runner.compute_by_modules, builders[0], sequence, plan)
+            expected = findings.logits(f"{what} of {count}", by_modules)
+            _compare(what, expected, _compute(decoder.compute, builders[1], sequence, plan), decoder.has_experts)
 
 
 @contextlib.contextmanager
@@ -116,13 +124,21 @@ def _checked(manager: BlockManager, limits: EngineLimits) -> Iterator[tuple[Sequ
         manager.release(sequence.table)
 
 
+def _compute(
+    compute: Callable[[Batch], torch.Tensor], builder: BatchBuilder, sequence: Sequence, plan: SchedulerOutput
+) -> torch.Tensor:
+    sequence.mirrored = [0] * len(sequence.mirrored)  # nothing: another builder has built its last step
+    return compute(builder.build(plan))
+
+
 def _go_on(sequence: Sequence, computed: int) -> None:
     sequence.computed = computed
     sequence.tokens.append(11)
 
 
 def _compare(what: str, expected: torch.Tensor, found: torch.Tensor, has_experts: bool) -> None:
-    error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    right = expected.to(found.device).float()
+    error = float((found.float() - right).norm() / right.norm())
     is_rounded = expected.dtype is torch.bfloat16
     if not error <= (_MOST_ERROR_OF_EXPERTS if has_experts and is_rounded else _MOST_ERROR[expected.dtype]):
         raise RuntimeError(f"its logits of a {what} are {error:.3g} off those of the model's modules")

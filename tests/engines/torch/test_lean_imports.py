@@ -16,6 +16,15 @@ config = EngineConfig(kv_cache_config=KvCacheConfig(max_tokens=1024))
 engine = create_engine("torch", EngineContext("decode", "decode", sys.argv[1], config, Registry("decode")))
 engine.start(lambda *events: None)
 """
+MAP = """
+import sys
+from bireme.config import EngineConfig
+from bireme.engines.registry import prepare
+prepare("torch", sys.argv[1], EngineConfig())
+from bireme.engines.torch.checkpoint import open_checkpoint
+from bireme.engines.torch.shared_weights import make_skeleton
+make_skeleton(open_checkpoint(sys.argv[1]), "float32")
+"""
 LEFT_OUT = """
 names = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
 print([name for name in names if name in sys.modules])
@@ -38,8 +47,9 @@ def run(code, *arguments):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision imports the compiler")
-def test_a_started_engine_has_imported_neither_compiler_nor_distributed_tensors_nor_symbols(tiny):
-    assert run(START + LEFT_OUT, tiny("llama").path) == ["[]"]
+@pytest.mark.parametrize("code", [START, MAP], ids=["start", "map"])
+def test_a_started_engine_has_imported_neither_compiler_nor_distributed_tensors_nor_symbols(tiny, code):
+    assert run(code + LEFT_OUT, tiny("llama").path) == ["[]"]
 
 
 def test_more_than_a_mark_gets_the_real_compiler():

@@ -113,8 +113,9 @@ def test_two_processes_say_what_generate_says(pair, tiny):
 
 
 @pytest.mark.flaky(reruns=1)
-def test_a_killed_engine_serves_again_with_the_same_tokens(pair, tiny):
+def test_a_killed_engine_serves_again_with_the_same_tokens(pair, tiny, capfd):
     _, decode = pair
+    capfd.readouterr()
     lost = submit(decode, request(PROMPTS[0], 400))
     wait_for(lambda: lost.tokens, 60)
     life = decode.life
@@ -128,7 +129,7 @@ def test_a_killed_engine_serves_again_with_the_same_tokens(pair, tiny):
         assert sink.wait(60).error == ""
         assert lost.tokens + sink.tokens == expected
     assert decode.capacity.tokens_per_block == 16
-    assert sources(decode) == ["memory_service"]
+    assert sources(decode) == ["memory_service"] and "findings_read layers=" in capfd.readouterr().err
 
 
 @pytest.mark.flaky(reruns=1)
