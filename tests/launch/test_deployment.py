@@ -223,6 +223,8 @@ def test_stubs_whose_start_triton_does_not_see_are_ended_after_a_while(tmp_path)
         ]
         opened.callback(first.wait), opened.callback(second.wait)
         opened.callback(second.kill), opened.callback(first.kill)
+        while not all(processes.stub_name(processes.command_line(child.pid)) for child in (first, second)):
+            time.sleep(0.01)  # it has none for a moment
         for now, child in ((0.0, first), (30.0, second)):  # one has started, the other has not: the load goes on
             assert not stubs.end_given_up(["generate"], now)
             pulse_path(prefix, child.pid).touch()
