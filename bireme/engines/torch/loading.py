@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,7 +33,7 @@ from bireme.engines.torch.packed_decoder import PackedDecoder
 from bireme.engines.torch.runner import HfRunner, peak_bytes, probe, route_attention
 from bireme.engines.torch.shared_weights import SharedModel, load_own, load_shared, weights_id
 from bireme.engines.torch.vision_models import is_picture_model
-from bireme.engines.torch.warmup import check_packed, check_resident, warm_up
+from bireme.engines.torch.warmup import FirstPasses, check_packed, check_resident, warm_up
 from bireme.errors import ConfigError
 from bireme.kv.block_manager import BlockManager, GroupSpec
 from bireme.kv.block_pool import DEFAULT_PRIORITY
@@ -99,15 +100,14 @@ class LoadedEngine:
             logger.warning("kernels_off reason=triton is not installed: attention copies each step's whole context")
         runner = HfRunner(model, store, uses_kernels)
         builder = _builder(store, self.limits, device, has_grid_positions, uses_kernels)
+        first = FirstPasses(runner, builder, manager, store, self.limits, findings)
         resident = None
         if weights is not None:
-            resident = _resident(
-                weights, runner, builder, manager, store, self.limits, context.config, vocab_size, findings
-            )
+            resident = _resident(weights, first, context.config, vocab_size)
         elif device.type == "cpu" and is_fused:
-            builder = _packed(model, runner, builder, manager, store, self.limits, self.weights.is_shared, findings)
+            first = replace(first, builder=_packed(model, first, self.weights.is_shared))
         phases.end("decoder")
-        warm_up(runner, builder, manager, store, self.limits)
+        warm_up(first)
         phases.end("warm_up")
         self.mover = _mover(store, manager, context.config)
         if uses_kernels and resident is None and device.type == "cuda":
@@ -119,7 +119,7 @@ class LoadedEngine:
                 post=post,
                 limits=self.limits,
                 runner=runner,
-                builder=builder,
+                builder=first.builder,
                 manager=manager,
                 sampler=sampler,
                 admission=self.admission,
@@ -229,52 +229,34 @@ def _is_fused(model: Any, pictures: PictureSide | None) -> bool:
     return not reason
 
 
-def _packed(
-    model: Any,
-    runner: HfRunner,
-    by_modules: BatchBuilder,
-    manager: BlockManager,
-    store: KvStore,
-    limits: EngineLimits,
-    is_shared: bool,
-    findings: Findings,
-) -> BatchBuilder:
+def _packed(model: Any, on: FirstPasses, is_shared: bool) -> BatchBuilder:
     """Put the packed decoder in place of the model's modules, which are emptied, and return its batches' builder.
 
     If it does not compute what they do they stay, and so does their builder. Shared weights are not packed: that
     would be a copy for each engine.
     """
     make_ops = choose_ops()
-    decoder = PackedDecoder(fuse(model, limits.max_seq_len), store, make_ops, is_shared)
-    builder = _builder(store, limits, store.device, uses_tables=decoder.ops.uses_tables)
+    decoder = PackedDecoder(fuse(model, on.limits.max_seq_len), on.store, make_ops, is_shared)
+    builder = _builder(on.store, on.limits, on.store.device, uses_tables=decoder.ops.uses_tables)
     try:
-        check_packed(decoder, runner, (by_modules, builder), manager, limits, findings)
+        check_packed(decoder, builder, on)
     except Exception as error:  # whatever is wrong with it on this CPU: the model's own modules still run
-        findings.doubt()
+        on.findings.doubt()
         logger.warning("fused_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
-        return by_modules
+        return on.builder
     if not is_shared and (reason := decoder.pack(model)):
         logger.warning("weights_not_packed reason=%s: steps of few rows are slower", reason)
-    runner.use_decoder(decoder)
+    on.runner.use_decoder(decoder)
     return builder
 
 
-def _resident(
-    weights: DecoderWeights,
-    runner: HfRunner,
-    builder: BatchBuilder,
-    manager: BlockManager,
-    store: KvStore,
-    limits: EngineLimits,
-    config: EngineConfig,
-    vocab_size: int,
-    findings: Findings,
-) -> ResidentDecode | None:
+def _resident(weights: DecoderWeights, on: FirstPasses, config: EngineConfig, vocab_size: int) -> ResidentDecode | None:
     """Put the fused decoder in place of the model's modules; None: it does not compute what they do."""
     from bireme.engines.torch.decode_graphs import bucket_sizes, graph_sizes
     from bireme.engines.torch.fused_decoder import FusedDecoder
     from bireme.engines.torch.resident_decode import DecodeState, ResidentDecode
 
+    store, limits = on.store, on.limits
     decoder, most = FusedDecoder(weights, store), limits.max_batch_size
     graphs = graph_sizes(config.cuda_graph_config, most) if store.device.type == "cuda" else []
     is_padded = config.cuda_graph_config is None or config.cuda_graph_config.enable_padding
@@ -282,12 +264,12 @@ def _resident(
         state = DecodeState(decoder, store, most, -(-limits.max_seq_len // limits.tokens_per_block) + 1, most)
         sizes = sorted({*graphs, *bucket_sizes(most)})
         resident = ResidentDecode(decoder, state, vocab_size, sizes, graphs, is_padded)
-        check_resident(resident, runner, builder, manager, limits, findings)
+        check_resident(resident, on)
     except Exception as error:  # whatever is wrong with a kernel on this GPU: the model's own modules still run
-        findings.doubt()
+        on.findings.doubt()
         logger.warning("fused_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
         return None
-    runner.use_decoder(decoder)
+    on.runner.use_decoder(decoder)
     return resident
 
 

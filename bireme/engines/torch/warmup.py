@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,13 +35,24 @@ _MOST_ERROR_OF_EXPERTS = 0.3  # in bf16, where a rounding decides between two ex
 _MOST_TOKENS = {"cuda": 512, "cpu": 64}
 
 
-def warm_up(
-    runner: HfRunner, builder: BatchBuilder, manager: BlockManager, store: KvStore, limits: EngineLimits
-) -> None:
+@dataclass(frozen=True, slots=True)
+class FirstPasses:
+    """What the first passes run on."""
+
+    runner: HfRunner
+    builder: BatchBuilder
+    manager: BlockManager
+    store: KvStore
+    limits: EngineLimits
+    findings: Findings
+
+
+def warm_up(on: FirstPasses) -> None:
     """Run a prefill, many and few tokens behind a prefix, and a decode step of the largest batch that fits.
 
     Of kernels all variants.
     """
+    runner, builder, manager, store, limits = on.runner, on.builder, on.manager, on.store, on.limits
     size = manager.tokens_per_block
     room = min(spec.num_blocks for spec in manager.groups) * size
     num_tokens = max(1, min(_MOST_TOKENS[store.device.type], limits.max_num_tokens, limits.max_seq_len - 1, room))
@@ -62,19 +74,12 @@ def warm_up(
     store.clear(min(min(spec.num_blocks for spec in manager.groups), max(count, -(-num_tokens // size))) * size + size)
 
 
-def check_resident(
-    resident: ResidentDecode,
-    runner: HfRunner,
-    builder: BatchBuilder,
-    manager: BlockManager,
-    limits: EngineLimits,
-    findings: Findings,
-) -> None:
+def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
     """Compare a prompt and a decode step with what the model's own modules make of them. Raises RuntimeError."""
-    has_experts = resident.decoder.weights.has_experts
-    with _checked(manager, limits) as (sequence, count):
+    runner, builder, has_experts = on.runner, on.builder, resident.decoder.weights.has_experts
+    with _checked(on.manager, on.limits) as (sequence, count):
         prompt = builder.build(SchedulerOutput(chunks=[(sequence, count)]))
-        expected = findings.logits(f"prompt of {count}", lambda: runner.compute_by_modules(prompt))
+        expected = on.findings.logits(f"prompt of {count}", lambda: runner.compute_by_modules(prompt))
         _compare("prompt", expected, resident.decoder.compute(prompt), has_experts)
         _go_on(sequence, count)
         step = builder.build(SchedulerOutput(decodes=[sequence]))
@@ -82,20 +87,13 @@ def check_resident(
         flight = resident.start([sequence], lambda _: row)
         resident.tokens(flight)
         found = flight.logits.clone()
-        expected = findings.logits(f"decode step after {count}", lambda: runner.compute_by_modules(step))
+        expected = on.findings.logits(f"decode step after {count}", lambda: runner.compute_by_modules(step))
         _compare("decode step", expected, found, has_experts)
 
 
-def check_packed(
-    decoder: PackedDecoder,
-    runner: HfRunner,
-    builders: tuple[BatchBuilder, BatchBuilder],
-    manager: BlockManager,
-    limits: EngineLimits,
-    findings: Findings,
-) -> None:
-    """The same of a decoder on a CPU, and of a prompt's rest. `builders`: the modules', the decoder's."""
-    with _checked(manager, limits) as (sequence, count):
+def check_packed(decoder: PackedDecoder, builder: BatchBuilder, on: FirstPasses) -> None:
+    """The same of a decoder on a CPU, and of a prompt's rest. `builder`: the decoder's."""
+    with _checked(on.manager, on.limits) as (sequence, count):
         plans = {
             "prompt": SchedulerOutput(chunks=[(sequence, count)]),
             "prompt's rest": SchedulerOutput(chunks=[(sequence, count - count // 2)]),
@@ -105,9 +103,9 @@ def check_packed(
             if computed == count:
                 _go_on(sequence, count)
             sequence.computed = computed
-            by_modules = partial(_compute, runner.compute_by_modules, builders[0], sequence, plan)
-            expected = findings.logits(f"{what} of {count}", by_modules)
-            _compare(what, expected, _compute(decoder.compute, builders[1], sequence, plan), decoder.has_experts)
+            by_modules = partial(_compute, on.runner.compute_by_modules, on.builder, sequence, plan)
+            expected = on.findings.logits(f"{what} of {count}", by_modules)
+            _compare(what, expected, _compute(decoder.compute, builder, sequence, plan), decoder.has_experts)
 
 
 @contextlib.contextmanager

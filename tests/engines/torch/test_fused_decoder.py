@@ -10,6 +10,7 @@ pytest.importorskip("triton.language", reason="triton is not installed: it comes
 from bireme.config import CudaGraphConfig
 from bireme.engines.torch import decoder_weights, kernels
 from bireme.engines.torch.decode_graphs import capture, graph_sizes
+from bireme.engines.torch.runner import HfRunner
 from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch import tiny_models
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
@@ -97,6 +98,16 @@ def test_what_rests_beside_others_goes_on_with_what_the_device_has_of_it(tmp_pat
         assert [live.finish.error, live.tokens] == ["", expected[1]]
         assert [resting.finish.error, resting.tokens] == ["", expected[0]]
         assert engine.core.scheduler.best_effort.num_rests > 5
+
+
+def test_a_later_life_compares_it_with_what_the_modules_computed_in_the_first(tmp_path, monkeypatch):
+    path, context = tiny_models.save(tmp_path, "mistral", **SMALL), {"findings_path": tmp_path / "found"}
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    with Harness(path, **ENGINE, context=context) as engine:
+        expected = engine.run([request(PROMPTS[2], 3)])
+    monkeypatch.setattr(HfRunner, "compute_by_modules", None)
+    with Harness(path, **ENGINE, context=context) as engine:
+        assert engine.core._parts.resident is not None and engine.run([request(PROMPTS[2], 3)]) == expected
 
 
 class ComputedAgain:
