@@ -195,7 +195,8 @@ def _sweep_shared_memory(folder: Path) -> list[str]:
 
 
 def _make_private(base: Path) -> None:
-    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(FileExistsError):  # exist_ok raises where others remove it just then
+        base.mkdir(parents=True, mode=0o700)
     status = base.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"{base} belongs to user {status.st_uid} or is no folder; remove it or set XDG_RUNTIME_DIR")

@@ -40,6 +40,27 @@ def test_launches_that_come_and_go_at_once_do_not_disturb_each_other(tmp_path):
     assert [launch.communicate()[1] for launch in launches] == [""] * 3
 
 
+def test_a_base_that_is_removed_while_it_is_looked_at_is_made_again(tmp_path, monkeypatch):
+    base, made = tmp_path / "base", os.mkdir
+    base.mkdir()
+
+    def mkdir(path, mode):
+        try:
+            made(path, mode)
+        except FileExistsError:
+            os.rmdir(path)  # as another launch does that ends
+            raise
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    RunFolder(base).remove()
+
+
+def test_a_base_that_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "base").touch()
+    with pytest.raises(ConfigError, match="is no folder"):
+        RunFolder(tmp_path / "base")
+
+
 def test_a_run_folder_is_private(tmp_path):
     run = RunFolder(tmp_path / "base")
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
