@@ -86,9 +86,9 @@ def test_escape_a_new_chat_and_leaving_the_page_stop_an_answer(page):
     before = cancelled()
     for number, stop in enumerate(leave, 1):
         page.ask("Count from 1 to 9.")
-        wait_for(lambda: running() == 1, 10)
+        wait_for(lambda: running() == 1, 30)
         stop()
-        wait_for(lambda: running() == 0 and cancelled() == before + number, 5)  # noqa: B023
+        wait_for(lambda: running() == 0 and cancelled() == before + number, 30)  # noqa: B023
 
 
 def test_a_conversation_of_several_turns_remembers_the_first(page):
