@@ -101,8 +101,10 @@ class JobStore:
         return rows[:limit], len(rows) > limit
 
     def report(self, job_id: str, status: str, progress: int) -> bool:
-        """Note a job's progress; false: it has been deleted."""
-        return self._write("UPDATE jobs SET status = ?, progress = ? WHERE id = ?", status, progress, job_id)
+        """Note a job's progress; false: it has been deleted, or has ended, which a late report must not undo."""
+        return self._write(
+            "UPDATE jobs SET status = ?, progress = ? WHERE id = ? AND completed_at IS NULL", status, progress, job_id
+        )
 
     def complete(self, job_id: str, details: str, file: str) -> bool:
         """False: it has been deleted."""

@@ -52,6 +52,14 @@ def test_a_deleted_job_takes_no_more_news(store):
     assert not store.report("a", "in_progress", 50) and not store.complete("a", "{}", "f")
 
 
+@pytest.mark.parametrize("end", ["complete", "fail"])
+def test_a_report_that_comes_late_does_not_undo_the_end(store, end):
+    add(store, "a")
+    getattr(store, end)("a", "{}", "what it ended with")
+    ended = store.find("a", "")
+    assert not store.report("a", "in_progress", 50) and store.find("a", "") == ended
+
+
 def test_old_and_surplus_jobs_leave_their_files(store):
     for name in "abc":
         add(store, name)
