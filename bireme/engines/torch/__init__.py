@@ -36,6 +36,8 @@ def prepare(model_path: str, config: EngineConfig) -> None:
         if kernels.is_usable(torch.device("cuda")):
             from bireme.engines.torch import fused_decoder, kernel_step, resident_decode  # noqa: F401
 
+            kernels.prepare_compiler()
+
 
 def create_video(context: VideoContext) -> VideoEngine:
     """Make the video engine; diffusers is imported when it starts."""

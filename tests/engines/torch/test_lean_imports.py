@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 START = """
 import sys
@@ -38,6 +39,21 @@ with without_compiler():
     print(marked is len, torch._dynamo.config.suppress_errors)
 print(torch._dynamo is sys.modules["torch._dynamo"], torch._dynamo.disable(len) is len)
 """
+PREPARE = """
+import sys
+from bireme.engines.torch import kernels
+kernels.prepare_compiler()
+from triton.runtime import cache
+print(cache.triton_key.cache_info().currsize)
+"""
+LAUNCH = """
+import torch
+from bireme.engines.torch.kernels import row_wise
+before = set(sys.modules)
+rows = torch.ones(2, 64, device="cuda")
+row_wise.rms_norm(rows, torch.ones(64, device="cuda"), 1e-6)
+print(sorted(name for name in set(sys.modules) - before if name.startswith("triton.")))
+"""
 
 
 def run(code, *arguments):
@@ -54,3 +70,9 @@ def test_a_started_engine_has_imported_neither_compiler_nor_distributed_tensors_
 
 def test_more_than_a_mark_gets_the_real_compiler():
     assert run(MARK) == ["True False", "True False"]
+
+
+def test_a_prepared_compiler_has_hashed_its_own_files_and_on_a_gpu_imported_what_launches_need():
+    pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
+    launch, expected = (LAUNCH, ["1", "[]"]) if torch.cuda.is_available() else ("", ["1"])
+    assert run(PREPARE + launch) == expected
