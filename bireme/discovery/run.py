@@ -13,6 +13,7 @@ import secrets
 import socket
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -85,18 +86,24 @@ def run_dir() -> Path:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         return path
     own = base / f"bireme-{os.getuid()}"
-    own.mkdir(exist_ok=True, mode=0o700)
-    make_private(own)
     path = own / str(os.getppid())
-    path.mkdir(exist_ok=True, mode=0o700)
-    return path
+    while True:
+        with suppress(FileNotFoundError):  # a launch that ended has removed the folder of all, which was empty
+            make_private(own, "set BIREME_RUN_DIR to a folder of your own")
+            path.mkdir(exist_ok=True, mode=0o700)
+            return path
 
 
-def make_private(folder: Path) -> None:
-    """Refuse a directory that another user made in a shared place: ours holds the key and the sockets."""
+def make_private(folder: Path, remedy: str) -> None:
+    """Make it if it is missing; refuse what another user made in a shared place: ours holds the key and the sockets.
+
+    Raises ConfigError, and FileNotFoundError where others remove it meanwhile.
+    """
+    with suppress(FileExistsError):  # exist_ok raises where others remove it just then
+        folder.mkdir(parents=True, mode=0o700)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ConfigError(f"{folder} belongs to another user; set BIREME_RUN_DIR to a directory of your own")
+        raise ConfigError(f"{folder} belongs to user {status.st_uid} or is no folder; remove it, or {remedy}")
     if status.st_mode & 0o077:
         folder.chmod(0o700)
 

@@ -472,8 +472,7 @@ def deployment_key(recipe: Recipe) -> str:
     if discovery.backend == "directory":
         folder = Path(discovery.folder)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            run.make_private(folder)
+            run.make_private(folder, "name another in discovery.folder")
             return run.deployment_key(folder).hex()
         except OSError as error:
             raise ConfigError(f"discovery.folder: {folder} can't be used: {error}") from error

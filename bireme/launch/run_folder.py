@@ -14,12 +14,11 @@ import fcntl
 import os
 import secrets
 import shutil
-import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from bireme.discovery.run import SLEEP
+from bireme.discovery.run import SLEEP, make_private
 from bireme.engines.memory.wire import SOCKET_NAME
 from bireme.errors import ConfigError
 from bireme.kv.transfer import shm_file
@@ -27,6 +26,7 @@ from bireme.launch import processes
 
 SHM = Path("/dev/shm")
 _LOCK = "lock"
+_REMEDY = "set XDG_RUNTIME_DIR to a folder of your own"
 _RECIPE = "recipe"  # of a launch without a recipe folder: needed for as long as the launch lasts
 RESPONSES, FILES = "responses", "files"  # the frontend's; they outlive a server
 _OWN = (_RECIPE, "models", "backends", "lib")  # folders that the launcher fills; its children make the rest
@@ -72,7 +72,7 @@ class RunFolder:
                 return 0
             is_gone = self._lock is None or not os.fstat(self._lock).st_nlink
             if is_gone:
-                _make_private(self.path.parent)
+                make_private(self.path.parent, _REMEDY)
                 self.path.mkdir(mode=0o700, exist_ok=True)
                 if self._lock is not None:
                     os.close(self._lock)
@@ -194,16 +194,6 @@ def _sweep_shared_memory(folder: Path) -> list[str]:
     return names
 
 
-def _make_private(base: Path) -> None:
-    with contextlib.suppress(FileExistsError):  # exist_ok raises where others remove it just then
-        base.mkdir(parents=True, mode=0o700)
-    status = base.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ConfigError(f"{base} belongs to user {status.st_uid} or is no folder; remove it or set XDG_RUNTIME_DIR")
-    if status.st_mode & 0o077:
-        base.chmod(0o700)
-
-
 def _new_folder(base: Path) -> tuple[Path, int]:
     """Return a new folder and its lock. Meanwhile other launches may remove an empty base, or sweep the folder before
     its lock is taken: then again.
@@ -211,7 +201,7 @@ def _new_folder(base: Path) -> tuple[Path, int]:
     while True:
         folder = base / f"{os.getpid()}-{secrets.token_hex(3)}"
         with contextlib.suppress(FileNotFoundError):
-            _make_private(base)
+            make_private(base, _REMEDY)
             folder.mkdir(mode=0o700)
             lock = _take_lock(folder)
             if lock is None:

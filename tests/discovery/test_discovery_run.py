@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -38,6 +39,21 @@ def test_the_default_run_directory_is_that_of_the_parent_process(tmp_path, monke
     assert run.run_dir() == path
 
 
+def test_a_default_directory_that_a_launch_removes_as_it_ends_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    shared, made, removals = tmp_path / f"bireme-{os.getuid()}", os.mkdir, 2
+
+    def mkdir(path, mode):
+        nonlocal removals
+        if Path(path).parent == shared and removals:
+            removals -= 1
+            os.rmdir(shared)
+        made(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    assert run.run_dir().is_dir() and not removals
+
+
 def test_a_default_directory_open_to_others_is_closed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / f"bireme-{os.getuid()}").mkdir(mode=0o755)
@@ -48,7 +64,7 @@ def test_a_link_in_the_place_of_the_default_directory_is_refused(tmp_path, monke
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"bireme-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="belongs to another user; set BIREME_RUN_DIR"):
+    with pytest.raises(ConfigError, match="is no folder; remove it, or set BIREME_RUN_DIR"):
         run.run_dir()
 
 
@@ -57,7 +73,7 @@ def test_a_default_directory_of_somebody_else_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "bireme-0").mkdir(mode=0o700)
     os.chown(tmp_path / "bireme-0", 12345, -1)
-    with pytest.raises(ConfigError, match="belongs to another user"):
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
         run.run_dir()
 
 
