@@ -1,15 +1,19 @@
 """Conversations in the playground: a real Chromium, the real frontend, tritonserver with tiny-chat."""
 
+import contextlib
 import json
+import os
 import re
+import signal
+import time
 
 from selenium.webdriver.common.keys import Keys
 
-from tests.server.openai_served import gauge, wait_for
+from tests.server.openai_served import engine_of, gauge, wait_for
 from tests.services.playground_servers import PORTS
 
 STORY = "Continue the story: Once upon a time, Rosa lost a red kite in the forest."
-NEVER_ENDING = '{"bireme": {"ignore_eos": true}}'
+NEVER_ENDING = '{"bireme": {"ignore_eos": true}}'  # for two seconds: then the model's context is full
 RECORD = """
     const seen = new Set();
     window.seen = seen;
@@ -26,6 +30,23 @@ def running():
 
 def cancelled():
     return gauge("bireme_cancellations_total", PORTS["metrics"])
+
+
+@contextlib.contextmanager
+def unfinished_answer(page, deployment, shown=".answer:last-child .content"):
+    """An answer shows this, and its engine stands still, so that it can't end before a busy browser gets to it."""
+    engine = engine_of(deployment)
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        page.ask("Count from 1 to 9.")
+        while not page.text(shown):
+            os.kill(engine, signal.SIGCONT)
+            time.sleep(0.05)
+            os.kill(engine, signal.SIGSTOP)
+            time.sleep(0.2)
+        yield
+    finally:
+        os.kill(engine, signal.SIGCONT)
 
 
 def test_a_sum_is_answered_rightly(page):
@@ -49,12 +70,12 @@ def test_time_to_first_token_rate_and_tokens_are_shown(page):
     assert re.fullmatch(r"\d+ of 1,024 tokens of context", page.until(lambda: page.text("#context")))
 
 
-def test_the_rate_is_shown_while_an_answer_comes(page):
+def test_the_rate_is_shown_while_an_answer_comes(page, deployment):
     page.set("extra", NEVER_ENDING)
-    page.ask("Count from 1 to 9.")
-    assert page.until(lambda: page.text(".answer.streaming .rate")).startswith("≈")
-    page.press(Keys.ESCAPE)
-    page.answered()
+    with unfinished_answer(page, deployment, ".answer.streaming .rate"):
+        assert page.text(".answer.streaming .rate").startswith("≈")
+        page.press(Keys.ESCAPE)
+        page.answered()
 
 
 def test_details_name_the_worker_and_tokens_from_the_cache(page):
@@ -69,25 +90,22 @@ def test_details_name_the_worker_and_tokens_from_the_cache(page):
     assert re.search(r"\d+ prompt, \d+ cached", page.text(".answer .prompt-tokens"))
 
 
-def test_stop_frees_the_engine_and_keeps_what_was_said(page):
+def test_stop_frees_the_engine_and_keeps_what_was_said(page, deployment):
     before = cancelled()
     page.set("extra", NEVER_ENDING)
-    page.ask("Count from 1 to 9.")
-    page.until(lambda: page.text(".answer .content"))
-    wait_for(lambda: running() == 1, 10)
-    page.click("#send")
-    assert "Stopped." in page.answered().text and page.text(".answer .content")
-    wait_for(lambda: running() == 0 and cancelled() == before + 1, 5)
+    with unfinished_answer(page, deployment):
+        page.click("#send")
+        assert "Stopped." in page.answered().text and page.text(".answer .content")
+    wait_for(lambda: running() == 0 and cancelled() == before + 1, 30)
 
 
-def test_escape_a_new_chat_and_leaving_the_page_stop_an_answer(page):
+def test_escape_a_new_chat_and_leaving_the_page_stop_an_answer(page, deployment):
     page.set("extra", NEVER_ENDING)
     leave = [lambda: page.press(Keys.ESCAPE), lambda: page.click("#new-chat"), lambda: page.driver.get("about:blank")]
     before = cancelled()
     for number, stop in enumerate(leave, 1):
-        page.ask("Count from 1 to 9.")
-        wait_for(lambda: running() == 1, 30)
-        stop()
+        with unfinished_answer(page, deployment):
+            stop()
         wait_for(lambda: running() == 0 and cancelled() == before + number, 30)  # noqa: B023
 
 
