@@ -138,7 +138,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: what looks like a date and is none
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a mapping is expected at the top, not {type(tree).__name__}")
@@ -158,7 +158,7 @@ def _unshared(tree: Any) -> Any:
 def _parse_override(text: str) -> dict[str, Any]:
     try:
         tree = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"BIREME_OVERRIDE: not valid JSON: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError("BIREME_OVERRIDE: a JSON object is expected")

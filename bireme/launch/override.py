@@ -35,7 +35,7 @@ def add_settings(override: str, settings: Sequence[str]) -> str:
 def _parse(override: str) -> dict[str, Any]:
     try:
         tree = json.loads(override or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--override: not valid JSON: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError("--override: a JSON object is expected")
@@ -46,7 +46,7 @@ def _value(setting: str, text: str) -> Any:
     try:
         value = yaml.safe_load(text)
         json.dumps(value)
-    except (yaml.YAMLError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"--set {setting}: the value is not YAML that JSON can carry; quote it") from error
     return value
 

@@ -41,6 +41,8 @@ class FollowedFiles:
             self._use(await asyncio.to_thread(self._read))
         except ConfigError as error:
             logger.error("%s_not_reloaded error=%s", self._name, error)
+        except Exception:  # the next change must be read
+            logger.exception("%s_not_reloaded", self._name)
         else:
             logger.info("%s_reloaded", self._name)
 

@@ -175,7 +175,7 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
     """Return a key file's entries. Raises ConfigError."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no date, no number, no UTF-8
         raise ConfigError(f"API keys: {path} can't be read: {type(error).__name__}; check the file") from error
     entries = convert(tree, KeyFile, str(path)).keys
     if not entries:

@@ -81,12 +81,16 @@ class ChatTemplate:
         """
         variables = _checked(variables or {})
         shield = _Shield(protected)
+        try:
+            shown = [shield.protect(_shown(message, self._wants_parts)) for message in messages]
+        except RecursionError:
+            raise RequestError("messages: they, or the arguments of their tool calls, are nested too deeply") from None
         context = {
             "documents": None,
             "add_generation_prompt": True,
             **self._special_tokens,
             **variables,
-            "messages": [shield.protect(_shown(message, self._wants_parts)) for message in messages],
+            "messages": shown,
             "tools": list(tools) if tools else None,
         }
         return shield.restore(self._render(context))

@@ -88,7 +88,7 @@ async def test_a_key_that_stays_keeps_what_it_has_used_of_its_limits(keys, follo
     tenant(loaded, "alice").begin()
 
 
-@pytest.mark.parametrize("content", ["", "keys: []", "keys: [{name: alice}]", "{", None])
+@pytest.mark.parametrize("content", ["", "keys: []", "keys: [{name: alice}]", "{", "keys: [{name: 2025-06-31}]", "[" * 5000, None])
 async def test_a_file_that_can_t_be_read_leaves_the_former_keys(keys, followed, content, caplog):
     loaded, files = followed
     if content is None:
@@ -99,6 +99,20 @@ async def test_a_file_that_can_t_be_read_leaves_the_former_keys(keys, followed, 
         await files.turn()
     assert tenant(loaded, "bob").name == "bob"
     assert [record.message.split()[0] for record in caplog.records] == ["api_keys_not_reloaded"]
+
+
+async def test_files_are_followed_after_a_defect(keys, caplog):
+    contents = []
+
+    def read():
+        contents.append(keys.read_text())
+        return 1 / (len(contents) - 1)
+
+    files = FollowedFiles("api_keys", [keys], read, lambda _: None)
+    for text in ("a", "bb"):
+        keys.write_text(text)
+        await files.turn()
+    assert contents == ["a", "bb"] and "ZeroDivisionError" in caplog.text
 
 
 async def test_a_file_that_stays_is_not_read_again(keys):

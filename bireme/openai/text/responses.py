@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from bireme.errors import RequestError
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import EventStream
 from bireme.openai.http.pace import Pacer
@@ -15,11 +14,10 @@ from bireme.openai.text.response_request import REFUSED, ResponseBody, ResponseR
 from bireme.openai.text.response_store import response_id
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.openai.text.stored_responses import StoredResponses
+from bireme.openai.text.truncation import truncated
 from bireme.pipelines.chat_answer import ResponseMeta
-from bireme.pipelines.chat_request import ChatRequest
 from bireme.pipelines.json_body import decode_body
 from bireme.pipelines.sequence import SequenceRunner
-from bireme.request import check_prompt_tokens
 
 
 class Responses:
@@ -37,7 +35,7 @@ class Responses:
             request = check_response(body, model.recipe, history)
             chat = for_caller(call, request.chat)
             if request.is_truncated:
-                chat = await _truncated(model, chat)
+                chat = await truncated(model, chat)
             request = replace(request, chat=chat)
             heading = ResponseMeta(response_id(), model.name, int(time.time()))
             form = ResponseForm(heading, request.shown, has_timing=chat.return_timing)
@@ -72,31 +70,3 @@ class Responses:
             await self._stored.keep(form, call.tenant, request, answer.json())
         answer.end()
         return sequences
-
-
-async def _truncated(model: ServedModel, request: ChatRequest) -> ChatRequest:
-    """Return the request without its oldest messages, as few as the context asks for; the system's stay.
-
-    It is cut before a user's message, so that no call loses its result. Raises RequestError when nothing helps.
-    """
-    messages, capacity = request.messages, model.capacity
-    first = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    cuts = [first, *(at for at in range(first + 1, len(messages)) if messages[at]["role"] == "user")]
-
-    async def fitting(cut: int) -> ChatRequest:
-        dropped = [part for message in messages[first:cut] for part in message["content"] if isinstance(part, dict)]
-        num_pictures = sum(part["type"] == "image" for part in dropped)
-        shorter = replace(request, messages=messages[:first] + messages[cut:], pictures=request.pictures[num_pictures:])
-        prompt = await model.chat.prompts.chat(shorter.messages, shorter.tools, shorter.variables, shorter.cache_salt)
-        check_prompt_tokens(len(prompt.ids), model.recipe.limits, capacity.max_seq_len if capacity else None)
-        return shorter
-
-    low, high = 0, len(cuts) - 1  # the answer is among these
-    while low < high:
-        middle = (low + high) // 2
-        try:
-            await fitting(cuts[middle])
-            high = middle
-        except RequestError:
-            low = middle + 1
-    return await fitting(cuts[low])

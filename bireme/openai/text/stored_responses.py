@@ -30,6 +30,7 @@ from bireme.openai.text.response_items import Item, listed
 from bireme.openai.text.response_request import ResponseBody, ResponseRequest, check_response
 from bireme.openai.text.response_store import NewResponse, ResponseStore, StoredResponse
 from bireme.openai.text.served_model import Models, ServedModel
+from bireme.openai.text.truncation import truncated
 from bireme.pipelines.chat_answer import ResponseMeta, encode_json
 from bireme.pipelines.side_by_side import count_request
 
@@ -204,20 +205,25 @@ class StoredResponses:
             try:
                 with services.admitted():
                     await job.model.chat.run(chat, answer, time.monotonic(), job.tenant.take_prompt)
-            except (BiremeError, HttpError) as error:
-                drop_frames(error)
+                response = answer.json()
+            except Exception as error:  # whatever it is: its client asks again and again until there is an end
+                is_known = isinstance(error, (BiremeError, HttpError))
                 is_passing = isinstance(error, RateLimitError) or (isinstance(error, BiremeError) and error.retryable)
                 if is_passing and time.monotonic() - began_at < _RETRY_S:
+                    drop_frames(error)
                     await asyncio.sleep(pauses.next_s())
                     continue
                 if is_internal(error):
-                    logger.error("response_failed id=%s error=%s", job.id, error)
+                    logger.error("response_failed id=%s error=%s", job.id, error, exc_info=None if is_known else error)
+                drop_frames(error)
                 count_request(services.metrics, getattr(error, "code", None) or "INTERNAL", began_at)
+                if not is_known:  # it may be what has come so far that can't be shown
+                    return job.form.json("failed", [], error=failure_json(error))
                 return answer.failed(error)
             assert answer.usage is not None, "an answer without an error has finished"
             job.tenant.take_generated(answer.usage.completion_tokens)
             count_request(services.metrics, answer.status, began_at)
-            return answer.json()
+            return response
 
     async def _watch(self) -> None:
         """Stop what was cancelled or deleted, take what dead processes have left, remove what is too much."""
@@ -236,6 +242,8 @@ class StoredResponses:
             except UnavailableError as error:
                 logger.error("responses_unreadable error=%s", error)
                 drop_frames(error)
+            except Exception:  # of one row: it must not keep the others from being looked at
+                logger.exception("responses_not_watched")
             await asyncio.sleep(_LOOK_S)
 
     async def _take_over(self, orphan: StoredResponse) -> None:
@@ -249,9 +257,13 @@ class StoredResponses:
             model = self._models.get(body.model)
             history = await self.history(body.previous_response_id, tenant)
             request = check_response(body, model.recipe, history)
-            chat = request.chat
-            request = replace(request, chat=replace(chat, cache_salt=tenant.cache_salt(chat.cache_salt)))
-        except (BiremeError, HttpError, msgspec.MsgspecError) as error:
+            chat = replace(request.chat, cache_salt=tenant.cache_salt(request.chat.cache_salt))
+            if request.is_truncated:
+                chat = await truncated(model, chat)
+            request = replace(request, chat=chat)
+        except Exception as error:  # whatever it is, the next process would meet it as well
+            if not isinstance(error, (BiremeError, HttpError, msgspec.MsgspecError)):
+                logger.exception("response_not_taken_over id=%s", orphan.id)
             drop_frames(error)
             failed = ResponseForm(heading, shown).json("failed", [], error=failure_json(error))
             await self._do(ResponseStore.end, orphan.id, failed)

@@ -9,7 +9,9 @@ from openai.types.responses import ResponseItem
 
 from bireme.errors import RequestError, ResourceExhaustedError
 from bireme.openai.keys import ApiKeys, KeyEntry
+from bireme.openai.text.response_answer import ResponseAnswer
 from bireme.openai.text.stored_responses import StoredResponses
+from bireme.pipelines.chat_service import ChatService
 from tests.openai.text.strict import events_of, response_of, whole_of
 from tests.openai.text.test_responses import answered, ask, expected
 
@@ -135,6 +137,36 @@ async def test_a_background_response_that_cannot_be_answered_has_failed(bench):
     assert (response.status, response.error.code) == ("failed", "invalid_prompt")
 
 
+@pytest.mark.parametrize("lacks", ["run", "json"])
+async def test_a_background_response_that_meets_a_defect_has_failed(bench, lacks, monkeypatch, caplog):
+    async def run(*_):
+        raise RuntimeError("a defect")
+
+    if lacks == "run":
+        monkeypatch.setattr(ChatService, "run", run)
+    else:
+        monkeypatch.setattr(ResponseAnswer, "json", lambda _: 1 / 0)
+    queued = (await ask(bench, background=True).end()).json()
+    if lacks == "json":
+        await bench.workers.emit(4)
+    response = await ended(bench, queued["id"])
+    assert (response.status, response.error.code, response.output) == ("failed", "server_error", [])
+    assert "Traceback" in caplog.text and not bench.app._stored._running
+
+
+async def test_arguments_that_are_nested_too_deeply_are_refused(bench):
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "[" * 3000 + "]" * 3000},
+        {"type": "function_call_output", "call_id": "a", "output": "b"},
+    ]
+    reply = await ask(bench, input=items).end()
+    assert (reply.status, reply.json()["error"]["message"].partition(":")[0]) == (400, "messages")
+    queued = (await ask(bench, input=items, background=True).end()).json()
+    response = await ended(bench, queued["id"])
+    assert (response.status, response.error.code) == ("failed", "invalid_prompt")
+
+
 @pytest.mark.parametrize(("method", "part"), [("POST", "/cancel"), ("DELETE", "")])
 async def test_a_background_response_that_is_not_wanted_any_more_stops(bench, method, part):
     queued = (await ask(bench, background=True, max_output_tokens=100).end()).json()
@@ -172,6 +204,22 @@ async def test_what_a_process_leaves_unfinished_another_one_runs(bench, tmp_path
     response = await ended(bench, queued["id"])
     assert response.output_text == expected("user:hi\nassistant:") and response.created_at == queued["created_at"]
     assert response.metadata == {"a": "b"}
+
+
+async def test_what_another_process_runs_is_cut_as_it_was(frontend, tmp_path):
+    bench = await frontend(limits={"max_prompt_tokens": 50})
+    stored = bench.app._stored
+    stored._store._folder = tmp_path
+    items = [{"role": "user", "content": f"{turn} and more words"} for turn in range(9)]
+    queued = (await ask(bench, input=items, truncation="auto", background=True).end()).json()
+    await bench.workers.emit(1)
+    await stored.stop()
+    config, models = bench.app._config, bench.app._models
+    bench.app._stored = StoredResponses(config.responses, models, None, tmp_path, config.max_body_bytes)
+    await bench.app._stored.start()
+    await bench.workers.emit(4)
+    assert (await ended(bench, queued["id"])).status == "incomplete"
+    await bench.app._stored.stop()
 
 
 @pytest.mark.parametrize("fields", [{"stream": True}, {"store": False}])
