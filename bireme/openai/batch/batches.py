@@ -322,7 +322,7 @@ class Batches:
         return tenant
 
     async def _input(self, batch: StoredBatch) -> Path | None:
-        file = await self._lasting(lambda own: own.files.find(batch.input_file_id, batch.tenant))
+        file = await self._lasting(lambda own: own.files.find_kept(batch.input_file_id, batch.tenant))
         return None if file is None else await self._store.do(lambda own: own.files.path(file))
 
     async def _move(self, batch: StoredBatch, before: tuple[str, ...], status: str, **fields: Any) -> bool:

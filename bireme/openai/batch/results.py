@@ -50,7 +50,7 @@ def write_results(own: FilesAndBatches, batch: StoredBatch, total: int, code: st
 def _refuse_others(
     own: FilesAndBatches, batch: StoredBatch, answered: set[int], errors: _Part, code: str, message: str
 ) -> None:
-    file = own.files.find(batch.input_file_id, batch.tenant)
+    file = own.files.find_kept(batch.input_file_id, batch.tenant)
     if file is None:  # it can't be told any more which they were
         return
     reader = LineReader(own.files.path(file), file.bytes)

@@ -106,8 +106,12 @@ class UploadStore:
 
     def find(self, file_id: str, tenant: str) -> UploadedFile | None:
         """None also for another key's, and for an expired one."""
-        condition = "WHERE id = ? AND tenant = ? AND expires_at > ?"
-        return next(iter(self._rows(condition, file_id, tenant, int(time.time()))), None)
+        file = self.find_kept(file_id, tenant)
+        return file if file is not None and file.expires_at > int(time.time()) else None
+
+    def find_kept(self, file_id: str, tenant: str) -> UploadedFile | None:
+        """Return an expired file as well, for a batch under way: `sweep` leaves it what it uses."""
+        return next(iter(self._rows("WHERE id = ? AND tenant = ?", file_id, tenant)), None)
 
     def page(
         self, tenant: str, purpose: str | None, after: str | None, is_ascending: bool, limit: int

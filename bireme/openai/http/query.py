@@ -9,6 +9,7 @@ from bireme.errors import RequestError
 from bireme.openai.http.call import Call
 
 PAGING = ("after", "limit", "order")
+_MAX_DIGITS = 8
 
 
 def query_of(call: Call, known: Collection[str]) -> dict[str, str]:
@@ -23,9 +24,18 @@ def query_of(call: Call, known: Collection[str]) -> dict[str, str]:
 def limit_of(query: Mapping[str, str], usual: int, most: int) -> int:
     """Return how many a page is to have. Raises RequestError."""
     limit = query.get("limit", str(usual))
-    if not (limit.isdecimal() and limit.isascii() and 1 <= int(limit[:8]) <= most):
+    size = page_size(limit, most)
+    if size is None:
         raise RequestError(f"limit: {limit[:20]}; the range is 1 to {most}")
-    return int(limit)
+    return size
+
+
+def page_size(text: str, most: int) -> int | None:
+    """None: the text is no number from 1 to `most`, or a long one."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
+        return None
+    size = int(text)
+    return size if 1 <= size <= most else None
 
 
 def is_ascending(query: Mapping[str, str]) -> bool:

@@ -34,7 +34,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     error_code TEXT,
     error_message TEXT
 );
-CREATE INDEX IF NOT EXISTS jobs_by_tenant ON jobs (tenant, number);
+CREATE INDEX IF NOT EXISTS jobs_by_age ON jobs (tenant, created_at, number);
 """
 _OPEN = ("queued", "in_progress")
 
@@ -56,6 +56,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     file: str | None
     error_code: str | None
     error_message: str | None
+
+    @property
+    def position(self) -> tuple[int, int, str]:
+        """Orders the jobs of all stores by age."""
+        return self.created_at, self.number, self.id
 
 
 class JobStore:
@@ -90,15 +95,15 @@ class JobStore:
             return self.find(job_id, tenant)
         return job
 
-    def page(self, tenant: str, limit: int, after: str | None, is_ascending: bool) -> tuple[list[Job], bool]:
-        """Return jobs in the order in which they were made, and whether there are more. Raises NotFoundError."""
+    def page(self, tenant: str, limit: int, after: Job | None, is_ascending: bool) -> list[Job]:
+        """Return jobs in the order of their positions. `after` may be another store's."""
         order, sign = ("ASC", ">") if is_ascending else ("DESC", "<")
-        start = self.find(after, tenant).number if after else (0 if is_ascending else 2**62)
-        rows = self._read(
-            f"SELECT * FROM jobs WHERE tenant = ? AND number {sign} ? ORDER BY number {order} LIMIT ?",
-            tenant, start, limit + 1,
+        start = after.position if after is not None else (0 if is_ascending else 2**62, 0, "")
+        return self._read(
+            f"SELECT * FROM jobs WHERE tenant = ? AND (created_at, number, id) {sign} (?, ?, ?)"
+            f" ORDER BY created_at {order}, number {order} LIMIT ?",
+            tenant, *start, limit,
         )  # fmt: skip
-        return rows[:limit], len(rows) > limit
 
     def report(self, job_id: str, status: str, progress: int) -> bool:
         """Note a job's progress; false: it has been deleted, or has ended, which a late report must not undo."""

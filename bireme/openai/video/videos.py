@@ -14,6 +14,7 @@ from bireme.openai.http.error_replies import HttpError, reply_of, shutting_down
 from bireme.openai.http.event_stream import COMMENT, DONE, PREFIX, SUFFIX
 from bireme.openai.http.file_reply import send_file
 from bireme.openai.http.form import json_of
+from bireme.openai.http.query import page_size
 from bireme.openai.video.job_store import Job
 from bireme.openai.video.jobs import VideoJobs
 from bireme.openai.video.served_video import ServedVideo, VideoModels
@@ -44,21 +45,19 @@ class Videos:
     async def list_jobs(self, call: Call) -> None:
         query = _query(call, ("limit", "after", "order"))
         limit, is_ascending = _limit(query.get("limit")), _is_ascending(query.get("order"))
-        pages = [
-            (
-                model,
-                *await asyncio.to_thread(model.jobs.page, call.tenant.name, limit, query.get("after"), is_ascending),
-            )
-            for model in self._models_of_jobs()
-        ]
-        jobs = [(job, model) for model, page, _ in pages for job in page]
+        after = (await self._find(call, query["after"]))[0] if query.get("after") else None
+        jobs: list[tuple[Job, ServedVideo]] = []
+        for model in self._models_of_jobs():
+            page = await asyncio.to_thread(model.jobs.page, call.tenant.name, limit + 1, after, is_ascending)
+            jobs += [(job, model) for job in page]
+        jobs.sort(key=lambda found: found[0].position, reverse=not is_ascending)
         trees = [_job_tree(job, model) for job, model in jobs[:limit]]
         answer = {
             "object": "list",
             "data": trees,
             "first_id": trees[0]["id"] if trees else None,
             "last_id": trees[-1]["id"] if trees else None,
-            "has_more": any(more for _, _, more in pages) or len(jobs) > limit,
+            "has_more": len(jobs) > limit,
         }
         await call.reply(200, encode_json(answer))
 
@@ -209,9 +208,10 @@ def _query(call: Call, known: tuple[str, ...]) -> dict[str, str]:
 def _limit(text: str | None) -> int:
     if text is None:
         return 20
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= _MOST_LISTED:
+    size = page_size(text, _MOST_LISTED)
+    if size is None:
         raise RequestError(f"limit: {text[:20]!r}; 1 to {_MOST_LISTED}")
-    return int(text)
+    return size
 
 
 def _is_ascending(text: str | None) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 
 import pytest
 from openai.types import Batch
@@ -22,6 +23,7 @@ BODIES = {
     RESPONSE: {"model": "test", "input": "hi", "max_output_tokens": 4},
 }
 ENDED = ("completed", "failed", "expired", "cancelled")
+ONE_HOUR = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
 
 
 def line(number, url=CHAT, **fields):
@@ -33,9 +35,9 @@ def lines(count, url=CHAT):
     return b"".join(line(number, url) for number in range(count))
 
 
-async def create(bench, content, endpoint=CHAT, headers=None, window="24h", **fields):
-    """Upload an input and return the reply to the batch's creation."""
-    file = (await upload(bench, content, headers=headers)).json()
+async def create(bench, content, endpoint=CHAT, headers=None, window="24h", expiry=None, **fields):
+    """Upload an input and return the reply to the batch's creation. `expiry`: fields of the upload."""
+    file = (await upload(bench, content, headers=headers, **(expiry or {}))).json()
     body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": window, **fields}
     return await bench.call("POST", BATCHES, body, headers).end()
 
@@ -315,6 +317,38 @@ async def test_another_process_goes_on_with_what_a_dead_one_has_left(idle, front
     answers = await results(other, batch.output_file_id)
     assert len(answers) == 20 and batch.status == "completed"
     assert len([entry for entry in other.workers.log if entry.startswith("decode")]) <= 15
+    await other.app._files.stop()
+
+
+def pass_an_hour(monkeypatch):
+    now = time.time() + 3700
+    monkeypatch.setattr(time, "time", lambda: now)
+
+
+async def test_a_batch_cancelled_after_its_input_expired_has_a_line_for_all_that_was_not_run(idle, monkeypatch):
+    batch_id = (await create(idle, lines(10), expiry=ONE_HOUR)).json()["id"]
+    await until(idle, batch_id, "in_progress")
+    pass_an_hour(monkeypatch)
+    await ask(idle, f"{BATCHES}/{batch_id}/cancel", method="POST")
+    batch = await until(idle, batch_id)
+    errors = await results(idle, batch.error_file_id)
+    assert (batch.status, batch.request_counts.failed) == ("cancelled", 10)
+    assert [row["error"]["code"] for row in errors.values()] == ["batch_cancelled"] * 10
+
+
+@pytest.mark.parametrize(("window", "status", "num_answers"), [("24h", "completed", 5), ("1h", "expired", 0)])
+async def test_another_process_goes_on_with_an_input_that_has_expired(
+    idle, frontend, tmp_path, monkeypatch, window, status, num_answers
+):
+    batch_id = (await create(idle, lines(5), window=window, expiry=ONE_HOUR)).json()["id"]
+    await until(idle, batch_id, "in_progress")
+    await idle.app._files.stop()
+    pass_an_hour(monkeypatch)
+    other = await frontend(files_folder=tmp_path)
+    async with generating(other):
+        batch = await until(other, batch_id)
+    answers, errors = await results(other, batch.output_file_id), await results(other, batch.error_file_id)
+    assert (batch.status, len(answers), len(errors)) == (status, num_answers, 5 - num_answers)
     await other.app._files.stop()
 
 

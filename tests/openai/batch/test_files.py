@@ -60,7 +60,11 @@ async def test_files_are_listed_page_by_page(bench):
     assert (await ask(bench, FILES, "purpose=batch_output")).json()["data"] == []
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=10001", "order=up", "after=file-1", "page=2"])
+WRONG_PAGES = ["limit=0", "limit=10001", "limit=0000000110001", "limit=00000001" + "0" * 30, "order=up",
+               "after=file-1", "page=2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("query", WRONG_PAGES)
 async def test_a_wrong_page_is_a_400(bench, query):
     assert (await ask(bench, FILES, query)).status == 400
 

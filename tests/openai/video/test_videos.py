@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import time
 
 import numpy as np
 import pytest
@@ -83,12 +84,15 @@ def bearer(name):
 async def start(tmp_path, bench_of):
     apps = []
 
-    async def start(keys=None):
-        metrics, worker = Registry("frontend"), VideoScript()
-        tree = {"model": "none", "workers": {"video_diffusion": {"engine": "mocker"}}, "name": "clips"}
-        recipe = convert(tree | {"video": {"folder": str(tmp_path)}}, Recipe, "test")
-        video = ServedVideo(recipe, worker, open_files(recipe), JobStore(tmp_path), metrics, "http://here")
-        app = Frontend(Models([]), metrics, recipe.frontend, keys, videos=VideoModels([video]))
+    async def start(keys=None, names=("clips",)):
+        """The first model's folder is `tmp_path`."""
+        metrics, worker, videos = Registry("frontend"), VideoScript(), []
+        for name in names:
+            folder = tmp_path / name if videos else tmp_path
+            tree = {"model": "none", "workers": {"video_diffusion": {"engine": "mocker"}}, "name": name}
+            recipe = convert(tree | {"video": {"folder": str(folder)}}, Recipe, "test")
+            videos.append(ServedVideo(recipe, worker, open_files(recipe), JobStore(folder), metrics, "http://here"))
+        app = Frontend(Models([]), metrics, recipe.frontend, keys, videos=VideoModels(videos))
         await app.start()
         apps.append(app)
         return bench_of(app, worker)
@@ -98,8 +102,8 @@ async def start(tmp_path, bench_of):
         await app.stop()
 
 
-async def create(bench, headers=None):
-    reply = await bench.call("POST", "/v1/videos", {"prompt": "x"}, headers).end()
+async def create(bench, headers=None, **fields):
+    reply = await bench.call("POST", "/v1/videos", {"prompt": "x", **fields}, headers).end()
     assert reply.status == 200, reply.data
     return reply.json()["id"]
 
@@ -210,11 +214,53 @@ async def test_jobs_under_way_at_a_stop_have_failed_at_the_next_start(start, tmp
     store.close()
 
 
-@pytest.mark.parametrize("query", [b"limit=0", b"limit=x", b"order=up", b"after=nobody", b"page=2"])
+WRONG_LISTINGS = ["limit=0", "limit=x", "limit=0000000011099999", "limit=00000001" + "0" * 30, "limit=%D9%A1",
+                  "order=up", "after=nobody", "page=2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("query", WRONG_LISTINGS)
 async def test_a_listing_with_wrong_parameters_is_refused(start, query):
     bench = await start()
-    again = await bench.call("GET", "/v1/videos", query=query.decode()).end()
+    again = await bench.call("GET", "/v1/videos", query=query).end()
     assert again.status in (400, 404)
+
+
+async def walk(bench, order, limit=2):
+    """Return the ids of all pages, and what each says of more."""
+    ids, more, after = [], [], ""
+    while not more or more[-1]:
+        query = f"limit={limit}&order={order}{after}"
+        page = (await bench.call("GET", "/v1/videos", query=query).end()).json()
+        ids += [one["id"] for one in page["data"]]
+        more.append(page["has_more"])
+        after = f"&after={page['last_id']}"
+    return ids, more
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+async def test_the_jobs_of_two_models_are_one_list_by_age(start, monkeypatch, order):
+    bench, made, now = await start(names=("clips", "films")), [], int(time.time())
+    monkeypatch.setattr(time, "time", lambda: now + len(made))
+    for model in ("clips", "films", "films", "clips", "films", "clips"):
+        made.append(await create(bench, model=model))
+    assert await walk(bench, order) == (made if order == "asc" else made[::-1], [True, True, False])
+
+
+async def test_jobs_of_one_second_are_each_listed_once(start, monkeypatch):
+    bench, now = await start(names=("clips", "films")), time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    made = [await create(bench, model=model) for model in ("films", "clips", "films", "films", "clips")]
+    oldest_first, _ = await walk(bench, "asc", 1)
+    newest_first, _ = await walk(bench, "desc", 1)
+    assert sorted(oldest_first) == sorted(made) and newest_first == oldest_first[::-1]
+
+
+async def test_a_page_after_another_key_s_job_is_a_404(start):
+    bench = await start(two_keys(), names=("clips", "films"))
+    made = await create(bench, bearer("alice"), model="films")
+    for key, status in (("alice", 200), ("bob", 404)):
+        reply = await bench.call("GET", "/v1/videos", query=f"after={made}", headers=bearer(key)).end()
+        assert reply.status == status
 
 
 async def test_every_path_of_videos_is_described_with_its_methods(start):
