@@ -6,6 +6,8 @@ template keeps that, and pieces of text whose events are made late open their bl
 
 from __future__ import annotations
 
+import json
+import math
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from bireme.pipelines.chat_answer import Logprobs, encode_json
 from bireme.pipelines.chat_usage import timing_json
 from bireme.text.output import TokenDelta
 from bireme.text.parsers.json_stream import JsonStream
+from bireme.text.parsers.json_text import SURROGATE
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 SIGNATURE = "unsigned"  # of thoughts: clients want one; whoever sends it back is believed
@@ -72,7 +75,25 @@ def _object(text: str) -> Any:
     """Return the arguments of a call; of one that was cut, what there is of them."""
     stream = JsonStream()
     taken, _ = stream.feed(text)
-    return msgspec.json.decode(taken + stream.closers) if taken else {}
+    whole = taken + stream.closers if taken else "{}"
+    try:
+        return msgspec.json.decode(whole)
+    except msgspec.MsgspecError:
+        return _readable(whole)
+
+
+def _readable(text: str) -> Any:
+    """Return the value of JSON that msgspec refuses: no lone surrogates, null for numbers that no float can hold."""
+    try:
+        value = json.loads(text, parse_float=_finite)
+        return msgspec.json.decode(SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
+    except (msgspec.MsgspecError, ValueError):
+        return {}
+
+
+def _finite(digits: str) -> float | None:
+    number = float(digits)
+    return number if math.isfinite(number) else None
 
 
 class WholeMessage:

@@ -19,6 +19,7 @@ from typing import Any
 from bireme.text.parsers.base import Function, Guide, Parser, ParserRequest
 from bireme.text.parsers.guides import call_tags, separated, structural_tag
 from bireme.text.parsers.json_stream import JsonStream
+from bireme.text.parsers.json_text import json_text
 from bireme.text.parsers.scan import may_become, skip_blanks
 from bireme.text.parsers.stateful import StatefulParser
 
@@ -157,11 +158,11 @@ class EnvelopeParser(StatefulParser):
             arguments: Any = next((tree[key] for key in _ARGUMENTS if key in tree), {})
             if isinstance(arguments, str):
                 arguments = json.loads(arguments, strict=False)
+            if not isinstance(arguments, dict) or not isinstance(tree.get("name"), str):
+                return None
+            return (tree["name"], json_text(arguments)) if tree["name"] in self._names else None
         except (ValueError, RecursionError):
             return None
-        if not isinstance(tree.get("name"), str) or tree["name"] not in self._names:
-            return None
-        return (tree["name"], _dump(arguments)) if isinstance(arguments, dict) else None
 
     def _after_arguments(self, text: str) -> str:
         self._outline = JsonStream(is_open=True)
@@ -227,7 +228,3 @@ class EnvelopeParser(StatefulParser):
             self._say(self._held)
         else:
             super()._end(is_cut)
-
-
-def _dump(arguments: dict[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)

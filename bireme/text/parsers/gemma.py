@@ -8,7 +8,6 @@ is what guided calls are made of: grammars know no strings with such quotes.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from bireme.text.parsers.base import Function, Guide, Parser, ParserRequest
 from bireme.text.parsers.envelope import MAX_HEAD
 from bireme.text.parsers.guides import call_tags, separated, structural_tag
 from bireme.text.parsers.json_stream import JsonStream
+from bireme.text.parsers.json_text import json_text
 from bireme.text.parsers.scan import may_become, skip_blanks, split
 from bireme.text.parsers.stateful import StatefulParser
 
@@ -115,7 +115,7 @@ class GemmaStream(JsonStream):
             self.is_broken = True
         if end < 0 or self.is_broken:
             return 0
-        key, last = json.dumps(text[at + len(quote) : end], ensure_ascii=False), end + len(quote)
+        key, last = json_text(text[at + len(quote) : end]), end + len(quote)
         self._written = {key: text[at:last]}
         self._put_off(key, ":")
         return last - at
@@ -125,7 +125,7 @@ class GemmaStream(JsonStream):
             return super()._take_string(text, at)
         before, quote, _ = split(text[at:], (self._quote,))
         if before:
-            self._emit_string(json.dumps(before, ensure_ascii=False)[1:-1])
+            self._emit_string(json_text(before)[1:-1])
             return len(before)
         if not quote:
             return 0

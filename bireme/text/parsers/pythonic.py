@@ -7,7 +7,6 @@ whole; any other list is content. Between markers calls may stand without the br
 from __future__ import annotations
 
 import ast
-import json
 import re
 import warnings
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from bireme.errors import RequestError
 from bireme.text.parsers.base import Function, Guide, Parser, ParserRequest
+from bireme.text.parsers.json_text import json_text
 from bireme.text.parsers.scan import may_become, skip_blanks
 from bireme.text.parsers.stateful import StatefulParser
 
@@ -177,7 +177,7 @@ def _read_call(node: ast.expr, names: frozenset[str]) -> tuple[str, str]:
     if name not in names or any(keyword.arg is None for keyword in node.keywords):
         raise ValueError("no function that was offered")
     arguments = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
-    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return name, json_text(arguments)
 
 
 def _literal(node: ast.expr) -> Any:

@@ -25,6 +25,7 @@ from typing import Any
 from bireme.text.parsers.base import Function, Guide, Parser, ParserRequest
 from bireme.text.parsers.envelope import MAX_HEAD
 from bireme.text.parsers.guides import call_tags, parameters_of, separated, structural_tag
+from bireme.text.parsers.json_text import json_text
 from bireme.text.parsers.scan import may_become, skip_blanks, split
 from bireme.text.parsers.stateful import StatefulParser
 
@@ -171,7 +172,7 @@ class TaggedParser(StatefulParser):
         if self._form.is_padded and is_last:
             text = text.removesuffix("\n")
         if self._is_streamed:
-            self._add(json.dumps(text, ensure_ascii=False)[1:-1])
+            self._add(json_text(text)[1:-1])
         else:
             self._value.append(text)
 
@@ -180,7 +181,7 @@ class TaggedParser(StatefulParser):
         self._keys.add(self._key)
 
     def _key_json(self) -> str:
-        return f"{', ' if self._keys else '{'}{json.dumps(self._key, ensure_ascii=False)}: "
+        return f"{', ' if self._keys else '{'}{json_text(self._key)}: "
 
     def _close_arguments(self) -> None:
         self._add("}" if self._keys else "{}")
@@ -231,7 +232,7 @@ def _is_text(schema: Any) -> bool:
 def as_json(text: str, schema: Any) -> str:
     """Return a parameter's text as JSON of the type that its schema names."""
     if _is_text(schema):
-        return json.dumps(text, ensure_ascii=False)
+        return json_text(text)
     kinds = schema.get("type")
     names = (
         {kinds}
@@ -243,10 +244,10 @@ def as_json(text: str, schema: Any) -> str:
     try:
         value = json.loads(_python_word(text.strip()), parse_constant=_refuse)
         if _is_of(value, names):
-            return json.dumps(value, ensure_ascii=False)
+            return json_text(value)
     except (ValueError, RecursionError):
         pass
-    return json.dumps(text, ensure_ascii=False)
+    return json_text(text)
 
 
 def _python_word(text: str) -> str:

@@ -137,6 +137,41 @@ async def test_a_call_that_is_cut_has_the_arguments_so_far():
     assert told(text, 1, "length", streams=False)["content"][0]["input"] == {"a": [1, 2], "b": "x"}
 
 
+STRANGE = [
+    ('{"a": 1e999, "b": [-1e999, 1e308]}', {"a": None, "b": [None, 1e308]}),
+    (f'{{"a": {1 << 70}, "b": 1e999}}', {"a": 1 << 70, "b": None}),
+    (r'{"a": "x\ud83dy", "\ude00": ["\\ud83d"]}', {"a": "x\ufffdy", "\ufffd": ["\\ud83d"]}),
+    (r'{"a": "\ud83d\ude00", "b": "\ude00\ud83d"}', {"a": "😀", "b": "\ufffd\ufffd"}),
+    ('{"a": ' + "[" * 63 + "]" * 63 + "}", {"a": functools.reduce(lambda inner, _: [inner], range(62), [])}),
+    (
+        '{"a": ' + "[" * 62 + "1e999" + "]" * 62 + "}",
+        {"a": functools.reduce(lambda inner, _: [inner], range(62), None)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "value"), STRANGE)
+async def test_arguments_that_few_readers_take_are_made_readable(arguments, value):
+    text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    assert told(text, streams=False)["content"][0]["input"] == value
+
+
+async def test_arguments_that_are_cut_inside_an_emoji_are_made_readable():
+    text = r'<tool_call>{"name": "add", "arguments": {"a": "hi \ud83d\ude'
+    assert told(text, 1, "length", streams=False)["content"][0]["input"] == {"a": "hi \ufffd"}
+
+
+PARTS = [*'{}[]",:', *(r"\ud83d", r"\ude00", "\\", "u", "1", "-", "e999", "null", "NaN", "é", "\0", '"a": ')]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.sampled_from(PARTS), max_size=20).map("".join), st.sampled_from(["", '"', "[", '{"a": "']))
+async def test_whatever_arguments_a_model_writes_the_message_can_be_read(text, begin):
+    text = '<tool_call>{"name": "add", "arguments": {"a": ' + begin + text
+    for reason in ("stop", "length"):
+        assert isinstance(told(text, reason=reason, streams=False)["content"][0]["input"], dict)
+
+
 ENDS = [
     ({"reason": "stop"}, "end_turn", None),
     ({"reason": "length"}, "max_tokens", None),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from bireme.text.parsers import REASONING, TOOLS
 from bireme.text.parsers.base import CallArguments, CallStart, Content, Reasoning
 from tests.text.parsers import answers
-from tests.text.parsers.test_parsers import WEATHER, calls_of, content_of, make, parse
+from tests.text.parsers.test_parsers import WEATHER, calls_of, content_of, is_utf8, make, parse
 
 ONE_CALL = ("llama4_json", "harmony")  # what they write has no second call
 CALLS = [("weather", {**WEATHER, "units": None}), ("now", {}), ("weather", {"city": ""})]
@@ -45,6 +47,64 @@ def test_any_arguments_are_read_back(name, calls, size):
     calls = calls[: 1 if name in ONE_CALL else 3]
     events = parse(answers.render_calls(name, calls), size, tools=name)
     assert calls_of(events) == calls and content_of(events) == ""
+
+
+ESCAPES = st.lists(st.sampled_from(["\\ud83d", "\\ude00", "\\\\", "\\n", "u", "é", "😀"]), max_size=6).map("".join)
+ENVELOPES = [name for name in TOOLS if '"name": ' in answers.CALLS[name]]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+@settings(max_examples=40, deadline=None)
+@given(ESCAPES, st.integers(1, 9), st.booleans())
+def test_whatever_escapes_a_model_writes_utf8_can_carry_its_calls(name, written, size, is_cut):
+    text = answers.render_calls(name, [("weather", {"city": "@", "flags": ["@"], "@": "@"})]).replace("@", written)
+    if is_cut:
+        text = text[:-size]
+    whole = parse(text, tools=name, is_cut=is_cut)
+    assert is_utf8(whole) and parse(text, size, is_cut, tools=name) == whole
+    if not is_cut:
+        calls_of(whole)
+
+
+@pytest.mark.parametrize("name", ["pythonic", "gemma3"])
+def test_an_emoji_as_escapes_in_a_python_literal_is_read(name):
+    text = answers.render_calls(name, [("weather", {"city": "hi @"})]).replace("@", r"\ud83d\ude00")
+    for size in (1, 7, len(text)):
+        events = parse(text, size, tools=name)
+        assert is_utf8(events) and calls_of(events) == [("weather", {"city": "hi 😀"})]
+
+
+@pytest.mark.parametrize("name", ENVELOPES)
+@settings(max_examples=25, deadline=None)
+@given(ESCAPES, st.integers(1, 9))
+def test_utf8_can_carry_a_call_whose_name_comes_last(name, written, size):
+    text = answers.render_calls(name, [("weather", {"city": "@"})]).replace("@", written)
+    head = next(part for part in ('"name": "weather", ', '"type": "function", "name": "weather", ') if part in text)
+    text = text.replace(head, "").replace(f'"{written}"}}', f'"{written}"}}, "name": "weather"', 1)
+    events = parse(text, size, tools=name)
+    assert is_utf8(events) and calls_of(events) == [("weather", {"city": json.loads(f'"{written}"')})]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", r'<tool_call>{"arguments": {"flags": ["\ud83d", "é"]}, "name": "weather"}</tool_call>'),
+        ("hermes", r'<tool_call>{"name": "weather", "id": 1, "arguments": {"flags": ["\ud83d", "é"]}}</tool_call>'),
+        ("qwen3_coder", r'<function=weather><parameter=flags>["\ud83d", "é"]</parameter></function>'),
+        ("pythonic", r"[weather(flags=['\ud83d', 'é'])]"),
+    ],
+)
+def test_half_a_character_stays_an_escape(name, text):
+    events = parse(text, tools=name)
+    assert is_utf8(events) and calls_of(events) == [("weather", {"flags": ["\ud83d", "é"]})]
+
+
+def test_arguments_as_deep_as_python_goes_are_no_error():
+    for depth in range(800, 1000):  # what can be read may be just too deep to be written
+        arguments = json.dumps('{"a": ' + "[" * depth + "]" * depth + "}")
+        text = f'<tool_call>{{"arguments": {arguments}, "name": "now"}}</tool_call>'
+        events = parse(text, tools="hermes")
+        assert events[0] == CallStart(0, "now") or content_of(events) == text, depth
 
 
 @pytest.mark.parametrize("name", REASONING)

@@ -62,7 +62,7 @@ def joined(events):
 
 
 def calls_of(events):
-    return [(name, json.loads(arguments)) for name, arguments in arguments_of(events)]
+    return [(name, json.loads(arguments, parse_constant=pytest.fail)) for name, arguments in arguments_of(events)]
 
 
 def arguments_of(events):
@@ -77,6 +77,12 @@ def arguments_of(events):
 
 def content_of(events):
     return "".join(event.text for event in events if isinstance(event, Content))
+
+
+def is_utf8(events):
+    """Whether all that goes to a client can be encoded."""
+    texts = [event.name if isinstance(event, CallStart) else event.text for event in events]
+    return not any(0xD800 <= ord(letter) <= 0xDFFF for text in texts for letter in text)
 
 
 ONE = [("weather", WEATHER)]
@@ -117,6 +123,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": [1, 2,], }}</tool_call>', "", [("now", {"a": [1, 2]})]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "x\ny\t"}}</tool_call>', "", [("now", {"a": "x\ny\t"})]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1, "b": oops}}', ', "b": oops}}', [("now", {"a": 1})]),
+    ("hermes", '<tool_call>{"arguments": {"a": 1e999}, "name": "now"}</tool_call>', None, []),
+    ("hermes", '<tool_call>{"arguments": "{\\"a\\": NaN}", "name": "now"}</tool_call>', None, []),
     ("llama3_json", f'{{"name": "weather", "parameters": {ARGUMENTS}}}', "", ONE),
     ("llama3_json", f'<|python_tag|>{{"name": "weather", "parameters": {ARGUMENTS}}}', "", ONE),
     (
@@ -158,6 +166,12 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         '<parameter=free>{"x": 1}</parameter></function></tool_call>',
         "",
         [("weather", {"city": "a <b> </p>", "days": "many", "free": '{"x": 1}'})],
+    ),
+    (
+        "qwen3_coder",
+        "<function=weather><parameter=city>a</parameter><parameter=flags>[1e999]</parameter></function>",
+        "",
+        [("weather", {"city": "a", "flags": "[1e999]"})],
     ),
     ("qwen3_coder", "<tool_call>\n<function=other>\n</function>", None, []),
     ("deepseek_v3.1", f"<｜tool▁calls▁begin｜>{DEEPSEEK}<｜tool▁calls▁end｜>", "", ONE),
@@ -379,7 +393,7 @@ PIECES = sorted(
             "1e5",
             "tru",
         ),
-        *("true", "\\u12", "\\ud800", "ünï", "😀", "<|python_tag|>", "[now(", "a=", "x", "\x00", "\u2028"),
+        *("true", "\\u12", "\\ud800", "\\ude00", "ünï", "😀", "<|python_tag|>", "[now(", "a=", "x", "\x00", "\u2028"),
     }
 )
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join)
@@ -416,6 +430,7 @@ def damaged(draw):
 @example(('\u2028{"name": "now", "arguments": {', ("llama3_json", "")), None, False)
 @example(('<tool_call>{"name": "now",\xa0"arguments": {}}', ("hermes", "")), None, False)
 @example(("[" + " " * 65 + "now()]", ("pythonic", "")), None, False)
+@example(('[now(a="\\ud83d\\ude00")]', ("pythonic", "")), None, False)
 @example(('[TOOL_CALLS]{"name": ' + "a" * 600, ("mistral", "")), None, False)
 def test_any_text_gives_the_same_events_in_any_pieces(case, data, is_cut):
     text, (tools, reasoning) = case
@@ -426,7 +441,8 @@ def test_any_text_gives_the_same_events_in_any_pieces(case, data, is_cut):
         size = data.draw(st.integers(1, 20)) if data else 2
         events += parser.feed(text[at : at + size])
         at += size
-    assert joined(events + parser.close(is_cut)) == whole
+    events += parser.close(is_cut)
+    assert joined(events) == whole and is_utf8(events)
     if not is_cut:
         calls_of(whole)
 
