@@ -1,7 +1,7 @@
 """Have a worker's engine give back its GPU, or its memory, and take it again.
 
     python tools/sleep.py decode                  # what runs ends or moves, then the engine ends
-    python tools/sleep.py decode --free-weights   # those that the memory service keeps for it as well
+    python tools/sleep.py decode --free-weights   # what the memory service keeps for it goes, too; also while it sleeps
     python tools/sleep.py decode --wake
     python tools/sleep.py decode_1 --run-folder /run/user/1000/bireme-1000/4711-a1b2c3
 
@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise NotFoundError(f"{options.worker} does not sleep in {folder}")
         elif not run.must_sleep(folder, options.worker):
             run.ask_sleep(folder, run.find(folder, options.worker).worker, free_weights=options.free_weights)
+        elif options.free_weights:
+            run.ask_sleep(folder, options.worker, free_weights=True)
     except BiremeError as error:
         print(error, file=sys.stderr)
         return WRONG

@@ -11,22 +11,31 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 BEAT_S = 0.5
 SHM = Path("/dev/shm")
 _RECORD = struct.Struct("<QQQ")  # beats, open requests, whether it asks to be replaced
+_NAME = re.compile(r"pulse_(\d+)$")
 
 
 class Pulse:
     """The writer. One thread calls `beat`."""
 
     def __init__(self, path: Path) -> None:
+        """Raises OSError, and leaves no file then."""
         self._path = path
         self._count = 0
         self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        self.beat()
+        try:
+            self.beat()
+        except OSError:  # /dev/shm is full: a file is made there even so
+            os.close(self._descriptor)
+            self.remove()
+            raise
 
     def beat(self, num_requests: int = 0, is_worn: bool = False) -> None:
         """`is_worn`: it still serves, with less than it began with; another process should take its place."""
@@ -53,9 +62,13 @@ class PulseReader:
     def open(cls, prefix: str, pid: int) -> PulseReader | None:
         """Return None for a process that has no pulse, or not yet."""
         try:
-            return cls(os.open(pulse_path(prefix, pid), os.O_RDONLY | os.O_CLOEXEC))
+            descriptor = os.open(pulse_path(prefix, pid), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
+        if os.fstat(descriptor).st_size < _RECORD.size:  # the first beat is yet to come
+            os.close(descriptor)
+            return None
+        return cls(descriptor)
 
     def count(self) -> int | None:
         """Return the beats so far; None: the pulse was removed, and silence means nothing."""
@@ -81,6 +94,27 @@ class PulseReader:
 
 def pulse_path(prefix: str, pid: int) -> Path:
     return SHM / f"{prefix}pulse_{pid}"
+
+
+def has_writer(path: Path) -> bool:
+    """Return whether a file is the pulse of a process that lives: it has the file open, as none that got its pid has.
+
+    True where that can't be looked up now.
+    """
+    if (match := _NAME.search(path.name)) is None:
+        return False
+    folder = Path("/proc", match[1], "fd")
+    try:
+        descriptors = os.listdir(folder)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended; the pid may be another user's
+        return False
+    except OSError:  # this process has no descriptor or memory left
+        return True
+    for descriptor in descriptors:
+        with suppress(OSError):  # closed meanwhile
+            if Path(os.readlink(folder / descriptor)).name == path.name:
+                return True
+    return False
 
 
 def own_pulse() -> Pulse | None:

@@ -27,7 +27,7 @@ KEY_BYTES = 32
 MIN_KEY_BYTES = 16
 DRAIN = "drain"  # file in the run directory, or a worker's with its name before it
 SLEEP = ".sleep"  # a worker's file, with its name before it
-_FREES_WEIGHTS = "weights"  # in it: the memory service is to free them, too
+_FREES_WEIGHTS = b"weights"  # in it: the memory service is to free them, too
 
 
 WorkerState = Literal["ready", "draining"]
@@ -180,15 +180,18 @@ def must_sleep(folder: Path, worker: str) -> bool:
 def must_free_weights(folder: Path, worker: str) -> bool:
     """Return whether a worker is to sleep and its weights are not to be kept by the memory service."""
     try:
-        return (folder / f"{worker}{SLEEP}").read_text() == _FREES_WEIGHTS
+        return (folder / f"{worker}{SLEEP}").read_bytes() == _FREES_WEIGHTS
     except OSError:
         return False
 
 
 def ask_sleep(folder: Path, worker: str, *, free_weights: bool = False) -> None:
-    """Have a worker's supervisor end its engine once what runs has ended, and start none before `wake`."""
+    """Have a worker's supervisor end its engine once what runs has ended, and start none before `wake`.
+
+    `free_weights`: have the memory service keep none for it then; also of a worker that sleeps already.
+    """
     draft = folder / f".{worker}{SLEEP}"
-    draft.write_text(_FREES_WEIGHTS if free_weights else "")
+    draft.write_bytes(_FREES_WEIGHTS if free_weights else b"")
     draft.replace(folder / f"{worker}{SLEEP}")
 
 

@@ -18,7 +18,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from bireme.discovery.run import SLEEP, make_private
+from bireme.discovery.pulse import has_writer
+from bireme.discovery.run import DRAIN, SLEEP, make_private
 from bireme.engines.memory.wire import SOCKET_NAME
 from bireme.errors import ConfigError
 from bireme.kv.transfer import shm_file
@@ -56,8 +57,10 @@ class RunFolder:
         return _shm_prefix(self.path)
 
     def sweep_shared_memory(self) -> list[str]:
-        """Unlink the launch's files in /dev/shm once no process uses them; return their names."""
-        return _sweep_shared_memory(self.path)
+        """Unlink what a server that has ended left in /dev/shm; return the names. The pulses of others, as the
+        frontend's, stay.
+        """
+        return _sweep_shared_memory(self.path, keeps_pulses=True)
 
     def remember(self) -> None:
         """Note the launcher's own small files here, for `restore`."""
@@ -95,7 +98,7 @@ class RunFolder:
     def clear(self) -> None:
         """Empty it for the next server; make it again if it was deleted.
 
-        What the frontend and the memory service keep stays, and workers that sleep go on sleeping.
+        What the frontend and the memory service keep stays; workers that sleep or are drained remain so.
         """
         self.sweep_shared_memory()
         with self._mutex:
@@ -105,14 +108,14 @@ class RunFolder:
             if entry.is_dir() and not entry.is_symlink():
                 if entry != self._recipe and entry.name not in (RESPONSES, FILES):
                     shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name not in (_LOCK, SOCKET_NAME) and entry.suffix != SLEEP:
+            elif entry.name not in (_LOCK, SOCKET_NAME) and entry.suffix not in (SLEEP, f".{DRAIN}"):
                 entry.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Delete everything that carries its name, stopped processes that can't end included."""
         with contextlib.suppress(OSError):  # /proc can't be read just now
             processes.kill_all(_orphans(self.path))
-        self.sweep_shared_memory()
+        _sweep_shared_memory(self.path)
         with self._mutex:
             self._is_removed = True
         shutil.rmtree(self.path, ignore_errors=True)
@@ -182,12 +185,17 @@ def _shm_prefix(folder: Path) -> str:
     return f"bireme_{folder.name}_"
 
 
-def _sweep_shared_memory(folder: Path) -> list[str]:
-    """Unlink the Python backend's regions and the KV files of engines that were killed with their stubs."""
+def _sweep_shared_memory(folder: Path, *, keeps_pulses: bool = False) -> list[str]:
+    """Unlink the Python backend's regions, the KV files of engines that were killed with their stubs, and pulses.
+
+    `keeps_pulses`: but for those of processes that live.
+    """
     names = []
     all_workers = shm_file.file_prefix(folder, "").removesuffix("-")
     for prefix in (_shm_prefix(folder), all_workers):
         for path in SHM.glob(f"{prefix}*"):
+            if keeps_pulses and has_writer(path):
+                continue
             with contextlib.suppress(OSError):  # gone meanwhile
                 path.unlink()
                 names.append(path.name)

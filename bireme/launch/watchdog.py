@@ -159,7 +159,7 @@ class StubWatchdog:
         """End stubs that were replaced, once they have had no request for a while."""
         for stub in list(self._idle_since):
             reader = PulseReader.open(self._server.run.shm_prefix, stub[0]) if processes.survivors([stub]) else None
-            if reader is None:  # it has ended
+            if reader is None:  # it has ended, or does not say whether it is idle
                 del self._idle_since[stub]
                 continue
             with contextlib.closing(reader):

@@ -1,11 +1,14 @@
 """The sign of life of a process, as its launch reads it."""
 
 import asyncio
+import errno
 import os
+import subprocess
+import sys
 
 import pytest
 
-from bireme.discovery.pulse import PulseReader, own_pulse, pulse_path
+from bireme.discovery.pulse import PulseReader, has_writer, own_pulse, pulse_path
 
 PREFIX = f"bireme_test_{os.getpid()}_"
 
@@ -68,3 +71,55 @@ def test_a_process_without_a_launch_has_no_pulse(monkeypatch):
     monkeypatch.delenv("BIREME_SHM_PREFIX", raising=False)
     assert own_pulse() is None
     assert PulseReader.open(PREFIX, 1) is None
+
+
+def test_a_first_beat_for_which_there_is_no_room_leaves_nothing(monkeypatch):
+    def pwrite(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("BIREME_SHM_PREFIX", PREFIX)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    before = os.listdir("/proc/self/fd")
+    assert own_pulse() is None
+    assert os.listdir("/proc/self/fd") == before and not pulse_path(PREFIX, os.getpid()).exists()
+
+
+def test_a_pulse_without_a_beat_is_none_yet(pulse):
+    os.truncate(pulse_path(PREFIX, os.getpid()), 0)
+    before = os.listdir("/proc/self/fd")
+    assert PulseReader.open(PREFIX, os.getpid()) is None
+    assert os.listdir("/proc/self/fd") == before
+    pulse.beat()
+    reader = PulseReader.open(PREFIX, os.getpid())
+    assert reader.count() == 2
+    reader.close()
+
+
+def test_only_the_process_that_has_a_pulse_open_is_its_writer(pulse):
+    path = pulse_path(PREFIX, os.getpid())
+    assert has_writer(path)
+    pulse.remove()
+    path.touch()  # a former process's that had the same pid
+    assert not has_writer(path)
+    assert not has_writer(path.with_name(f"{PREFIX}region"))
+
+
+def test_a_process_that_ends_writes_its_pulse_no_more():
+    own = "from bireme.discovery.pulse import own_pulse; pulse = own_pulse(); print(flush=True); input()"
+    environment = os.environ | {"BIREME_SHM_PREFIX": PREFIX}
+    with subprocess.Popen([sys.executable, "-c", own], env=environment, stdin=-1, stdout=-1) as other:
+        path = pulse_path(PREFIX, other.pid)
+        other.stdout.readline()
+        assert has_writer(path)
+        other.kill()
+        other.wait()
+    assert path.exists() and not has_writer(path)
+    path.unlink()
+
+
+def test_where_nobody_can_be_looked_up_a_pulse_is_taken_for_a_living_one(pulse, monkeypatch):
+    def listdir(_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert has_writer(pulse_path(PREFIX, os.getpid()))

@@ -36,6 +36,18 @@ def test_every_metric_that_is_drawn_or_alerted_exists(expression):
     assert found and found <= TABLE.keys()
 
 
+def test_metrics_that_an_alert_matches_by_labels_have_them():
+    for rule in RULES:
+        for labels in re.findall(r"\bon \(([^)]*)\)", rule["expr"]):
+            own = set(labels.split(", ")) - {"instance"}  # Prometheus's own
+            assert all(own <= set(TABLE[name].labels) for name in metrics_of(rule["expr"])), rule["alert"]
+
+
+def test_a_worker_that_was_put_to_sleep_is_not_down():
+    (down,) = [rule["expr"] for rule in RULES if rule["alert"] == "EngineDown"]
+    assert down == "bireme_engine_up == 0 unless on (instance, worker) bireme_engine_asleep == 1"
+
+
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_counters_are_drawn_as_rates_and_histograms_by_their_buckets(expression):
     for name in metrics_of(expression):

@@ -42,3 +42,15 @@ def test_a_worker_that_is_not_there_is_named(launch, capsys):
     launch()
     assert drain.main(["decode_7"]) == drain.WRONG
     assert "worker decode_7 is not running" in capsys.readouterr().err
+
+
+def test_a_drained_worker_whose_server_is_started_again_stays_drained_until_that_is_undone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = RunFolder()
+    run.publish(folder.path, run.WorkerRecord(worker="decode_1"))
+    drain.main(["decode_1"])
+    folder.clear()
+    assert run.is_draining(folder.path, "decode_1")
+    run.publish(folder.path, run.WorkerRecord(worker="decode_1", state="draining"))  # its next engine's
+    assert drain.main(["decode_1", "--undo"]) == 0 and not run.is_draining(folder.path, "decode_1")
+    folder.remove()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bireme.discovery import run as discovery
+from bireme.discovery.pulse import PulseReader, own_pulse, pulse_path
 from bireme.errors import ConfigError
 from bireme.launch.run_folder import SHM, RunFolder, sweep_stale
 
@@ -82,6 +84,31 @@ def test_clearing_keeps_the_folder_and_its_lock(tmp_path):
     run.clear()
     assert [path.name for path in run.path.iterdir()] == ["lock"]
     assert sweep_stale(run.path.parent) == []
+    run.remove()
+
+
+def test_a_process_that_outlives_a_server_keeps_its_pulse_to_the_end_of_the_launch(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path / "base")
+    monkeypatch.setenv("BIREME_SHM_PREFIX", run.shm_prefix)
+    pulse, left = own_pulse(), pulse_path(run.shm_prefix, os.getppid())
+    reader = PulseReader.open(run.shm_prefix, os.getpid())
+    left.touch()  # of a process of the former server; another one has its pid now
+    assert run.sweep_shared_memory() == [left.name]
+    run.clear()
+    pulse.beat()
+    assert reader.count() == 2
+    run.remove()
+    assert reader.count() is None
+    reader.close()
+
+
+def test_clearing_keeps_what_workers_were_told_but_not_that_the_launch_ends(tmp_path):
+    run = RunFolder(tmp_path / "base")
+    discovery.ask_drain(run.path)
+    discovery.ask_drain(run.path, "decode_1")
+    discovery.ask_sleep(run.path, "prefill")
+    run.clear()
+    assert sorted(path.name for path in run.path.iterdir()) == ["decode_1.drain", "lock", "prefill.sleep"]
     run.remove()
 
 

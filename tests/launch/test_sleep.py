@@ -29,6 +29,14 @@ def test_its_weights_can_be_freed_too(folder):
     assert run.must_free_weights(folder.path, "decode")
 
 
+def test_weights_of_a_worker_that_sleeps_already_can_be_freed(folder):
+    assert sleep.main(["decode"]) == 0
+    run.withdraw(folder.path, "decode")  # its engine has ended
+    assert sleep.main(["decode", "--free-weights"]) == 0
+    assert run.must_free_weights(folder.path, "decode")
+    assert sleep.main(["decode"]) == 0 and run.must_free_weights(folder.path, "decode")
+
+
 def test_a_worker_that_is_not_there_or_does_not_sleep_is_named(folder, capsys):
     assert sleep.main(["decode_7"]) == sleep.WRONG
     assert "worker decode_7 is not running" in capsys.readouterr().err

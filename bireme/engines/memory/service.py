@@ -6,7 +6,8 @@ read them, and mapped ones outlive the service.
 
 The first engine that asks for weights fills them, others wait until it has; if it ends before, the next one fills. A
 worker that comes with other weights than before (its checkpoint was replaced) makes the service forget the former ones,
-unless another worker used them, too.
+unless another worker used them, too. It forgets those of a worker that sleeps and is to have them freed
+(`run.must_free_weights`) likewise.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class _Weights:
     load_s: float = 0.0
     filler: socket.socket | None = None
     workers: set[str] = field(default_factory=set)  # that have used them
-    links: set[socket.socket] = field(default_factory=set)  # of engines that have them mapped
+    links: dict[socket.socket, str] = field(default_factory=dict)  # of engines that have them mapped -> worker
 
 
 class MemoryService:
@@ -110,6 +111,7 @@ class MemoryService:
                 with contextlib.suppress(OSError):
                     listener, self._listener = self._listener, self._bind()
                     listener.close()
+            self._forget_sleepers()
             if not select.select([self._listener], [], [], _LOOK_S)[0]:
                 continue
             try:
@@ -176,7 +178,7 @@ class MemoryService:
             with self._changed:
                 if weights.filler is link:
                     weights.filler = None
-                weights.links.discard(link)
+                weights.links.pop(link, None)
                 self._tell(weights)
                 self._free_unused()
                 self._changed.notify_all()
@@ -192,7 +194,7 @@ class MemoryService:
                 weights = self._kept.setdefault(attach.weights, _Weights())
                 weights.workers.add(attach.worker)
                 if weights.descriptors:
-                    weights.links.add(link)
+                    weights.links[link] = attach.worker
                     self._tell(weights, but=link)
                     return weights
                 if weights.filler is None:
@@ -215,14 +217,14 @@ class MemoryService:
         with self._changed:
             weights.descriptors, weights.num_bytes, weights.load_s = descriptors, packet.num_bytes, packet.load_s
             weights.filler = None
-            weights.links.add(link)
+            weights.links[link] = attach.worker
             self._tell(weights)
             self._changed.notify_all()
         logger.info("weights_kept worker=%s bytes=%d load_s=%.1f", attach.worker, packet.num_bytes, packet.load_s)
 
     def _tell(self, weights: _Weights, but: socket.socket | None = None) -> None:
         """Say to the engines how many they are; `but` has not been told yet that it is one."""
-        for link in weights.links - {but}:
+        for link in weights.links.keys() - {but}:
             with contextlib.suppress(OSError):  # it is ending
                 send(link, Holders(len(weights.links)), waits=False)
 
@@ -236,6 +238,15 @@ class MemoryService:
         if freed:
             logger.info("weights_freed worker=%s bytes=%d", worker, freed)
         return freed
+
+    def _forget_sleepers(self) -> None:
+        """Keep nothing for workers that sleep, their engines having ended, and are to have their weights freed."""
+        with self._changed:
+            workers = {worker for weights in self._kept.values() for worker in weights.workers}
+            workers -= {worker for weights in self._kept.values() for worker in weights.links.values()}
+        for worker in workers:
+            if run.must_free_weights(self._path.parent, worker):
+                self._forget(worker)
 
     def _free_unused(self) -> int:
         """Free what no worker will ask for again and no engine has; return how many bytes."""
