@@ -1,8 +1,8 @@
 """Copies KV blocks between the device's pools, host memory and disk, on threads of its own.
 
 On a GPU host memory is page-locked, and each direction has a stream: a copy to the device waits for what the engine's
-stream had been given before it, a copy down only for what it had before the last step, which writes to no block that
-may be evicted. The engine's stream never waits.
+stream had been given before it, a copy down only for what the engine has noted (`note_computed`). The engine's stream
+never waits.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ class BlockMover:
         for views in self._views if self._uses_kernel else ():  # compile it now, not in a copy
             row = np.zeros(1, np.int64)
             move_rows(views, [view.new_empty(1, view.shape[1]) for view in views], row, row, True)
-        self._before_step = self._computed()
+        self._noted = self._computed()
         self._is_closing = False
         self._threads = {name: Copier(f"kv-{name}") for name in ("offload", "onboard", "spill")}
         for thread in self._threads.values():
             thread.start()
 
-    def begin_step(self) -> None:
-        """A step is about to be given to the engine's stream."""
-        self._before_step = self._computed()
+    def note_computed(self) -> None:
+        """Copies down that are begun from now on wait for what the engine's stream has been given so far."""
+        self._noted = self._computed()
 
     def offload(self, copies: list[BlockCopy], done: Done) -> None:
         """Copy down; `done` is called on another thread, for some of them at a time."""
         to_disk = [copy for copy in copies if copy.target_tier == DISK]
         to_host = [copy for copy in copies if copy.target_tier != DISK]
         if to_host:
-            self._threads["offload"].submit(self._run(to_host, self._down, done, self._before_step))
+            self._threads["offload"].submit(self._run(to_host, self._down, done, self._noted))
         if to_disk:
             self._threads["spill"].submit(self._run(to_disk, self._spill, done, None))
 

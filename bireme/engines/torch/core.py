@@ -85,6 +85,7 @@ class EngineCore:
         self.scheduler = Scheduler(parts.manager, parts.limits)
         self.num_steps = 0
         self._sequences: dict[RequestKey, Sequence] = {}
+        self._preparing: set[RequestKey] = set()  # whose pictures or guide are still to come
         self._deadlines = Deadlines()
         self._outputs: list[StepOutput] = []
         self._plain = PlainTokens([], [])  # of the last step; what happens between steps is emitted before it
@@ -96,6 +97,11 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         return len(self.scheduler.waiting)
+
+    @property
+    def num_preparing(self) -> int:
+        """Requests that join the queue once their pictures or guide are there."""
+        return len(self._preparing)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -126,10 +132,18 @@ class EngineCore:
         self._num_added += 1
         sequence.number = self._num_added
         self._sequences[sequence.key] = sequence
+        try:
+            self._begin_request(sequence)
+        except Exception as error:  # it would be in no queue, and never end
+            logger.exception("request_not_begun request=%r", sequence.key)
+            self._fail(sequence, _internal(error))
+
+    def _begin_request(self, sequence: Sequence) -> None:
         if sequence.request.request_type == "context_only":
             assert self._parts.exporter is not None, "the gate lets no context_only through without a transfer"
             self._parts.exporter.reserve(sequence)
         self._watch(sequence)
+        self._preparing.add(sequence.key)
         if sequence.pictures is not None and sequence.pictures.is_to_be_computed:
             assert self._parts.pictures is not None
             self._parts.pictures.fetch(sequence, self._pictured)
@@ -146,7 +160,7 @@ class EngineCore:
 
     def _prepare_guide(self, sequence: Sequence) -> None:
         if sequence.sampling.guided_decoding is None:
-            self.scheduler.waiting.push(sequence)
+            self._queue(sequence)
         else:
             eos_ids = self._parts.admission.eos_ids(sequence.sampling)
             self._parts.guides.prepare(sequence, eos_ids, self._prepared)
@@ -157,7 +171,11 @@ class EngineCore:
         if error is not None:
             self._fail(sequence, error)
         else:
-            self.scheduler.waiting.push(sequence)
+            self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        self._preparing.discard(sequence.key)
+        self.scheduler.waiting.push(sequence)
 
     def abort(self, key: RequestKey) -> None:
         """End a request, or the lease that it left; unknown keys are ignored."""
@@ -188,8 +206,8 @@ class EngineCore:
         Raises BrokenEngineError.
         """
         began, started = time.monotonic(), self._started
-        if self._parts.mover is not None:
-            self._parts.mover.begin_step()
+        if self._parts.mover is not None:  # the step itself writes to no block that may be evicted before it is done
+            self._parts.mover.note_computed()
         plan = self.scheduler.schedule() if started is None else started.plan
         if started is None:  # else they have begun with it
             self._start_copies(plan, began)
@@ -235,6 +253,8 @@ class EngineCore:
             sampled = parts.sampler.sample(logits[: len(keys)] if batch.prompt_rows else logits, keys)
         else:
             parts.runner.keep_pace()
+            if parts.mover is not None:  # it is not waited for, and blocks that left a window may be evicted at once
+                parts.mover.note_computed()
         self._advance(plan)
         now = time.monotonic()
         self._accept_all(batch.sampled, sampled, now)
@@ -530,6 +550,7 @@ class EngineCore:
     def _forget(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
         self._sequences.pop(sequence.key, None)
+        self._preparing.discard(sequence.key)
         self._parts.sampler.remove(sequence.key)
         if self._parts.pictures is not None:
             self._parts.pictures.release(sequence)

@@ -140,7 +140,7 @@ class TorchEngine:
         worker, limits = self._context.worker, loaded.limits
         if self._is_draining or self._is_stopping:
             raise UnavailableError(f"{worker} is draining; send it to another worker, or try again")
-        waiting = loaded.core.num_waiting + self._num_submitted
+        waiting = loaded.core.num_waiting + loaded.core.num_preparing + self._num_submitted
         # A request that finds a place in the batch at once does not wait.
         places = limits.max_batch_size - loaded.core.num_running
         if waiting >= limits.max_queue_size + places:

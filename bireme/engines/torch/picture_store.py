@@ -6,6 +6,7 @@ may have to be computed again). The bytes of all sequences together are bounded.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from bireme.engines.torch.tensor_rows import TensorRows
 from bireme.errors import BiremeError, ResourceExhaustedError
 from bireme.multimodal.embedding_share import EmbeddingShare, Fetched
 
+logger = logging.getLogger("bireme.engines.torch")
 Ready = Callable[[Sequence, BiremeError | None], None]
 
 
@@ -93,7 +95,17 @@ class PictureStore:
             pictures.num_missing = 0
             ready(sequence, result)
             return
-        pictures.rows[at] = self._tensor(result)
+        try:
+            pictures.rows[at] = self._tensor(result)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            logger.warning("embeddings_not_taken reason=%s", reason)
+            pictures.num_missing = 0
+            is_passing = isinstance(error, torch.OutOfMemoryError)
+            ready(
+                sequence, (ResourceExhaustedError if is_passing else BiremeError)(f"images: their embeddings: {reason}")
+            )
+            return
         pictures.num_missing -= 1
         if not pictures.num_missing:
             pictures.fetches = []

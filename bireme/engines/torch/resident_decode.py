@@ -118,6 +118,7 @@ class ResidentDecode:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._is_padded = is_padded
         self._to_make = sorted(graphs)  # each when a step first needs it, or before, when there is nothing to do
+        self.graph_error = ""  # why the last of those could not be made
 
     def start(self, batch: Sequence[sequences.Sequence], row_of: RowOf, ahead: int = 0) -> Flight:
         """Start a step of one token for each. `ahead`: tokens of each that have been started and not been read."""
@@ -196,16 +197,15 @@ class ResidentDecode:
         return logits
 
     def _make_graph(self, size: int) -> None:
-        """Make a batch size's graph in the memory of the others. Raises RuntimeError if there are no others."""
+        """Make a batch size's graph, in the memory of the others; where that fails its steps go without."""
         self._to_make.remove(size)
         began, others = time.monotonic(), next(iter(self._graphs.values()), None)
         try:
             with torch.inference_mode():
                 self._graphs[size] = self._make(size, None if others is None else others.pool())
         except Exception as error:
-            if others is None:
-                raise
-            logger.warning("graph_off size=%d reason=%s", size, str(error).partition("\n")[0])
+            self.graph_error = str(error).partition("\n")[0]
+            logger.warning("graph_off size=%d reason=%s", size, self.graph_error)
             return
         logger.info("decode_graph_made size=%d s=%.3f", size, time.monotonic() - began)
 

@@ -86,6 +86,8 @@ def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
         row = Row(SamplingParams(), [], (), (), resident.vocab_size)
         flight = resident.start([sequence], lambda _: row)
         resident.tokens(flight)
+        if resident.graph_error:
+            raise RuntimeError(f"its first graph: {resident.graph_error}")
         found = flight.logits.clone()
         expected = on.findings.logits(f"decode step after {count}", lambda: runner.compute_by_modules(step))
         _compare("decode step", expected, found, has_experts)

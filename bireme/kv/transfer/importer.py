@@ -91,6 +91,7 @@ class RowFetch:
         self.gone_at = 0.0  # when what was offered was not there; its exporter's refusal should be on the way
         self.stopped: BiremeError | None = None  # ends the fetch before its next chunk
         self.has_loose_writes = False  # of an exporter that has given up
+        self.doubted_at = 0.0  # when it ended here, if its exporter may have gone on with it
         self._done: Done | None = done
         self._wake = wake
 
@@ -370,6 +371,7 @@ class Importer:
         if fetch.inlet.target is None or fetch.has_all or (fetch.peer is None and not fetch.has_loose_writes):
             self._close_inlet(fetch)
         else:
+            fetch.doubted_at = time.monotonic()
             self._in_doubt[fetch.number] = fetch
 
     def _close_inlet(self, fetch: RowFetch) -> None:
@@ -378,12 +380,18 @@ class Importer:
         self._claim_waiting()
 
     def _settle_doubts(self) -> None:
-        """Use the memory again to which peers that have given up, or are gone, may have been writing.
+        """Use the memory again to which peers that have given up, are gone, or never say that they have ended, may have
+        been writing.
 
         Cutting them off would end the transfers under way. Those end soon if room is short: who waits for it lets
         nobody pass.
         """
-        orphans = [fetch for fetch in self._in_doubt.values() if fetch.peer not in self._peers.values()]
+        long_ago = time.monotonic() - 2 * self._timeout_s  # what a peer said is lost where its connection was cut
+        orphans = [
+            fetch
+            for fetch in self._in_doubt.values()
+            if fetch.peer not in self._peers.values() or fetch.doubted_at < long_ago
+        ]
         if not orphans or any(fetch.inlet is not None for fetch in self._fetches.values()):
             return
         logger.warning("transfer event=writers_cut_off transfers=%d", len(orphans))

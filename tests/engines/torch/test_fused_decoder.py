@@ -135,6 +135,25 @@ def test_a_graph_is_made_when_a_step_needs_it_or_while_nothing_runs(tmp_path, mo
     assert made == [1, 2]
 
 
+def refuse(size, pool):
+    raise RuntimeError("no room")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are graphs already")
+def test_steps_go_on_without_graphs_that_cannot_be_made(tmp_path, monkeypatch, caplog):
+    path = tiny_models.save(tmp_path, "mistral", **SMALL)
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    with Harness(path, **ENGINE) as engine:
+        resident = engine.core._parts.resident
+        expected = engine.run([request(PROMPTS[2], 3)])
+        monkeypatch.setattr(resident, "_make", refuse)
+        resident._to_make = [1, 2]
+        assert engine.run([request(PROMPTS[2], 3)]) == expected
+        wait_for(lambda: not resident._to_make, 30)
+        assert engine.run([request(PROMPTS[2], 3)]) == expected
+    assert sorted(record.args[0] for record in caplog.records if record.msg.startswith("graph_off")) == [1, 2]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_garbage_on_the_gpu_is_not_freed_within_a_capture():
     """Collecting it there broke the capture."""

@@ -11,10 +11,11 @@ import pytest
 import tokenizers
 
 from bireme.config import GuidedDecodingConfig, Limits
-from bireme.errors import RequestError
+from bireme.errors import RequestError, ResourceExhaustedError
 from bireme.kv.transfer.fake import FakeNetwork
 from bireme.text.parsers import TOOLS
 from bireme.text.parsers.base import CallArguments, CallStart, Content, ParserRequest
+from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch.schemas import make_schemas
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
 
@@ -253,6 +254,22 @@ def test_an_abort_reaches_a_request_whose_guide_is_being_compiled():
         engine.abort(waiting)
         assert waiting.finish.reason == "cancelled"
         assert late.finish.reason in ("timeout", "stop")
+
+
+def test_requests_whose_guide_is_being_compiled_count_as_waiting():
+    config, queue = GuidedDecodingConfig(num_processes=2), {"max_queue_size": 2}
+    keys = {"guided_decoding_config": config, "max_batch_size": 1, "queue": queue}
+    with Harness(str(MODEL), limits=ANY_SIZE, **keys) as engine:
+        waiting = []
+        for count in (1, 2, 3):
+            waiting.append(engine.submit(guided(HOPELESS["huge_enum"])))
+            wait_for(lambda: (engine.core.num_preparing, engine.engine._num_submitted) == (count, 0), 30)  # noqa: B023
+        with pytest.raises(ResourceExhaustedError, match="queue: 3 requests wait"):
+            engine.submit(guided(HOPELESS["huge_enum"]))
+        for one in waiting:
+            engine.abort(one)
+        assert {one.finish.reason for one in waiting} == {"cancelled"}
+        assert answer(engine, {"choice": ["again"]}) == "again"
 
 
 RAWS: tuple[dict[str, Any], ...] = (

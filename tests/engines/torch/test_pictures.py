@@ -271,6 +271,22 @@ def test_embeddings_that_would_exceed_the_limit_are_refused(models, deployments)
         store._max_held_bytes = before
 
 
+def test_embeddings_that_the_gpu_has_no_room_for_end_their_request(models, deployments, monkeypatch):
+    deployment = deployments("llava", "agg")
+    store = deployment.engines["decode"].core._parts.pictures
+    prompt, handles, _ = deployment.prepare(models("llava").prompt(None, WORDS[0]), [pixels(62)])
+
+    def tensor(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_tensor", tensor)
+        error = deployment._submit("decode", request(prompt, 4, multimodal=handles)).finish.error
+    assert error.startswith("RESOURCE_EXHAUSTED: images: ") and error.endswith("Tried to allocate 2 GiB.")
+    assert store.held_bytes == 0
+    assert deployment.run(models("llava").prompt(None, WORDS[0]), [pixels(62)], 4)
+
+
 def test_a_vision_tower_that_is_not_supported_is_refused_by_name(models, tmp_path):
     import shutil
 

@@ -296,6 +296,20 @@ def test_keys_that_make_no_tier_are_refused(llama, keys, match):
         Harness(llama.path, **SMALL, **keys)
 
 
+def test_copies_down_wait_for_the_step_that_nobody_waits_for(tiny, monkeypatch):
+    """On a GPU it may still run when its chunk's first blocks have left a window and may be evicted."""
+    with Harness(tiny("gemma3").path, **SMALL, host_cache_size=1 << 20) as engine:
+        parts, told = engine.core._parts, []
+        calls = [(parts.runner, "forward"), (parts.sampler, "sample"), (parts.mover, "note_computed")]
+        for owner, name in [*calls, (parts.mover, "offload")]:
+            method = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *args, n=name, call=method: (told.append(n), call(*args))[1])
+        engine.run([request(MANY[at] + MANY[at + 1][:50], 1) for at in range(4)])
+        settle(engine)
+    before_copies = [before for before, name in zip(told, told[1:], strict=False) if name == "offload"]
+    assert "note_computed" in before_copies and set(before_copies) <= {"note_computed", "sample"}
+
+
 @pytest.mark.parametrize("policy", ["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_tokens_are_those_of_an_engine_without_tiers(tiny, tmp_path, name, policy):

@@ -317,6 +317,22 @@ def test_a_cancel_while_decode_writes_ends_after_the_write(prefill, decode, tmp_
     assert fetching.num_done == 1
 
 
+@needs_nixl
+@pytest.mark.parametrize("backend", ["nixl"])
+def test_room_comes_back_when_the_exporter_never_says_that_it_has_ended(prefill, make_side, monkeypatch):
+    """Its messages are lost, as those for a connection that was cut are."""
+    decode = make_side("decode", timeout_ms=300)
+    importer = decode.transfer._importer
+    with monkeypatch.context() as patch:
+        patch.setattr(importer, "on_message", lambda *_: None)
+        assert isinstance(decode.fetch(prefill.export(100)).result(), KvTransferError)
+        assert importer._in_doubt
+        wait_until(lambda: prefill.num_released == 1)
+    assert not decode.room_in_use()
+    fetching = decode.fetch(prefill.export(100))
+    assert fetching.result() is None and fetching.is_right
+
+
 def test_a_cancel_after_the_end_does_nothing(prefill, decode):
     fetching = decode.fetch(prefill.export(10))
     assert fetching.result() is None
