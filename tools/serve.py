@@ -59,7 +59,7 @@ def launch(options: argparse.Namespace, console: Console) -> int:
     try:
         run = RunFolder()
         if options.openai_port:
-            check_frontend(options.openai_port, options.host)
+            check_frontend()
         deployment = Deployment(settings_of(options, run), console, run)
     except ConfigError as error:
         if run is not None:
@@ -157,8 +157,10 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 opens it to the network")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("health", 8003)):
         parser.add_argument(f"--{name}-port", type=int, default=port, metavar="PORT")
-    port = int(os.environ.get("BIREME_OPENAI_PORT", "9000"))
-    parser.add_argument("--openai-port", type=int, default=port, metavar="PORT", help="OpenAI's API; 0: without")
+    parser.add_argument(
+        "--openai-port", type=int, default=os.environ.get("BIREME_OPENAI_PORT", "9000"), metavar="PORT",
+        help="OpenAI's API; 0: without",
+    )  # fmt: skip
     parser.add_argument(
         "--allow-client-shm", action="store_true",
         help="let KServe clients on this machine pass tensors in shared memory: for trusted clients only",

@@ -150,6 +150,8 @@ class Deployment:
         ports = {f"--{name}-port": getattr(settings.ports, name) for name in ("http", "grpc", "metrics")}
         if settings.health_port:
             ports["--health-port"] = settings.health_port
+        if settings.frontend is not None:
+            ports["--openai-port"] = settings.frontend.port
         self._installation = check_all(settings.recipe, ports, settings.host, self._num_stubs, self.run.path)
         self.run.remember()
         self._console.event("starting", recipe=settings.recipe.name, tritonserver=self._installation.binary)
@@ -178,11 +180,11 @@ class Deployment:
         """Keep the server alive until `request_stop`; return False when it kept dying."""
         while not self._stopping.is_set():
             if not self.server.wait(0.2):
-                with contextlib.suppress(RuntimeError):  # no thread left: `problems` says so, the next turn tries again
-                    self.threads.revive()
+                self._revive_threads()
                 continue
             if not self._stopping.is_set() and not self._restart():
                 return False
+            self._say_ready()
         return True
 
     def request_stop(self) -> None:
@@ -394,8 +396,9 @@ class Deployment:
             watchdog.stop()
 
     def _say_ready(self) -> None:
-        """Log `ready` once it is so."""
+        """Log `ready` once it is so; until then start threads again, as `supervise` does."""
         while not self._stopping.is_set() and self.server.is_running and not self._ready()[0]:
+            self._revive_threads()
             self._stopping.wait(_READY_LOOK_S)
         if self._stopping.is_set() or not self.server.is_running:
             return
@@ -405,6 +408,10 @@ class Deployment:
             ways["openai"] = self._frontend.url
         health = f"http://{address(self.settings.host, self.health_port)}/health/ready"
         self._console.event("ready", seconds=seconds, **ways, health=health)
+
+    def _revive_threads(self) -> None:
+        with contextlib.suppress(RuntimeError):  # no thread left: `problems` says so, the next call tries again
+            self.threads.revive()
 
     def _restart(self) -> bool:
         """Start another server; return False when it is time to give up."""
@@ -424,7 +431,6 @@ class Deployment:
                 if self._stopping.is_set():
                     break
                 self._start_server()
-                self._say_ready()
                 return True
             except (BiremeError, OSError, RuntimeError) as error:  # also: no descriptor, memory or thread left
                 self._console.event("server_start_failed", "error", error=error)

@@ -26,7 +26,6 @@ from bireme.launch import processes
 from bireme.launch.console import Console
 from bireme.launch.doors import INTERVAL_S, Door, ask_http
 from bireme.launch.guarded_thread import GuardedThread, GuardedThreads
-from bireme.launch.ports import is_free
 from bireme.launch.process_watch import LOOK_S, ProcessWatch
 from bireme.launch.tritonserver import address
 
@@ -213,12 +212,10 @@ class FrontendProcess:
                 self._console.triton_line(line.rstrip("\n"))
 
 
-def check_frontend(port: int, host: str) -> None:
-    """Raise ConfigError when a frontend could not start: packages are missing, or the port is taken."""
+def check_frontend() -> None:
+    """Raise ConfigError when packages are missing that a frontend needs."""
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"the OpenAI frontend needs {', '.join(missing)}: pip install -e .[openai], or serve with --openai-port 0"
         )
-    if not is_free(port, host):
-        raise ConfigError(f"--openai-port: {port} is in use; choose another, or 0 to serve without the frontend")

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from bireme.launch.ports import resolve
+
 Report = Callable[[], tuple[bool, dict[str, Any]]]
 
 
@@ -21,7 +23,7 @@ class HealthServer:
 
     def __init__(self, host: str, port: int, live: Report, ready: Report) -> None:
         routes = {"/health/live": live, "/health/ready": ready, "/health": ready}
-        self._server = _Listener((host, port), _handler(routes))
+        self._server = _Listener(host, port, _handler(routes))
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(
@@ -39,6 +41,10 @@ class HealthServer:
 
 
 class _Listener(http.server.ThreadingHTTPServer):
+    def __init__(self, host: str, port: int, handler: type[http.server.BaseHTTPRequestHandler]) -> None:
+        self.address_family, address = resolve(host, port)
+        super().__init__(address, handler)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that leaves before its answer is no error of ours."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):

@@ -1,11 +1,13 @@
-"""The ports of one tritonserver, and how to find free ones."""
+"""The ports of one tritonserver, how to find free ones, and where to listen."""
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 # Below the kernel's ephemeral range (32768 and up), so that no outgoing connection takes one meanwhile.
 _FIRST, _END = 25000, 32000
@@ -37,15 +39,42 @@ def free_port() -> int:
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Return whether `host:port` can be bound now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    """Return whether nobody has `host:port` now. Raises OSError when it can't be bound for another reason."""
+    family, address = resolve(host, port)
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
-        except OSError:
-            return False
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
     return True
+
+
+def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """Return the family and the socket address to listen on; a name's IPv4 address if it has one. Raises OSError."""
+    try:
+        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError as error:  # it can't be a name
+        raise OSError(str(error)) from error
+    family, _, _, _, (ip, _, *scope) = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, (ip, port, *scope)
+
+
+def own_host(host: str) -> str:
+    """Return by which host programs on this machine reach what listens on `host`; servers on :: may be IPv6 alone."""
+    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def listen_flags(host: str) -> tuple[str, ...]:
+    """Return tritonserver's flags. Raises OSError.
+
+    Its HTTP server takes a name for 255.255.255.255, and has a form of its own for IPv6.
+    """
+    family, (ip, *_) = resolve(host, 0)
+    http, grpc = (f"ipv6:{ip}", f"[{ip}]") if family == socket.AF_INET6 else (ip, ip)
+    return f"--http-address={http}", f"--grpc-address={grpc}", f"--metrics-address={http}"
 
 
 _lock = threading.Lock()

@@ -246,14 +246,36 @@ def check_socket_paths(folder: Path) -> list[str]:
 
 def check_ports(ports: Mapping[str, int], host: str = "127.0.0.1") -> list[str]:
     """`ports` is option name -> number, as in {"--http-port": 8000}."""
-    problems = []
+    problems = check_host(host)
+    has_host = not problems
     for option, port in ports.items():
         if not 0 < port < 65536:
             problems.append(f"{option} {port} is not a port (1 to 65535)")
-        elif not is_free(port, host):
-            problems.append(f"port {port} of {host} is taken{_holder(port)}; end it or choose another with {option}")
+        elif has_host:
+            problems += _check_port(option, port, host)
     repeated = sorted({port for port in ports.values() if list(ports.values()).count(port) > 1})
     return problems + [f"port {port} is given to more than one of {', '.join(ports)}" for port in repeated]
+
+
+def check_host(host: str) -> list[str]:
+    """Whether any port of it can be listened on."""
+    try:
+        is_free(0, host)
+    except OSError as error:
+        return [
+            f"--host {host}: {error.strerror or error}; give an address of this machine (`ip address` lists them) or a"
+            " name of one; 0.0.0.0 is all of them"
+        ]
+    return []
+
+
+def _check_port(option: str, port: int, host: str) -> list[str]:
+    try:
+        if is_free(port, host):
+            return []
+    except OSError as error:  # below 1024, without the right to
+        return [f"port {port} of {host} can't be listened on: {error.strerror}; choose another with {option}"]
+    return [f"port {port} of {host} is taken{_holder(port)}; end it or choose another with {option}"]
 
 
 def _holder(port: int) -> str:

@@ -38,7 +38,7 @@ from bireme.launch.installation import (
     prepare,
 )
 from bireme.launch.model_configs import are_whole
-from bireme.launch.ports import Ports, free_ports
+from bireme.launch.ports import Ports, free_ports, listen_flags, own_host
 from bireme.launch.repository import link_models
 from bireme.launch.run_folder import RunFolder
 from bireme.recipe_files import load_recipe
@@ -271,7 +271,7 @@ class Server:
             *mode,
             *self._completion(),
             *(f"--load-model={model}" for model in options.models or ()),
-            *(f"--{name}-address={options.host}" for name in ("http", "grpc", "metrics")),
+            *listen_flags(options.host),
             f"--http-port={options.ports.http}",
             f"--grpc-port={options.ports.grpc}",
             f"--metrics-port={options.ports.metrics}",
@@ -334,8 +334,7 @@ class Server:
 
 def address(host: str, port: int) -> str:
     """Return host:port as a client on this machine uses it."""
-    if host in ("0.0.0.0", "::", ""):
-        host = "127.0.0.1"
+    host = own_host(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -137,7 +137,8 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     if bool(options.tls_cert) != bool(options.tls_key):
         raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
     tls = TlsFiles(Path(options.tls_cert), Path(options.tls_key)) if options.tls_cert else None
-    url = f"{'https' if tls else 'http'}://{options.host}:{options.port}"
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    url = f"{'https' if tls else 'http'}://{host}:{options.port}"
     videos = VideoModels(
         [
             connect_video(recipe, address, metrics, url)

@@ -8,8 +8,10 @@ from concurrent import futures
 import grpc
 import pytest
 
-from bireme.launch.doors import Door, ask_grpc, ask_http
+from bireme.launch.doors import Door, ask_grpc, ask_http, get
 from bireme.launch.health_server import HealthServer
+from bireme.launch.ports import own_host
+from bireme.launch.tritonserver import address
 
 
 @pytest.fixture
@@ -81,6 +83,16 @@ def test_a_grpc_server_answers_before_any_call():
 def test_what_is_no_grpc_server_is_told(health):
     with pytest.raises(http.client.HTTPException):
         ask_grpc(f"127.0.0.1:{health.port}")(5.0)
+
+
+@pytest.mark.parametrize("host", ["::1", "::", "localhost"])
+def test_the_health_port_may_be_of_an_ipv6_address_or_a_name(ipv6, host):
+    server = HealthServer(host, 0, lambda: (True, {}), lambda: (True, {"status": "ready"}))
+    server.start()
+    try:
+        assert get(address(own_host(host), server.port), "/health/ready", 5.0) == b'{"status": "ready"}'
+    finally:
+        server.stop()
 
 
 def test_a_client_that_leaves_the_health_port_leaves_no_traceback(capfd):

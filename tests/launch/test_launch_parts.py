@@ -18,7 +18,7 @@ from bireme.errors import ConfigError
 from bireme.launch import free_ports, processes
 from bireme.launch.console import Console
 from bireme.launch.deployment import thread_pool_size
-from bireme.launch.ports import is_free
+from bireme.launch.ports import is_free, listen_flags, own_host
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.series import WorkerSeries, total, worker_series
@@ -70,6 +70,28 @@ def test_a_port_that_is_listened_on_is_not_free():
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         assert not is_free(holder.getsockname()[1])
+
+
+def test_an_address_of_another_machine_is_not_taken():
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        is_free(9000, "203.0.113.5")
+
+
+@pytest.mark.parametrize(
+    ("host", "http", "grpc"),
+    [
+        ("0.0.0.0", "0.0.0.0", "0.0.0.0"),
+        ("localhost", "127.0.0.1", "127.0.0.1"),
+        ("::1", "ipv6:::1", "[::1]"),
+        ("::", "ipv6:::", "[::]"),
+    ],
+)
+def test_tritons_servers_are_given_hosts_in_the_forms_that_they_take(ipv6, host, http, grpc):
+    assert listen_flags(host) == (f"--http-address={http}", f"--grpc-address={grpc}", f"--metrics-address={http}")
+
+
+def test_what_listens_everywhere_is_reached_by_this_machine_s_own_address():
+    assert [own_host(host) for host in ("0.0.0.0", "::", "node7")] == ["127.0.0.1", "::1", "node7"]
 
 
 def test_each_replica_is_a_model_folder_of_its_own(checkout):

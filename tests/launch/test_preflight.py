@@ -1,5 +1,6 @@
 """Each missing prerequisite has one clear message with its remedy."""
 
+import errno
 import os
 import shutil
 import socket
@@ -77,6 +78,30 @@ def test_one_port_given_twice_is_refused():
 
 def test_a_port_out_of_range_is_refused():
     assert "70000 is not a port" in only(preflight.check_ports({"--http-port": 70000}))
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("203.0.113.5", "Cannot assign requested address"),
+        ("nosuchhost.invalid", ""),  # by whether there is a network
+        ("a..b", "label empty"),
+    ],
+)
+def test_a_host_that_is_not_this_machine_is_named_once_and_no_port_is_called_taken(host, reason):
+    message = only(preflight.check_ports({"--http-port": 23399, "--grpc-port": 23398}, host))
+    assert message.startswith(f"--host {host}: ") and reason in message and "give an address of this machine" in message
+
+
+def test_a_port_that_this_user_may_not_listen_on_is_named(monkeypatch):
+    def refuse(port, host):
+        if port:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return True
+
+    monkeypatch.setattr(preflight, "is_free", refuse)
+    message = only(preflight.check_ports({"--http-port": 80}))
+    assert "port 80 of 127.0.0.1" in message and "Permission denied" in message and "--http-port" in message
 
 
 def test_a_missing_sample_model_names_the_command_that_makes_it():

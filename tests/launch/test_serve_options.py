@@ -51,6 +51,33 @@ def test_a_broken_override_ends_with_code_2_and_leaves_no_folder(capsys):
     assert own_folders() == before
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--openai-port", "70000", "--openai-port 70000 is not a port"),
+        ("--openai-port", "-1", "--openai-port -1 is not a port"),
+        ("--health-port", "70000", "--health-port 70000 is not a port"),
+        ("--health-port", "-1", "--health-port -1 is not a port"),
+        ("--metrics-port", "0", "--metrics-port 0 is not a port"),
+        ("--openai-port", "8000", "port 8000 is given to more than one"),
+        ("--host", "203.0.113.5", "--host 203.0.113.5: Cannot assign"),
+        ("--host", "nosuchhost.invalid", "--host nosuchhost.invalid: "),
+    ],
+)
+def test_a_host_or_port_that_can_t_be_listened_on_ends_with_code_2_and_leaves_no_folder(option, value, text, capsys):
+    before = own_folders()
+    assert serve.main(["recipes/mocker", option, value]) == serve.WRONG
+    assert text in capsys.readouterr().err
+    assert own_folders() == before
+
+
+def test_a_port_of_the_environment_that_is_no_number_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("BIREME_OPENAI_PORT", "many")
+    with pytest.raises(SystemExit):
+        serve.parse([])
+    assert "--openai-port: invalid int value: 'many'" in capsys.readouterr().err
+
+
 def own_folders():
     return set(default_base().glob(f"{os.getpid()}-*"))
 

@@ -88,7 +88,9 @@ async def test_a_key_that_stays_keeps_what_it_has_used_of_its_limits(keys, follo
     tenant(loaded, "alice").begin()
 
 
-@pytest.mark.parametrize("content", ["", "keys: []", "keys: [{name: alice}]", "{", "keys: [{name: 2025-06-31}]", "[" * 5000, None])
+@pytest.mark.parametrize(
+    "content", ["", "keys: []", "keys: [{name: alice}]", "{", "keys: [{name: 2025-06-31}]", "[" * 5000, None]
+)
 async def test_a_file_that_can_t_be_read_leaves_the_former_keys(keys, followed, content, caplog):
     loaded, files = followed
     if content is None:
