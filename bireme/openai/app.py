@@ -190,10 +190,21 @@ class Frontend:
             call.speak(anthropic_reply_of, b"request-id")
         self._num_active += 1
         try:
-            await self._dispatch(call)
+            await self._answer(call)
         except ClientGoneError as error:
             call.status = _GONE
+            call.drop()
             drop_frames(error)
+        finally:
+            self._num_active -= 1
+            self._count(call)
+
+    async def _answer(self, call: Call) -> None:
+        """Raises ClientGoneError, and what came too late to be told."""
+        try:
+            await self._dispatch(call)
+        except ClientGoneError:
+            raise
         except asyncio.CancelledError as error:  # by uvicorn, when the drain timeout has passed
             drop_frames(error)
             if not call.status:
@@ -205,9 +216,6 @@ class Frontend:
             drop_frames(error)
             if not was_told:  # uvicorn closes the connection
                 raise
-        finally:
-            self._num_active -= 1
-            self._count(call)
 
     async def _dispatch(self, call: Call) -> None:
         _check_host(call)

@@ -39,6 +39,8 @@ class Reply:
         """`parts` of the body; the last of one that is not `is_whole` never comes."""
         self.messages: list[dict[str, Any]] = []
         self._parts, self._is_whole, self._gone = parts, is_whole, asyncio.Event()
+        self._is_reading = asyncio.Event()
+        self._is_reading.set()
         self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
@@ -49,7 +51,15 @@ class Reply:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: dict[str, Any]) -> None:
+        await self._is_reading.wait()
         self.messages.append(message)
+
+    def stop_reading(self) -> None:
+        """Take no more messages, as a server that waits for a client to read."""
+        self._is_reading.clear()
+
+    def go_on_reading(self) -> None:
+        self._is_reading.set()
 
     def leave(self) -> None:
         self._gone.set()

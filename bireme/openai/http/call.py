@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
 from bireme.errors import drop_frames
-from bireme.openai.http.direct import AtOnce, DirectWrite, Watch, cycle_of, direct_write, is_body_coming
+from bireme.openai.http.direct import AtOnce, DirectWrite, Watch, cycle_of, direct_write, drop, is_body_coming
 from bireme.openai.http.error_replies import ErrorForm, ErrorReply, HttpError, reply_of
 from bireme.openai.keys import OPEN, Tenant
 
@@ -20,17 +20,19 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 _T = TypeVar("_T")
+Patience = Callable[[], Awaitable[None]]
 
 NOT_MODIFIED = 304  # has no body; its length would be the one that the client has
 JSON: Header = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache, no-transform"))
 JSON_ONLY = (b"application/json",)
 _DISCARD_S, _DISCARD_BYTES = 5.0, 64 << 20
+_READ_TIMEOUT_S = 60.0  # for a client that is behind to make room for the next part of its reply
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class ClientGoneError(Exception):
-    """The client no longer reads the answer."""
+    """The client no longer reads the answer, or too slowly."""
 
 
 class Call:
@@ -158,30 +160,51 @@ class Call:
         lengths = () if status == NOT_MODIFIED else ((b"content-length", str(len(body)).encode()),)
         own = [*self._own_headers, *lengths]
         with AtOnce(self._cycle):
-            await self._send({"type": "http.response.start", "status": status, "headers": [*own, *kinds, *headers]})
-            await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+            await self._put({"type": "http.response.start", "status": status, "headers": [*own, *kinds, *headers]})
+            await self._put({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def reply_parts(self, length: int, parts: AsyncIterator[bytes], *headers: Header) -> None:
         """Send a reply of so many bytes as they come, with status 200."""
         self.status = 200
         own = [*self._own_headers, (b"content-length", str(length).encode()), *headers]
-        await self._send({"type": "http.response.start", "status": 200, "headers": own})
+        await self._put({"type": "http.response.start", "status": 200, "headers": own})
         if self.method != "HEAD":
             async for part in parts:
-                await self._send({"type": "http.response.body", "body": part, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b""})
+                await self._put({"type": "http.response.body", "body": part, "more_body": True})
+        await self._put({"type": "http.response.body", "body": b""})
 
-    async def write_events(self, data: bytes, is_last: bool) -> None:
-        """Send server-sent events; the first time after the headers."""
+    async def write_events(self, data: bytes, is_last: bool, patience: Patience | None = None) -> None:
+        """Send server-sent events; the first time after the headers. Raises ClientGoneError for a client that does not
+        read: _READ_TIMEOUT_S after `patience` has returned, or at once with its error.
+        """
         body = {"type": "http.response.body", "body": data, "more_body": not is_last}
         if self.status:
-            await self._send(body)
+            await self._put(body, patience)
             return
         self.status = 200
         headers = [*_EVENTS, *self._own_headers]
         with AtOnce(self._cycle):
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._send(body)
+            await self._put({"type": "http.response.start", "status": 200, "headers": headers}, patience)
+            await self._put(body, patience)
+
+    async def _put(self, message: Message, patience: Patience | None = None) -> None:
+        """Send a message; wait for the client only within limits."""
+        if self._cycle is not None and not self._cycle.flow.write_paused:
+            await self._send(message)
+            return
+        sending = asyncio.ensure_future(self._send(message))
+        try:
+            if patience is not None:
+                await _either(sending, patience())
+            await asyncio.wait_for(sending, _READ_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise ClientGoneError from None
+        finally:
+            sending.cancel()
+
+    def drop(self) -> None:
+        """End the connection, with all that the client has not read."""
+        drop(self._cycle)
 
     def direct_write(self) -> DirectWrite | None:
         """Return a faster way to write events other than the last, once some have been written."""
@@ -204,6 +227,17 @@ class Call:
             raise
         finally:
             watch.cancel()
+
+
+async def _either(sending: asyncio.Future[None], other: Awaitable[None]) -> None:
+    """Return when one of both has ended. Raises the other's error."""
+    task = asyncio.ensure_future(other)
+    try:
+        await asyncio.wait((sending, task), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
 
 
 def _too_large(max_bytes: int) -> HttpError:

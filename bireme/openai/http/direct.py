@@ -94,6 +94,13 @@ def is_body_coming(cycle: RequestResponseCycle | None) -> bool:
     return bool(cycle.more_body)
 
 
+def drop(cycle: RequestResponseCycle | None) -> None:
+    """End the connection without a wait for what its client has not read."""
+    if cycle is not None:
+        cycle.disconnected = True
+        cycle.transport.abort()
+
+
 class Watch:
     """Calls back when the client leaves, until it is cancelled."""
 

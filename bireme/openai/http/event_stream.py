@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
+from bireme.openai.http.call import ClientGoneError
 from bireme.openai.http.direct import DirectWrite
 from bireme.openai.http.pace import Pacer
 from bireme.pipelines.chat_answer import encode_json
@@ -81,10 +82,11 @@ class EventStream:
                 self._add(self._template.texts(index, map(_json_of, pieces)))
 
     def _add(self, data: bytes) -> None:
-        if data:
-            self._parts.append(data)
-            self._size += len(data)
-        if self._size > self._max_bytes and not self.is_overrun:
+        if not data or self.is_overrun:
+            return
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > self._max_bytes:
             self.is_overrun = True
             self.close()
 
@@ -94,16 +96,20 @@ class EventStream:
             self._pacer.mark(self)
 
     async def wait(self) -> None:
-        """Return when there is something to write, or nothing will come."""
-        if self.is_closed:
-            return
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+        """Return when there is something to write, or nothing will come; until `go_on`, only in the second case.
+
+        Raises ClientGoneError when the client reads too slowly, as `take` does.
+        """
+        if not self.is_closed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._check()
 
     def take(self) -> bytes:
         """Return what is to be written now; call `go_on` when it was."""
         self._is_sending = True
         self.collect()
+        self._check()
         data = self._joined()
         self._clear()
         return data
@@ -112,6 +118,10 @@ class EventStream:
         self._direct, self._is_sending = direct, False
         if self._parts:  # came meanwhile
             self._mark()
+
+    def _check(self) -> None:
+        if self.is_overrun:
+            raise ClientGoneError
 
     def _joined(self) -> bytes:
         return b"".join(self._parts)

@@ -83,8 +83,6 @@ async def answer_events(
     streams.add(stream)
     try:
         await _write(call, stream)
-        if stream.is_overrun:
-            raise ClientGoneError
         return (await task)[0].finish_reason
     except BiremeError as error:
         if not call.status:
@@ -104,11 +102,11 @@ async def answer_events(
 
 async def _write(call: Call, stream: EventStream) -> None:
     is_over = False
-    while not (is_over or stream.is_overrun):
+    while not is_over:
         await stream.wait()
         is_over = stream.is_complete or stream.is_closed
         if data := stream.take():
-            await call.write_events(data, stream.is_complete)
+            await call.write_events(data, stream.is_complete, stream.wait)
             stream.go_on(call.direct_write())
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.messages import Finish, SamplingParams, Usage
+from bireme.openai.http.call import ClientGoneError
 from bireme.openai.http.event_stream import DONE, EventStream
 from bireme.openai.http.pace import Pacer
 from bireme.openai.text.completion_answer import CompletionTemplate, StreamedCompletion, WholeCompletion
@@ -164,6 +165,28 @@ async def test_text_for_a_client_that_does_not_read_counts_against_the_limit():
     assert not stream.is_overrun
     await asyncio.sleep(0.05)  # the pacer looks at it
     assert stream.is_overrun and stream.is_closed
+
+
+async def test_nothing_is_kept_for_a_client_over_the_limit():
+    stream = make(max_bytes=5000)
+    for _ in range(100):
+        stream.text(0, "a" * 100)
+    assert stream.is_overrun and stream._size < 5500
+    for way in (stream.take, stream.wait):
+        with pytest.raises(ClientGoneError):
+            await way()
+
+
+async def test_during_a_write_only_the_end_is_waited_for():
+    stream = make()
+    stream.text(0, "a")
+    stream.take()
+    waiting = asyncio.ensure_future(stream.wait())
+    stream.text(0, "b")
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    stream.close()
+    await asyncio.wait_for(waiting, 5)
 
 
 async def test_what_comes_during_a_write_is_written_after_it():
