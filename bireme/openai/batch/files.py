@@ -24,6 +24,7 @@ PATH = "/v1/files"
 FORM = (b"multipart/form-data",)
 PURPOSES = ("batch", "batch_output")
 _PART_BYTES = 1 << 20  # each must come within frontend.body_timeout_s
+_SENT_BYTES = 128 << 10  # a part of a reply: a slow client has a minute for each
 _ROUND_BYTES = 64 << 10  # of a form beside its file
 _PAGE = 10_000
 _LEAST_AGE_S = 3600
@@ -160,5 +161,5 @@ def _missing(file_id: str) -> NotFoundError:
 
 
 async def _parts(read: Callable[[int], bytes]) -> AsyncIterator[bytes]:
-    while data := await asyncio.to_thread(read, _PART_BYTES):
+    while data := await asyncio.to_thread(read, _SENT_BYTES):
         yield data
