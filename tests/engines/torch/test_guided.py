@@ -272,6 +272,16 @@ def test_requests_whose_guide_is_being_compiled_count_as_waiting():
         assert answer(engine, {"choice": ["again"]}) == "again"
 
 
+def test_a_request_that_cannot_be_begun_ends_with_the_reason(engine, monkeypatch):
+    def prepare(*_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.core._parts.guides, "prepare", prepare)
+        assert error_of(engine, {"choice": ["a"]}) == "INTERNAL: RuntimeError: can't start new thread"
+    assert not engine.core._sequences and answer(engine, {"choice": ["a"]}) == "a"
+
+
 RAWS: tuple[dict[str, Any], ...] = (
     {"json": SCHEMA},
     {"regex": "[a-f0-9]{12}"},
