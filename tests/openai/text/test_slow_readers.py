@@ -19,7 +19,7 @@ KINDS = {
 
 
 @pytest.fixture
-def begin(frontend):
+async def begin(frontend):
     """Return a function: a path, limits -> a bench with one slot, a begun stream that is no longer read, its work."""
     replies = []
 
