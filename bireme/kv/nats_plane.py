@@ -5,19 +5,23 @@
     BASE.replay         a reader's question: first seq (8 bytes) and topic; answered at its reply subject
 
 With JetStream a stream keeps what was published, and readers fetch what they missed from there; a snapshot, and what
-the stream no longer has, comes from the engine as with NATS alone. While the server is gone nothing is sent, and
-nobody waits for it: afterwards readers see the gap.
+the stream no longer has, comes from the engine as with NATS alone. Where the stream is gone, as with a server that
+came back without what it had kept, messages are sent as with NATS alone until it is made again. While the server is
+gone nothing is sent, and nobody waits for it: afterwards readers see the gap.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import logging
 import re
 import secrets
 import threading
 from typing import Any
 
 from bireme.config import KvEventsConfig
+from bireme.errors import one_line
 from bireme.kv.event_wire import LOAD_TOPIC, decode_seq, rank_of
 from bireme.kv.nats_connection import ENDPOINT, NatsConnection
 from bireme.kv.publisher import ReplayRequest
@@ -28,6 +32,8 @@ _MAX_REQUESTS = 1_000
 _STREAM_AGE_S = 3600.0
 _STREAM_BYTES = 256 << 20
 _ACK_TIMEOUT_S = 2.0
+_STREAM_RETRY_S = 2.0
+logger = logging.getLogger("bireme.kv")
 
 
 def stream_name(prefix: str) -> str:
@@ -50,6 +56,7 @@ class NatsPlane:
         self._queue: collections.deque[tuple[str, int, bytes, bool]] = collections.deque()
         self._is_pumping = False
         self._has_stream = False
+        self._regaining: asyncio.Task[None] | None = None
         self._connection = NatsConnection(config, deployment_key, worker, self._on_connect)
         self._connection.start()
 
@@ -107,7 +114,10 @@ class NatsPlane:
                 subject, seq, payload, is_kept = self._queue.popleft()
                 headers = self._connection.headers(subject, seq, payload)
                 if is_kept and self._has_stream:
-                    await client.jetstream().publish(subject, payload, timeout=_ACK_TIMEOUT_S, headers=headers)
+                    try:
+                        await client.jetstream().publish(subject, payload, timeout=_ACK_TIMEOUT_S, headers=headers)
+                    except Exception as error:  # its subscribers have it nevertheless
+                        self._lose_stream(client, error)
                 else:
                     await client.publish(subject, payload, headers=headers)
         finally:
@@ -119,6 +129,21 @@ class NatsPlane:
         await client.subscribe(f"{self._base}.replay", cb=self._on_request)
         if self._config.plane == "jetstream":
             await self._make_stream(client)
+
+    def _lose_stream(self, client: Any, error: Exception) -> None:
+        if self._has_stream:
+            logger.warning("nats_stream_lost name=%s error=%s", self._base, one_line(error))
+        self._has_stream = False
+        if self._regaining is None or self._regaining.done():
+            self._regaining = asyncio.get_running_loop().create_task(self._regain_stream(client))
+
+    async def _regain_stream(self, client: Any) -> None:
+        while not (self._has_stream or client.is_closed):
+            await asyncio.sleep(_STREAM_RETRY_S)
+            try:
+                await self._make_stream(client)
+            except Exception as error:
+                logger.debug("nats_stream_not_made name=%s error=%s", self._base, one_line(error))
 
     async def _make_stream(self, client: Any) -> None:
         """Make the stream, or find it. Raises where the server has no JetStream: the connection is tried again."""

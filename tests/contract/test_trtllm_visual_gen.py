@@ -79,6 +79,20 @@ def test_pictures_have_a_seed_each(make):
     assert frames.shape == (2, 32, 64, 3) and list(frames[:, 0, 0, 0]) == [7, 8]
 
 
+def test_each_picture_is_told_and_may_be_the_last(make):
+    told, work = [], DiffusionRequest(**PICTURES)
+    make().generate(work, told.append)
+    assert told == [work.num_steps, 2 * work.num_steps]
+
+    def gone(step):
+        told.append(step)
+        raise AbortedError
+
+    with pytest.raises(AbortedError):
+        make().generate(work, gone)
+    assert told[2:] == [work.num_steps]
+
+
 def test_what_the_pipeline_refuses_is_the_request_s_fault(make):
     with pytest.raises(RequestError, match="multiples of 16"):
         make().generate(DiffusionRequest(**WORK | {"width": 60}), lambda step: None)

@@ -33,7 +33,8 @@ class NatsServer:
         assert program, "nats-server is missing; run tools/services.sh"
         self.port = free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
-        self._command = [program, "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(folder / "jetstream")]
+        self._kept = folder / "jetstream"
+        self._command = [program, "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self._kept)]
         self._log = (folder / "nats.log").open("ab")
         self.start()
 
@@ -43,6 +44,10 @@ class NatsServer:
     def kill(self):
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+    def forget(self):
+        """Lose what it has kept."""
+        shutil.rmtree(self._kept)
 
     def close(self):
         self.kill()
@@ -134,6 +139,26 @@ def test_with_jetstream_a_late_reader_asks_the_stream_and_not_the_engine(server,
     feed = follow(config, one)
     wait_for(lambda: depth(feed) == 8)
     assert one.counter("bireme_kv_event_replays_total") == 0
+
+
+def test_with_jetstream_a_server_that_has_lost_its_stream_is_sent_on_and_gets_it_again(server, publish, follow):
+    config = KvEventsConfig(plane="jetstream", nats_url=server.url)
+    one = publish(config)
+    feed = follow(config, one)
+    wait_for(lambda: one.plane._has_stream and feed.loads and feed.out_of_step() == [])
+    server.kill()
+    server.forget()
+    server.start()
+    wait_for(lambda: one.plane.problem == "" and feed.problem == "", 30)
+    for at in range(4):
+        one.store(list(range(at, at + SIZE)))
+    one.store(PROMPT)
+    wait_for(lambda: depth(feed) == 8)
+    wait_for(lambda: not one.plane._has_stream)
+    wait_for(lambda: one.plane._has_stream and not one.plane._queue)
+    late = follow(config, one)
+    one.remove(HASHES[5])
+    wait_for(lambda: depth(late) == 5, 30)
 
 
 def test_while_the_server_is_gone_the_last_view_stands_and_says_so(config, server, publish, follow):

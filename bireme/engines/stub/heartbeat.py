@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from bireme.config import SupervisorConfig
 from bireme.messages import Pong
 
+STALL_KEY = "supervisor.stall_timeout_s"
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -31,8 +33,12 @@ class Heartbeat:
         config: SupervisorConfig,
         transfer_timeout_s: float = 0.0,
         waits_for_machine: Callable[[], bool] = lambda: False,
+        stall_key: str = STALL_KEY,
     ) -> None:
-        """`waits_for_machine`: whether what answers pings waits for a CPU or a disk now; asked in long silence only."""
+        """`waits_for_machine`: whether what answers pings waits for a CPU or a disk now; asked in long silence only.
+        `stall_key`: of the recipe, to which stall_timeout_s belongs.
+        """
+        self._stall_key = stall_key
         self._config, self._waits_for_machine = config, waits_for_machine
         self._transfer_timeout_s = transfer_timeout_s  # a request may wait that long for KV without any step
         self._checked_at = time.monotonic()
@@ -78,4 +84,4 @@ class Heartbeat:
 
     @property
     def _limit(self) -> str:
-        return f"supervisor.stall_timeout_s is {self._config.stall_timeout_s:g}"
+        return f"{self._stall_key} is {self._config.stall_timeout_s:g}"

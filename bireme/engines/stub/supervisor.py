@@ -28,7 +28,7 @@ from bireme.child_process import Backoff, has_waiting_thread
 from bireme.config import Recipe, SupervisorConfig
 from bireme.discovery import run
 from bireme.engines.stub.environment import engine_environment, find_python
-from bireme.engines.stub.heartbeat import Heartbeat, Verdict
+from bireme.engines.stub.heartbeat import STALL_KEY, Heartbeat, Verdict
 from bireme.engines.stub.life import Life, Standby
 from bireme.errors import BiremeError, ConfigError, EngineLostError, UnavailableError, from_message, to_message
 from bireme.messages import (
@@ -77,8 +77,17 @@ class Supervisor:
     """`start` once, `stop` once."""
 
     def __init__(
-        self, recipe: Recipe, worker: str, run_dir: Path, owner: Owner, metrics: Registry, logger: logging.Logger
+        self,
+        recipe: Recipe,
+        worker: str,
+        run_dir: Path,
+        owner: Owner,
+        metrics: Registry,
+        logger: logging.Logger,
+        stall_key: str = STALL_KEY,
     ) -> None:
+        """`stall_key`: the recipe's key that the stall limit comes from."""
+        self._stall_key = stall_key
         self._recipe = recipe
         self._worker = worker
         self._run_dir = run_dir
@@ -220,7 +229,8 @@ class Supervisor:
                     self._take(data, heartbeat)
                 elif self._take_hello(life, data):
                     self._prepare_next(environment)
-                    heartbeat = Heartbeat(self._config, transfer_timeout_s, partial(_waits_for_machine, child.pid))
+                    waits = partial(_waits_for_machine, child.pid)
+                    heartbeat = Heartbeat(self._config, transfer_timeout_s, waits, self._stall_key)
             if has_exited:
                 return None
             if self._stopping.is_set():

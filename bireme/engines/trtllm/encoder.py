@@ -23,6 +23,7 @@ from bireme.engines.torch.tensor_rows import TensorRows
 from bireme.engines.trtllm import lifecycle, model_files
 from bireme.engines.trtllm.api import BACKENDS, set_log_level
 from bireme.engines.trtllm.config import llm_arguments
+from bireme.engines.trtllm.launchers import drop_launchers
 from bireme.errors import BiremeError, ConfigError
 from bireme.messages import Capacity
 from bireme.multimodal.embedding_share import EmbeddingRows
@@ -123,6 +124,7 @@ def handles_of(result: Any) -> list[dict[str, Any]]:
 def make_multimodal_encoder(context: EngineContext) -> Any:
     """Load the vision tower in TensorRT-LLM. Raises ConfigError."""
     set_log_level(os.environ)
+    drop_launchers(os.environ)
     try:
         package = importlib.import_module(BACKENDS["pytorch"])
         kind = package.MultimodalEncoder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from bireme.engines.trtllm.config import llm_arguments
 from bireme.engines.trtllm.disaggregation import RequestIds
 from bireme.engines.trtllm.guides import TrtllmGuides
 from bireme.engines.trtllm.iterations import Iterations
+from bireme.engines.trtllm.launchers import drop_launchers
 from bireme.engines.trtllm.model_files import read_facts
 from bireme.engines.trtllm.planning import ModelFacts, Planner
 from bireme.engines.trtllm.series import SeriesRelay
@@ -51,6 +53,7 @@ class Loaded:
 def load(context: EngineContext) -> Loaded:
     """Takes minutes. Raises ConfigError."""
     began = time.monotonic()
+    drop_launchers(os.environ)
     api = api_of.load(backend_of(context.config.llm_args))
     arguments = complete(llm_arguments(context.config, context.model_path, context.stage, api.version))
     # Errors in files are reported before the long load.

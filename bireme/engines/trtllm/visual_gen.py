@@ -1,28 +1,24 @@
 """TensorRT-LLM's VisualGen (from 1.3 on) as a video engine.
 
-It reports no steps and can't be interrupted: cancelled work runs to its end. Pictures are made one after the other,
-each by its own seed, as on the torch engine, so that each can be made again alone.
+It reports no steps and can't be interrupted: a cancelled video, or picture, is made to its end. Pictures are made one
+after the other, each by its own seed, as on the torch engine, so that each can be made again alone.
 """
 
 from __future__ import annotations
 
 import importlib
-import logging
 import os
-from collections.abc import MutableMapping
 from typing import Any
 
 import numpy as np
 
 from bireme.engines.trtllm.config import llm_arguments
+from bireme.engines.trtllm.launchers import drop_ranks
 from bireme.engines.video.base import Frames, OnStep, VideoContext
 from bireme.engines.video.diffusion import pipeline_name
 from bireme.errors import BiremeError, ConfigError, RequestError
 from bireme.video.wire import DiffusionRequest, PipelineFacts
 
-logger = logging.getLogger("bireme.engine")
-# With these in the environment VisualGen waits for ranks that something else starts.
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS")
 _FRAME_STEPS = {"LTXPipeline": 8, "LTX2Pipeline": 8}  # frames to a latent; others: 4
 _SIZE_STEPS = {"LTXPipeline": 32, "LTX2Pipeline": 32}  # others: 16
 _PICTURES = ("Flux", "QwenImage", "GlmImage")  # beginnings of classes that make no videos
@@ -38,7 +34,7 @@ class VisualGenEngine:
 
     def start(self) -> PipelineFacts:
         name = pipeline_name(self._context.model_path)
-        drop_launchers(os.environ)
+        drop_ranks(os.environ)
         package, module = _import()
         arguments = llm_arguments(
             self._context.config, self._context.model_path, "video_diffusion", package.__version__
@@ -55,13 +51,15 @@ class VisualGenEngine:
         return facts_of(name, self._generator.default_params)
 
     def generate(self, work: DiffusionRequest, on_step: OnStep) -> Frames:
-        frames: Frames
         if not work.num_images:
-            frames = self._run(work, work.seed, "video")[0]
-        else:
-            frames = np.concatenate([self._run(work, work.seed + i, "image")[:1] for i in range(work.num_images)])
-        on_step(work.total_steps)  # cancelled: the remaining parts are left out
-        return frames
+            video: Frames = self._run(work, work.seed, "video")[0]
+            on_step(work.total_steps)
+            return video
+        pictures: list[Frames] = []
+        for i in range(work.num_images):
+            pictures.append(self._run(work, work.seed + i, "image")[:1])
+            on_step(work.num_steps * (i + 1))
+        return np.concatenate(pictures)
 
     def stop(self) -> None:
         if self._generator is not None:
@@ -83,12 +81,6 @@ class VisualGenEngine:
             raise BiremeError(f"TensorRT-LLM's VisualGen made no {kind}; see its log")
         frames: Frames = np.asarray(made.cpu(), np.uint8)
         return frames
-
-
-def drop_launchers(environment: MutableMapping[str, str]) -> None:
-    for name in _LAUNCHERS:
-        if environment.pop(name, None) is not None:
-            logger.info("variable_dropped name=%s reason=visual_gen_starts_its_own_processes", name)
 
 
 def params_of(work: DiffusionRequest, seed: int) -> dict[str, Any]:

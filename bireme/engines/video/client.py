@@ -74,7 +74,9 @@ class VideoClient:
         self._config = recipe.video
         patient = msgspec.structs.replace(recipe.supervisor, stall_timeout_s=recipe.video.step_timeout_s)
         patient_recipe = msgspec.structs.replace(recipe, supervisor=patient)
-        self._supervisor = Supervisor(patient_recipe, worker, run_dir or run.run_dir(), self, metrics, logger)
+        self._supervisor = Supervisor(
+            patient_recipe, worker, run_dir or run.run_dir(), self, metrics, logger, stall_key="video.step_timeout_s"
+        )
         self._lock = threading.Lock()  # guards what follows
         self._life: Life | None = None
         self._facts: wire.PipelineFacts | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from bireme.errors import BiremeError, drop_frames
+from bireme.errors import BiremeError, UnavailableError, drop_frames
 from bireme.openai.http.error_replies import is_internal, reply_of
 from bireme.openai.keys import Tenant
 from bireme.openai.video.job_store import Job
@@ -98,6 +98,7 @@ class _JobRun:
             both: set[asyncio.Future[Any]] = {work, reporter}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
+                reporter.result()  # raises what has ended it
                 raise asyncio.CancelledError
             return await work
         finally:
@@ -120,8 +121,12 @@ class _JobRun:
                 if progress.details is None:
                     continue
                 await self._accept(progress.details)
-            if not await asyncio.to_thread(jobs.report, self.id, progress.status, progress.percent):
-                return
+            try:
+                if not await asyncio.to_thread(jobs.report, self.id, progress.status, progress.percent):
+                    return
+            except UnavailableError as error:  # the work goes on, and the next progress may be noted
+                logger.error("progress_not_kept id=%s error=%s", self.id, error)
+                drop_frames(error)
             await asyncio.sleep(_REPORT_S)
 
     async def _accept(self, details: Details) -> None:

@@ -146,7 +146,8 @@ def test_a_killed_engine_takes_the_work_under_way_along_and_the_queue_goes_on(st
 
 def test_an_engine_that_hangs_in_a_step_is_killed(start):
     client = start(step_ms=60_000, step_timeout_s=0.5)
-    assert isinstance(submit(client)[0].until("failed"), EngineLostError)
+    error = submit(client)[0].until("failed")
+    assert isinstance(error, EngineLostError) and "video.step_timeout_s is 0.5" in str(error)
 
 
 @pytest.mark.flaky(reruns=1)

@@ -10,7 +10,7 @@ import pytest
 
 from bireme.config import Recipe
 from bireme.conversion import convert
-from bireme.errors import EngineLostError, RequestError
+from bireme.errors import EngineLostError, RequestError, UnavailableError
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys, KeyEntry
@@ -173,6 +173,36 @@ async def test_what_the_worker_refuses_is_refused_and_leaves_no_job(start):
     reply = await bench.call("POST", "/v1/videos", {"prompt": "x"}).end()
     assert (reply.status, reply.json()["error"]["param"]) == (400, "size")
     assert (await bench.call("GET", "/v1/videos").end()).json()["data"] == []
+
+
+async def test_a_progress_that_can_t_be_kept_ends_no_generation(start, monkeypatch):
+    bench, kept = await start(), JobStore.report
+    failures = [UnavailableError("the disk is full")]
+
+    def report(*arguments):
+        if failures:
+            raise failures.pop()
+        return kept(*arguments)
+
+    monkeypatch.setattr(JobStore, "report", report)
+    made = await create(bench)
+    await bench.workers.begun()
+    while failures:
+        await asyncio.sleep(0.01)
+    bench.workers.ends[0].set_result(b"video")
+    await until_status(bench, made, "completed")
+
+
+async def test_a_job_that_can_t_be_kept_is_refused_with_the_reason(start, monkeypatch):
+    def add(*_):
+        raise UnavailableError("the disk is full")
+
+    bench = await start()
+    monkeypatch.setattr(JobStore, "add", add)
+    reply = await bench.call("POST", "/v1/videos", {"prompt": "x"}).end()
+    assert reply.status == 503 and "the disk is full" in reply.json()["error"]["message"]
+    while not bench.workers.num_left:
+        await asyncio.sleep(0.01)
 
 
 async def test_deleting_a_job_under_way_ends_its_generation(start):

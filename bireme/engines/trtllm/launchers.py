@@ -1,0 +1,32 @@
+"""What Slurm and MPI put into the environment of all that they start, and what TensorRT-LLM makes of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+
+logger = logging.getLogger("bireme.engine")
+# With these VisualGen waits for ranks that something else starts.
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS")
+_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+_OWN_LAUNCHER = "TLLM_SPAWN_PROXY_PROCESS"  # set by trtllm-llmapi-launch, whose ranks are there already
+
+
+def drop_ranks(environment: MutableMapping[str, str]) -> None:
+    """For VisualGen, which starts its own processes."""
+    _drop(environment, [name for name in _RANKS if name in environment])
+
+
+def drop_launchers(environment: MutableMapping[str, str]) -> None:
+    """For an LLM, before tensorrt_llm is imported: it has MPI start its ranks, one GPU's too, and under srun or mpirun
+    these would be asked for ranks that they have no place for.
+    """
+    if _OWN_LAUNCHER not in environment:
+        _drop(environment, [name for name in environment if name.startswith(_LAUNCHERS)])
+
+
+def _drop(environment: MutableMapping[str, str], names: list[str]) -> None:
+    for name in names:
+        del environment[name]
+    if names:
+        logger.info("variables_dropped names=%s reason=tensorrt_llm_starts_its_own_processes", ",".join(sorted(names)))
