@@ -76,14 +76,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
 
 
+_LEAST_TEMPERATURE = 2.0**-126  # smaller ones may be 0 in float32, and logits / 0 are no logits
+
+
 def temperature_of(params: SamplingParams) -> float:
     """Return the temperature to sample at; 0.0 is greedy. Entries and engines all ask here.
 
     Unset is greedy, unless top_k, top_p or min_p ask for sampling: then 1.0. Those that are off (top_k 0, min_p 0) ask
-    for nothing, and neither does a seed. 0 is greedy whatever the others say, and so are top_k 1 and top_p 0, which
-    leave one token.
+    for nothing, and neither does a seed. 0 is greedy whatever the others say, as is what float32 has no normal number
+    for, and so are top_k 1 and top_p 0, which leave one token.
     """
-    if params.temperature == 0 or params.top_k == 1 or params.top_p == 0:
+    is_zero = params.temperature is not None and params.temperature < _LEAST_TEMPERATURE
+    if is_zero or params.top_k == 1 or params.top_p == 0:
         return 0.0
     if params.temperature is not None:
         return params.temperature

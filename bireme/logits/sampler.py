@@ -173,6 +173,9 @@ class Sampler(Generic[Key]):
             except BiremeError as error:
                 errors[at[index]] = error
                 bitmask[position] = 0
+            except Exception as error:  # of its matcher: only this request ends
+                errors[at[index]] = BiremeError(f"guided_decoding: {type(error).__name__}: {error}")
+                bitmask[position] = 0
         return bitmask
 
     def _edit(self, work: torch.Tensor, rows: list[Row]) -> None:

@@ -140,7 +140,7 @@ def test_one_seed_gives_the_distribution_over_positions():
     assert ((counts - 50) ** 2 / 50).sum() < 99  # 59 degrees of freedom, 0.1%
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e6])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-50, 7e-46, 1e-40, 1e-30, 1e-6, 1e6])
 def test_extreme_temperatures_do_not_overflow(temperature):
     sampled = one(SamplingParams(temperature=temperature, seed=1))
     assert not sampled.errors

@@ -184,6 +184,10 @@ class PagedStep:
         value_BNLV = _gather(values, view.blocks, self.block_size).view(rows, length, num_kv, -1).transpose(1, 2)
         if view.mask is None and view.last - view.first < length:
             key_BNLK, value_BNLV = key_BNLK[:, :, view.first : view.last], value_BNLV[:, :, view.first : view.last]
+        if view.mask is not None:  # unseen rows may be NaN, left by a request that failed: NaN times 0 is NaN
+            hidden_B1L1 = ~view.mask.transpose(2, 3)
+            key_BNLK.masked_fill_(hidden_B1L1, 0)
+            value_BNLV.masked_fill_(hidden_B1L1, 0)
         sinks = None if extras.sinks is None else extras.sinks.view(1, num_kv, -1, 1)
         out_BNGV = attend(query_BNGK, key_BNLK, value_BNLV, view.mask, extras, sinks)
         return out_BNGV.reshape(1, rows, heads, -1)

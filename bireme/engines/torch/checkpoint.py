@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -20,7 +23,8 @@ from bireme.engines.torch.lean_imports import without_compiler, without_symbols
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.errors import ConfigError, one_line
 
-_SAMPLE_BYTES = 1 << 16
+logger = logging.getLogger("bireme.engines.torch")
+_SAMPLE_BYTES = 1 << 12
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
@@ -199,13 +203,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _shards(folder: Path) -> tuple[Path, ...]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
+    """Return the files that transformers reads: of both forms it takes the whole one."""
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists() and whole.exists():
+        logger.warning("index_ignored folder=%s reason=model.safetensors is there", folder)
+    elif index.exists():
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ConfigError(f"{index.name}: no weight_map in it")
         return tuple(folder / name for name in sorted({Path(str(name)).name for name in weight_map.values()}))
-    whole = folder / "model.safetensors"
     if not whole.exists():
         raise ConfigError(
             "model.safetensors is missing from the model folder (nor is there an index of shards);"
@@ -225,13 +231,16 @@ def _check_shard(shard: Path) -> None:
 
 
 def _digest(folder: Path, shards: tuple[Path, ...]) -> str:
-    """Hash the configuration, and of each shard its size and samples: whole files would take minutes."""
+    """Hash the configuration, and of each shard its head and samples of each tensor: whole files would take minutes."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for shard in shards:
-        size = shard.stat().st_size
-        digest.update(f"{shard.name} {size} ".encode())
-        with shard.open("rb") as file:
-            for at in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
-                file.seek(at)
-                digest.update(file.read(_SAMPLE_BYTES))
+        with shard.open("rb", buffering=0) as file:
+            length = int.from_bytes(file.read(8), "little")
+            head = file.read(length)
+            digest.update(f"{shard.name} {shard.stat().st_size} ".encode() + head)
+            for name, entry in sorted(msgspec.json.decode(head).items()):
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    for at in (begin, (begin + end) // 2):
+                        digest.update(os.pread(file.fileno(), min(end - at, _SAMPLE_BYTES), 8 + length + at))
     return digest.hexdigest()

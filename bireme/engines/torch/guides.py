@@ -70,6 +70,8 @@ class TorchGuides:
             limit_s = self._config.guided_decoding_config.max_token_ms / 1e3
             guidance = Guidance(compiled, self.compiler.table, eos_ids, reasoning_end, limit_s)
             for token in request.tokens[request.num_prompt :]:  # what another engine made before it was lost
+                if token in eos_ids:
+                    raise RequestError(f"resumed_output_ids: token {token} ends the answer; nothing is left to be made")
                 guidance.accept(token)
             request.guidance = guidance
         except BiremeError as error:

@@ -6,8 +6,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from bireme.engines.torch.architectures import PROVED, check_architecture, position_limit
+from bireme.engines.torch.checkpoint import open_checkpoint
 from bireme.engines.torch.decoder_weights import FAMILIES
 from bireme.errors import ConfigError
 from tests.engines.torch import tiny_models
@@ -28,6 +30,18 @@ def test_a_tiny_model_equals_generate(tmp_path, model_type):
         assert engine.run([request(prompt, 24) for prompt in PROMPTS]) == expected
         is_on_modules = engine.core._parts.runner._decoder is None
     assert is_on_modules is (type(model).__name__ not in FAMILIES)
+
+
+def test_what_a_failed_request_left_in_a_block_reaches_nobody(tmp_path):
+    path = tiny_models.save(tmp_path, "gpt2", **SETTINGS["gpt2"])
+    asked = [request(prompt, 24) for prompt in make_prompts(5, 20, 45, 70, seed=8)]
+    with Harness(path, max_num_tokens=24, tokens_per_block=8) as engine:
+        expected = engine.run(asked)
+    with Harness(path, max_num_tokens=24, tokens_per_block=8) as engine:
+        store = engine.core._parts.runner._store
+        for pool in (*store.keys, *store.values):
+            pool.fill_(float("nan"))
+        assert engine.run(asked) == expected
 
 
 def test_every_architecture_let_in_is_proved_above(tmp_path):
@@ -102,6 +116,21 @@ def test_a_missing_shard_is_named(folder):
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model-00001-of-00002.safetensors is missing" in load_error(folder)
+
+
+def test_of_a_whole_file_and_an_index_the_whole_file_is_read(folder, caplog):
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert open_checkpoint(str(folder)).shards == (folder / "model.safetensors",) and "index_ignored" in caplog.text
+
+
+def test_a_checkpoint_with_one_other_tensor_is_another_one(folder):
+    path = folder / "model.safetensors"
+    tensors, before = load_file(path), open_checkpoint(str(folder)).digest
+    assert open_checkpoint(str(folder)).digest == before
+    for name in tensors:
+        save_file(tensors | {name: tensors[name] + 1}, path, metadata={"format": "pt"})
+        assert open_checkpoint(str(folder)).digest != before, name
 
 
 def test_weights_of_a_smaller_model_are_refused(folder):

@@ -316,6 +316,15 @@ def test_a_resumed_stream_goes_on_exactly(engine, raw):
         assert (resumed.finish.reason, whole.tokens[:at] + resumed.tokens) == (whole.finish.reason, whole.tokens)
 
 
+def test_a_resumed_stream_that_has_ended_is_refused(engine):
+    whole = engine.submit(guided({"choice": ["alpha"]}))
+    ids = [*PROMPT, *whole.tokens, whole.finish.stop_token_id]
+    fields = {"ignore_eos": False, "guided_decoding": {"choice": ["alpha"]}, "num_resumed": len(ids) - len(PROMPT)}
+    beside = engine.submit(request(PROMPT, 40))
+    assert "nothing is left to be made" in engine.submit(request(ids, 40, **fields)).finish.error
+    assert beside.finish.error == ""
+
+
 def test_resumed_tokens_that_the_guide_does_not_allow_are_refused(engine):
     asked = request([*PROMPT, 100, 101], 40, num_resumed=2, ignore_eos=False, guided_decoding={"json": SCHEMA})
     assert "is not allowed here" in engine.submit(asked).finish.error
