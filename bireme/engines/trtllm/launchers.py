@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import MutableMapping
 
 logger = logging.getLogger("bireme.engine")
 # With these VisualGen waits for ranks that something else starts.
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS")
-_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+# What they tell their tasks; a user's own settings (OMPI_ALLOW_RUN_AS_ROOT, OMPI_MCA_btl, PMIX_MCA_gds) are none of it.
+_LAUNCHERS = re.compile(
+    r"PMI_|PMIX_(?!MCA_)|PRTE_|SLURM_|OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|NUM_APP_CTX|FIRST_RANKS|MCA_(orte|ess|pmix|prte))"
+)
 _OWN_LAUNCHER = "TLLM_SPAWN_PROXY_PROCESS"  # set by trtllm-llmapi-launch, whose ranks are there already
 
 
@@ -22,7 +26,7 @@ def drop_launchers(environment: MutableMapping[str, str]) -> None:
     these would be asked for ranks that they have no place for.
     """
     if _OWN_LAUNCHER not in environment:
-        _drop(environment, [name for name in environment if name.startswith(_LAUNCHERS)])
+        _drop(environment, [name for name in environment if _LAUNCHERS.match(name)])
 
 
 def _drop(environment: MutableMapping[str, str], names: list[str]) -> None:
