@@ -95,7 +95,8 @@ class FailuresAtOnce:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if str(report.outcome) in ("failed", "rerun"):
-            reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", None) or report.longreprtext
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = f"{crash.path}:{crash.lineno}: {crash.message}" if crash else report.longreprtext
             told = f"{report.outcome} in {report.when} after {report.duration:.0f} s: {report.nodeid}"
             self._terminal.write(f"\n-- {told}\n{reason[:600]}\n")
 

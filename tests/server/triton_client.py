@@ -73,7 +73,10 @@ class Stream:
     def close(self, cancel: bool = True) -> None:
         """Leave; a request that has ended needs no cancel."""
         self._client.stop_stream(cancel_requests=cancel)
-        self._client.close()
+        try:
+            self._client.close()
+        except RuntimeError:  # grpc goes through the channel's calls while its own thread takes away one that ends
+            self._client.close()
 
 
 class Client:
