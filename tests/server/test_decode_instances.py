@@ -17,7 +17,7 @@ from bireme.recipe_files import load_recipe
 from tests.server.faults.test_faults import PROMPT, Run
 from tests.server.test_pipeline_instances import num_right
 from tests.server.triton_client import Client
-from tests.server.watch import is_idle, total, until
+from tests.server.watch import is_idle, outliving_a_killed_stub, total, until
 from tests.servers import supervised
 
 pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
@@ -113,18 +113,19 @@ def test_a_killed_stub_is_replaced_while_engine_and_streams_of_the_others_go_on(
     run = start(server)
     until(lambda: all(count > 5 for count in run.tokens), 30, "streams under way")
     until(lambda: sum(streams(server).values()) >= COUNT, 10, "streams on the page")
-    before, own = deployment._watchdog.stubs(), streams(server)[victim]
-    os.kill(before[victim], signal.SIGKILL)
-    until(lambda: deployment.health()["status"] == "not_ready", 10, "readiness says so")
-    until(lambda: deployment.health()["status"] == "ready", 30, "ready again")
-    assert server.engine_pid("decode") == engine
-    assert not {before[name] for name in STUBS} & set(deployment._watchdog.stubs().values())
-    until(lambda: num_right(run, right) >= COUNT - own, 30, "the others' streams at their end")
-    until(lambda: is_idle(server), 20, "the dead one's requests aborted")
-    count = served(server)
-    assert start(server).join() == right
-    until(lambda: served(server) - count == COUNT, 10, "counters go on")
-    assert server.engine_pid("decode") == engine
+    with outliving_a_killed_stub(server):
+        before, own = deployment._watchdog.stubs(), streams(server)[victim]
+        os.kill(before[victim], signal.SIGKILL)
+        until(lambda: deployment.health()["status"] == "not_ready", 10, "readiness says so")
+        until(lambda: deployment.health()["status"] == "ready", 30, "ready again")
+        assert server.engine_pid("decode") == engine
+        assert not {before[name] for name in STUBS} & set(deployment._watchdog.stubs().values())
+        until(lambda: num_right(run, right) >= COUNT - own, 30, "the others' streams at their end")
+        until(lambda: is_idle(server), 20, "the dead one's requests aborted")
+        count = served(server)
+        assert start(server).join() == right
+        until(lambda: served(server) - count == COUNT, 10, "counters go on")
+        assert server.engine_pid("decode") == engine
 
 
 def subscribed(server):

@@ -14,7 +14,7 @@ from bireme.launch.deployment import DeploymentSettings
 from bireme.recipe_files import load_recipe
 from tests.server.faults.test_faults import PROMPT, Run
 from tests.server.triton_client import Client
-from tests.server.watch import is_idle, total, until
+from tests.server.watch import is_idle, outliving_a_killed_stub, total, until
 from tests.servers import supervised
 
 pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
@@ -90,13 +90,14 @@ def test_a_killed_stub_is_replaced_while_streams_of_the_others_go_on(deployment,
     run = Run(server, "generate", count=24, max_tokens=LENGTH, stream=True)
     until(lambda: all(count > 5 for count in run.tokens), 30, "streams under way")
     until(lambda: sum(streams(server).values()) == len(right), 10, "streams on the page")
-    before, own = deployment._watchdog.stubs(), streams(server)[victim]
-    os.kill(before[victim], signal.SIGKILL)
-    until(lambda: deployment.health()["status"] == "not_ready", 10, "readiness says so")
-    until(lambda: deployment.health()["status"] == "ready", 30, "ready again")
-    assert not {before[name] for name in STUBS} & set(deployment._watchdog.stubs().values())
-    until(lambda: num_right(run, right) >= 24 - own, 30, "the others' streams at their end")
-    until(lambda: all(len(processes.stubs(server.pid)[name]) == 1 for name in STUBS), 20, "the former stubs' end")
-    count = sum(served(server).values())
-    assert Run(server, "generate", count=24, max_tokens=LENGTH, stream=True).join() == right
-    until(lambda: sum(served(server).values()) - count >= 24, 10, "counters go on")
+    with outliving_a_killed_stub(server):
+        before, own = deployment._watchdog.stubs(), streams(server)[victim]
+        os.kill(before[victim], signal.SIGKILL)
+        until(lambda: deployment.health()["status"] == "not_ready", 10, "readiness says so")
+        until(lambda: deployment.health()["status"] == "ready", 30, "ready again")
+        assert not {before[name] for name in STUBS} & set(deployment._watchdog.stubs().values())
+        until(lambda: num_right(run, right) >= 24 - own, 30, "the others' streams at their end")
+        until(lambda: all(len(processes.stubs(server.pid)[name]) == 1 for name in STUBS), 20, "the former stubs' end")
+        count = sum(served(server).values())
+        assert Run(server, "generate", count=24, max_tokens=LENGTH, stream=True).join() == right
+        until(lambda: sum(served(server).values()) - count >= 24, 10, "counters go on")

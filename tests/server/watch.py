@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from bireme.launch import Server
 
 PATIENCE = 5  # machines that others use, too, have been that much slower for an hour
 
@@ -38,3 +43,16 @@ def held(server: Any) -> float:
 def is_idle(server: Any) -> bool:
     running = total(server, "bireme_requests_running") + total(server, "bireme_requests_waiting")
     return held(server) == 0 and running == 0
+
+
+@contextlib.contextmanager
+def outliving_a_killed_stub(server: Server) -> Iterator[None]:
+    """For a test that kills a stub: tritonserver 2.51 aborts where the stub held a lock just then, and is started again
+    (docs/troubleshooting.md). No test can choose the moment, so that this failure is expected, and no other.
+    """
+    try:
+        yield
+    except Exception as error:
+        if server.returncode == -signal.SIGABRT:
+            pytest.xfail(f"tritonserver aborted over a lock of the stub that was killed: {error}")
+        raise
