@@ -12,6 +12,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from bireme.engines.torch import kernels
 from bireme.engines.torch.kv_store import KvStore
-from bireme.engines.torch.row_copies import move_rows
+from bireme.engines.torch.row_copies import MoveRows, row_mover
 from bireme.errors import ConfigError
 from bireme.kv.block_tiers import BlockCopy, CopyResult
 from bireme.kv.disk_blocks import DiskBlocks
@@ -56,17 +57,13 @@ class BlockMover:
         self._disk = disk
         self._cuda = store.device if store.device.type == "cuda" else None
         self._chunk_bytes = _CHUNK_BYTES[store.device.type]
-        self._uses_kernel = kernels.is_usable(store.device)
         # Slices of arrays cost less than those of tensors, and there are two a layer and block.
         self._arrays = [] if self._cuda else [[view.numpy() for view in views] for views in self._views]
+        ways = ("offload", "onboard") if self._cuda else ()
+        self._staging = {name: _Staging(self._views, self._chunk_bytes, name == "onboard") for name in ways}
         self._host = [self._host_memory(group, count) for group, count in enumerate(num_host_blocks)]
         self._bounce = [self._host_memory(group, 1) for group in range(len(self._views))] if disk else []
-        self._streams: dict[str, Any] = {}
-        if self._cuda is not None:
-            self._streams = {name: torch.cuda.Stream(self._cuda) for name in ("offload", "onboard")}
-        for views in self._views if self._uses_kernel else ():  # compile it now, not in a copy
-            row = np.zeros(1, np.int64)
-            move_rows(views, [view.new_empty(1, view.shape[1]) for view in views], row, row, True)
+        self._streams: dict[str, Any] = {name: torch.cuda.Stream(self._cuda) for name in ways}
         self._noted = self._computed()
         self._is_closing = False
         self._threads = {name: Copier(f"kv-{name}") for name in ("offload", "onboard", "spill")}
@@ -148,9 +145,7 @@ class BlockMover:
                     part[...] = self._arrays[group][place][source]
             return [CopyResult.DONE] * len(copies)
         with self._on("offload", computed):
-            staged = host.new_empty((len(copies), host.shape[1]), device=self._cuda)
-            parts = [part for _, part in self._parts(group, staged)]
-            move_rows(self._views[group], parts, np.array(sources), np.arange(len(copies)), self._uses_kernel)
+            staged = self._staging["offload"].gather(group, sources)
             for first, last in _runs(rows):
                 host[rows[first] : rows[first] + last - first].copy_(staged[first:last], non_blocking=True)
             return self._end("offload")
@@ -170,11 +165,10 @@ class BlockMover:
                     self._arrays[group][place][target] = part
             return [CopyResult.DONE] * len(copies)
         with self._on("onboard", computed):
-            staged = host.new_empty((len(copies), host.shape[1]), device=self._cuda)
+            staged = self._staging["onboard"].room(group, len(copies))
             for first, last in _runs(rows):
                 staged[first:last].copy_(host[rows[first] : rows[first] + last - first], non_blocking=True)
-            parts = [part for _, part in self._parts(group, staged)]
-            move_rows(parts, self._views[group], np.arange(len(copies)), np.array(targets), self._uses_kernel)
+            self._staging["onboard"].scatter(group, targets)
             end = self._end("onboard")
         return _ended(end, 1) if copies[0].source_tier == DISK else end
 
@@ -190,14 +184,11 @@ class BlockMover:
                 break
         return results
 
-    def _parts(self, group: int, data: Any) -> Iterator[tuple[int, Any]]:
-        """Yield the place of each layer's keys and values among the views, and their part of `data`.
-
-        `data`: (words of a block) or (blocks, words), a tensor or an array.
-        """
+    def _parts(self, group: int, block: Any) -> Iterator[tuple[int, Any]]:
+        """Yield the place of each layer's keys and values among the views, and their part of `block` (words,)."""
         at = 0
         for place, words in enumerate(self._words[group]):
-            yield place, data[..., at : at + words]
+            yield place, block[at : at + words]
             at += words
 
     def _host_memory(self, group: int, num_blocks: int) -> Tensor:
@@ -235,6 +226,42 @@ class BlockMover:
         event = torch.cuda.Event(blocking=True)
         event.record(self._streams[name])
         return event
+
+
+class _Staging:
+    """Where the blocks of a way pass through on the GPU, a chunk at a time; used in one stream's order.
+
+    The addresses are told to the kernel once: to make them anew for a chunk took longer than to copy it.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]], chunk_bytes: int, is_up: bool) -> None:
+        """`groups`: each one's views (blocks, words)."""
+        sizes = [sum(view[0].nbytes for view in views) for views in groups]
+        counts = [max(1, -(-chunk_bytes // size)) for size in sizes]
+        device = groups[0][0].device
+        memory = torch.empty(max(map(mul, counts, sizes)), dtype=torch.uint8, device=device)
+        self._rooms: list[Tensor] = []
+        self._moves: list[MoveRows] = []
+        for views, count, size in zip(groups, counts, sizes, strict=True):
+            room = memory[: count * size].view(views[0].dtype).view(count, -1)
+            parts = list(room.split([view.shape[1] for view in views], 1))
+            sources, targets = (parts, views) if is_up else (views, parts)
+            move = row_mover(sources, targets, kernels.is_usable(device))
+            move(np.zeros(1, np.int64), np.zeros(1, np.int64))  # compile it now, not in a copy
+            self._rooms.append(room)
+            self._moves.append(move)
+
+    def room(self, group: int, count: int) -> Tensor:
+        """Return (count, words): where blocks for `scatter` belong."""
+        return self._rooms[group][:count]
+
+    def gather(self, group: int, blocks: Sequence[int]) -> Tensor:
+        """Return (blocks, words)."""
+        self._moves[group](np.array(blocks), np.arange(len(blocks)))
+        return self.room(group, len(blocks))
+
+    def scatter(self, group: int, blocks: Sequence[int]) -> None:
+        self._moves[group](np.arange(len(blocks)), np.array(blocks))
 
 
 def _ended(end: Any, num_blocks: int) -> list[CopyResult]:

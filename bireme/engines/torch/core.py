@@ -206,7 +206,7 @@ class EngineCore:
         Raises BrokenEngineError.
         """
         began, started = time.monotonic(), self._started
-        if self._parts.mover is not None:  # the step itself writes to no block that may be evicted before it is done
+        if self._parts.mover is not None:
             self._parts.mover.note_computed()
         plan = self.scheduler.schedule() if started is None else started.plan
         if started is None:  # else they have begun with it
@@ -253,7 +253,8 @@ class EngineCore:
             sampled = parts.sampler.sample(logits[: len(keys)] if batch.prompt_rows else logits, keys)
         else:
             parts.runner.keep_pace()
-            if parts.mover is not None:  # it is not waited for, and blocks that left a window may be evicted at once
+            self._offload()  # these copies wait for the steps before, so that they are made during this one
+            if parts.mover is not None:  # blocks that the step itself lets out of a window: for its end
                 parts.mover.note_computed()
         self._advance(plan)
         now = time.monotonic()

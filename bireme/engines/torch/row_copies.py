@@ -7,7 +7,7 @@ stream waits for what the engine's had been given when the rows were named, neve
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ from bireme.kv.transfer.chunks import CHUNK_BYTES
 from bireme.kv.transfer.memory import Rows
 
 logger = logging.getLogger("bireme.engines.torch")
+
+MoveRows = Callable[[Rows, Rows], None]  # the rows read, the rows written
 
 
 class RowCopies:
@@ -101,16 +103,24 @@ def move_rows(
     sources: Sequence[Tensor], targets: Sequence[Tensor], source_rows: Rows, target_rows: Rows, uses_kernel: bool
 ) -> None:
     """Copy rows between tensors (rows, size) of one device, pair by pair, on its current stream."""
+    row_mover(sources, targets, uses_kernel)(source_rows, target_rows)
+
+
+def row_mover(sources: Sequence[Tensor], targets: Sequence[Tensor], uses_kernel: bool) -> MoveRows:
+    """Return what does so, for tensors that stay where they are."""
     if uses_kernel:
         from bireme.engines.torch.kernels.copy_rows import RowCopier, row_places
 
         widths = [tensor.shape[1] * tensor.element_size() for tensor in sources]
-        copier = RowCopier(row_places(sources), row_places(targets), widths, sources[0].device)
-        copier.copy(source_rows, target_rows)
-        return
-    index, to = (torch.from_numpy(rows).to(sources[0].device, non_blocking=True) for rows in (source_rows, target_rows))
-    for source, target in zip(sources, targets, strict=True):
-        target.index_copy_(0, to, source.index_select(0, index))
+        return RowCopier(row_places(sources), row_places(targets), widths, sources[0].device).copy
+
+    def move(source_rows: Rows, target_rows: Rows) -> None:
+        device = sources[0].device
+        index, to = (torch.from_numpy(rows).to(device, non_blocking=True) for rows in (source_rows, target_rows))
+        for source, target in zip(sources, targets, strict=True):
+            target.index_copy_(0, to, source.index_select(0, index))
+
+    return move
 
 
 def staging_memory(num_bytes: int, is_cuda: bool) -> tuple[Tensor, str]:
