@@ -142,6 +142,11 @@ class PackedChunks:
     longest_query: int
     longest_key: int
     is_fresh: bool  # they see nothing but their own tokens
+    is_padded: bool = False  # more tokens may follow theirs, and fewer keys be seen than the longest: a graph's
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.query_begins) == 2
 
 
 @dataclass(slots=True)

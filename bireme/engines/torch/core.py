@@ -36,6 +36,7 @@ from bireme.logits.sampler import Sampled, Sampler
 from bireme.messages import Finish, FinishReason, TokenLogprobs
 
 if TYPE_CHECKING:
+    from bireme.engines.torch.prompt_graphs import PromptGraphs
     from bireme.engines.torch.resident_decode import Flight, ResidentDecode  # Triton's language: CUDA builds alone
 
 logger = logging.getLogger("bireme.engines.torch")
@@ -67,6 +68,7 @@ class Parts:
     mover: BlockMover | None = None  # where blocks have tiers below the device
     pictures: PictureStore | None = None  # of a model that takes pictures
     resident: ResidentDecode | None = None  # decode steps of a model that can be fused
+    prompt_graphs: PromptGraphs | None = None  # on a GPU
 
 
 @dataclass(slots=True)
@@ -231,8 +233,8 @@ class EngineCore:
 
     def prepare(self) -> bool:
         """Do a piece of what makes later steps quicker, if nothing is under way; False: there is none left."""
-        resident = self._parts.resident
-        return resident is not None and self.is_empty and resident.make_next_graph()
+        makers = (self._parts.prompt_graphs, self._parts.resident)
+        return self.is_empty and any(maker.make_next_graph() for maker in makers if maker is not None)
 
     def _run(self, plan: SchedulerOutput, began: float) -> None:
         parts = self._parts

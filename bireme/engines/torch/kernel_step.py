@@ -64,7 +64,7 @@ def attend_stored(
         own = slice(chunks.begin, chunks.end)
         num_chunks, num_heads = len(chunks.query_begins) - 1, query_THK.shape[1]
         cut = num_parts(num_chunks, num_heads, chunks.longest_query, chunks.longest_key)
-        if cut == 1 and _flash_takes(query_THK, value_TNV, extras):
+        if cut == 1 and not chunks.is_padded and _flash_takes(query_THK, value_TNV, extras):
             fresh = (key_TNK[own], value_TNV[own])
             parts.append(_flash(chunks, query_THK[own], *fresh, keys, values, group.window, extras.scaling))
         else:
@@ -83,6 +83,7 @@ def attend_stored(
                     extras.softcap,
                     extras.sinks,
                     cut,
+                    chunks.is_padded,
                 )
             )
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -44,6 +44,7 @@ from bireme.messages import Capacity
 
 if TYPE_CHECKING:
     from bireme.engines.torch.picture_side import PictureSide
+    from bireme.engines.torch.prompt_graphs import PromptGraphs
     from bireme.engines.torch.resident_decode import ResidentDecode
 
 logger = logging.getLogger("bireme.engines.torch")
@@ -110,8 +111,11 @@ class LoadedEngine:
         warm_up(first)
         phases.end("warm_up")
         self.mover = _mover(store, manager, context.config)
-        if uses_kernels and resident is None and device.type == "cuda":
-            _make_graphs(runner, store, self.limits, context.config, has_grid_positions)
+        prompt_graphs = None
+        if uses_kernels and device.type == "cuda":
+            graphs = (runner, store, self.limits, config, has_grid_positions)
+            if resident is not None or _make_graphs(*graphs):
+                prompt_graphs = _prompt_graphs(*graphs)
         self.core = EngineCore(
             Parts(
                 worker=context.worker,
@@ -130,6 +134,7 @@ class LoadedEngine:
                 mover=self.mover,
                 pictures=pictures.store if pictures else None,
                 resident=resident,
+                prompt_graphs=prompt_graphs,
             )
         )
         if context.transfer is not None:
@@ -275,19 +280,36 @@ def _resident(weights: DecoderWeights, on: FirstPasses, config: EngineConfig, vo
 
 def _make_graphs(
     runner: HfRunner, store: KvStore, limits: EngineLimits, config: EngineConfig, has_grid_positions: bool
-) -> None:
+) -> bool:
+    """Return whether the model's steps can be graphs, and are to be."""
     from bireme.engines.torch.decode_graphs import DecodeGraphs, graph_sizes
 
     windows, columns = [group.window for group in store.groups], -(-limits.max_seq_len // limits.tokens_per_block) + 1
     sizes, settings = graph_sizes(config.cuda_graph_config, limits.max_batch_size), config.cuda_graph_config
     if settings is None or not sizes:
-        return
+        return False
     try:
         made = DecodeGraphs(runner.compute, windows, columns, sizes, has_grid_positions, settings.enable_padding)
         runner.use(made)
     except Exception as error:  # of whatever the model does that a graph can't hold: it still runs, more slowly
         logger.warning("graphs_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
         torch.cuda.empty_cache()
+        return False
+    return True
+
+
+def _prompt_graphs(
+    runner: HfRunner, store: KvStore, limits: EngineLimits, config: EngineConfig, has_grid_positions: bool
+) -> PromptGraphs | None:
+    """Have the runner use graphs of short prompts, which are still to be made. None: graphs are off, or not padded."""
+    from bireme.engines.torch.prompt_graphs import PromptGraphs
+
+    if config.cuda_graph_config is None or not config.cuda_graph_config.enable_padding:
+        return None
+    windows = [group.window for group in store.groups]
+    made = PromptGraphs(runner.compute, windows, limits, store.device, has_grid_positions)
+    runner.use(made)
+    return made
 
 
 def _findings(context: EngineContext, checkpoint: Checkpoint, device: torch.device) -> Findings:

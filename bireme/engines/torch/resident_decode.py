@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch import sequence as sequences
-from bireme.engines.torch.decode_graphs import capture
 from bireme.engines.torch.fused_decoder import FusedDecoder
+from bireme.engines.torch.graphs import Pool, make_graph
 from bireme.engines.torch.kernels.decode_attention import (
     PART_COLUMNS,
     Scratch,
@@ -36,7 +36,6 @@ from bireme.logits.rows import Row
 
 logger = logging.getLogger("bireme.engines.torch")
 
-_MOST_ERROR = 0.02  # of a graph's logits against the same kernels launched singly, relative
 Ints = npt.NDArray[np.int32]
 RowOf = Callable[[sequences.Sequence], Row]
 
@@ -209,25 +208,12 @@ class ResidentDecode:
             return
         logger.info("decode_graph_made size=%d s=%.3f", size, time.monotonic() - began)
 
-    def _make(self, size: int, pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
+    def _make(self, size: int, pool: Pool | None) -> torch.cuda.CUDAGraph:
         nothing, state = np.zeros(0, dtype=np.int32), self._state
         told = np.zeros(state.size_of(size), dtype=np.int32)
         state.fill(told, size, 0, nothing, nothing)
         state.told[: len(told)].copy_(torch.from_numpy(told))
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # what is made at a first use must not be made in the graph
-                expected = self._compute(size).float()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with capture(graph, pool):
-            self._compute(size)
-        graph.replay()
-        error = float((self._state.logits[:size].float() - expected).norm() / expected.norm())
-        if not error <= _MOST_ERROR:
-            raise RuntimeError(f"a graph of {size} rows is {error:.3g} off")
-        return graph
+        return make_graph(lambda: self._compute(size), pool, lambda: None)
 
 
 def request_columns(row: Row, num_prompt: int) -> Ints:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from bireme.engines.torch.decode_graphs import DecodeGraphs
     from bireme.engines.torch.fused_decoder import FusedDecoder
     from bireme.engines.torch.packed_decoder import PackedDecoder
+    from bireme.engines.torch.prompt_graphs import PromptGraphs
 
 
 def route_attention(model: Any) -> None:
@@ -92,7 +93,7 @@ class HfRunner:
             from bireme.engines.torch.kernel_step import KernelStep  # Triton's language comes with CUDA builds alone
 
             self._make_step = KernelStep
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: list[DecodeGraphs | PromptGraphs] = []
         self._decoder: FusedDecoder | PackedDecoder | None = None
         self._last_step: torch.cuda.Event | None = None  # of which nothing was read back
 
@@ -101,8 +102,9 @@ class HfRunner:
 
         They may be a graph's own, which the next call overwrites.
         """
-        if self._graphs is not None and (logits := self._graphs.replay(batch)) is not None:
-            return logits
+        for graphs in self._graphs:
+            if (logits := graphs.replay(batch)) is not None:
+                return logits
         return self.compute(batch)
 
     def compute(self, batch: Batch) -> Tensor:
@@ -129,9 +131,9 @@ class HfRunner:
             if before is not None:
                 before.synchronize()
 
-    def use(self, graphs: DecodeGraphs) -> None:
-        """From now on decode steps replay these."""
-        self._graphs = graphs
+    def use(self, graphs: DecodeGraphs | PromptGraphs) -> None:
+        """From now on the steps that it has graphs of replay them."""
+        self._graphs.append(graphs)
 
     def use_decoder(self, decoder: FusedDecoder | PackedDecoder) -> None:
         """From now on it computes the steps, in place of the model's modules."""

@@ -68,6 +68,19 @@ def test_prefill_behind_prefixes_equals_plain_torch(
     torch.testing.assert_close(packed_prefill(*given, parts), packed_prefill_reference(*given))
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_prefill_leaves_zeros_behind_the_chunks_where_it_is_padded(rng, parts):
+    keys, values = pools(rng, 2, 16, 16, 8)
+    query = torch.randn(90, 4, 16, generator=rng, device=DEVICE)
+    query[70:] = float("nan")
+    own, seen = (torch.tensor([0, last], dtype=torch.int32, device=DEVICE) for last in (70, 100))
+    rows = torch.randint(0, len(keys), (300,), generator=rng, device=DEVICE)
+    given = (keys, values, rows, own, seen, 90, 2, 0.3)
+    found = packed_prefill(query, *given, parts=parts, is_padded=True)
+    torch.testing.assert_close(found[:70], packed_prefill_reference(query[:70], *given))
+    assert not found[70:].any()
+
+
 @pytest.mark.parametrize(
     ("num_chunks", "num_tokens", "num_keys", "expected"),
     [(1, 32, 8192, 8), (1, 200, 8192, 2), (1, 2048, 8192, 1), (1, 128, 128, 1), (1, 1, 700, 2), (64, 32, 8192, 1)],

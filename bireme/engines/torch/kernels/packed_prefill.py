@@ -120,6 +120,7 @@ def _prefill_kernel(
 def _join_kernel(
     sums_of,
     marks_of,
+    end_of,  # (1,) into T: tokens from there on are of no chunk
     sinks,
     out,
     num_parts,
@@ -132,19 +133,20 @@ def _join_kernel(
     """One token's head a program."""
     row = tl.program_id(0).to(tl.int64)
     part, v = tl.arange(0, MOST_PARTS), tl.arange(0, PAD_V)
-    at, is_there = row * num_parts + part, part < num_parts
-    largest = tl.load(marks_of + at * 2, is_there, -1e30)
-    total = tl.load(marks_of + at * 2 + 1, is_there, 0.0)
-    top = tl.max(largest, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks + row % H).to(tl.float32)
-        top = tl.maximum(top, sink)
-    share = tl.exp(largest - top)
-    whole = tl.sum(total * share, 0)
-    if HAS_SINKS:
-        whole += tl.exp(sink - top)
-    sums = tl.load(sums_of + at[:, None] * V + v[None, :], is_there[:, None] & (v < V)[None, :], 0.0)
-    tl.store(out + row * V + v, (tl.sum(sums * share[:, None], 0) / whole).to(out.dtype.element_ty), v < V)
+    if row < tl.load(end_of).to(tl.int64) * H:
+        at, is_there = row * num_parts + part, part < num_parts
+        largest = tl.load(marks_of + at * 2, is_there, -1e30)
+        total = tl.load(marks_of + at * 2 + 1, is_there, 0.0)
+        top = tl.max(largest, 0)
+        if HAS_SINKS:
+            sink = tl.load(sinks + row % H).to(tl.float32)
+            top = tl.maximum(top, sink)
+        share = tl.exp(largest - top)
+        whole = tl.sum(total * share, 0)
+        if HAS_SINKS:
+            whole += tl.exp(sink - top)
+        sums = tl.load(sums_of + at[:, None] * V + v[None, :], is_there[:, None] & (v < V)[None, :], 0.0)
+        tl.store(out + row * V + v, (tl.sum(sums * share[:, None], 0) / whole).to(out.dtype.element_ty), v < V)
 
 
 def num_parts(num_chunks: int, num_heads: int, longest_query: int, longest_key: int) -> int:
@@ -167,12 +169,17 @@ def packed_prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     parts: int = 1,
+    is_padded: bool = False,
 ) -> Tensor:
-    """query (T, H, K), rows (L,) int64, begins (chunks + 1,) int32 -> (T, H, V). Window 0: all; parts: `num_parts`."""
+    """query (T, H, K), rows (L,) int64, begins (chunks + 1,) int32 -> (T, H, V). Window 0: all; parts: `num_parts`.
+
+    Padded: tokens behind the last chunk's are zero.
+    """
     tokens, heads, size = query.shape
     value_size = values.shape[1] // num_kv_heads
     pad_k, pad_v = _padded(size), _padded(value_size)
-    out = torch.empty(tokens, heads, value_size, dtype=query.dtype, device=query.device)
+    make = torch.zeros if is_padded else torch.empty
+    out = make(tokens, heads, value_size, dtype=query.dtype, device=query.device)
     sums = marks = out
     if parts > 1:
         sums = torch.empty(tokens, heads, parts, value_size, dtype=torch.float32, device=query.device)
@@ -217,6 +224,7 @@ def packed_prefill(
         _join_kernel[(tokens * heads,)](
             sums,
             marks,
+            query_begins[-1:],
             query if sinks is None else sinks,
             out,
             parts,

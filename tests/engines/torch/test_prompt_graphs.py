@@ -1,0 +1,120 @@
+"""Graphs of short prompts answer as the same passes launched kernel by kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
+from bireme.config import CudaGraphConfig
+from bireme.engines.torch import decoder_weights, kernels, prompt_graphs
+from bireme.engines.torch.prompt_graphs import PromptGraphs, sizes_up_to
+from tests.engines.engine_fixtures import wait_for
+from tests.engines.torch import tiny_models
+from tests.engines.torch.test_fused_decoder import KINDS, SMALL, of_a_soak
+from tests.engines.torch.torch_harness import Harness, make_prompts, request
+
+IS_CUDA = torch.cuda.is_available()
+ENGINE = {"max_seq_len": 40, "max_num_tokens": 16, "max_batch_size": 2, "tokens_per_block": 4}
+FIRST, SECOND, LONG, OTHER = make_prompts(14, 5, 35, 9, seed=4)
+ASKED = [
+    [request(LONG, 2)],  # in chunks, of which only the last is sampled
+    [request(SECOND, 2)],  # fewer tokens than the graph has been given before
+    [request([*LONG[:24], 7, 8, 9], 2)],  # the rest behind a prefix
+    [request(FIRST, 2, temperature=0.9, seed=3, logprobs=1)],
+]
+BESIDE = [[request(FIRST, 1, prompt_logprobs=1)], [request(SECOND, 2), request(OTHER, 2)]]  # for which there is none
+
+
+class ComputedAgain:
+    """In the place of a CUDA graph."""
+
+    def __init__(self, compute, pool, vary):
+        compute()
+        self.replay, self.pool = compute, lambda: pool
+
+
+@pytest.fixture(params=["mistral", *(of_a_soak(kind) for kind in KINDS if kind != "mistral")])
+def path(request, tmp_path):
+    return tiny_models.save(tmp_path, request.param, **(SMALL | KINDS[request.param]))
+
+
+@pytest.fixture(autouse=True)
+def on_kernels(monkeypatch):
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    if not IS_CUDA:
+        monkeypatch.setattr(prompt_graphs, "make_graph", ComputedAgain)
+        monkeypatch.setattr(prompt_graphs, "_SIZES", (16, 32))  # what Triton's interpreter does in seconds
+
+
+def graphs_of(engine):
+    """Return the engine's graphs once all are made; where there is no GPU it is given some here."""
+    parts = engine.core._parts
+    if parts.prompt_graphs is None:
+        windows = [group.window for group in engine.manager.groups]
+        parts.prompt_graphs = PromptGraphs(parts.runner.compute, windows, parts.limits, torch.device("cpu"))
+        parts.runner.use(parts.prompt_graphs)
+        engine.engine._post(lambda: None)  # it sleeps
+    made = parts.prompt_graphs
+    wait_for(lambda: not made._to_make, 60)
+    engine.settle()
+    return made
+
+
+def replays(graphs, monkeypatch):
+    """Return a list that grows by the number of rows of each replay."""
+    found, replay = [], graphs.replay
+
+    def counted(batch):
+        if (logits := replay(batch)) is not None:
+            found.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(graphs, "replay", counted)
+    return found
+
+
+@pytest.mark.parametrize("is_fused", [True, of_a_soak(False)])
+def test_an_engine_with_them_answers_as_one_without(path, is_fused, monkeypatch):
+    if not is_fused:
+        monkeypatch.setattr(decoder_weights, "FAMILIES", ())
+    with Harness(path, **ENGINE, cuda_graph_config=None) as engine:
+        assert engine.core._parts.prompt_graphs is None
+        expected = [engine.run(requests) for requests in [*ASKED, *BESIDE]]
+    with Harness(path, **ENGINE) as engine:
+        graphs = graphs_of(engine)
+        assert sorted(graphs._graphs) == list(prompt_graphs._SIZES[:1])
+        counted = replays(graphs, monkeypatch)
+        assert [engine.run(requests) for requests in ASKED] == expected[: len(ASKED)]
+        assert counted == [0, 0, 1, 1, 1, 1]
+        assert [engine.run(requests) for requests in BESIDE] == expected[len(ASKED) :]
+
+
+def test_they_are_made_while_nothing_runs_and_never_where_one_fails(tmp_path, monkeypatch, caplog):
+    def refuse(compute, pool, vary):
+        raise RuntimeError("no room\nmore")
+
+    path = tiny_models.save(tmp_path, "mistral", **SMALL)
+    monkeypatch.setattr(prompt_graphs, "make_graph", refuse)
+    with Harness(path, **ENGINE) as engine, caplog.at_level("WARNING"):
+        graphs = graphs_of(engine)
+        assert not graphs._graphs and len(engine.run([request(FIRST, 2)])[0]) == 2
+    told = [record.getMessage() for record in caplog.records if record.msg.startswith("prompt_graph_off")]
+    assert told in ([], ["prompt_graph_off tokens=16 reason=no room"], ["prompt_graph_off tokens=32 reason=no room"])
+    assert told or IS_CUDA
+
+
+@pytest.mark.skipif(not IS_CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("config", [None, CudaGraphConfig(enable_padding=False)])
+def test_settings_turn_them_off(tmp_path, config):
+    path = tiny_models.save(tmp_path, "mistral", **SMALL)
+    with Harness(path, **ENGINE, cuda_graph_config=config) as engine:
+        assert engine.core._parts.prompt_graphs is None
+
+
+@pytest.mark.parametrize(
+    ("longest", "expected"), [(2048, [32, 64, 128, 192, 256]), (24, [32]), (100, [32, 64, 128]), (64, [32, 64])]
+)
+def test_sizes_are_those_that_a_chunk_can_have(monkeypatch, longest, expected):
+    monkeypatch.undo()
+    assert sizes_up_to(longest) == expected
