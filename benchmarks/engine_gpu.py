@@ -5,7 +5,7 @@ step has to read the weights and the keys and values of its sequences once (of a
 as so many tokens choose, if each chooses at random): `floor` is these bytes over the rate at which the GPU reads in the
 same run (the better of a copy and cuBLAS's product of one row), `share` is floor over the step's mean. Tokens of a step
 may be read while the next one runs, so steps are timed together. `replay` is the step's CUDA graph alone, again and
-again.
+again. Short prompts, and few tokens behind a long prefix, are asked in turns with their graphs and kernel by kernel.
 
     python benchmarks/engine_gpu.py                       # 8B shape
     python benchmarks/engine_gpu.py --shape qwen3-30b-a3b --batch 1 8 32 128
@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bireme.config import EngineConfig, KvCacheConfig, Limits
@@ -68,10 +69,11 @@ def main() -> None:
     prefill = (
         {} if options.quick else {f"{count} tokens": bench.prefill(count) for count in (2048, 4096, 8192, 8192 + 7)}
     )
+    short = bench.short_prompts((8, 16) if options.quick else (32, 128, 256))
     requests = {
         spread: bench.throughput(4 if options.quick else 64, spread == "spread") for spread in ("equal", "spread")
     }
-    report(rows, prefill, requests, rate, gemm_rate, options)
+    report(rows, prefill, short, requests, rate, gemm_rate, options)
 
 
 def parse() -> argparse.Namespace:
@@ -235,6 +237,25 @@ class Bench:
             times.append(round(1e3 * sum(self._drain()[0]), 1))
         return times
 
+    def short_prompts(self, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
+        """Return ms to the first token, the median of five: with graphs, and kernel by kernel."""
+        runner, long = self._core._parts.runner, self._random.integers(10, 500, 32 * max(lengths)).astype("<i4")
+        self._submit(len(long), 1, long)
+        self._drain()
+        cases = {f"{length}": (length, None) for length in lengths}
+        cases[f"{len(long)}, all but a block cached"] = (len(long), long)
+        found: dict[str, dict[str, float]] = {}
+        for name, (length, prompt) in cases.items():
+            times: dict[str, list[float]] = {"graph": [], "kernels": []}
+            for turn in range(10):
+                graphs, way = runner._graphs, "kernels" if turn % 2 else "graph"
+                runner._graphs = [] if turn % 2 else graphs
+                self._submit(length, 1, prompt)
+                times[way].append(sum(self._drain()[0]))
+                runner._graphs = graphs
+            found[name] = {way: round(1e3 * sorted(one)[2], 2) for way, one in times.items()}
+        return found
+
     def throughput(self, count: int, has_spread: bool) -> dict[str, Any]:
         """Return tokens/s of `count` requests of 512/128, or of 256-768/64-192, submitted at once."""
         unit = 16 if self._loaded.capacity.max_seq_len <= 1024 else 128
@@ -245,9 +266,10 @@ class Bench:
         times, tokens = self._drain()
         return {"tokens_per_s": round(tokens / sum(times)), "longest_step_ms": round(1e3 * max(times), 1)}
 
-    def _submit(self, num_tokens: int, max_tokens: int) -> None:
+    def _submit(self, num_tokens: int, max_tokens: int, prompt: npt.NDArray[np.int32] | None = None) -> None:
         self._count += 1
-        prompt = self._random.integers(10, 500, num_tokens).astype("<i4")
+        if prompt is None:
+            prompt = self._random.integers(10, 500, num_tokens).astype("<i4")
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         admitted = self._gate.admit(EngineRequest(prompt=prompt.tobytes(), sampling=sampling))
         self._core.add(self._loaded.admission.admit((0, self._count), admitted))
@@ -274,6 +296,7 @@ class Bench:
 def report(
     rows: list[dict[str, Any]],
     prefill: dict[str, Any],
+    short: dict[str, dict[str, float]],
     requests: dict[str, Any],
     rate: float,
     gemm_rate: float,
@@ -290,10 +313,13 @@ def report(
         print(f"{row['case']:28} {figures} {'' if row['replay_ms'] is None else row['replay_ms']:>8}")
     for what, times in prefill.items():
         print(f"prefill of {what}: {times} ms")
+    for what, times in short.items():
+        print(f"first token of {what}: {times['graph']:.2f} ms, kernel by kernel {times['kernels']:.2f} ms")
     for what, one in requests.items():
         print(f"requests of {what} lengths: {one['tokens_per_s']} tokens/s, longest step {one['longest_step_ms']} ms")
-    found = {"rows": rows, "prefill_ms": prefill, "requests": requests, "bytes_per_s": rate, "flops_per_s": gemm_rate}
-    print(json.dumps({"benchmark": "engine_gpu", "device": name, "options": vars(options), **found}))
+    found = {"rows": rows, "prefill_ms": prefill, "first_token_ms": short, "requests": requests}
+    rates = {"bytes_per_s": rate, "flops_per_s": gemm_rate}
+    print(json.dumps({"benchmark": "engine_gpu", "device": name, "options": vars(options), **found, **rates}))
     for row in rows:
         asked = AIMS.get(row["batch"])
         if torch.cuda.is_available() and options.shape == "8b" and asked and row["case"].endswith("equal"):

@@ -50,6 +50,8 @@ def on_kernels(monkeypatch):
 def graphs_of(engine):
     """Return the engine's graphs once all are made; where there is no GPU it is given some here."""
     parts = engine.core._parts
+    if parts.prompt_graphs is None and IS_CUDA:
+        pytest.skip("the model's modules do what no graph holds")
     if parts.prompt_graphs is None:
         windows = [group.window for group in engine.manager.groups]
         parts.prompt_graphs = PromptGraphs(parts.runner.compute, windows, parts.limits, torch.device("cpu"))
