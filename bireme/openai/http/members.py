@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from bireme.launch.ports import resolve
 from bireme.metrics import MetricDelta
 
 _TIMEOUT_S = 1.0
@@ -93,11 +94,12 @@ async def _read(path: Path) -> bytes:
 
 def shared_socket(host: str, port: int) -> socket.socket:
     """Return a socket of a port that other processes of this user may share. Raises OSError."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family, address = resolve(host, port)
+    listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((host, port))
+        listener.bind(address)
     except OSError:
         listener.close()
         raise

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 from bireme.launch.ports import free_port
 from bireme.launch.processes import children
 from bireme.metrics import Registry
-from bireme.openai.http.members import Member
+from bireme.openai.http.members import Member, shared_socket
 from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.openai.metrics_page import MetricsPage
 
@@ -52,6 +53,16 @@ def listeners(port):
     """Return the sockets that listen on a port."""
     with open("/proc/net/tcp") as table:
         return [line for line in table if f":{port:04X} 00000000:0000 0A" in line]
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_processes_share_the_port_of_a_name(monkeypatch, family):
+    address = {socket.AF_INET: ("127.0.0.1", 0), socket.AF_INET6: ("::1", 0, 0, 0)}[family]
+    found = [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", address)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+    port = free_port()
+    with shared_socket("host.example", port) as one, shared_socket("host.example", port) as other:
+        assert one.family == other.family == family and one.getsockname()[:2] == (address[0], port)
 
 
 def num_counted(port):
