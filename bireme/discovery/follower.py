@@ -41,6 +41,7 @@ class Follower:
         self._records: Records = {}
         self._problem, self._failing_since = "not read yet", 0.0
         self._kept_until = 0.0
+        self._missed: dict[str, float] = {}  # of those that are kept: since when a read has lacked them
         self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
 
     @property
@@ -89,7 +90,11 @@ class Follower:
             self._kept_until = now + self._lease_s
         self._problem, self._failing_since = "", 0.0
         self._on_stale(False)
-        records = read if now >= self._kept_until else {**self._records, **read}
+        missed = {name: self._missed.get(name, now) for name in self._records if name not in read}
+        is_patient = now < self._kept_until
+        kept = [name for name, since in missed.items() if is_patient and now < since + self._lease_s]
+        self._missed = {name: missed[name] for name in kept}
+        records = {name: self._records[name] for name in kept} | dict(read)
         if records != self._records:
             self._records = records
             self._on_change(records)

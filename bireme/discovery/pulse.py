@@ -13,6 +13,7 @@ import asyncio
 import os
 import re
 import struct
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,10 +54,11 @@ class Pulse:
 
 
 class PulseReader:
-    """Reads another process's pulse."""
+    """Reads another process's pulse. One that nobody has any more is closed, too."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def open(cls, prefix: str, pid: int) -> PulseReader | None:
@@ -85,7 +87,7 @@ class PulseReader:
         return bool(self._read()[2])
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._close()
 
     def _read(self) -> tuple[int, int, int]:
         count, num_requests, is_worn = _RECORD.unpack(os.pread(self._descriptor, _RECORD.size, 0))

@@ -184,6 +184,9 @@ class BlockPool:
         if retention.duration_s is not None:
             number = self._expiries[block] = next(self._numbers)
             heapq.heappush(self._due, (self._clock() + retention.duration_s, number, block))
+            if len(self._due) > 64 and len(self._due) > 2 * len(self._expiries):
+                self._due = [entry for entry in self._due if self._expiries.get(entry[2]) == entry[1]]
+                heapq.heapify(self._due)
 
     def _uncache(self, block: int) -> None:
         priority = self.retention(block).priority
@@ -203,6 +206,3 @@ class BlockPool:
                 self._uncache(block)
                 self._retained.pop(block, None)
                 self._cache(block)
-        if len(self._due) > 64 and len(self._due) > 2 * len(self._expiries):
-            self._due = [entry for entry in self._due if self._expiries.get(entry[2]) == entry[1]]
-            heapq.heapify(self._due)

@@ -1,4 +1,4 @@
-"""CURVE on ZeroMQ sockets that other hosts can reach: both sides' keys are made from the deployment's key.
+"""ZeroMQ sockets that other hosts can reach speak CURVE: both sides' keys are made from the deployment's key.
 
 Only its processes get in, and no reader takes another process for an engine.
 """
@@ -29,6 +29,11 @@ def needs_curve(endpoint: str) -> bool:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:
         return True
+
+
+def is_ipv6(endpoint: str) -> bool:
+    """Return whether a host or an endpoint has an IPv6 address, in brackets: to sockets of ZeroMQ this must be said."""
+    return "[" in endpoint
 
 
 def let_in_readers(context: Any, deployment_key: bytes) -> Any:

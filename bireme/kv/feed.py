@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("bireme.kv")
 
 SILENT_S = 3.5  # without a report for so long a worker's load is not known
+_MAX_SOCKETS = 65_000  # libzmq's own limit is 1,023: 500 workers' worth
+_RETRY_S = 1.0  # from one try to follow a worker to the next
 _TURN_MS = 100  # how often time limits are looked at
 _REST_S = 0.002  # between turns: what comes meanwhile is taken together
 _PORTION_BYTES = 256 << 10  # of events that are read at once: so few that they stay in the processor's cache
@@ -197,11 +200,15 @@ class KvFeed:
         self._deployment_key, self._metrics, self._config = deployment_key, metrics, config or KvEventsConfig()
         self._reader = EventReader() if index is not None else None
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._poller = zmq.Poller()
         self._mailbox = Mailbox()
         self._poller.register(self._mailbox.descriptor, zmq.POLLIN)
         self._nats: NatsReader | None = None
         self._followers: dict[str, FollowedWorker] = {}
+        self._missing: dict[str, WorkerRecord] = {}  # that could not be followed
+        self._told: set[str] = set()  # of these, whose error has been logged
+        self._retry_at = math.inf
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-feed", daemon=True)
 
@@ -219,7 +226,7 @@ class KvFeed:
             name
             for name, one in list(self._followers.items())
             if name not in self.loads or not all(stream.is_in_step for stream in one.streams)
-        ]
+        ] + list(self._missing)
 
     def close(self) -> None:
         self._mailbox.post(self._begin_close)
@@ -258,13 +265,25 @@ class KvFeed:
         for name, one in list(self._followers.items()):
             if name not in view or _identity(view[name]) != _identity(one.record):
                 self._drop(name)
-        for name, record in view.items():
-            if name not in self._followers:
-                try:
-                    with self.lock:
-                        self._followers[name] = FollowedWorker(name, record, self)
-                except Exception as error:  # an address that makes no sense, an index that is full: the others go on
+        self._missing = {name: record for name, record in view.items() if name not in self._followers}
+        self._retry_at = 0.0
+        self._follow_missing()
+
+    def _follow_missing(self) -> None:
+        """Follow those of the view that are not followed, if it is time: what one lacked then may be there now."""
+        if time.monotonic() < self._retry_at:
+            return
+        for name, record in list(self._missing.items()):
+            try:
+                with self.lock:
+                    self._followers[name] = FollowedWorker(name, record, self)
+                del self._missing[name]
+            except Exception as error:  # an address that makes no sense, an index that is full: the others go on
+                if name not in self._told:
                     logger.error("kv_feed_not_followed worker=%s error=%s", name, error)
+                self._told.add(name)
+        self._told &= set(self._missing)
+        self._retry_at = time.monotonic() + _RETRY_S if self._missing else math.inf
         with self.lock:
             self.slots = {name: tuple(one.slots) for name, one in self._followers.items()}
 
@@ -294,6 +313,7 @@ class KvFeed:
             letter()
         now = time.monotonic()
         self.lag_s = 0.0
+        self._follow_missing()
         self._take_arrived()
         for name, one in list(self._followers.items()):
             one.turn()

@@ -46,7 +46,7 @@ _SNAPSHOT_WEIGHT = 16_384  # of one turn's part
 _MAX_ANSWERS = 64  # that are being sent at once; one more must ask again
 _ANSWER_TIMEOUT_S = 5.0  # a reader that takes nothing for so long must ask again
 _KEPT_BYTES = 64 << 20  # of sent batches, a rank
-_MAX_BACKOFF_S = 1.0
+_MAX_BACKOFF_S, _MAX_DOUBLINGS = 1.0, 10
 
 
 class EngineState(Protocol):
@@ -189,7 +189,7 @@ class KvPublisher:
 
     def wake(self) -> None:
         """The engine may have changed something; from any thread, costs next to nothing while this one is busy."""
-        if not self._is_awake:
+        if not self._is_awake and not self._is_closing:
             self._is_awake = True
             self._plane.wake()
 
@@ -209,7 +209,7 @@ class KvPublisher:
             self._num_errors = self._num_errors + 1 if self._has_failed else 0
             self._metrics.set("bireme_kv_publisher_up", not self._has_failed)
             if self._num_errors and not self._is_closing:
-                time.sleep(min(LOOK_S * 2**self._num_errors, _MAX_BACKOFF_S))
+                time.sleep(min(LOOK_S * 2 ** min(self._num_errors, _MAX_DOUBLINGS), _MAX_BACKOFF_S))
 
     def _pause(self) -> float:
         """Return how long to sleep: not at all while readers take answers, little while things change."""
@@ -289,7 +289,7 @@ class KvPublisher:
         if is_new:
             self._changed_at = now
         if now - self._reported_at >= HEARTBEAT_S:
-            self._plane.tick()
+            self._guard("tick", self._plane.tick)
         self._last_load, self._reported_at = load, now
         report = LoadReport(self._now(), load, self._worker, self._life, [rank.next_seq for rank in self._ranks])
         self._load_seq += 1

@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 
 from bireme.discovery.run import WorkerRecord
-from bireme.kv.curve import curve_keys, needs_curve
+from bireme.kv.curve import curve_keys, is_ipv6, needs_curve
 from bireme.kv.event_wire import LOAD_TOPIC, MAX_PAYLOAD_BYTES, encode_seq, event_topic
 
 _MESSAGES_A_TURN = 1_000
@@ -55,6 +55,7 @@ class ZmqLink:
     def _open(self, kind: int, endpoints: list[str], topics: list[bytes] | None = None) -> Any:
         socket = self._context.socket(kind)
         socket.linger = 0
+        socket.setsockopt(zmq.IPV6, any(map(is_ipv6, endpoints)))
         socket.setsockopt(zmq.RCVHWM, _HWM)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
         try:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from bireme.errors import ConfigError
-from bireme.kv.curve import curve_keys, let_in_readers, needs_curve
+from bireme.kv.curve import curve_keys, is_ipv6, let_in_readers, needs_curve
 from bireme.kv.event_wire import LOAD_TOPIC, decode_seq, encode_seq, rank_of
 from bireme.kv.publisher import ReplayRequest
 
@@ -32,9 +33,12 @@ class ZmqPlane:
     def __init__(self, ipc_prefix: str, host: str, deployment_key: bytes, *, has_events: bool = True) -> None:
         """`ipc_prefix`: of the Unix sockets, `ipc:///run/decode-1`; `host`: an address to bind instead."""
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing, self._is_closed = threading.Lock(), False
         self._context = zmq.Context()
         self._authenticator: Any = None
-        base = f"tcp://{host}:*" if host else ipc_prefix
+        base = ipc_prefix
+        if host:
+            base = f"tcp://[{host}]:*" if ":" in host and "[" not in host else f"tcp://{host}:*"
         if host and needs_curve(base):
             self._authenticator = let_in_readers(self._context, deployment_key)
         self._deployment_key = deployment_key
@@ -71,7 +75,10 @@ class ZmqPlane:
             os.eventfd_read(self._wakeup)
 
     def wake(self) -> None:
-        os.eventfd_write(self._wakeup, 1)
+        """After `close` nothing."""
+        with self._closing:
+            if not self._is_closed:
+                os.eventfd_write(self._wakeup, 1)
 
     def publish(self, topic: bytes, seq: int, payload: bytes) -> None:
         socket = self._load if topic == LOAD_TOPIC else self._events
@@ -115,11 +122,14 @@ class ZmqPlane:
         for endpoint in self._sockets:
             if endpoint.startswith("ipc://"):
                 Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
-        os.close(self._wakeup)
+        with self._closing:
+            self._is_closed = True
+            os.close(self._wakeup)
 
     def _bind(self, kind: int, limit: int, endpoint: str) -> Any:
         socket = self._context.socket(kind)
         socket.linger = 0
+        socket.setsockopt(zmq.IPV6, is_ipv6(endpoint))
         socket.setsockopt(zmq.SNDHWM, limit)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         if kind == zmq.ROUTER:

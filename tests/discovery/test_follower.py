@@ -1,5 +1,7 @@
 """A store that is followed, and one that is written to, through outages."""
 
+import time
+
 import pytest
 
 from bireme.discovery.follower import Follower
@@ -77,3 +79,23 @@ def test_a_record_is_written_when_the_store_is_back(until):
     store.change()
     until(lambda: store.held and not registration.problem)
     registration.stop()
+
+
+def test_one_that_a_flapping_store_lacks_is_kept_for_one_lease_alone(until):
+    store, views = MemoryStore(), []
+    follower = Follower(store, 0.3, views.append)
+    store.change(record(), record("prefill"))
+    follower.read_now()
+    store.change(record())
+    began = time.monotonic()
+    while len(follower.records) == 2:
+        follower._note_failure("timed out")  # before each read that succeeds
+        follower.read_now()
+        assert time.monotonic() < began + 30, "it is kept for ever"
+        time.sleep(0.01)
+    assert time.monotonic() > began + 0.3 and follower.records == by_id(record())
+    follower._note_failure("timed out")
+    store.change(record(), record("prefill"))
+    follower.read_now()
+    assert len(follower.records) == 2
+    follower.stop()

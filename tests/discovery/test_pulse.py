@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -123,3 +124,12 @@ def test_where_nobody_can_be_looked_up_a_pulse_is_taken_for_a_living_one(pulse, 
 
     monkeypatch.setattr(os, "listdir", listdir)
     assert has_writer(pulse_path(PREFIX, os.getpid()))
+
+
+def test_a_reader_that_nobody_has_any_more_holds_no_descriptor(pulse):
+    reader = PulseReader.open(PREFIX, os.getpid())
+    descriptor = reader._descriptor
+    del reader
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

@@ -336,3 +336,15 @@ class Memory(RuleBasedStateMachine):
 
 Memory.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
 TestMemory = Memory.TestCase
+
+
+def test_retentions_with_a_duration_take_no_memory_for_each_use():
+    pool = BlockPool(8)
+    block = pool.allocate()
+    pool.commit(block, b"shared", None)
+    pool.retain(block, Retention(90, 3600.0))
+    pool.free(block)
+    for _ in range(1000):
+        pool.share(block)
+        pool.free(block)
+    assert len(pool._due) < 100

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import zmq
 
 from bireme.discovery.run import WorkerRecord
+from bireme.kv import feed
 from bireme.kv.event_wire import LOAD_TOPIC, LoadReport, WorkerLoad, encode_payload
 from bireme.kv.feed import KvFeed
 from bireme.kv.hashing import salt_key, salted_hash, sequence_hashes
@@ -317,3 +321,40 @@ def test_metrics_tell_gaps_resyncs_and_what_was_left_out(router, publish, liar):
         return {"bireme_kv_feed_resyncs_total", "bireme_kv_feed_discarded_total"} <= names
 
     wait_for(seen)
+
+
+def test_a_worker_that_could_not_be_followed_is_tried_again(router, publish, monkeypatch, caplog):
+    one, open_link, failures = publish(), router.feed.open_link, [0]
+
+    def refuse_twice(record, num_ranks):
+        if failures[0] < 2:
+            failures[0] += 1
+            raise zmq.ZMQError(errno.EMFILE)
+        return open_link(record, num_ranks)
+
+    monkeypatch.setattr(router.feed, "open_link", refuse_twice)
+    monkeypatch.setattr(feed, "_RETRY_S", 0.05)
+    router.follow(one)
+    wait_for(lambda: failures[0])
+    one.store(PROMPT)
+    router.finds("decode", 8)
+    router.is_in_step()
+    assert [record.msg for record in caplog.records].count("kv_feed_not_followed worker=%s error=%s") == 1
+
+
+def test_a_worker_that_cannot_be_followed_is_not_in_step(router, publish, monkeypatch):
+    monkeypatch.setattr(router.feed, "open_link", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
+    router.follow(publish())
+    wait_for(lambda: router.feed.out_of_step() == ["decode"])
+    router.follow()
+    wait_for(lambda: router.feed.out_of_step() == [])
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_events_and_load_come_over_ipv6(router, publish):
+    one = publish(host="::1")
+    assert one.record.event_endpoint.startswith("tcp://[::1]:")
+    one.store(PROMPT)
+    router.follow(one)
+    router.finds("decode", 8)
+    router.is_in_step()

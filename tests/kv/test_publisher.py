@@ -270,3 +270,34 @@ def test_with_curve_a_client_with_keys_of_its_own_reads_nothing(curve_bench):
 def test_an_address_that_is_not_this_host_s_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="set kv_events.host to an address of this host"):
         ZmqPlane(f"ipc://{tmp_path}/x", "192.0.2.1", KEY)
+
+
+def test_a_plane_that_was_gone_for_an_hour_is_used_again(bench):
+    """Its pauses double with each failed turn: 2 to the power of 1024 is no float."""
+    one = bench()
+    one.publisher._num_errors = 5000
+    one.source.error = OSError("gone")
+    one.publisher.wake()
+    wait_for(lambda: one.publisher._num_errors > 5000)
+    one.source.error = None
+    one.sync()
+
+
+def test_load_is_told_while_sockets_cannot_be_made_again(bench, monkeypatch):
+    one = bench(topic="load")
+
+    def tick():
+        raise OSError("no such folder")
+
+    monkeypatch.setattr(one.plane, "tick", tick)
+    one.publisher._reported_at = 0.0
+    one.source.state["num_running"] = 3
+    one.publisher.wake()
+    wait_for(lambda: one.reader.sub.poll(20) and decode_load(one.reader.sub.recv_multipart()[2]).load.num_running == 3)
+
+
+def test_an_engine_whose_publisher_has_closed_wakes_nothing(tmp_path):
+    one = Published(tmp_path)
+    one.close()
+    one.publisher.wake()
+    one.plane.wake()  # by a thread that was told before

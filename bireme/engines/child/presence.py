@@ -30,7 +30,7 @@ class Presence:
         self._folder, config = folder, recipe.discovery
         self.server = ""  # by which other servers' processes call this one
         self._records: dict[str, WorkerRecord] = {}
-        self._is_leaving = False
+        self._told_leaving: dict[str, bool] = {}  # of each record
         self._registration: Registration | None = None
         self._peers: Follower | None = None
         if config.is_shared:
@@ -46,20 +46,19 @@ class Presence:
 
     def publish(self, record: WorkerRecord) -> None:
         """Let the record be found from now on."""
-        self._is_leaving = run.is_draining(self._folder)
-        record = self._with_state(record)
-        run.publish(self._folder, record)
-        self._records[record.worker] = record
+        is_leaving, record = run.is_draining(self._folder), self._with_state(record)
         if self._registration is not None:
             # A launch that ends takes nothing new from others, while its own pipelines finish what they have.
-            self._registration.set(msgspec.structs.replace(record, state="draining") if self._is_leaving else record)
+            self._registration.set(msgspec.structs.replace(record, state="draining") if is_leaving else record)
+        run.publish(self._folder, record)
+        self._records[record.worker], self._told_leaving[record.worker] = record, is_leaving
 
     def look(self) -> None:
         """Restore records that were deleted, as cleaners of temporary files do; tell whether it drains."""
         for record in list(self._records.values()):
             try:
                 is_leaving = run.is_draining(self._folder)
-                if self._with_state(record) != record or is_leaving != self._is_leaving:
+                if self._with_state(record) != record or is_leaving != self._told_leaving[record.worker]:
                     self.publish(record)
                     state = "leaving" if is_leaving else self._records[record.worker].state
                     logger.info("worker_state worker=%s state=%s", record.worker, state)

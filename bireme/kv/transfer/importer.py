@@ -15,7 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from bireme.kv.transfer.shm_file import file_prefix
 from bireme.metrics import Registry
 
 PING_S = 0.5
+_IDLE_S = 60.0  # without a fetch from it an exporter of another host is forgotten; its next life has another endpoint
 GONE_S = 1.0  # how long an exporter that has removed what it offered may take to say why
 logger = logging.getLogger("bireme.kv.transfer")
 
@@ -57,6 +58,7 @@ class Peer:
     process: Process | FarProcess
     socket: Any  # zmq DEALER
     file_prefix: str  # of the files that it may offer
+    used_at: float = field(default_factory=time.monotonic)  # when a fetch last needed it
 
     def send(self, message: wire.Claim | wire.Ack | wire.Cancel | wire.PeerPing) -> None:
         """Never blocks. A message that can't be queued is lost: the timers of both sides cover that."""
@@ -170,8 +172,9 @@ class Importer:
             fetch.plan = plan_chunks(self._layout, fetch.firsts, fetch.params.num_tokens)
             if fetch.stopped is not None:
                 raise fetch.stopped
-        except BiremeError as error:
-            self._fail(fetch, error)
+        except (BiremeError, zmq.ZMQError) as error:  # no descriptor, or no socket, is left
+            text = f"KV transfer: no connection to prefill worker {fetch.params.worker}: {error}; prefill again"
+            self._fail(fetch, error if isinstance(error, BiremeError) else UnavailableError(text))
             return
         self._waiting.append(fetch)
         self._claim_waiting()
@@ -208,9 +211,12 @@ class Importer:
             self._on_progress(fetch, message.num_chunks)
 
     def tick(self) -> None:
-        """Fail the fetches whose exporter died or is silent; forget dead peers."""
+        """Fail the fetches whose exporter died or is silent; forget dead peers, and far ones that nobody needs."""
         now = time.monotonic()
         busy = {fetch.peer for fetch in (*self._fetches.values(), *self._in_doubt.values())}
+        for peer in busy:
+            if peer is not None:
+                peer.used_at = now
         if now >= self._next_ping:
             self._next_ping = now + PING_S
             for peer in busy:
@@ -219,7 +225,8 @@ class Importer:
         dead = [
             peer
             for peer in self._peers.values()
-            if not peer.process.is_alive() and (peer in busy or isinstance(peer.process, Process))
+            if not peer.process.is_alive()
+            and (peer in busy or isinstance(peer.process, Process) or now - peer.used_at > _IDLE_S)
         ]
         for fetch in list(self._fetches.values()):
             if (fetch.is_safe and not fetch.gone_at) or fetch.stopped is not None:

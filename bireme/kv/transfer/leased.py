@@ -23,7 +23,7 @@ from bireme.config import CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
 from bireme.discovery import run
 from bireme.errors import ConfigError, EngineLostError
-from bireme.kv.curve import curve_keys, let_in_readers, needs_curve
+from bireme.kv.curve import curve_keys, is_ipv6, let_in_readers, needs_curve
 from bireme.kv.transfer.backend import Backend
 from bireme.kv.transfer.base import Done, Fetch, Find, KvLayout, Lease
 from bireme.kv.transfer.buffer import TransferBuffer
@@ -222,6 +222,7 @@ class LeasedTransfer:
             self._authenticator = let_in_readers(self._context, self._deployment_key)
             router.curve_publickey, router.curve_secretkey = curve_keys(self._deployment_key, "engine")
             router.curve_server = True
+        router.setsockopt(zmq.IPV6, is_ipv6(self._host))  # then "*" is both kinds of addresses
         port = router.bind_to_random_port(f"tcp://{address}")
         self._endpoint = f"tcp://{self._host}:{port}"
 
@@ -239,6 +240,7 @@ class LeasedTransfer:
         dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         dealer.setsockopt(zmq.SNDHWM, 10_000)
         if endpoint.startswith("tcp://"):
+            dealer.setsockopt(zmq.IPV6, is_ipv6(endpoint))
             dealer.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)  # not the kernel's, which doubles its pauses
             if needs_curve(endpoint):
                 dealer.curve_publickey, dealer.curve_secretkey = curve_keys(self._deployment_key, "reader")

@@ -1,7 +1,9 @@
 """How an engine process is found, on its own server and on others, and how it finds them."""
 
 import time
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from bireme.config import DiscoveryConfig, Recipe
@@ -110,3 +112,20 @@ def test_alone_it_has_no_address_and_no_store(bench):
     (folder / "decode.json").unlink()
     presence.look()
     assert run.find(folder, "decode") == record
+
+
+def test_all_records_of_a_process_say_that_its_launch_ends(bench, shared, monkeypatch):
+    """Also when the run folder could not be written in the first look."""
+    presence, folder, record = bench()
+    share = msgspec.structs.replace(record, worker="decode-mm")
+    for one in (share, record):
+        presence.publish(one)
+    run.ask_drain(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "publish", Mock(side_effect=OSError("no space left")))
+        presence.look()
+    presence.look()
+    until(
+        lambda: {name: one.state for name, one in shared().items()} == dict.fromkeys((record.id, share.id), "draining")
+    )
+    assert not run.find(folder, "decode").is_draining

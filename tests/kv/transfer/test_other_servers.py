@@ -1,5 +1,9 @@
 """KV from an engine of another launch on this host, and from one that shared memory can't reach."""
 
+import errno
+from pathlib import Path
+from unittest.mock import Mock
+
 import msgspec
 import pytest
 import zmq
@@ -7,8 +11,15 @@ import zmq
 from bireme.discovery import run
 from bireme.errors import KvTransferError, NotFoundError
 from bireme.kv.curve import curve_keys
-from bireme.kv.transfer import wire
-from tests.kv.transfer.kv_side import DEPLOYMENT_KEY, Side, all_files_of, wait_until
+from bireme.kv.transfer import importer, wire
+from bireme.kv.transfer.process import FarProcess
+from tests.kv.transfer.kv_side import DEPLOYMENT_KEY, Side, all_files_of, needs_nixl, wait_until
+
+
+def has_ipv6():
+    table = Path("/proc/net/if_inet6")
+    return table.exists() and bool(table.read_text())
+
 
 ELSEWHERE = "prefill@b:8001"
 
@@ -76,6 +87,7 @@ def asks(endpoint, key=None):
     """Return a socket that has pinged an exporter; `key`: of the deployment."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.linger = 0
+    socket.ipv6 = "[" in endpoint
     if key:
         socket.curve_publickey, socket.curve_secretkey = curve_keys(key, "reader")
         socket.curve_serverkey = curve_keys(key, "engine")[0]
@@ -96,3 +108,42 @@ def test_only_the_deployment_s_processes_reach_a_control_socket_that_other_hosts
 def test_a_control_socket_of_this_host_alone_has_no_other_address(make_side):
     side = make_side("prefill", host="127.0.0.1")
     assert side.transfer._router.last_endpoint.startswith(b"tcp://127.0.0.1:")
+
+
+def test_an_exporter_that_cannot_be_reached_for_want_of_sockets_is_prefill_s_fault(far, decode_of, monkeypatch):
+    decode = decode_of(far, host=run.host_id())
+    monkeypatch.setattr(decode.transfer._importer, "_connect", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
+    error = decode.fetch(exported(far)).result()
+    assert isinstance(error, KvTransferError) and "Too many open files" in str(error)
+
+
+def test_an_exporter_of_another_host_that_nobody_needs_is_forgotten(far, decode_of, monkeypatch):
+    """Its next life has another endpoint: the sockets of all that have been would stay."""
+    decode = decode_of(far, host=run.host_id())
+    monkeypatch.setattr(importer, "Process", FarProcess)
+    importing = decode.transfer._importer
+    assert decode.fetch(exported(far)).result() is None and not importing.is_idle
+    monkeypatch.setattr(importer, "_IDLE_S", 0.1)
+    wait_until(lambda: importing.is_idle and not decode.transfer._dealers)
+    assert decode.fetch(exported(far)).result() is None
+
+
+@needs_nixl
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
+def test_rows_come_over_ipv6(tmp_path):
+    sides = [Side(tmp_path, "prefill", backend="nixl", host="[::1]")]
+    assert sides[0].transfer.endpoint.startswith("tcp://[::1]:")
+    sides.append(Side(tmp_path, "decode", backend="nixl", host="[::1]", find=lambda worker: sides[0].record()))
+    fetching = sides[1].fetch(sides[0].export(100))
+    assert fetching.result() is None and fetching.is_right
+    for side in sides:
+        side.close()
+
+
+def test_a_control_socket_takes_both_kinds_of_addresses(make_side):
+    side = make_side("prefill", host="[2001:db8::5]")  # of any network; it is this host's by its record alone
+    port = side.transfer.endpoint.rpartition(":")[2]
+    for address in ("127.0.0.1", "[::1]") if has_ipv6() else ("127.0.0.1",):
+        socket = asks(f"tcp://{address}:{port}", DEPLOYMENT_KEY)
+        assert socket.poll(10_000)
+        socket.close()
