@@ -24,6 +24,7 @@ from bireme.engines.torch.limits import EngineLimits
 logger = logging.getLogger("bireme.engines.torch")
 
 _SIZES = (32, 64, 128, 192, 256)  # tokens; with more the GPU works about as long as their kernels take to launch
+_FEW, _MOST_SEEN = 128, 8192  # more tokens than the one behind more than the other are flash attention's, if it may be
 
 
 @dataclass(slots=True)
@@ -72,6 +73,8 @@ class PromptGraphs:
         chunks = batch.groups[0].chunks
         if not size or len(chunks) != 1 or not isinstance(chunks[0], PackedChunks) or not chunks[0].is_single:
             return None
+        if count > _FEW and chunks[0].longest_key > _MOST_SEEN:
+            return None
         made = self._graphs[size]
         _fill(made.batch, batch, count)
         made.graph.replay()
@@ -114,6 +117,7 @@ def _fill(own: Batch, batch: Batch, count: int) -> None:
     """Copy a chunk of `count` tokens into a graph's; what follows them writes to the null block."""
     assert own.logits_rows is not None and batch.logits_rows is not None
     own.ids[:, :count].copy_(batch.ids)
+    own.ids[:, count:].zero_()  # all alike: they choose the same experts
     own.positions[..., :count].copy_(batch.positions)
     own.logits_rows[: len(batch.logits_rows)].copy_(batch.logits_rows)
     for mine, group in zip(own.groups, batch.groups, strict=True):

@@ -68,14 +68,20 @@ def test_prefill_behind_prefixes_equals_plain_torch(
     torch.testing.assert_close(packed_prefill(*given, parts), packed_prefill_reference(*given))
 
 
+@pytest.mark.parametrize(
+    ("heads", "num_kv", "size", "value_size", "block_size", "window", "softcap", "has_sinks"), SHAPES
+)
 @pytest.mark.parametrize("parts", [1, 3])
-def test_prefill_leaves_zeros_behind_the_chunks_where_it_is_padded(rng, parts):
-    keys, values = pools(rng, 2, 16, 16, 8)
-    query = torch.randn(90, 4, 16, generator=rng, device=DEVICE)
+def test_prefill_leaves_zeros_behind_the_chunks_where_it_is_padded(
+    rng, heads, num_kv, size, value_size, block_size, window, softcap, has_sinks, parts
+):
+    keys, values = pools(rng, num_kv, size, value_size, block_size)
+    query = torch.randn(90, heads, size, generator=rng, device=DEVICE)
     query[70:] = float("nan")
     own, seen = (torch.tensor([0, last], dtype=torch.int32, device=DEVICE) for last in (70, 100))
     rows = torch.randint(0, len(keys), (300,), generator=rng, device=DEVICE)
-    given = (keys, values, rows, own, seen, 90, 2, 0.3)
+    sinks = torch.randn(heads, generator=rng, device=DEVICE) if has_sinks else None
+    given = (keys, values, rows, own, seen, 90, num_kv, 0.3, window, softcap, sinks)
     found = packed_prefill(query, *given, parts=parts, is_padded=True)
     torch.testing.assert_close(found[:70], packed_prefill_reference(query[:70], *given))
     assert not found[70:].any()

@@ -116,14 +116,15 @@ def _prefill_kernel(
             )
 
 
-@triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_parts", "num_chunks"])  # type: ignore[untyped-decorator]
 def _join_kernel(
     sums_of,
     marks_of,
-    end_of,  # (1,) into T: tokens from there on are of no chunk
+    query_begins,  # the last is where tokens of no chunk begin
     sinks,
     out,
     num_parts,
+    num_chunks,
     H: tl.constexpr,
     V: tl.constexpr,
     PAD_V: tl.constexpr,
@@ -133,7 +134,7 @@ def _join_kernel(
     """One token's head a program."""
     row = tl.program_id(0).to(tl.int64)
     part, v = tl.arange(0, MOST_PARTS), tl.arange(0, PAD_V)
-    if row < tl.load(end_of).to(tl.int64) * H:
+    if row < tl.load(query_begins + num_chunks).to(tl.int64) * H:
         at, is_there = row * num_parts + part, part < num_parts
         largest = tl.load(marks_of + at * 2, is_there, -1e30)
         total = tl.load(marks_of + at * 2 + 1, is_there, 0.0)
@@ -188,7 +189,8 @@ def packed_prefill(
         query = query.contiguous()
     is_small = query.dtype.itemsize * pad_k <= 256
     tile_q = 64 if is_small else 32
-    _prefill_kernel[((len(query_begins) - 1) * parts, triton.cdiv(longest_query, tile_q), heads)](
+    num_chunks = len(query_begins) - 1
+    _prefill_kernel[(num_chunks * parts, triton.cdiv(longest_query, tile_q), heads)](
         query,
         keys,
         values,
@@ -224,10 +226,11 @@ def packed_prefill(
         _join_kernel[(tokens * heads,)](
             sums,
             marks,
-            query_begins[-1:],
+            query_begins,
             query if sinks is None else sinks,
             out,
             parts,
+            num_chunks,
             H=heads,
             V=value_size,
             PAD_V=pad_v,
