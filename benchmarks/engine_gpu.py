@@ -69,10 +69,10 @@ def main() -> None:
     prefill = (
         {} if options.quick else {f"{count} tokens": bench.prefill(count) for count in (2048, 4096, 8192, 8192 + 7)}
     )
-    short = bench.short_prompts((8, 16) if options.quick else (32, 128, 256))
     requests = {
         spread: bench.throughput(4 if options.quick else 64, spread == "spread") for spread in ("equal", "spread")
     }
+    short = bench.short_prompts((8, 16) if options.quick else (32, 128, 256))
     report(rows, prefill, short, requests, rate, gemm_rate, options)
 
 

@@ -12,9 +12,7 @@ from bireme.config import CudaGraphConfig
 from bireme.engines.torch import decoder_weights, kernels, prompt_graphs
 from bireme.engines.torch.prompt_graphs import PromptGraphs, sizes_up_to
 from tests.engines.engine_fixtures import wait_for
-from tests.engines.torch import picture_models, tiny_models
-from tests.engines.torch.picture_deployment import Deployment
-from tests.engines.torch.picture_models import PictureModel, pixels
+from tests.engines.torch import tiny_models
 from tests.engines.torch.test_fused_decoder import KINDS, SMALL, of_a_soak
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
 
@@ -120,9 +118,12 @@ def test_a_prompt_beside_a_decode_goes_without(tmp_path, monkeypatch):
         assert decodes.finish.error == "" and counted == [1]
 
 
-@pytest.mark.skipif(IS_CUDA, reason="a picture's processor is not everywhere")
+@pytest.mark.skipif(IS_CUDA, reason="where there is a GPU, what pictures need may be missing")
 def test_positions_in_three_dimensions_and_text_behind_pictures(tmp_path, monkeypatch):
-    model = PictureModel(tmp_path, picture_models.qwen2_5_vl)
+    from tests.engines.torch.picture_deployment import Deployment
+    from tests.engines.torch.picture_models import PictureModel, pixels, qwen2_5_vl
+
+    model = PictureModel(tmp_path, qwen2_5_vl)
     asked = [(model.prompt(make_prompts(9)[0]), []), (model.prompt(FIRST[:5], None, FIRST), [pixels(1)])]
     with Deployment(model.path, "agg", max_num_tokens=16, max_batch_size=2) as deployment:
         counted = replays(graphs_of(deployment.engines["decode"], has_grid_positions=True), monkeypatch)
