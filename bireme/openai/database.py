@@ -128,16 +128,18 @@ class Lives:
         new.rename(self._folder / self.own)  # so that it is never seen unlocked
 
     def has(self, process: str) -> bool:
-        """Whether it lives. The kernel frees a lock with its process, whatever ended it."""
+        """Whether it lives, or that can't be known now. The kernel frees a lock with its process, whatever ended it."""
         if process == self.own:
             return True
         try:
             descriptor = os.open(self._folder / process, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError:  # no descriptor is free: nobody has died of that
+            return True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:  # it is held, or no lock is to be had
             return True
         finally:
             os.close(descriptor)

@@ -26,7 +26,7 @@ class CompileClient:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._views: set[str] = set()  # vocabularies that the process has received
+        self._views: set[str] = set()  # vocabularies that the process has opened
         self._is_closed = False
 
     def compile(self, request: dict[str, Any], info: str, seconds: float, max_bytes: int) -> bytes:
@@ -51,9 +51,9 @@ class CompileClient:
             ) from None
         except (OSError, EOFError):
             raise RequestError(f"guided_decoding: compiling it ended with {self._end()}; simplify it") from None
-        self._views.add(view)
         if answer[:1] != b"+":
             raise RequestError(f"guided_decoding.{request['kind']}: {answer[1:].decode(errors='replace')}")
+        self._views.add(view)  # not before: it may be the view that could not be opened
         return answer[1:]
 
     def kill(self) -> None:
@@ -148,9 +148,10 @@ def _read(process: subprocess.Popen[bytes], deadline: float, max_bytes: int) -> 
 def _read_exactly(process: subprocess.Popen[bytes], length: int, deadline: float) -> bytes:
     assert process.stdout is not None
     descriptor, parts = process.stdout.fileno(), []
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
     while length:
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
+        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise _LateError
         part = os.read(descriptor, min(length, 1 << 20))
         if not part:

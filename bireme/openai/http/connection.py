@@ -1,14 +1,17 @@
-"""uvicorn's connection with two additions: limits of a request's head, and notice of a lost client for all its
-requests.
+"""uvicorn's connection with three additions: limits of a request's head, a limit of requests that wait behind one
+another, and notice of a lost client for all its requests.
 
 A head (request line and headers) that is too large is answered with 431, one that does not come in time with 408;
-uvicorn would read and wait without end. When the client leaves, each of its running requests is told: uvicorn tells
-only the last one, and of two sent one after the other the first would go on generating for nobody.
+uvicorn would read and wait without end. A client with too many unanswered requests loses its connection. When the
+client leaves, each of its running requests is told: uvicorn tells only the last one, and of two sent one after the
+other the first would go on generating for nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +21,8 @@ from bireme.config import FrontendConfig
 from bireme.openai.http.error_replies import HttpError, reply_of
 
 _HEADER_FRAME = 4  # ": " and the end of the line
+_MAX_UNANSWERED = 100  # no key: requests of one connection; clients seldom send more than one
+logger = logging.getLogger("bireme.openai")
 
 
 class Connection(HttpToolsProtocol):
@@ -26,7 +31,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, limits: FrontendConfig, **uvicorn_arguments: Any) -> None:
         super().__init__(**uvicorn_arguments)
         self._limits = limits
-        self._open: tuple[RequestResponseCycle, ...] = ()  # requests not answered yet, the oldest first
+        self._open = deque[RequestResponseCycle]()  # requests not answered yet, the oldest first
         self._is_in_head, self._num_head_bytes = False, 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._refusal: HttpError | None = None
@@ -56,8 +61,12 @@ class Connection(HttpToolsProtocol):
         if size > self._limits.max_header_bytes:
             self._refusal = self._too_large()
             raise self._refusal  # the parser stops, and has uvicorn call send_400_response
+        if self._is_answering() and len(self._open) >= _MAX_UNANSWERED:
+            limit = f"{_MAX_UNANSWERED} requests of this connection are not answered yet, its limit"
+            self._refusal = HttpError(429, limit, code="too_many_requests")
+            raise self._refusal
         super().on_headers_complete()
-        self._open = (*(cycle for cycle in self._open if not cycle.response_complete), self.cycle)
+        self._open.append(self.cycle)
 
     def send_400_response(self, msg: str) -> None:
         if self._refusal is None:
@@ -67,11 +76,11 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
-        for cycle in self._open[:-1]:
+        for cycle in self._open:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
-        self._open = ()
+        self._open.clear()
         super().connection_lost(exc)
 
     def _start_head_timer(self) -> None:
@@ -93,7 +102,9 @@ class Connection(HttpToolsProtocol):
             self._refuse(HttpError(408, f"the request's headers did not come within {limit}", code="timeout"))
 
     def _is_answering(self) -> bool:
-        return any(not cycle.response_complete for cycle in self._open)
+        while self._open and self._open[0].response_complete:  # they are answered one after the other
+            self._open.popleft()
+        return bool(self._open)
 
     def _too_large(self) -> HttpError:
         limit = f"frontend.max_header_bytes is {self._limits.max_header_bytes}"
@@ -103,7 +114,9 @@ class Connection(HttpToolsProtocol):
         """Send the error, unless an answer is half sent, and close."""
         self._stop_head_timer()
         self._is_in_head = False
-        if not self._is_answering():
+        if self._is_answering():
+            logger.warning("connection_closed status=%d error=%s", error.status, error)
+        else:
             reply = reply_of(error)
             head = (
                 f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}\r\ncontent-type: application/json\r\n"

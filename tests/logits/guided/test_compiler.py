@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import queue
+import resource
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,8 @@ import pytest
 from bireme.config import GuidedDecodingConfig, Limits
 from bireme.errors import BiremeError, RequestError, ResourceExhaustedError, UnavailableError
 from bireme.guides import parse_guide
+from bireme.logits.guided import compile_client
+from bireme.logits.guided.compile_client import CompileClient
 from bireme.logits.guided.compiler import GuideCompiler
 from bireme.logits.guided.guidance import Guidance, allocate
 from bireme.logits.guided.vocabulary import make_table
@@ -233,6 +239,33 @@ def test_a_helper_that_dies_costs_one_guide(make):
     compiler._clients[0]._process.kill()
     compiler._clients[0]._process.wait()
     assert follow(compiler, "b", regex="b") == "b$"
+
+
+def test_a_vocabulary_that_could_not_be_opened_is_sent_again(shared):
+    compiled(shared, regex="a")
+    client, request = CompileClient(), {"view": "plain", "kind": "regex", "text": "a", "any_whitespace": False}
+    try:
+        with pytest.raises(RequestError):
+            client.compile(request, "no vocabulary", 30, 1 << 20)
+        assert client.compile(request, shared._infos["plain"][1], 30, 1 << 20)
+    finally:
+        client.close()
+
+
+def test_a_helper_answers_through_a_high_descriptor():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    low, writing = os.pipe()
+    high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1500)
+    try:
+        os.write(writing, compile_client.U32.pack(3) + b"+{}")
+        with os.fdopen(high, "rb", closefd=False) as stream:
+            process: Any = types.SimpleNamespace(stdout=stream)
+            assert compile_client._read(process, time.monotonic() + 10, 10) == b"+{}"
+    finally:
+        for descriptor in (low, writing, high):
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_guide_that_is_too_large_compiled_is_refused(make):

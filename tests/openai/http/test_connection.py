@@ -1,4 +1,4 @@
-"""What a connection refuses before there is a request: heads that are too large, and those that never end."""
+"""What a connection refuses before there is a request: heads that are too large, those that never end, and too many."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http import httptools_impl
 
 from bireme.config import FrontendConfig
 from bireme.openai.http.connection import Connection
@@ -116,6 +117,29 @@ async def test_an_answer_under_way_ends_before_the_next_head_is_refused(talk):
 async def test_no_refusal_is_written_into_an_answer_under_way(talk):
     answer = await talk(SLOW, BEGIN + b"X-A: " + b"a" * 1000, pause_s=0.1)
     assert answer.startswith(b"HTTP/1.1 200") and b" 431 " not in answer
+
+
+async def test_requests_behind_one_another_are_answered_in_their_order(talk):
+    last = BEGIN + b"Connection: close\r\n\r\n"
+    answer = await talk((BEGIN + b"\r\n") * 99 + last)
+    assert answer.count(b"HTTP/1.1 200") == 100 and answer.count(b"yes\n") == 100
+
+
+async def test_a_connection_with_too_many_unanswered_requests_is_closed(talk, monkeypatch, caplog):
+    made = []
+    begin = httptools_impl.RequestResponseCycle.__init__
+    monkeypatch.setattr(
+        httptools_impl.RequestResponseCycle, "__init__", lambda own, **values: made.append(own) or begin(own, **values)
+    )
+    await talk(SLOW + b"GET / HTTP/1.1\r\n\r\n" * 2000)
+    assert len(made) == 100
+    assert "connection_closed status=429 error=100 requests of this connection" in caplog.text
+
+
+async def test_requests_that_were_answered_do_not_count(talk):
+    bursts = [(BEGIN + b"\r\n") * 60] * 4
+    answer = await talk(*bursts, BEGIN + b"Connection: close\r\n\r\n", pause_s=0.2)
+    assert answer.count(b"HTTP/1.1 200") == 241
 
 
 async def test_what_is_no_http_is_still_400(talk):
