@@ -46,7 +46,7 @@ from bireme.pipelines.json_body import decode_body
 PATH = "/v1/batches"
 _LOOK_S, _SWEEP_S = 1.0, 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
-_RETRY_S = 1800.0  # of a line whose server is away, or whose key has used up its limits
+_RETRY_S = 1800.0  # from a line's first failure: its server is away, or its key has used up its limits
 _PASSING = frozenset({429, 503, 504})
 _LONGEST_WINDOW_S = 7 * 24 * 3600
 _WINDOW = re.compile(r"([1-9]\d{0,6})([smhd])")
@@ -238,11 +238,14 @@ class Batches:
 
     async def _run_line(self, batch: StoredBatch, number: int, line: BatchLine, tenant: Tenant) -> int:
         """Answer a line; return how many bytes the answer has."""
-        began_at, pauses = time.monotonic(), Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        failed_at, pauses = None, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             async with self.gate:
                 call, body = await self._ask(batch.endpoint, bytes(line.body), tenant)
-            if call.status not in _PASSING or time.monotonic() - began_at > _RETRY_S:
+            if call.status not in _PASSING:
+                break
+            failed_at = failed_at or time.monotonic()  # waits at the gate before are no failure
+            if time.monotonic() - failed_at > _RETRY_S:
                 break
             await asyncio.sleep(pauses.next_s())
         shown = answered_line(batch.id, number, line.custom_id, call.status, call.request_id.decode(), body)

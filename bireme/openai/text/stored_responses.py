@@ -130,7 +130,7 @@ class StoredResponses:
             self._writer = asyncio.get_running_loop().create_task(self._write())
         try:
             await kept
-        except UnavailableError as error:
+        except Exception as error:  # also of a store that can't be opened: the answer is there, and paid for
             logger.error("response_not_kept id=%s error=%s", form.id, error)
             drop_frames(error)
 

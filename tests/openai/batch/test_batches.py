@@ -13,6 +13,7 @@ from bireme.openai.batch import batches, line_gate
 from bireme.openai.batch.batch_lines import MAX_PROBLEMS
 from bireme.openai.batch.batch_store import BatchStore
 from bireme.openai.batch.line_gate import LineGate
+from bireme.pipelines.chat_service import ChatService
 from tests.openai.batch.forms import FILES, ask, bearer, keys_of, upload
 
 BATCHES = "/v1/batches"
@@ -288,6 +289,40 @@ async def test_what_may_pass_is_tried_again(bench):
     bench.workers.errors.extend([ResourceExhaustedError("the queue is full")] * 5)
     batch, answers, _ = await ended(bench, lines(3))
     assert len(answers) == 3 and batch.request_counts.completed == 3
+
+
+def refuse(monkeypatch, times):
+    """Let the first `times` runs of a chat fail with what may pass, and tries follow each other quickly."""
+    run, refusals = ChatService.run, iter(range(times))
+
+    async def fail(*values):
+        if next(refusals, None) is not None:
+            raise ResourceExhaustedError("the queue is full")
+        return await run(*values)
+
+    monkeypatch.setattr(ChatService, "run", fail)
+    monkeypatch.setattr(batches, "_RETRY_S", 0.2)
+    monkeypatch.setattr(batches, "_FIRST_PAUSE_S", 0.01)
+
+
+async def test_the_time_for_tries_begins_with_the_first_failure(bench, monkeypatch):
+    refuse(monkeypatch, 1)
+    gate = bench.app._files.gate
+    for _ in range(3):
+        await gate.__aenter__()
+    batch_id = (await create(bench, lines(1))).json()["id"]
+    while not gate._waiting:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    for _ in range(3):
+        await gate.__aexit__(None, None, None)
+    assert (await until(bench, batch_id)).request_counts.completed == 1
+
+
+async def test_a_line_that_fails_for_too_long_has_failed(bench, monkeypatch):
+    refuse(monkeypatch, 10**6)
+    batch, _, errors = await ended(bench, lines(1))
+    assert batch.request_counts.failed == 1 and errors["line-0"]["response"]["status_code"] == 503
 
 
 async def test_a_disk_that_is_full_for_a_while_loses_no_line(bench, monkeypatch):

@@ -7,7 +7,7 @@ import pydantic
 import pytest
 from openai.types.responses import ResponseItem
 
-from bireme.errors import RequestError, ResourceExhaustedError
+from bireme.errors import ConfigError, RequestError, ResourceExhaustedError, UnavailableError
 from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.openai.text.response_answer import ResponseAnswer
 from bireme.openai.text.stored_responses import StoredResponses
@@ -45,6 +45,16 @@ async def test_a_response_is_kept_as_it_was_answered(bench, stream):
     told = whole_of(events_of(reply.data)) if stream else reply.json()
     kept = await get(bench, told["id"])
     assert response_of(kept.data).output_text and kept.json()["output"] == told["output"]
+
+
+@pytest.mark.parametrize("error", [UnavailableError("full"), ConfigError("no folder"), OSError("no descriptor")])
+async def test_a_response_that_can_t_be_kept_is_answered(bench, error, monkeypatch, caplog):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(bench.app._stored._store, "_store", fail)
+    told = (await answered(bench)).json()
+    assert f"response_not_kept id={told['id']} error={error}" in caplog.text
 
 
 async def test_a_request_goes_on_from_a_response_and_what_came_before_it(bench):
