@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -68,14 +69,14 @@ class AdminClient:
                 return body
         except urllib.error.HTTPError as error:
             raise BiremeError(_reason(error)) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:  # the last: it ended within its answer
             raise UnavailableError(f"tritonserver at {request.host} does not answer: {error}") from None
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
     try:
         body = error.read().decode(errors="replace")
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return f"HTTP {error.code}"
     try:
         return str(json.loads(body)["error"])

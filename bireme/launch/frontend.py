@@ -114,7 +114,7 @@ class FrontendProcess:
         """Start it; `wait_ready` follows. Raises ConfigError."""
         try:
             self._process = self._spawn()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise ConfigError(f"the OpenAI frontend can't be started: {error}") from error
         self._began_at = time.monotonic()
 
@@ -202,7 +202,12 @@ class FrontendProcess:
         own = {"PYTHONPATH": path, "BIREME_SHM_PREFIX": settings.shm_prefix, "BIREME_CANARY_KEY": self.key}
         environment = os.environ | own | dict(settings.environment)
         process = ChildProcess(command, environment, output=subprocess.PIPE)
-        threading.Thread(target=self._relay, args=(process,), name="frontend-lines", daemon=True).start()
+        try:
+            threading.Thread(target=self._relay, args=(process,), name="frontend-lines", daemon=True).start()
+        except RuntimeError:  # no thread left: nobody would have it
+            process.signal(signal.SIGKILL)
+            process.reap()
+            raise
         return process
 
     def _relay(self, process: ChildProcess) -> None:

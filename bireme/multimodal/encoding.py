@@ -123,7 +123,10 @@ class EncoderService:
         max_queue_size: int,
         num_threads: int = 1,
         max_copies: int = 1,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_failure`: called on the encoder's thread after it could not encode a picture."""
+        self._on_failure = on_failure
         self._encoder, self._share, self._config, self._media = encoder, share, config, media
         self._metrics = metrics
         self._max_queue_size = max_queue_size
@@ -363,6 +366,7 @@ class EncoderService:
             if len(batch) == 1:
                 logger.exception("picture_failed")
                 batch[0].result.set_exception(_own(error))
+                await self._in(self._vision, self._on_failure)
                 return
             for item in batch:
                 await self._encode_batch([item])

@@ -27,7 +27,7 @@ from bireme.stages.requests import request_id_of
 from bireme.types import Array, Cancelled, Response, Send, StageContext, TensorResponse, Tensors
 from bireme.video import rules, wire
 
-_REPEAT_S = 5.0
+_REPEAT_S = 5.0  # at most, from one sign of life to the next
 _NO_ETA = -1.0  # not known yet
 
 
@@ -41,6 +41,7 @@ class VideoDiffusion(EngineStage[VideoClient]):
 
     async def start(self, context: StageContext) -> None:
         self._config, self._metrics = context.recipe.video, context.metrics
+        self._repeat_s = min(_REPEAT_S, context.recipe.pipeline.stall_timeout_s / 4)
         await super().start(context)
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
@@ -79,7 +80,7 @@ class VideoDiffusion(EngineStage[VideoClient]):
         try:
             while not run.ended.is_set():
                 try:
-                    await asyncio.wait_for(run.ended.wait(), _REPEAT_S)
+                    await asyncio.wait_for(run.ended.wait(), self._repeat_s)
                 except asyncio.TimeoutError:
                     run.repeat()
         except asyncio.CancelledError:

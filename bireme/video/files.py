@@ -57,13 +57,15 @@ class FileStore:
         if len(data) > self._max_bytes:
             raise ResourceExhaustedError(f"a result of {len(data)} bytes; video.max_folder_bytes is {self._max_bytes}")
         name = f"file-{secrets.token_hex(16)}.{_SUFFIXES.get(output_format, output_format)}"
-        self.sweep(self._max_bytes - len(data))
         draft = self._folder / f".{name}"
         try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # somebody may have made room
+            self.sweep(self._max_bytes - len(data))
             draft.write_bytes(data)
             draft.rename(self._folder / name)
         except OSError as error:
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
             raise ResourceExhaustedError(f"the result can't be kept: {error.strerror}") from error
         return self._describe(self._folder / name)
 
@@ -88,7 +90,11 @@ class FileStore:
         for file in files:
             if file.expires_at > now and left <= limit:
                 break
-            file.path.unlink(missing_ok=True)
+            try:
+                file.path.unlink(missing_ok=True)
+            except OSError as error:  # another user's, in a folder of several
+                logger.warning("video_file_not_removed name=%s error=%s", file.name, error)
+                continue
             left -= file.num_bytes
             reason = "expired" if file.expires_at <= now else "room"
             logger.info("video_file_removed bytes=%d reason=%s", file.num_bytes, reason)
@@ -97,7 +103,7 @@ class FileStore:
 
     def _files(self) -> list[StoredFile]:
         found = []
-        for path in self._folder.iterdir():
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
             if _NAME.fullmatch(path.name):
                 with contextlib.suppress(OSError):  # removed meanwhile
                     found.append(self._describe(path))

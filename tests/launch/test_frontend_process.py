@@ -3,13 +3,17 @@
 import io
 import os
 import signal
+import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
+from bireme.errors import ConfigError
 from bireme.launch.console import Console
 from bireme.launch.frontend import FrontendProcess, FrontendSettings
 from bireme.launch.ports import free_port
+from bireme.launch.processes import children
 
 LIMIT_S = 120
 # Answers as a frontend does, and nothing else: what is tested is who starts it.
@@ -81,3 +85,16 @@ def test_a_start_that_fails_is_tried_again(frontend, environment, log):
     until(lambda: "turn_failed thread=frontend" in log.getvalue() and frontend.door.problem)
     del environment["BROKEN"]
     until(lambda: frontend.pid != before and not frontend.door.problem)
+
+
+def test_a_frontend_that_nobody_could_listen_to_is_ended(environment, log, monkeypatch):
+    """No thread is left for its lines: nothing would know of it."""
+    settings = FrontendSettings(
+        recipe="r", grpc="127.0.0.1:1", port=free_port(), drain_timeout_s=1, environment=environment
+    )
+    before = set(children(os.getpid()))
+    frontend = FrontendProcess(settings, Console(stream=log))
+    monkeypatch.setattr(threading, "Thread", Mock(side_effect=RuntimeError("can't start new thread")))
+    with pytest.raises(ConfigError, match="can't start new thread"):
+        frontend.spawn()
+    assert set(children(os.getpid())) == before

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import astuple
 from subprocess import PIPE
@@ -14,8 +15,9 @@ import pytest
 
 from bireme.config import Recipe, WorkerEntry
 from bireme.engines.trtllm.config import llm_arguments
-from bireme.errors import ConfigError
+from bireme.errors import BiremeError, ConfigError, UnavailableError
 from bireme.launch import free_ports, processes
+from bireme.launch.admin import AdminClient
 from bireme.launch.console import Console
 from bireme.launch.deployment import thread_pool_size
 from bireme.launch.ports import is_free, listen_flags, own_host
@@ -284,3 +286,21 @@ def test_backend_threads_stay_below_a_containers_process_limit():
 def test_a_pool_is_shared_by_calls_those_that_replace_lost_ones_and_sends(pool, calls, spares):
     options = ServerOptions(repositories=(), thread_pool_size=pool)
     assert (options.bls_threads, options.bls_spare_threads) == (calls, spares)
+
+
+def test_a_server_that_ends_within_its_answer_does_not_answer():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer(status):
+            link, _ = listener.accept()
+            with link:
+                link.recv(4096)
+                link.sendall(b"HTTP/1.1 %s\r\nContent-Length: 500\r\n\r\n{" % status)
+
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        for status, kind in ((b"200 OK", UnavailableError), (b"400 Bad Request", BiremeError)):
+            thread = threading.Thread(target=answer, args=(status,))
+            thread.start()
+            with pytest.raises(kind):
+                AdminClient(address, address, "").index()
+            thread.join()

@@ -4,6 +4,7 @@ import io
 import threading
 import time
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -362,3 +363,11 @@ def test_another_model_s_embeddings_are_not_taken(bench):
     result = fetch(other, one.run(png(5)).pictures[0].handles[0])
     assert isinstance(result, BiremeError) and not isinstance(result, NotFoundError)
     other.close()
+
+
+def test_each_failure_of_the_encoder_is_told_to_its_engine(bench):
+    one = bench()
+    told = one.service._on_failure = Mock()
+    with pytest.raises(BiremeError, match="could not be encoded"):
+        one.run(png(9), png(BAD))
+    wait_for(lambda: told.call_count == 1)

@@ -1,7 +1,9 @@
 """Results on disk: names, expiry, room."""
 
 import os
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +62,27 @@ def test_a_folder_that_can_not_be_written_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="video.folder"):
         FileStore(tmp_path / "file" / "below", 1, 1)
+
+
+def test_a_folder_that_was_removed_is_made_again(store, tmp_path):
+    store.put(b"1", "mp4")
+    shutil.rmtree(tmp_path / "files")
+    assert store.sweep() == 0
+    file = store.put(b"clip", "mp4")
+    assert store.find(file.name).path.read_bytes() == b"clip"
+
+
+def test_a_file_that_cannot_be_removed_keeps_its_room_and_no_other_from_going(store, monkeypatch):
+    files = [store.put(b"x" * 30, "mp4") for _ in range(3)]
+    for number, file in enumerate(files):
+        age(file, 30 - number)
+    unlink = Path.unlink
+
+    def refuse(path, missing_ok=False):
+        if path == files[0].path:
+            raise PermissionError("another user's")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    store.put(b"x" * 40, "mp4")
+    assert [file.path.exists() for file in files] == [True, False, True]

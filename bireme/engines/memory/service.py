@@ -122,7 +122,12 @@ class MemoryService:
                 logger.warning("accept_failed error=%s", error)
                 self._stopping.wait(_LOOK_S)
                 continue
-            threading.Thread(target=self._serve, args=(link,), name="memory-link", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(link,), name="memory-link", daemon=True).start()
+            except RuntimeError as error:  # no thread left
+                link.close()
+                logger.warning("accept_failed error=%s", error)
+                self._stopping.wait(_LOOK_S)
 
     def _serve(self, link: socket.socket) -> None:
         with link:

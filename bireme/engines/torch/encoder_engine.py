@@ -10,6 +10,7 @@ import torch
 
 from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey, StepOutput
 from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, open_checkpoint
+from bireme.engines.torch.lost_device import leave_if_lost
 from bireme.engines.torch.picture_encoder import PictureEncoder
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.vision_tower import load_vision_tower
@@ -100,6 +101,7 @@ class EncodeJobs:
             context.config.scheduler_config.max_queue_size,
             context.num_threads,
             context.max_n,
+            on_failure=lambda: leave_if_lost(context.worker),
         )
         self.service.start()
 

@@ -19,6 +19,7 @@ from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProg
 from bireme.engines.torch.core import BrokenEngineError, EngineCore
 from bireme.engines.torch.lean_imports import import_transformers
 from bireme.engines.torch.loading import LoadedEngine
+from bireme.engines.torch.lost_device import EXIT_BROKEN
 from bireme.engines.torch.sequence import Sequence
 from bireme.errors import EngineLostError, ResourceExhaustedError, UnavailableError
 from bireme.kv.events import KvEvent
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("bireme.engines.torch")
 import_transformers()
 
-EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _STOP_S = 10.0  # how long `stop` waits for the current step
 _COPY_S = 2.0  # how long stopping waits for KV copies that were cancelled
 Action = Callable[[], None]
@@ -224,7 +224,11 @@ class TorchEngine:
         """End all requests and the process: the supervisor starts a new one."""
         logger.critical("engine_broken error=%r", error, exc_info=error)
         self._is_draining = True
-        core.fail_all(EngineLostError(f"{self._context.worker} broke down and is being restarted"))
-        self._publish(core)
-        time.sleep(0.1)  # the IO thread sends the ends before the process exits
-        self._die(EXIT_BROKEN)
+        try:
+            core.fail_all(EngineLostError(f"{self._context.worker} broke down and is being restarted"))
+            self._publish(core)
+            time.sleep(0.1)  # the IO thread sends the ends before the process exits
+        except Exception:  # what is broken can't even be ended in order: its clients learn it from the process's end
+            logger.exception("ends_not_sent")
+        finally:
+            self._die(EXIT_BROKEN)

@@ -28,6 +28,7 @@ from bireme.engines.base import (
     StepOutput,
 )
 from bireme.engines.torch.lean_imports import import_transformers
+from bireme.engines.torch.lost_device import leave_if_lost
 from bireme.engines.torch.text_embedding_model import TextEmbeddingModel
 from bireme.errors import (
     BiremeError,
@@ -230,6 +231,7 @@ class TorchEmbeddingEngine:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         logger.error("embedding_failed error=%s", error, exc_info=error)
+        leave_if_lost(self._context.worker)
         with self._changed:
             for job in jobs:
                 job.failure = job.failure or failure

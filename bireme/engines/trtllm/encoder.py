@@ -57,7 +57,7 @@ class TrtllmEncoderEngine(EncoderEngine):
 
     def start(self, emit: Emit) -> Capacity:
         began, context = time.monotonic(), self._context
-        self._encoder = None
+        self._encoder = self._monitor = None
         _check(context)
         checkpoint = open_checkpoint(context.model_path)
         self._encoder = make_multimodal_encoder(context)
@@ -65,6 +65,8 @@ class TrtllmEncoderEngine(EncoderEngine):
         self._jobs = EncodeJobs(context, encoder, emit)
         assert context.share is not None, "a model with a vision tower has a share"
         context.share.start(encoder.layout)
+        self._monitor = lifecycle.LlmMonitor(self._encoder, lifecycle.leave)
+        self._monitor.start()
         load_s = time.monotonic() - began
         context.metrics.set("bireme_engine_load_seconds", load_s)
         logger.info("encoder_loaded model=%s load_s=%.1f", checkpoint.name, load_s)
@@ -72,6 +74,8 @@ class TrtllmEncoderEngine(EncoderEngine):
 
     def stop(self) -> None:
         super().stop()
+        if self._monitor is not None:
+            self._monitor.stop()
         if self._encoder is not None and not lifecycle.shut_down(self._encoder):
             logger.warning("encoder_shutdown_abandoned limit_s=%g", lifecycle.SHUTDOWN_S)
 

@@ -27,7 +27,6 @@ from bireme.messages import Capacity
 
 logger = logging.getLogger("bireme.engines.trtllm")
 
-EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
 WARM_UP_S = 300.0
 _FIRST_STATISTICS_S = 2.0  # the first generation has just ended
 _DRAIN_S = 0.5  # for the ends of aborted requests to come in
@@ -125,7 +124,7 @@ class TrtllmEngine:
         logger.critical("engine_broken reason=%s", reason)
         self._kill_workers()
         time.sleep(_EXIT_AFTER_S)
-        self._die(EXIT_BROKEN)
+        self._die(lifecycle.EXIT_BROKEN)
 
     def _kill_workers(self) -> None:
         if self._health is not None and (count := processes.kill(self._health.members)):

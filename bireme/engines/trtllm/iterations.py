@@ -45,7 +45,7 @@ class Iterations:
     ) -> None:
         self._llm = llm
         self._metrics = metrics
-        self._relay = relay
+        self._relay, self._relay_error = relay, ""
         self._has_stats = has_stats
         self._reader = KvEventReader(tokens_per_block, has_owners=events_name_owners)
         self._events: deque[KvEvent] = deque(maxlen=event_buffer or 1)
@@ -183,8 +183,13 @@ class Iterations:
     async def _relay_series(self) -> None:
         while not self._stops.is_set():
             await asyncio.sleep(_RELAY_S)
-            self._settle()
-            self._relay.relay()
+            try:
+                self._settle()
+                self._relay.relay()
+            except Exception as error:  # of another release's series: statistics and events are still read
+                if str(error) != self._relay_error:
+                    logger.exception("series_not_relayed")
+                self._relay_error = str(error)
 
     def _settle(self) -> None:
         """The last iteration's statistics may be from before its requests were freed, and no more follow."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from bireme.engines.trtllm.unions import choose_classes
 from bireme.errors import ConfigError, UnavailableError
 
 logger = logging.getLogger("bireme.engines.trtllm")
+
+EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
 
 _CONFIG_FAULTS = (ValueError, TypeError, KeyError, NotImplementedError, AssertionError, OSError)
 HEALTH_INTERVAL_S = 2.0
@@ -72,6 +75,13 @@ def _shut_down(llm: Any) -> None:
         logger.exception("llm_shutdown_failed")
 
 
+def leave(reason: str) -> None:
+    """End the process, whose TensorRT-LLM is at fault: its supervisor fails the open requests and starts another."""
+    logger.critical("engine_broken reason=%s", reason)
+    processes.kill(processes.workers_below())
+    os._exit(EXIT_BROKEN)
+
+
 class LlmMonitor:
     """Checks on a thread of its own whether the LLM is healthy and its worker processes live.
 
@@ -94,13 +104,18 @@ class LlmMonitor:
 
     def _run(self) -> None:
         while not self._stops.wait(self._interval_s):
-            if (reason := self._look()) and not self._stops.is_set():
+            try:
+                reason = self._look()
+            except (OSError, RuntimeError) as error:  # no descriptor or thread is left: nothing is known
+                logger.warning("health_unknown error=%s", error)
+                continue
+            if reason and not self._stops.is_set():
                 self._fail(reason)
                 return
 
     def _look(self) -> str:
         """Return what is wrong; empty: nothing."""
-        gone = [pid for pid, started in self.members.items() if processes.started_at(pid) != started]
+        gone = [pid for pid, started in self.members.items() if processes.has_ended(pid, started)]
         if gone:
             return f"worker process {gone[0]} of TensorRT-LLM has ended"
         check = getattr(self._llm, "_check_health", None)

@@ -42,6 +42,15 @@ def started_at(pid: int) -> int | None:
     return int(fields[19]) if fields and fields[0] != "Z" else None
 
 
+def has_ended(pid: int, started: int) -> bool:
+    """Raises OSError where it can't be known, as without a descriptor left."""
+    try:
+        fields = _fields(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return fields[0] == "Z" or int(fields[19]) != started
+
+
 def _parents() -> dict[int, int]:
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
     return {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
@@ -49,9 +58,13 @@ def _parents() -> dict[int, int]:
 
 def _stat(pid: int) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return _fields(pid)
     except OSError:
         return []
+
+
+def _fields(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _command(pid: int) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from bireme.engines.trtllm import lifecycle
 from bireme.engines.trtllm.config import llm_arguments
 from bireme.engines.trtllm.launchers import drop_ranks
 from bireme.engines.video.base import Frames, OnStep, VideoContext
@@ -46,6 +47,8 @@ class VisualGenEngine:
             raise ConfigError(
                 f"TensorRT-LLM {package.__version__}: VisualGen refuses its arguments: {error}"
             ) from error
+        self._monitor = lifecycle.LlmMonitor(self._generator, lifecycle.leave)
+        self._monitor.start()
         self._params = module.VisualGenParams
         self._refusal = getattr(module, "VisualGenParamsError", ValueError)
         return facts_of(name, self._generator.default_params)
@@ -63,6 +66,7 @@ class VisualGenEngine:
 
     def stop(self) -> None:
         if self._generator is not None:
+            self._monitor.stop()
             self._generator.shutdown()
             self._generator = None
 

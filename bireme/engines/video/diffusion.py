@@ -74,6 +74,11 @@ class DiffusionEngine:
                 f"the GPU's memory does not hold {work.made_frames} frames of {work.width}x{work.height};"
                 " ask for fewer or smaller ones"
             ) from error
+        except RuntimeError:
+            from bireme.engines.torch.lost_device import leave_if_lost
+
+            leave_if_lost(self._context.worker)
+            raise
         finally:
             self._pipeline.maybe_free_model_hooks()
 

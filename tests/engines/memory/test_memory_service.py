@@ -242,3 +242,19 @@ def test_a_socket_that_a_cleaner_removed_is_bound_again(hold, tmp_path):
     socket_path(tmp_path).unlink()
     wait_for(socket_path(tmp_path).exists, 10)
     assert mapped(hold("prefill")) == (b"weights", b"table")
+
+
+def test_a_link_that_no_thread_is_left_for_is_refused_and_the_next_is_served(launch, hold, monkeypatch):
+    start, refused = threading.Thread.start, []
+
+    def refuse(thread):
+        if thread.name == "memory-link" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises((UnavailableError, OSError)):
+        hold().attach(5)
+    assert refused
+    fill(hold())

@@ -295,6 +295,14 @@ def test_steps_that_fail_again_and_again_end_the_process(engine):
     assert engine.died == [70]
 
 
+def test_a_broken_loop_ends_the_process_even_where_requests_cannot_be_ended(engine, monkeypatch):
+    monkeypatch.setattr(engine.core, "fail_all", lambda error: 1 / 0)
+    monkeypatch.setattr(engine.core.scheduler, "schedule", lambda: 1 / 0)
+    engine.submit(request(PROMPTS[1]))
+    engine.engine._thread.join(10)
+    assert engine.died == [70]
+
+
 def test_progress_counts_steps_and_requests(engine):
     before = engine.engine.progress()
     assert (before.num_waiting, before.num_running, before.step_began_at) == (0, 0, 0.0)

@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModel
 from bireme.config import EngineConfig, Limits, SchedulerConfig
 from bireme.engines.base import EngineContext
 from bireme.engines.child.validate import Gate
+from bireme.engines.torch import text_embedding
+from bireme.engines.torch.lost_device import leave_if_lost
 from bireme.engines.torch.text_embedding import TorchEmbeddingEngine
 from bireme.errors import ConfigError, RequestError, ResourceExhaustedError
 from bireme.messages import EmbedRequest
@@ -191,3 +193,24 @@ def test_a_pooling_that_is_not_served_is_refused_at_the_start(settings, message,
     folder = write_model(tmp_path / "model", **settings)
     with pytest.raises(ConfigError, match=message):
         bench(folder)
+
+
+def test_a_process_whose_gpu_is_lost_ends_itself(tmp_path, bench, monkeypatch):
+    """Its passes fail quickly, which looks like work to the supervisor."""
+    ended = threading.Event()
+
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    write_model(tmp_path)
+    one = bench(tmp_path)
+    monkeypatch.setattr(one.engine._model, "embed", lambda texts: lost())
+    monkeypatch.setattr(text_embedding, "leave_if_lost", lambda worker: leave_if_lost(worker, lambda code: ended.set()))
+    one.embed(1, [np.arange(3, dtype="<i4")])
+    with one._ended:
+        assert one._ended.wait_for(lambda: 1 in one.finishes, WAIT_S)
+    assert one.finishes[1].finish.error.startswith("INTERNAL") and not ended.wait(0.5)  # the device is well, or a CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    one.embed(2, [np.arange(3, dtype="<i4")])
+    assert ended.wait(WAIT_S) and 2 in one.finishes

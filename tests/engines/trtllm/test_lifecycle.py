@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
@@ -127,3 +128,26 @@ def test_a_worker_that_could_not_load_says_model_and_reason(monkeypatch, cause, 
     monkeypatch.setattr(lifecycle, "choose_classes", dict)  # of the package, which is not here
     with pytest.raises(kind, match=f"could not load org/model: Executor worker returned error: {cause}"):
         lifecycle.make_llm(SimpleNamespace(version="1.2.1", llm=fail), Arguments("pytorch", {"model": "org/model"}))
+
+
+def test_a_look_that_the_system_has_no_room_for_is_no_death(monkeypatch):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)  # mpi4py"])
+    wait_for(lambda: child.pid in processes.workers_below(), 10)
+    members = processes.workers_below()
+    monkeypatch.setattr(processes, "workers_below", lambda: members)
+    read, errors = processes._fields, [OSError(errno.EMFILE, "too many open files"), RuntimeError("no thread")]
+
+    def refuse(pid):
+        if errors:
+            raise errors.pop()
+        return read(pid)
+
+    monkeypatch.setattr(processes, "_fields", refuse)
+    monitor, reasons = watch(Llm())
+    wait_for(lambda: not errors, 5)
+    time.sleep(0.1)
+    assert reasons == []
+    child.kill()
+    wait_for(lambda: reasons, 5)
+    assert f"worker process {child.pid} of TensorRT-LLM has ended" in reasons[0]
+    child.wait()

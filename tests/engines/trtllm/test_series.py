@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import prometheus_client
 import pytest
 
 from bireme.engines.trtllm import series
+from bireme.engines.trtllm.iterations import Iterations
 from bireme.engines.trtllm.series import SeriesRelay
 from bireme.metrics import TABLE, Registry
+from tests.engines.engine_fixtures import wait_for
 
 
 @pytest.fixture
@@ -83,3 +87,17 @@ def test_without_a_collector_nothing_is_relayed(metrics, monkeypatch):
     relay.iteration({"iter": 1})
     relay.relay()
     assert metrics.take_delta().gauges == []
+
+
+def test_series_that_cannot_be_relayed_end_no_reading(caplog):
+    relayed = []
+
+    def relay():
+        relayed.append(len(relayed))
+        raise KeyError("another release's")
+
+    iterations = Iterations(object(), Registry("decode"), SimpleNamespace(relay=relay), 32, 0, has_stats=False)
+    iterations.start()
+    wait_for(lambda: len(relayed) > 1, 30)
+    iterations.stop()
+    assert [record.msg for record in caplog.records].count("series_not_relayed") == 1

@@ -1,0 +1,29 @@
+"""A GPU that refuses its process for good, as after an illegal memory access or an uncorrectable memory error.
+
+Every later call fails, quickly, which looks like work to those who watch the process: it ends itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+
+logger = logging.getLogger("bireme.engines.torch")
+
+EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
+_SEND_S = 0.2  # for the ends of the requests that have failed
+
+
+def leave_if_lost(worker: str, die: Callable[[int], object] = os._exit) -> None:
+    """End the process, in a moment, if its GPU is lost; called when a pass has failed."""
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        logger.critical("device_lost worker=%s error=%s", worker, str(error).partition("\n")[0])
+        threading.Timer(_SEND_S, die, (EXIT_BROKEN,)).start()
