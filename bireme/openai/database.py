@@ -99,6 +99,14 @@ class Database:
             except sqlite3.Error as error:
                 raise UnavailableError(f"the database of {self._what} can't be written ({error}); try again") from error
 
+    def change(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """Write all or nothing, and return what the query says of the changed rows. Raises UnavailableError."""
+        with self._lock:
+            try:
+                return self._connection.execute(query, values).fetchall()
+            except sqlite3.Error as error:
+                raise UnavailableError(f"the database of {self._what} can't be written ({error}); try again") from error
+
     def write_all(self, query: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Write once for each of `rows`, all or none of them. Raises UnavailableError."""
         with self._lock:

@@ -6,6 +6,7 @@ row once it is answered, and none before. Every method may block on the disk; al
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -137,16 +138,17 @@ class BatchStore:
         return [row["id"] for row in self._database.read(query, self._lives.own)]
 
     def take_orphans(self) -> list[StoredBatch]:
-        """Return unfinished batches whose process is gone; they are this process's from now on."""
-        taken: list[StoredBatch] = []
-        for row in self._database.read("SELECT DISTINCT process FROM batches WHERE process IS NOT NULL"):
-            if self._lives.has(row["process"]):
-                continue
-            for orphan in self._rows("WHERE process = ? ORDER BY number", row["process"]):
-                update = "UPDATE batches SET process = ? WHERE id = ? AND process = ?"
-                if self._database.write(update, self._lives.own, orphan.id, orphan.process):
-                    taken.append(orphan)
-        return taken
+        """Return unfinished batches whose process is gone; on an error none, else all are this process's now."""
+        processes = self._database.read("SELECT DISTINCT process FROM batches WHERE process IS NOT NULL")
+        gone = [row["process"] for row in processes if not self._lives.has(row["process"])]
+        if not gone:
+            return []
+        taken = self._database.change(
+            "UPDATE batches SET process = ? WHERE process IN (SELECT value FROM json_each(?))"
+            f" RETURNING number, {_COLUMNS}",
+            self._lives.own, _encode(gone).decode(),
+        )  # fmt: skip
+        return [_batch(row) for row in sorted(taken, key=lambda row: row["number"])]
 
     def answer(self, batch_id: str, number: int, is_ok: bool, line: bytes) -> None:
         """Keep the answer to a line, unless it has one. Raises UnavailableError."""
@@ -198,4 +200,8 @@ class BatchStore:
 
     def _rows(self, condition: str, *values: Any) -> list[StoredBatch]:
         rows = self._database.read(f"SELECT {_COLUMNS} FROM batches {condition}", *values)
-        return [StoredBatch(**dict(row)) for row in rows]
+        return [_batch(row) for row in rows]
+
+
+def _batch(row: sqlite3.Row) -> StoredBatch:
+    return StoredBatch(*(row[name] for name in StoredBatch.__struct_fields__))

@@ -177,16 +177,17 @@ class ResponseStore:
         return frozenset(row["id"] for row in rows)
 
     def take_orphans(self, max_rows: int) -> list[StoredResponse]:
-        """Return unfinished responses whose process is gone; they are this process's from now on."""
-        taken: list[StoredResponse] = []
-        for row in self._database.read("SELECT DISTINCT process FROM responses WHERE process IS NOT NULL"):
-            if self._lives.has(row["process"]):
-                continue
-            for orphan in self._rows("WHERE process = ? LIMIT ?", row["process"], max_rows - len(taken)):
-                update = "UPDATE responses SET process = ? WHERE id = ? AND process = ?"
-                if self._database.write(update, self.process, orphan.id, orphan.process):
-                    taken.append(orphan)
-        return taken
+        """Return unfinished responses whose process is gone; on an error none, else all are this process's now."""
+        processes = self._database.read("SELECT DISTINCT process FROM responses WHERE process IS NOT NULL")
+        gone = [row["process"] for row in processes if not self._lives.has(row["process"])]
+        if not gone:
+            return []
+        orphans = "SELECT id FROM responses WHERE process IN (SELECT value FROM json_each(?)) LIMIT ?"
+        taken = self._database.change(
+            f"UPDATE responses SET process = ? WHERE id IN ({orphans}) RETURNING {_COLUMNS}",
+            self.process, _encode(gone).decode(), max_rows,
+        )  # fmt: skip
+        return [StoredResponse(**dict(row)) for row in taken]
 
     def sweep(self) -> int:
         """Remove what is too old, and of each key what is too much; return how many."""

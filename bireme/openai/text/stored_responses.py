@@ -52,6 +52,14 @@ class _BackgroundJob:
     form: ResponseForm
 
 
+@dataclass(frozen=True, slots=True)
+class _Orphan:
+    """What a dead process has left, this process's now, and not running yet."""
+
+    row: StoredResponse
+    taken_at: float
+
+
 class StoredResponses:
     """`start` and `stop` on the loop that serves."""
 
@@ -69,6 +77,7 @@ class StoredResponses:
         self._unwritten: list[tuple[NewResponse, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._orphans: list[_Orphan] = []
 
     @property
     def is_on(self) -> bool:
@@ -208,8 +217,7 @@ class StoredResponses:
                 response = answer.json()
             except Exception as error:  # whatever it is: its client asks again and again until there is an end
                 is_known = isinstance(error, (BiremeError, HttpError))
-                is_passing = isinstance(error, RateLimitError) or (isinstance(error, BiremeError) and error.retryable)
-                if is_passing and time.monotonic() - began_at < _RETRY_S:
+                if _is_passing(error) and time.monotonic() - began_at < _RETRY_S:
                     drop_frames(error)
                     await asyncio.sleep(pauses.next_s())
                     continue
@@ -231,11 +239,12 @@ class StoredResponses:
         while True:
             try:
                 mine = frozenset(self._running)  # before the rows are read: those that begin meanwhile stay
-                for gone in mine - await self._do(ResponseStore.own_unfinished):
+                unfinished = await self._do(ResponseStore.own_unfinished)
+                for gone in mine - unfinished:
                     if (task := self._running.get(gone)) is not None:
                         task.cancel()
-                for orphan in await self._do(ResponseStore.take_orphans, self._config.max_background):
-                    await self._take_over(orphan)
+                self._orphans = [orphan for orphan in self._orphans if orphan.row.id in unfinished]
+                await self._take_orphans()
                 if time.monotonic() - swept_at > _SWEEP_S:
                     swept_at = time.monotonic()
                     await self._do(ResponseStore.sweep)
@@ -246,7 +255,23 @@ class StoredResponses:
                 logger.exception("responses_not_watched")
             await asyncio.sleep(_LOOK_S)
 
-    async def _take_over(self, orphan: StoredResponse) -> None:
+    async def _take_orphans(self) -> None:
+        max_rows = self._config.max_background - len(self._orphans)
+        rows = await self._do(ResponseStore.take_orphans, max_rows)
+        self._orphans += [_Orphan(row, time.monotonic()) for row in rows]
+        for orphan in self._orphans.copy():
+            try:
+                await self._take_over(orphan.row, orphan.taken_at)
+            except Exception as error:  # of one row: it must not keep the others from being taken over
+                if _is_passing(error):  # until the next look
+                    logger.warning("response_waits id=%s error=%s", orphan.row.id, error)
+                    drop_frames(error)
+                    continue
+                logger.exception("response_not_taken_over id=%s", orphan.row.id)
+            self._orphans.remove(orphan)
+
+    async def _take_over(self, orphan: StoredResponse, taken_at: float) -> None:
+        """Run it, or end it as failed. Raises what may pass."""
         shown: dict[str, Any] = msgspec.json.decode(orphan.response)
         heading = ResponseMeta(orphan.id, shown["model"], shown["created_at"])
         try:
@@ -261,10 +286,12 @@ class StoredResponses:
             if request.is_truncated:
                 chat = await truncated(model, chat)
             request = replace(request, chat=chat)
-        except Exception as error:  # whatever it is, the next process would meet it as well
+        except Exception as error:
+            if _is_passing(error) and time.monotonic() - taken_at < _RETRY_S:
+                raise
             if not isinstance(error, (BiremeError, HttpError, msgspec.MsgspecError)):
                 logger.exception("response_not_taken_over id=%s", orphan.id)
-            drop_frames(error)
+            drop_frames(error)  # whatever it is, the next process would meet it as well
             failed = ResponseForm(heading, shown).json("failed", [], error=failure_json(error))
             await self._do(ResponseStore.end, orphan.id, failed)
             return
@@ -324,3 +351,7 @@ class StoredResponses:
         if row is None:
             raise NotFoundError(f"response: {name[:80]} does not exist; it may have been deleted or have expired")
         return row
+
+
+def _is_passing(error: Exception) -> bool:
+    return isinstance(error, RateLimitError) or (isinstance(error, BiremeError) and error.retryable)

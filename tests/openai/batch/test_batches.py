@@ -11,7 +11,7 @@ from openai.types import Batch
 from bireme.errors import ConfigError, ResourceExhaustedError, UnavailableError
 from bireme.openai.batch import batches, line_gate
 from bireme.openai.batch.batch_lines import MAX_PROBLEMS
-from bireme.openai.batch.batch_store import BatchStore
+from bireme.openai.batch.batch_store import BatchStore, StoredBatch
 from bireme.openai.batch.line_gate import LineGate
 from bireme.pipelines.chat_service import ChatService
 from tests.openai.batch.forms import FILES, ask, bearer, keys_of, upload
@@ -358,6 +358,20 @@ async def test_another_process_goes_on_with_what_a_dead_one_has_left(idle, front
     assert len(answers) == 20 and batch.status == "completed"
     assert len([entry for entry in other.workers.log if entry.startswith("decode")]) <= 15
     await other.app._files.stop()
+
+
+def test_of_batches_of_dead_processes_all_are_taken_in_their_order_or_none(tmp_path):
+    first, store = BatchStore(tmp_path), BatchStore(tmp_path)
+    for name in "bac":
+        first.add(StoredBatch(name, "", "validating", None, 0, 0, "file", CHAT, b"{}"))
+    first.close()
+    write = store._database.write
+    write("CREATE TRIGGER full BEFORE UPDATE ON batches WHEN OLD.id = 'c' BEGIN SELECT RAISE(ABORT, 'full'); END")
+    with pytest.raises(UnavailableError, match="written .full"):
+        store.take_orphans()
+    write("DROP TRIGGER full")
+    assert [batch.id for batch in store.take_orphans()] == ["b", "a", "c"] and not store.take_orphans()
+    store.close()
 
 
 def pass_an_hour(monkeypatch):

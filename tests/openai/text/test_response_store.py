@@ -111,6 +111,27 @@ def test_unfinished_responses_of_a_dead_process_are_taken_once(open_store, tmp_p
     assert not second.end("a", b"{}") and first.end("a", b"{}")
 
 
+def leave_two(folder):
+    store = ResponseStore(folder, StoredResponsesConfig())
+    for name in "ab":
+        add(store, name, request=b"{}")
+
+
+def test_of_unfinished_responses_of_a_dead_process_all_are_taken_or_none(open_store, tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=leave_two, args=(tmp_path,))
+    process.start()
+    process.join()
+    store = open_store()
+    write = store._database.write
+    write("CREATE TRIGGER full BEFORE UPDATE ON responses WHEN OLD.id = 'b' BEGIN SELECT RAISE(ABORT, 'full'); END")
+    with pytest.raises(UnavailableError, match="written .full"):
+        store.take_orphans(9)
+    assert not store.own_unfinished()
+    write("DROP TRIGGER full")
+    assert names(store.take_orphans(1)) == ["a"] and names(store.take_orphans(9)) == ["b"]
+    assert not store.take_orphans(9) and store.own_unfinished() == {"a", "b"}
+
+
 def test_a_folder_that_cannot_be_used_is_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="frontend.responses.folder"):

@@ -9,6 +9,7 @@ from openai.types.responses import ResponseItem
 
 from bireme.errors import ConfigError, RequestError, ResourceExhaustedError, UnavailableError
 from bireme.openai.keys import ApiKeys, KeyEntry
+from bireme.openai.text import stored_responses
 from bireme.openai.text.response_answer import ResponseAnswer
 from bireme.openai.text.stored_responses import StoredResponses
 from bireme.pipelines.chat_service import ChatService
@@ -214,6 +215,84 @@ async def test_what_a_process_leaves_unfinished_another_one_runs(bench, tmp_path
     response = await ended(bench, queued["id"])
     assert response.output_text == expected("user:hi\nassistant:") and response.created_at == queued["created_at"]
     assert response.metadata == {"a": "b"}
+
+
+async def left_to(bench, folder, count):
+    """Leave background responses unfinished; return their ids, and what is to take them over when it starts."""
+    stored = bench.app._stored
+    stored._store._folder = folder
+    ids = [(await ask(bench, background=True).end()).json()["id"] for _ in range(count)]
+    await bench.workers.emit(1)
+    await stored.stop()
+    config, models = bench.app._config, bench.app._models
+    bench.app._stored = StoredResponses(config.responses, models, None, folder, config.max_body_bytes)
+    return ids, bench.app._stored
+
+
+async def until_running(stored, count):
+    async with asyncio.timeout(10):
+        while len(stored._running) < count:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("error", [UnavailableError("locked"), ResourceExhaustedError("the queue is full")])
+async def test_what_could_not_be_taken_over_for_a_while_is_tried_again(bench, tmp_path, error, monkeypatch):
+    monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
+    ids, other = await left_to(bench, tmp_path, 2)
+    history, errors = other.history, [error, error]
+
+    async def fail(*values):
+        if errors:
+            raise errors.pop()
+        return await history(*values)
+
+    monkeypatch.setattr(other, "history", fail)
+    await other.start()
+    await until_running(other, 2)
+    await bench.workers.emit(4)
+    assert [(await ended(bench, one)).status for one in ids] == ["incomplete"] * 2 and not other._orphans
+
+
+async def test_what_can_t_be_taken_over_for_too_long_has_failed(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
+    monkeypatch.setattr(stored_responses, "_RETRY_S", 0.1)
+    ids, other = await left_to(bench, tmp_path, 1)
+
+    async def fail(*_):
+        raise UnavailableError("locked")
+
+    monkeypatch.setattr(other, "history", fail)
+    await other.start()
+    assert (await ended(bench, ids[0])).status == "failed" and not other._orphans
+
+
+async def test_a_row_that_can_t_be_read_keeps_no_other_from_being_taken_over(bench, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
+    ids, other = await left_to(bench, tmp_path, 2)
+    await other._do(lambda store: store._database.write("UPDATE responses SET response = 'x' WHERE id = ?", ids[0]))
+    await other.start()
+    await until_running(other, 1)
+    await bench.workers.emit(4)
+    assert (await ended(bench, ids[1])).status == "incomplete"
+    assert caplog.text.count(f"response_not_taken_over id={ids[0]}") == 1
+
+
+async def test_what_is_cancelled_before_it_is_taken_over_is_forgotten(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
+    ids, other = await left_to(bench, tmp_path, 1)
+
+    async def fail(*_):
+        raise UnavailableError("locked")
+
+    monkeypatch.setattr(other, "history", fail)
+    await other.start()
+    async with asyncio.timeout(10):
+        while not other._orphans:
+            await asyncio.sleep(0.01)
+        assert (await get(bench, f"{ids[0]}/cancel", method="POST")).json()["status"] == "cancelled"
+        while other._orphans:
+            await asyncio.sleep(0.01)
+    assert response_of((await get(bench, ids[0])).data).status == "cancelled"
 
 
 async def test_what_another_process_runs_is_cut_as_it_was(frontend, tmp_path):
