@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 
-import torch
-
-logger = logging.getLogger("bireme.engines.torch")
+logger = logging.getLogger("bireme.engine")
 
 EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _SEND_S = 0.2  # for the ends of the requests that have failed
@@ -20,10 +19,11 @@ _SEND_S = 0.2  # for the ends of the requests that have failed
 
 def leave_if_lost(worker: str, die: Callable[[int], object] = os._exit) -> None:
     """End the process, in a moment, if its GPU is lost; called when a pass has failed."""
-    if not torch.cuda.is_available():
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # only an engine that has it imports it
+    if cuda is None or not cuda.is_available():
         return
     try:
-        torch.cuda.synchronize()
+        cuda.synchronize()
     except RuntimeError as error:
         logger.critical("device_lost worker=%s error=%s", worker, str(error).partition("\n")[0])
         threading.Timer(_SEND_S, die, (EXIT_BROKEN,)).start()

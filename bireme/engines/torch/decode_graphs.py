@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,17 +18,11 @@ from torch import Tensor
 from bireme.config import CudaGraphConfig
 from bireme.engines.torch.attention import DecodeTable, KernelGroup
 from bireme.engines.torch.batch import Batch
-from bireme.engines.torch.graphs import Pool, make_graph
+from bireme.engines.torch.graphs import Pool, StepGraph, make_graph
 
 logger = logging.getLogger("bireme.engines.torch")
 
 _LARGEST = 256  # rows; larger steps spend their time on the GPU, not on launches
-
-
-@dataclass(slots=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    batch: Batch  # the tensors that it reads
 
 
 class DecodeGraphs:
@@ -48,7 +41,7 @@ class DecodeGraphs:
         began = time.monotonic()
         self._compute = compute
         self._windows, self._columns, self._has_grid_positions = windows, columns, has_grid_positions
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, StepGraph] = {}
         self._sizes, self._is_padded = sizes, is_padded
         self._logits = torch.empty_like(compute(self._batch(self._sizes[-1])))  # of every graph
         pool = None
@@ -81,10 +74,10 @@ class DecodeGraphs:
         made.graph.replay()
         return self._logits[:count]
 
-    def _make(self, size: int, pool: Pool | None) -> _Graph:
+    def _make(self, size: int, pool: Pool | None) -> StepGraph:
         batch = self._batch(size)
         graph = make_graph(partial(self._run, batch), pool, lambda: batch.ids.fill_(7))
-        return _Graph(graph, batch)
+        return StepGraph(graph, batch)
 
     def _run(self, batch: Batch) -> Tensor:
         return self._logits[: batch.ids.shape[1]].copy_(self._compute(batch))

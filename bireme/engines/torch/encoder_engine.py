@@ -9,8 +9,8 @@ import time
 import torch
 
 from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey, StepOutput
+from bireme.engines.child.lost_device import leave_if_lost
 from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, open_checkpoint
-from bireme.engines.torch.lost_device import leave_if_lost
 from bireme.engines.torch.picture_encoder import PictureEncoder
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.vision_tower import load_vision_tower

@@ -16,10 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey
+from bireme.engines.child.lost_device import EXIT_BROKEN
 from bireme.engines.torch.core import BrokenEngineError, EngineCore
 from bireme.engines.torch.lean_imports import import_transformers
 from bireme.engines.torch.loading import LoadedEngine
-from bireme.engines.torch.lost_device import EXIT_BROKEN
 from bireme.engines.torch.sequence import Sequence
 from bireme.errors import EngineLostError, ResourceExhaustedError, UnavailableError
 from bireme.kv.events import KvEvent

@@ -7,13 +7,24 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bireme.engines.torch.batch import Batch
+
 Pool = tuple[int, int]  # memory that graphs share
 _making = threading.Lock()
 _MOST_ERROR = 0.02  # of a graph's result against the same kernels launched singly, relative
+
+
+@dataclass(slots=True)
+class StepGraph:
+    """A graph of steps of one size."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: Batch  # the tensors that it reads
 
 
 def make_graph(compute: Callable[[], Tensor], pool: Pool | None, vary: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,19 +17,13 @@ from torch import Tensor
 
 from bireme.engines.torch.attention import KernelGroup, PackedChunks
 from bireme.engines.torch.batch import Batch
-from bireme.engines.torch.graphs import make_graph
+from bireme.engines.torch.graphs import StepGraph, make_graph
 from bireme.engines.torch.limits import EngineLimits
 
 logger = logging.getLogger("bireme.engines.torch")
 
 _SIZES = (32, 64, 128, 192, 256)  # tokens; with more the GPU works about as long as their kernels take to launch
 _FEW, _MOST_SEEN = 128, 8192  # more tokens than the one behind more than the other are flash attention's, if it may be
-
-
-@dataclass(slots=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    batch: Batch  # the tensors that it reads
 
 
 class PromptGraphs:
@@ -47,7 +40,7 @@ class PromptGraphs:
         self._compute, self._windows, self._device = compute, windows, device
         self._most_seen, self._has_grid_positions = limits.max_seq_len, has_grid_positions
         self._to_make = sizes_up_to(min(limits.max_num_tokens, limits.max_seq_len))
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, StepGraph] = {}
         self._logits: Tensor | None = None  # (1, vocabulary), of every graph
 
     def make_next_graph(self) -> bool:
@@ -81,12 +74,12 @@ class PromptGraphs:
         assert self._logits is not None
         return self._logits[: len(rows)]
 
-    def _make(self, size: int) -> _Graph:
+    def _make(self, size: int) -> StepGraph:
         batch = self._batch(size)
         if self._logits is None:
             self._logits = torch.empty_like(self._compute(batch))
         pool = next((made.graph.pool() for made in self._graphs.values()), None)
-        return _Graph(make_graph(partial(self._run, batch), pool, lambda: batch.ids.fill_(7)), batch)
+        return StepGraph(make_graph(partial(self._run, batch), pool, lambda: batch.ids.fill_(7)), batch)
 
     def _run(self, batch: Batch) -> Tensor:
         assert self._logits is not None

@@ -27,8 +27,8 @@ from bireme.engines.base import (
     RequestKey,
     StepOutput,
 )
+from bireme.engines.child.lost_device import leave_if_lost
 from bireme.engines.torch.lean_imports import import_transformers
-from bireme.engines.torch.lost_device import leave_if_lost
 from bireme.engines.torch.text_embedding_model import TextEmbeddingModel
 from bireme.errors import (
     BiremeError,

@@ -75,7 +75,7 @@ class DiffusionEngine:
                 " ask for fewer or smaller ones"
             ) from error
         except RuntimeError:
-            from bireme.engines.torch.lost_device import leave_if_lost
+            from bireme.engines.child.lost_device import leave_if_lost
 
             leave_if_lost(self._context.worker)
             raise

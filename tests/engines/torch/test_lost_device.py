@@ -11,7 +11,7 @@ from bireme.config import CHECKOUT
 CODE = """
 import time
 import torch
-from bireme.engines.torch.lost_device import leave_if_lost
+from bireme.engines.child.lost_device import leave_if_lost
 try:
     {action}
 except RuntimeError:

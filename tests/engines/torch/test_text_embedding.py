@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModel
 
 from bireme.config import EngineConfig, Limits, SchedulerConfig
 from bireme.engines.base import EngineContext
+from bireme.engines.child.lost_device import leave_if_lost
 from bireme.engines.child.validate import Gate
 from bireme.engines.torch import text_embedding
-from bireme.engines.torch.lost_device import leave_if_lost
 from bireme.engines.torch.text_embedding import TorchEmbeddingEngine
 from bireme.errors import ConfigError, RequestError, ResourceExhaustedError
 from bireme.messages import EmbedRequest
