@@ -239,7 +239,7 @@ class _Staging:
         sizes = [sum(view[0].nbytes for view in views) for views in groups]
         counts = [max(1, -(-chunk_bytes // size)) for size in sizes]
         device = groups[0][0].device
-        memory = torch.empty(max(map(mul, counts, sizes)), dtype=torch.uint8, device=device)
+        memory = torch.zeros(max(map(mul, counts, sizes)), dtype=torch.uint8, device=device)
         self._rooms: list[Tensor] = []
         self._moves: list[MoveRows] = []
         for views, count, size in zip(groups, counts, sizes, strict=True):
@@ -247,7 +247,7 @@ class _Staging:
             parts = list(room.split([view.shape[1] for view in views], 1))
             sources, targets = (parts, views) if is_up else (views, parts)
             move = row_mover(sources, targets, kernels.is_usable(device))
-            move(np.zeros(1, np.int64), np.zeros(1, np.int64))  # compile it now, not in a copy
+            move(np.zeros(1, np.int64), np.zeros(1, np.int64))  # compile it now; the null block is read beyond windows
             self._rooms.append(room)
             self._moves.append(move)
 
