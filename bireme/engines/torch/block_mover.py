@@ -247,7 +247,7 @@ class _Staging:
             parts = list(room.split([view.shape[1] for view in views], 1))
             sources, targets = (parts, views) if is_up else (views, parts)
             move = row_mover(sources, targets, kernels.is_usable(device))
-            move(np.zeros(1, np.int64), np.zeros(1, np.int64))  # compile it now; the null block is read beyond windows
+            move(np.zeros(1, np.int64), np.zeros(1, np.int64))  # compile it now; the null block keeps its zeros
             self._rooms.append(room)
             self._moves.append(move)
 
