@@ -37,7 +37,8 @@ def test_http_streams_bring_every_token(tokenizer):
 
 
 def test_chats_through_the_frontend_bring_every_token(tokenizer):
-    done, result = soak("--paths", "sse", "--streams", "64", "--max-tokens", "32", "--frontend-processes", "2")
+    shape = ("--streams", "64", "--max-tokens", "32", "--frontend-processes", "2")
+    done, result = soak("--paths", "sse", *shape, "--seconds", "9")  # memory is told of six samples, one a second
     assert result["problems"] == [] and done.returncode == 0
     assert result["loads"]["sse"]["requests"] > 64 and "frontend2" in result["memory"]
 

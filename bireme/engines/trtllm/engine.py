@@ -112,7 +112,7 @@ class TrtllmEngine:
                 self._kill_workers()
                 self._die(0)  # the interpreter's own shutdown would wait for it
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._end_loop)
             self._thread.join(1)
 
     def fail(self, reason: str) -> None:
@@ -158,6 +158,12 @@ class TrtllmEngine:
         asyncio.set_event_loop(self._loop)
         self._loop.set_exception_handler(self._on_loop_error)
         self._loop.run_forever()
+
+    def _end_loop(self) -> None:
+        """On the loop. A task that is pending when it is collected would be an error in the log."""
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, details: dict[str, Any]) -> None:
         logger.error("loop_error message=%s", details.get("message"), exc_info=details.get("exception"))
