@@ -13,7 +13,7 @@ import secrets
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -93,27 +93,25 @@ class Database:
 
     def write(self, query: str, *values: Any) -> int:
         """Return how many rows have changed. Raises UnavailableError."""
-        with self._lock:
-            try:
-                return self._connection.execute(query, values).rowcount
-            except sqlite3.Error as error:
-                raise UnavailableError(f"the database of {self._what} can't be written ({error}); try again") from error
+        with self._writing() as connection:
+            return connection.execute(query, values).rowcount
 
     def change(self, query: str, *values: Any) -> list[sqlite3.Row]:
         """Write all or nothing, and return what the query says of the changed rows. Raises UnavailableError."""
-        with self._lock:
-            try:
-                return self._connection.execute(query, values).fetchall()
-            except sqlite3.Error as error:
-                raise UnavailableError(f"the database of {self._what} can't be written ({error}); try again") from error
+        with self._writing() as connection:
+            return connection.execute(query, values).fetchall()
 
     def write_all(self, query: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Write once for each of `rows`, all or none of them. Raises UnavailableError."""
+        with self._writing() as connection, connection:  # commits, or rolls back
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany(query, rows)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             try:
-                with self._connection:  # commits, or rolls back
-                    self._connection.execute("BEGIN IMMEDIATE")
-                    self._connection.executemany(query, rows)
+                yield self._connection
             except sqlite3.Error as error:
                 raise UnavailableError(f"the database of {self._what} can't be written ({error}); try again") from error
 
