@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from bireme import private_files
 from bireme.errors import ConfigError, UnavailableError
 
 _WAIT_S = 10  # for another process's write
@@ -73,7 +74,8 @@ class Database:
         """`key`: of the recipe, which names the folder; `what` it holds. Raises ConfigError."""
         self._what, self._lock = what, threading.Lock()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            private_files.make_folder(path.parent)
+            private_files.make_database(path)
             self._connection = sqlite3.connect(path, timeout=_WAIT_S, check_same_thread=False, isolation_level=None)
             self._connection.row_factory = sqlite3.Row
             self._connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # takes effect in a new file
@@ -126,7 +128,7 @@ class Lives:
     def __init__(self, folder: Path) -> None:
         """Raises OSError."""
         self._folder = folder / "processes"
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_files.make_folder(self._folder)
         self.own = secrets.token_hex(8)
         new = self._folder / f"{self.own}.new"
         self._descriptor = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

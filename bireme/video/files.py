@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from bireme import private_files
 from bireme.config import Recipe
 from bireme.errors import ConfigError, NotFoundError, ResourceExhaustedError
 from bireme.video.wire import MEDIA_TYPES
@@ -46,7 +47,7 @@ class FileStore:
         """Raises ConfigError when the folder can't be written."""
         self._folder, self._expiry_s, self._max_bytes = folder, expiry_s, max_bytes
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            private_files.make_folder(folder)
             (folder / f".probe-{os.getpid()}").touch()
             (folder / f".probe-{os.getpid()}").unlink()
         except OSError as error:
@@ -59,7 +60,7 @@ class FileStore:
         name = f"file-{secrets.token_hex(16)}.{_SUFFIXES.get(output_format, output_format)}"
         draft = self._folder / f".{name}"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # somebody may have made room
+            private_files.make_folder(self._folder)  # somebody may have made room
             self.sweep(self._max_bytes - len(data))
             draft.write_bytes(data)
             draft.rename(self._folder / name)

@@ -1,13 +1,19 @@
-"""Which processes of a folder live."""
+"""Which processes of a folder live, and who can read what is kept there."""
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 
 import pytest
 
+from bireme import private_files
+from bireme.config import FrontendConfig
+from bireme.openai.batch.files import FilesAndBatches
 from bireme.openai.database import Lives
+from bireme.openai.text.response_store import ResponseStore
+from bireme.openai.video.job_store import JobStore
 
 
 @pytest.fixture
@@ -50,3 +56,39 @@ def test_a_process_without_a_file_is_gone(own, other, number, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", fail)
         assert not own.has(other.own)
+
+
+def modes(folder):
+    paths = [folder, *folder.rglob("*")]
+    return {path.name: stat.filemode(path.stat().st_mode)[1:] for path in paths}
+
+
+KEPT = [
+    FilesAndBatches,
+    lambda folder, config: ResponseStore(folder, config.responses),
+    lambda folder, _: JobStore(folder),
+]
+
+
+@pytest.mark.parametrize("open_store", KEPT)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_no_other_user_reads_what_is_kept(tmp_path, open_store, is_there):
+    folder = tmp_path / "kept"
+    if is_there:  # as an older version has left it
+        store = open_store(folder, FrontendConfig())
+        for path in (folder, *folder.glob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        other = open_store(folder, FrontendConfig())
+        other.close()
+    else:
+        store = open_store(folder, FrontendConfig())
+    told = modes(folder)
+    store.close()
+    assert len(told) > 3 and not [name for name, mode in told.items() if mode[3:] != "------"], told
+
+
+def test_a_folder_of_another_user_keeps_its_mode(monkeypatch, tmp_path):
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    private_files.make_folder(tmp_path)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755

@@ -15,7 +15,7 @@ from tests.repository.house import CHECKOUT, MODULES, PACKAGE, imports_of, name_
 
 # Lower may not import higher. Modules of one row may import each other.
 ROWS = (
-    ("errors", "best_effort", "coalescing", "engine_kinds", "own_process", "child_process"),
+    ("errors", "best_effort", "coalescing", "engine_kinds", "own_process", "child_process") + ("private_files",),
     ("specs", "messages", "sampling", "guides", "request", "disagg", "config", "conversion", "metrics", "types")
     + ("parameters", "stop_signals", "gathering"),
     ("recipe_files", "llm_args"),

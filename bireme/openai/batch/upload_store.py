@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from bireme import private_files
 from bireme.config import FilesConfig
 from bireme.errors import ConfigError, UnavailableError
 from bireme.openai.database import Database
@@ -62,7 +63,7 @@ class UploadStore:
         """Raises ConfigError when the folder can't be used."""
         self._config, self._folder = config, folder / "content"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            private_files.make_folder(self._folder)
         except OSError as error:
             raise ConfigError(f"frontend.files.folder: {folder}: it can't be used ({error})") from error
         self.database = Database(folder / FILE, _SCHEMA, "frontend.files.folder", "files")

@@ -1,0 +1,37 @@
+"""Files and folders that no other user of the host can read."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def make_folder(folder: Path) -> None:
+    """Make it, with those above it, or take an existing one from the other users. Raises OSError.
+
+    One that belongs to another user, such as a volume that is mounted, keeps its mode.
+    """
+    if not folder.is_dir():
+        if folder.parent != folder and not folder.parent.is_dir():
+            make_folder(folder.parent)
+        folder.mkdir(exist_ok=True, mode=0o700)
+    _shut(folder, 0o700)
+
+
+def make_database(path: Path) -> None:
+    """Make an empty SQLite file, or take an existing one and SQLite's own beside it from the other users.
+
+    Files that SQLite makes later have the first one's mode. Raises OSError.
+    """
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    _shut(path, 0o600)
+    for suffix in ("-wal", "-shm"):
+        with suppress(FileNotFoundError):
+            _shut(path.with_name(path.name + suffix), 0o600)
+
+
+def _shut(path: Path, mode: int) -> None:
+    status = path.stat()
+    if status.st_uid == os.getuid() and status.st_mode & 0o077:
+        path.chmod(mode)
