@@ -247,7 +247,8 @@ class Limits(Settings, frozen=True, kw_only=True):
     max_prompts: Positive = 64  # of one completion request
     max_embedding_inputs: Positive = 2048  # texts of one request for embeddings
     max_logits_bytes: Positive = 256 << 20  # of one logits_processor request
-    max_logits_processors: Positive = 32  # of one logits_processor request
+    max_logits_processors: NotNegative = 8  # of one request, for tokens or to the model logits_processor
+    max_processor_ms: PositiveDuration = 500.0  # CPU time of a request's processors for one token; more ends it
 
 
 class MediaLimits(Settings, frozen=True, kw_only=True):

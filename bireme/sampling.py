@@ -357,6 +357,11 @@ def _bias_id(key: Any, where: str) -> int:
 def _processors(value: _Value, limits: Limits) -> tuple[ProcessorCall, ...]:
     try:
         raw = json.loads(value.raw) if isinstance(value.raw, str) else value.raw
+        if isinstance(raw, list) and len(raw) > limits.max_logits_processors:  # before each of them is looked at
+            limit = limits.max_logits_processors
+            raise RequestError(
+                f"{value.where}: {len(raw)} of them; limits.max_logits_processors is {limit}; send fewer or raise it"
+            )
         return tuple(msgspec.convert(raw, list[ProcessorCall]))
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise RequestError(

@@ -166,6 +166,7 @@ def test_words_become_ids_at_the_entry():
         ({"guided_decoding_guide_type": b"regex"}, "regex without guided_decoding_guide"),
         ({"guided_decoding_guide_type": b"sql"}, "send one of json, json_schema"),
         ({"logits_processors": b'{"name": 1}'}, "logits_processors"),
+        ({"logits_processors": b'[{"name": "x"}' + b', {"name": "x"}' * 8 + b"]"}, "9 of them; limits.max_logits_p"),
         ({"embedding_bias_words": [b"a"]}, "1 words, 0 embedding_bias_weights"),
         ({"max_token": 3}, "max_token: generate has no such input; did you mean max_tokens"),
         ({"max_tokens": [1, 2]}, r"max_tokens: shape \[2\]; send exactly one value"),

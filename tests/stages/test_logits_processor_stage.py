@@ -68,7 +68,7 @@ def test_the_model_s_end_ids_count_unless_others_are_given():
         ({"processors": b"\xff"}, "processors: "),
         ({"processors": {"name": "top_k"}}, "Expected `array`"),
         ({"processors": [{"args": {}}]}, "missing required field `name`"),
-        ({"processors": TEMPERATURE * 33}, "33 of them; limits.max_logits_processors is 32"),
+        ({"processors": TEMPERATURE * 9}, "9 of them; limits.max_logits_processors is 8"),
         ({"input_ids": [10]}, "input_ids: 10 is not in the vocabulary, 0 to 9"),
         ({"input_ids": [-1]}, "input_ids: -1"),
         ({"input_lengths": [1]}, "1 lengths, in all 1, for 1 rows and 0 input_ids"),

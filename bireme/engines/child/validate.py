@@ -243,6 +243,9 @@ def check_sampling(params: SamplingParams, vocab_size: int, limits: Limits) -> N
             _check_integer(row, value, getattr(limits, row.limit) if row.limit == "max_logprobs" else row.high)
     if params.guided_decoding is not None:
         parse_guide(params.guided_decoding, limits)
+    _check_count(
+        "logits_processors", len(params.logits_processors), limits.max_logits_processors, "limits.max_logits_processors"
+    )
     _check_stops(params, vocab_size, limits)
     _check_bias(params, vocab_size, limits)
 

@@ -9,7 +9,7 @@ from bireme import disagg
 from bireme.config import Limits
 from bireme.engines.child.validate import Gate
 from bireme.errors import RequestError
-from bireme.messages import Capacity, SamplingParams
+from bireme.messages import Capacity, ProcessorCall, SamplingParams
 from tests.engines.engine_fixtures import PROMPT, make_request
 
 KEY = b"k" * 32
@@ -83,6 +83,10 @@ def test_min_tokens_follows_a_clamped_max_tokens():
         (SamplingParams(bad_token_ids=((5, -1),)), "bad_token_ids: token id -1"),
         (SamplingParams(bad_token_ids=((),)), "bad_token_ids: an empty sequence"),
         (SamplingParams(bad_token_ids=((1,),) * 129), "bad_token_ids: 129 entries; limits.max_bad_words is 128"),
+        (
+            SamplingParams(logits_processors=(ProcessorCall("x"),) * 9),
+            "logits_processors: 9 entries; limits.max_logits",
+        ),
         (SamplingParams(logit_bias={5000: 1.0}), "logit_bias: token id 5000"),
         (SamplingParams(logit_bias={5: float("inf")}), "logit_bias: inf"),
         (SamplingParams(end_id=-1), "end_id: -1; to generate past the end, set ignore_eos"),
