@@ -173,6 +173,7 @@ class EngineContext:
     hosts_encoder: bool = False  # this engine has the vision tower: it is a PictureEngine
     media: MediaLimits = MediaLimits()
     max_n: int = Limits().max_n  # handles of a picture: its request may have so many sequences
+    max_processor_ms: float = Limits().max_processor_ms  # CPU time of a request's logits processors for one token
     hold_weights: Callable[[str], WeightsHold] | None = None  # of the memory service; None: each engine has its own
     hold_wait_s: float = 0.0  # for another engine that reads the same weights
     findings_path: Path | None = None  # of what a start finds out and the next need not; None: nothing is kept

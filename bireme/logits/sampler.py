@@ -7,12 +7,14 @@ default.
 
 Repetition counts prompt and output, presence and frequency count output alone (vLLM, TensorRT-LLM). Bad words are
 matched over prompt and output (transformers). A row's result depends on its own logits, history, seed and position,
-never on the rest of the batch. A row with unusable logits (NaN, or all masked) or a failed processor is reported in
-`Sampled.errors`, and the others go on.
+never on the rest of the batch. A row with unusable logits (NaN, or all masked), or whose processors fail or take too
+much CPU time, is reported in `Sampled.errors`, and the others go on.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -49,8 +51,10 @@ class Sampled:
 class Sampler(Generic[Key]):
     """All sequences of an engine, by the engine's own keys."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", max_processor_s: float = math.inf) -> None:
+        """`max_processor_s`: CPU time that a row's own processors may take for one token."""
         self._vocab_size = vocab_size
+        self._max_processor_s = max_processor_s
         self._device = device
         self._is_cpu = str(device).startswith("cpu")
         self._rows: dict[Key, Row] = {}
@@ -104,7 +108,7 @@ class Sampler(Generic[Key]):
             self._process(logits[worked].float(), [rows[at] for at in worked], worked, tokens, errors)
         for at, token in enumerate(tokens):
             if token == NO_TOKEN:
-                errors.setdefault(at, _why_unusable(rows[at]))
+                errors.setdefault(at, _why_unusable(rows[at], logits[at]))
                 continue
             try:
                 rows[at].append(token)
@@ -147,20 +151,33 @@ class Sampler(Generic[Key]):
         bitmask = self._fill(guided, rows, at, errors)  # first: a complete guide overrides min_tokens
         self._edit(work, rows)
         for index, row in enumerate(rows):
-            for processor in row.processors:
+            if row.processors:
                 try:
-                    processor(row.history or [], work[index])
-                except Exception as error:  # user code may raise anything; only this request ends
-                    name = type(processor).__name__
-                    errors[at[index]] = BiremeError(f"logits processor {name}: {type(error).__name__}: {error}")
+                    self._run_processors(row, work[index])
+                except BiremeError as error:
+                    errors[at[index]] = error
                     work[index].fill_(float("nan"))
-                    break
         if guided:
             apply(work, bitmask, guided)
         self._argmax(work, at, tokens)
         drawn = [i for i, row in enumerate(rows) if row.temperature and tokens[at[i]] != NO_TOKEN]
         for i, token in zip(drawn, self._draw(work, drawn, rows), strict=True):
             tokens[at[i]] = token
+
+    def _run_processors(self, row: Row, logits_V: torch.Tensor) -> None:
+        """Raises BiremeError for what a processor raised, RequestError where they take too long."""
+        began = time.thread_time()
+        for processor in row.processors:
+            try:
+                processor(row.history or [], logits_V)
+            except Exception as error:  # user code may raise anything; only this request ends
+                name = type(processor).__name__
+                raise BiremeError(f"logits processor {name}: {type(error).__name__}: {error}") from error
+            if (taken_s := time.thread_time() - began) > self._max_processor_s:
+                raise RequestError(
+                    f"logits_processors: one token took {taken_s * 1e3:.0f} ms of work; limits.max_processor_ms is"
+                    f" {self._max_processor_s * 1e3:g}; send fewer or simpler ones"
+                )
 
     def _fill(self, guided: list[int], rows: list[Row], at: list[int], errors: dict[int, BiremeError]) -> Bitmask:
         """Return what the guides of these rows allow; a row whose guide fails is removed with its error."""
@@ -230,12 +247,17 @@ def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
     return tensor if len(rows) == len(tensor) else tensor[rows]
 
 
-def _why_unusable(row: Row) -> BiremeError:
+def _why_unusable(row: Row, logits_V: torch.Tensor | None = None) -> BiremeError:
+    """`logits_V`: the model's own; None: the row changes nothing in them."""
+    if logits_V is None or not _is_usable(float(logits_V.max())):
+        return BiremeError("the model's logits are not finite; check the weights and the dtype")
     if row.guidance is not None:
         return RequestError(
             "guided_decoding: the request's own bans, bias or processors exclude every token that the guide allows"
         )
-    return BiremeError("the model's logits are not finite; check the weights and the dtype")
+    return RequestError(
+        "the request's own logits_processors, bans, bias or penalties leave no token a finite score; weaken them"
+    )
 
 
 def _is_usable(value: float) -> bool:

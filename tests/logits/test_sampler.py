@@ -1,9 +1,11 @@
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bireme.errors import RequestError
+from bireme.errors import BiremeError, RequestError
 from bireme.logits import registry
 from bireme.logits.base import ProcessorContext
 from bireme.logits.processors import BUILT_IN
@@ -187,6 +189,49 @@ def test_a_processor_that_raises_ends_its_own_request(failing):
     sampled = sampler.sample(rows(2), [0, 1])
     assert sampled.tokens[0] == NO_TOKEN and sampled.tokens[1] != NO_TOKEN
     assert str(sampled.errors[0]) == "logits processor Failing: KeyError: 'gone'"
+
+
+class Slow:
+    def __init__(self, context):
+        pass
+
+    def __call__(self, token_ids, logits):
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+
+
+def test_processors_that_take_more_cpu_time_than_allowed_end_their_own_request():
+    registry.register("slow", Slow)
+    try:
+        sampler = Sampler(VOCAB, max_processor_s=0.03)
+        for key, count in enumerate([1, 3, 0]):
+            sampler.add(key, SamplingParams(logits_processors=(ProcessorCall("slow"),) * count), PROMPT)
+        sampled = sampler.sample(rows(3), range(3))
+    finally:
+        registry.unregister("slow")
+    assert list(sampled.errors) == [1] and isinstance(sampled.errors[1], RequestError)
+    assert "limits.max_processor_ms is 30" in str(sampled.errors[1])
+
+
+COLD = (ProcessorCall("temperature", {"temperature": 1e-30}),) * 2
+UNUSABLE = [
+    SamplingParams(logits_processors=COLD),
+    SamplingParams(logits_processors=(ProcessorCall("temperature", {"temperature": 5e-324}),)),
+    SamplingParams(bad_token_ids=tuple((token,) for token in range(VOCAB))),
+]
+
+
+@pytest.mark.parametrize("params", UNUSABLE)
+def test_logits_that_the_requests_own_parameters_make_unusable_are_its_callers_error(params):
+    error = one(params).errors[0]
+    assert isinstance(error, RequestError) and "the request's own" in str(error)
+
+
+@pytest.mark.parametrize("params", [*UNUSABLE, SamplingParams()])
+def test_logits_that_the_model_makes_unusable_are_never_the_callers_error(params):
+    error = one(params, logits=torch.full((1, VOCAB), float("nan"))).errors[0]
+    assert type(error) is BiremeError and "the model's logits are not finite" in str(error)
 
 
 def test_end_of_sequence_and_stop_ids_wait_for_min_tokens():

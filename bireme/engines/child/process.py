@@ -152,6 +152,7 @@ class EngineProcess:
             hosts_encoder=recipe.encoder_stage == stage_of(self._worker),
             media=recipe.media,
             max_n=recipe.limits.max_n,
+            max_processor_ms=recipe.limits.max_processor_ms,
             hold_weights=self._hold_weights if recipe.memory_service.enabled else None,
             hold_wait_s=recipe.supervisor.start_timeout_s / 2,
             findings_path=run.run_dir() / f"{self._worker}.findings",

@@ -83,7 +83,7 @@ class LoadedEngine:
         self.events = manager.events
         self.num_blocks = manager.num_blocks
         eos_ids, vocab_size = eos_token_ids(checkpoint), int(model.config.vocab_size)
-        sampler: Sampler[RequestKey] = Sampler(vocab_size, device)
+        sampler: Sampler[RequestKey] = Sampler(vocab_size, device, context.max_processor_ms / 1e3)
         self.guides = TorchGuides(checkpoint.folder, vocab_size, eos_ids, context.config, post)
         self.admission = Admission(
             self.limits,
