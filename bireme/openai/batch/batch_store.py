@@ -88,12 +88,16 @@ class BatchStore:
             raise ConfigError(f"frontend.files.folder: {folder}: it can't be used ({error})") from error
         self._database = Database(folder / FILE, _SCHEMA, "frontend.files.folder", "batches")
 
-    def add(self, batch: StoredBatch) -> StoredBatch:
-        """Keep a new batch; it is this process's. Raises UnavailableError."""
+    def add(self, batch: StoredBatch, max_unfinished: int) -> StoredBatch | None:
+        """Keep a new batch; it is this process's. None: so many of the key have not ended. Raises UnavailableError."""
         own = msgspec.structs.replace(batch, process=self._lives.own)
         marks = ", ".join("?" * len(own.__struct_fields__))
-        self._database.write(f"INSERT INTO batches ({_COLUMNS}) VALUES ({marks})", *msgspec.structs.astuple(own))
-        return own
+        is_kept = self._database.write(
+            f"INSERT INTO batches ({_COLUMNS}) SELECT {marks}"
+            " WHERE (SELECT COUNT(*) FROM batches WHERE process IS NOT NULL AND tenant = ?) < ?",
+            *msgspec.structs.astuple(own), own.tenant, max_unfinished,
+        )  # fmt: skip
+        return own if is_kept else None
 
     def find(self, batch_id: str, tenant: str) -> StoredBatch | None:
         """None also for another key's."""
@@ -127,11 +131,6 @@ class BatchStore:
         """Return the status now; "" of one that is not there."""
         rows = self._database.read("SELECT status FROM batches WHERE id = ?", batch_id)
         return rows[0]["status"] if rows else ""
-
-    def num_unfinished(self, tenant: str) -> int:
-        query = "SELECT COUNT(*) FROM batches WHERE process IS NOT NULL AND tenant = ?"
-        count: int = self._database.read(query, tenant)[0][0]
-        return count
 
     def own_cancelled(self) -> list[str]:
         query = "SELECT id FROM batches WHERE process = ? AND status = 'cancelling'"

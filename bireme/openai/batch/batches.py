@@ -126,13 +126,13 @@ class Batches:
         if file.purpose != "batch":
             raise RequestError(f"input_file_id: {file.id} is of purpose {file.purpose}; upload one of purpose batch")
         tenant, limit = call.tenant.name, self._config.batches.max_unfinished
-        if (count := await self._store.do(lambda own: own.batches.num_unfinished(tenant))) >= limit:
-            raise RateLimitError(f"{count} batches of this key have not ended, its limit", 60)
         now = int(time.time())
         details = {"completion_window": body.completion_window, "metadata": body.metadata, "max_age_s": max_age_s}
         new = StoredBatch(f"batch_{secrets.token_hex(16)}", tenant, "validating", None, now, now + window_s, file.id,
                     body.endpoint, encode_json(details))  # fmt: skip
-        batch = await self._store.do(lambda own: own.batches.add(new))
+        batch = await self._store.do(lambda own: own.batches.add(new, limit))
+        if batch is None:
+            raise RateLimitError(f"{limit} batches of this key have not ended, its limit", 60)
         self._run(batch)
         await call.reply(200, encode_json(await self._tree(batch)))
 

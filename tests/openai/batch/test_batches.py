@@ -363,7 +363,7 @@ async def test_another_process_goes_on_with_what_a_dead_one_has_left(idle, front
 def test_of_batches_of_dead_processes_all_are_taken_in_their_order_or_none(tmp_path):
     first, store = BatchStore(tmp_path), BatchStore(tmp_path)
     for name in "bac":
-        first.add(StoredBatch(name, "", "validating", None, 0, 0, "file", CHAT, b"{}"))
+        first.add(StoredBatch(name, "", "validating", None, 0, 0, "file", CHAT, b"{}"), 9)
     first.close()
     write = store._database.write
     write("CREATE TRIGGER full BEFORE UPDATE ON batches WHEN OLD.id = 'c' BEGIN SELECT RAISE(ABORT, 'full'); END")
@@ -372,6 +372,11 @@ def test_of_batches_of_dead_processes_all_are_taken_in_their_order_or_none(tmp_p
     write("DROP TRIGGER full")
     assert [batch.id for batch in store.take_orphans()] == ["b", "a", "c"] and not store.take_orphans()
     store.close()
+
+
+async def test_batches_asked_for_side_by_side_stay_within_their_number_together(idle):
+    replies = await asyncio.gather(*(create(idle, lines(10)) for _ in range(6)))
+    assert sorted(reply.status for reply in replies) == [200, 200, 429, 429, 429, 429]
 
 
 def pass_an_hour(monkeypatch):
