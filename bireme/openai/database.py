@@ -109,6 +109,13 @@ class Database:
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany(query, rows)
 
+    def write_together(self, *statements: tuple[Any, ...]) -> None:
+        """Write all of these or none: each a query and its values. Raises UnavailableError."""
+        with self._writing() as connection, connection:
+            connection.execute("BEGIN IMMEDIATE")
+            for query, *values in statements:
+                connection.execute(query, values)
+
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         with self._lock:

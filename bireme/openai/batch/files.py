@@ -54,27 +54,31 @@ class FilesApi:
         limit = self._config.files.max_file_bytes
         if call.body_length > limit + _ROUND_BYTES:
             raise too_large(limit)
-        least = max(0, call.body_length - _ROUND_BYTES)
-        await self._store.do(lambda own: own.files.check_room(call.tenant.name, least))
         part = await self._store.do(lambda own: own.files.new_part())
         try:
             upload = await self._receive(call, part, limit)
             name = upload.check()
             max_age_s = _check_fields(upload, self._config.files.max_age_s)
-            await self._store.do(lambda own: own.files.check_room(call.tenant.name, upload.size))
+            await self._store.do(lambda own: own.files.set_aside(part, call.tenant.name, upload.size))
             file = await self._store.do(lambda own: own.files.add(part, call.tenant.name, "batch", name, max_age_s))
         except OSError as error:
             raise UnavailableError(f"the file can't be written ({error.strerror}); try again") from error
         finally:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
+            with contextlib.suppress(UnavailableError):  # the disk is full or locked: its row goes with its age
+                await self._store.do(lambda own: own.files.give_up(part))
         await call.reply(200, encode_json(file.shown()))
 
     async def _receive(self, call: Call, part: Path, limit: int) -> Upload:
+        """Room is set aside before the bytes come: at once where their number is told, else with each part."""
+        tenant, timeout_s = call.tenant.name, self._config.body_timeout_s
+        kept = max(0, call.body_length - _ROUND_BYTES)
+        await self._store.do(lambda own: own.files.set_aside(part, tenant, kept))
         upload = await asyncio.to_thread(Upload, call.header(b"content-type"), part, limit)
-        timeout_s = self._config.body_timeout_s
         try:
             while data := await call.body_part(_PART_BYTES, timeout_s, FORM):
+                if (least := min(limit, upload.size + len(data) - _ROUND_BYTES)) > kept:
+                    await self._store.do(lambda own, least=least: own.files.set_aside(part, tenant, least))
+                    kept = least
                 await asyncio.to_thread(upload.feed, data)
         finally:
             await asyncio.to_thread(upload.close)  # writes what is left: the disk may be full

@@ -32,7 +32,18 @@ CREATE TABLE IF NOT EXISTS files (
     expires_at INTEGER NOT NULL
 );
 CREATE INDEX IF NOT EXISTS files_by_tenant ON files (tenant, purpose, number);
+CREATE TABLE IF NOT EXISTS parts (
+    name TEXT PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    made_at INTEGER NOT NULL
+);
 """
+_TAKEN = """
+SELECT COUNT(*) AS count, COALESCE(SUM(bytes), 0) AS bytes FROM (
+    SELECT bytes FROM files WHERE tenant = ?1 AND purpose = 'batch'
+    UNION ALL SELECT bytes FROM parts WHERE tenant = ?1 AND name != ?2
+)"""  # by a key's files and its uploads under way, but for one of these
 _ABANDONED_S = 3600.0  # a part of an upload that nobody has written to for so long
 
 
@@ -75,18 +86,33 @@ class UploadStore:
     def path(self, file: UploadedFile) -> Path:
         return self._folder / file.id
 
-    def check_room(self, tenant: str, size: int) -> None:
-        """Raises HttpError 400 when the key's files are too many, or too large with one more of this size."""
-        query = "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM files WHERE tenant = ? AND purpose = 'batch'"
-        count, total = self.database.read(query, tenant)[0]
+    def set_aside(self, part: Path, tenant: str, size: int) -> None:
+        """Count an upload of so many bytes as one of the key's files, from now until `add` or `give_up`.
+
+        Raises HttpError 400 when the files and uploads of the key would be too many or too large; the upload counts
+        as before then.
+        """
         limits = self._config
+        has_room = self.database.write(
+            f"INSERT INTO parts SELECT ?2, ?1, ?3, ?4 FROM ({_TAKEN}) WHERE count < ?5 AND bytes + ?3 <= ?6"
+            " ON CONFLICT (name) DO UPDATE SET bytes = ?3",
+            tenant, part.name, size, int(time.time()), limits.max_files, limits.max_bytes,
+        )  # fmt: skip
+        if has_room:
+            return
+        count, total = self.database.read(_TAKEN, tenant, part.name)[0]
         if count >= limits.max_files:
-            raise HttpError(400, f"{count} files are kept for this key, its limit (frontend.files.max_files); "
-                            "delete some", code="quota_exceeded")  # fmt: skip
-        if total + size > limits.max_bytes:
-            raise HttpError(400, f"{total} bytes are kept for this key, and {size} more exceed its limit "
-                            f"{limits.max_bytes} (frontend.files.max_bytes); delete some files", code="quota_exceeded",
-                            )  # fmt: skip
+            raise HttpError(400, f"{count} files of this key are kept or on their way, its limit "
+                            "(frontend.files.max_files); delete some", code="quota_exceeded")  # fmt: skip
+        raise HttpError(400, f"{total} bytes of this key are kept or on their way, and {size} more exceed its limit "
+                        f"{limits.max_bytes} (frontend.files.max_bytes); delete some files", code="quota_exceeded",
+                        )  # fmt: skip
+
+    def give_up(self, part: Path) -> None:
+        """Forget an upload, and what is left of it. Harmless after `add`."""
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        self.database.write("DELETE FROM parts WHERE name = ?", part.name)
 
     def add(
         self, part: Path, tenant: str, purpose: str, filename: str, max_age_s: int | None = None, file_id: str = ""
@@ -102,7 +128,10 @@ class UploadStore:
             raise UnavailableError(f"the file can't be kept ({error.strerror}); try again") from error
         values = msgspec.structs.astuple(file)
         marks = ", ".join("?" * len(values))
-        self.database.write(f"INSERT OR REPLACE INTO files ({_COLUMNS}) VALUES ({marks})", *values)
+        self.database.write_together(
+            (f"INSERT OR REPLACE INTO files ({_COLUMNS}) VALUES ({marks})", *values),
+            ("DELETE FROM parts WHERE name = ?", part.name),
+        )
         return file
 
     def find(self, file_id: str, tenant: str) -> UploadedFile | None:
@@ -149,6 +178,9 @@ class UploadStore:
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < limit:
                     path.unlink()
+        parts = self.database.read("SELECT name FROM parts WHERE made_at < ?", int(limit))
+        for name in (row["name"] for row in parts if not (self._folder / row["name"]).exists()):
+            self.database.write("DELETE FROM parts WHERE name = ?", name)
         return len(old)
 
     def close(self) -> None:

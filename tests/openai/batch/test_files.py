@@ -3,12 +3,15 @@
 import errno
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from openai.types import FileObject
 
+from bireme.config import FilesConfig
 from bireme.openai.batch.upload import Upload
 from bireme.openai.batch.upload_store import UploadStore
+from bireme.openai.http.error_replies import HttpError
 from tests.openai.batch.forms import END, FILES, FORM, ask, bearer, form, keys_of, part, post, upload
 
 LIMITS = {"max_file_bytes": 1000, "max_files": 2, "max_bytes": 1500}
@@ -190,3 +193,77 @@ async def test_without_room_for_files_there_are_no_such_paths(frontend):
     bench = await frontend(frontend={"files": {"max_files": 0}})
     for path in (FILES, f"{FILES}/file-1", "/v1/batches"):
         assert (await ask(bench, path)).status == 404
+
+
+async def test_an_upload_has_its_room_before_its_bytes_are_here(frontend, tmp_path):
+    bench = await frontend(files_folder=tmp_path, frontend={"files": {"max_bytes": 150_000}})
+    body = form(b"x" * 100_000 * 2)
+    first = bench.call(
+        "POST", FILES, (body[:5],), {**FORM, "content-length": str(len(body) - 60_000)}, is_body_coming=False
+    )
+    second = bench.call("POST", FILES, None, {**FORM, "content-length": str(len(body))}, is_body_coming=False)
+    assert (await second.end()).json()["error"]["code"] == "quota_exceeded"
+    first.leave()
+    await first.end()
+    assert (await upload(bench, b"x" * 150_000)).status == 200
+    await bench.app._files.stop()
+
+
+async def test_uploads_side_by_side_stay_within_the_bytes_of_a_key(small, tmp_path):
+    content, begins = form(b"x" * 900), []
+    for _ in range(2):
+        begins.append(post(small, (content[:700], content[700:])))
+    replies = [await reply.end() for reply in begins]
+    assert sorted(reply.status for reply in replies) == [200, 400]
+    assert len(contents(tmp_path)) == 1
+    assert (await upload(small, b"x" * 500)).status == 200, "what was refused counts no more"
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = UploadStore(tmp_path, FilesConfig(max_files=3, max_bytes=1000))
+    yield store
+    store.close()
+
+
+def test_an_upload_counts_from_its_beginning_to_its_end(store):
+    first, second = store.new_part(), store.new_part()
+    store.set_aside(first, "alice", 800)
+    with pytest.raises(HttpError, match="800 bytes of this key"):
+        store.set_aside(second, "alice", 300)
+    store.set_aside(second, "bob", 300)
+    with pytest.raises(HttpError, match="frontend.files.max_bytes"):
+        store.set_aside(first, "alice", 1001)
+    store.set_aside(first, "alice", 1000)
+    store.give_up(first)
+    store.set_aside(second, "alice", 1000)
+
+
+def test_uploads_under_way_count_as_files(store):
+    for _ in range(3):
+        store.set_aside(store.new_part(), "alice", 1)
+    with pytest.raises(HttpError, match="frontend.files.max_files"):
+        store.set_aside(store.new_part(), "alice", 1)
+
+
+def test_two_stores_of_a_folder_never_give_the_same_room_twice(store, tmp_path):
+    other = UploadStore(tmp_path, store._config)
+
+    def ask(one):
+        try:
+            one.set_aside(one.new_part(), "alice", 400)
+        except HttpError:
+            return 0
+        return 400
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(ask, [store, other] * 8)) == 800
+    other.close()
+
+
+def test_what_a_killed_frontend_was_sent_counts_for_an_hour(store, monkeypatch):
+    store.set_aside(store.new_part(), "alice", 1000)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3700)
+    store.sweep(used=frozenset())
+    store.set_aside(store.new_part(), "alice", 1000)
