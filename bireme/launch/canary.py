@@ -1,7 +1,7 @@
 """Tiny generations that prove a path through the deployment.
 
-Each has a cache_salt of its own, so that it finds and leaves no reusable KV. One that is refused as a wrong request
-says nothing about the deployment, and takes nothing down.
+Each has a cache_salt of its own, so that it finds and leaves no reusable KV. One that is refused, as a wrong request or
+because the deployment is busy, says nothing about what is broken, and takes nothing down.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _TEXT = "The oars of the upper bank and those of the lower move as one. "
 _MAX_REPEATS = 64
 _NUM_TOKENS = 2  # prefill makes the first; the second needs the KV where decode is
 _PICTURE_SIDE = 56  # pixels: two patches or more for every vision tower
-_REFUSALS = (http.client.BAD_REQUEST, http.client.TOO_MANY_REQUESTS)
+_BUSY = "overloaded"  # the frontend's code of a full queue, busy workers and too many connections
+_QUEUE_LIMIT = "max_queue_time_s"  # what all engines name when a request waited for longer
 # Triton's own words for a stub that does not react within a second.
 _UNHEALTHY = re.compile(r"Stub process .* is not healthy")
 
@@ -33,11 +34,16 @@ class CanaryResult:
     error: str = ""  # empty: it worked
     is_silent: bool = False  # the stub said nothing itself; an error of its own is an answer
     is_unreachable: bool = False  # the port does not take connections: its door says so
-    is_refused: bool = False  # as a wrong request, or because the queue is full
+    is_wrong: bool = False  # refused as a request that nobody could serve
+    is_busy: bool = False  # refused because a queue is full, or all workers are busy
 
     @property
     def is_ok(self) -> bool:
         return not self.error
+
+    @property
+    def is_refused(self) -> bool:
+        return self.is_wrong or self.is_busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,8 @@ def probe_pair(http_address: str, prefill: str, decode: str, prompt: CanaryPromp
     if second.is_ok:
         return PairResult(CanaryResult(), second)
     _ask(http_address, f"/v2/models/{prefill}/generate", {"request_id": request_id, "abort": True}, timeout_s)
+    if second.is_busy:  # a moment later it may take a prompt, which is no sign of a transfer that fails
+        return PairResult(CanaryResult(), second)
     alone = probe_decode(http_address, decode, prompt, timeout_s)
     if not alone.is_ok:
         return PairResult(CanaryResult(), alone)
@@ -192,12 +200,18 @@ def _read(status: int, text: str) -> _CanaryAnswer:
 def _failure(status: int, error: Any) -> CanaryResult:
     """`error` is Triton's text, or OpenAI's object."""
     if isinstance(error, dict):
-        text, is_refused = str(error.get("message", error)), status in _REFUSALS
+        text = str(error.get("message", error))
+        is_wrong = status == http.client.BAD_REQUEST
+        is_busy = status == http.client.TOO_MANY_REQUESTS or error.get("code") == _BUSY
     else:
         text = str(error)
-        is_refused = isinstance(from_message(text), (RequestError, ResourceExhaustedError))
+        told = from_message(text)
+        is_wrong, is_busy = isinstance(told, RequestError), isinstance(told, ResourceExhaustedError)
     return CanaryResult(
-        text or "an error without a text", is_silent=bool(_UNHEALTHY.search(text)), is_refused=is_refused
+        text or "an error without a text",
+        is_silent=bool(_UNHEALTHY.search(text)),
+        is_wrong=is_wrong,
+        is_busy=is_busy or _QUEUE_LIMIT in text,
     )
 
 

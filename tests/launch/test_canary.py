@@ -9,12 +9,13 @@ import threading
 import pytest
 
 from bireme.config import Recipe, WorkerEntry
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, from_message
 from bireme.launch import canary
-from bireme.launch.canaries import Canaries, CanarySettings
+from bireme.launch.canaries import OPENAI, Canaries, CanarySettings, OpenAIWay
 from bireme.launch.canary import CanaryPrompt
 from bireme.launch.console import Console
 from bireme.launch.series import WorkerSeries
+from bireme.openai.http.error_replies import reply_of
 
 PROMPT = CanaryPrompt("a ship", tuple(range(33)))
 MODELS = ("tokenizer", "prefill", "prefill_1", "decode", "completion")
@@ -49,7 +50,7 @@ def server():
         def do_POST(self):
             answer = deployment.answer(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             body = json.dumps(answer).encode()
-            self.send_response(400 if "error" in answer else 200)
+            self.send_response(answer.pop("status", 400) if "error" in answer else 200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -63,10 +64,10 @@ def server():
         listener.shutdown()
 
 
-def make_canaries(address, series=None, down=(), **replicas):
+def make_canaries(address, series=None, down=(), openai=None, **replicas):
     workers = {stage: WorkerEntry(engine="mocker", replicas=count) for stage, count in replicas.items()}
     return Canaries(
-        address, Recipe(model="m", workers=workers, name="m"), MODELS, None, CanarySettings(timeout_s=5.0),
+        address, Recipe(model="m", workers=workers, name="m"), MODELS, openai, CanarySettings(timeout_s=5.0),
         Console("error"), series=lambda: series or {}, is_down=lambda name: name in down, on_hung=lambda *_: None,
     )  # fmt: skip
 
@@ -137,6 +138,43 @@ def test_a_canary_that_is_itself_wrong_takes_nobody_down(server):
     canaries = make_canaries(address, decode=1)
     canaries.turn()
     assert canaries.problem("completion") == ""
+
+
+BUSY = "RESOURCE_EXHAUSTED: decode: all 2 workers are busy (router.busy); try again in 3 s"
+LATE = "DEADLINE_EXCEEDED: queue time: not begun after 2 s (scheduler_config.max_queue_time_s); try again later"
+
+
+@pytest.mark.parametrize("refusal", [BUSY, LATE])
+@pytest.mark.parametrize("way", ["prefill", "decode", "completion"])
+def test_a_busy_deployment_is_none_that_fails(server, way, refusal):
+    address, deployment = server
+    deployment.answers[way] = {"error": refusal}
+    canaries = make_canaries(address, prefill=1, decode=1)
+    canaries.turn()
+    assert deployment.called(way) and [canaries.problem(name) for name in MODELS] == [""] * len(MODELS)
+
+
+@pytest.mark.parametrize("refusal", [BUSY, LATE])
+def test_the_frontend_s_word_for_busy_is_no_failure_of_its_way(server, refusal):
+    address, deployment = server
+    error = reply_of(from_message(refusal))
+    deployment.answers["/v1/completions"] = {"status": error.status, **json.loads(error.body)}
+    canaries = make_canaries(address, openai=OpenAIWay(address, "key"), decode=1)
+    canaries.turn()
+    assert deployment.calls[-1][0] == "/v1/completions" and canaries.problem(OPENAI) == ""
+
+
+def test_decode_that_was_busy_a_moment_ago_says_nothing_of_the_transfer(server):
+    address, deployment = server
+    answer = deployment.answer
+
+    def busy_once(path, body):
+        told = answer(path, body)
+        return {"error": BUSY} if "disaggregated_params" in body else told
+
+    deployment.answer = busy_once
+    found = canary.probe_pair(address, "prefill", "decode", PROMPT, 5)
+    assert found.prefill.is_ok and found.decode.is_busy and deployment.called("prefill")[-1]["abort"]
 
 
 def test_a_way_that_fails_is_a_problem_until_it_works_again(server):
