@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,8 +48,12 @@ def compiled(signature: str = "") -> Callable[[Function], Function]:
         function.__qualname__ += f"_{_digest(source.parent)}"
         options = {"nogil": True, "error_model": "numpy", "forceinline": not signature}
         with _alone(source) if signature else contextlib.nullcontext():
+            began = time.monotonic()
             try:
-                return numba.njit(signature or None, cache=True, **options)(function)
+                made = numba.njit(signature or None, cache=True, **options)(function)
+                if signature and made.stats.cache_misses:
+                    logger.info("compiled function=%s s=%.1f", function.__name__, time.monotonic() - began)
+                return made
             except RuntimeError as error:  # neither the package's folder nor the home can be written
                 if signature:
                     logger.warning("compiled_code_not_kept function=%s error=%s", function.__name__, error)

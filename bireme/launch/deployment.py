@@ -41,7 +41,7 @@ from bireme.launch.installation import Installation
 from bireme.launch.loading_stubs import GIVEN_UP, LoadingStubs
 from bireme.launch.memory_process import MemoryProcess
 from bireme.launch.ports import Ports
-from bireme.launch.preflight import check_all
+from bireme.launch.preflight import check_all, unkept_code
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.run_folder import RunFolder
 from bireme.launch.tritonserver import (
@@ -153,6 +153,8 @@ class Deployment:
         if settings.frontend is not None:
             ports["--openai-port"] = settings.frontend.port
         self._installation = check_all(settings.recipe, ports, settings.host, self._num_stubs, self.run.path)
+        if reason := unkept_code(settings.recipe):
+            self._console.event("compiled_code_not_kept", "warning", reason=reason)
         self.run.remember()
         self._console.event("starting", recipe=settings.recipe.name, tritonserver=self._installation.binary)
         self._health = HealthServer(settings.host, settings.health_port, self._live, self._ready)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from bireme.config import Recipe
+from bireme.config import CHECKOUT, Recipe
 from bireme.engines.stub.environment import PYTHON_VARIABLE, find_python
 from bireme.engines.trtllm import pair_rules
 from bireme.engines.trtllm.problems import errors
@@ -38,6 +38,7 @@ _MAX_SOCKET_PATH = 107  # bytes of a Unix socket's address
 _LONGEST_SOCKET_NAME = 40
 # The engine process's imports among bireme's own requirements; this environment has them.
 _OF_EVERY_ENGINE = ("msgspec", "numpy", "tokenizers", "xxhash", "yaml", "zmq")
+KV = CHECKOUT / "bireme" / "kv"
 _FIND_MODULES = "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if u.find_spec(m) is None))"
 
 
@@ -201,6 +202,30 @@ def _check_model_folder(folder: Path, needs_weights: bool) -> list[str]:
     if needs_weights and not any(folder.glob("*.safetensors")):
         return [f"{folder} has no .safetensors file; other weight formats are not loaded, convert them first"]
     return []
+
+
+def unkept_code(recipe: Recipe, environment: Mapping[str, str] = os.environ, package: Path = KV) -> str:
+    """Return why code for routing by KV is compiled anew at each start; "": it is kept, or none is needed.
+
+    numba takes the first of these places that it can write, and reads no other: an image's own can't be used where the
+    container is read-only.
+    """
+    if not recipe.has_kv_routing or importlib.util.find_spec("numba") is None:
+        return ""
+    home = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or Path.home(), ".cache")
+    own = environment.get("NUMBA_CACHE_DIR")
+    places = [Path(own)] if own else [package / "__pycache__", Path(home, "numba")]
+    if any(_is_writable(place) for place in places):
+        return ""
+    return (
+        f"{' and '.join(map(str, places))} can't be written, so each process that routes by KV compiles for half a"
+        " minute of CPU at every start; set NUMBA_CACHE_DIR to a folder that can be written and outlives the process"
+    )
+
+
+def _is_writable(folder: Path) -> bool:
+    existing = next(part for part in (folder, *folder.parents) if part.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK)
 
 
 def needed_shm_mib(recipe: Recipe, num_stubs: int) -> int:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from bireme.config import CHECKOUT
+from bireme.kv.compile import KERNELS
 from bireme.metrics import TABLE
 from tests.docker.dockerfile_steps import steps_of
 from tools import make_dashboard
@@ -100,12 +101,17 @@ def test_whatever_places_requests_has_compiled_code_discovery_and_both_event_pla
     assert all({"kv", "etcd", "nats"} <= extras for extras in installed if "openai" in extras)
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.triton"])
-def test_an_image_s_own_user_keeps_all_compiled_code(name):
-    steps = steps_of(DOCKER / name)
-    as_user = " ".join(text for kind, text in steps[steps.index(("USER", "10001")) :] if kind == "RUN")
-    kernels = {path.stem for path in (CHECKOUT / "bireme" / "kv").glob("*_kernels.py")}
-    assert set(re.findall(r"bireme\.kv\.(\w+)", as_user)) == kernels
+@pytest.mark.parametrize("file", sorted(DOCKER.glob("Dockerfile*")), ids=lambda file: file.name)
+def test_an_image_s_own_user_keeps_all_compiled_code(file):
+    steps = steps_of(file)
+    as_user = [text for kind, text in steps[steps.index(("USER", "10001")) :] if kind == "RUN"]
+    assert any("-m bireme.kv.compile" in text for text in as_user)
+
+
+def test_what_is_compiled_beforehand_is_every_module_of_kernels():
+    files = {path.stem for path in (CHECKOUT / "bireme" / "kv").rglob("*_kernels.py")}
+    assert {name.rpartition(".")[2] for name in KERNELS} == files
+    assert "-m bireme.kv.compile" in (CHECKOUT / "tools" / "setup.sh").read_text()
 
 
 def test_prometheus_reads_the_server_and_the_frontend():

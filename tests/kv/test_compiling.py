@@ -11,7 +11,8 @@ pytest.importorskip("numba")
 
 INNER = "from bireme.kv.compiling import compiled\nNUMBER = {}\n@compiled()\ndef inner(x): return x + NUMBER\n"
 OUTER = "from bireme.kv.compiling import compiled\nfrom {} import inner\n@compiled('int64(int64)')\n"
-PROGRAM = "from outer_kernels import outer; print(outer(1), len(outer.stats.cache_misses))"
+PROGRAM = "import logging; logging.basicConfig(level='INFO')\n"
+PROGRAM += "from outer_kernels import outer; print(outer(1), len(outer.stats.cache_misses))"
 
 
 @pytest.fixture
@@ -24,7 +25,8 @@ def folder(tmp_path):
 def start(folder, **env):
     paths = os.pathsep.join([str(folder), os.getcwd()])
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": paths, **env}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, env=env, cwd=folder, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=pipe, stderr=pipe, env=env, cwd=folder, text=True)
 
 
 def answer(process):
@@ -37,6 +39,11 @@ def test_code_that_another_file_is_part_of_is_compiled_again_when_that_changes(f
     assert [answer(start(folder)) for _ in range(2)] == [[2, 1], [2, 0]]
     (folder / "inner_kernels.py").write_text(INNER.format(2))
     assert answer(start(folder)) == [3, 1]
+
+
+def test_the_log_says_what_is_compiled_and_nothing_of_what_was_kept(folder):
+    logs = [start(folder).communicate()[1] for _ in range(2)]
+    assert "compiled function=outer s=" in logs[0] and "compiled" not in logs[1]
 
 
 def test_of_processes_that_start_at_once_one_compiles(folder):

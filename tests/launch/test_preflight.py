@@ -228,3 +228,19 @@ def test_what_tensorrt_llm_would_refuse_is_told_before_it_starts():
     typo, kind = preflight.check_arguments(recipe)
     assert typo.startswith("workers.decode: max_batch_sise: 3;") and typo.endswith("did you mean max_batch_size?")
     assert kind.startswith("workers.decode: cuda_graph_config.batch_sizes: '8'; a list of")
+
+
+@pytest.mark.parametrize(("kept", "is_told"), [("package", False), ("home", False), ("own", False), ("", True)])
+def test_a_read_only_install_is_told_before_it_compiles_at_every_start(tmp_path, kept, is_told):
+    pytest.importorskip("numba")
+    for name in ("package", "home"):
+        (tmp_path / name).write_text("") if name != kept else (tmp_path / name).mkdir()
+    environment = {"HOME": str(tmp_path / "home")} | ({"NUMBA_CACHE_DIR": str(tmp_path)} if kept == "own" else {})
+    recipe = Recipe(model="m", workers={"decode": WorkerEntry(engine="mocker", replicas=2)}, name="m")
+    message = preflight.unkept_code(recipe, environment, tmp_path / "package")
+    assert ("set NUMBA_CACHE_DIR" in message) is is_told
+
+
+def test_where_nobody_routes_by_kv_no_compiled_code_is_missed(tmp_path):
+    recipe = Recipe(model="m", workers={"decode": WorkerEntry(engine="mocker")}, name="m")
+    assert preflight.unkept_code(recipe, {"NUMBA_CACHE_DIR": "/proc/nobody"}) == ""
