@@ -2,9 +2,10 @@
 buffers, and ends soon.
 
 Nothing heavy is imported here. A death signal that is set after slow imports misses a parent that has died meanwhile,
-and leaves an orphan with a GPU. As a program it runs another one so:
+and leaves an orphan with a GPU. As a program it runs another one so, `held`: stopped before its first instruction, for
+the thread that has started it to go on (launch/hidden_arguments.py).
 
-    python -I -S own_process.py PARENT PROGRAM ARGUMENT...
+    python -I -S own_process.py PARENT held|free PROGRAM ARGUMENT...
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_PTRACE_TRACEME = 0
+NOT_HELD = 97  # exit status: `be_held` was not allowed
 ENGINE_NAME = "bireme-engine"  # of a process that has waited as `standby` and has begun its life
 _CHECK_S = 0.5
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
@@ -36,6 +39,14 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(f"parent {parent} has died before this process started")
+
+
+def be_held() -> None:
+    """Have the kernel stop the next program of this process at its start, for the thread that has started the process;
+    exit with NOT_HELD where that is forbidden, or somebody traces already.
+    """
+    if ctypes.CDLL(None).ptrace(_PTRACE_TRACEME, 0, None, None) < 0:
+        sys.exit(NOT_HELD)
 
 
 def watch_parent(on_death: Callable[[], None], parent: int = 0) -> None:
@@ -100,4 +111,6 @@ def end_process(status: int) -> NoReturn:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
-    os.execv(sys.argv[2], sys.argv[2:])
+    if sys.argv[2] == "held":
+        be_held()
+    os.execv(sys.argv[3], sys.argv[3:])

@@ -166,6 +166,10 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         help="let KServe clients on this machine pass tensors in shared memory: for trusted clients only",
     )  # fmt: skip
     parser.add_argument(
+        "--visible-keys", action="store_true",
+        help="start even where ptrace is forbidden, so that all users of this host can read Triton's keys",
+    )  # fmt: skip
+    parser.add_argument(
         "--discovery", metavar="ADDRESS",
         help="where servers of one model find each other: a folder that all see, or etcd://host:2379[,host2:2379]",
     )  # fmt: skip
@@ -201,6 +205,7 @@ def settings_of(options: argparse.Namespace, run: RunFolder) -> DeploymentSettin
         frontend=frontend_of(options, recipe.folder, override, run, advertised),
         advertise=advertised,
         allow_client_shm=options.allow_client_shm,
+        visible_keys=options.visible_keys,
         triton_arguments=tuple(options.triton_arg),
         environment={"BIREME_LOG_LEVEL": options.log_level},
     )

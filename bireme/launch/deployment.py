@@ -84,6 +84,7 @@ class DeploymentSettings:
     restart_window_s: float = 600.0
     thread_pool_size: int = 0  # 0: as many as the process limit allows, THREAD_POOL_SIZE at most
     allow_client_shm: bool = False
+    visible_keys: bool = False  # of tritonserver, to all users of the host, where they can't be hidden
     triton_arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     checkout: Path = CHECKOUT
@@ -296,6 +297,10 @@ class Deployment:
         self._server = server
         server.start(is_wanted=lambda: not self._stopping.is_set())
         self._console.event("server_up", pid=server.pid, seconds=time.monotonic() - began)
+        if server.shows_keys:
+            self._console.event(
+                "keys_visible", "warning", pid=server.pid, remedy="allow ptrace (docs/security.md, Keys in arguments)"
+            )
         try:
             for phase in self._phases:
                 self._load(server, phase)
@@ -322,6 +327,7 @@ class Deployment:
             thread_pool_size=settings.thread_pool_size or thread_pool_size(self._num_stubs),
             exit_timeout_s=settings.drain_timeout_s,
             allow_client_shm=settings.allow_client_shm,
+            visible_keys=settings.visible_keys,
             grpc_tls=GrpcTls.of(settings.recipe),
             environment=environment,
             arguments=settings.triton_arguments,

@@ -29,6 +29,7 @@ from bireme.config import Recipe
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch import processes
 from bireme.launch.admin import ADMIN_HEADER, RESTRICTED_APIS, SHM_HEADER, AdminClient
+from bireme.launch.hidden_arguments import HiddenArguments, NotHeldError
 from bireme.launch.installation import (
     Installation,
     PreparedStart,
@@ -46,6 +47,7 @@ from bireme.workers.grpc_tls import GrpcTls
 
 _TAIL_LINES = 400
 _SHOWN_LINES = 30
+_RESTRICTIONS = ("--http-restricted-api", "--grpc-restricted-protocol")
 _ECHO = "Non-graceful termination detected"
 # Blocked BLS calls and sends share a model's pool threads; the threads not for BLS are left to the sends.
 _THREADS_FOR_SENDS = 32
@@ -75,6 +77,7 @@ class ServerOptions:
     http_threads: int = 16  # a blocking load holds one
     exit_timeout_s: int = 20  # for requests under way at SIGTERM
     allow_client_shm: bool = False  # clients may have the server map memory of their choice
+    visible_keys: bool = False  # start as well where the server's keys can't be hidden from other users of the host
     grpc_tls: GrpcTls | None = None
     environment: Mapping[str, str] = field(default_factory=dict)  # on top of the process's own
     arguments: tuple[str, ...] = ()  # more flags, last
@@ -115,7 +118,8 @@ class Server:
         self._process: subprocess.Popen[str] | None = None
         self._started = threading.Event()
         self._exited = threading.Event()
-        self._start_error: OSError | None = None
+        self._start_error: Exception | None = None
+        self.shows_keys = False  # to every user of this host, as `visible_keys` allows
         self._members: dict[int, int | None] = {}  # pid -> start time of what ran below the server
 
     @property
@@ -144,6 +148,8 @@ class Server:
             raise ConfigError(f"{prepared.stub} needs {', '.join(missing)}, which the linker does not find")
         threading.Thread(target=self._parent, args=(prepared,), name="tritonserver-parent", daemon=True).start()
         self._started.wait()
+        if isinstance(self._start_error, ConfigError):
+            raise self._start_error
         if self._start_error is not None:
             raise ServerStartError(f"{prepared.binary} can't be run: {self._start_error}")
         self._wait_ready(timeout_s, is_wanted)
@@ -227,7 +233,7 @@ class Server:
         """The thread whose end would kill the server: lives as long as it does."""
         try:
             self._process = self._spawn(prepared)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._start_error = error
             self._exited.set()
             return
@@ -241,14 +247,31 @@ class Server:
         self._exited.set()
 
     def _spawn(self, prepared: PreparedStart) -> subprocess.Popen[str]:
-        # start_new_session: Ctrl-C in a terminal reaches the launcher alone, and the group can be killed whole.
-        environment = prepared.environment | self._own_environment()
-        # A program of its own rather than preexec_fn, which may deadlock in a process with threads.
-        leashed = [sys.executable, "-I", "-S", own_process.__file__, str(os.getpid())]
         newer = newer_flags(self._installation, prepared, self.options.allow_client_shm)
+        arguments = [*self._arguments(), *prepared.arguments, *newer, *self.options.arguments]
+        hidden = HiddenArguments(arguments, _RESTRICTIONS)
+        process = self._run(prepared, "held", hidden.shown, hidden.environment)
+        try:
+            hidden.hand_over(process.pid, prepared.binary)
+        except (OSError, ConfigError) as error:
+            process.kill()
+            process.wait()
+            if not (isinstance(error, NotHeldError) and self.options.visible_keys):
+                raise
+            self.shows_keys = True
+            return self._run(prepared, "free", arguments, {})
+        return process
+
+    def _run(
+        self, prepared: PreparedStart, how: str, arguments: list[str], more: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
+        # A program of its own rather than preexec_fn, which may deadlock in a process with threads.
+        leashed = [sys.executable, "-I", "-S", own_process.__file__, str(os.getpid()), how]
+        # start_new_session: Ctrl-C in a terminal reaches the launcher alone, and the group can be killed whole.
         return subprocess.Popen(
-            [*leashed, str(prepared.binary), *self._arguments(), *prepared.arguments, *newer, *self.options.arguments],
-            env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [*leashed, str(prepared.binary), *arguments],
+            env={**prepared.environment, **self._own_environment(), **more}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True, text=True, errors="replace",
         )  # fmt: skip
 
@@ -284,12 +307,16 @@ class Server:
         ]
 
     def _restrictions(self) -> list[str]:
-        """What clients may not call; each list has a header whose key opens it."""
-        lists = [f"{','.join(RESTRICTED_APIS)}:{ADMIN_HEADER}={self.admin_key}"]
+        """What clients may not call; each list has a header whose key opens it. But one, nobody keeps the keys."""
+        restricted: dict[str, tuple[str, ...]] = {ADMIN_HEADER: RESTRICTED_APIS}
         if not self.options.allow_client_shm:
-            lists.append(f"shared-memory:{SHM_HEADER}={self.admin_key}")
-        flags = ("--http-restricted-api", "--grpc-restricted-protocol")
-        return [f"{flag}={restricted}" for flag in flags for restricted in lists]
+            restricted[SHM_HEADER] = ("shared-memory",)
+        keys = {("--http-restricted-api", ADMIN_HEADER): self.admin_key}
+        return [
+            f"{flag}={','.join(apis)}:{header}={keys.get((flag, header)) or secrets.token_hex(16)}"
+            for flag in _RESTRICTIONS
+            for header, apis in restricted.items()
+        ]
 
     def _completion(self) -> list[str]:
         """Models with whole configurations load faster when Triton does not ask for more."""
