@@ -42,7 +42,7 @@ case $found in
 esac
 
 versions >"$scratch/before"
-"$python" -m pip install --constraint "$scratch/before" --editable "${checkout}[openai,kv,etcd,nats,multimodal]" "av>=15,<19"
+"$python" -m pip install --constraint "$scratch/before" --editable "${checkout}[openai,kv,etcd,nats,nixl,multimodal]" "av>=15,<19"
 versions >"$scratch/after"
 
 replaced=$(comm -23 "$scratch/before" "$scratch/after" | tr '\n' ' ')

@@ -101,6 +101,25 @@ def test_whatever_places_requests_has_compiled_code_discovery_and_both_event_pla
     assert all({"kv", "etcd", "nats"} <= extras for extras in installed if "openai" in extras)
 
 
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("Dockerfile", "torch"),
+        ("Dockerfile.triton", "torch"),
+        ("Dockerfile.trtllm", "torch"),
+        ("into_environment.sh", "openai"),
+    ],
+)
+def test_every_environment_with_an_engine_moves_rows_between_hosts(name, engine):
+    """Into the environment that into_environment.sh installs into, TensorRT-LLM has come with the image."""
+    installed = re.findall(r"\[([a-z,]+)\]", (DOCKER / name).read_text())
+    assert (
+        [extras for extras in installed if {engine, "nixl"} <= set(extras.split(","))]
+        == [extras for extras in installed if engine in extras.split(",")]
+        != []
+    )
+
+
 @pytest.mark.parametrize("file", sorted(DOCKER.glob("Dockerfile*")), ids=lambda file: file.name)
 def test_an_image_s_own_user_keeps_all_compiled_code(file):
     steps = steps_of(file)
