@@ -175,6 +175,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     trust_remote_code: Annotated[
         bool, _not_torch("no code of a checkpoint is run; remove it, or use engine: trtllm")
     ] = False
+    # TensorRT-LLM's attention kernels; torch has one way for each device, takes the key without effect and says so once
     attn_backend: Annotated[str | None, _SPEED_ELSEWHERE] = None
     disable_overlap_scheduler: Annotated[bool, _NOT_MOCKER] = False
     # None: decode steps are launched kernel by kernel
