@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -317,18 +318,30 @@ def test_a_cancel_while_decode_writes_ends_after_the_write(prefill, decode, tmp_
     assert fetching.num_done == 1
 
 
+@on_both
+def test_chunks_that_come_while_rows_are_written_start_no_second_copy(prefill, decode, monkeypatch):
+    importer, was_loading = decode.transfer._importer, []
+    load, progress = importer._load, Mock(wraps=importer._on_progress)
+    monkeypatch.setattr(importer, "_load", lambda fetch: (was_loading.append(fetch.is_loading), load(fetch)))
+    monkeypatch.setattr(importer, "_on_progress", progress)
+    fetching = decode.fetch(prefill.export(200, read_delay_s=0.001), write_delay_s=0.02)
+    assert fetching.result() is None and fetching.is_right
+    assert not any(was_loading) and progress.call_count > len(was_loading) > 0
+
+
 @needs_nixl
 @pytest.mark.parametrize("backend", ["nixl"])
-def test_room_comes_back_when_the_exporter_never_says_that_it_has_ended(prefill, make_side, monkeypatch):
+def test_room_comes_back_when_the_exporter_never_says_that_it_has_ended(prefill, decode, monkeypatch):
     """Its messages are lost, as those for a connection that was cut are."""
-    decode = make_side("decode", timeout_ms=300)
-    importer = decode.transfer._importer
+    importer, backend = decode.transfer._importer, decode.transfer._backend
+    cut_off = Mock(wraps=backend.forget_writers)
     with monkeypatch.context() as patch:
+        patch.setattr(backend, "forget_writers", cut_off)
         patch.setattr(importer, "on_message", lambda *_: None)
+        patch.setattr(importer, "_timeout_s", 0.3)
         assert isinstance(decode.fetch(prefill.export(100)).result(), KvTransferError)
-        assert importer._in_doubt
         wait_until(lambda: prefill.num_released == 1)
-    assert not decode.room_in_use()
+        assert not decode.room_in_use() and cut_off.called
     fetching = decode.fetch(prefill.export(100))
     assert fetching.result() is None and fetching.is_right
 

@@ -1,8 +1,9 @@
 """KV from an engine of another launch on this host, and from one that shared memory can't reach."""
 
 import errno
+import threading
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from bireme.discovery import run
 from bireme.errors import KvTransferError, NotFoundError
 from bireme.kv.curve import curve_keys
 from bireme.kv.transfer import importer, wire
-from bireme.kv.transfer.process import FarProcess
+from bireme.kv.transfer.process import SILENCE_S, FarProcess
 from tests.kv.transfer.kv_side import DEPLOYMENT_KEY, Side, all_files_of, needs_nixl, wait_until
 
 
@@ -126,6 +127,22 @@ def test_an_exporter_of_another_host_that_nobody_needs_is_forgotten(far, decode_
     monkeypatch.setattr(importer, "_IDLE_S", 0.1)
     wait_until(lambda: importing.is_idle and not decode.transfer._dealers)
     assert decode.fetch(exported(far)).result() is None
+
+
+def test_silence_of_an_exporter_that_nobody_asked_is_no_sign_of_its_death(far, decode_of, monkeypatch):
+    """It answers when the importer has looked who is alive."""
+    decode, has_looked = decode_of(far, host=run.host_id()), threading.Event()
+    monkeypatch.setattr(importer, "Process", FarProcess)
+    importing, exporting = decode.transfer._importer, far.transfer._exporter
+    assert decode.fetch(exported(far)).result() is None
+    (peer,) = importing._peers.values()
+    peer.process._heard_at -= 2 * SILENCE_S
+    looks = Mock(wraps=importing.tick, side_effect=lambda: importing._fetches and has_looked.set() or DEFAULT)
+    answers = Mock(wraps=exporting.on_message, side_effect=lambda *_: has_looked.wait(60) and DEFAULT)
+    monkeypatch.setattr(importing, "tick", looks)
+    monkeypatch.setattr(exporting, "on_message", answers)
+    fetching = decode.fetch(exported(far))
+    assert fetching.result() is None and fetching.is_right and answers.called
 
 
 @needs_nixl
