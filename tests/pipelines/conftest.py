@@ -91,6 +91,10 @@ class Bench:
     def counters(self) -> dict[tuple[str, ...], float]:
         return {(name, *labels[1:]): value for name, labels, value in self.metrics.take_delta().counters}
 
+    def observed(self) -> dict[str, int]:
+        """Return how often each histogram was told something."""
+        return {name: sum(counts) for name, _, counts, _ in self.metrics.take_delta().histograms}
+
 
 def recipe(prefill: int = 0, decode: int = 1, **tree: Any) -> Recipe:
     workers = {"decode": {"engine": "mocker", "replicas": decode}}

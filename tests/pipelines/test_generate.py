@@ -217,6 +217,20 @@ async def test_stream_goes_on_exactly_on_another_replica(bench):
     assert test.counters()[("bireme_migrations_total",)] == 1
 
 
+@pytest.mark.parametrize(("before", "gaps"), [(0, 0), (2, 1)], ids=["no token", "two tokens"])
+async def test_a_loss_is_a_gap_between_tokens_only_where_there_were_some(bench, before, gaps):
+    test = await bench(decode=2)
+    call = test.ask(stream=True)
+    await test.workers.emit(before)
+    await test.workers.lose("decode")
+    await test.workers.reached("decode_1")
+    await test.workers.emit(4 - before)
+    await call.end()
+    observed = test.observed()
+    assert observed.get("bireme_inter_token_latency_seconds", 0) == gaps
+    assert observed["bireme_time_to_first_token_seconds"] == 1
+
+
 async def test_an_engine_lost_between_the_last_token_and_the_end_costs_nothing(bench):
     test = await bench(pipeline={"migration_limit": 0})
     call = test.ask(stream=True)
