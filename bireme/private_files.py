@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 
 def make_folder(folder: Path) -> None:
@@ -35,3 +38,15 @@ def _shut(path: Path, mode: int) -> None:
     status = path.stat()
     if status.st_uid == os.getuid() and status.st_mode & 0o077:
         path.chmod(mode)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open an own regular file to be read; nothing else can be opened, and nothing is waited for. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO has no writer
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISREG(status.st_mode):
+        raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}", str(path))
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))

@@ -8,6 +8,7 @@ until a lease has passed. What nobody has touched for ten leases is removed by w
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from bireme import private_files
 from bireme.config import DiscoveryConfig
 from bireme.discovery.run import WorkerRecord
 from bireme.discovery.store import NameTakenError, StoreError
@@ -25,6 +27,8 @@ from bireme.discovery.store import NameTakenError, StoreError
 LOOK_S = 0.5
 _REMOVED_AFTER = 10  # leases without a heartbeat
 _SUFFIX = ".json"
+_MAX_BYTES = 1 << 20  # a record has about a kilobyte
+_OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # says nothing about the file
 logger = logging.getLogger("bireme.discovery")
 _Stamp = tuple[int, int, int]  # inode, modification time (ns), bytes
 
@@ -35,7 +39,8 @@ class _Sighting:
 
     stamp: _Stamp
     changed_at: float
-    record: WorkerRecord | None  # None: it can't be read
+    record: WorkerRecord | None  # None: it holds none
+    problem: str = ""  # why it can't be read now
 
 
 class DirectoryStore:
@@ -55,6 +60,8 @@ class DirectoryStore:
         ids = [name.removesuffix(_SUFFIX) for name in names if not name.startswith(".")]
         seen = {name: sighting for name in ids if (sighting := self._look(name)) is not None}
         self._sightings = seen
+        if (lost := [one for one in seen.values() if one.problem and one.record]) and all(map(_is_lost, seen.values())):
+            raise StoreError(f"discovery.folder: no record in {self._folder} can be read any more: {lost[0].problem}")
         now, found = self._clock(), {}
         for name, sighting in seen.items():
             silent_s = now - sighting.changed_at
@@ -105,22 +112,33 @@ class DirectoryStore:
             raise taken(record, now.record)
 
     def _look(self, name: str) -> _Sighting | None:
-        """Return what is seen of a file now; None when it is gone. Raises StoreError."""
+        """Return what is seen of a file now; None when it is gone. Raises StoreError.
+
+        One that can't be read is told once; what was read of it before lasts as long as its lease.
+        """
         before = self._sightings.get(name)
         try:
-            with self._path(name).open("rb") as file:  # opening asks a network file system for the present state
+            # Opening asks a network file system for the present state.
+            with private_files.open_regular(self._path(name)) as file:
                 status = os.fstat(file.fileno())
                 stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
                 if before is not None and before.stamp == stamp:
+                    before.problem = ""
                     return before
-                content = file.read()
+                content = file.read(_MAX_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise StoreError(f"discovery.folder: {self._path(name)} can't be read: {error}") from error
+            if error.errno in _OWN_TROUBLE:
+                raise StoreError(f"discovery.folder: {self._path(name)} can't be read: {error}") from error
+            unseen = before or _Sighting((0, 0, 0), self._clock(), None)
+            if unseen.problem != (problem := error.strerror or str(error)):
+                logger.warning("record_unreadable path=%s error=%s", self._path(name), problem)
+            unseen.problem = problem
+            return unseen
         try:
             record: WorkerRecord | None = msgspec.json.decode(content, type=WorkerRecord)
-        except msgspec.DecodeError as error:
+        except (msgspec.MsgspecError, ValueError) as error:  # ValueError: a text in it is no UTF-8
             record = None
             if before is None or before.record is not None:
                 logger.warning("record_unreadable path=%s error=%s", self._path(name), error)
@@ -128,6 +146,10 @@ class DirectoryStore:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}{_SUFFIX}"
+
+
+def _is_lost(sighting: _Sighting) -> bool:
+    return sighting.record is None or bool(sighting.problem)
 
 
 def taken(mine: WorkerRecord, theirs: WorkerRecord) -> NameTakenError:

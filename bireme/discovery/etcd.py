@@ -56,7 +56,7 @@ class EtcdStore:
             if self._watch is None:
                 self._watch = self._open_watch(client)  # first, so that no change falls between the two
             pairs = client.get_prefix(self._prefix)
-        values = {meta["key"].decode().removeprefix(self._prefix): value for value, meta in pairs}
+        values = {meta["key"].decode(errors="replace").removeprefix(self._prefix): value for value, meta in pairs}
         return {name: record for name, value in values.items() if (record := self._decode(name, value)) is not None}
 
     def wait(self, timeout_s: float) -> None:
@@ -130,7 +130,7 @@ class EtcdStore:
     def _decode(self, name: str, value: bytes) -> WorkerRecord | None:
         try:
             record = msgspec.json.decode(value, type=WorkerRecord)
-        except msgspec.DecodeError as error:
+        except (msgspec.MsgspecError, ValueError) as error:  # ValueError: a text in it is no UTF-8
             if self._unread.get(name) != value:
                 self._unread[name] = value
                 logger.warning("record_unreadable key=%s error=%s", self._prefix + name, error)

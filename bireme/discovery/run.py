@@ -19,6 +19,7 @@ from typing import Literal
 
 import msgspec
 
+from bireme import private_files
 from bireme.config import stage_of, worker_id
 from bireme.errors import ConfigError, NotFoundError
 from bireme.messages import Capacity
@@ -226,8 +227,9 @@ def withdraw(folder: Path, worker: str) -> None:
 def find(folder: Path, worker: str) -> WorkerRecord:
     """Return the record of a ready worker. Raises NotFoundError."""
     try:
-        return msgspec.json.decode((folder / f"{worker}.json").read_bytes(), type=WorkerRecord)
+        with private_files.open_regular(folder / f"{worker}.json") as file:
+            return msgspec.json.decode(file.read(), type=WorkerRecord)
     except FileNotFoundError:
         raise NotFoundError(f"worker {worker} is not running in this deployment") from None
-    except msgspec.DecodeError as error:
+    except (OSError, msgspec.MsgspecError, ValueError) as error:  # ValueError: a text in it is no UTF-8
         raise NotFoundError(f"worker {worker}: its record in the run directory can't be read: {error}") from error

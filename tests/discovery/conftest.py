@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,18 @@ def record(worker: str = "decode", server: str = "b:8001", **fields: Any) -> Wor
 
 def by_id(*records: WorkerRecord) -> dict[str, WorkerRecord]:
     return {one.id: one for one in records}
+
+
+def odd_entry(path: Path, kind: str) -> None:
+    """Make what may lie in a folder of records and is none."""
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    else:
+        path.write_bytes(b'{"worker":"de\xffcode"}')
 
 
 class MemoryStore:

@@ -1,5 +1,6 @@
 """Records in a folder: heartbeats, expiry by the reader's clock, ids that are taken."""
 
+import errno
 import os
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 from bireme.config import DiscoveryConfig
 from bireme.discovery.directory import DirectoryStore
 from bireme.discovery.store import NameTakenError, StoreError
-from tests.discovery.conftest import by_id, record
+from tests.discovery.conftest import by_id, odd_entry, record
 
 LEASE_S = 10.0
 
@@ -110,6 +111,60 @@ def test_a_file_that_can_t_be_read_harms_no_other(store, tmp_path, content):
     writer.hold(record())
     (tmp_path / "shared" / "noise.json").write_bytes(content)
     assert store().read() == by_id(record())
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "loop", "wrong text"])
+def test_an_odd_entry_is_left_out_by_name_and_told_once(store, tmp_path, caplog, kind):
+    writer, reader = store(), store()
+    writer.hold(record())
+    odd_entry(tmp_path / "shared" / "a.json", kind)
+    for _ in range(3):
+        assert reader.read() == by_id(record())
+    assert caplog.text.count(f"record_unreadable path={tmp_path}/shared/a.json") == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a file of somebody else")
+def test_another_user_s_file_is_left_out_by_name(store, tmp_path, caplog):
+    store().hold(record())
+    store().hold(record("prefill"))
+    os.chown(tmp_path / "shared" / "prefill@b:8001.json", 12345, -1)
+    assert store().read() == by_id(record())
+    assert "prefill@b:8001.json error=it belongs to user 12345" in caplog.text
+
+
+def test_a_record_that_can_t_be_read_any_more_lasts_as_long_as_its_lease(store, clock, tmp_path):
+    writer, reader = store(), store()
+    writer.hold(record())
+    writer.hold(record("prefill"))
+    assert len(reader.read()) == 2
+    path = tmp_path / "shared" / "prefill@b:8001.json"
+    path.unlink()
+    path.mkdir()
+    assert len(reader.read()) == 2
+    clock.now += LEASE_S + 1
+    writer.hold(record())
+    assert reader.read() == by_id(record())
+
+
+def test_records_that_can_none_be_read_any_more_are_an_error_of_the_folder(store, tmp_path):
+    writer, reader = store(), store()
+    writer.hold(record())
+    reader.read()
+    path = tmp_path / "shared" / "decode@b:8001.json"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(StoreError, match=r"no record in .*shared can be read any more: it is no regular file"):
+        reader.read()
+
+
+def test_a_reader_without_descriptors_blames_no_file(store, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    store().hold(record())
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(StoreError, match="Too many open files"):
+        store().read()
 
 
 def test_a_folder_that_is_gone_is_an_error_with_its_name(store, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from bireme.discovery import run
 from bireme.errors import ConfigError, NotFoundError
+from tests.discovery.conftest import odd_entry
 
 RECORD = run.WorkerRecord(worker="decode", life=2, pid=7, transfer_endpoint="ipc:///run/x", tokens_per_block=32)
 
@@ -75,6 +76,13 @@ def test_a_default_directory_of_somebody_else_is_refused(tmp_path, monkeypatch):
     os.chown(tmp_path / "bireme-0", 12345, -1)
     with pytest.raises(ConfigError, match="belongs to user 12345"):
         run.run_dir()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "loop", "wrong text"])
+def test_what_is_no_record_is_a_worker_that_can_t_be_found(tmp_path, kind):
+    odd_entry(tmp_path / "decode.json", kind)
+    with pytest.raises(NotFoundError, match="its record in the run directory can't be read"):
+        run.find(tmp_path, "decode")
 
 
 def test_the_key_is_made_once_and_for_its_owner_only(tmp_path):

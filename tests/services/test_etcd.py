@@ -118,6 +118,16 @@ def test_a_renewed_lease_lasts(store):
     assert reader.read() == {}
 
 
+def test_a_value_that_is_no_record_is_left_out_by_name_and_told_once(store, caplog):
+    writer, reader = store(), store()
+    writer.hold(record())
+    with writer._errors() as client:
+        client.put(writer._prefix + "noise", b'{"worker":"de\xffcode"}')
+    for _ in range(3):
+        assert reader.read() == by_id(record())
+    assert caplog.text.count(f"record_unreadable key={writer._prefix}noise") == 1
+
+
 def test_an_id_is_one_living_launch_s(store):
     store(lease_s=60).hold(record(launch="first"))
     with pytest.raises(NameTakenError, match="registered by another launch already"):
