@@ -59,7 +59,7 @@ def unseal(blob: bytes, key: bytes) -> DisaggregatedParams:
     payload = verify("disaggregated_params", blob, key, "prefill")
     try:
         params = _decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise RequestError(f"disaggregated_params: {error}") from error
     if params.v != 1:
         raise RequestError(f"disaggregated_params: version {params.v}; this build reads version 1")

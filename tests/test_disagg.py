@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme import disagg
-from bireme.disagg import MAX_BYTES, DisaggregatedParams, prompt_digest, seal, unseal
+from bireme.disagg import MAX_BYTES, DisaggregatedParams, prompt_digest, seal, sign, unseal
 from bireme.errors import RequestError
 from bireme.messages import TokenLogprob
 
@@ -56,6 +56,11 @@ def test_no_beginning_of_it_is_accepted(length):
 def test_garbage_is_refused(blob):
     with pytest.raises(RequestError, match="pass on what this deployment's prefill returned"):
         unseal(blob, KEY)
+
+
+def test_signed_text_that_is_no_utf_8_is_the_callers_error():
+    with pytest.raises(RequestError, match="disaggregated_params: 'utf-8' codec can't decode"):
+        unseal(sign(b'{"worker":"pre\xfffill"}', KEY), KEY)
 
 
 def test_oversized_params_are_refused_before_the_digest():

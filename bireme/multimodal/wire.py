@@ -113,7 +113,7 @@ def open_handle(text: str, key: bytes) -> EmbeddingHandle:
     payload = disagg.verify("multimodal: handle", text.encode(), key, "encoder")
     try:
         return _decode_handle(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise RequestError(f"multimodal: handle: {error}") from error
 
 
@@ -131,7 +131,7 @@ def open_multimodal(blob: bytes, key: bytes) -> tuple[OpenedItem, ...]:
         raise RequestError(f"multimodal: {len(blob)} bytes; the limit is {MAX_MULTIMODAL_BYTES}")
     try:
         request = _decode_multimodal(blob)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RequestError(f"multimodal: {str(error)[:200]}") from error
     if request.v != 1:
         raise RequestError(f"multimodal: version {request.v}; this build reads version 1")

@@ -272,6 +272,6 @@ def _submitted(payload: Array) -> list[int]:
     """Return the numbers of a batch's requests; none of a malformed one, which the engine would have skipped, too."""
     try:
         batch = decode_commands(payload.tobytes())
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return []
     return [command.number for command in batch.commands if isinstance(command, (Submit, Encode))]

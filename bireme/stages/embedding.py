@@ -64,7 +64,7 @@ class Embedding(EngineStage[EngineClient]):
         if "engine_request" in values:
             try:
                 return decode_embed(values["engine_request"].tobytes()).request
-            except (msgspec.DecodeError, RecursionError) as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 raise RequestError(
                     f"engine_request: {str(error)[:120]}; it is for frontends, send text_input or input_ids instead"
                 ) from error

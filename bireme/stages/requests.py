@@ -164,7 +164,7 @@ def read_command(payload: Any) -> Submit | Encode | Release:
     try:
         command: Submit | Encode | Release = decode_request(payload.tobytes())
         return command
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RequestError(
             f"engine_request: {str(error)[:120]}; it is for this deployment's pipelines, send input_ids instead"
         ) from error

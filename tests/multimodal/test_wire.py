@@ -62,6 +62,7 @@ def test_a_handle_serves_the_picture_that_it_was_made_for(changes):
     ("blob", "message"),
     [
         (b"{", "multimodal: "),
+        (b'{"v":1,"items":[{"hash":"\xff"}]}', "multimodal: 'utf-8' codec can't decode"),
         (b'{"v":2,"items":[]}', "version 2"),
         (encode_multimodal((item(hash="short", handle=None),)), "64 hexadecimal digits"),
         (encode_multimodal((item(num_tokens=0, handle=None),)), "at least 1 token"),

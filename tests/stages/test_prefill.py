@@ -50,10 +50,11 @@ async def test_a_pipelines_request_travels_whole(prefill):
     assert test.engine.requests[0, 1].sampling == request.sampling
 
 
-async def test_garbage_instead_of_a_request_is_refused(prefill):
+@pytest.mark.parametrize("payload", [b"\1\2\3", b"\x92\xa1s\xa1\xff", b"\x91\xa1\xff"])
+async def test_garbage_instead_of_a_request_is_refused(prefill, payload):
     test = await prefill()
     with pytest.raises(RequestError, match="engine_request"):
-        await test.ask(engine_request=[1, 2, 3]).end()
+        await test.ask(engine_request=np.frombuffer(payload, np.uint8)).end()
 
 
 async def test_abort_while_it_runs_cancels_it(prefill):

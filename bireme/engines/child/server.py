@@ -144,7 +144,7 @@ class EngineServer:
         consumer, payload = split(data)
         try:
             batch = decode_commands(payload)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             logger.warning("command_malformed consumer=%d bytes=%d reason=%s", consumer, len(data), error)
             batch = self._salvage(consumer, payload)
         for command in batch.commands:

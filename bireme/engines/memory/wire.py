@@ -116,7 +116,7 @@ def receive(link: socket.socket) -> tuple[Packet, tuple[int, ...]]:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise UnavailableError("a packet is too long")
         return _decode(data), tuple(descriptors)
-    except (UnavailableError, msgspec.MsgspecError) as error:
+    except (UnavailableError, msgspec.MsgspecError, ValueError) as error:
         close_all(descriptors)
         raise UnavailableError(f"memory service: {error}") from error
 

@@ -293,7 +293,7 @@ class Supervisor:
         consumer, payload = split(data)
         try:
             message = decode_control(payload) if consumer == CONTROL else None
-        except msgspec.DecodeError as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             raise ConfigError(f"the engine process speaks another protocol: {error}") from error
         if not isinstance(message, Hello):
             return False

@@ -212,5 +212,5 @@ def _read_table(descriptor: int) -> list[SharedTensor]:
     data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     try:
         return msgspec.msgpack.decode(data, type=list[SharedTensor])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise UnavailableError(f"the table of the shared weights can't be read: {error}") from error

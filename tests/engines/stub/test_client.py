@@ -140,7 +140,16 @@ def test_a_bus_cannot_drain_the_engine(client):
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"\xc1", b"\x93\x01\x02\x03", encode("text"), encode([[], {}]), b"\x91" * 5000]
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x93\x01\x02\x03",
+        encode("text"),
+        encode([[], {}]),
+        b"\x91" * 5000,
+        b"\x92\x01\x91\x92\xa1\xff\x01",
+    ],
 )
 def test_garbage_does_not_hurt_the_engine(client, payload):
     bus, life = Bus(client), client.life

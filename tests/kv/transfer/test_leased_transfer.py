@@ -479,9 +479,16 @@ def test_a_write_that_fails_ends_the_fetch_and_frees_the_lease(prefill, decode, 
 def test_malformed_messages_are_dropped_and_logged(prefill, decode, caplog):
     dealer = zmq.Context.instance().socket(zmq.DEALER)
     dealer.connect(prefill.transfer.endpoint)
-    for payload in (b"", b"\x00garbage", msgspec.msgpack.encode(["claim", 1]), msgspec.msgpack.encode({"a": 1})):
+    no_utf_8 = b"\x91\xa5c\xffaim"
+    for payload in (
+        b"",
+        b"\x00garbage",
+        msgspec.msgpack.encode(["claim", 1]),
+        msgspec.msgpack.encode({"a": 1}),
+        no_utf_8,
+    ):
         dealer.send(payload)
-    wait_until(lambda: caplog.text.count("malformed_message") == 4)
+    wait_until(lambda: caplog.text.count("malformed_message") == 5)
     dealer.close(linger=0)
     assert decode.fetch(prefill.export(10)).result() is None
 
