@@ -7,7 +7,6 @@ with keys made from the deployment's key: only its processes can read, and no re
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from pathlib import Path
@@ -104,13 +103,14 @@ class ZmqPlane:
         return True
 
     def tick(self) -> None:
-        """Bind sockets again whose files were deleted, as cleaners of temporary files do."""
+        """Bind sockets again whose files were deleted, as cleaners of temporary files do.
+
+        One name more: to unbind the former one would break the connections that came by it.
+        """
         for endpoint, socket in self._sockets.items():
             path = Path(endpoint.removeprefix("ipc://"))
             if endpoint.startswith("ipc://") and not path.exists():
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                with contextlib.suppress(zmq.ZMQError):  # there is nothing to unlink
-                    socket.unbind(endpoint)
                 socket.bind(endpoint)
 
     def close(self) -> None:

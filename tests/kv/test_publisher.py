@@ -217,6 +217,25 @@ def test_deleted_socket_files_are_made_again(bench, tmp_path):
     reader.close()
 
 
+def test_readers_miss_nothing_while_socket_files_are_made_again(bench, tmp_path):
+    one = bench()
+    first = one.sync()
+    for path in tmp_path.glob("decode-7.*"):
+        path.unlink()
+    made_again = None
+    while made_again is None or time.monotonic() < made_again + 0.5:  # a cut connection is there again by then
+        if made_again is None and len(list(tmp_path.glob("decode-7.*"))) == 3:
+            made_again = time.monotonic()
+        one.store([secrets.randbelow(1 << 20) for _ in range(SIZE)])
+        time.sleep(0.005)
+    last, seqs, told = one.store(TOKENS), [], []
+    while told != last:
+        _, seq, batch = one.reader.take()
+        seqs.append(seq)
+        told = _hashes(batch.events[-1])
+    assert seqs == list(range(first, first + len(seqs)))
+
+
 def test_closing_leaves_no_socket_and_no_thread(bench, tmp_path):
     one = bench()
     one.close()

@@ -227,10 +227,12 @@ class LeasedTransfer:
         self._endpoint = f"tcp://{self._host}:{port}"
 
     def _bind_again(self) -> None:
-        """Someone has deleted the socket: connected peers stay so, new ones need it."""
+        """Someone has deleted the socket: connected peers stay so, new ones need it.
+
+        One name more: to unbind the former one would break the connections that came by it, and a claim or an offer on
+        its way would be lost, for which both sides wait for kv_transfer_timeout_ms.
+        """
         self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(zmq.ZMQError):  # there is nothing to unlink
-            self._router.unbind(self.endpoint)
         self._router.bind(self.endpoint)
         self._socket_path.chmod(0o600)
         logger.warning("transfer event=socket_restored path=%s", self._socket_path)

@@ -578,3 +578,14 @@ def test_a_socket_that_somebody_deleted_is_made_again(prefill, make_side):
     path.unlink()
     wait_until(path.exists)
     assert make_side("decode_9").fetch(prefill.export(10)).result() is None
+
+
+def test_a_transfer_under_way_outlives_the_file_of_its_socket(prefill, decode):
+    """What is said by a connection that was cut is said to nobody, and both sides wait for their time limit."""
+    path = Path(prefill.transfer.endpoint.removeprefix("ipc://"))
+    fetching = decode.fetch(prefill.export(1000, read_delay_s=0.03))
+    assert prefill.began_reading.wait(10)
+    path.unlink()
+    wait_until(path.exists)
+    assert not fetching.ended.is_set()
+    assert fetching.result() is None and fetching.is_right
