@@ -1,7 +1,7 @@
 """DisaggregatedParams: what prefill hands to decode, signed so that clients can carry it but not make it.
 
 It names a worker, a lease and its generation, never an address: workers' addresses come from discovery. Wire form:
-base64url(JSON) + "." + base64url(HMAC-SHA256 of the first part), as ASCII bytes.
+base64url(JSON) + "." + base64url(HMAC-SHA256 of a purpose and the first part), as ASCII bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from bireme.errors import RequestError
 from bireme.messages import RequestType, TokenLogprobs
 
 MAX_BYTES = 1 << 20
+# What the deployment's key has signed for one purpose serves no other. None is the beginning of another.
+PARAMS, EMBEDDINGS = b"bireme params:", b"bireme embeddings:"
 
 
 class DisaggregatedParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -49,14 +51,14 @@ _decode = msgspec.json.Decoder(DisaggregatedParams, strict=True).decode
 
 
 def seal(params: DisaggregatedParams, key: bytes) -> bytes:
-    return sign(msgspec.json.encode(params), key)
+    return sign(msgspec.json.encode(params), key, PARAMS)
 
 
 def unseal(blob: bytes, key: bytes) -> DisaggregatedParams:
     """Check the signature (constant time) and decode. Raises RequestError."""
     if len(blob) > MAX_BYTES:
         raise RequestError(f"disaggregated_params: {len(blob)} bytes; the limit is {MAX_BYTES}")
-    payload = verify("disaggregated_params", blob, key, "prefill")
+    payload = verify("disaggregated_params", blob, key, PARAMS, "prefill")
     try:
         params = _decode(payload)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -66,15 +68,15 @@ def unseal(blob: bytes, key: bytes) -> DisaggregatedParams:
     return params
 
 
-def sign(payload: bytes, key: bytes) -> bytes:
+def sign(payload: bytes, key: bytes, purpose: bytes) -> bytes:
     text = base64.urlsafe_b64encode(payload)
-    return text + b"." + _signature(text, key)
+    return text + b"." + _signature(purpose + text, key)
 
 
-def verify(name: str, blob: bytes, key: bytes, maker: str) -> bytes:
+def verify(name: str, blob: bytes, key: bytes, purpose: bytes, maker: str) -> bytes:
     """Return the signed payload. Raises RequestError, which begins with `name`; the check takes constant time."""
     text, separator, signature = bytes(blob).rpartition(b".")
-    if not separator or not hmac.compare_digest(signature, _signature(text, key)):
+    if not separator or not hmac.compare_digest(signature, _signature(purpose + text, key)):
         raise RequestError(f"{name}: bad signature; pass on what this deployment's {maker} returned, unchanged")
     try:
         return base64.urlsafe_b64decode(text)

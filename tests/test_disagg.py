@@ -60,7 +60,14 @@ def test_garbage_is_refused(blob):
 
 def test_signed_text_that_is_no_utf_8_is_the_callers_error():
     with pytest.raises(RequestError, match="disaggregated_params: 'utf-8' codec can't decode"):
-        unseal(sign(b'{"worker":"pre\xfffill"}', KEY), KEY)
+        unseal(sign(b'{"worker":"pre\xfffill"}', KEY, disagg.PARAMS), KEY)
+
+
+def test_what_is_signed_for_another_purpose_is_refused():
+    payload = msgspec.json.encode(PARAMS)
+    assert unseal(sign(payload, KEY, disagg.PARAMS), KEY) == PARAMS
+    with pytest.raises(RequestError, match="bad signature"):
+        unseal(sign(payload, KEY, disagg.EMBEDDINGS), KEY)
 
 
 def test_oversized_params_are_refused_before_the_digest():

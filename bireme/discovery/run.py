@@ -137,8 +137,8 @@ def _parse_key(text: str) -> bytes:
 
 
 def key_id(key: bytes) -> str:
-    """Return a name of the deployment key that says nothing about it."""
-    return hashlib.blake2b(b"bireme deployment", key=key, digest_size=8).hexdigest()
+    """Return a name of the deployment key, and of how it signs, that says nothing about it."""
+    return hashlib.blake2b(b"bireme deployment 2", key=key, digest_size=8).hexdigest()
 
 
 def launch_id(folder: Path) -> str:

@@ -105,12 +105,12 @@ def decode_answer_json(blob: bytes) -> EncodeAnswer:
 
 
 def seal_handle(handle: EmbeddingHandle, key: bytes) -> str:
-    return disagg.sign(_json(handle), key).decode("ascii")
+    return disagg.sign(_json(handle), key, disagg.EMBEDDINGS).decode("ascii")
 
 
 def open_handle(text: str, key: bytes) -> EmbeddingHandle:
     """Check the signature and decode. Raises RequestError."""
-    payload = disagg.verify("multimodal: handle", text.encode(), key, "encoder")
+    payload = disagg.verify("multimodal: handle", text.encode(), key, disagg.EMBEDDINGS, "encoder")
     try:
         return _decode_handle(payload)
     except (msgspec.MsgspecError, ValueError) as error:
