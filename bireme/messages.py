@@ -311,7 +311,7 @@ def deliver(step: Step, sinks: dict[int, Sink], on_failure: Callable[[int, Excep
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What a ready engine can take; all limits that depend on the model come from here."""
 
-    max_seq_len: int  # prompt and generated tokens together
+    max_seq_len: int  # prompt and generated tokens together, as many as are served: what clients are told
     max_batch_size: int
     max_num_tokens: int  # tokens in one engine step
     max_queue_size: int
@@ -326,6 +326,11 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     image_token_id: int | None = None  # the placeholder of pictures; None: the model takes text only
     encodes_images: bool = False  # it has the vision tower: takes Encode and Release
     embedding_size: int = 0  # of an embedding, all its dimensions; 0: it takes no Embed
+
+    def within_pool(self) -> Capacity:
+        """Return it with no longer a sequence than the KV pool holds: for an engine that keeps all of a sequence."""
+        held = self.num_blocks * self.tokens_per_block
+        return msgspec.structs.replace(self, max_seq_len=held) if 0 < held < self.max_seq_len else self
 
 
 class Hello(msgspec.Struct, array_like=True, tag="h", gc=False):

@@ -4,7 +4,8 @@ An engine speaks tokens only. It is driven from the worker's IO thread (`submit`
 and thread-safe) and works on a thread of its own; its output goes through `emit`, one call an engine step, which never
 blocks.
 
-1. `start` loads and warms up; returns what it can take. Raises ConfigError with the remedy.
+1. `start` loads and warms up; returns what it can take: no longer a sequence than its KV pool holds
+   (`Capacity.within_pool`). Raises ConfigError with the remedy.
 2. `submit` takes a request that the gate has admitted; every one ends with exactly one Finish.
 3. `abort` takes effect between steps and also yields a Finish (reason cancelled); unknown keys are ignored.
 4. `drain` refuses new requests; running ones are finished.

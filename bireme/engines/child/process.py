@@ -80,7 +80,10 @@ class EngineProcess:
         reuse_memory()
         assert self._engine is not None
         self._server.open(self._engine, gate)
-        logger.info("engine_ready life=%d load_s=%.2f", self._life, gate.capacity.load_s)
+        logger.info(
+            "engine_ready life=%d load_s=%.2f context=%d",
+            self._life, gate.capacity.load_s, gate.capacity.max_seq_len,
+        )  # fmt: skip
         while not self._has_ended.wait(_RECORD_LOOK_S):
             self._presence.look()
         self._presence.close()

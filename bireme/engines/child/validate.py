@@ -42,12 +42,6 @@ class Gate:
     max_input_len: int | None = None
     worker: str = ""  # its id among several servers; "": it has one server's workers for company
 
-    @property
-    def context(self) -> int:
-        """Tokens, prompt and generated together, that one sequence may have."""
-        held = self.capacity.num_blocks * self.capacity.tokens_per_block
-        return min(self.capacity.max_seq_len, held) if held else self.capacity.max_seq_len
-
     def admit(self, request: EngineRequest) -> AdmittedRequest:
         """Check everything that does not need the engine, and open what is sealed. Raises RequestError."""
         if self.capacity.embedding_size:
@@ -120,9 +114,10 @@ class Gate:
         return ids
 
     def _check_length(self, num_prompt: int, num_own: int) -> None:
-        if num_prompt >= self.context:
+        context = self.capacity.max_seq_len
+        if num_prompt >= context:
             raise RequestError(
-                f"prompt: {num_prompt} tokens; this worker takes {self.context - 1} (a context of {self.context},"
+                f"prompt: {num_prompt} tokens; this worker takes {context - 1} (a context of {context},"
                 " less one to generate); shorten the prompt, or raise max_seq_len and kv_cache_config.max_tokens"
             )
         for name, limit in (
@@ -168,7 +163,7 @@ class Gate:
         asked, limit = request.sampling.max_tokens, self.limits.max_tokens
         if asked is not None and limit is not None and asked > limit:
             raise RequestError(f"max_tokens: {asked}; limits.max_tokens is {limit}; ask for less or raise it")
-        left = self.context - num_prompt
+        left = self.capacity.max_seq_len - num_prompt
         granted = min(value for value in (asked, limit, left) if value is not None)
         if granted <= request.num_resumed:
             raise RequestError(

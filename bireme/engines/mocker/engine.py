@@ -114,7 +114,7 @@ class MockEngine:
             num_blocks=num_blocks,
             vocab_size=vocab_size,
             dtype="int32",
-        )
+        ).within_pool()
 
     def submit(self, key: RequestKey, admitted: AdmittedRequest) -> None:
         if admitted.request.sampling.guided_decoding is not None:

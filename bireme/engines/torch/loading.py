@@ -386,17 +386,14 @@ def _capacity(
     load_s: float,
     pictures: PictureSide | None,
 ) -> Capacity:
-    size = limits.tokens_per_block
-    # Consumers take num_blocks * tokens_per_block for the longest sequence; windows alone do not limit it.
     full = [spec.num_blocks for spec in manager.groups if not spec.window]
-    num_blocks = full[0] if full else max(manager.num_blocks, -(-limits.max_seq_len // size))
-    return Capacity(
+    capacity = Capacity(
         max_seq_len=limits.max_seq_len,
         max_batch_size=limits.max_batch_size,
         max_num_tokens=limits.max_num_tokens,
         max_queue_size=limits.max_queue_size,
-        tokens_per_block=size,
-        num_blocks=num_blocks,
+        tokens_per_block=limits.tokens_per_block,
+        num_blocks=full[0] if full else manager.num_blocks,
         vocab_size=int(model.config.vocab_size),
         eos_token_ids=eos_ids,
         load_s=load_s,
@@ -404,3 +401,4 @@ def _capacity(
         image_token_id=pictures.placeholder if pictures else None,
         encodes_images=pictures is not None and pictures.encoder is not None,
     )
+    return capacity.within_pool() if full else capacity  # windows alone keep the end of a sequence

@@ -98,17 +98,14 @@ def measured(loaded: Loaded, timeout_s: float) -> Capacity:
     TensorRT-LLM applies that limit with a warning in the worker's log, and from then on ends requests early. Where
     attention windows are narrower than the context, a sequence may be longer than the pool.
     """
-    capacity, arguments = loaded.capacity, loaded.arguments
-    num_blocks = capacity.num_blocks or loaded.iterations.pool_size(timeout_s)
-    longest = num_blocks * arguments.tokens_per_block
-    if (
-        longest
-        and longest < capacity.max_seq_len
-        and not arguments.block("kv_cache_config").get("max_attention_window")
-    ):
-        logger.warning("max_seq_len_cut from=%d to=%d reason=the KV pool holds no more", capacity.max_seq_len, longest)
-        return msgspec.structs.replace(capacity, num_blocks=num_blocks, max_seq_len=longest)
-    return msgspec.structs.replace(capacity, num_blocks=num_blocks)
+    num_blocks = loaded.capacity.num_blocks or loaded.iterations.pool_size(timeout_s)
+    capacity = msgspec.structs.replace(loaded.capacity, num_blocks=num_blocks)
+    if loaded.arguments.block("kv_cache_config").get("max_attention_window"):
+        return capacity
+    served, longest = capacity.within_pool(), capacity.max_seq_len
+    if served is not capacity:
+        logger.warning("max_seq_len_cut from=%d to=%d reason=the KV pool holds no more", longest, served.max_seq_len)
+    return served
 
 
 def _capacity(

@@ -45,9 +45,10 @@ def test_huge_max_tokens_is_clamped_to_the_context():
 
 
 def test_a_small_pool_limits_the_context():
-    small = msgspec.structs.replace(CAPACITY, num_blocks=2)
+    small = msgspec.structs.replace(CAPACITY, num_blocks=2).within_pool()
     admitted = Gate("decode", small, Limits(), KEY).admit(make_request(max_tokens=None))
-    assert admitted.max_tokens == 64 - len(PROMPT)
+    assert (small.max_seq_len, admitted.max_tokens) == (64, 64 - len(PROMPT))
+    assert CAPACITY.within_pool() is CAPACITY
 
 
 def test_resumed_tokens_count_as_generated():

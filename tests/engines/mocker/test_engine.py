@@ -93,6 +93,11 @@ def test_expected_tokens_are_stable_and_avoid_the_first_ids():
     assert len(set(tokens)) > 900
 
 
+def test_the_context_that_is_told_is_what_the_pool_holds(start):
+    engine, _, _ = start(EngineConfig(max_seq_len=1024, kv_cache_config=KvCacheConfig(max_tokens=256)))
+    assert engine.capacity.max_seq_len == 256
+
+
 def test_the_pace_does_not_drift(start):
     engine, emitted, _ = start(step_ms=2.0)
     submit(engine, 1, make_request(max_tokens=100))

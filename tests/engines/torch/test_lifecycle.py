@@ -191,9 +191,15 @@ def test_what_can_never_run_is_refused_at_submit(engine, changes, text):
 
 
 def test_what_a_pool_of_windows_can_never_hold_is_refused_with_both_numbers(llama):
-    windows = {"max_attention_window": [100], "max_tokens": 64}  # windows do not limit the context that the gate knows
+    windows = {"max_attention_window": [100], "max_tokens": 64}
     with Harness(llama.path, **windows) as engine, pytest.raises(RequestError, match="5 KV blocks .* pool has 4"):
+        assert engine.capacity.max_seq_len == 512  # windows do not limit the context that is told
         engine.submit(request(PROMPTS[2], 30))
+
+
+def test_the_context_that_is_told_is_what_the_pool_holds(llama):
+    with Harness(llama.path, max_tokens=64) as engine:
+        assert engine.capacity.max_seq_len == 64
 
 
 def test_a_prompt_longer_than_a_step_is_refused_without_chunking(llama):
