@@ -7,7 +7,7 @@ A `Bus` keeps the current session of one worker, opens it with the first request
 that it answers has ended, and a subscription is such a request: after RENEW_AFTER responses new requests go to a new
 session, and the old one closes with its last.
 
-What can end a session, and what its requests get:
+What can end a session, and what its requests get (`cancelled` where they were aborted before):
     refused, never opened      UNAVAILABLE, as never sent: the caller may try again at no cost (so do those that the
                                stub can't hand to its engine: their finish says so)
     server not reachable       UnreachableError, naming BIREME_GRPC
@@ -74,7 +74,7 @@ _MAX_BATCH_BYTES = 4 << 20  # prompts in one message, one prompt at least
 class BusRequest:
     """One request on a bus; workers.base.Generation."""
 
-    __slots__ = ("failure", "heard_at", "is_replaced", "number", "request", "session", "sink", "was_sent")
+    __slots__ = ("failure", "heard_at", "is_aborted", "is_replaced", "number", "request", "session", "sink", "was_sent")
 
     session: Session
 
@@ -82,6 +82,7 @@ class BusRequest:
         self.request, self.sink = request, sink
         self.number = 0
         self.was_sent = False
+        self.is_aborted = False  # its Abort is on its way
         self.is_replaced = False  # it was passed on to a second session
         self.heard_at = 0.0  # 0: no tokens have come, so that it can be sent again unseen
         self.failure: BiremeError | None = None
@@ -187,6 +188,7 @@ class Session:
         if request.number not in self._sinks:
             return
         if request.was_sent:
+            request.is_aborted = True
             self.send_later(Abort(request.number))
             return
         self._forget(request.number)
@@ -294,7 +296,9 @@ class Session:
             self.opened.set_result(error)
         requests, self._requests, self._sinks = self._requests, {}, {}
         for request in requests.values():
-            if isinstance(error, NotFoundError) and not (request.heard_at or request.is_replaced):
+            if request.is_aborted:  # no engine will say any more that it has ended
+                request.sink.finish(Finish("cancelled", Usage()))
+            elif isinstance(error, NotFoundError) and not (request.heard_at or request.is_replaced):
                 request.is_replaced = True  # once is enough
                 request.was_sent = False
                 self._bus.session().submit(request)

@@ -215,6 +215,18 @@ async def test_a_subscription_that_the_stub_closed_is_replaced_unseen(bus, recor
     assert (await second.end()).reason == "length"
 
 
+async def test_an_abort_outlives_a_subscription_that_the_stub_closed(bus, recorder):
+    sink = recorder()
+    request = bus.workers.decode("decode", REQUEST, sink)
+    await bus.request_at_engine()
+    for subscription in list(bus.stage._bus._open.values()):
+        subscription.end()
+    request.abort()
+    assert (await sink.end()).reason == "cancelled"
+    bus.workers.decode("decode", REQUEST, recorder())
+    assert await bus.request_at_engine() == (2, 1)  # the new subscription's first
+
+
 async def test_one_broken_sink_does_not_take_the_others_along(bus, recorder):
     class Broken(recorder):
         def push(self, *outputs):
