@@ -22,6 +22,7 @@ from typing import Any
 
 from bireme.config import KvEventsConfig
 from bireme.errors import one_line
+from bireme.inbox import Inbox
 from bireme.kv.event_wire import LOAD_TOPIC, decode_seq, rank_of
 from bireme.kv.nats_connection import ENDPOINT, NatsConnection
 from bireme.kv.publisher import ReplayRequest
@@ -53,8 +54,8 @@ class NatsPlane:
         self.event_endpoint = self.replay_endpoint = self.load_endpoint if has_events else ""
         self._wakeup = threading.Event()
         self._requests: collections.deque[ReplayRequest] = collections.deque(maxlen=_MAX_REQUESTS)
-        self._queue: collections.deque[tuple[str, int, bytes, bool]] = collections.deque()
-        self._is_pumping = False
+        self._queue = Inbox[tuple[str, int, bytes, bool]](lambda: self._connection.submit(self._pump))
+        self._turns = asyncio.Lock()  # of what sends from the queue
         self._has_stream = False
         self._regaining: asyncio.Task[None] | None = None
         self._connection = NatsConnection(config, deployment_key, worker, self._on_connect)
@@ -102,16 +103,12 @@ class NatsPlane:
             raise OSError(problem)
         if len(self._queue) >= limit:
             raise OSError(f"NATS: {len(self._queue)} messages wait for the server")
-        self._queue.append((subject, seq, payload, is_kept))
-        if not self._is_pumping:
-            self._is_pumping = True
-            self._connection.submit(self._pump)
+        self._queue.put((subject, seq, payload, is_kept))
 
     async def _pump(self, client: Any) -> None:
         """Send what is queued, in order."""
-        try:
-            while self._queue:
-                subject, seq, payload, is_kept = self._queue.popleft()
+        async with self._turns:
+            for subject, seq, payload, is_kept in self._queue.drain():
                 headers = self._connection.headers(subject, seq, payload)
                 if is_kept and self._has_stream:
                     try:
@@ -120,12 +117,11 @@ class NatsPlane:
                         self._lose_stream(client, error)
                 else:
                     await client.publish(subject, payload, headers=headers)
-        finally:
-            self._is_pumping = False
 
     async def _on_connect(self, client: Any) -> None:
-        self._queue.clear()
-        self._is_pumping = False
+        for _ in self._queue.drain():  # what was not sent is old by now
+            pass
+        self._turns = asyncio.Lock()  # who sends to the connection before may still wait for it
         await client.subscribe(f"{self._base}.replay", cb=self._on_request)
         if self._config.plane == "jetstream":
             await self._make_stream(client)

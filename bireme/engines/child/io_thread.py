@@ -6,7 +6,6 @@ a thread that can't go on does, since an engine that can't answer is of no use a
 
 from __future__ import annotations
 
-import collections
 import logging
 import os
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 import zmq
 
 from bireme.coalescing import ENGINE_REST_S
+from bireme.inbox import Inbox
 from bireme.messages import CONTROL, Hello, Pong, encode, frame
 
 logger = logging.getLogger("bireme.engine")
@@ -32,9 +32,9 @@ class IoThread:
 
     def __init__(self, endpoint: str, life: int, take: Callable[[bytes], None]) -> None:
         self._endpoint, self._life, self._take = endpoint, life, take
-        self._outbox: collections.deque[Outgoing] = collections.deque()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._is_woken = self._is_closing = False
+        self._outbox = Inbox[Outgoing](lambda: os.eventfd_write(self._wakeup, 1))
+        self._is_closing = False
         self._sent_at = 0.0
         self._thread = threading.Thread(target=self._run, name="engine-io", daemon=True)
 
@@ -43,8 +43,7 @@ class IoThread:
 
     def post(self, item: Outgoing) -> None:
         """Send it in its turn; never blocks."""
-        self._outbox.append(item)
-        self._wake()
+        self._outbox.put(item)
 
     def send(self, message: Hello | Pong) -> None:
         """Send the supervisor a message."""
@@ -53,13 +52,8 @@ class IoThread:
     def close(self) -> None:
         """Send what is queued and end the thread."""
         self._is_closing = True
-        self._wake()
+        self.post(lambda: ())  # so that it looks
         self._thread.join(_LINGER_MS / 1000 + 1)
-
-    def _wake(self) -> None:
-        if not self._is_woken:
-            self._is_woken = True
-            os.eventfd_write(self._wakeup, 1)
 
     def _run(self) -> None:
         try:
@@ -78,8 +72,7 @@ class IoThread:
         while not (self._is_closing and not self._outbox):
             ready = dict(poller.poll())
             if self._wakeup in ready:
-                os.eventfd_read(self._wakeup)
-                self._is_woken = False  # before the queue is read: later items wake it again
+                os.eventfd_read(self._wakeup)  # before the items are read: later ones wake it again
             if self._outbox:
                 self._flush(steps)
                 self._throttle()
@@ -90,8 +83,7 @@ class IoThread:
         context.term()
 
     def _flush(self, steps: Any) -> None:
-        while self._outbox:
-            item = self._outbox.popleft()
+        for item in self._outbox.drain():
             for data in (item,) if isinstance(item, bytes) else item():
                 steps.send(data)
 

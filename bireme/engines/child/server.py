@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +37,7 @@ from bireme.errors import (
     UnavailableError,
     to_message,
 )
+from bireme.inbox import Inbox
 from bireme.messages import (
     STUB,
     VERSION,
@@ -90,21 +90,17 @@ class EngineServer:
         self._metrics = metrics
         self._ledger = Ledger()
         self._encoder = StepEncoder(life, self._ledger, b"")
-        self._outputs: deque[tuple[int, list[StepOutput], PlainTokens | None]] = deque()
-        self._is_posted = False  # the IO thread will read the output
         self._service: _Service | None = None
         self.on_change: Callable[[], None] | None = None  # after a step or a submit; thread-safe, never blocks
         self._io = IoThread(endpoint, life, self._apply)
+        self._outputs = Inbox[tuple[int, list[StepOutput], PlainTokens | None]](lambda: self._io.post(self._frames))
 
     def start(self) -> None:
         self._io.start()
 
     def emit(self, step: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
         """Take one engine step's output; thread-safe, never blocks."""
-        self._outputs.append((step, deltas, plain))
-        if not self._is_posted:
-            self._is_posted = True
-            self._io.post(self._frames)
+        self._outputs.put((step, deltas, plain))
         if self.on_change is not None:
             self.on_change()
 
@@ -124,9 +120,7 @@ class EngineServer:
 
     def _frames(self) -> Sequence[bytes]:
         """Return the frames of all steps made so far; on the IO thread."""
-        self._is_posted = False  # before they are read: later ones are posted again
-        while self._outputs:
-            number, deltas, plain = self._outputs.popleft()
+        for number, deltas, plain in self._outputs.drain():
             try:
                 self._encoder.add(number, deltas, plain)
             except Exception:
