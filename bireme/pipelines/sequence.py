@@ -267,6 +267,9 @@ class SequenceRunner:
         if placement.prefill is not None:
             lease, self._lease = self._lease or _Lease(self._services, placement.prefill, work.deadline), None
             kv = _KvState.PENDING
+        elif self._lease is not None:  # decode computes the prompt itself
+            self._lease.release()
+            self._lease = None
         try:
             if work.pictures is not None and (lease is None or not lease.is_filled):
                 pictures = await work.pictures.take()

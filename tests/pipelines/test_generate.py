@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from bireme.discovery.run import WorkerRecord
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
@@ -21,6 +22,7 @@ from bireme.kv.router import RoutingRequest
 from bireme.types import RequestInfo
 from bireme.workers.base import UnreachableError
 from bireme.workers.fake import OWN_PREFILL_MS, PREFILL_USAGE, token_at
+from tests.kv.router_fixtures import capacity
 from tests.pipelines.conftest import until
 
 PROMPT = [ord("h"), ord("i")]
@@ -187,6 +189,19 @@ async def test_a_refusing_decode_worker_does_not_waste_the_prefill(bench):
     assert test.workers.log.count("prefill context_only") == 1
 
 
+async def test_a_lease_is_freed_once_decode_computes_the_prompt_itself(bench):
+    test = await bench(prefill=1, decode=2, router={"mode": "round_robin", "transfer_ms": 0})
+    test.workers.down["decode"] = ENGINE_DOWN
+    call = test.ask(stream=True)
+    await until(lambda: test.workers.leases)
+    test.pipeline._services.router.set_workers({"decode_1": WorkerRecord(worker="decode_1")})  # prefill has left
+    await test.workers.reached("decode_1")
+    await until(lambda: not test.workers.leases)
+    await test.workers.emit(4)
+    await call.end()
+    assert call.tokens == EXPECTED
+
+
 async def test_giving_up_on_decode_frees_the_lease(bench):
     test = await bench(prefill=1, **QUICK)
     test.workers.down["decode"] = ENGINE_DOWN
@@ -241,6 +256,16 @@ async def test_an_engine_lost_between_the_last_token_and_the_end_costs_nothing(b
     assert call.tokens == EXPECTED
     assert call.last("finish_reason") == [b"length"]
     assert json.loads(call.last("usage")[0])["completion_tokens"] == len(EXPECTED)
+
+
+async def test_a_stream_lost_where_its_context_is_full_has_all_its_tokens(bench):
+    test = await bench(pipeline={"migration_limit": 0})
+    test.workers.capacities["decode"] = capacity(max_seq_len=1024, tokens_per_block=3, num_blocks=2).within_pool()
+    call = test.ask(stream=True, max_tokens=50)
+    await test.workers.emit(4)
+    await test.workers.lose("decode")
+    await call.end()
+    assert (call.tokens, call.last("finish_reason")) == (EXPECTED, [b"length"])
 
 
 async def test_stream_waits_for_the_only_worker_to_come_back(bench):
