@@ -208,14 +208,18 @@ class WorkerRouter:
         allowed = next((some for some in map(decodes.allowed, (skipped, avoid, ())) if some.any()), None)
         if allowed is None:
             raise UnavailableError("no decode worker takes requests now; try again")
+        is_named = bool(choice.prefill_worker or choice.prefill_dp_rank is not None)
+        if has_prefill and choice.prefill_worker in self._records:
+            reached = allowed & self._reached(self._records[choice.prefill_worker])
+            allowed = reached if reached.any() else allowed
         decode = self._choose("decode", allowed, request, self._prices("decode", has_prefill), now)
         prefill: StageChoice | None = None
         is_short = False
         if has_prefill:
-            reachable = sources & self._reach(decode.target.record)
+            reach = self._reach(decode.target.record)
             is_short = not choice.prefill_worker and self._is_short(request, decode)
-            if reachable.any() and not is_short:
-                prefill = self._choose("prefill", reachable, request, self._prices("prefill", True), now)
+            if ((sources & reach).any() or is_named) and not is_short:
+                prefill = self._choose("prefill", sources & reach, request, self._prices("prefill", True), now, reach)
         source = prefill or decode
         return (
             Placement(
@@ -231,8 +235,13 @@ class WorkerRouter:
             decode,
         )
 
-    def _choose(self, name: str, allowed: Mask, request: RoutingRequest, prices: Prices, now: float) -> StageChoice:
-        """Choose one of a stage's workers: by the request itself, by its session, by the mode."""
+    def _choose(
+        self, name: str, allowed: Mask, request: RoutingRequest, prices: Prices, now: float, reach: Mask | None = None
+    ) -> StageChoice:
+        """Choose one of a stage's workers: by the request itself, by its session, by the mode.
+
+        `reach`: those that can do this request's part; None: all can.
+        """
         stage, choice = self._stages[name], request.choice
         mode = self._mode(choice.mode)
         wanted, rank = (
@@ -242,7 +251,7 @@ class WorkerRouter:
         )
         reason = "only"
         if (wanted or rank is not None) and not request.is_resumed:
-            allowed, reason = self._named(name, wanted, rank), "direct"
+            allowed, reason = self._named(name, wanted, rank, reach), "direct"
         elif mode == "direct" and name == "decode" and not request.is_resumed:
             raise RequestError(
                 "routing.decode_worker: missing; this deployment's clients choose their worker, send one"
@@ -300,7 +309,7 @@ class WorkerRouter:
             raise RequestError(f"routing.mode: {wanted}; this deployment does not follow workers' load (router.mode)")
         return wanted
 
-    def _named(self, name: str, worker: str, rank: int | None) -> Mask:
+    def _named(self, name: str, worker: str, rank: int | None, reach: Mask | None) -> Mask:
         """Return the workers that a request asks for."""
         stage = self._stages[name]
         found = np.array(
@@ -317,7 +326,15 @@ class WorkerRouter:
             raise RequestError(f"routing.{name}_dp_rank: {rank}; no such rank of {worker or 'any worker'}")
         if not (found & stage.is_ready).any():
             raise UnavailableError(f"routing.{name}_worker: {worker or 'all'} takes no new requests; choose another")
-        return found & stage.is_ready
+        found = found & stage.is_ready
+        if reach is None:
+            return found
+        if not (found & reach).any():
+            raise RequestError(
+                f"routing.{name}_worker: the KV of {worker or 'all'} can't get to the decode worker;"
+                " name two on one host, or one of them alone"
+            )
+        return found & reach
 
     def _rules(self, priority: float) -> list[BusyRule]:
         return [rule for rule in self._config.busy if priority <= rule.up_to_priority]
@@ -326,6 +343,11 @@ class WorkerRouter:
         """Return the prefill workers whose KV can get to a decode worker."""
         targets = self._stages["prefill"].targets
         return np.array([can_transfer(target.record, decode) for target in targets], bool)
+
+    def _reached(self, prefill: WorkerRecord) -> Mask:
+        """Return the decode workers that a prefill worker's KV can get to."""
+        targets = self._stages["decode"].targets
+        return np.array([can_transfer(prefill, target.record) for target in targets], bool)
 
     def _is_short(self, request: RoutingRequest, decode: StageChoice) -> bool:
         """Whether decode computes what it lacks of the prompt in less of its time than a transfer costs."""

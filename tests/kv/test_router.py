@@ -385,6 +385,26 @@ def test_prefill_stays_where_shared_memory_reaches_the_decode_worker():
     assert placements == {("prefill@a:1", "decode@a:1"), (None, "decode@c:1")}
 
 
+@pytest.fixture
+def two_hosts():
+    bench = RouterBench(mode="round_robin", enforce=True)
+    workers = [record(worker, server=f"{host}:1", host=host) for host in "abc" for worker in ("prefill", "decode")]
+    bench.router.set_workers(view(*workers[:4], workers[5]))
+    return bench
+
+
+def test_a_prefill_worker_that_a_request_names_gets_a_decode_worker_in_its_reach(two_hosts):
+    choice = RoutingChoice(prefill_worker="prefill@b:1")
+    placed = {(one.prefill, one.decode) for one in (two_hosts.place(choice=choice) for _ in range(4))}
+    assert placed == {("prefill@b:1", "decode@b:1")}
+
+
+@pytest.mark.parametrize("decode", ["decode@a:1", "decode@c:1"])
+def test_two_workers_that_no_kv_can_go_between_are_refused_by_name(two_hosts, decode):
+    with pytest.raises(RequestError, match=r"routing.prefill_worker: the KV of prefill@b:1 can't get to"):
+        two_hosts.place(choice=RoutingChoice(prefill_worker="prefill@b:1", decode_worker=decode))
+
+
 def test_kv_that_its_engine_moves_itself_goes_to_any_host():
     bench = RouterBench(mode="round_robin", enforce=True)
     prefill = WorkerRecord(worker="prefill", server="a:1", host="a", moves_own_kv=True)
