@@ -314,6 +314,8 @@ class Batches:
             except (UnavailableError, OSError) as error:
                 logger.error("batches_unreadable error=%s", error)
                 drop_frames(error)
+            except Exception:  # of one batch: the others must still be looked at
+                logger.exception("batches_not_watched")
             await asyncio.sleep(_LOOK_S)
 
     def _tenant(self, batch: StoredBatch) -> Tenant:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import sqlite3
 import time
 
 import pytest
@@ -357,6 +358,21 @@ async def test_another_process_goes_on_with_what_a_dead_one_has_left(idle, front
     answers = await results(other, batch.output_file_id)
     assert len(answers) == 20 and batch.status == "completed"
     assert len([entry for entry in other.workers.log if entry.startswith("decode")]) <= 15
+    await other.app._files.stop()
+
+
+async def test_a_row_that_can_t_be_read_ends_no_watch(idle, frontend, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(batches, "_LOOK_S", 0.01)
+    batch_id = (await create(idle, lines(2))).json()["id"]
+    rows = sqlite3.connect(tmp_path / "files.sqlite", isolation_level=None)
+    rows.execute("INSERT INTO batches SELECT 9, 'odd', '', status, x'00', 0, 0, '', '', x'' FROM batches")
+    await idle.app._files.stop()
+    other = await frontend(files_folder=tmp_path)
+    while caplog.text.count("batches_not_watched") < 2:
+        await asyncio.sleep(0.01)
+    rows.execute("DELETE FROM batches WHERE id = 'odd'")
+    async with generating(other):
+        assert (await until(other, batch_id)).status == "completed"
     await other.app._files.stop()
 
 
