@@ -390,6 +390,9 @@ class FrontendConfig(Settings, frozen=True, kw_only=True):
     body_timeout_s: PositiveDuration = 30.0  # from the headers to the body's last byte
     keep_alive_s: Positive = 30  # an idle connection stays open for so long
     max_connections: Positive = 8192  # one more is answered with 503
+    # Without a whole request: for one more the one that has been silent for the longest is closed. Fewer, if all
+    # connections need more descriptors than the process may have
+    max_idle_connections: Positive = 4096
     comment_interval_s: PositiveDuration = 15.0  # a silent event stream gets a comment so often: proxies keep it open
     playground: bool = True  # the page at /
     api_keys: str = ""  # file with keys and their limits (relative to the recipe); "": no key is asked for

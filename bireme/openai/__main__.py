@@ -30,6 +30,7 @@ from bireme.openai.app import Frontend
 from bireme.openai.followed_files import FollowedFiles
 from bireme.openai.http.connection import Connection
 from bireme.openai.http.group_folder import wait_for_successor
+from bireme.openai.http.idle_connections import IdleConnections, raise_descriptors
 from bireme.openai.http.members import Member, shared_socket
 from bireme.openai.http.process_group import run_group
 from bireme.openai.http.tls import TlsFiles
@@ -196,7 +197,7 @@ def _uvicorn_config(frontend: Frontend, options: argparse.Namespace, config: Fro
         host=options.host,
         port=options.port,
         loop="uvloop",
-        http=functools.partial(Connection, config),  # type: ignore[arg-type]  # any factory will do
+        http=functools.partial(Connection, config, IdleConnections(config.max_idle_connections, raise_descriptors())),  # type: ignore[arg-type]  # any factory will do
         ws="none",
         lifespan="on",
         log_config=None,

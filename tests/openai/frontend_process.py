@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,12 @@ def frontend_server(
     grpc: str = "127.0.0.1:1",
     collector: bool = True,
     has_tls: bool = False,
+    runner: Sequence[str] = (),
 ) -> Iterator[FrontendServer]:
-    """`grpc`: nobody listens on port 1. Killed at the end, if it still runs."""
+    """`grpc`: nobody listens on port 1. `runner`: becomes the program after it. Killed at the end, if it still runs."""
     port, log = free_port(), folder / "frontend.log"
     program = ["-m", "bireme.openai"] if collector else ["-c", _WITHOUT_COLLECTOR]
-    command = [sys.executable, *program, "--recipe", recipe, "--grpc", grpc, "--port", str(port), *options]
+    command = [*runner, sys.executable, *program, "--recipe", recipe, "--grpc", grpc, "--port", str(port), *options]
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream)
     server = FrontendServer(process, port, log, has_tls)

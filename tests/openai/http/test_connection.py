@@ -1,4 +1,6 @@
-"""What a connection refuses before there is a request: heads that are too large, those that never end, and too many."""
+"""What a connection refuses beside requests: heads that are too large or never end, what stands behind bodies, requests
+and connections that are too many.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,24 @@ from uvicorn.protocols.http import httptools_impl
 
 from bireme.config import FrontendConfig
 from bireme.openai.http.connection import Connection
+from bireme.openai.http.idle_connections import IdleConnections
 
 LIMITS = FrontendConfig(max_header_bytes=1000, header_timeout_s=0.3, keep_alive_s=5)
+MOST_IDLE = 20
 BEGIN = b"GET / HTTP/1.1\r\nHost: x\r\n"
 SLOW = BEGIN + b"X-Slow: yes\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+READ = CHUNKED.replace(b"Host: x", b"Host: x\r\nX-Read: yes")
+
+
+HEADERS: list[tuple[bytes, bytes]] = []  # of the request that was answered last
 
 
 async def app(scope, receive, send):
-    """Answers at once, or to `X-Slow` in two parts with a pause of twice the head's time."""
+    """Answers at once, to `X-Read` after the body, to `X-Slow` in two parts with a pause of twice the head's time."""
+    while (b"x-read", b"yes") in scope["headers"] and (await receive()).get("more_body"):
+        pass
+    HEADERS[:] = scope["headers"]
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
     await send({"type": "http.response.body", "body": b"ye", "more_body": True})
     if (b"x-slow", b"yes") in scope["headers"]:
@@ -30,8 +42,8 @@ async def app(scope, receive, send):
 @pytest.fixture
 async def port():
     config = uvicorn.Config(
-        app, http=functools.partial(Connection, LIMITS), lifespan="off", log_config=None, port=0,
-        timeout_keep_alive=LIMITS.keep_alive_s,
+        app, http=functools.partial(Connection, LIMITS, IdleConnections(MOST_IDLE, 10_000)), lifespan="off",
+        log_config=None, port=0, timeout_keep_alive=LIMITS.keep_alive_s,
     )  # fmt: skip
     server = uvicorn.Server(config)
     running = asyncio.create_task(server._serve())  # serve() takes the signals of the process
@@ -144,3 +156,95 @@ async def test_requests_that_were_answered_do_not_count(talk):
 
 async def test_what_is_no_http_is_still_400(talk):
     assert (await talk(b"\x00\xff\r\n\r\n")).startswith(b"HTTP/1.1 400")
+
+
+async def test_a_field_behind_the_body_is_no_header(talk):
+    await talk(READ + b"1\r\nx\r\n0\r\nX-Late: yes\r\n\r\n", BEGIN + b"Connection: close\r\n\r\n")
+    await talk(READ.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + b"0\r\nX-Late: yes\r\n\r\n")
+    assert [name for name, _ in HEADERS] == [b"host", b"x-read", b"transfer-encoding", b"connection"]
+
+
+@pytest.mark.parametrize("field", [b"a:b\r\n" * 20, b"a" * 100], ids=["fields", "one that does not end"])
+@pytest.mark.parametrize("head", [READ, CHUNKED], ids=["before the answer", "after it"])
+async def test_what_stands_behind_a_body_has_the_limit_of_a_head(talk, head, field, caplog):
+    answer = await talk(head + b"1\r\nx\r\n", b"0\r\n", *[field] * 11, pause_s=0.01)
+    assert b" 431 " not in answer and answer.count(b"HTTP/1.1") == (head is CHUNKED)
+    assert "connection_closed status=431" in caplog.text
+
+
+async def test_a_body_in_many_small_pieces_is_read_to_its_end(talk):
+    pieces = [b"1\r", b"\n", b"x", b"\r\n"] * 300
+    answer = await talk(READ.replace(b"chunked", b"chunked\r\nConnection: close"), *pieces, b"0\r\n\r\n", pause_s=0.001)
+    assert len(b"".join(pieces)) - 300 > LIMITS.max_header_bytes and answer.endswith(b"yes\n")
+
+
+async def test_blank_lines_do_not_keep_a_connection_open(talk):
+    answer = await asyncio.wait_for(talk(BEGIN + b"\r\n", b"\r\n", b"\r\n", pause_s=0.1), LIMITS.keep_alive_s - 1)
+    assert answer.endswith(b"yes\n")
+
+
+@pytest.fixture
+async def opened(port):
+    """Return a function that opens so many connections, sends something on each, and has it arrive."""
+    writers = []
+
+    async def opened(count, data=b""):
+        streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+        for _, writer in streams:
+            writers.append(writer)
+            writer.write(data)
+        await asyncio.sleep(0.05)
+        return streams
+
+    yield opened
+    for writer in writers:
+        writer.close()
+
+
+async def is_closed(reader):
+    try:
+        return await asyncio.wait_for(reader.read(), 0.05) == b""
+    except ConnectionError:
+        return True
+    except asyncio.TimeoutError:
+        return False
+
+
+@pytest.mark.parametrize("data", [b"", BEGIN, READ], ids=["silent", "a part of a head", "no body"])
+async def test_the_connection_that_has_been_silent_for_the_longest_goes_for_a_new_one(opened, talk, data):
+    streams = await opened(MOST_IDLE, data)
+    assert not await is_closed(streams[0][0])
+    assert (await talk(BEGIN + b"Connection: close\r\n\r\n")).endswith(b"yes\n")
+    assert [await is_closed(reader) for reader, _ in streams[:3]] == [True, False, False]
+
+
+async def test_a_body_that_does_not_end_after_its_answer_has_the_time_of_a_head(opened):
+    ((reader, writer),) = await opened(1, CHUNKED)
+    await reader.readuntil(b"yes\n")
+    began = asyncio.get_running_loop().time()
+    while not await is_closed(reader):
+        writer.write(b"1\r\nx\r\n")
+    assert LIMITS.header_timeout_s / 2 < asyncio.get_running_loop().time() - began < LIMITS.keep_alive_s
+
+
+async def test_idle_connections_do_not_close_those_with_a_request(opened):
+    ((slow, _),) = await opened(1, SLOW)
+    await opened(2 * MOST_IDLE)
+    assert b"yes\n" in await asyncio.wait_for(slow.readuntil(b"s\n"), 10)
+
+
+async def test_idle_connections_do_not_close_one_whose_body_is_coming(opened):
+    ((reader, writer),) = await opened(1, READ)
+    for _ in range(4):
+        await opened(MOST_IDLE // 2)
+        writer.write(b"1\r\nx\r\n")
+        await asyncio.sleep(0.05)
+    writer.write(b"0\r\n\r\n")
+    assert b"yes\n" in await asyncio.wait_for(reader.readuntil(b"s\n"), 10)
+
+
+async def test_a_connection_that_was_answered_is_idle_again(opened):
+    ((first, _),) = await opened(1, BEGIN + b"\r\n")
+    await first.readuntil(b"yes\n")
+    await opened(MOST_IDLE)
+    assert await is_closed(first)

@@ -18,6 +18,7 @@ import uvloop
 from bireme.config import FrontendConfig
 from bireme.openai.http import call
 from bireme.openai.http.connection import Connection
+from bireme.openai.http.idle_connections import IdleConnections
 from bireme.openai.keys import ApiKeys, KeyEntry
 from tests.openai.batch.forms import bearer, upload
 
@@ -83,7 +84,10 @@ def run(frontend, tmp_path, caplog):
         limits = {"max_concurrent_requests": 1, "max_stream_buffer_bytes": 50_000}
         bench = await frontend(ApiKeys((entry,)), tmp_path, limits=limits)
         config = uvicorn.Config(
-            bench.app, http=functools.partial(Connection, FrontendConfig()), lifespan="off", log_config=None
+            bench.app,
+            http=functools.partial(Connection, FrontendConfig(), IdleConnections(100, 1000)),
+            lifespan="off",
+            log_config=None,
         )
         server = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", 0))
