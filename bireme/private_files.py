@@ -28,16 +28,21 @@ def make_database(path: Path) -> None:
     Files that SQLite makes later have the first one's mode. Raises OSError.
     """
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    _shut(path, 0o600)
-    for suffix in ("-wal", "-shm"):
-        with suppress(FileNotFoundError):
-            _shut(path.with_name(path.name + suffix), 0o600)
+    for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
+        shut_file(path.with_name(name))
 
 
 def _shut(path: Path, mode: int) -> None:
     status = path.stat()
     if status.st_uid == os.getuid() and status.st_mode & 0o077:
         path.chmod(mode)
+
+
+def shut_file(path: Path) -> None:
+    """Take a regular file from the other users if it is this user's. Harmless when it is gone. Raises OSError."""
+    with suppress(FileNotFoundError):
+        if stat.S_ISREG(path.lstat().st_mode):
+            _shut(path, 0o600)
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -358,11 +358,11 @@ class Deployment:
     def _load_one(self, server: Server, model: str, stubs: LoadingStubs) -> None:
         began = time.monotonic()
         try:
-            server.admin.load(model)
+            server.load(model)
         except BiremeError:
             if model not in stubs.given_up:
                 raise
-            server.admin.load(model)
+            server.load(model)
         self._console.event("loaded", model=model, seconds=time.monotonic() - began)
 
     def _await_loads(

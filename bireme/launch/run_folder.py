@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from bireme import private_files
 from bireme.discovery.pulse import has_writer
 from bireme.discovery.run import DRAIN, SLEEP, make_private
 from bireme.engines.memory.wire import SOCKET_NAME
@@ -61,6 +62,11 @@ class RunFolder:
         frontend's, stay.
         """
         return _sweep_shared_memory(self.path, keeps_pulses=True)
+
+    def shut_shared_memory(self) -> None:
+        """Take the regions of models that do not do so themselves from the other users of the host."""
+        for path in SHM.glob(f"{self.shm_prefix}*"):
+            private_files.shut_file(path)
 
     def remember(self) -> None:
         """Note the launcher's own small files here, for `restore`."""

@@ -207,6 +207,11 @@ class Server:
             raise BiremeError(f"model {model} has {len(pids)} engine processes, not one")
         return pids[0]
 
+    def load(self, model: str) -> None:
+        """Load a model, or load it again; no other user can read its shared memory then. Raises BiremeError."""
+        self.admin.load(model)
+        self.run.shut_shared_memory()
+
     def metrics_text(self) -> str:
         return self.admin.metrics_text()
 
@@ -351,6 +356,7 @@ class Server:
                 self.kill()
                 raise ServerStartError(self._failure(f"tritonserver was not ready within {timeout_s:.0f} s"))
         self.note_members()
+        self.run.shut_shared_memory()
 
     def _failure(self, what: str) -> str:
         failed = failed_models(list(self._tail))

@@ -212,7 +212,7 @@ class StubWatchdog:
             self._server.admin.unload(model)
         except BiremeError as error:
             self._console.event("unload_failed", "warning", model=model, error=error)
-        self._server.admin.load(model)
+        self._server.load(model)
 
     def _find_all(self) -> None:
         found = processes.stubs(self._server.pid)

@@ -15,13 +15,15 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from bireme import private_files
 from bireme.coalescing import BURST, BURST_PAUSE_S
 from bireme.config import WORKER_STAGES, Recipe, instance_name, missing_worker, stage_of
-from bireme.discovery.pulse import BEAT_S, Pulse, own_pulse
+from bireme.discovery.pulse import BEAT_S, SHM, Pulse, own_pulse
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, drop_frames
 from bireme.metrics import Registry
 from bireme.own_process import freeze_gc, reuse_memory, watch_parent
@@ -66,6 +68,7 @@ class Adapter:
         # A crashed tritonserver leaves its stubs waiting in shared memory for ever, deaf to SIGTERM.
         watch_parent(functools.partial(os._exit, 1))
         try:
+            _shut_region()
             recipe = load_recipe()
             self._build(recipe)
             self._loop.run(self._start(recipe))
@@ -260,6 +263,16 @@ class Adapter:
         for stream in list(self._streams):
             stream.finish(UnavailableError(f"{self._model_name} is shutting down"))
             stream.cancelled.set()
+
+
+def _shut_region() -> None:
+    """Take this stub's shared memory, through which its requests and answers go, from the other users of the host.
+
+    The Python backend makes it readable by everybody, whatever the umask, and names it in the stub's arguments.
+    """
+    for argument in Path("/proc/self/cmdline").read_bytes().split(b"\0"):
+        if argument and b"/" not in argument:
+            private_files.shut_file(SHM / os.fsdecode(argument))
 
 
 def _limit(task: asyncio.Task[None]) -> None:

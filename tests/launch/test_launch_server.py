@@ -56,8 +56,16 @@ def test_metrics_are_reachable(server):
 
 def test_models_load_and_unload_with_the_key(server):
     server.admin.unload("echo")
-    server.admin.load("echo")
+    server.load("echo")
     assert server.admin.index()["echo"][0] == "READY"
+
+
+def test_regions_of_a_model_that_is_not_ours_are_shut_once_it_is_loaded(server):
+    for _ in range(2):
+        paths = list(SHM.glob(f"{server.run.shm_prefix}*"))
+        assert paths and [path.name for path in paths if path.stat().st_mode & 0o077] == []
+        server.admin.unload("echo")
+        server.load("echo")
 
 
 def test_model_control_is_refused_without_the_key(server):

@@ -1,4 +1,4 @@
-"""Tensors in a client's own shared memory: refused unless the launch allows it, then read and written in place."""
+"""Shared memory: no other user reads the server's; a client's own is refused unless the launch allows it."""
 
 import contextlib
 import uuid
@@ -9,6 +9,8 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
+
+from bireme.discovery.pulse import SHM
 
 pytestmark = pytest.mark.server
 
@@ -27,6 +29,12 @@ def closed(sample_model, start):
 def opened(sample_model, start):
     sample_model("llama")
     return start("recipes/mocker", models=MODELS, allow_client_shm=True)
+
+
+def test_no_other_user_of_the_host_can_read_what_goes_through_a_server_s_memory(closed):
+    paths = list(SHM.glob(f"{closed.run.shm_prefix}*"))
+    assert len(paths) >= len(MODELS)
+    assert [path.name for path in paths if path.stat().st_mode & 0o077] == []
 
 
 @contextlib.contextmanager
