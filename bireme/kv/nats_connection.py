@@ -26,7 +26,7 @@ ENDPOINT = "nats:"  # of a record; the subjects' common beginning follows
 SEQ_HEADER, MAC_HEADER = "Bireme-Seq", "Bireme-Mac"
 _RETRY_S = 0.5
 _CONNECT_TIMEOUT_S = 2
-_PING_S = 5  # a server that is silent for two of them is gone
+_PING_S = 1  # a server that is silent for three of them is gone
 _PENDING_BYTES = 8 << 20  # on their way to the server
 
 
@@ -152,6 +152,7 @@ class NatsConnection:
                 reconnect_time_wait=_RETRY_S,
                 connect_timeout=_CONNECT_TIMEOUT_S,
                 ping_interval=_PING_S,
+                max_outstanding_pings=2,
                 pending_size=_PENDING_BYTES,
                 error_cb=down,
                 disconnected_cb=down,

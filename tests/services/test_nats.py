@@ -187,6 +187,17 @@ def test_a_router_says_that_its_view_is_old(config, server, publish, follow):
     wait_for(lambda: router.problem.startswith("NATS: "))
 
 
+def test_a_server_that_stands_still_is_told_as_soon_as_it_misses_three_pings(config, server, publish, follow):
+    feed = follow(config, publish(config))
+    wait_for(lambda: feed.loads and feed.problem == "")
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        wait_for(lambda: feed.problem.startswith("NATS: "), 8)  # it took 14 s with a ping in 5
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    wait_for(lambda: feed.problem == "", 30)
+
+
 def test_an_engine_that_starts_before_the_server_is_heard_when_it_is_there(config, server, publish, follow):
     server.kill()
     one = publish(config)
