@@ -26,7 +26,7 @@ from bireme.discovery.run import WorkerRecord
 from bireme.discovery.store import StoreError
 from bireme.errors import ConfigError
 
-TIMEOUT_S = 3.0  # of a call
+TIMEOUT_S = 2.0  # of a call
 _SETTLE_S = 0.02  # changes come together: a server has several workers
 logger = logging.getLogger("bireme.discovery")
 
@@ -99,7 +99,8 @@ class EtcdStore:
         lease, self._lease = self._lease, None
         self._held.clear()
         if lease is not None:
-            with self._errors():
+            with self._errors() as client:
+                lease.client = client  # it has none if etcd could not be reached before
                 lease.revoke()
 
     def close(self) -> None:

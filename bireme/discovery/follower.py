@@ -17,7 +17,7 @@ from bireme.errors import drop_frames
 
 Records = Mapping[str, WorkerRecord]  # by worker id
 OnChange = Callable[[Records], None]
-WAIT_S = 3.0  # at most, from one look to the next
+WAIT_S = 1.5  # at most, from one look to the next: so long a store that stands still is not missed
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 logger = logging.getLogger("bireme.discovery")
 

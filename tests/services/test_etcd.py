@@ -172,6 +172,17 @@ def test_a_value_that_is_no_record_harms_no_other(store, server, request):
     assert store().read() == by_id(record())
 
 
+def test_what_is_withdrawn_after_an_outage_is_gone_at_once(store, server):
+    writer = store(lease_s=60)
+    writer.hold(record())
+    server.kill()
+    with pytest.raises(StoreError):
+        writer.hold(record(life=2))
+    server.start()
+    writer.withdraw()
+    assert store().read() == {}
+
+
 def test_while_etcd_is_gone_the_last_view_stands_and_then_goes_on(store, follow, server):
     registration, follower = Registration(store(), LEASE_S), follow()
     registration.set(record())
