@@ -15,6 +15,8 @@ from typing import Any
 
 from bireme.launch.ports import resolve
 
+_CLIENT_S = 10.0  # for a client to send its request
+_ALONE_S = 0.5  # the same, while others wait for its answer
 Report = Callable[[], tuple[bool, dict[str, Any]]]
 
 
@@ -45,6 +47,14 @@ class _Listener(http.server.ThreadingHTTPServer):
         self.address_family, address = resolve(host, port)
         super().__init__(address, handler)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(_CLIENT_S)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # the system has no thread left: one client after the other, none for long
+            request.settimeout(_ALONE_S)
+            self.process_request_thread(request, client_address)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that leaves before its answer is no error of ours."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
@@ -53,7 +63,6 @@ class _Listener(http.server.ThreadingHTTPServer):
 
 def _handler(routes: dict[str, Report]) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
-        timeout = 10  # seconds for a client to send its request
         server_version = "bireme"
         sys_version = ""
 

@@ -115,3 +115,25 @@ def test_a_client_that_leaves_the_health_port_leaves_no_traceback(capfd):
         thread.join(10)
     server.stop()
     assert threads and capfd.readouterr().err == ""
+
+
+@pytest.fixture
+def no_thread_left():
+    """As under a limit of processes: a stack that no memory is left for is refused by the same call."""
+    usual = threading.stack_size()
+    yield lambda: threading.stack_size(1 << 46)
+    threading.stack_size(usual)
+
+
+def test_health_is_told_while_no_thread_can_be_started_and_a_silent_client_holds_nobody_up(no_thread_left, capfd):
+    server = HealthServer("127.0.0.1", 0, lambda: (True, {}), lambda: (True, {"status": "ready"}))
+    server.start()
+    no_thread_left()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        threading.Thread(target=int).start()
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)):
+            answers = [get(f"127.0.0.1:{server.port}", "/health/ready", 10.0) for _ in range(3)]
+    finally:
+        server.stop()
+    assert answers == 3 * [b'{"status": "ready"}'] and capfd.readouterr().err == ""
