@@ -463,7 +463,7 @@ class MemoryServiceConfig(Settings, frozen=True, kw_only=True):
 class SupervisorConfig(Settings, frozen=True, kw_only=True):
     start_timeout_s: PositiveDuration = 600.0  # load and warm-up
     ping_interval_s: PositiveDuration = 0.1
-    ping_timeout_s: PositiveDuration = 2.0  # the IO thread does not answer, and not for want of a CPU: it hangs
+    ping_timeout_s: PositiveDuration = 5.0  # the IO thread does not answer, and not for want of a CPU: it hangs
     stall_timeout_s: PositiveDuration = 60.0  # work queued and one step takes longer: the engine hangs
     max_restarts: NotNegative = 5  # in restart_window_s; then slow_restart_s counts. 0: what has ended stays down
     restart_window_s: PositiveDuration = 300.0

@@ -10,9 +10,10 @@ import time
 import pytest
 
 from bireme.child_process import has_waiting_thread
+from bireme.config import SupervisorConfig
 from bireme.launch import processes
 from bireme.launch.process_watch import ProcessWatch
-from bireme.launch.vital_signs import VitalSigns
+from bireme.launch.vital_signs import SILENT_S, VitalSigns
 
 STALL_S = 60.0
 
@@ -122,3 +123,7 @@ def test_an_ended_process_is_a_problem_until_its_successor_is_found(run):
     pids["one"] = second.pid
     watcher.turn()
     assert watcher.problems() == {}
+
+
+def test_an_engine_may_be_as_silent_as_any_other_process_before_it_is_killed():
+    assert SupervisorConfig().ping_timeout_s == SILENT_S
