@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,6 +101,7 @@ class Batches:
         self.gate = LineGate(most, (most if lines_rest else 1) if beside_live is None else beside_live)
         self._watcher: asyncio.Task[None] | None = None
         self._running: dict[str, _RunningBatch] = {}
+        self._waits_for_disk = False  # and has told so
 
     def start(self) -> None:
         """Go on with what other processes have left."""
@@ -335,23 +336,27 @@ class Batches:
 
     async def _lasting(self, method: Callable[[FilesAndBatches], _T]) -> _T:
         """Call a method of the store until the disk takes it."""
-        while True:
-            try:
-                return await self._store.do(method)
-            except UnavailableError as error:
-                await self._rest(error)
+        return await self._until_kept(lambda: self._store.do(method))
 
     async def _lasting_work(self, work: Callable[[], _T]) -> _T:
+        return await self._until_kept(lambda: asyncio.to_thread(work))
+
+    async def _until_kept(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """The log tells once of all lines that wait, and again when one has been kept."""
         while True:
             try:
-                return await asyncio.to_thread(work)
+                result = await attempt()
             except (UnavailableError, OSError) as error:
-                await self._rest(error)
-
-    async def _rest(self, error: Exception) -> None:
-        logger.error("batch_waits_for_disk error=%s", error)
-        drop_frames(error)
-        await asyncio.sleep(_LONGEST_PAUSE_S)
+                if not self._waits_for_disk:
+                    logger.error("batch_waits_for_disk error=%s", error)
+                self._waits_for_disk = True
+                drop_frames(error)
+                await asyncio.sleep(_LONGEST_PAUSE_S)
+            else:
+                if self._waits_for_disk:
+                    logger.info("batch_goes_on")
+                self._waits_for_disk = False
+                return result
 
     async def _find(self, call: Call) -> StoredBatch:
         """Return the batch that the path names. Raises NotFoundError, also for another key's."""

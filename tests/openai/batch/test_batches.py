@@ -326,7 +326,7 @@ async def test_a_line_that_fails_for_too_long_has_failed(bench, monkeypatch):
     assert batch.request_counts.failed == 1 and errors["line-0"]["response"]["status_code"] == 503
 
 
-async def test_a_disk_that_is_full_for_a_while_loses_no_line(bench, monkeypatch):
+async def test_a_disk_that_is_full_for_a_while_loses_no_line_and_is_told_once(bench, monkeypatch, caplog):
     monkeypatch.setattr(batches, "_LONGEST_PAUSE_S", 0.01)
     keep, refusals = BatchStore.answer, iter(range(5))
 
@@ -338,6 +338,7 @@ async def test_a_disk_that_is_full_for_a_while_loses_no_line(bench, monkeypatch)
     monkeypatch.setattr(BatchStore, "answer", answer)
     batch, answers, _ = await ended(bench, lines(6))
     assert (batch.status, len(answers), next(refusals, None)) == ("completed", 6, None)
+    assert caplog.text.count("batch_waits_for_disk") == 1
 
 
 async def test_a_folder_that_can_t_be_used_is_named_at_the_start(frontend, tmp_path):
