@@ -4,7 +4,8 @@
     python tools/serve.py --model models/tiny-llama --disaggregated
     python tools/serve.py recipes/tiny --override '{"workers": {"decode": {"replicas": 2}}}' --http-port 8100
     python tools/serve.py recipes/tiny --set workers.decode.replicas=2
-    python tools/serve.py recipes/tiny --discovery etcd://host:2379 --host 0.0.0.0  # one of several servers
+    python tools/serve.py recipes/tiny --host 0.0.0.0                                    # OpenAI's API for the network
+    python tools/serve.py recipes/tiny --discovery etcd://host:2379 --grpc-host 10.1.0.0/16  # one of several servers
 
 Prints the endpoints when ready; OpenAI's API is on --openai-port. SIGTERM, SIGHUP or Ctrl-C lets requests under way
 end, then stops; a second one stops at once. GET /health/live and /health/ready on --health-port are for probes
@@ -33,8 +34,9 @@ from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import LEVELS, Console
 from bireme.launch.deployment import Deployment, DeploymentSettings, advertised_address
 from bireme.launch.frontend import FrontendSettings, check_frontend
+from bireme.launch.openings import check_openings
 from bireme.launch.override import add_settings
-from bireme.launch.ports import Ports
+from bireme.launch.ports import LOOPBACK, Hosts, Ports, host_in
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.run_folder import RunFolder
 from bireme.launch.tritonserver import address
@@ -83,7 +85,7 @@ def serve(deployment: Deployment, console: Console, options: argparse.Namespace)
 
 
 def frontend_of(
-    options: argparse.Namespace, recipe: str, override: str, run: RunFolder, advertised: str
+    options: argparse.Namespace, recipe: str, override: str, run: RunFolder, hosts: Hosts, advertised: str
 ) -> FrontendSettings | None:
     if not options.openai_port:
         return None
@@ -94,15 +96,15 @@ def frontend_of(
         arguments += ["--api-keys", options.api_keys]
     return FrontendSettings(
         recipe=recipe,
-        grpc=address(options.host, options.grpc_port),
-        host=options.host,
+        grpc=address(hosts.grpc, options.grpc_port),
+        host=host_in(options.host),
         port=options.openai_port,
         drain_timeout_s=options.drain_timeout,
         tls=(options.tls_cert, options.tls_key) if options.tls_cert else None,
         arguments=tuple(arguments),
         environment={
             "BIREME_OVERRIDE": override,
-            "BIREME_GRPC": address(options.host, options.grpc_port),
+            "BIREME_GRPC": address(hosts.grpc, options.grpc_port),
             "BIREME_ADVERTISE": advertised,
             "BIREME_RUN_DIR": str(run.path),
         },
@@ -154,7 +156,18 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 opens it to the network")
+    parser.add_argument(
+        "--host", default=LOOPBACK, metavar="ADDRESS",
+        help="where OpenAI's API listens, an address of this machine, or its network (10.1.0.0/16) as for all options"
+        " of hosts; 0.0.0.0 opens it to every network",
+    )  # fmt: skip
+    parser.add_argument(
+        "--triton-host", default=LOOPBACK, metavar="ADDRESS",
+        help="where Triton's HTTP, gRPC and metrics listen, which ask for no key",
+    )  # fmt: skip
+    parser.add_argument("--grpc-host", metavar="ADDRESS", help="Triton's gRPC alone, for other servers and frontends")
+    parser.add_argument("--metrics-host", metavar="ADDRESS", help="Triton's metrics alone, for Prometheus")
+    parser.add_argument("--health-host", default=LOOPBACK, metavar="ADDRESS", help="/health/live and /health/ready")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("health", 8003)):
         parser.add_argument(f"--{name}-port", type=int, default=port, metavar="PORT")
     parser.add_argument(
@@ -175,14 +188,25 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--advertise", default="", metavar="HOST[:PORT]",
-        help="by which other servers reach this one's gRPC port; default: --host, or this host's name for 0.0.0.0",
+        help="by which other servers reach this one's gRPC port; default: --grpc-host, or this host's name for 0.0.0.0",
     )  # fmt: skip
     parser.add_argument("--api-keys", metavar="FILE", help="keys that the OpenAI frontend asks for")
+    parser.add_argument(
+        "--triton-without-keys", action="store_true",
+        help="open Triton's ports, which ask for no key, although the OpenAI frontend does",
+    )  # fmt: skip
     parser.add_argument(
         "--tls-cert", metavar="FILE", help="certificate chain of the OpenAI frontend, which then speaks https"
     )
     parser.add_argument("--tls-key", metavar="FILE", help="its key")
     parser.add_argument("--frontend-processes", type=int, default=1, metavar="N", help="that share the OpenAI port")
+
+
+def hosts_of(options: argparse.Namespace) -> Hosts:
+    """Return where tritonserver listens. Raises ConfigError."""
+    everywhere = options.triton_host
+    named = (everywhere, options.grpc_host or everywhere, options.metrics_host or everywhere)
+    return Hosts(*map(host_in, named))
 
 
 def settings_of(options: argparse.Namespace, run: RunFolder) -> DeploymentSettings:
@@ -193,16 +217,20 @@ def settings_of(options: argparse.Namespace, run: RunFolder) -> DeploymentSettin
         )
     override = with_discovery(add_settings(options.override, options.set), options.discovery)
     recipe = load_recipe(folder, override)
-    advertised = advertised_address(options.advertise or options.host, options.grpc_port)
+    hosts = hosts_of(options)
+    has_keys = bool(options.api_keys or os.environ.get("BIREME_API_KEYS") or recipe.frontend.api_keys)
+    check_openings(hosts, recipe, has_keys=has_keys and not options.triton_without_keys, advertise=options.advertise)
+    advertised = advertised_address(options.advertise or hosts.grpc, options.grpc_port)
     return DeploymentSettings(
         recipe=recipe,
         override=override,
-        host=options.host,
+        hosts=hosts,
         ports=Ports(options.http_port, options.grpc_port, options.metrics_port),
+        health_host=host_in(options.health_host),
         health_port=options.health_port,
         drain_timeout_s=options.drain_timeout,
         canaries=CanarySettings(interval_s=options.canary_interval),
-        frontend=frontend_of(options, recipe.folder, override, run, advertised),
+        frontend=frontend_of(options, recipe.folder, override, run, hosts, advertised),
         advertise=advertised,
         allow_client_shm=options.allow_client_shm,
         visible_keys=options.visible_keys,

@@ -235,8 +235,11 @@ def part_command(recipe: Recipe, part: ServerPart, options: argparse.Namespace) 
     if part.spans_nodes:
         serve = leader(recipe)
     serve += ["--discovery", options.discovery, *(word for setting in settings for word in ("--set", setting))]
-    if "--host" not in options.serve_arguments:
-        serve += ["--host", "0.0.0.0"]  # of the node that runs it; its name is what others are told
+    if not any(word.startswith(("--grpc-host", "--triton-host")) for word in options.serve_arguments):
+        raise ConfigError(
+            "--grpc-host: missing; servers reach each other by gRPC: name the network of the nodes after --, as in"
+            " -- --grpc-host 10.1.0.0/16"
+        )
     serve += options.serve_arguments
     check_words(serve)
     return serve

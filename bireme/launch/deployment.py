@@ -40,7 +40,8 @@ from bireme.launch.health_server import HealthServer
 from bireme.launch.installation import Installation
 from bireme.launch.loading_stubs import GIVEN_UP, LoadingStubs
 from bireme.launch.memory_process import MemoryProcess
-from bireme.launch.ports import Ports
+from bireme.launch.openings import warn_of_old_triton
+from bireme.launch.ports import LOOPBACK, Hosts, Listener, Ports, is_every_address
 from bireme.launch.preflight import check_all, unkept_code
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.run_folder import RunFolder
@@ -73,8 +74,9 @@ _DEATH_S = 5.0  # from the close of its connections to the end of a dying proces
 class DeploymentSettings:
     recipe: Recipe
     override: str = ""
-    host: str = "127.0.0.1"
+    hosts: Hosts = Hosts()
     ports: Ports = Ports()
+    health_host: str = LOOPBACK
     health_port: int = 8003  # 0: any free one
     advertise: str = ""  # host:port of gRPC as other servers reach it; "": as clients on this machine do
     drain_timeout_s: int = 30  # for requests under way at the end
@@ -148,17 +150,12 @@ class Deployment:
         on a very busy machine (a lock of its shared memory not had within ten seconds).
         """
         settings = self.settings
-        ports = {f"--{name}-port": getattr(settings.ports, name) for name in ("http", "grpc", "metrics")}
-        if settings.health_port:
-            ports["--health-port"] = settings.health_port
-        if settings.frontend is not None:
-            ports["--openai-port"] = settings.frontend.port
-        self._installation = check_all(settings.recipe, ports, settings.host, self._num_stubs, self.run.path)
+        self._installation = check_all(settings.recipe, self._listeners(), self._num_stubs, self.run.path)
         if reason := unkept_code(settings.recipe):
             self._console.event("compiled_code_not_kept", "warning", reason=reason)
         self.run.remember()
         self._console.event("starting", recipe=settings.recipe.name, tritonserver=self._installation.binary)
-        self._health = HealthServer(settings.host, settings.health_port, self._live, self._ready)
+        self._health = HealthServer(settings.health_host, settings.health_port, self._live, self._ready)
         self._health.start()
         self._run_keeper = self.threads.start("run-folder", self._keep_run_folder, _RUN_FOLDER_S)
         if settings.recipe.discovery.is_shared:
@@ -178,6 +175,21 @@ class Deployment:
         if self._frontend is not None and not self._stopping.is_set():
             self._frontend.wait_ready()
         self._say_ready()
+
+    def _listeners(self) -> dict[str, Listener]:
+        """Return the option of each port -> where it is listened on."""
+        settings = self.settings
+        hosts, ports = settings.hosts, settings.ports
+        listeners = {
+            "--http-port": Listener("--triton-host", hosts.http, ports.http),
+            "--grpc-port": Listener("--grpc-host", hosts.grpc, ports.grpc),
+            "--metrics-port": Listener("--metrics-host", hosts.metrics, ports.metrics),
+        }
+        if settings.health_port:
+            listeners["--health-port"] = Listener("--health-host", settings.health_host, settings.health_port)
+        if (frontend := settings.frontend) is not None:
+            listeners["--openai-port"] = Listener("--host", frontend.host, frontend.port)
+        return listeners
 
     def supervise(self) -> bool:
         """Keep the server alive until `request_stop`; return False when it kept dying."""
@@ -225,7 +237,7 @@ class Deployment:
 
     @property
     def _address(self) -> str:
-        return self.settings.advertise or address(self.settings.host, self.settings.ports.grpc)
+        return self.settings.advertise or address(self.settings.hosts.grpc, self.settings.ports.grpc)
 
     def _announce_end(self) -> None:
         """Have other servers send nothing new, and wait until they know. Own pipelines use the workers to the end."""
@@ -297,10 +309,7 @@ class Deployment:
         self._server = server
         server.start(is_wanted=lambda: not self._stopping.is_set())
         self._console.event("server_up", pid=server.pid, seconds=time.monotonic() - began)
-        if server.shows_keys:
-            self._console.event(
-                "keys_visible", "warning", pid=server.pid, remedy="allow ptrace (docs/security.md, Keys in arguments)"
-            )
+        self._warn(server)
         try:
             for phase in self._phases:
                 self._load(server, phase)
@@ -309,6 +318,15 @@ class Deployment:
             raise
         if not self._stopping.is_set():
             self._watch(server)
+
+    def _warn(self, server: Server) -> None:
+        """Say what this start leaves open that a user may not know of."""
+        if server.shows_keys:
+            self._console.event(
+                "keys_visible", "warning", pid=server.pid, remedy="allow ptrace (docs/security.md, Keys in arguments)"
+            )
+        with contextlib.suppress(BiremeError):  # it has died since, or was not waited for
+            warn_of_old_triton(self.settings.hosts, server.version(), self._console)
 
     def _options(self) -> ServerOptions:
         settings = self.settings
@@ -322,7 +340,7 @@ class Deployment:
         return ServerOptions(
             repositories=(self.run.path / "models",),
             ports=settings.ports,
-            host=settings.host,
+            hosts=settings.hosts,
             models=(),
             thread_pool_size=settings.thread_pool_size or thread_pool_size(self._num_stubs),
             exit_timeout_s=settings.drain_timeout_s,
@@ -414,7 +432,7 @@ class Deployment:
         ways: dict[str, Any] = {"http": server.http, "grpc": server.grpc, "metrics": f"http://{server.metrics}/metrics"}
         if self._frontend is not None:
             ways["openai"] = self._frontend.url
-        health = f"http://{address(self.settings.host, self.health_port)}/health/ready"
+        health = f"http://{address(self.settings.health_host, self.health_port)}/health/ready"
         self._console.event("ready", seconds=seconds, **ways, health=health)
 
     def _revive_threads(self) -> None:
@@ -506,7 +524,7 @@ def deployment_key(recipe: Recipe) -> str:
 
 def advertised_address(host: str, grpc_port: int) -> str:
     """Return host:port for other servers; `host` may have a port. One that means any becomes this host's name."""
-    if host in ("0.0.0.0", "::", ""):
+    if is_every_address(host):
         host = socket.gethostname()
     if host.count(":") == 1 or host.startswith("[") and "]:" in host:
         return host

@@ -1,14 +1,18 @@
-"""The ports of one tritonserver, how to find free ones, and where to listen."""
+"""The ports of one tritonserver, how to find free ones, and on which hosts to listen."""
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import random
 import socket
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from bireme.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
 # Below the kernel's ephemeral range (32768 and up), so that no outgoing connection takes one meanwhile.
 _FIRST, _END = 25000, 32000
 _BLOCK = 50
@@ -19,6 +23,29 @@ class Ports:
     http: int = 8000
     grpc: int = 8001
     metrics: int = 8002
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Where one tritonserver listens."""
+
+    http: str = LOOPBACK
+    grpc: str = LOOPBACK
+    metrics: str = LOOPBACK
+
+    @property
+    def opened(self) -> dict[str, str]:
+        """Return port -> host of those for requests that other hosts can reach."""
+        named = {"http": self.http, "grpc": self.grpc}
+        return {name: host for name, host in named.items() if not is_loopback(host)}
+
+
+class Listener(NamedTuple):
+    """Where a port is listened on, and the option that says so."""
+
+    host_option: str
+    host: str
+    port: int
 
 
 def free_ports() -> Ports:
@@ -38,7 +65,7 @@ def free_port() -> int:
             _take_block()
 
 
-def is_free(port: int, host: str = "127.0.0.1") -> bool:
+def is_free(port: int, host: str = LOOPBACK) -> bool:
     """Return whether nobody has `host:port` now. Raises OSError when it can't be bound for another reason."""
     family, address = resolve(host, port)
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -62,19 +89,55 @@ def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     return family, (ip, port, *scope)
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches what listens on `host`; not known of a name that nobody knows."""
+    try:
+        _, (ip, *_) = resolve(host, 0)
+    except OSError:
+        return False
+    return ipaddress.ip_address(ip.partition("%")[0]).is_loopback
+
+
+def is_every_address(host: str) -> bool:
+    return host in ("", "0.0.0.0", "::")
+
+
+def host_in(host: str) -> str:
+    """Return this machine's address in a network (10.1.0.0/16); other hosts as they are. Raises ConfigError."""
+    if "/" not in host:
+        return host
+    try:
+        network = ipaddress.ip_network(host)
+    except ValueError as error:
+        raise ConfigError(f"{host} is no network ({error}); write one like 10.1.0.0/16") from error
+    with socket.socket(socket.AF_INET if network.version == 4 else socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((str(network[1 if network.num_addresses > 1 else 0]), 9))  # sends nothing: asks for the route
+            own = str(probe.getsockname()[0])
+        except OSError:
+            own = ""
+    if not own or ipaddress.ip_address(own) not in network:
+        raise ConfigError(f"this machine has no address in {host}; `ip address` lists what it has")
+    return own
+
+
 def own_host(host: str) -> str:
     """Return by which host programs on this machine reach what listens on `host`; servers on :: may be IPv6 alone."""
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def listen_flags(host: str) -> tuple[str, ...]:
+def listen_flags(hosts: Hosts) -> tuple[str, ...]:
     """Return tritonserver's flags. Raises OSError.
 
     Its HTTP server takes a name for 255.255.255.255, and has a form of its own for IPv6.
     """
+    http, grpc, metrics = _forms(hosts.http)[0], _forms(hosts.grpc)[1], _forms(hosts.metrics)[0]
+    return f"--http-address={http}", f"--grpc-address={grpc}", f"--metrics-address={metrics}"
+
+
+def _forms(host: str) -> tuple[str, str]:
     family, (ip, *_) = resolve(host, 0)
-    http, grpc = (f"ipv6:{ip}", f"[{ip}]") if family == socket.AF_INET6 else (ip, ip)
-    return f"--http-address={http}", f"--grpc-address={grpc}", f"--metrics-address={http}"
+    return (f"ipv6:{ip}", f"[{ip}]") if family == socket.AF_INET6 else (ip, ip)
 
 
 _lock = threading.Lock()

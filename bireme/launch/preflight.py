@@ -23,7 +23,7 @@ from bireme.engines.trtllm import pair_rules
 from bireme.engines.trtllm.problems import errors
 from bireme.errors import ConfigError
 from bireme.launch.installation import Installation, find_installation, find_libpython
-from bireme.launch.ports import is_free
+from bireme.launch.ports import Listener, is_free
 from bireme.launch.processes import command_line
 from bireme.launch.run_folder import SHM
 from bireme.workers.grpc_tls import GrpcTls
@@ -48,8 +48,7 @@ class PreflightError(ConfigError):
 
 def check_all(
     recipe: Recipe,
-    ports: Mapping[str, int],
-    host: str,
+    listeners: Mapping[str, Listener],
     num_stubs: int,
     run_folder: Path,
     environment: Mapping[str, str] = os.environ,
@@ -68,7 +67,7 @@ def check_all(
     problems += check_shared_memory(needed_shm_mib(recipe, num_stubs))
     problems += check_disk(run_folder, _RUN_FOLDER_MIB)
     problems += check_socket_paths(run_folder)
-    problems += check_ports(ports, host)
+    problems += check_ports(listeners)
     if problems or installation is None:
         raise PreflightError("\n".join(problems))
     return installation
@@ -269,27 +268,31 @@ def check_socket_paths(folder: Path) -> list[str]:
     return [f"the run folder {folder} is too long for Unix sockets; set XDG_RUNTIME_DIR to a shorter path"]
 
 
-def check_ports(ports: Mapping[str, int], host: str = "127.0.0.1") -> list[str]:
-    """`ports` is option name -> number, as in {"--http-port": 8000}."""
-    problems = check_host(host)
-    has_host = not problems
-    for option, port in ports.items():
+def check_ports(listeners: Mapping[str, Listener]) -> list[str]:
+    """`listeners` has the options of ports, as in {"--http-port": Listener("--triton-host", "127.0.0.1", 8000)}."""
+    wrong: dict[str, list[str]] = {}
+    for host_option, host, _ in listeners.values():
+        if host not in wrong:
+            wrong[host] = check_host(host_option, host)
+    problems = [problem for found in wrong.values() for problem in found]
+    for option, (_, host, port) in listeners.items():
         if not 0 < port < 65536:
             problems.append(f"{option} {port} is not a port (1 to 65535)")
-        elif has_host:
+        elif not wrong[host]:
             problems += _check_port(option, port, host)
-    repeated = sorted({port for port in ports.values() if list(ports.values()).count(port) > 1})
-    return problems + [f"port {port} is given to more than one of {', '.join(ports)}" for port in repeated]
+    ports = [listener.port for listener in listeners.values()]
+    repeated = sorted({port for port in ports if ports.count(port) > 1})
+    return problems + [f"port {port} is given to more than one of {', '.join(listeners)}" for port in repeated]
 
 
-def check_host(host: str) -> list[str]:
+def check_host(option: str, host: str) -> list[str]:
     """Whether any port of it can be listened on."""
     try:
         is_free(0, host)
     except OSError as error:
         return [
-            f"--host {host}: {error.strerror or error}; give an address of this machine (`ip address` lists them) or a"
-            " name of one; 0.0.0.0 is all of them"
+            f"{option} {host}: {error.strerror or error}; give an address of this machine (`ip address` lists them) or"
+            " a name of one; 0.0.0.0 is all of them"
         ]
     return []
 

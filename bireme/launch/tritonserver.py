@@ -39,7 +39,7 @@ from bireme.launch.installation import (
     prepare,
 )
 from bireme.launch.model_configs import are_whole
-from bireme.launch.ports import Ports, free_ports, listen_flags, own_host
+from bireme.launch.ports import Hosts, Ports, free_ports, listen_flags, own_host
 from bireme.launch.repository import link_models
 from bireme.launch.run_folder import RunFolder
 from bireme.recipe_files import load_recipe
@@ -71,7 +71,7 @@ class ServerOptions:
 
     repositories: tuple[Path, ...]
     ports: Ports = Ports()
-    host: str = "127.0.0.1"
+    hosts: Hosts = Hosts()
     models: tuple[str, ...] | None = None  # explicit mode with these loaded at the start; None: all, no explicit mode
     thread_pool_size: int = THREAD_POOL_SIZE  # of the Python backend for each model
     http_threads: int = 16  # a blocking load holds one
@@ -108,9 +108,9 @@ class Server:
         self.run = run
         self.log_path = log_path
         self.admin_key = secrets.token_hex(16)
-        self.http = address(options.host, options.ports.http)
-        self.grpc = address(options.host, options.ports.grpc)
-        self.metrics = address(options.host, options.ports.metrics)
+        self.http = address(options.hosts.http, options.ports.http)
+        self.grpc = address(options.hosts.grpc, options.ports.grpc)
+        self.metrics = address(options.hosts.metrics, options.ports.metrics)
         self.admin = AdminClient(self.http, self.metrics, self.admin_key)
         self._installation = installation or find_installation()
         self._on_line = on_line or (lambda line: None)
@@ -215,6 +215,9 @@ class Server:
     def metrics_text(self) -> str:
         return self.admin.metrics_text()
 
+    def version(self) -> str:
+        return str(self.admin.get_json("/v2")["version"])
+
     def tail(self, lines: int = _SHOWN_LINES) -> str:
         """Return the last lines of the server and its stubs, without what stubs say when a server dies."""
         told = [line for line in self._tail if _ECHO not in line]
@@ -299,7 +302,7 @@ class Server:
             *mode,
             *self._completion(),
             *(f"--load-model={model}" for model in options.models or ()),
-            *listen_flags(options.host),
+            *listen_flags(options.hosts),
             f"--http-port={options.ports.http}",
             f"--grpc-port={options.ports.grpc}",
             f"--metrics-port={options.ports.metrics}",

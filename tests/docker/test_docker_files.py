@@ -10,11 +10,13 @@ import yaml
 
 from bireme.config import CHECKOUT
 from bireme.kv.compile import KERNELS
+from bireme.launch.ports import LOOPBACK, Hosts
 from bireme.metrics import TABLE
 from tests.docker.dockerfile_steps import steps_of
-from tools import make_dashboard
+from tools import make_dashboard, serve
 
 DOCKER = CHECKOUT / "docker"
+FILES_WITH_EXAMPLES = sorted([*DOCKER.glob("Dockerfile*"), *DOCKER.glob("*.yaml"), *(CHECKOUT / "docs").glob("*.md")])
 DASHBOARD = json.loads(make_dashboard.DASHBOARD.read_text())
 GRAPHS = [panel for panel in DASHBOARD["panels"] if panel["type"] == "timeseries"]
 EXPRESSIONS = [target["expr"] for panel in GRAPHS for target in panel["targets"]]
@@ -87,10 +89,34 @@ def test_the_dashboard_s_data_source_is_the_provisioned_one():
 
 
 @pytest.mark.parametrize("file", sorted(DOCKER.glob("Dockerfile*")), ids=lambda file: file.name)
-def test_images_run_without_root_and_say_which_ports_they_use(file):
+def test_images_run_without_root_and_open_the_openai_port_alone(file):
     text = file.read_text()
-    assert re.search(r"^USER 10001$", text, re.M) and re.search(r"^EXPOSE 8000 8001 8002 8003 9000$", text, re.M)
+    assert re.search(r"^USER 10001$", text, re.M) and re.search(r"^EXPOSE 9000$", text, re.M)
     assert re.search(r"^FROM \S+:\S+", text, re.M) and ":latest" not in text
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.M)
+    options = serve.parse(json.loads(entry)[2:])
+    assert (options.host, serve.hosts_of(options), options.health_host) == ("0.0.0.0", Hosts(), LOOPBACK)
+
+
+def test_compose_publishes_on_this_machine_alone_and_no_port_of_triton():
+    for file in DOCKER.glob("compose*.yaml"):
+        for name, service in yaml.safe_load(file.read_text())["services"].items():
+            published = service.get("ports", [])
+            assert all(port.startswith("127.0.0.1:") for port in published), (file.name, name)
+            assert not [port for port in published if re.search(r":800\d$", port)], (file.name, name)
+
+
+def test_prometheus_of_compose_reaches_the_metrics_that_it_asks_for():
+    scraped = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"][0]
+    assert "bireme:8002" in scraped["static_configs"][0]["targets"]
+    for file in DOCKER.glob("compose*.yaml"):
+        command = yaml.safe_load(file.read_text())["services"]["bireme"]["command"]
+        assert serve.hosts_of(serve.parse(command)) == Hosts(metrics="0.0.0.0"), file.name
+
+
+@pytest.mark.parametrize("file", FILES_WITH_EXAMPLES, ids=lambda file: file.name)
+def test_no_example_of_docker_publishes_a_port_of_triton(file):
+    assert not re.findall(r"-p [\d.:-]*800\d", file.read_text())
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,15 @@ LIMIT_S = 120
 @pytest.fixture(params=["::1", "localhost"])
 def launch(request, ipv6):
     ports = [f"--{name}-port={free_port()}" for name in ("http", "grpc", "metrics", "health", "openai")]
-    options = serve.parse(["recipes/mocker", "--host", request.param, *ports, "--canary-interval", "0.5"])
+    hosts = [f"--{name}={request.param}" for name in ("host", "triton-host", "health-host")]
+    options = serve.parse(["recipes/mocker", *hosts, *ports, "--canary-interval", "0.5"])
     run = RunFolder()
     with Deployment(serve.settings_of(options, run), Console("warning"), run) as launch:
         yield launch
 
 
 def test_a_launch_serves_on_an_ipv6_address_and_on_a_name(launch):
-    host, settings = own_host(launch.settings.host), launch.settings
+    host, settings = own_host(launch.settings.frontend.host), launch.settings
     assert json.loads(get(address(host, launch.health_port), "/health/ready", 5.0))["status"] == "ready"
     connection = http.client.HTTPConnection(host, settings.frontend.port, timeout=LIMIT_S)
     request = {"model": "mocker", "prompt": "Row on", "max_tokens": 4}

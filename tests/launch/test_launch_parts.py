@@ -20,7 +20,7 @@ from bireme.launch import free_ports, processes
 from bireme.launch.admin import AdminClient
 from bireme.launch.console import Console
 from bireme.launch.deployment import thread_pool_size
-from bireme.launch.ports import is_free, listen_flags, own_host
+from bireme.launch.ports import Hosts, host_in, is_free, is_loopback, listen_flags, own_host
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.series import WorkerSeries, total, worker_series
@@ -89,11 +89,28 @@ def test_an_address_of_another_machine_is_not_taken():
     ],
 )
 def test_tritons_servers_are_given_hosts_in_the_forms_that_they_take(ipv6, host, http, grpc):
-    assert listen_flags(host) == (f"--http-address={http}", f"--grpc-address={grpc}", f"--metrics-address={http}")
+    hosts = Hosts(host, host, host)
+    assert listen_flags(hosts) == (f"--http-address={http}", f"--grpc-address={grpc}", f"--metrics-address={http}")
+    assert listen_flags(Hosts(grpc=host))[::2] == ("--http-address=127.0.0.1", "--metrics-address=127.0.0.1")
 
 
 def test_what_listens_everywhere_is_reached_by_this_machine_s_own_address():
     assert [own_host(host) for host in ("0.0.0.0", "::", "node7")] == ["127.0.0.1", "::1", "node7"]
+
+
+def test_a_network_stands_for_this_machine_s_address_in_it():
+    assert [host_in(host) for host in ("127.0.0.0/8", "127.0.0.1", "node7")] == ["127.0.0.1", "127.0.0.1", "node7"]
+
+
+@pytest.mark.parametrize(("host", "reason"), [("203.0.113.0/24", "no address in"), ("10.1.0.1/16", "is no network")])
+def test_a_network_that_this_machine_is_not_in_is_refused(host, reason):
+    with pytest.raises(ConfigError, match=reason):
+        host_in(host)
+
+
+def test_what_only_this_machine_reaches_is_known():
+    assert all(map(is_loopback, ("127.0.0.1", "127.0.0.9", "::1", "localhost")))
+    assert not any(map(is_loopback, ("", "0.0.0.0", "::", "203.0.113.5", "nosuchhost.invalid")))
 
 
 def test_each_replica_is_a_model_folder_of_its_own(checkout):

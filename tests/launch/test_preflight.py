@@ -15,6 +15,7 @@ from bireme.config import EngineConfig, Recipe, WorkerEntry
 from bireme.errors import ConfigError
 from bireme.launch import installation, preflight
 from bireme.launch.installation import Installation, find_installation
+from bireme.launch.ports import Listener
 
 Usage = namedtuple("Usage", "total used free")
 MIB = 1 << 20
@@ -23,6 +24,10 @@ MIB = 1 << 20
 def only(problems):
     assert len(problems) == 1
     return problems[0]
+
+
+def listening(ports, host="127.0.0.1"):
+    return {option: Listener("--triton-host", host, port) for option, port in ports.items()}
 
 
 def test_an_unsupported_python_is_named_with_the_supported_ones():
@@ -68,16 +73,16 @@ def test_a_taken_port_is_named_with_its_holder():
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        message = only(preflight.check_ports({"--http-port": port}))
+        message = only(preflight.check_ports(listening({"--http-port": port})))
     assert f"port {port}" in message and f"pid {os.getpid()}" in message and "--http-port" in message
 
 
 def test_one_port_given_twice_is_refused():
-    assert "more than one" in only(preflight.check_ports({"--http-port": 23399, "--grpc-port": 23399}))
+    assert "more than one" in only(preflight.check_ports(listening({"--http-port": 23399, "--grpc-port": 23399})))
 
 
 def test_a_port_out_of_range_is_refused():
-    assert "70000 is not a port" in only(preflight.check_ports({"--http-port": 70000}))
+    assert "70000 is not a port" in only(preflight.check_ports(listening({"--http-port": 70000})))
 
 
 @pytest.mark.parametrize(
@@ -89,8 +94,12 @@ def test_a_port_out_of_range_is_refused():
     ],
 )
 def test_a_host_that_is_not_this_machine_is_named_once_and_no_port_is_called_taken(host, reason):
-    message = only(preflight.check_ports({"--http-port": 23399, "--grpc-port": 23398}, host))
-    assert message.startswith(f"--host {host}: ") and reason in message and "give an address of this machine" in message
+    message = only(preflight.check_ports(listening({"--http-port": 23399, "--grpc-port": 23398}, host)))
+    assert (
+        message.startswith(f"--triton-host {host}: ")
+        and reason in message
+        and "give an address of this machine" in message
+    )
 
 
 def test_a_port_that_this_user_may_not_listen_on_is_named(monkeypatch):
@@ -100,7 +109,7 @@ def test_a_port_that_this_user_may_not_listen_on_is_named(monkeypatch):
         return True
 
     monkeypatch.setattr(preflight, "is_free", refuse)
-    message = only(preflight.check_ports({"--http-port": 80}))
+    message = only(preflight.check_ports(listening({"--http-port": 80})))
     assert "port 80 of 127.0.0.1" in message and "Permission denied" in message and "--http-port" in message
 
 
@@ -218,7 +227,7 @@ def test_a_newer_flag_is_passed_only_to_a_server_that_has_it(tmp_path):
 def test_all_problems_are_reported_at_once():
     recipe = Recipe(model="models/tiny-nobody", workers={"decode": WorkerEntry(engine="trtllm")}, folder="/")
     with pytest.raises(preflight.PreflightError) as caught:
-        preflight.check_all(recipe, {"--http-port": 70000}, "127.0.0.1", 4, Path("/tmp/run"))
+        preflight.check_all(recipe, listening({"--http-port": 70000}), 4, Path("/tmp/run"))
     assert len(str(caught.value).splitlines()) == 3
 
 

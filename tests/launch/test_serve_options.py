@@ -60,8 +60,10 @@ def test_a_broken_override_ends_with_code_2_and_leaves_no_folder(capsys):
         ("--health-port", "-1", "--health-port -1 is not a port"),
         ("--metrics-port", "0", "--metrics-port 0 is not a port"),
         ("--openai-port", "8000", "port 8000 is given to more than one"),
-        ("--host", "203.0.113.5", "--host 203.0.113.5: Cannot assign"),
-        ("--host", "nosuchhost.invalid", "--host nosuchhost.invalid: "),
+        ("--triton-host", "203.0.113.5", "--triton-host 203.0.113.5: Cannot assign"),
+        ("--health-host", "203.0.113.5", "--health-host 203.0.113.5: Cannot assign"),
+        ("--grpc-host", "203.0.113.0/24", "no address in 203.0.113.0/24"),
+        ("--metrics-host", "nosuchhost.invalid", "--metrics-host nosuchhost.invalid: "),
     ],
 )
 def test_a_host_or_port_that_can_t_be_listened_on_ends_with_code_2_and_leaves_no_folder(option, value, text, capsys):
@@ -110,7 +112,7 @@ def test_servers_that_share_a_folder_share_the_key_in_it(tmp_path, monkeypatch):
 
 def test_servers_that_share_etcd_are_given_one_key(tmp_path, monkeypatch):
     monkeypatch.delenv("BIREME_KEY", raising=False)
-    recipe = serve.settings_of(serve.parse(["recipes/mocker", "--discovery", "etcd://h"]), tmp_path).recipe
+    recipe = serve.settings_of(serve.parse(["recipes/mocker", "--discovery", "etcd://127.0.0.1"]), tmp_path).recipe
     with pytest.raises(ConfigError, match="BIREME_KEY: not set; servers that share discovery"):
         deployment_key(recipe)
 

@@ -42,8 +42,8 @@ class Server:
         workers = {name: {"replicas": count, **NIXL} for name, count in REPLICAS[worker].items()}
         override = {"workers": workers, "pipeline": {"stall_timeout_s": 5}}
         command = [
-            *cable.command(worker), sys.executable, "tools/serve.py", "recipes/tiny-vlm-epd", "--host=0.0.0.0",
-            f"--advertise={cable.addresses[worker]}", f"--discovery={folder / 'shared'}", "--canary-interval=0",
+            *cable.command(worker), sys.executable, "tools/serve.py", "recipes/tiny-vlm-epd",
+            f"--grpc-host={cable.addresses[worker]}", f"--discovery={folder / 'shared'}", "--canary-interval=0",
             f"--openai-port={9000 if worker == 'decode' else 0}", f"--override={json.dumps(override)}",
         ]  # fmt: skip
         with self.log.open("wb") as log:

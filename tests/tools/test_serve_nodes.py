@@ -77,10 +77,12 @@ def test_a_dry_run_prints_the_command_and_runs_nothing(capsys):
 
 
 ETCD = "etcd://head:2379"
+NETWORK = ("--grpc-host", "10.1.0.0/16")
 
 
 def server_commands(*arguments, recipe="recipes/deepseek-r1-disagg"):
-    options = serve_nodes.parse([recipe, "--discovery", ETCD, *arguments])
+    own = [] if "--" in arguments else ["--", *NETWORK]
+    options = serve_nodes.parse([recipe, "--discovery", ETCD, *arguments, *own])
     return [shlex.join(words) for words in serve_nodes.server_plans(load_recipe(recipe, ""), options)]
 
 
@@ -92,7 +94,7 @@ def key(monkeypatch):
 def test_prefill_and_decode_have_a_server_each_on_nodes_of_their_own(key):
     prefill, decode = server_commands()
     assert "--relative 0 --nodes 1 --ntasks 1" in prefill and "--relative 1 --nodes 1 --ntasks 1" in decode
-    assert "workers.prefill.replicas=1 --set workers.decode.replicas=0 --host 0.0.0.0" in prefill
+    assert "workers.prefill.replicas=1 --set workers.decode.replicas=0 --grpc-host 10.1.0.0/16" in prefill
     assert "workers.decode.replicas=1 --set workers.prefill.replicas=0" in decode
     assert f"--discovery {ETCD}" in prefill and "trtllm-llmapi-launch" not in prefill
 
@@ -105,9 +107,14 @@ def test_engines_that_span_nodes_are_led_each_by_its_rank_0(key):
 
 
 def test_hosts_are_shared_out_in_their_order(key, monkeypatch):
-    prefill, decode = server_commands("--with", "mpirun", "--hosts", "a,b", "--", "--host", "10.0.0.1")
+    prefill, decode = server_commands("--with", "mpirun", "--hosts", "a,b")
     assert prefill.startswith("mpirun -np 1 --host a:1 -x BIREME_KEY ")
-    assert decode.startswith("mpirun -np 1 --host b:1 -x BIREME_KEY ") and "0.0.0.0" not in decode
+    assert decode.startswith("mpirun -np 1 --host b:1 -x BIREME_KEY ")
+
+
+def test_servers_that_would_not_reach_each_other_are_refused(key):
+    with pytest.raises(ConfigError, match="--grpc-host: missing.*10.1.0.0/16"):
+        server_commands("--", "--host", "0.0.0.0")
 
 
 def test_replicas_that_fit_a_node_share_its_server(key, tmp_path):

@@ -1,0 +1,56 @@
+"""What a launch opens to other hosts is asked for by name: Triton's ports know no keys, no limits and no tenants."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+from bireme.config import Recipe
+from bireme.errors import ConfigError
+from bireme.launch.console import Console
+from bireme.launch.ports import Hosts, is_every_address, is_loopback
+
+_SOUND_TRITON = (2, 71)  # 26.07: holes of older ones are public
+
+
+def check_openings(hosts: Hosts, recipe: Recipe, *, has_keys: bool, advertise: str = "") -> None:
+    """Raise ConfigError where an opening contradicts the keys or the discovery of the launch.
+
+    `has_keys`: the OpenAI port asks for keys, and nobody has said that Triton's need none.
+    """
+    has_tls = bool(recipe.grpc_tls.certificate)
+    open_ports = [f"{name} ({host})" for name, host in hosts.opened.items() if not (name == "grpc" and has_tls)]
+    if has_keys and open_ports:
+        raise ConfigError(
+            f"API keys guard the OpenAI port alone; Triton's {' and '.join(open_ports)} would answer other hosts"
+            " without one: leave --triton-host and --grpc-host out, give gRPC certificates (grpc_tls in the recipe),"
+            " or say --triton-without-keys"
+        )
+    if not recipe.discovery.is_shared:
+        return
+    if is_every_address(hosts.grpc) and not has_tls:
+        raise ConfigError(
+            f"--grpc-host {hosts.grpc}: with discovery, who reaches gRPC uses every worker; name the network of the"
+            " servers (--grpc-host 10.1.0.0/16, or an address of this machine), or set grpc_tls in the recipe"
+        )
+    if not advertise and is_loopback(hosts.grpc) and not _has_own_etcd(recipe):
+        raise ConfigError(
+            f"--grpc-host {hosts.grpc}: other hosts find this server in etcd and can't reach its gRPC port; name the"
+            " network of the servers (--grpc-host 10.1.0.0/16), or by which address they do reach it (--advertise)"
+        )
+
+
+def warn_of_old_triton(hosts: Hosts, version: str, console: Console) -> None:
+    """Say so where other hosts reach a tritonserver whose holes are public; `version`: as it tells it, 2.51.0."""
+    is_old = tuple(map(int, re.findall(r"\d+", version)[:2])) < _SOUND_TRITON
+    if is_old and (opened := hosts.opened):
+        console.event(
+            "old_triton_open", "warning", version=version, ports=",".join(opened),
+            remedy="docker/Dockerfile.triton, or no --triton-host (docs/security.md, Holes of tritonserver)",
+        )  # fmt: skip
+
+
+def _has_own_etcd(recipe: Recipe) -> bool:
+    """Whether the store is of this machine: a folder for all that is known, or an etcd on loopback."""
+    endpoints = (urlsplit(endpoint).hostname or "" for endpoint in recipe.discovery.endpoints)
+    return recipe.discovery.backend != "etcd" or any(map(is_loopback, endpoints))
