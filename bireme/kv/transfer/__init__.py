@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bireme.errors import ConfigError
+from bireme.kv.curve import needs_curve
 
 if TYPE_CHECKING:
     from bireme.config import CacheTransceiverConfig
@@ -45,7 +46,7 @@ def create_transfer(
     elif backend in ("NIXL", "UCX"):
         from bireme.kv.transfer.nixl import NixlBackend
 
-        mover = NixlBackend(worker)
+        mover = NixlBackend(worker, between_hosts=bool(host) and needs_curve(f"tcp://{host}:0"))
     else:
         raise ConfigError(
             f"cache_transceiver_config.backend: {backend} is not available on the embedded engines, which have DEFAULT"

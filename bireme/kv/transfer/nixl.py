@@ -6,8 +6,8 @@ reading, for two reasons: where the network has no remote reads (TCP) UCX imitat
 than writes, and the imitation ends the exporter's process ("Fatal: unexpected error: Endpoint timeout") when a reader
 vanishes at the wrong moment. And blocks of the pool are never the target, so that no late write can touch them.
 
-UCX itself checks no peer: what may write here is who can reach UCX's ports. Give it a network of its own
-(UCX_NET_DEVICES).
+UCX itself checks no peer: what may write here is who can reach UCX's ports. Between hosts give it a network of its own
+(UCX_NET_DEVICES); within one host it is left the kernel's ways between processes of one user, and opens no port.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 _POLL_S = 0.0002  # between looks at a write under way
 _PROGRESS_US = 100_000  # the longest that the importer's progress thread sleeps; what arrives wakes it
 _MAX_AGENTS = 64  # importers whose metadata is kept
+# Of UCX within one host. TCP would listen on every interface; without it another way must notice a peer's death.
+_WITHIN_ONE_HOST = {"UCX_TLS": "^tcp,ib", "UCX_MM_ERROR_HANDLING": "y"}
 logger = logging.getLogger("bireme.kv.transfer")
 
 
@@ -45,8 +47,9 @@ class NixlBackend:
     name = "nixl"
     reaches_other_hosts = True
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self, worker: str, *, between_hosts: bool) -> None:
         self._worker = worker
+        self._between_hosts = between_hosts
         self._api: Any = None
         self._exporting: Any = None
         self._importing: Any = None
@@ -55,7 +58,7 @@ class NixlBackend:
         self._targets: dict[str, bytes] = {}  # metadata of the importers' agents that are loaded
 
     def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
-        self._api = _load()
+        self._api = _load(self._between_hosts)
         with _as_config_error():
             self._exporting = self._make_agent("export")
             if memory is not None:
@@ -253,7 +256,9 @@ class NixlInlet:
         self._staging.give(self._room)
 
 
-def _load() -> Any:
+def _load(between_hosts: bool) -> Any:
+    if not between_hosts and "UCX_TLS" not in os.environ:
+        os.environ.update(_WITHIN_ONE_HOST)
     os.environ.setdefault("UCX_HANDLE_ERRORS", "none")  # signals are this process's own
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     for name in MODULES:

@@ -165,7 +165,7 @@ def backend_of(name: str, run_dir: Path, worker: str, life: int) -> Backend:
     `shm` is without a pool that others map, and so through files; `mapped` is shm with one.
     """
     if name in ("nixl", "vram"):
-        return NixlBackend(worker)
+        return NixlBackend(worker, between_hosts=False)
     shm = ShmBackend(run_dir, worker, life)
     return MappedBackend(MemoryKind.VRAM if name in ("cuda_ipc", "cuda") else MemoryKind.DRAM, shm)
 

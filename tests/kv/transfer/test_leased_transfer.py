@@ -42,6 +42,7 @@ from tests.kv.transfer.kv_side import (
     needs_nixl,
     wait_until,
 )
+from tests.listening import tcp_listeners
 
 on_all = pytest.mark.parametrize(
     "backend",
@@ -92,6 +93,17 @@ def test_agents_that_have_nothing_to_do_take_no_cpu(prefill, decode):
     began, used = time.monotonic(), time.process_time()
     time.sleep(1)
     assert time.process_time() - used < 0.1 * (time.monotonic() - began)
+
+
+@pytest.fixture
+def listeners_before():
+    return tcp_listeners([os.getpid()]).keys()
+
+
+@on_all
+def test_within_one_host_nobody_listens_on_a_port(listeners_before, prefill, decode):
+    assert decode.fetch(prefill.export(100)).result() is None
+    assert tcp_listeners([os.getpid()]).keys() <= listeners_before
 
 
 @on_all
