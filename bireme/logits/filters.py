@@ -1,28 +1,27 @@
-"""Temperature, top-k, top-p and min-p as one threshold a row, and the draw, each for GPU and CPU.
+"""Temperature, top-k, top-p and min-p as one threshold a row, and the draw, on a CPU.
 
 Each filter keeps the tokens at or above some value, so together they keep those above the largest. Exact ties (frequent
 in bf16) are kept or dropped together: the outcome does not depend on the order of a sort, hence not on device or batch.
-The draw inverts the cumulative distribution in the order of token ids, with one uniform number a token. Order and
-meaning are transformers': temperature, top-k, top-p among the survivors, then min-p.
+Order and meaning are transformers': temperature, top-k, top-p among the survivors, then min-p.
 
-`draw_batch` works on all rows at once, for GPUs, where sorting and summing a vocabulary is cheap. `draw_row` is for
-CPUs, in numpy: it stays in cache, sorts only the likeliest tokens while they suffice, and sums blocks instead of the
-whole vocabulary; several times faster there than torch on the batch. Both give the same tokens, except for numbers on a
-rounding error between two.
+The draw takes the largest of scaled logit + noise of those kept, with the noise of `random.py`: of two equal ones the
+first. Logits are scaled as (logit - largest) * (1 / temperature) in float32. It stays in cache, sorts only the
+likeliest tokens while they suffice, and looks into the few blocks of ids that can hold the winner. On a GPU a kernel
+does the same (engines/torch/kernels/draw.py): the tokens are equal, except for numbers on a rounding error between two.
 
-Suffixes: R rows, V vocabulary.
+Suffixes: R rows, V vocabulary, B blocks.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from bireme.logits.random import BLOCK, Key, Words, least_of_blocks, noise_of_ids
 from bireme.logits.rows import Row
 
 if TYPE_CHECKING:
@@ -30,20 +29,61 @@ if TYPE_CHECKING:
 
 Logits = npt.NDArray[np.float32]
 _DEPTHS = (-6.0, -12.0, -np.inf)  # how far below the likeliest token to look for a nucleus, in steps
-_BLOCK = 256  # tokens summed at once
+_FIRST_BLOCKS = 128  # looked into at first: with the best of their scores few others are left
+_MARGIN = 1e-3  # above what rounding makes of a score
+_LEAST = -3.0  # below the largest logit's score whatever its noise
 
 
-def draw_row(logits_V: Logits, row: Row, uniform: float) -> int:
+def draw_row(logits_V: Logits, row: Row, key: Key) -> int:
     """Return a token id; overwrites the logits (finite maximum)."""
-    logits_V -= logits_V.max()  # at most 0 from here on: no temperature overflows
-    logits_V /= np.float32(row.temperature)
+    blocks_B = _blocks(logits_V.size)
+    largest_B = np.maximum.reduceat(logits_V, blocks_B * np.int64(BLOCK))
+    largest, scale = largest_B.max(), np.float32(1) / np.float32(row.temperature)
+    largest_B = (largest_B - largest) * scale  # at most 0 from here on: no temperature overflows
     threshold = math.log(row.min_p) if row.min_p else -math.inf
     if row.top_k or row.top_p < 1:
+        logits_V -= largest
+        logits_V *= scale
+        largest, scale = np.float32(0), np.float32(1)
         threshold = max(threshold, nucleus_of_row(logits_V, row.top_k or logits_V.size, row.top_p))
-    weights_V = np.exp(logits_V)
-    if threshold > -math.inf:
-        weights_V[logits_V < threshold] = 0.0
-    return _invert(weights_V, uniform)
+    least_B = least_of_blocks(key, blocks_B)
+    noise_B = -np.log(least_B)  # the largest of each block
+    bounds_B = largest_B + noise_B  # of the scores
+    bounds_B[largest_B < threshold] = -np.inf
+
+    def best_from(bound: float) -> tuple[float, int]:
+        """Return the best score and its id among those that may reach this one, and a few more."""
+        blocks = np.flatnonzero(bounds_B >= bound)
+        cuts = (np.float32(bound - _MARGIN) - noise_B[blocks]) / scale + largest
+        values = _rows_of(logits_V, blocks)
+        at = np.flatnonzero(values >= cuts[:, None])
+        ids = blocks[at // BLOCK] * BLOCK + at % BLOCK
+        scaled = (values.ravel()[at] - largest) * scale
+        scores = noise_of_ids(key, ids.astype(np.uint32), least_B[ids // BLOCK])
+        scores += np.where(scaled >= threshold, scaled, -np.inf)
+        best = int(scores.argmax())
+        return float(scores[best]), int(ids[best])
+
+    few = max(1, min(_FIRST_BLOCKS, bounds_B.size // 2))
+    first = max(float(np.partition(bounds_B, -few)[-few]), _LEAST)
+    score, token = best_from(first)
+    return token if score >= first else best_from(score)[1]
+
+
+def _rows_of(logits_V: Logits, blocks: npt.NDArray[np.int64]) -> Logits:
+    """Return the logits of these blocks, in a row for each; past the vocabulary minus infinity."""
+    num_whole = logits_V.size // BLOCK
+    whole = logits_V[: num_whole * BLOCK].reshape(-1, BLOCK)
+    if not blocks.size or blocks[-1] < num_whole:
+        return whole[blocks]
+    rest = np.full((1, BLOCK), -np.inf, dtype=np.float32)
+    rest[0, : logits_V.size % BLOCK] = logits_V[num_whole * BLOCK :]
+    return np.concatenate([whole[blocks[:-1]], rest])
+
+
+@functools.lru_cache(maxsize=4)
+def _blocks(size: int) -> Words:
+    return np.arange(-(-size // BLOCK), dtype=np.uint32)
 
 
 def nucleus_of_row(scaled_V: Logits, top_k: int, top_p: float) -> float:
@@ -64,47 +104,6 @@ def nucleus_of_row(scaled_V: Logits, top_k: int, top_p: float) -> float:
         if is_limited or count < some.size:
             break
     return float(some[max(count, 1) - 1])
-
-
-def _invert(weights_V: Logits, uniform: float) -> int:
-    """Return the first id at which the sum of weights exceeds this share of the whole."""
-    sums = np.add.reduceat(weights_V, _block_starts(weights_V.size), dtype=np.float64).cumsum()
-    target = min(uniform * sums[-1], np.nextafter(sums[-1], 0.0))  # a product that rounds up would find no token
-    block = int(np.searchsorted(sums, target, side="right"))
-    inside = weights_V[block * _BLOCK : (block + 1) * _BLOCK]
-    before = sums[block - 1] if block else 0.0
-    at = int(np.searchsorted(inside.cumsum(dtype=np.float64) + before, target, side="right"))
-    if at == inside.size:  # the block's sum, rounded in another order, was a little larger
-        at = int(np.flatnonzero(inside)[-1])
-    return block * _BLOCK + at
-
-
-@functools.lru_cache(maxsize=4)
-def _block_starts(size: int) -> npt.NDArray[np.int64]:
-    return np.arange(0, size, _BLOCK)
-
-
-def draw_batch(logits_RV: torch.Tensor, rows: Sequence[Row], uniforms_R: npt.NDArray[np.float64]) -> list[int]:
-    """Return a token id for each row; overwrites the logits (float32, finite maxima)."""
-    import torch
-
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=logits_RV.device).unsqueeze(1)
-
-    scaled_RV = logits_RV.sub_(logits_RV.amax(-1, keepdim=True)).div_(column([row.temperature for row in rows]))
-    if any(row.top_k or row.top_p < 1 or row.min_p for row in rows):
-        threshold_R1 = column([math.log(row.min_p) if row.min_p else -math.inf for row in rows])
-        if any(row.top_k or row.top_p < 1 for row in rows):
-            size = scaled_RV.shape[1]
-            top_k = torch.tensor([[row.top_k or size] for row in rows], device=scaled_RV.device)
-            threshold_R1 = threshold_R1.maximum(nucleus_of_batch(scaled_RV, top_k, column([row.top_p for row in rows])))
-        scaled_RV.masked_fill_(scaled_RV < threshold_R1, -math.inf)
-    cumulative_RV = scaled_RV.exp_().cumsum(-1)
-    total_R1 = cumulative_RV[:, -1:]
-    below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
-    target_R1 = torch.minimum(column(uniforms_R.tolist()) * total_R1, below_total_R1)
-    chosen: list[int] = torch.searchsorted(cumulative_RV, target_R1, right=True).squeeze(1).tolist()
-    return chosen
 
 
 def nucleus_of_batch(scaled_RV: torch.Tensor, top_k_R1: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:

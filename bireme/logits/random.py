@@ -1,22 +1,44 @@
-"""Random numbers that depend on (seed, position) alone: Philox4x32-10.
+"""The noise of draws: a number for each token id that depends on (seed, position, token id) alone.
 
-A stream's n-th token uses the uniform number at counter n under the key `seed`, in any batch and on any engine; so a
-migrated or preempted stream goes on exactly. Philox is the counter-based generator of Salmon, Moraes, Dror and Shaw,
-"Parallel random numbers: as easy as 1, 2, 3" (SC 2011), ten rounds as there and in CUDA.
+A stream's n-th token is the one with the largest scaled logit + Gumbel noise (`filters.py`). The noise is the same in
+any batch, on any engine, of any device, so a migrated or preempted stream goes on exactly, and rounding of logits
+changes a draw only where two tokens are about as large. Gumbel noise is -log(E) of a number E of the exponential
+distribution. E is made so that most ids never need it: 256 ids in a row are a block, and
+
+    least(block)  = exponential(word(2^31 | block)) / 256           the smallest E of the block's ids
+    member(block) = word(3 * 2^30 | block) >> 24                    whose E that is, by its place in the block
+    E(id)         = least, of the member; of others least + exponential(word(id))
+
+which are independent numbers of the exponential distribution, since that has no memory. So a block whose largest
+logit - log(least) is below a score that was found elsewhere holds no winner, and one number has told that of 256 ids.
+
+    word(n)        = 32 bits: `mix` of n and the draw's key, the first two words of Philox4x32-10 at counter (position)
+                     under the key (seed)
+    exponential(w) = -log(1 - v) for v = (w + 1/2) / 2^32, in float32; of v below 2^-12, v + v * v / 2
+
+Philox is the counter-based generator of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
+(SC 2011), ten rounds as there and in CUDA. The kernel of draws on a GPU (engines/torch/kernels/draw.py) computes the
+same numbers. Suffix: B blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+Words = npt.NDArray[np.uint32]
+Floats = npt.NDArray[np.float32]
+Key = tuple[int, int]
+
+BLOCK = 256  # token ids
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_MAX_SCALAR_DRAWS = 32  # above it one numpy pass is quicker than Python integers
+_LEAST, _MEMBER = np.uint32(1 << 31), np.uint32(3 << 30)  # what a word is of, beside the block's number
+_BELOW_ONE = np.float32(1 - 2.0**-24)
+_SMALL = np.float32(2.0**-12)
 
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
@@ -30,18 +52,43 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[An
     return c0, c1, c2, c3
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Return one number in [0, 1) for each pair, 53 bits each."""
-    if len(seeds) <= _MAX_SCALAR_DRAWS:
-        return np.array([_uniform(seed, position) for seed, position in zip(seeds, positions, strict=True)])
-    key = np.array(seeds, dtype=np.uint64)
-    at = np.array(positions, dtype=np.uint64)
-    zero = np.zeros_like(at)
-    high, low, _, _ = philox((at & _MASK, at >> 32, zero, zero), (key & _MASK, key >> 32))
-    words: npt.NDArray[np.uint64] = ((high << 32) | low) >> 11
-    return words * 2.0**-53
+def draw_key(seed: int, position: int) -> Key:
+    """Return what the words of one draw depend on."""
+    first, second, _, _ = philox((position & _MASK, position >> 32, 0, 0), (seed & _MASK, seed >> 32))
+    return first, second
 
 
-def _uniform(seed: int, position: int) -> float:
-    high, low, _, _ = philox((position & _MASK, position >> 32, 0, 0), (seed & _MASK, seed >> 32))
-    return float((((high << 32) | low) >> 11) * 2.0**-53)
+def mix(numbers: Words, key: Key) -> Words:
+    """Return a random word for each of these numbers."""
+    words = numbers + np.uint32(key[0])
+    words ^= words >> np.uint32(16)
+    words *= np.uint32(0x7FEB352D)
+    words ^= words >> np.uint32(15)
+    words ^= np.uint32(key[1])
+    words *= np.uint32(0x846CA68B)
+    words ^= words >> np.uint32(16)
+    return words
+
+
+def exponentials(words: Words) -> Floats:
+    """Return a number of the exponential distribution for each word; 0 of none."""
+    shares = words.astype(np.float32)
+    shares += np.float32(0.5)
+    shares *= np.float32(2.0**-32)
+    np.minimum(shares, _BELOW_ONE, out=shares)
+    return np.where(shares < _SMALL, shares + shares * shares * np.float32(0.5), -np.log(np.float32(1) - shares))
+
+
+def least_of_blocks(key: Key, blocks_B: Words) -> Floats:
+    """Return the smallest E of each block's ids."""
+    return exponentials(mix(blocks_B | _LEAST, key)) / np.float32(BLOCK)
+
+
+def noise_of_ids(key: Key, ids: Words, least: Floats) -> Floats:
+    """Return the Gumbel noise of each id; `least` is that of its block."""
+    e = exponentials(mix(ids, key))
+    blocks = ids // np.uint32(BLOCK)
+    e[mix(blocks | _MEMBER, key) >> 24 == ids % np.uint32(BLOCK)] = 0
+    e += least
+    np.log(e, out=e)
+    return np.negative(e, out=e)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -27,7 +27,7 @@ from bireme.logits.base import BaseLogitsProcessor, ProcessorContext
 from bireme.logits.guided.guidance import Bitmask, Guidance, allocate
 from bireme.logits.guided.mask import apply
 from bireme.logits.logprobs import token_logprobs
-from bireme.logits.random import uniforms
+from bireme.logits.random import draw_key
 from bireme.logits.registry import create
 from bireme.logits.rows import Row
 from bireme.messages import SamplingParams, TokenLogprobs
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 Key = TypeVar("Key", bound=Hashable)
+DrawRows = Callable[["torch.Tensor", Sequence[Row]], list[int]]  # float32 (rows, vocab), finite maxima
 NO_TOKEN = -1  # in place of the token of a failed row
 
 
@@ -51,12 +52,22 @@ class Sampled:
 class Sampler(Generic[Key]):
     """All sequences of an engine, by the engine's own keys."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", max_processor_s: float = math.inf) -> None:
-        """`max_processor_s`: CPU time that a row's own processors may take for one token."""
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        max_processor_s: float = math.inf,
+        draw: DrawRows | None = None,
+    ) -> None:
+        """`max_processor_s`: CPU time that a row's own processors may take for one token.
+
+        `draw`: of rows on the device, as `filters.draw_row` does; None: they are copied to the CPU for it.
+        """
         self._vocab_size = vocab_size
         self._max_processor_s = max_processor_s
         self._device = device
         self._is_cpu = str(device).startswith("cpu")
+        self._draw_there = draw
         self._rows: dict[Key, Row] = {}
 
     def check(self, params: SamplingParams, eos_ids: Sequence[int] = ()) -> None:
@@ -227,11 +238,11 @@ class Sampler(Generic[Key]):
         """Return a token for each of the rows `drawn`; overwrites their logits."""
         if not drawn:
             return []
-        numbers = uniforms([rows[i].seed for i in drawn], [rows[i].num_output for i in drawn])
-        if not self._is_cpu:
-            return filters.draw_batch(_pick(work, drawn), [rows[i] for i in drawn], numbers)
-        array = work.numpy()
-        return [filters.draw_row(array[i], rows[i], number) for i, number in zip(drawn, numbers.tolist(), strict=True)]
+        if self._draw_there is not None:
+            return self._draw_there(_pick(work, drawn), [rows[i] for i in drawn])
+        array = _pick(work, drawn).cpu().numpy()
+        keys = (draw_key(rows[i].seed, rows[i].num_output) for i in drawn)
+        return [filters.draw_row(array[at], rows[i], key) for at, (i, key) in enumerate(zip(drawn, keys, strict=True))]
 
     def _places(self, ids: list[tuple[int, Any]]) -> torch.Tensor:
         return self._tensor(np.concatenate([tokens + i * self._vocab_size for i, tokens in ids]))

@@ -5,50 +5,102 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.logits import filters
+from bireme.logits.random import BLOCK, draw_key, least_of_blocks, noise_of_ids
 from bireme.logits.rows import Row
 from bireme.messages import SamplingParams
 
 torch.set_num_threads(1)
-SIZE = 3000
+SIZES = [10, 3000, 40 * BLOCK, 40 * BLOCK + 17]
+FILTERS = [{}, {"top_k": 12}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.9, "min_p": 0.02}]
 
 
-def logits(seed, spread):
-    values = torch.randn(1, SIZE, generator=torch.Generator().manual_seed(seed)) * spread
-    return (values * 8).round() / 8 if seed % 2 else values  # with ties, as in bf16
+def logits(seed, spread, size=3000):
+    values = np.random.default_rng(seed).normal(0, spread, size).astype(np.float32)
+    return np.round(values * 8) / np.float32(8) if seed % 2 else values  # with ties, as in bf16
+
+
+def row_of(**params):
+    return Row(SamplingParams(seed=1, **params), [], [], [], 10**6)
+
+
+def kept(values, row):
+    """Return the scaled logits, and which tokens the filters keep, one filter after the other over a sorted row."""
+    scaled = (values - values.max()) * (np.float32(1) / np.float32(row.temperature))
+    keeps = scaled >= np.sort(scaled)[::-1][(row.top_k or len(scaled)) - 1]
+    if row.top_p < 1:
+        order = np.argsort(-scaled, kind="stable")
+        weights = (np.exp(scaled, dtype=np.float64) * keeps)[order]
+        count = max(1, int((weights.cumsum() - weights < row.top_p * weights.sum()).sum()))
+        keeps &= scaled >= scaled[order[count - 1]]
+    return scaled, keeps & (scaled >= (np.log(row.min_p) if row.min_p else -np.inf))
+
+
+def noise(key, size):
+    ids = np.arange(size, dtype=np.uint32)
+    return noise_of_ids(key, ids, least_of_blocks(key, ids // BLOCK))
 
 
 @settings(deadline=None, max_examples=300)
 @given(
     seed=st.integers(0, 1000),
-    spread=st.sampled_from([0.1, 1.0, 3.0, 30.0]),
-    top_k=st.sampled_from([0, 2, 7, 500, SIZE]),
+    size=st.sampled_from(SIZES),
+    spread=st.sampled_from([0.0, 0.1, 1.0, 3.0, 30.0]),
+    temperature=st.sampled_from([1e-6, 0.8, 1.0, 30.0]),
+    top_k=st.sampled_from([0, 2, 7, 500, 3000]),
     top_p=st.sampled_from([0.01, 0.4, 0.9, 0.999, 1.0]),
-    min_p=st.sampled_from([0.0, 0.01, 0.9]),
-    uniform=st.floats(0, 1, exclude_max=True),
+    min_p=st.sampled_from([0.0, 0.01, 0.9, 1.0]),
 )
-def test_both_ways_take_the_token_at_that_place_of_the_distribution(seed, spread, top_k, top_p, min_p, uniform):
-    row = Row(SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p, seed=1), [], [], [], SIZE)
-    values, uniform = logits(seed, spread), float(np.float32(uniform))
-    alone = filters.draw_row(values[0].numpy().copy(), row, uniform)
-    batched = filters.draw_batch(values.clone(), [row], np.array([uniform]))[0]
-    scaled = ((values - values.max()) / 0.8)[0].numpy()
-    least = max(filters.nucleus_of_row(scaled, top_k or SIZE, top_p), np.log(min_p) if min_p else -np.inf)
-    weights = np.where(scaled >= least, np.exp(scaled, dtype=np.float64), 0.0)
-    cumulative = np.concatenate([[0.0], weights.cumsum() / weights.sum()])
-    for token in (alone, batched):
-        assert weights[token] > 0 or top_p == 1.0
-        assert cumulative[token] - 1e-5 <= uniform <= cumulative[token + 1] + 1e-5
+def test_the_largest_logit_with_noise_of_those_kept_is_drawn(seed, size, spread, temperature, top_k, top_p, min_p):
+    row = Row(SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=1), [], [], [], size)
+    values, key = logits(seed, spread, size), draw_key(seed, 3)
+    scaled, keeps = kept(values, row)
+    scores = np.where(keeps, scaled + noise(key, size), -np.inf)
+    token = filters.draw_row(values.copy(), row, key)
+    assert scores[token] >= scores.max() - 1e-5 and 0 <= token < size
+    assert keeps[token] or top_p < 1  # sums in another order may end a nucleus a token later
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+@pytest.mark.parametrize("size", [40, 700])
+def test_draws_follow_the_distribution_with_each_filter(params, size):
+    values, row, draws = logits(2, 1.5, size), row_of(temperature=0.9, **params), 8000
+    scaled, keeps = kept(values, row)
+    weights = np.exp(scaled, dtype=np.float64) * keeps
+    expected = weights / weights.sum() * draws
+    tokens = [filters.draw_row(values.copy(), row, draw_key(at // 100, at % 100)) for at in range(draws)]
+    counts = np.bincount(tokens, minlength=size)
+    assert not counts[~keeps].any()
+    common = expected > 5
+    rare = expected[~common].sum()
+    chi_square = ((counts - expected)[common] ** 2 / expected[common]).sum()
+    chi_square += (counts[~common].sum() - rare) ** 2 / rare if rare > 5 else 0
+    freedom = int(common.sum())
+    assert chi_square < freedom + 3.3 * np.sqrt(2 * freedom) + 6  # about 0.1%
+
+
+@pytest.mark.parametrize(("rounding", "most"), [(1e-5, 0.002), (2.0**-8, 0.06)])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_rounding_changes_few_draws(rounding, most, temperature):
+    """Of logits like those of a model with 50,000 tokens."""
+    rng, row, changed = np.random.default_rng(0), row_of(temperature=temperature), 0
+    for at in range(1000):
+        values = rng.normal(0, 2.2, 49_152).astype(np.float32)
+        values[rng.integers(0, 49_152, 40)] += rng.exponential(4, 40).astype(np.float32) + 6
+        rounded = (values + rounding * np.abs(values) * rng.uniform(-0.5, 0.5, values.size)).astype(np.float32)
+        key = draw_key(1, at)
+        changed += filters.draw_row(values, row, key) != filters.draw_row(rounded, row, key)
+    assert changed <= 1000 * most
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 30.0])
-@pytest.mark.parametrize("top_k", [1, 7, 500, SIZE])
+@pytest.mark.parametrize("top_k", [1, 7, 500, 3000])
 @pytest.mark.parametrize("top_p", [0.0, 0.4, 0.9, 0.999])
 def test_a_row_alone_has_the_nucleus_that_it_has_in_a_batch(seed, spread, top_k, top_p):
     values = logits(seed, spread)
     values -= values.max()
-    batched = filters.nucleus_of_batch(values, torch.tensor([[top_k]]), torch.tensor([[top_p]])).item()
-    assert filters.nucleus_of_row(values[0].numpy(), top_k, top_p) == pytest.approx(batched, rel=1e-5, abs=1e-5)
+    batched = filters.nucleus_of_batch(torch.from_numpy(values)[None], torch.tensor([[top_k]]), torch.tensor([[top_p]]))
+    assert filters.nucleus_of_row(values, top_k, top_p) == pytest.approx(batched.item(), rel=1e-5, abs=1e-5)
 
 
 def test_a_nucleus_is_the_smallest_set_that_reaches_p():
@@ -57,9 +109,9 @@ def test_a_nucleus_is_the_smallest_set_that_reaches_p():
         assert np.exp(filters.nucleus_of_row(values, 4, top_p)) == pytest.approx(smallest)
 
 
-@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (1.0 - 2.0**-53, 2)])
-def test_a_draw_at_the_edge_of_the_distribution_takes_a_possible_token(uniform, token):
-    row = Row(SamplingParams(temperature=1.0, seed=1), [], [], [], 4)
-    values = np.array([-np.inf, 0.0, -1.0, -np.inf], dtype=np.float32)
-    assert filters.draw_row(values.copy(), row, uniform) == token
-    assert filters.draw_batch(torch.from_numpy(values)[None], [row], np.array([uniform])) == [token]
+@pytest.mark.parametrize("params", [*FILTERS, {"top_k": 3, "min_p": 1.0}], ids=str)
+def test_a_token_without_a_chance_is_never_drawn(params):
+    values = np.full(3 * BLOCK + 5, -np.inf, dtype=np.float32)
+    values[[1, BLOCK + 9, 3 * BLOCK + 4]] = 0.0
+    for at in range(200):
+        assert values[filters.draw_row(values.copy(), row_of(temperature=1.0, **params), draw_key(at, 0))] == 0

@@ -1,5 +1,6 @@
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from bireme.errors import BiremeError, RequestError
 from bireme.logits import registry
 from bireme.logits.base import ProcessorContext
 from bireme.logits.processors import BUILT_IN
-from bireme.logits.random import uniforms
+from bireme.logits.random import BLOCK, draw_key, least_of_blocks, noise_of_ids
 from bireme.logits.sampler import NO_TOKEN, Sampler
 from bireme.messages import ProcessorCall, SamplingParams
 
@@ -54,7 +55,7 @@ PARAMS = st.builds(
 
 
 def expected_token(params, output, logits):
-    """The plain way: processors one after the other, softmax, inverse of the cumulative distribution."""
+    """The plain way: processors one after the other, then noise for each token."""
     calls = [
         ("logit_bias", {"bias": params.logit_bias}, params.logit_bias),
         ("repetition_penalty", {"penalty": params.repetition_penalty}, params.repetition_penalty),
@@ -79,9 +80,8 @@ def expected_token(params, output, logits):
             BUILT_IN[name](context, **args)(PROMPT + output, row)
     if not temperature:
         return int(row.argmax())
-    cumulative = row.double().softmax(0).cumsum(0)
-    number = uniforms([params.seed], [len(output)])[0]
-    return int(torch.searchsorted(cumulative, torch.tensor(number).double(), right=True))
+    key, ids = draw_key(params.seed, len(output)), np.arange(VOCAB, dtype=np.uint32)
+    return int((row + torch.from_numpy(noise_of_ids(key, ids, least_of_blocks(key, ids // BLOCK)))).argmax())
 
 
 @settings(deadline=None, max_examples=400)

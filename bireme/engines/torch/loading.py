@@ -39,7 +39,7 @@ from bireme.kv.block_manager import BlockManager, GroupSpec
 from bireme.kv.block_pool import DEFAULT_PRIORITY
 from bireme.kv.disk_blocks import DiskBlocks
 from bireme.kv.events import EventBuffer
-from bireme.logits.sampler import Sampler
+from bireme.logits.sampler import DrawRows, Sampler
 from bireme.messages import Capacity
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ class LoadedEngine:
         self.events = manager.events
         self.num_blocks = manager.num_blocks
         eos_ids, vocab_size = eos_token_ids(checkpoint), int(model.config.vocab_size)
-        sampler: Sampler[RequestKey] = Sampler(vocab_size, device, context.max_processor_ms / 1e3)
+        sampler: Sampler[RequestKey] = Sampler(
+            vocab_size, device, context.max_processor_ms / 1e3, _draw_rows(uses_kernels)
+        )
         self.guides = TorchGuides(checkpoint.folder, vocab_size, eos_ids, context.config, post)
         self.admission = Admission(
             self.limits,
@@ -204,6 +206,14 @@ def _tell(model: Any, store: KvStore, manager: BlockManager, capacity: Capacity)
         ",".join(str(group.window) for group in store.groups),
         capacity.load_s,
     )
+
+
+def _draw_rows(uses_kernels: bool) -> DrawRows | None:
+    if not uses_kernels:
+        return None
+    from bireme.engines.torch.kernels.draw import draw_rows
+
+    return draw_rows
 
 
 def _builder(

@@ -29,7 +29,7 @@ from bireme.engines.torch.kernels.decode_attention import (
     num_parts,
     tile_of,
 )
-from bireme.engines.torch.kernels.draw import NUM_COLUMNS, draw
+from bireme.engines.torch.kernels.draw import NUM_COLUMNS, draw, request_columns
 from bireme.engines.torch.kernels.step_begin import BLOCKS, NO_BLOCK, POSITION, SLOT, TAKE_LAST, TOKEN
 from bireme.engines.torch.kv_store import KvStore
 from bireme.logits.rows import Row
@@ -214,10 +214,3 @@ class ResidentDecode:
         state.fill(told, size, 0, nothing, nothing)
         state.told[: len(told)].copy_(torch.from_numpy(told))
         return make_graph(lambda: self._compute(size), pool, lambda: None)
-
-
-def request_columns(row: Row, num_prompt: int) -> Ints:
-    """Return a row of `DecodeState.requests`."""
-    seed = np.array([row.seed & 0xFFFFFFFF, row.seed >> 32], dtype=np.uint32).view(np.int32)
-    floats = np.array([row.temperature, row.top_p, row.min_p], dtype=np.float32).view(np.int32)
-    return np.array([num_prompt, row.top_k, *seed, *floats], dtype=np.int32)

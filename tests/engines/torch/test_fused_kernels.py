@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from bireme.logits.filters import draw_batch
-from bireme.logits.random import uniforms
+from bireme.logits.filters import draw_row
+from bireme.logits.random import draw_key
 from bireme.logits.rows import Row
 from bireme.messages import SamplingParams
 
@@ -173,27 +173,35 @@ PARAMS = [
 
 def draw_all(logits, rows, num_prompt=10):
     """Return the tokens that the kernel chooses, in slots from the last to the first."""
-    from bireme.engines.torch.resident_decode import request_columns
-
     count = len(rows)
     slots = list(range(count))[::-1]
     steps = torch.tensor([[slot, num_prompt + row.num_output - 1, 0] for slot, row in zip(slots, rows, strict=True)])
-    requests = torch.from_numpy(np.stack([request_columns(rows[slots[slot]], num_prompt) for slot in range(count)]))
+    requests = torch.from_numpy(
+        np.stack([draw.request_columns(rows[slots[slot]], num_prompt) for slot in range(count)])
+    )
     tokens, last = torch.zeros(2, count, dtype=torch.int32, device=DEVICE)
     draw.draw(logits, steps.int().to(DEVICE), requests.to(DEVICE), last, tokens, logits.shape[1])
     assert last.flip(0).equal(tokens)
     return tokens.tolist()
 
 
+@pytest.mark.parametrize("size", [40, 1000, 20_017])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_are_drawn_as_the_sampler_draws_them(randn, dtype):
-    logits = (3 * randn(len(PARAMS), 1000)).to(dtype)
+def test_tokens_are_drawn_as_the_sampler_draws_them(randn, dtype, size):
+    count = len(PARAMS) * (40 if DEVICE == "cuda" else 1)
+    logits = (3 * randn(count, size)).to(dtype)
+    logits[1::3, 7:11] += 9  # one token or a few are likely
+    logits[::4, ::2] = float("-inf")
     rows = [
-        Row(SamplingParams(seed=2**63 + 7919 * at, **params), [1], [3] * at, (), 1000)
-        for at, params in enumerate(PARAMS)
+        Row(SamplingParams(seed=2**63 + 7919 * at, **PARAMS[at % len(PARAMS)]), [1], [3] * at, (), size)
+        for at in range(count)
     ]
-    numbers = uniforms([row.seed for row in rows], [row.num_output for row in rows])
-    assert draw_all(logits, rows) == draw_batch(logits.float().clone(), rows, numbers)
+    alone = [
+        draw_row(own.float().cpu().numpy().copy(), row, draw_key(row.seed, row.num_output))
+        for own, row in zip(logits, rows, strict=True)
+    ]
+    assert draw_all(logits, rows) == alone
+    assert draw.draw_rows(logits.float(), rows) == alone
 
 
 def test_a_greedy_row_takes_the_likeliest_token_and_one_with_unusable_logits_none(randn):

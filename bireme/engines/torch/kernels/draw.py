@@ -1,34 +1,37 @@
 """The next token of every row, chosen on the GPU as logits/filters.py chooses it.
 
-A threshold is found bit by bit instead of by a sort: the largest value that enough tokens, or enough probability, lie
-at or above. One program a row; a greedy row only looks for the largest logit.
+A threshold is found without a sort: the range of values that it lies in is cut to a quarter or less in each pass over
+the logits. The draw looks for noise in tiles alone that can hold the winner. One program a row; a greedy row only looks
+for the largest logit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
+from bireme.logits.rows import Row
 
 # Columns of a slot's row, int32; floats by their bits.
 NUM_PROMPT, TOP_K, SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_P, MIN_P, NUM_COLUMNS = range(8)
 UNUSABLE = -1  # in place of the token of a row whose logits are not finite
-
-
-@triton.jit
-def _order(x):
-    """Return numbers that sort as these float32 do."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+_INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity
+_BLOCK = tl.constexpr(256)  # as in logits/random.py
+_LANE = tl.constexpr(8)  # neighboring tokens of a thread
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(logits, begin, size, TILE: tl.constexpr):
-    at = begin + tl.arange(0, TILE)
-    return tl.load(logits + at, at < size, -float("inf")).to(tl.float32)
+    """Return a tile's token ids and logits, both (TILE / 8, 8)."""
+    ids = begin + tl.arange(0, TILE // _LANE)[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
+    return ids, tl.load(logits + ids, ids < size, -float("inf")).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -42,7 +45,6 @@ def _draw_kernel(
     row_stride,
     size,
     TILE: tl.constexpr,
-    BITS: tl.constexpr,  # of a logit, of its float32's 32
     CHAINED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -51,91 +53,133 @@ def _draw_kernel(
     slot = tl.load(steps + row * step_stride).to(tl.int64)
     settings = requests + slot * 7
     temperature = tl.load(settings + 4).to(tl.float32, bitcast=True)
-    i = tl.arange(0, TILE)
-    best = -float("inf")
-    token = size
-    num_bad = 0
+    tops = tl.full([TILE // _LANE], -float("inf"), tl.float32)
+    places = tl.full([TILE // _LANE], 0, tl.int32) + size
+    bad = tl.full([TILE // _LANE], 0, tl.int32)
     for begin in range(0, size, TILE):
-        x = _tile(own, begin, size, TILE)
-        num_bad += tl.sum(((x != x) | (x == float("inf"))).to(tl.int32), 0)
-        top = tl.max(x, 0)
-        where = tl.min(tl.where(x == top, begin + i, size), 0)
-        token = tl.where(top > best, where, token)
-        best = tl.maximum(best, top)
-    is_usable = (num_bad == 0) & (best > -float("inf"))
+        ids, x = _tile(own, begin, size, TILE)
+        bad |= tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 1)
+        top = tl.max(x, 1)
+        where = tl.min(tl.where(x == top[:, None], ids, size), 1)
+        places = tl.where(top > tops, where, places)
+        tops = tl.maximum(tops, top)
+    best = tl.max(tops, 0)
+    token = tl.min(tl.where(tops == best, places, size), 0)
+    is_usable = (tl.max(bad, 0) == 0) & (best > -float("inf"))
     if is_usable & (temperature > 0):
+        scale = tl.div_rn(1.0, temperature)
         top_k = tl.load(settings + 1)
         top_p = tl.load(settings + 5).to(tl.float32, bitcast=True)
         min_p = tl.load(settings + 6).to(tl.float32, bitcast=True)
-        least = tl.full([], -2147483648, tl.int32)  # in the order of `_order`
+        limit = tl.full([], _INFINITE, tl.int32)
         if (top_k > 0) & (top_k < size):
-            least = _largest_with(own, size, least, best, temperature, top_k.to(tl.float32), True, TILE, BITS)
+            limit = _least_limit(own, size, limit, best, scale, top_k.to(tl.float32), True, TILE)
         if top_p < 1:
-            total = 0.0
+            sums = tl.zeros([TILE // _LANE], tl.float32)
             for begin in range(0, size, TILE):
-                x = _tile(own, begin, size, TILE)
-                total += tl.sum(tl.where(_order(x) >= least, tl.exp((x - best) / temperature), 0.0), 0)
-            least = _largest_with(own, size, least, best, temperature, top_p * total, False, TILE, BITS)
-        floor = tl.where(min_p > 0, tl.log(min_p), -float("inf"))
-        whole = 0.0
-        for begin in range(0, size, TILE):
-            x = _tile(own, begin, size, TILE)
-            scaled = (x - best) / temperature
-            whole += tl.sum(tl.where((_order(x) >= least) & (scaled >= floor), tl.exp(scaled), 0.0), 0)
+                ids, x = _tile(own, begin, size, TILE)
+                below = (best - x) * scale
+                sums += tl.sum(tl.where(_bits(below) <= limit, tl.exp(-below), 0.0), 1)
+            enough = tl.maximum(top_p * tl.sum(sums, 0), 1e-30)  # the likeliest token at least
+            limit = _least_limit(own, size, limit, best, scale, enough, False, TILE)
+        if min_p > 0:
+            limit = tl.minimum(limit, _bits(tl.abs(tl.log(min_p))))
         position = tl.load(steps + row * step_stride + 1)
-        target = _uniform(settings, position + 1 - tl.load(settings)) * whole
-        below = (tl.cast(whole, tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
-        target = tl.minimum(target, below)
-        before = 0.0
-        found = size
-        likely = 0
-        for begin in range(0, size, TILE):
-            x = _tile(own, begin, size, TILE)
-            scaled = (x - best) / temperature
-            weight = tl.where((_order(x) >= least) & (scaled >= floor), tl.exp(scaled), 0.0)
-            if found == size:
-                reaches = (before + tl.cumsum(weight, 0) > target) & (weight > 0)
-                found = tl.min(tl.where(reaches, begin + i, size), 0)
-            likely = tl.maximum(likely, tl.max(tl.where(weight > 0, begin + i, 0), 0))
-            before += tl.sum(weight, 0)
-        token = tl.where(found == size, likely, found)  # sums in another order were a little smaller
+        token = _largest_with_noise(own, size, settings, position, token, limit, best, scale, TILE)
     token = tl.where(is_usable, token, -1)
     tl.store(tokens + row, token)
     tl.store(last + slot, token)
 
 
+@triton.jit
+def _bits(x):
+    """Return what sorts as these float32 from 0 on do."""
+    return x.to(tl.int32, bitcast=True)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _largest_with(
-    own, size, least, best, temperature, enough, IS_COUNT: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr
-):
-    """Return the largest value that `enough` tokens, or weights, lie at or above, of those from `least` on."""
-    top = _order(best)
-    # Of numbers from 0: the sign bit of the order is turned over.
-    found = tl.full([], 0, tl.uint32)
-    for step in range(BITS):
-        tried = found | (tl.full([], 1, tl.uint32) << (31 - step))
-        bound = (tried ^ 0x80000000).to(tl.int32, bitcast=True)
-        amount = 0.0
+def _least_limit(own, size, limit, best, scale, enough, IS_COUNT: tl.constexpr, TILE: tl.constexpr):
+    """Return how far below the likeliest, at most `limit`, `enough` tokens, or weights, are found; by its bits."""
+    low, high = tl.full([], -1, tl.int32), limit  # too few are found up to the one, enough up to the other
+    while high - low > 1:
+        quarter = tl.maximum((high - low) // 4, 1)
+        one, two, three = low + quarter, low + (high - low) // 2, high - quarter
+        ones = tl.zeros([TILE // _LANE], tl.float32)
+        twos, threes = ones, ones
+        first = tl.full([TILE // _LANE], _INFINITE, tl.int32)
+        final = tl.full([TILE // _LANE], -1, tl.int32)
         for begin in range(0, size, TILE):
-            x = _tile(own, begin, size, TILE)
-            order = _order(x)
-            weight = tl.full([TILE], 1.0, tl.float32)
+            ids, x = _tile(own, begin, size, TILE)
+            below = (best - x) * scale
+            bits = _bits(below)
+            weight = tl.full([TILE // _LANE, _LANE], 1.0, tl.float32)
             if not IS_COUNT:
-                weight = tl.exp((x - best) / temperature)
-            amount += tl.sum(tl.where((order >= bound) & (order >= least), weight, 0.0), 0)
-        found = tl.where((amount >= enough) & (bound <= top), tried, found)
-    return tl.maximum(least, (found ^ 0x80000000).to(tl.int32, bitcast=True))
+                weight = tl.exp(-below)
+            ones += tl.sum(tl.where(bits <= one, weight, 0.0), 1)
+            twos += tl.sum(tl.where(bits <= two, weight, 0.0), 1)
+            threes += tl.sum(tl.where(bits <= three, weight, 0.0), 1)
+            first = tl.minimum(first, tl.min(tl.where(bits > low, bits, _INFINITE), 1))
+            final = tl.maximum(final, tl.max(tl.where(bits <= high, bits, -1), 1))
+        is_one, is_two, is_three = tl.sum(ones, 0) >= enough, tl.sum(twos, 0) >= enough, tl.sum(threes, 0) >= enough
+        bound = tl.where(is_one, low, tl.where(is_two, one, tl.where(is_three, two, three)))
+        high = tl.where(is_one, one, tl.where(is_two, two, tl.where(is_three, three, high)))
+        low = tl.maximum(bound, tl.min(first, 0) - 1)  # to the values that there are
+        high = tl.minimum(high, tl.max(final, 0))
+    return high
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _largest_with_noise(own, size, settings, position, token, limit, best, scale, TILE: tl.constexpr):
+    """Return the token with the largest score; `token` is the likeliest, whose score the others have to exceed."""
+    key, other = _key(settings, position + 1 - tl.load(settings))
+    at = token // _BLOCK
+    least = _exponential(_mix(at.to(tl.uint32) | 0x80000000, key, other)) / _BLOCK
+    is_least = (_mix(at.to(tl.uint32) | 0xC0000000, key, other) >> 24).to(tl.int32) == token % _BLOCK
+    score = -tl.log(tl.where(is_least, least, least + _exponential(_mix(token.to(tl.uint32), key, other))))
+    firsts, member = tl.arange(0, TILE // _BLOCK) * _BLOCK, tl.arange(0, _BLOCK)
+    for begin in range(0, size, TILE):
+        ids = begin + firsts[:, None] + member[None, :]
+        below = (best - tl.load(own + ids, ids < size, -float("inf")).to(tl.float32)) * scale
+        numbers = ((begin + firsts) // _BLOCK).to(tl.uint32)
+        least = _exponential(_mix(numbers | 0x80000000, key, other)) / _BLOCK
+        bounds = -tl.min(below, 1) - tl.log(least)
+        if tl.max(bounds, 0) > score:
+            members = (_mix(numbers | 0xC0000000, key, other) >> 24).to(tl.int32)
+            e = _exponential(_mix(ids.to(tl.uint32), key, other))
+            e = tl.where(member[None, :] == members[:, None], 0.0, e) + least[:, None]
+            scores = tl.where(_bits(below) <= limit, -below - tl.log(e), -float("inf"))
+            top = tl.max(scores)
+            where = tl.min(tl.where(scores == top, ids, size))
+            token = tl.where(top > score, where, token)
+            score = tl.maximum(score, top)
+    return token
 
 
 @triton.jit
-def _uniform(settings, draw):
-    """Return the float32 of logits/random.py's number for this draw."""
+def _key(settings, draw):
+    """Return the key of logits/random.py for this draw."""
     low = tl.load(settings + 2).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(settings + 3).to(tl.uint32, bitcast=True).to(tl.uint64)
     zero = tl.full([], 0, tl.uint32)
     first, second, _, _ = tl.philox((high << 32) | low, draw.to(tl.uint32), zero, zero, zero)
-    word = ((first.to(tl.uint64) << 32) | second.to(tl.uint64)) >> 11
-    return (word.to(tl.float64) * 1.1102230246251565e-16).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _mix(words, key, other):
+    words += key
+    words ^= words >> 16
+    words *= 0x7FEB352D
+    words ^= words >> 15
+    words ^= other
+    words *= 0x846CA68B
+    return words ^ (words >> 16)
+
+
+@triton.jit
+def _exponential(words):
+    share = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    return tl.where(share < 0.000244140625, share + share * share * 0.5, -tl.log(1.0 - share))
 
 
 def draw(logits: Tensor, steps: Tensor, requests: Tensor, last: Tensor, tokens: Tensor, size: int) -> None:
@@ -152,8 +196,25 @@ def draw(logits: Tensor, steps: Tensor, requests: Tensor, last: Tensor, tokens: 
         steps.stride(0),
         logits.stride(0),
         size,
-        TILE=min(8192, triton.next_power_of_2(size)),
-        BITS=16 if logits.dtype == torch.bfloat16 else 32,
+        TILE=max(256, min(8192, triton.next_power_of_2(size))),
         num_warps=32 if size > 4096 else 4,
         **chain(logits),
     )
+
+
+def draw_rows(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    """Return a token for each row of logits (R, V) that are not of a step."""
+    told = np.array([[at, row.num_output - 1] for at, row in enumerate(rows)], dtype=np.int32)
+    asked = np.stack([request_columns(row, 0) for row in rows])
+    both = torch.from_numpy(np.concatenate([told, asked], 1)).to(logits.device)
+    last, tokens = both.new_empty(2, len(rows))
+    draw(logits, both, both[:, 2:].contiguous(), last, tokens, logits.shape[1])
+    found: list[int] = tokens.tolist()
+    return found
+
+
+def request_columns(row: Row, num_prompt: int) -> npt.NDArray[np.int32]:
+    """Return a slot's row."""
+    seed = np.array([row.seed & 0xFFFFFFFF, row.seed >> 32], dtype=np.uint32).view(np.int32)
+    floats = np.array([row.temperature, row.top_p, row.min_p], dtype=np.float32).view(np.int32)
+    return np.array([num_prompt, row.top_k, *seed, *floats], dtype=np.int32)
