@@ -395,6 +395,9 @@ class FrontendConfig(Settings, frozen=True, kw_only=True):
     max_idle_connections: Positive = 4096
     comment_interval_s: PositiveDuration = 15.0  # a silent event stream gets a comment so often: proxies keep it open
     playground: bool = True  # the page at /
+    # Without keys, beside localhost, 127.0.0.1 and --host: names by which clients reach the port; .example.com: and all
+    # below. A request with another name as Host comes from a web page that means harm, or through a proxy
+    allowed_hosts: tuple[str, ...] = ()
     api_keys: str = ""  # file with keys and their limits (relative to the recipe); "": no key is asked for
     responses: StoredResponsesConfig = StoredResponsesConfig()
     files: FilesConfig = FilesConfig()

@@ -61,10 +61,10 @@ def main() -> int:
 
 
 @contextmanager
-def browser() -> Iterator[webdriver.Chrome]:
+def browser(*flags: str) -> Iterator[webdriver.Chrome]:
     """A headless Chromium with a profile of its own; its console and its requests are in `get_log`."""
     options = webdriver.ChromeOptions()
-    for flag in FLAGS:
+    for flag in (*FLAGS, *flags):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     with tempfile.TemporaryDirectory(prefix="bireme-chromium-", ignore_cleanup_errors=True) as profile:

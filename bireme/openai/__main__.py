@@ -152,7 +152,7 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     responses = _kept_folder(recipes[0], config.responses.folder, RESPONSES, options.member)
     files = _kept_folder(recipes[0], config.files.folder, FILES, options.member)
     frontend = Frontend(models, metrics, config, keys, options.member, videos, responses, files,
-                        [*followed, *([tls.followed] if tls else [])], embedders)  # fmt: skip
+                        [*followed, *([tls.followed] if tls else [])], embedders, options.host)  # fmt: skip
     served_by = _uvicorn_config(frontend, options, config)
     if tls is not None:
         served_by.load()

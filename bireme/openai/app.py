@@ -1,7 +1,8 @@
 """The ASGI application: who may call what, within which limits, and a log line for each request.
 
 Decisions look only at the decoded path. A path outside the table of routes is refused; without a key (where keys are
-set) everything is refused but OPEN_PATHS and the playground's files. The Host header decides nothing.
+set) everything is refused but OPEN_PATHS and the playground's files. Where none are set, so is what other sites' pages
+send: the Host and Origin headers decide nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bireme.metrics import Registry
 from bireme.openai.batch.line_gate import Endpoint
 from bireme.openai.batch.routes import FileRoutes
 from bireme.openai.followed_files import FollowedFiles
+from bireme.openai.http.browser_guard import BrowserGuard
 from bireme.openai.http.call import JSON_ONLY, Call, ClientGoneError, Receive, Scope, Send
 from bireme.openai.http.error_replies import HttpError, RateLimitError, anthropic_reply_of, is_internal, shutting_down
 from bireme.openai.http.members import Member
@@ -67,10 +69,10 @@ class Frontend:
         self, models: Models, metrics: Registry, config: FrontendConfig | None = None, keys: ApiKeys | None = None,
         member: Member | None = None, videos: VideoModels | None = None, responses_folder: Path | None = None,
         files_folder: Path | None = None, followed: Sequence[FollowedFiles] = (),
-        embedders: EmbeddingModels | None = None,
+        embedders: EmbeddingModels | None = None, bound_to: str = "127.0.0.1",
     ) -> None:  # fmt: skip
         """`member`: other processes serve the same port. The folders are of kept responses, and of files and batches;
-        None: they go with this process. `followed`: looked at while it serves.
+        None: they go with this process. `followed`: looked at while it serves. `bound_to`: what the port listens on.
         """
         self._videos = videos or VideoModels()
         self._embedders = embedders or EmbeddingModels()
@@ -94,6 +96,8 @@ class Frontend:
         self._page = MetricsPage(metrics)
         self._playground = PlaygroundFiles() if self._config.playground else None
         self._playground_paths = self._playground.paths if self._playground else frozenset()
+        self._open_paths = OPEN_PATHS | self._playground_paths
+        self._browsers = BrowserGuard(bound_to, self._config.allowed_hosts)
         self._streams: Streams = set()
         self._routes: dict[str, dict[str, Handler]] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -219,10 +223,12 @@ class Frontend:
 
     async def _dispatch(self, call: Call) -> None:
         _check_host(call)
-        is_open = call.path in OPEN_PATHS | self._playground_paths or self._video_routes.is_open(call.path)
-        if self._keys is not None and not is_open:
-            given = {name: [value for key, value in call.headers if key == name] for name in KEY_HEADERS}
-            call.tenant = self._keys.tenant(*given.values())
+        if not (call.path in self._open_paths or self._video_routes.is_open(call.path)):
+            if self._keys is None:
+                self._browsers.check(call)
+            else:
+                given = {name: [value for key, value in call.headers if key == name] for name in KEY_HEADERS}
+                call.tenant = self._keys.tenant(*given.values())
         methods = self._methods(call.path)
         handler = methods.get("GET" if call.method == "HEAD" else call.method)
         if handler is None:
@@ -342,7 +348,7 @@ class Frontend:
 
 def _check_host(call: Call) -> None:
     """Refuse a Host that a proxy and a client library could read differently."""
-    if call.header_count(b"host") > 1 or not _FORBIDDEN_IN_HOST.isdisjoint(call.header(b"host")):
+    if call.is_repeated(b"host") or not _FORBIDDEN_IN_HOST.isdisjoint(call.header(b"host")):
         raise HttpError(400, "host: send one Host header with a name or address and a port", code="invalid_host")
 
 

@@ -45,7 +45,9 @@ class RawHttp:
             return b""
 
 
-def post(body: bytes, *headers: bytes, path: bytes = b"/v1/chat/completions", host: bytes = b"Host: x") -> bytes:
+def post(
+    body: bytes, *headers: bytes, path: bytes = b"/v1/chat/completions", host: bytes = b"Host: localhost"
+) -> bytes:
     """Return a request that closes its connection; Content-Length unless the headers frame the body."""
     lines = [b"POST %b HTTP/1.1" % path, host, b"Content-Type: application/json", b"Connection: close", *headers]
     if not any(line.lower().startswith((b"content-length", b"transfer-encoding")) for line in headers):

@@ -74,8 +74,9 @@ class Call:
         """Return a header's value, b"" without; of several the first."""
         return self._first.get(name, b"")
 
-    def header_count(self, name: bytes) -> int:
-        return sum(1 for key, _ in self.headers if key == name)
+    def is_repeated(self, name: bytes) -> bool:
+        """Whether several headers have this name."""
+        return len(self._first) < len(self.headers) and sum(key == name for key, _ in self.headers) > 1
 
     async def body(self, max_bytes: int, timeout_s: float, kinds: tuple[bytes, ...] = JSON_ONLY) -> bytes:
         """Return the whole body. Raises HttpError for another type than these, or when it is too large or too slow."""

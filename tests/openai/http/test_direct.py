@@ -9,6 +9,7 @@ from uvicorn.server import ServerState
 from bireme.config import FrontendConfig
 from bireme.openai.http.connection import Connection
 from bireme.openai.http.direct import AtOnce, Watch, cycle_of, direct_write
+from bireme.openai.http.idle_connections import IdleConnections
 
 REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
 
@@ -51,7 +52,9 @@ async def connection():
     config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()
-    connection = Connection(FrontendConfig(), config=config, server_state=state, app_state={}, _loop=loop)
+    connection = Connection(
+        FrontendConfig(), IdleConnections(10, 100), config=config, server_state=state, app_state={}, _loop=loop
+    )
     connection.connection_made(Transport())
     connection.calls = calls
     yield connection

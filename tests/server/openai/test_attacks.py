@@ -14,7 +14,7 @@ PORT = PORTS["openai"]
 GOOD = json.dumps(chat("hi", max_tokens=1)).encode()
 LONG = json.dumps(chat("Count from 1 to 9.", max_tokens=900, bireme={"ignore_eos": True}, stream=True)).encode()
 BEGIN = json.dumps(chat("hi"))[:-1].encode()
-GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ SMUGGLING = {
     "bad chunk size": post(b"zz\r\nhello\r\n0\r\n\r\n", b"Transfer-Encoding: chunked"),
     "chunk size that overflows": post(b"f" * 17 + b"\r\n", b"Transfer-Encoding: chunked"),
     "negative chunk size": post(b"-5\r\nhello\r\n0\r\n\r\n", b"Transfer-Encoding: chunked"),
-    "no such version": b"GET /v1/models HTTP/9.9\r\nHost: x\r\n\r\n",
+    "no such version": b"GET /v1/models HTTP/9.9\r\nHost: localhost\r\n\r\n",
     "HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "TLS": bytes.fromhex("16030100c8010000c40303"),
     "no HTTP": b"\x00\xff" * 500 + b"\r\n\r\n",
@@ -87,16 +87,16 @@ HOSTS = {
 def test_a_strange_host_changes_nothing_and_breaks_nothing(name):
     first, *more = HOSTS[name]
     found = attack(post(b'{"model": "none", "messages": []}', *more, host=first))
-    assert found in ([400], [404], []), found
+    assert found in ([400], [403], [404], []), found
 
 
 OVERSIZED = {
-    "a long path": (b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+    "a long path": (b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
     "a long header": (GET + b"X-A: " + b"a" * (1 << 20) + b"\r\n\r\n", 431),
     "a header without an end": (GET + b"X-A: " + b"a" * (1 << 20), 431),
     "many headers": (GET + b"".join(b"X-%d: y\r\n" % number for number in range(20_000)) + b"\r\n", 431),
     "headers just over the limit": (GET + b"X-A: " + b"a" * (64 << 10) + b"\r\n\r\n", 431),
-    "a long method": (b"A" * 100_000 + b" / HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    "a long method": (b"A" * 100_000 + b" / HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
     "a body over the limit": (post(b" " * (33 << 20)), 413),
     "a chunked body over the limit": (
         post((b"100000\r\n" + b" " * (1 << 20) + b"\r\n") * 33 + b"0\r\n\r\n", b"Transfer-Encoding: chunked"), 413,
@@ -172,7 +172,7 @@ def test_a_body_that_does_not_come_keeps_nobody_else_waiting():
 def test_many_half_open_connections_keep_nobody_out():
     halves = [socket.create_connection(("127.0.0.1", PORT)) for _ in range(200)]
     for half in halves:
-        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Le")
+        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le")
     began = time.monotonic()
     assert call("/v1/models")[0] == 200 and time.monotonic() - began < 10
     for half in halves:
@@ -186,7 +186,7 @@ def test_a_request_byte_by_byte_is_a_request():
 
 def test_pipelined_requests_are_answered_in_order():
     one = GET + b"\r\n"
-    two = b"GET /none HTTP/1.1\r\nHost: x\r\n\r\n"
+    two = b"GET /none HTTP/1.1\r\nHost: localhost\r\n\r\n"
     last = GET + b"Connection: close\r\n\r\n"
     assert attack(one + two + one + last) == [200, 404, 200, 200]
 
@@ -209,7 +209,7 @@ def test_a_client_that_leaves_after_pipelining_stops_its_requests():
 
 @pytest.mark.parametrize("method", [b"TRACE", b"CONNECT", b"PUT", b"DELETE", b"PATCH", b"OPTIONS", b"get", b"FOO"])
 def test_other_methods_are_refused(method):
-    found = attack(method + b" /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    found = attack(method + b" /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     assert found in ([405], [400]), found
 
 
@@ -219,13 +219,13 @@ def test_other_methods_are_refused(method):
      "/%00", "/v1/models/%0d%0aX: y", "/v1/models/\xff", "?", "/v1/models/../../etc/passwd"],
 )  # fmt: skip
 def test_paths_that_play_tricks_lead_nowhere(path):
-    found = attack(b"GET " + path.encode("latin-1") + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    found = attack(b"GET " + path.encode("latin-1") + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     assert found in ([404], [400], [405], [])
 
 
 @pytest.mark.parametrize("path", [b"/v1%2fmodels", b"http://x/v1/models", b"/v1/models?key=x"])
 def test_the_decoded_path_is_what_counts(path):
-    assert attack(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") == [200]
+    assert attack(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n") == [200]
 
 
 def test_an_upgrade_is_not_taken():

@@ -135,7 +135,7 @@ def test_a_client_that_leaves_a_stream_stops_the_engine(client):
 
 def test_a_client_that_leaves_a_unary_request_frees_the_engine(deployment):
     body = json.dumps(chat(WORDS, **LONG)).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += f"content-length: {len(body)}"
     before = cancelled()
     with socket.create_connection(("127.0.0.1", PORTS["openai"])) as connection:
