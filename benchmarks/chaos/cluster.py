@@ -26,8 +26,7 @@ from benchmarks.chaos.topologies import Topology
 from benchmarks.load.load_process import CHECKOUT
 from bireme.config import DiscoveryConfig, stage_of
 from bireme.conversion import convert
-from bireme.discovery.etcd import EtcdStore
-from bireme.discovery.store import parse_address
+from bireme.discovery.store import RecordStore, create_store, parse_address
 from bireme.launch import free_port
 
 NAME = "cluster"
@@ -148,9 +147,9 @@ class Cluster:
         return found
 
     @contextlib.contextmanager
-    def store(self) -> Iterator[EtcdStore]:
+    def store(self) -> Iterator[RecordStore]:
         """Yield where the workers are registered."""
-        store = EtcdStore(convert(parse_address(self.etcd.address), DiscoveryConfig, "etcd"))
+        store = create_store(convert(parse_address(self.etcd.address), DiscoveryConfig, "etcd"))
         try:
             yield store
         finally:

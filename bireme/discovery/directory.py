@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from bireme import private_files
 from bireme.config import DiscoveryConfig
-from bireme.discovery.run import WorkerRecord
-from bireme.discovery.store import NameTakenError, StoreError
+from bireme.discovery.run import WorkerRecord, check_private, make_private
+from bireme.discovery.signed import open_record, seal_record
+from bireme.discovery.store import FOLDER_REMEDY, NameTakenError, Refused, StoreError
+from bireme.errors import ConfigError
 
 LOOK_S = 0.5
 _REMOVED_AFTER = 10  # leases without a heartbeat
@@ -40,36 +40,44 @@ class _Sighting:
     stamp: _Stamp
     changed_at: float
     record: WorkerRecord | None  # None: it holds none
+    doubt: str = ""  # why the record must not be trusted
     problem: str = ""  # why it can't be read now
 
 
 class DirectoryStore:
     """RecordStore."""
 
-    def __init__(self, config: DiscoveryConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._lease_s, self._clock = Path(config.folder), config.lease_s, clock
+    def __init__(self, config: DiscoveryConfig, key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+        """`key`: of the deployment."""
+        self._folder, self._lease_s, self._key, self._clock = Path(config.folder), config.lease_s, key, clock
+        self.refused: dict[str, Refused] = {}
         self._sightings: dict[str, _Sighting] = {}  # by id
         self._held: dict[str, WorkerRecord] = {}
         self._closing = threading.Event()
 
     def read(self) -> dict[str, WorkerRecord]:
         try:
+            check_private(self._folder, FOLDER_REMEDY)
             names = [entry.name for entry in os.scandir(self._folder) if entry.name.endswith(_SUFFIX)]
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             raise StoreError(f"discovery.folder: {self._folder} can't be read: {error}") from error
         ids = [name.removesuffix(_SUFFIX) for name in names if not name.startswith(".")]
         seen = {name: sighting for name in ids if (sighting := self._look(name)) is not None}
         self._sightings = seen
         if (lost := [one for one in seen.values() if one.problem and one.record]) and all(map(_is_lost, seen.values())):
             raise StoreError(f"discovery.folder: no record in {self._folder} can be read any more: {lost[0].problem}")
-        now, found = self._clock(), {}
+        now, found, refused = self._clock(), {}, {}
         for name, sighting in seen.items():
             silent_s = now - sighting.changed_at
             if silent_s > _REMOVED_AFTER * self._lease_s:
                 with contextlib.suppress(OSError):  # the next reader may be allowed to
                     self._path(name).unlink(missing_ok=True)
             elif silent_s <= self._lease_s and sighting.record is not None:
-                found[name] = sighting.record
+                if sighting.doubt:
+                    refused[name] = sighting.record, sighting.doubt
+                else:
+                    found[name] = sighting.record
+        self.refused = refused
         return found
 
     def wait(self, timeout_s: float) -> None:
@@ -82,11 +90,11 @@ class DirectoryStore:
             if self._held.get(name) == record and path.exists():
                 os.utime(path)
                 return
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self._folder, FOLDER_REMEDY)
             draft = self._folder / f".{name}-{os.getpid()}"
-            draft.write_bytes(msgspec.json.encode(record))
+            draft.write_bytes(seal_record(record, self._key))
             draft.replace(path)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             raise StoreError(f"discovery.folder: {self._folder} can't be written: {error}") from error
         self._held[name] = record
 
@@ -104,7 +112,7 @@ class DirectoryStore:
     def _refuse_rival(self, record: WorkerRecord) -> None:
         """Raise NameTakenError while the file is another launch's and that one may be alive."""
         now = self._look(record.id)
-        if now is None or now.record is None or now.record.launch == record.launch:
+        if now is None or now.record is None or now.doubt or now.record.launch == record.launch:
             return
         self._held.pop(record.id, None)
         self._sightings[record.id] = now
@@ -137,12 +145,14 @@ class DirectoryStore:
             unseen.problem = problem
             return unseen
         try:
-            record: WorkerRecord | None = msgspec.json.decode(content, type=WorkerRecord)
-        except (msgspec.MsgspecError, ValueError) as error:  # ValueError: a text in it is no UTF-8
-            record = None
+            record, doubt = open_record(content, self._key)
+        except ValueError as error:
             if before is None or before.record is not None:
                 logger.warning("record_unreadable path=%s error=%s", self._path(name), error)
-        return _Sighting(stamp, self._clock(), record)
+            return _Sighting(stamp, self._clock(), None)
+        if doubt and (before is None or before.doubt != doubt):
+            logger.error("record_refused path=%s reason=%s", self._path(name), doubt)
+        return _Sighting(stamp, self._clock(), record, doubt)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}{_SUFFIX}"

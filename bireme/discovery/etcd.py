@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
-
 from bireme.config import DiscoveryConfig
 from bireme.discovery.directory import taken
 from bireme.discovery.run import WorkerRecord
-from bireme.discovery.store import StoreError
+from bireme.discovery.signed import open_record, seal_record
+from bireme.discovery.store import Refused, StoreError
 from bireme.errors import ConfigError
 
 TIMEOUT_S = 2.0  # of a call
@@ -34,12 +33,14 @@ logger = logging.getLogger("bireme.discovery")
 class EtcdStore:
     """RecordStore."""
 
-    def __init__(self, config: DiscoveryConfig) -> None:
+    def __init__(self, config: DiscoveryConfig, key: bytes) -> None:
+        """`key`: of the deployment. Raises ConfigError."""
         try:
             import etcd3gw  # noqa: F401
         except ImportError:
             raise ConfigError("discovery.backend: etcd needs etcd3gw: pip install 'bireme[etcd]'") from None
-        self._config = config
+        self._config, self._key = config, key
+        self.refused: dict[str, Refused] = {}
         self._prefix = f"{config.prefix}/workers/"
         self._endpoints = itertools.cycle(config.endpoints)
         self._endpoint = next(self._endpoints)
@@ -57,7 +58,9 @@ class EtcdStore:
                 self._watch = self._open_watch(client)  # first, so that no change falls between the two
             pairs = client.get_prefix(self._prefix)
         values = {meta["key"].decode(errors="replace").removeprefix(self._prefix): value for value, meta in pairs}
-        return {name: record for name, value in values.items() if (record := self._decode(name, value)) is not None}
+        opened = {name: one for name, value in values.items() if (one := self._open(name, value)) is not None}
+        self.refused = {name: one for name, one in opened.items() if one[1]}
+        return {name: record for name, (record, doubt) in opened.items() if not doubt}
 
     def wait(self, timeout_s: float) -> None:
         """A watch that is silent for `timeout_s` is opened anew: etcd's own heartbeats are minutes apart."""
@@ -86,12 +89,12 @@ class EtcdStore:
                 self._lease = client.lease(math.ceil(self._config.lease_s))
             if self._held.get(name) == record:
                 return
-            key, value = self._prefix + name, msgspec.json.encode(record)
+            key, value = self._prefix + name, seal_record(record, self._key)
             if not client.create(key, value, lease=self._lease):
                 present = client.get(key)
-                rival = self._decode(name, present[0]) if present else None
-                if rival is not None and rival.launch != record.launch:
-                    raise taken(record, rival)
+                rival = self._open(name, present[0]) if present else None
+                if rival is not None and not rival[1] and rival[0].launch != record.launch:
+                    raise taken(record, rival[0])
                 client.put(key, value, lease=self._lease)
         self._held[name] = record
 
@@ -128,15 +131,21 @@ class EtcdStore:
         if watch is not None:
             watch.close()
 
-    def _decode(self, name: str, value: bytes) -> WorkerRecord | None:
+    def _open(self, name: str, value: bytes) -> Refused | None:
+        """Return a record, and why it must not be trusted, if so; None: it is none. Either is told once."""
+        told = self._unread.get(name) == value
         try:
-            record = msgspec.json.decode(value, type=WorkerRecord)
-        except (msgspec.MsgspecError, ValueError) as error:  # ValueError: a text in it is no UTF-8
-            if self._unread.get(name) != value:
-                self._unread[name] = value
+            record, doubt = open_record(value, self._key)
+        except ValueError as error:
+            self._unread[name] = value
+            if not told:
                 logger.warning("record_unreadable key=%s error=%s", self._prefix + name, error)
             return None
-        return record
+        if doubt:
+            self._unread[name] = value
+            if not told:
+                logger.error("record_refused key=%s reason=%s", self._prefix + name, doubt)
+        return record, doubt
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[Any]:

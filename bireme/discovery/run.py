@@ -102,6 +102,11 @@ def make_private(folder: Path, remedy: str) -> None:
     """
     with suppress(FileExistsError):  # exist_ok raises where others remove it just then
         folder.mkdir(parents=True, mode=0o700)
+    check_private(folder, remedy)
+
+
+def check_private(folder: Path, remedy: str) -> None:
+    """Refuse a folder of another user, and take an own one from the others. Raises ConfigError, FileNotFoundError."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"{folder} belongs to user {status.st_uid} or is no folder; remove it, or {remedy}")
@@ -111,9 +116,11 @@ def make_private(folder: Path, remedy: str) -> None:
 
 def deployment_key(folder: Path) -> bytes:
     """Return the deployment's HMAC key; the first process makes it. BIREME_KEY (hex) wins. Raises ConfigError."""
-    if text := os.environ.get("BIREME_KEY"):
-        return _parse_key(text)
+    if (named := named_key()) is not None:
+        return named
     path = folder / "key"
+    with suppress(FileNotFoundError):
+        return path.read_bytes()
     draft = folder / f".key-{os.getpid()}-{secrets.token_hex(4)}"
     draft.touch(mode=0o600)
     draft.write_bytes(secrets.token_bytes(KEY_BYTES))
@@ -126,7 +133,10 @@ def deployment_key(folder: Path) -> bytes:
     return path.read_bytes()
 
 
-def _parse_key(text: str) -> bytes:
+def named_key() -> bytes | None:
+    """Return BIREME_KEY; None: it is not set. Raises ConfigError."""
+    if not (text := os.environ.get("BIREME_KEY")):
+        return None
     try:
         key = bytes.fromhex(text)
     except ValueError:

@@ -7,11 +7,17 @@ agreed upon among readers; each follows the store by itself (follower.py) and ju
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from bireme.config import DiscoveryConfig
+from bireme.discovery import run
 from bireme.discovery.run import WorkerRecord
 from bireme.errors import ConfigError, UnavailableError
+
+FOLDER_REMEDY = "name another in discovery.folder"
+Refused = tuple[WorkerRecord, str]  # a record that nothing may be taken from but its name, and why
 
 
 class StoreError(UnavailableError):
@@ -38,6 +44,8 @@ class RecordReader(Protocol):
 class RecordStore(RecordReader, Protocol):
     """What several servers share."""
 
+    refused: dict[str, Refused]  # by id: whom the last read has left out because nothing proves their records
+
     def hold(self, record: WorkerRecord) -> None:
         """Put the record, or renew its lease; to be called every lease_s / 3. Raises NameTakenError."""
 
@@ -47,15 +55,44 @@ class RecordStore(RecordReader, Protocol):
 
 def create_store(config: DiscoveryConfig) -> RecordStore:
     """Return a shared store, not connected yet. Raises ConfigError."""
+    key = shared_key(config)
     if config.backend == "directory":
         from bireme.discovery.directory import DirectoryStore
 
-        return DirectoryStore(config)
+        return DirectoryStore(config, key)
     if config.backend == "etcd":
         from bireme.discovery.etcd import EtcdStore
 
-        return EtcdStore(config)
+        return EtcdStore(config, key)
     raise ConfigError("discovery.backend: static has nothing that servers share; choose directory or etcd")
+
+
+def shared_key(config: DiscoveryConfig) -> bytes:
+    """Return the key of all servers and frontends that share a store: BIREME_KEY, else that of the folder.
+
+    Without either, folder and key are made. Raises ConfigError, also for another user's folder.
+    """
+    key = run.named_key()
+    if config.backend == "directory":
+        return _folder_key(Path(config.folder), key)
+    if key is None:
+        raise ConfigError(
+            "BIREME_KEY: not set; servers and frontends that share discovery through etcd must have one key:"
+            " `openssl rand -hex 32` makes one, give it to all of them"
+        )
+    return key
+
+
+def _folder_key(folder: Path, named: bytes | None) -> bytes:
+    try:
+        if named is None:
+            run.make_private(folder, FOLDER_REMEDY)
+            return run.deployment_key(folder)
+        with suppress(FileNotFoundError):  # a server makes it
+            run.check_private(folder, FOLDER_REMEDY)
+        return named
+    except OSError as error:
+        raise ConfigError(f"discovery.folder: {folder} can't be used: {error}") from error
 
 
 def parse_address(text: str) -> dict[str, Any]:

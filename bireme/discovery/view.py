@@ -22,7 +22,7 @@ from bireme.config import Recipe, worker_id
 from bireme.discovery import run
 from bireme.discovery.follower import Follower, OnChange, Records
 from bireme.discovery.run import WorkerRecord
-from bireme.discovery.store import RecordReader, create_store
+from bireme.discovery.store import RecordReader, RecordStore, create_store
 from bireme.errors import ConfigError, NotFoundError
 from bireme.metrics import Registry
 
@@ -91,7 +91,7 @@ class WorkerView:
         self,
         recipe: Recipe,
         own: RecordReader | None,
-        shared: RecordReader | None,
+        shared: RecordStore | None,
         server: str = "",
         launch: str = "",
         metrics: Registry | None = None,
@@ -100,7 +100,7 @@ class WorkerView:
         self._recipe, self._server, self._launch = recipe, server, launch
         lease_s = recipe.discovery.lease_s
         self._own = Follower(own, lease_s, self._merge) if own is not None else None
-        self._metrics = metrics
+        self._metrics, self._store = metrics, shared
         self._shared = Follower(shared, lease_s, self._merge, self._count_stale) if shared is not None else None
         self._lock = threading.Lock()
         self._on_change: OnChange = lambda records: None
@@ -134,8 +134,15 @@ class WorkerView:
                 "reason": self._shared.problem,
                 "workers_elsewhere": len(others),
                 "unregistered": [record.worker for record in self._registered().values() if not record.life],
-                "refused": dict(self._refused),
+                "refused": self._unproven() | self._refused,
             }
+
+    def _unproven(self) -> dict[str, str]:
+        """Return why others that say they serve this recipe are left out unseen, by id."""
+        refused = self._store.refused if self._store is not None else {}
+        return {
+            name: why for name, (record, why) in refused.items() if _may_concern(record, self._recipe, self._server)
+        }
 
     def is_drained_elsewhere(self) -> bool:
         """Return whether the shared store says of none of the own workers that it is ready."""
@@ -189,7 +196,7 @@ def admit(
     refused: dict[str, str] = {}
     for name in sorted(records):
         record = records[name]
-        if record.served_model_name != recipe.served_name or record.stage not in _TEXT_STAGES:
+        if not _may_concern(record, recipe):
             continue
         if record.server == server:
             if launch and record.launch != launch:
@@ -208,6 +215,11 @@ def admit(
         else:
             admitted[name] = record
     return admitted, refused
+
+
+def _may_concern(record: WorkerRecord, recipe: Recipe, but_server: str = "") -> bool:
+    is_own = bool(but_server) and record.server == but_server
+    return record.served_model_name == recipe.served_name and record.stage in _TEXT_STAGES and not is_own
 
 
 def discover(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import secrets
 import socket
 import threading
@@ -27,6 +26,7 @@ from bireme.child_process import Backoff
 from bireme.config import CHECKOUT, Recipe
 from bireme.discovery import run
 from bireme.discovery.directory import LOOK_S
+from bireme.discovery.store import shared_key
 from bireme.discovery.view import WorkerView, discover
 from bireme.errors import BiremeError, ConfigError, UnavailableError
 from bireme.kv.curve import needs_curve
@@ -498,21 +498,10 @@ def deployment_key(recipe: Recipe) -> str:
 
     Raises ConfigError for several hosts or servers that have no way to share one.
     """
-    if named := os.environ.get("BIREME_KEY"):
-        return named
-    discovery = recipe.discovery
-    if discovery.backend == "directory":
-        folder = Path(discovery.folder)
-        try:
-            run.make_private(folder, "name another in discovery.folder")
-            return run.deployment_key(folder).hex()
-        except OSError as error:
-            raise ConfigError(f"discovery.folder: {folder} can't be used: {error}") from error
-    if discovery.is_shared:
-        raise ConfigError(
-            "BIREME_KEY: not set; servers that share discovery through etcd must have one key:"
-            " `openssl rand -hex 32` makes one, give it to all of them"
-        )
+    if recipe.discovery.is_shared:
+        return shared_key(recipe.discovery).hex()
+    if (named := run.named_key()) is not None:
+        return named.hex()
     host = recipe.kv_events.host
     if host and needs_curve(f"tcp://{host}:*"):
         raise ConfigError(

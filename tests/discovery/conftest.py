@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from bireme.discovery.run import WorkerRecord
-from bireme.discovery.store import StoreError
+from bireme.discovery.store import Refused, StoreError
+
+KEY = b"k" * 32  # of the deployment
 
 
 def record(worker: str = "decode", server: str = "b:8001", **fields: Any) -> WorkerRecord:
@@ -42,6 +44,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.records: dict[str, WorkerRecord] = {}
+        self.refused: dict[str, Refused] = {}
         self.problem = ""
         self.num_reads = 0
         self.held: list[WorkerRecord] = []

@@ -3,13 +3,13 @@
 import errno
 import os
 
-import msgspec
 import pytest
 
 from bireme.config import DiscoveryConfig
 from bireme.discovery.directory import DirectoryStore
+from bireme.discovery.signed import seal_record
 from bireme.discovery.store import NameTakenError, StoreError
-from tests.discovery.conftest import by_id, odd_entry, record
+from tests.discovery.conftest import KEY, by_id, odd_entry, record
 
 LEASE_S = 10.0
 
@@ -29,7 +29,7 @@ def clock():
 @pytest.fixture
 def store(tmp_path, clock):
     config = DiscoveryConfig(backend="directory", folder=str(tmp_path / "shared"), lease_s=LEASE_S)
-    return lambda: DirectoryStore(config, clock)
+    return lambda key=KEY: DirectoryStore(config, key, clock)
 
 
 def test_what_one_holds_others_read(store):
@@ -100,7 +100,7 @@ def test_leaving_takes_nobody_else_s_record_along(store, tmp_path):
     first = store()
     first.hold(record(launch="first"))
     path = tmp_path / "shared" / "decode@b:8001.json"
-    path.write_bytes(msgspec.json.encode(record(launch="second")))
+    path.write_bytes(seal_record(record(launch="second"), KEY))
     first.withdraw()
     assert store().read()["decode@b:8001"].launch == "second"
 

@@ -13,7 +13,7 @@ from bireme.discovery.store import parse_address, with_discovery
 from bireme.discovery.view import OwnWorkers, WorkerView, admit, discover
 from bireme.errors import ConfigError
 from bireme.metrics import Registry
-from tests.discovery.conftest import MemoryStore, by_id, record
+from tests.discovery.conftest import KEY, MemoryStore, by_id, record
 
 
 def recipe(**more):
@@ -106,7 +106,7 @@ def test_a_worker_that_does_not_fit_is_refused_by_name(kind):
 
 def test_strangers_in_a_shared_folder_are_refused_and_the_others_serve(tmp_path, until):
     config = DiscoveryConfig(backend="directory", folder=str(tmp_path / "shared"))
-    writer, own = DirectoryStore(config), tmp_path / "own"
+    writer, own = DirectoryStore(config, KEY), tmp_path / "own"
     own.mkdir()
     run.publish(own, record(server="a:8001", launch="own launch"))
     strangers = {
@@ -115,7 +115,7 @@ def test_strangers_in_a_shared_folder_are_refused_and_the_others_serve(tmp_path,
     strangers["name"] = record("decode_1", server="a:8001", launch="theirs")
     for one in (*strangers.values(), record("prefill", "c:1")):
         writer.hold(one)
-    view = view_of(recipe(), own, DirectoryStore(config))
+    view = view_of(recipe(), own, DirectoryStore(config, KEY))
     views = []
     view.watch(views.append)
     until(lambda: len(view.report()["refused"]) == len(strangers))

@@ -113,7 +113,7 @@ def test_servers_that_share_a_folder_share_the_key_in_it(tmp_path, monkeypatch):
 def test_servers_that_share_etcd_are_given_one_key(tmp_path, monkeypatch):
     monkeypatch.delenv("BIREME_KEY", raising=False)
     recipe = serve.settings_of(serve.parse(["recipes/mocker", "--discovery", "etcd://127.0.0.1"]), tmp_path).recipe
-    with pytest.raises(ConfigError, match="BIREME_KEY: not set; servers that share discovery"):
+    with pytest.raises(ConfigError, match="BIREME_KEY: not set; servers and frontends that share discovery"):
         deployment_key(recipe)
 
 

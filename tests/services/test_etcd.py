@@ -12,7 +12,7 @@ from bireme.discovery.etcd import EtcdStore
 from bireme.discovery.follower import Follower
 from bireme.discovery.registration import Registration
 from bireme.discovery.store import NameTakenError, StoreError
-from tests.discovery.conftest import by_id, record
+from tests.discovery.conftest import KEY, by_id, record
 
 LEASE_S = 2.0
 
@@ -28,10 +28,10 @@ def store(server, request):
     """Return a function that makes stores of this test alone; all are closed at its end."""
     made = []
 
-    def make(*more, lease_s=LEASE_S):
+    def make(*more, lease_s=LEASE_S, key=KEY):
         endpoints = (*more, server.endpoint)
         config = DiscoveryConfig(backend="etcd", endpoints=endpoints, prefix=request.node.name, lease_s=lease_s)
-        made.append(EtcdStore(config))
+        made.append(EtcdStore(config, key))
         return made[-1]
 
     yield make
@@ -128,6 +128,18 @@ def test_a_value_that_is_no_record_is_left_out_by_name_and_told_once(store, capl
     assert caplog.text.count(f"record_unreadable key={writer._prefix}noise") == 1
 
 
+def test_a_value_without_proof_is_left_out_with_its_reason_and_takes_no_id(store, caplog):
+    forger, reader = store(key=b"z" * 32), store()
+    forger.hold(record())
+    for _ in range(3):
+        assert reader.read() == {}
+    assert "signed with another deployment key" in reader.refused["decode@b:8001"][1]
+    assert caplog.text.count("record_refused key=") == 1
+    writer = store()
+    writer.hold(record(launch="mine"))
+    assert reader.read() == by_id(record(launch="mine")) and not reader.refused
+
+
 def test_an_id_is_one_living_launch_s(store):
     store(lease_s=60).hold(record(launch="first"))
     with pytest.raises(NameTakenError, match="registered by another launch already"):
@@ -150,7 +162,7 @@ def test_an_engine_whose_id_another_launch_has_says_so_and_registers_once_it_is_
 
 def test_another_prefix_is_another_deployment(store, server):
     store().hold(record())
-    other = EtcdStore(DiscoveryConfig(backend="etcd", endpoints=(server.endpoint,), prefix="other"))
+    other = EtcdStore(DiscoveryConfig(backend="etcd", endpoints=(server.endpoint,), prefix="other"), KEY)
     assert other.read() == {}
     other.close()
 

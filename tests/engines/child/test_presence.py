@@ -20,6 +20,7 @@ KEY = b"k" * 32
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     monkeypatch.setenv("BIREME_ADVERTISE", "a:8001")
+    monkeypatch.setenv("BIREME_KEY", KEY.hex())
     made = []
 
     def make(**more):
@@ -37,7 +38,7 @@ def bench(tmp_path, monkeypatch):
 
 @pytest.fixture
 def shared(tmp_path):
-    store = DirectoryStore(DiscoveryConfig(backend="directory", folder=str(tmp_path / "shared")))
+    store = DirectoryStore(DiscoveryConfig(backend="directory", folder=str(tmp_path / "shared")), KEY)
 
     def read():
         try:
