@@ -18,6 +18,7 @@ from typing import Any
 
 from bireme.errors import BiremeError, RequestError, ResourceExhaustedError, UnavailableError, from_message
 from bireme.launch.doors import connect
+from bireme.launch.peer import NotOursError, check_ours
 
 _TEXT = "The oars of the upper bank and those of the lower move as one. "
 _MAX_REPEATS = 64
@@ -131,7 +132,7 @@ def probe_openai(
 ) -> CanaryResult:
     """Complete through the OpenAI frontend. `key`: one that it takes from its launcher, where it asks for keys."""
     request = {"model": model, "prompt": prompt.text, **_openai_sampling()}
-    return _ask(address, "/v1/completions", request, timeout_s, {"Authorization": f"Bearer {key}"}, has_tls).result
+    return _ask(address, "/v1/completions", request, timeout_s, key, has_tls).result
 
 
 def probe_embedding(http_address: str, model: str, timeout_s: float) -> CanaryResult:
@@ -140,7 +141,7 @@ def probe_embedding(http_address: str, model: str, timeout_s: float) -> CanaryRe
 
 def probe_openai_embedding(address: str, model: str, key: str, timeout_s: float, has_tls: bool = False) -> CanaryResult:
     request = {"model": model, "input": _TEXT, "encoding_format": "base64"}
-    return _ask(address, "/v1/embeddings", request, timeout_s, {"Authorization": f"Bearer {key}"}, has_tls).result
+    return _ask(address, "/v1/embeddings", request, timeout_s, key, has_tls).result
 
 
 def probe_ready(address: str, timeout_s: float, has_tls: bool = False) -> CanaryResult:
@@ -163,21 +164,25 @@ class _CanaryAnswer:
 
 
 def _ask(
-    address: str, path: str, values: dict[str, Any] | None, timeout_s: float, headers: dict[str, str] | None = None,
+    address: str, path: str, values: dict[str, Any] | None, timeout_s: float, key: str = "",
     has_tls: bool = False,
 ) -> _CanaryAnswer:  # fmt: skip
     connection = connect(address, timeout_s, has_tls)
     try:
+        connection.connect()
+        if key:
+            check_ours(connection.sock, timeout_s)
         body = None if values is None else json.dumps(values)
         method = "GET" if body is None else "POST"
-        connection.request(method, path, body, {"Content-Type": "application/json", **(headers or {})})
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        connection.request(method, path, body, {"Content-Type": "application/json"} | headers)
         response = connection.getresponse()
         return _read(response.status, response.read().decode(errors="replace"))
     except TimeoutError:
         return _CanaryAnswer(CanaryResult(f"no answer within {timeout_s:g} s", is_silent=True), {})
     except ConnectionError as error:
         return _CanaryAnswer(CanaryResult(f"{type(error).__name__}: {error}", is_unreachable=True), {})
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, NotOursError) as error:
         return _CanaryAnswer(CanaryResult(f"{type(error).__name__}: {error}"), {})
     finally:
         connection.close()

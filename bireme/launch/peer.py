@@ -1,0 +1,60 @@
+"""Who is at the other end of a TCP connection to this host: no secret goes to a process of another user.
+
+A port is free while its process starts again, and any user may listen there then.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_MAPPED = bytes(10) + b"\xff\xff"
+_LOOK_S = 0.005
+
+
+class NotOursError(Exception):
+    """The text says whose it is."""
+
+
+def check_ours(link: socket.socket, timeout_s: float) -> None:
+    """Return once a process of this user has accepted the connection.
+
+    Raises NotOursError when it is another user's, TimeoutError when nobody has in time, OSError.
+    """
+    here, there = link.getsockname(), link.getpeername()
+    rows = [f" {far} {near} " for far, near in zip(_names(*there[:2]), _names(*here[:2]), strict=True)]
+    deadline = time.monotonic() + timeout_s
+    while (user := _owner(rows)) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError("nobody accepts the connection")
+        time.sleep(_LOOK_S)
+    if user != os.geteuid():
+        raise NotOursError(f"a process of user {user} listens at port {there[1]} in the place of this launch's own")
+
+
+def _owner(rows: list[str]) -> int | None:
+    """Return the user whose socket the far end is; None: it is not accepted yet."""
+    for table in _TABLES:
+        text = table.read_text() if table.exists() else ""  # a kernel without IPv6
+        for row in rows:
+            if (at := text.find(row)) >= 0:
+                _, _, _, _, _, _, user, _, inode, *_ = text[at:].split(maxsplit=9)
+                return int(user) if inode != "0" else None
+    return None
+
+
+def _names(host: str, port: int) -> list[str]:
+    """Return how the kernel's tables write an end: words in its own byte order; of IPv4 also as a socket of IPv6."""
+    packed = ipaddress.ip_address(host.partition("%")[0]).packed
+    forms = [packed, _MAPPED + packed] if len(packed) == 4 else [packed, packed]
+    return [f"{_words(form)}:{port:04X}" for form in forms]
+
+
+def _words(packed: bytes) -> str:
+    groups = (packed[at : at + 4] for at in range(0, len(packed), 4))
+    return "".join(f"{int.from_bytes(group, sys.byteorder):08X}" for group in groups)
