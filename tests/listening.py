@@ -47,7 +47,8 @@ def _internet_sockets() -> Iterator[tuple[tuple[str, int], str]]:
 def _address(text: str) -> str:
     """Four bytes, or four times four, each in the machine's order."""
     words = [bytes.fromhex(word)[::-1] for word in re.findall("[0-9A-F]{8}", text)]
-    return str(ipaddress.ip_address(b"".join(words)))
+    address = ipaddress.ip_address(b"".join(words))
+    return str((address.version == 6 and address.ipv4_mapped) or address)
 
 
 def _owners(pids: list[int]) -> dict[str, int]:
