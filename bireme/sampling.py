@@ -200,11 +200,14 @@ def _flag(value: _Value) -> bool:
 
 def _strings(value: _Value, limit: int, limit_name: str, max_bytes: int | None = None) -> tuple[str, ...]:
     raw = [value.raw] if isinstance(value.raw, str) else value.raw
+    count = (
+        len(raw) - raw.count("") if isinstance(raw, list) else 0
+    )  # clients of tensorrtllm_backend send [""] for none
+    if count > limit:
+        raise RequestError(f"{value.where}: {count} strings; {limit_name} is {limit}, send fewer")
     if not isinstance(raw, list) or not all(isinstance(item, str) for item in raw):
         raise _wrong(value, "send a string or a list of strings")
-    items = tuple(item for item in raw if item)  # clients of tensorrtllm_backend send [""] for none
-    if len(items) > limit:
-        raise RequestError(f"{value.where}: {len(items)} strings; {limit_name} is {limit}, send fewer")
+    items = tuple(item for item in raw if item)
     for item in items:
         num_bytes = len(item.encode("utf-8", "surrogatepass"))
         if max_bytes is not None and num_bytes > max_bytes:

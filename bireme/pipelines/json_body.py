@@ -16,10 +16,12 @@ from bireme.errors import RequestError
 
 _S = TypeVar("_S", bound=msgspec.Struct)
 MAX_DEPTH, MAX_ITEMS = 64, 100_000  # of values that travel to engines as they are
-# Of a whole body, also counted inside its strings. A parser holds the GIL from a body's first byte to its last, on
-# whatever thread: 31 MiB of text take 0.1 s of a core, the same bytes as ten million empty lists 2 s.
-MAX_CONTAINERS, MAX_COMMAS = 500_000, 4_000_000
+# Of a whole body, the first and the last also counted inside its strings. A parser holds the GIL from a body's first
+# byte to its last, on whatever thread: 31 MiB of text take 0.1 s of a core, as ten million empty lists or as four
+# million keys 2 s.
+MAX_CONTAINERS, MAX_KEYS, MAX_COMMAS = 500_000, 200_000, 4_000_000
 _NEVER_TOO_MANY = MAX_CONTAINERS  # bytes
+_BLANKS = b" \t\r\n"
 _INT64_LOW, _UINT64_HIGH = -(2**63), 2**64 - 1
 _PATH = re.compile(r"(?P<text>.*) - at `\$(?P<path>.*)`", re.DOTALL)
 _INDEX = re.compile(r"\[\d+\]")
@@ -57,8 +59,16 @@ def _check_counts(body: bytes) -> None:
     containers, commas = body.count(b"{") + body.count(b"["), body.count(b",")
     if containers > MAX_CONTAINERS:
         raise RequestError(f"the body has {containers} objects and lists; the limit is {MAX_CONTAINERS}, send fewer")
+    if body.count(b":") > MAX_KEYS and (keys := _num_keys(body)) > MAX_KEYS:
+        raise RequestError(f"the body's objects have {keys} keys; the limit is {MAX_KEYS}, send fewer")
     if commas > MAX_COMMAS:
         raise RequestError(f"the body has {commas} commas; the limit is {MAX_COMMAS}, send fewer values")
+
+
+def _num_keys(body: bytes) -> int:
+    """Return how often a string is followed by a colon; also counts strings that begin with one."""
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    return unescaped.translate(None, _BLANKS).count(b'":')
 
 
 def param_of(message: str) -> str | None:

@@ -23,7 +23,15 @@ def test_millions_of_numbers_are_refused_unparsed():
         decode_body(b'{"values":[' + b"1," * 4_000_001, Body, {})
 
 
-@pytest.mark.parametrize("text", ["a" * (8 << 20), "{x}, " * 400_000])
+@pytest.mark.parametrize("key", ["k%d", "%d\\\\", '%d\\"', ":%d"], ids=["plain", "a backslash", "a quote", "a colon"])
+@pytest.mark.parametrize("colon", [":", " \t\n:"], ids=["close", "apart"])
+def test_hundreds_of_thousands_of_keys_are_refused_unparsed(key, colon):
+    body = "{" + ",".join(f'"{key % number}"{colon}1' for number in range(200_001))  # no valid JSON
+    with pytest.raises(RequestError, match=r"\d+ keys; the limit is 200000, send fewer"):
+        decode_body(body, Body, {})
+
+
+@pytest.mark.parametrize("text", ["a" * (8 << 20), "{x}, " * 400_000, 'a: "b": ' * 300_000, '{"a": "b"}' * 300_000])
 def test_a_large_text_is_taken(text):
     assert decode_body(msgspec.json.encode(Body(text)), Body, {}).text == text
 

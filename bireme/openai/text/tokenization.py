@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.chat_request import ChatBody, ChatMessage, Tool, check_chat
 from bireme.pipelines.json_body import decode_body
 from bireme.request import check_ids
+
+_MAX_IDS = 1_000_000  # while no worker has told its context
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +73,9 @@ class Tokenization:
     async def detokenize(self, call: Call, data: bytes) -> None:
         body = decode_body(data, DetokenizeBody, {})
         model = self._models.get(body.model)
-        ids = check_ids("tokens", np.array(body.tokens, object), model.tokenizer.vocab_size)
-        text = model.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        limit = model.capacity.max_seq_len if model.capacity else _MAX_IDS
+        if len(body.tokens) > limit:
+            raise RequestError(f"tokens: {len(body.tokens)} ids; the context is {limit}, send fewer")
+        check_ids("tokens", np.array(body.tokens, object), model.tokenizer.vocab_size)
+        text = await asyncio.to_thread(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
         await call.reply(200, encode_json({"prompt": text}))
