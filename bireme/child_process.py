@@ -84,6 +84,13 @@ class ChildProcess:
         return self._process.wait()
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal or a debugger has stopped it; false for one that is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in ("T", "t")
+    return False
+
+
 def has_waiting_thread(pid: int, but: int = 0) -> bool:
     """Return whether a thread, other than `but`, waits for a CPU or a disk, so that only the machine holds it up.
 

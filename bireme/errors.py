@@ -6,6 +6,7 @@ BiremeError                       INTERNAL
 ├── ResourceExhaustedError        RESOURCE_EXHAUSTED   a full queue or buffer; try again later
 ├── UnavailableError              UNAVAILABLE          a worker is down or not in the recipe; try again
 │   ├── EngineLostError                                the engine died with the request in flight
+│   │   └── EngineStalledError                         it stood still, for the sake of a request that nobody can tell
 │   └── KvTransferError                                the KV of its prefill did not arrive: decode is well
 ├── DeadlineExceededError         DEADLINE_EXCEEDED    the request's own time limit, or the queue's
 ├── RequestCancelledError         CANCELLED            the client went away or asked to abort
@@ -63,6 +64,10 @@ class EngineLostError(UnavailableError):
     """The engine process died, or was restarted, while the request was in flight."""
 
 
+class EngineStalledError(EngineLostError):
+    """The engine stood still and was killed; whose work it was in could not be told, so it may be this request's."""
+
+
 class KvTransferError(UnavailableError):
     """The KV of a prefill did not reach decode: prefill, or the transport, is at fault."""
 
@@ -115,7 +120,11 @@ def drop_frames(error: BaseException) -> None:
 
 
 # A worker that was not there, and one that refused, must differ on the wire as well.
-_MARKS: dict[type[BiremeError], str] = {EngineLostError: "engine lost: ", KvTransferError: "KV transfer failed: "}
+_MARKS: dict[type[BiremeError], str] = {
+    EngineLostError: "engine lost: ",
+    EngineStalledError: "engine stalled: ",
+    KvTransferError: "KV transfer failed: ",
+}
 
 
 def to_message(error: BaseException) -> str:

@@ -126,6 +126,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     multimodal: bytes | None = None  # multimodal/wire.py: JSON
     kv_cache_retention_config: KvCacheRetentionConfig | None = None  # None: its blocks are kept as usual
     dp_rank: int | None = None  # attention data parallelism: the rank that must take it; None: the engine chooses
+    was_in_stall: bool = False  # its engine stalled, perhaps for its sake: it begins alone (engines/child/trials.py)
 
     @property
     def is_best_effort(self) -> bool:
@@ -264,6 +265,7 @@ class Step(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
     logprobs: dict[int, list[TokenLogprobs]] | None = None  # request -> one entry a new token
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # entry i belongs to prompt token i + 1
     lost: bool = False  # this life is over: everything in flight is gone; `life` is the one that ended
+    has_stalled: bool = False  # it stood still, and whose work it was in is not known
 
     def deltas(self) -> Iterator[tuple[int, list[int]]]:
         if self.counts is None:

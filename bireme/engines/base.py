@@ -28,6 +28,7 @@ from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import Capacity, EncodeRequest, EngineRequest, Finish, TokenLogprobs
 from bireme.metrics import Registry
 from bireme.multimodal.wire import OpenedItem
+from bireme.own_work import OwnWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,6 +175,7 @@ class EngineContext:
     hosts_encoder: bool = False  # this engine has the vision tower: it is a PictureEngine
     media: MediaLimits = MediaLimits()
     max_n: int = Limits().max_n  # handles of a picture: its request may have so many sequences
+    own_work: OwnWork = OwnWork()  # where a thread says in whose it is
     max_processor_ms: float = Limits().max_processor_ms  # CPU time of a request's logits processors for one token
     hold_weights: Callable[[str], WeightsHold] | None = None  # of the memory service; None: each engine has its own
     hold_wait_s: float = 0.0  # for another engine that reads the same weights

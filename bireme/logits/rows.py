@@ -7,12 +7,13 @@ size of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
 
 from bireme.errors import RequestError
-from bireme.logits.base import BaseLogitsProcessor
+from bireme.logits.base import NO_MARK, BaseLogitsProcessor
 from bireme.logits.guided.guidance import Guidance
 from bireme.messages import SamplingParams, temperature_of
 
@@ -79,6 +80,7 @@ class Row:
         "history",
         "is_plain",
         "is_simple",
+        "mark",
         "min_p",
         "num_output",
         "num_top",
@@ -100,8 +102,10 @@ class Row:
         vocab_size: int,
         processors: Sequence[BaseLogitsProcessor] = (),
         guidance: Guidance | None = None,
+        mark: AbstractContextManager[None] = NO_MARK,
     ) -> None:
-        """`guidance` has taken `output_ids` already."""
+        """`guidance` has taken `output_ids` already. `mark`: is held while `processors` work."""
+        self.mark = mark
         self.temperature = temperature_of(params)
         self.top_k = min(params.top_k or 0, vocab_size)
         self.top_p = 1.0 if params.top_p is None else params.top_p

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from bireme.errors import BiremeError, RequestError
 from bireme.logits import filters
-from bireme.logits.base import BaseLogitsProcessor, ProcessorContext
+from bireme.logits.base import NO_MARK, BaseLogitsProcessor, ProcessorContext
 from bireme.logits.guided.guidance import Bitmask, Guidance, allocate
 from bireme.logits.guided.mask import apply
 from bireme.logits.logprobs import token_logprobs
@@ -58,11 +59,14 @@ class Sampler(Generic[Key]):
         device: torch.device | str = "cpu",
         max_processor_s: float = math.inf,
         draw: DrawRows | None = None,
+        mark: Callable[[Key], AbstractContextManager[None]] = lambda key: NO_MARK,
     ) -> None:
         """`max_processor_s`: CPU time that a row's own processors may take for one token.
 
-        `draw`: of rows on the device, as `filters.draw_row` does; None: they are copied to the CPU for it.
+        `draw`: of rows on the device, as `filters.draw_row` does; None: they are copied to the CPU for it. `mark`:
+        returns what is held while a sequence's processors work.
         """
+        self._mark = mark
         self._vocab_size = vocab_size
         self._max_processor_s = max_processor_s
         self._device = device
@@ -87,8 +91,11 @@ class Sampler(Generic[Key]):
 
         The ids in `params` are of the vocabulary. `guidance` has taken `output_ids` already, and is the sampler's now.
         """
-        processors = self._processors(params, str(key), len(prompt_ids), eos_ids)
-        self._rows[key] = Row(params, prompt_ids, output_ids, eos_ids, self._vocab_size, processors, guidance)
+        mark, processors = NO_MARK, list[BaseLogitsProcessor]()
+        if params.logits_processors:
+            with (mark := self._mark(key)):
+                processors = self._processors(params, str(key), len(prompt_ids), eos_ids)
+        self._rows[key] = Row(params, prompt_ids, output_ids, eos_ids, self._vocab_size, processors, guidance, mark)
 
     def remove(self, key: Key) -> None:
         """Forget a sequence; unknown ones are ignored."""
@@ -164,7 +171,8 @@ class Sampler(Generic[Key]):
         for index, row in enumerate(rows):
             if row.processors:
                 try:
-                    self._run_processors(row, work[index])
+                    with row.mark:
+                        self._run_processors(row, work[index])
                 except BiremeError as error:
                     errors[at[index]] = error
                     work[index].fill_(float("nan"))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bireme.errors import UnavailableError
+from bireme.errors import EngineStalledError, UnavailableError
 from bireme.gathering import all_results
 from bireme.messages import EmbedRequest
 from bireme.metrics import Registry
@@ -64,6 +64,8 @@ class EmbeddingService:
             try:
                 return await self._ask(worker, request)
             except UnavailableError as error:
+                if isinstance(error, EngineStalledError) and isinstance(failure, EngineStalledError):
+                    raise  # a second one, so it may be for its sake: no third engine gets it
                 failure = error
             finally:
                 self._num_tokens[worker] -= num_tokens

@@ -14,7 +14,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bireme.errors import BiremeError, DeadlineExceededError, EngineLostError, RequestError, UnavailableError
+from bireme.errors import (
+    BiremeError,
+    DeadlineExceededError,
+    EngineLostError,
+    EngineStalledError,
+    RequestError,
+    UnavailableError,
+)
 from bireme.kv.hashing import MediaSpan
 from bireme.messages import EncodeRequest, EncodeSource
 from bireme.multimodal.model_config import PictureModel
@@ -90,7 +97,7 @@ class RequestPictures:
 
     async def _encode(self, copies: int) -> tuple[EncodeAnswer, str]:
         """Encode on one worker after another until one can. Returns the answer and the worker."""
-        recipe, began, losses = self._services.recipe, time.monotonic(), 0
+        recipe, began, losses, num_stalls = self._services.recipe, time.monotonic(), 0, 0
         at, pause_s = secrets.randbelow(1 << 16), _FIRST_PAUSE_S
         while True:
             workers = self._services.stage_workers(recipe.encoder_stage)
@@ -104,7 +111,8 @@ class RequestPictures:
                     raise
             except EngineLostError as error:
                 losses += 1
-                if losses > recipe.pipeline.migration_limit:
+                num_stalls += isinstance(error, EngineStalledError)  # perhaps for its sake: no third engine gets it
+                if losses > recipe.pipeline.migration_limit or num_stalls > 1:
                     raise UnavailableError(f"{error}; tried {losses} times (pipeline.migration_limit)") from error
             except UnavailableError:
                 if time.monotonic() - began > recipe.pipeline.stall_timeout_s:

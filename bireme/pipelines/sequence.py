@@ -7,7 +7,8 @@ The sequence is the sink of the decode worker that has it: tokens go on to its T
 that after a loss another worker can be given prompt + tokens. The client notices nothing.
 
 What ends an attempt, and what follows:
-    engine lost, lease gone                    another attempt; pipeline.migration_limit of these
+    engine lost, lease gone                    another attempt; pipeline.migration_limit of these. Where the engine
+                                               stalled for nobody knows whom, the next one tries it alone
     refused (not ready, not there, draining),  another attempt after a pause, until pipeline.stall_timeout_s: no engine
     queue full                                 had it (a full queue only if tokens have been delivered already)
     KV transfer failed                         aggregated, at once; where the recipe forbids that and no token has been
@@ -35,6 +36,7 @@ from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
     EngineLostError,
+    EngineStalledError,
     KvTransferError,
     NotFoundError,
     RequestCancelledError,
@@ -135,6 +137,7 @@ class SequenceRunner:
         self._prompt_logprobs: list[TokenLogprobs] | None = None  # prefill's, until they are sent
         self._failing_since = 0.0
         self._pause_s = FIRST_PAUSE_S
+        self._was_in_stall = False  # of its last engine, and perhaps for its sake
         self._lost_at = 0.0
         self._lost_ms = 0.0  # decode time of lost attempts
 
@@ -242,13 +245,17 @@ class SequenceRunner:
         if isinstance(error, UnreachableError) and not self.tokens and not self.migrations and has_fixed_address:
             raise error
         if isinstance(error, EngineLostError):
+            self._was_in_stall = isinstance(error, EngineStalledError)
             self.migrations += 1
             if self.migrations > config.migration_limit:
                 raise UnavailableError(
                     f"{error}; moved {config.migration_limit} times already (pipeline.migration_limit)"
                 ) from error
             self._services.metrics.add("bireme_migrations_total")
-            return 0.0
+            sampling = self._work.sampling
+            # One of several sequences may have been at fault with its own work, which the others have, too: it ends
+            # them before they are sent again.
+            return FIRST_PAUSE_S if sampling.logits_processors or sampling.guided_decoding else 0.0
         if now - self._failing_since > config.stall_timeout_s:
             raise error
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -349,6 +356,7 @@ class SequenceRunner:
             priority=work.priority,
             timeout_ms=timeout_ms,
             kv_cache_retention_config=work.kv_cache_retention_config,
+            was_in_stall=self._was_in_stall,
         )
 
     async def _decode(self, worker: str, request: EngineRequest) -> None:

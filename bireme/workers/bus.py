@@ -11,7 +11,7 @@ What can end a session, and what its requests get (`cancelled` where they were a
     refused, never opened      UNAVAILABLE, as never sent: the caller may try again at no cost (so do those that the
                                stub can't hand to its engine: their finish says so)
     server not reachable       UnreachableError, naming BIREME_GRPC
-    Step(lost), stream broken  EngineLostError for all that were sent
+    Step(lost), stream broken  EngineLostError for all that were sent, EngineStalledError where the step says so
     subscription unknown       (the stub closed it) silent requests go to a new session once, others are lost
     silent for stall_timeout   EngineLostError; the stub answers keepalives, so silence means that it is dead
 """
@@ -30,6 +30,7 @@ import numpy as np
 from bireme.errors import (
     BiremeError,
     EngineLostError,
+    EngineStalledError,
     NotFoundError,
     UnavailableError,
     drop_frames,
@@ -403,9 +404,8 @@ class Session:
             for number in step.finished:
                 self._forget(number)
             if step.lost:
-                raise EngineLostError(
-                    f"{self._bus.worker}: its engine died or was restarted with the request in flight"
-                )
+                kind = EngineStalledError if step.has_stalled else EngineLostError
+                raise kind(f"{self._bus.worker}: its engine died or was restarted with the request in flight")
 
     def _note_gaps(self, steps: list[Step]) -> None:
         """Count the time since each stream's last tokens; streams of the same delivery share it."""

@@ -12,6 +12,7 @@ from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
     EngineLostError,
+    EngineStalledError,
     KvTransferError,
     NotFoundError,
     RequestError,
@@ -244,6 +245,21 @@ async def test_a_loss_is_a_gap_between_tokens_only_where_there_were_some(bench, 
     observed = test.observed()
     assert observed.get("bireme_inter_token_latency_seconds", 0) == gaps
     assert observed["bireme_time_to_first_token_seconds"] == 1
+
+
+async def test_what_was_in_a_stalled_engine_is_tried_alone_by_the_next_one(bench):
+    test = await bench(decode=2)
+    call = test.ask(stream=True)
+    await test.workers.emit(1)
+    test.workers.running[0].fail(EngineStalledError("its engine stood still"))
+    await test.workers.emit(1)
+    assert test.workers.running[0].request.was_in_stall
+    await test.workers.lose(test.workers.running[0].worker)
+    await test.workers.emit(1)
+    assert not test.workers.running[0].request.was_in_stall
+    await test.workers.emit(1)
+    await call.end()
+    assert call.tokens == EXPECTED
 
 
 async def test_an_engine_lost_between_the_last_token_and_the_end_costs_nothing(bench):

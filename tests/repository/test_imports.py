@@ -17,7 +17,7 @@ from tests.repository.house import CHECKOUT, MODULES, PACKAGE, imports_of, name_
 ROWS = (
     ("errors", "best_effort", "coalescing", "engine_kinds", "own_process", "child_process") + ("private_files",),
     ("specs", "messages", "sampling", "guides", "request", "disagg", "config", "conversion", "metrics", "types")
-    + ("parameters", "stop_signals", "gathering", "inbox"),
+    + ("parameters", "stop_signals", "gathering", "inbox", "own_work"),
     ("recipe_files", "llm_args"),
     ("kv", "text", "logits", "multimodal", "video", "discovery"),
     ("engines",),

@@ -34,6 +34,7 @@ from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import Capacity
 from bireme.metrics import Registry
 from bireme.own_process import freeze_gc, reuse_memory
+from bireme.own_work import SUFFIX, OwnWork
 from bireme.stop_signals import on_stop_signal
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ class EngineProcess:
         self._worker, self._endpoint = worker, endpoint
         self._life = life
         self._metrics = Registry(worker)
-        self._server = EngineServer(endpoint, life, self._metrics)
+        self._own_work = OwnWork.open(endpoint.removeprefix("ipc://") + SUFFIX)
+        self._server = EngineServer(endpoint, life, self._metrics, self._own_work)
         self._create_engine = create_engine
         self._engine: Engine | None = None
         self._parts = contextlib.ExitStack()  # what ends with the process, the engine first
@@ -156,6 +158,7 @@ class EngineProcess:
             media=recipe.media,
             max_n=recipe.limits.max_n,
             max_processor_ms=recipe.limits.max_processor_ms,
+            own_work=self._own_work,
             hold_weights=self._hold_weights if recipe.memory_service.enabled else None,
             hold_wait_s=recipe.supervisor.start_timeout_s / 2,
             findings_path=run.run_dir() / f"{self._worker}.findings",

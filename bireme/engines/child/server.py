@@ -28,6 +28,7 @@ from bireme.engines.base import (
 from bireme.engines.child.columns import StepEncoder
 from bireme.engines.child.io_thread import IoThread
 from bireme.engines.child.ledger import Ledger
+from bireme.engines.child.trials import Trials
 from bireme.engines.child.validate import Gate
 from bireme.errors import (
     BiremeError,
@@ -58,6 +59,7 @@ from bireme.messages import (
     split,
 )
 from bireme.metrics import Registry, encode_delta
+from bireme.own_work import OwnWork, Work
 
 logger = logging.getLogger("bireme.engine")
 MAX_NUMBER = (1 << 63) - 1
@@ -85,7 +87,9 @@ class _Service:
 class EngineServer:
     """Start it first, so that pings are answered during the load; then `open` it or `fail` it; then `close`."""
 
-    def __init__(self, endpoint: str, life: int, metrics: Registry) -> None:
+    def __init__(self, endpoint: str, life: int, metrics: Registry, own_work: OwnWork | None = None) -> None:
+        self._own_work = own_work or OwnWork()
+        self._trials = Trials(self._own_work)
         self._life = life
         self._metrics = metrics
         self._ledger = Ledger()
@@ -121,6 +125,8 @@ class EngineServer:
     def _frames(self) -> Sequence[bytes]:
         """Return the frames of all steps made so far; on the IO thread."""
         for number, deltas, plain in self._outputs.drain():
+            if self._trials.tried is not None:
+                self._trials.see(deltas, plain)
             try:
                 self._encoder.add(number, deltas, plain)
             except Exception:
@@ -168,7 +174,10 @@ class EngineServer:
 
     def _handle(self, consumer: int, life: int, command: Command) -> None:
         is_current = life == self._life
-        if isinstance(command, (Submit, Encode, Embed)):
+        if isinstance(command, Submit) and command.request.sampling.logits_processors:
+            with self._own_work.mark((consumer, command.number), Work.PROCESSORS):  # it makes them
+                self._submit(consumer, life, command)
+        elif isinstance(command, (Submit, Encode, Embed)):
             self._submit(consumer, life, command)
         elif isinstance(command, Ping):
             if consumer == STUB:
@@ -176,7 +185,7 @@ class EngineServer:
         elif not (is_current and self._service):
             return  # another life's requests are gone already
         elif isinstance(command, Abort):  # also after the end: an exported lease is freed this way
-            self._service.engine.abort((consumer, command.number))
+            self._abort(self._service, (consumer, command.number))
         elif isinstance(command, Release):
             self._release(self._service, command)
         elif isinstance(command, Drop):
@@ -201,6 +210,13 @@ class EngineServer:
             self._refuse(key, error)
             return
         self._ledger.enter(key, digest)
+        if isinstance(command, Submit) and command.request.was_in_stall:
+            self._trials.add(key, partial(self._start, key, start))
+        else:
+            self._start(key, start)
+
+    def _start(self, key: RequestKey, start: Callable[[], None]) -> bool:
+        """Return whether the engine has taken it; else it is refused."""
         try:
             start()
         except Exception as error:
@@ -210,6 +226,16 @@ class EngineServer:
             self._refuse(key, error)
         if self.on_change is not None:
             self.on_change()
+        return self._ledger.get(key) is not None
+
+    def _abort(self, service: _Service, key: RequestKey) -> None:
+        if not self._trials.remove(key):
+            service.engine.abort(key)
+            return
+        record = self._ledger.get(key)
+        self._ledger.leave(key)
+        if record is not None and not record.is_discarded:
+            self._refuse(key, RequestCancelledError("the request was aborted"))
 
     def _release(self, service: _Service, command: Release) -> None:
         try:
@@ -235,7 +261,7 @@ class EngineServer:
             return
         record.is_discarded = True
         assert self._service is not None
-        self._service.engine.abort(key)
+        self._abort(self._service, key)
         logger.warning("number_reused consumer=%d number=%d", *key)
         raise RequestError(f"number: {key[1]} is in flight; both requests end, use each number once")
 
@@ -250,7 +276,7 @@ class EngineServer:
             record = self._ledger.get(key)
             if record is not None and self._service is not None:
                 record.is_discarded = True
-                self._service.engine.abort(key)
+                self._abort(self._service, key)
         if keys:  # else an ordinary close
             logger.info("consumer_dropped consumer=%d requests=%d", consumer, len(keys))
 

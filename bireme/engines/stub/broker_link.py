@@ -247,7 +247,7 @@ class BrokerLink:
             self._series.end()
         life, self._life = self._life, None
         if life is not None:
-            self._owner.on_end(life, EngineLostError(str(error)))
+            self._owner.on_end(life, error if isinstance(error, EngineLostError) else EngineLostError(str(error)))
 
 
 def _connect(context: Any, path: str) -> Any:

@@ -28,7 +28,7 @@ from bireme.engines.stub.broker_wire import SLOT_BITS, slot_of
 from bireme.engines.stub.engine_series import EngineSeries
 from bireme.engines.stub.life import Life
 from bireme.engines.stub.supervisor import Supervisor
-from bireme.errors import ConfigError, EngineLostError, UnavailableError, to_message
+from bireme.errors import ConfigError, EngineLostError, EngineStalledError, UnavailableError, to_message
 from bireme.messages import (
     Abort,
     Capacity,
@@ -249,7 +249,7 @@ class EngineClient:
         text = to_message(error)
         finished = {number: Finish("error", Usage(), text) for number in session.sinks}
         deliver(Step(life.number, 0, finished=finished), session.sinks, self._sink_failed)
-        lost = encode(Step(life.number, 0, lost=True))
+        lost = encode(Step(life.number, 0, lost=True, has_stalled=isinstance(error, EngineStalledError)))
         for push in list(session.buses.values()):
             self._push(push, lost)
 

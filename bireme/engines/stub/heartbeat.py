@@ -23,6 +23,7 @@ class Verdict:
 
     cause: str  # hang or stall
     text: str
+    still_s: float  # how long nothing has moved
 
 
 class Heartbeat:
@@ -72,14 +73,16 @@ class Heartbeat:
         self._still_s += passed_s if self._has_work else 0.0
         if self._silent_s > self._config.ping_timeout_s / 2 and self._waits_for_machine():
             self._held_up_s += passed_s
-        if self._silent_s - self._held_up_s > self._config.ping_timeout_s:
-            return Verdict("hang", f"no answer to pings for {self._config.ping_timeout_s:g} s")
-        if self._silent_s > self._config.ping_timeout_s + self._config.stall_timeout_s:
-            return Verdict("hang", f"no answer to pings for {self._silent_s:.1f} s; {self._limit}")
-        if self._step_age_s > self._config.stall_timeout_s:
-            return Verdict("stall", f"step {self._step + 1} runs for {self._step_age_s:.1f} s; {self._limit}")
-        if self._step_age_s == 0 and self._still_s > self._config.stall_timeout_s + self._transfer_timeout_s:
-            return Verdict("stall", f"requests are there and no step was done for {self._still_s:.1f} s; {self._limit}")
+        silent_s, age_s, still_s = self._silent_s, self._step_age_s, self._still_s
+        if silent_s - self._held_up_s > self._config.ping_timeout_s:
+            return Verdict("hang", f"no answer to pings for {self._config.ping_timeout_s:g} s", silent_s)
+        if silent_s > self._config.ping_timeout_s + self._config.stall_timeout_s:
+            return Verdict("hang", f"no answer to pings for {silent_s:.1f} s; {self._limit}", silent_s)
+        if age_s > self._config.stall_timeout_s:
+            return Verdict("stall", f"step {self._step + 1} runs for {age_s:.1f} s; {self._limit}", age_s)
+        if age_s == 0 and still_s > self._config.stall_timeout_s + self._transfer_timeout_s:
+            text = f"requests are there and no step was done for {still_s:.1f} s; {self._limit}"
+            return Verdict("stall", text, still_s)
         return None
 
     @property

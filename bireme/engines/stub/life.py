@@ -20,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from bireme import own_work
 from bireme.child_process import ChildProcess, describe_exit
 from bireme.discovery import run
 from bireme.engines.stub.broker_wire import MAX_SOCKET_PATH
@@ -27,6 +28,7 @@ from bireme.errors import ConfigError, NotFoundError, UnavailableError
 from bireme.kv import transfer
 from bireme.messages import STUB
 from bireme.multimodal.embedding_share import SUFFIX
+from bireme.own_work import WorkFile
 
 logger = logging.getLogger("bireme.engines")
 _EXIT_POLL_S = 0.02  # where the kernel has no pidfd
@@ -86,6 +88,7 @@ class Life:
         self._path = self._socket_path()
         self._commands = self._bind(zmq.PUSH, ".c")
         self._frames = self._bind(zmq.PULL, ".s")
+        self.work = WorkFile(Path(self._path + own_work.SUFFIX))
         self._poller = zmq.Poller()
         self._poller.register(self._frames, zmq.POLLIN)
 
@@ -147,6 +150,7 @@ class Life:
         self._context.term()
         if self._pidfd >= 0:
             os.close(self._pidfd)
+        self.work.close()
         self._sweep()
         if self._own_folder is not None:
             shutil.rmtree(self._own_folder, ignore_errors=True)
@@ -173,7 +177,7 @@ class Life:
 
     def _sweep(self) -> None:
         """Remove the remains of this worker's lives: this one's, and those of killed stubs."""
-        for socket in self._run_dir.glob(f"{self.worker}-*.[celrs]"):
+        for socket in self._run_dir.glob(f"{self.worker}-*.[celrsw]"):
             socket.unlink(missing_ok=True)
         if count := transfer.sweep(self._run_dir, self.worker):
             logger.info("shm_swept worker=%s files=%d", self.worker, count)

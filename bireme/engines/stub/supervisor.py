@@ -24,13 +24,21 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from bireme.child_process import Backoff, has_waiting_thread
+from bireme.child_process import Backoff, has_waiting_thread, is_stopped
 from bireme.config import Recipe, SupervisorConfig
 from bireme.discovery import run
 from bireme.engines.stub.environment import engine_environment, find_python
 from bireme.engines.stub.heartbeat import STALL_KEY, Heartbeat, Verdict
 from bireme.engines.stub.life import Life, Standby
-from bireme.errors import BiremeError, ConfigError, EngineLostError, UnavailableError, from_message, to_message
+from bireme.errors import (
+    BiremeError,
+    ConfigError,
+    EngineLostError,
+    EngineStalledError,
+    UnavailableError,
+    from_message,
+    to_message,
+)
 from bireme.messages import (
     CONTROL,
     STUB,
@@ -38,20 +46,25 @@ from bireme.messages import (
     Command,
     Commands,
     Drain,
+    Finish,
     Hello,
     Ping,
     Pong,
+    Step,
+    Usage,
     decode_control,
     encode,
     frame,
     split,
 )
 from bireme.metrics import Registry
+from bireme.own_work import Culprit, culprit_of
 
 _FRAMES_A_TURN = 256  # so that an engine without pauses can't keep this thread from its pings
 _STACKS_S = 0.2  # for the child to write its threads' stacks before it is killed
 _MAX_BACKOFF_S = 10.0
 _STOP_S = 5.0  # from SIGTERM to SIGKILL
+_CRASHES = {f"signal {name}" for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")}  # of its own making
 _SLEEP_LOOK_S = 0.1
 _SLEEP_DRAIN_S = 30.0  # for what runs when the engine is to sleep; then it is moved by those who asked
 
@@ -180,13 +193,17 @@ class Supervisor:
         except Exception as failure:
             self._logger.exception("life_failed worker=%s life=%d", self._worker, life.number)
             error = UnavailableError(f"{self._worker}: its supervisor failed: {to_message(failure)}")
+        work = b"" if is_stopped(life.pid) else life.work.read()  # a stopped one would have gone on with its work
         how = life.end()
+        culprit = self._culprit(work, verdict, how)
         if self._stopping.is_set():
             error = UnavailableError(f"{self._worker} is stopping")
         elif self._has_drained:
             error = EngineLostError(f"{self._worker} was put to sleep")
         elif verdict is not None:
-            error = UnavailableError(f"the engine process of {self._worker} was killed: {verdict.text}")
+            is_unclear = culprit is None and verdict.still_s > self._config.stall_timeout_s
+            kind = EngineStalledError if is_unclear else UnavailableError
+            error = kind(f"the engine process of {self._worker} was killed: {verdict.text}")
         elif error is None and self._has_started.is_set():
             error = EngineLostError(f"the engine process of {self._worker} has ended ({how})")
         elif error is None:
@@ -197,12 +214,27 @@ class Supervisor:
         cause = "sleep" if self._has_drained else verdict.cause if verdict else "exit"
         self._state = str(error)
         self._metrics.set("bireme_engine_up", 0)
+        if culprit is not None:
+            self._end_culprit(life, culprit, str(error))
         self._owner.on_end(life, error if isinstance(error, EngineLostError) else EngineLostError(str(error)))
         if not self._stopping.is_set() and cause != "sleep":
             self._logger.error(
                 "engine_lost worker=%s life=%d cause=%s how=%s reason=%s", self._worker, life.number, cause, how, error
             )
         return error, cause
+
+    def _culprit(self, work: bytes, verdict: Verdict | None, how: str) -> Culprit | None:
+        """Return the request for whose sake the life has ended, if that can be told."""
+        if verdict is not None:
+            return culprit_of(work, verdict.still_s)
+        return culprit_of(work, 0.0) if how in _CRASHES else None
+
+    def _end_culprit(self, life: Life, culprit: Culprit, reason: str) -> None:
+        """Answer the request at fault as the engine would have, before the others learn of the life's end."""
+        self._logger.error("request_ended_engine worker=%s life=%d %s", self._worker, life.number, culprit)
+        finish = Finish("error", Usage(), to_message(culprit.error(reason)))
+        step = Step(life.number, 0, finished={culprit.number: finish})
+        self._owner.on_frame(culprit.consumer, frame(culprit.consumer, encode(step)))
 
     def _serve(self, life: Life) -> Verdict | None:
         """Start the child and read its frames until it ends; from its hello on, ping it.

@@ -20,6 +20,7 @@ from bireme.logits.guided.compiler import GuideCompiler, is_installed
 from bireme.logits.guided.guidance import Guidance
 from bireme.logits.guided.vocabulary import TokenTable, make_table
 from bireme.messages import SamplingParams
+from bireme.own_work import OwnWork, Work
 from bireme.text import vocabulary
 
 # The gate has checked the recipe's limits; only the guide is left to read.
@@ -28,10 +29,18 @@ Done = Callable[[Request, BiremeError | None], None]
 
 
 class TorchGuides:
-    def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int], config: EngineConfig, post: Post) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        config: EngineConfig,
+        post: Post,
+        own_work: OwnWork,
+    ) -> None:
         self._tokenizer = folder / "tokenizer.json"
         self._config = config
-        self._post = post
+        self._post, self._own_work = post, own_work
         self.compiler = GuideCompiler(
             partial(_load_table, self._tokenizer, vocab_size), eos_ids, config.guided_decoding_config
         )
@@ -68,7 +77,8 @@ class TorchGuides:
             if isinstance(compiled, BiremeError):
                 raise compiled
             limit_s = self._config.guided_decoding_config.max_token_ms / 1e3
-            guidance = Guidance(compiled, self.compiler.table, eos_ids, reasoning_end, limit_s)
+            mark = self._own_work.mark(request.key, Work.GUIDE)
+            guidance = Guidance(compiled, self.compiler.table, eos_ids, reasoning_end, limit_s, mark)
             for token in request.tokens[request.num_prompt :]:  # what another engine made before it was lost
                 if token in eos_ids:
                     raise RequestError(f"resumed_output_ids: token {token} ends the answer; nothing is left to be made")

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -41,6 +42,7 @@ from bireme.kv.disk_blocks import DiskBlocks
 from bireme.kv.events import EventBuffer
 from bireme.logits.sampler import DrawRows, Sampler
 from bireme.messages import Capacity
+from bireme.own_work import Work
 
 if TYPE_CHECKING:
     from bireme.engines.torch.picture_side import PictureSide
@@ -84,9 +86,13 @@ class LoadedEngine:
         self.num_blocks = manager.num_blocks
         eos_ids, vocab_size = eos_token_ids(checkpoint), int(model.config.vocab_size)
         sampler: Sampler[RequestKey] = Sampler(
-            vocab_size, device, context.max_processor_ms / 1e3, _draw_rows(uses_kernels)
+            vocab_size,
+            device,
+            context.max_processor_ms / 1e3,
+            _draw_rows(uses_kernels),
+            partial(context.own_work.mark, work=Work.PROCESSORS),
         )
-        self.guides = TorchGuides(checkpoint.folder, vocab_size, eos_ids, context.config, post)
+        self.guides = TorchGuides(checkpoint.folder, vocab_size, eos_ids, context.config, post, context.own_work)
         self.admission = Admission(
             self.limits,
             manager,

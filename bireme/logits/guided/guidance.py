@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bireme.errors import BiremeError, RequestError
+from bireme.logits.base import NO_MARK
 from bireme.logits.guided.vocabulary import TokenTable, mask_of
 
 Bitmask = npt.NDArray[np.int32]  # (rows, ceil(vocab / 32)), bit 1: allowed
@@ -33,6 +35,7 @@ class Guidance:
         "_end",
         "_gap",
         "_is_half",
+        "_mark",
         "_matcher",
         "_max_fill_s",
         "_stop_ids",
@@ -49,7 +52,9 @@ class Guidance:
         stop_ids: Sequence[int],
         reasoning_end: str = "",
         max_fill_s: float = 1.0,
+        mark: AbstractContextManager[None] = NO_MARK,
     ) -> None:
+        """`mark`: is held while the matcher works."""
         from xgrammar import GrammarMatcher
 
         self._matcher = GrammarMatcher(compiled, override_stop_tokens=list(stop_ids))
@@ -63,6 +68,7 @@ class Guidance:
         self._blanks = table.blank_ids
         self._blank_mask = mask_of(sorted(self._blanks), table.vocab_size) if reasoning_end else None
         self._max_fill_s = max_fill_s
+        self._mark = mark
         self.must_stop = False  # after `fill`: nothing but the end of the answer is allowed
 
     def fill(self, bitmask: Bitmask, row: int) -> None:
@@ -72,7 +78,8 @@ class Guidance:
             self.must_stop = False
             return
         began = time.thread_time()
-        self._matcher.fill_next_token_bitmask(bitmask, row)
+        with self._mark:
+            self._matcher.fill_next_token_bitmask(bitmask, row)
         self._check_speed(time.thread_time() - began)
         if self._gap and self._blank_mask is not None:
             bitmask[row] |= self._blank_mask
@@ -93,7 +100,9 @@ class Guidance:
         self._gap = 0
         self._is_half = token in self._table.half_ids
         began = time.thread_time()
-        if not self._matcher.accept_token(token):
+        with self._mark:
+            is_accepted = self._matcher.accept_token(token)
+        if not is_accepted:
             raise RequestError(f"guided_decoding: token {token} is not allowed here; send the guide it was made with")
         self._check_speed(time.thread_time() - began)
 
@@ -111,7 +120,9 @@ class Guidance:
         if not rest:
             return
         self._gap = 0
-        if not self._matcher.accept_string(rest):
+        with self._mark:
+            is_accepted = self._matcher.accept_string(rest)
+        if not is_accepted:
             raise RequestError(
                 "guided_decoding.reasoning_end: the token that holds it goes on with what is not allowed"
             )

@@ -262,9 +262,40 @@ def test_a_stopped_process_is_killed_and_replaced(make_recipe, start_client):
 def test_a_step_without_end_is_killed_as_a_stall(make_recipe, start_client):
     supervisor = {"ping_interval_s": 0.05, "stall_timeout_s": 0.3, "restart_backoff_s": 0.01}
     client, sink = start_client(make_recipe(step_ms=60_000, top={"supervisor": supervisor})), Collector()
+    bus = Bus(client)
     client.submit(make_request(), sink)
     assert "supervisor.stall_timeout_s is 0.3" in sink.wait().error
+    assert sink.finishes[0].error.startswith("UNAVAILABLE: engine stalled: ")
+    wait_for(lambda: bus.steps and bus.steps[-1].has_stalled)
     wait_for(lambda: client.is_ready)
+
+
+def test_a_second_stall_ends_the_request_that_was_tried_alone_and_not_those_beside_it(make_recipe, start_client):
+    supervisor = {"ping_interval_s": 0.05, "stall_timeout_s": 0.5, "restart_backoff_s": 0.01}
+    client = start_client(make_recipe(step_ms=60_000, top={"supervisor": supervisor}))
+    bus, tried, waits = Bus(client), Collector(), Collector()
+    client.submit(make_request(was_in_stall=True), tried)
+    client.submit(make_request(was_in_stall=True), waits)
+    client.send_commands(bus.consumer, commands(client, Submit(1, make_request())))
+    assert tried.wait().error.startswith("INVALID_ARGUMENT: the request was in an engine that stalled, and was tried")
+    assert waits.wait().error.startswith("UNAVAILABLE: engine lost: ")
+    wait_for(lambda: bus.steps and bus.steps[-1].lost)
+    assert not bus.steps[-1].has_stalled
+
+
+def test_requests_that_wait_to_be_tried_can_be_aborted(make_recipe, start_client):
+    client, sinks = start_client(make_recipe(step_ms=60_000)), [Collector(), Collector()]
+    _, number = [client.submit(make_request(was_in_stall=True), sink) for sink in sinks]
+    client.abort(number)
+    assert sinks[1].wait().reason == "cancelled" and not sinks[0].finishes
+
+
+def test_requests_are_tried_one_after_the_other(make_recipe, start_client):
+    client, sinks = start_client(make_recipe(step_ms=1)), [Collector() for _ in range(5)]
+    for sink in sinks:
+        client.submit(make_request(was_in_stall=True), sink)
+    assert [sink.wait().reason for sink in sinks] == ["length"] * 5
+    assert all(sink.tokens == expected_tokens(PROMPT, 10) for sink in sinks)
 
 
 def test_a_long_step_within_the_limit_is_no_hang(make_recipe, start_client):
