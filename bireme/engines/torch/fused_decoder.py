@@ -67,7 +67,7 @@ class FusedDecoder:
             attended = attend_stored(group, query, key, value, keys, values, size, extras)
             _add_product(x, attended.flatten(1), layer.output, layer.attention_post_norm, eps)
             self._add_mlp(x, layer, is_few=False)
-        logits = F.linear(rms_norm(x[batch.logits_rows], weights.norm, eps), weights.head)
+        logits = _logits(rms_norm(x[batch.logits_rows], weights.norm, eps), weights.head)
         return cap(logits, weights.softcap) if weights.softcap else logits
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -101,7 +101,7 @@ class FusedDecoder:
         if is_one:
             one_row_linear(x, weights.head, None, weights.norm, eps, out=logits)
         else:
-            torch.mm(rms_norm(x, weights.norm, eps), weights.head.t(), out=logits)
+            _logits(rms_norm(x, weights.norm, eps), weights.head, logits)
         return cap(logits, weights.softcap) if weights.softcap else logits
 
     def _add_mlp(self, x: Tensor, layer: DecoderLayer, is_few: bool) -> None:
@@ -118,6 +118,13 @@ class FusedDecoder:
         else:
             inner = gate(F.linear(rms_norm(x, layer.mlp_norm, eps), layer.gate_up), is_gelu)
             _add_product(x, inner, layer.down, layer.mlp_post_norm, eps)
+
+
+def _logits(x: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the product in float32: bfloat16 would round it once more, and change what is drawn."""
+    if x.is_cuda and x.dtype is not torch.float32:
+        return torch.mm(x, head.t(), out_dtype=torch.float32, out=out)
+    return torch.mm(x.float(), head.float().t(), out=out)
 
 
 def _add_few(x: Tensor, inner: Tensor, weight: Tensor, post_norm: Tensor | None, eps: float) -> None:

@@ -55,7 +55,7 @@ class DecodeState:
         self.requests = torch.zeros(num_slots + 1, NUM_COLUMNS, **make)
         self.last = torch.zeros(num_slots + 1, **make)
         self.tokens = torch.zeros(most_rows, **make)
-        self.logits = torch.empty(most_rows, len(head), dtype=head.dtype, device=head.device)
+        self.logits = torch.empty(most_rows, len(head), dtype=torch.float32, device=head.device)
         self.scratch = Scratch.make(most_rows, decoder.weights.num_heads, num_kv, size, head.device)
 
     def size_of(self, rows: int) -> int:
