@@ -19,12 +19,16 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("--engines", "mocker", "--live", "1", "--lines", "400", "--turns", "1", "--seconds", "1"),
         *("--port", "{port}"),
     ),
+    "benchmarks/draws.py": ("--size", "2000"),
     "benchmarks/embedding_cache.py": ("--recipe", "recipes/tiny-vlm-agg", "--pictures", "1"),
     "benchmarks/engine_cpu.py": ("--cases", "1x8", "--steps", "2", "--threads", "1"),
     "benchmarks/engine_gpu.py": ("--shape", "tiny-experts", "--quick"),
     "benchmarks/engine_soak.py": ("--shape", "tiny", "--quick", "--requests", "50"),
     "benchmarks/engine_restart.py": ("--shape", "tiny", "--kills", "1", "--modes", "mapped"),
     "benchmarks/kv_tiers.py": ("--shape", "tiny", "--quick", "--threads", "1"),
+    "benchmarks/seeded_streams.py": (
+        *("models/tiny-chat", "--dtype", "float32", "--streams", "4", "--tokens", "6", "--batch", "2"),
+    ),
     "benchmarks/transfer.py": ("--quick",),
     "benchmarks/transfer_gpu.py": ("--quick", "--engine", "none"),
     "benchmarks/frontend.py": (
