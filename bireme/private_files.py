@@ -27,7 +27,8 @@ def make_database(path: Path) -> None:
 
     Files that SQLite makes later have the first one's mode. Raises OSError.
     """
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    with suppress(FileExistsError):  # one that is there is not opened: closing it would free SQLite's locks on it
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
         shut_file(path.with_name(name))
 

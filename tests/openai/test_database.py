@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import sqlite3
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -92,3 +95,15 @@ def test_a_folder_of_another_user_keeps_its_mode(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     private_files.make_folder(tmp_path)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
+def test_who_opens_a_database_again_frees_no_lock_on_it(tmp_path):
+    path = tmp_path / "own.sqlite"
+    one = sqlite3.connect(path, isolation_level=None)
+    one.execute("CREATE TABLE own (id)")
+    one.execute("BEGIN IMMEDIATE")
+    private_files.make_database(path)
+    program = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute('BEGIN IMMEDIATE')"
+    other = subprocess.run([sys.executable, "-c", program, path], stderr=subprocess.PIPE, text=True, check=False)
+    one.close()
+    assert "database is locked" in other.stderr
