@@ -110,7 +110,6 @@ class Frontend:
         followed = [*self._models, *self._embedders]
         for model in followed:
             model.start()
-        self.readiness = Readiness(followed, self._videos)
         chats = ChatCompletions(self._models, pacer, self._streams)
         completions = Completions(self._models, pacer, self._streams)
         responses = Responses(self._models, self._stored, pacer, self._streams)
@@ -128,6 +127,7 @@ class Frontend:
             lines_rest=all(model.rests_lines for model in followed),
         )  # fmt: skip
         gate = self._files.gate
+        self.readiness = Readiness(followed, self._videos, [self._stored.store, self._files.store])
         self._routes = {
             **{path: {"POST": self._with_body(gate.live(one.post))} for path, one in endpoints.items()},
             _MESSAGES_PATH: {"POST": self._with_body(gate.live(messages.post))},
@@ -148,8 +148,8 @@ class Frontend:
             **self._video_routes.routes(self._with_body),
         }
         await self._video_routes.start()
-        await self._stored.start()
-        await self._files.start()
+        self._stored.start()
+        self._files.start()
         self._followers = [asyncio.get_running_loop().create_task(files.run()) for files in self._followed]
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         if (pulse := own_pulse()) is not None:

@@ -5,112 +5,121 @@ Every method may block on the disk; all are thread-safe.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 import sqlite3
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from bireme import private_files
-from bireme.errors import ConfigError, UnavailableError
+from bireme.errors import UnavailableError
 
 _WAIT_S = 10  # for another process's write
+_OPEN_WAIT_S = 2
+_DAMAGE = ("malformed", "not a database")  # in what SQLite says of a damaged file
+_ABANDONED_S = 3600.0
+logger = logging.getLogger("bireme.openai")
 
 
-class Closable(Protocol):
-    def close(self) -> None: ...
-
-
-_S = TypeVar("_S", bound=Closable)
-_T = TypeVar("_T")
-
-
-class StoreThread(Generic[_S]):
-    """A store on a thread of its own: SQLite has one writer anyway. It is opened by the first call."""
-
-    def __init__(self, folder: Path | None, open_store: Callable[[Path], _S], name: str) -> None:
-        """`folder`: None: one that goes with this process."""
-        self._folder, self._open, self._name = folder, open_store, name
-        self._own_folder: tempfile.TemporaryDirectory[str] | None = None
-        self._thread = ThreadPoolExecutor(1, name)
-        self._opened: _S | None = None
-
-    async def do(self, method: Callable[..., _T], *values: Any) -> _T:
-        """Call `method(store, *values)` there. Raises ConfigError when the folder can't be used."""
-
-        def run() -> _T:
-            return method(self._store(), *values)
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
-
-    async def close(self) -> None:
-        """Nothing else may be called any more. Harmless when called again."""
-        if self._opened is not None:
-            await asyncio.to_thread(self._opened.close)
-        self._thread.shutdown()
-        if self._own_folder is not None:
-            self._own_folder.cleanup()
-
-    def _store(self) -> _S:
-        if self._opened is None:
-            if self._folder is None:
-                self._own_folder = tempfile.TemporaryDirectory(prefix=f"bireme-{self._name}-")
-                self._folder = Path(self._own_folder.name)
-            self._opened = self._open(self._folder)
-        return self._opened
+class DatabaseError(UnavailableError):
+    """A database can't be opened, read or written now."""
 
 
 class Database:
-    """One file; `close` at the end."""
+    """One file; `close` at the end. Reads don't wait for writes."""
 
-    def __init__(self, path: Path, schema: str, key: str, what: str) -> None:
-        """`key`: of the recipe, which names the folder; `what` it holds. Raises ConfigError."""
-        self._what, self._lock = what, threading.Lock()
+    def __init__(self, path: Path, schema: str, what: str, beside: Sequence[Path] = ()) -> None:
+        """`what` it holds. `beside`: what goes with a damaged file when that is put aside. Raises DatabaseError."""
+        self._path, self._what, self._beside = path, what, beside
+        self._lock, self._read_lock = threading.Lock(), threading.Lock()
+        self._connections: list[sqlite3.Connection] = []
         try:
             private_files.make_folder(path.parent)
-            private_files.make_database(path)
-            self._connection = sqlite3.connect(path, timeout=_WAIT_S, check_same_thread=False, isolation_level=None)
-            self._connection.row_factory = sqlite3.Row
-            self._connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # takes effect in a new file
-            self._connection.execute("PRAGMA journal_mode=WAL")
-            self._connection.execute("PRAGMA synchronous=NORMAL")
-            self._connection.executescript(schema)
+            try:
+                self._connect(schema)
+            except sqlite3.DatabaseError as error:
+                if not _is_damage(error):
+                    raise
+                _put_aside(path, beside)
+                self._disconnect()
+                self._connect(schema)
         except (OSError, sqlite3.Error) as error:
-            raise ConfigError(f"{key}: {path.parent}: no database of {what} can be kept there ({error})") from error
+            self._disconnect()
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DatabaseError(f"the database of {what} can't be opened ({reason})") from error
+
+    def _connect(self, schema: str) -> None:
+        private_files.make_database(self._path)
+        for timeout_s in (_OPEN_WAIT_S, _WAIT_S):
+            connection = sqlite3.connect(self._path, timeout_s, check_same_thread=False, isolation_level=None)
+            connection.row_factory = sqlite3.Row
+            self._connections.append(connection)
+        self._writer, self._reader = self._connections
+        self._writer.execute("PRAGMA auto_vacuum=INCREMENTAL")  # takes effect in a new file
+        self._writer.execute("PRAGMA journal_mode=WAL")
+        self._writer.execute("PRAGMA synchronous=NORMAL")
+        self._writer.executescript(schema)
+        self._writer.execute(f"PRAGMA busy_timeout={_WAIT_S * 1000}")
+        self._reader.execute("PRAGMA query_only=ON")
+        self._file = self._path.stat()
+
+    def _disconnect(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+
+    def lives(self) -> Lives:
+        """Return the processes that use its folder, this one among them. Raises DatabaseError; it is closed then."""
+        try:
+            return Lives(self._path.parent)
+        except OSError as error:
+            self.close()
+            raise DatabaseError(f"the database of {self._what} can't be opened ({error.strerror})") from error
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is still what its path names: another process may have put it aside, or removed it."""
+        try:
+            return os.path.samestat(self._path.stat(), self._file)
+        except OSError:
+            return False
+
+    def check(self) -> None:
+        """Write something of no consequence. Raises DatabaseError."""
+        self.write("PRAGMA user_version=0")
 
     def read(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        """Raises UnavailableError."""
-        with self._lock:
+        """Raises DatabaseError."""
+        with self._read_lock:
             try:
-                return self._connection.execute(query, values).fetchall()
+                return self._reader.execute(query, values).fetchall()
             except sqlite3.Error as error:
-                raise UnavailableError(f"the database of {self._what} can't be read ({error}); try again") from error
+                raise self._failure("read", error) from error
 
     def write(self, query: str, *values: Any) -> int:
-        """Return how many rows have changed. Raises UnavailableError."""
+        """Return how many rows have changed. Raises DatabaseError."""
         with self._writing() as connection:
             return connection.execute(query, values).rowcount
 
     def change(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        """Write all or nothing, and return what the query says of the changed rows. Raises UnavailableError."""
+        """Write all or nothing, and return what the query says of the changed rows. Raises DatabaseError."""
         with self._writing() as connection:
             return connection.execute(query, values).fetchall()
 
     def write_all(self, query: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Write once for each of `rows`, all or none of them. Raises UnavailableError."""
+        """Write once for each of `rows`, all or none of them. Raises DatabaseError."""
         with self._writing() as connection, connection:  # commits, or rolls back
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany(query, rows)
 
     def write_together(self, *statements: tuple[Any, ...]) -> None:
-        """Write all of these or none: each a query and its values. Raises UnavailableError."""
+        """Write all of these or none: each a query and its values. Raises DatabaseError."""
         with self._writing() as connection, connection:
             connection.execute("BEGIN IMMEDIATE")
             for query, *values in statements:
@@ -120,13 +129,59 @@ class Database:
     def _writing(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             try:
-                yield self._connection
+                yield self._writer
             except sqlite3.Error as error:
-                raise UnavailableError(f"the database of {self._what} can't be written ({error}); try again") from error
+                raise self._failure("written", error) from error
+
+    def _failure(self, what_for: str, error: sqlite3.Error) -> UnavailableError:
+        """Return what a failed read or write raises; a damaged file is put aside."""
+        message = f"the database of {self._what} can't be {what_for} ({error})"
+        if isinstance(error, sqlite3.IntegrityError):
+            return UnavailableError(message)  # of these values: the database is well
+        if _is_damage(error):
+            with contextlib.suppress(OSError):  # the disk can't be written
+                _put_aside(self._path, self._beside)
+        return DatabaseError(message)
 
     def close(self) -> None:
-        with self._lock:
-            self._connection.close()
+        with self._lock, self._read_lock:
+            self._disconnect()
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    return any(text in str(error) for text in _DAMAGE)
+
+
+def _put_aside(path: Path, beside: Sequence[Path]) -> None:
+    """Rename a damaged database, what SQLite has with it, and `beside`; nothing is deleted. Raises OSError.
+
+    One that is sound by now stays: another process has put the damaged one aside.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if _is_sound(path):
+            return
+        mark = f".damaged-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+        for suffix in ("-wal", "-shm", ""):  # the file last: whoever makes a new one finds none of the others
+            with contextlib.suppress(FileNotFoundError):
+                path.with_name(path.name + suffix).rename(path.with_name(path.name + mark + suffix))
+        for other in beside:
+            with contextlib.suppress(FileNotFoundError):
+                other.rename(other.with_name(other.name + mark))
+    finally:
+        os.close(folder)
+    logger.error("database_put_aside path=%s as=%s", path, path.name + mark)
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether it is no damaged database, as far as can be told."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", _OPEN_WAIT_S, uri=True)) as own:
+            found: str = own.execute("PRAGMA integrity_check(1)").fetchone()[0]
+            return found == "ok"
+    except sqlite3.Error as error:
+        return not _is_damage(error)
 
 
 class Lives:
@@ -161,6 +216,14 @@ class Lives:
         with contextlib.suppress(OSError):
             (self._folder / process).unlink()
         return False
+
+    def sweep(self) -> None:
+        """Remove what dead processes have left."""
+        limit = time.time() - _ABANDONED_S
+        with contextlib.suppress(OSError):
+            for path in list(self._folder.iterdir()):
+                if path.suffix != ".new" or path.stat().st_mtime < limit:  # a new one may not be locked yet
+                    self.has(path.name)
 
     def close(self) -> None:
         """Harmless when called again."""

@@ -1,18 +1,19 @@
 """Whether this frontend can answer now. It asks the workers, at most once a second: Triton calls dead ones ready.
 
-A worker that is down while others serve, discovery, or a plane of KV events, that can't be reached, takes nothing down:
-the report says `degraded` and why.
+A worker that is down while others serve, discovery, or a plane of KV events, that can't be reached, or a database that
+can't be used, takes nothing down: the report says `degraded` and why.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
 from bireme.config import stage_of
 from bireme.errors import BiremeError, drop_frames
+from bireme.openai.store_thread import StoreThread
 from bireme.openai.text.served_model import FollowedModel
 from bireme.openai.video.served_video import VideoModels
 from bireme.workers.base import UnreachableError, WorkerClient
@@ -25,8 +26,13 @@ _TIMEOUT_S = 3.0
 class Readiness:
     """Ready: for every model at least one worker takes requests of each stage that it can't do without."""
 
-    def __init__(self, models: Iterable[FollowedModel], videos: VideoModels | None = None) -> None:
-        self._models, self._videos = models, videos or VideoModels()
+    def __init__(
+        self,
+        models: Iterable[FollowedModel],
+        videos: VideoModels | None = None,
+        stores: Sequence[StoreThread[Any]] = (),
+    ) -> None:
+        self._models, self._videos, self._stores = models, videos or VideoModels(), stores
         self._report: tuple[bool, dict[str, Any]] = (False, {"status": "starting"})
         self._asked_at = -_KEPT_S
         self._lock = asyncio.Lock()
@@ -54,13 +60,20 @@ class Readiness:
         followed = {model.name: told for model in models if (told := model.discovery_report())}
         stale = {model.name: problem for model in models if (problem := model.services.router.problem)}
         is_well = not stale and all(told["current"] and not told["refused"] for told in followed.values())
-        is_well = is_well and all(state in (READY, DRAINING) for workers in states for state in workers.values())
+        unusable = {store.name: store.problem for store in self._stores if store.problem}
+        is_well = (
+            is_well
+            and not unusable
+            and all(state in (READY, DRAINING) for workers in states for state in workers.values())
+        )
         status = "not_ready" if not is_ready else "ready" if is_well else "degraded"
         report: dict[str, Any] = {"status": status, "models": details}
         if followed:
             report["discovery"] = followed
         if stale:
             report["routing"] = stale
+        if unusable:
+            report["stores"] = unusable
         return is_ready, report
 
 

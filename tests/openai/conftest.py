@@ -129,7 +129,9 @@ Make = Callable[..., Any]
 def frontend() -> Iterator[Make]:
     benches: list[Frontend] = []
 
-    async def make(keys: ApiKeys | None = None, files_folder: Path | None = None, **tree: Any) -> Bench:
+    async def make(
+        keys: ApiKeys | None = None, files_folder: Path | None = None, responses_folder: Path | None = None, **tree: Any
+    ) -> Bench:
         workers, metrics = FakeWorkers(), Registry("frontend")
         fields = {"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": "test"}
         fields |= {
@@ -137,7 +139,9 @@ def frontend() -> Iterator[Make]:
         } | tree  # prompts of tests are short, and go through prefill all the same
         recipe = convert(fields, Recipe, "test")
         models = Models([ServedModel(recipe, workers, letters(), metrics)])
-        app = Frontend(models, metrics, recipe.frontend, keys, files_folder=files_folder)
+        app = Frontend(
+            models, metrics, recipe.frontend, keys, files_folder=files_folder, responses_folder=responses_folder
+        )
         await app.start()
         benches.append(app)
         return Bench(app, workers)

@@ -13,9 +13,8 @@ from typing import Any
 
 import msgspec
 
-from bireme.errors import ConfigError
 from bireme.openai.batch.upload_store import FILE
-from bireme.openai.database import Database, Lives
+from bireme.openai.database import Database
 
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 _SCHEMA = """
@@ -81,18 +80,15 @@ class BatchStore:
     """`close` at the end."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError when the folder can't be used."""
-        try:
-            self._lives = Lives(folder)
-        except OSError as error:
-            raise ConfigError(f"frontend.files.folder: {folder}: it can't be used ({error})") from error
-        self._database = Database(folder / FILE, _SCHEMA, "frontend.files.folder", "batches")
+        """Raises DatabaseError when the folder can't be used."""
+        self.database = Database(folder / FILE, _SCHEMA, "batches")
+        self._lives = self.database.lives()
 
     def add(self, batch: StoredBatch, max_unfinished: int) -> StoredBatch | None:
         """Keep a new batch; it is this process's. None: so many of the key have not ended. Raises UnavailableError."""
         own = msgspec.structs.replace(batch, process=self._lives.own)
         marks = ", ".join("?" * len(own.__struct_fields__))
-        is_kept = self._database.write(
+        is_kept = self.database.write(
             f"INSERT INTO batches ({_COLUMNS}) SELECT {marks}"
             " WHERE (SELECT COUNT(*) FROM batches WHERE process IS NOT NULL AND tenant = ?) < ?",
             *msgspec.structs.astuple(own), own.tenant, max_unfinished,
@@ -107,7 +103,7 @@ class BatchStore:
         """Return batches, the newest first, and whether there are more; None: no batch `after`."""
         start = 2**62
         if after is not None:
-            found = self._database.read("SELECT number FROM batches WHERE id = ? AND tenant = ?", after, tenant)
+            found = self.database.read("SELECT number FROM batches WHERE id = ? AND tenant = ?", after, tenant)
             if not found:
                 return None
             start = found[0]["number"]
@@ -120,7 +116,7 @@ class BatchStore:
         if not rows or rows[0].status not in before:
             return False
         row = rows[0]
-        changed = self._database.write(
+        changed = self.database.write(
             "UPDATE batches SET status = ?, process = ?, details = ? WHERE id = ? AND status = ? AND process IS ?",
             status, row.process if status in UNFINISHED else None, _encode(row.fields | fields), batch_id, row.status,
             row.process,
@@ -129,20 +125,20 @@ class BatchStore:
 
     def status(self, batch_id: str) -> str:
         """Return the status now; "" of one that is not there."""
-        rows = self._database.read("SELECT status FROM batches WHERE id = ?", batch_id)
+        rows = self.database.read("SELECT status FROM batches WHERE id = ?", batch_id)
         return rows[0]["status"] if rows else ""
 
     def own_cancelled(self) -> list[str]:
         query = "SELECT id FROM batches WHERE process = ? AND status = 'cancelling'"
-        return [row["id"] for row in self._database.read(query, self._lives.own)]
+        return [row["id"] for row in self.database.read(query, self._lives.own)]
 
     def take_orphans(self) -> list[StoredBatch]:
         """Return unfinished batches whose process is gone; on an error none, else all are this process's now."""
-        processes = self._database.read("SELECT DISTINCT process FROM batches WHERE process IS NOT NULL")
+        processes = self.database.read("SELECT DISTINCT process FROM batches WHERE process IS NOT NULL")
         gone = [row["process"] for row in processes if not self._lives.has(row["process"])]
         if not gone:
             return []
-        taken = self._database.change(
+        taken = self.database.change(
             "UPDATE batches SET process = ? WHERE process IN (SELECT value FROM json_each(?))"
             f" RETURNING number, {_COLUMNS}",
             self._lives.own, _encode(gone).decode(),
@@ -151,24 +147,24 @@ class BatchStore:
 
     def answer(self, batch_id: str, number: int, is_ok: bool, line: bytes) -> None:
         """Keep the answer to a line, unless it has one. Raises UnavailableError."""
-        self._database.write(
+        self.database.write(
             "INSERT OR IGNORE INTO lines (batch, number, is_ok, size, line) VALUES (?, ?, ?, ?, ?)",
             batch_id, number, is_ok, len(line), line,
         )  # fmt: skip
 
     def answered(self, batch_id: str) -> set[int]:
         """Return the numbers of the lines that have an answer."""
-        return {row["number"] for row in self._database.read("SELECT number FROM lines WHERE batch = ?", batch_id)}
+        return {row["number"] for row in self.database.read("SELECT number FROM lines WHERE batch = ?", batch_id)}
 
     def counts(self, batch_id: str) -> AnswerCounts:
         query = "SELECT is_ok, COUNT(*), SUM(size) FROM lines WHERE batch = ? GROUP BY is_ok"
-        found = {bool(row[0]): (row[1], row[2]) for row in self._database.read(query, batch_id)}
+        found = {bool(row[0]): (row[1], row[2]) for row in self.database.read(query, batch_id)}
         (completed, good), (failed, bad) = found.get(True, (0, 0)), found.get(False, (0, 0))
         return AnswerCounts(completed, failed, good + bad)
 
     def answers_after(self, batch_id: str, number: int) -> list[tuple[int, bool, bytes]]:
         """Return some answers (line's number, whether it went well, line of a file) in the order of the input."""
-        rows = self._database.read(
+        rows = self.database.read(
             "SELECT number, is_ok, line FROM lines WHERE batch = ? AND number > ? ORDER BY number LIMIT ?",
             batch_id, number, _PAGE,
         )  # fmt: skip
@@ -176,29 +172,30 @@ class BatchStore:
 
     def forget_answers(self, batch_id: str) -> None:
         """Remove the answers; they are in files."""
-        self._database.write("DELETE FROM lines WHERE batch = ?", batch_id)
-        self._database.read("PRAGMA incremental_vacuum")
+        self.database.write("DELETE FROM lines WHERE batch = ?", batch_id)
+        self.database.change("PRAGMA incremental_vacuum")
 
     def used_files(self) -> frozenset[str]:
         """Return the inputs of unfinished batches."""
         query = "SELECT DISTINCT input_file_id FROM batches WHERE process IS NOT NULL"
-        return frozenset(row["input_file_id"] for row in self._database.read(query))
+        return frozenset(row["input_file_id"] for row in self.database.read(query))
 
     def sweep(self, max_age_s: int) -> int:
         """Remove ended batches that are too old, and what answers one has left; return how many."""
         query = "DELETE FROM batches WHERE process IS NULL AND created_at < ?"
-        count = self._database.write(query, int(time.time()) - max_age_s)
+        count = self.database.write(query, int(time.time()) - max_age_s)
         ended = "SELECT id FROM batches WHERE process IS NOT NULL"
-        self._database.write(f"DELETE FROM lines WHERE batch NOT IN ({ended})")
+        self.database.write(f"DELETE FROM lines WHERE batch NOT IN ({ended})")
+        self._lives.sweep()
         return count
 
     def close(self) -> None:
         """Harmless when called again. Unfinished batches are left to others."""
-        self._database.close()
+        self.database.close()
         self._lives.close()
 
     def _rows(self, condition: str, *values: Any) -> list[StoredBatch]:
-        rows = self._database.read(f"SELECT {_COLUMNS} FROM batches {condition}", *values)
+        rows = self.database.read(f"SELECT {_COLUMNS} FROM batches {condition}", *values)
         return [_batch(row) for row in rows]
 
 

@@ -34,11 +34,11 @@ from bireme.openai.batch.batch_store import UNFINISHED, StoredBatch
 from bireme.openai.batch.files import FilesAndBatches, FilesApi, age_of, page_tree
 from bireme.openai.batch.line_gate import Endpoint, LineGate
 from bireme.openai.batch.results import write_results
-from bireme.openai.database import StoreThread
 from bireme.openai.http.call import JSON, Call, Message
 from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal
 from bireme.openai.http.query import limit_of, query_of
 from bireme.openai.keys import OPEN, ApiKeys, Tenant
+from bireme.openai.store_thread import StoreThread
 from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.chat_request import check_metadata
 from bireme.pipelines.json_body import decode_body
@@ -140,7 +140,7 @@ class Batches:
     async def list_batches(self, call: Call) -> None:
         query = query_of(call, ("after", "limit"))
         limit, after, tenant = limit_of(query, _PAGE, _MAX_PAGE), query.get("after"), call.tenant.name
-        found = await self._store.do(lambda own: own.batches.page(tenant, after, limit))
+        found = await self._store.read(lambda own: own.batches.page(tenant, after, limit))
         if found is None:
             raise RequestError(f"after: {after or ''}; no such batch, send the last_id of a page")
         await call.reply(200, encode_json(page_tree([await self._tree(batch) for batch in found[0]], found[1])))
@@ -312,8 +312,7 @@ class Batches:
                     swept_at = time.monotonic()
                     await self._store.do(lambda own: own.batches.sweep(max_age_s))
                     await self._store.do(lambda own: own.files.sweep(own.batches.used_files()))
-            except (UnavailableError, OSError) as error:
-                logger.error("batches_unreadable error=%s", error)
+            except UnavailableError as error:  # the store has told why
                 drop_frames(error)
             except Exception:  # of one batch: the others must still be looked at
                 logger.exception("batches_not_watched")
@@ -361,7 +360,7 @@ class Batches:
     async def _find(self, call: Call) -> StoredBatch:
         """Return the batch that the path names. Raises NotFoundError, also for another key's."""
         name = call.path.removeprefix(f"{PATH}/").partition("/")[0]
-        batch: StoredBatch | None = await self._store.do(lambda own: own.batches.find(name, call.tenant.name))
+        batch: StoredBatch | None = await self._store.read(lambda own: own.batches.find(name, call.tenant.name))
         if batch is None:
             raise NotFoundError(f"batch: {name[:80]} does not exist; it may have been removed by its age")
         return batch
@@ -370,7 +369,7 @@ class Batches:
         """Return OpenAI's object of a batch."""
         fields = batch.fields
         if (answered := fields.get("answered")) is None:
-            counts = await self._store.do(lambda own: own.batches.counts(batch.id))
+            counts = await self._store.read(lambda own: own.batches.counts(batch.id))
             answered = [counts.completed, counts.failed]
         return {
             "id": batch.id,

@@ -13,11 +13,12 @@ from bireme.errors import NotFoundError, RequestError, UnavailableError
 from bireme.openai.batch.batch_store import BatchStore
 from bireme.openai.batch.upload import Upload, too_large
 from bireme.openai.batch.upload_store import UploadedFile, UploadStore
-from bireme.openai.database import StoreThread
+from bireme.openai.database import DatabaseError
 from bireme.openai.http.call import Call
 from bireme.openai.http.error_replies import HttpError
 from bireme.openai.http.query import PAGING, is_ascending, limit_of, query_of
 from bireme.openai.keys import Tenant
+from bireme.openai.store_thread import StoreThread
 from bireme.pipelines.chat_answer import encode_json
 
 PATH = "/v1/files"
@@ -35,9 +36,14 @@ class FilesAndBatches:
     """Both stores, of one folder."""
 
     def __init__(self, folder: Path, config: FrontendConfig) -> None:
-        """Raises ConfigError."""
+        """Raises DatabaseError."""
         self.files = UploadStore(folder, config.files)
-        self.batches = BatchStore(folder)
+        try:
+            self.batches = BatchStore(folder)
+        except DatabaseError:
+            self.files.close()
+            raise
+        self.databases = (self.files.database, self.batches.database)
 
     def close(self) -> None:
         self.batches.close()
@@ -88,7 +94,7 @@ class FilesApi:
         query = query_of(call, ("purpose", *PAGING))
         limit, oldest_first, purpose = limit_of(query, _PAGE, _PAGE), is_ascending(query), query.get("purpose")
         tenant, after = call.tenant.name, query.get("after")
-        found = await self._store.do(lambda own: own.files.page(tenant, purpose, after, oldest_first, limit))
+        found = await self._store.read(lambda own: own.files.page(tenant, purpose, after, oldest_first, limit))
         if found is None:
             raise RequestError(f"after: {after or ''}; no such file, send the last_id of a page")
         await call.reply(200, encode_json(page_tree([file.shown() for file in found[0]], found[1])))
@@ -98,7 +104,7 @@ class FilesApi:
 
     async def content(self, call: Call) -> None:
         file = await self.find(_id_in(call.path), call.tenant)
-        path = await self._store.do(lambda own: own.files.path(file))
+        path = await self._store.read(lambda own: own.files.path(file))
         headers = (
             (b"content-type", b"application/jsonl"),
             (b"content-disposition", b'attachment; filename="' + file.id.encode() + b'.jsonl"'),
@@ -113,7 +119,7 @@ class FilesApi:
 
     async def delete(self, call: Call) -> None:
         file = await self.find(_id_in(call.path), call.tenant)
-        if file.id in await self._store.do(lambda own: own.batches.used_files()):
+        if file.id in await self._store.read(lambda own: own.batches.used_files()):
             raise HttpError(409, f"file: {file.id} is the input of a batch that has not ended; cancel the batch first",
                             code="file_in_use")  # fmt: skip
         await self._store.do(lambda own: own.files.remove(file))
@@ -121,7 +127,7 @@ class FilesApi:
 
     async def find(self, file_id: str, tenant: Tenant) -> UploadedFile:
         """Raises NotFoundError, also for another key's."""
-        file: UploadedFile | None = await self._store.do(lambda own: own.files.find(file_id, tenant.name))
+        file: UploadedFile | None = await self._store.read(lambda own: own.files.find(file_id, tenant.name))
         if file is None:
             raise _missing(file_id)
         return file

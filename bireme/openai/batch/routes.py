@@ -12,9 +12,9 @@ from bireme.openai.batch.batches import Batches
 from bireme.openai.batch.files import PATH as FILES_PATH
 from bireme.openai.batch.files import FilesAndBatches, FilesApi
 from bireme.openai.batch.line_gate import Endpoint, Post
-from bireme.openai.database import StoreThread
 from bireme.openai.http.call import Call
 from bireme.openai.keys import ApiKeys
+from bireme.openai.store_thread import StoreThread
 
 Handler = Callable[[Call], Awaitable[None]]
 
@@ -30,9 +30,9 @@ class FileRoutes:
         engines let lines rest beside other requests.
         """
         self._is_on, self._is_shared = config.files.max_files > 0, folder is not None
-        self._store = StoreThread(folder, lambda place: FilesAndBatches(place, config), "files")
-        self._files = FilesApi(config, self._store)
-        self._batches = Batches(config, self._store, self._files, endpoints, keys, metrics, lines_rest)
+        self.store = StoreThread(folder, lambda place: FilesAndBatches(place, config), "files")
+        self._files = FilesApi(config, self.store)
+        self._batches = Batches(config, self.store, self._files, endpoints, keys, metrics, lines_rest)
         self.gate = self._batches.gate
 
     def routes(
@@ -61,13 +61,12 @@ class FileRoutes:
                 return parts.get(part)
         return None
 
-    async def start(self) -> None:
-        """Go on with what other processes have left. Raises ConfigError when the folder can't be used."""
+    def start(self) -> None:
+        """Go on with what other processes have left."""
         if self._is_on and self._is_shared:
-            await self._store.do(lambda own: own.batches.own_cancelled())
             self._batches.start()
 
     async def stop(self) -> None:
         """Leave what is under way to other processes, or the next start."""
         await self._batches.stop()
-        await self._store.close()
+        await self.store.close()

@@ -15,8 +15,8 @@ import msgspec
 
 from bireme import private_files
 from bireme.config import FilesConfig
-from bireme.errors import ConfigError, UnavailableError
-from bireme.openai.database import Database
+from bireme.errors import UnavailableError
+from bireme.openai.database import Database, DatabaseError
 from bireme.openai.http.error_replies import HttpError
 
 FILE = "files.sqlite"
@@ -71,13 +71,14 @@ class UploadStore:
     """`close` at the end."""
 
     def __init__(self, folder: Path, config: FilesConfig) -> None:
-        """Raises ConfigError when the folder can't be used."""
+        """Raises DatabaseError when the folder can't be used."""
         self._config, self._folder = config, folder / "content"
+        self.database = Database(folder / FILE, _SCHEMA, "files", beside=[self._folder])  # which only its rows explain
         try:
             private_files.make_folder(self._folder)
         except OSError as error:
-            raise ConfigError(f"frontend.files.folder: {folder}: it can't be used ({error})") from error
-        self.database = Database(folder / FILE, _SCHEMA, "frontend.files.folder", "files")
+            self.database.close()
+            raise DatabaseError(f"the folder of files can't be made ({error.strerror})") from error
 
     def new_part(self) -> Path:
         """Return where content is written before it becomes a file."""

@@ -42,6 +42,10 @@ class ResponseForm:
             **shown,
         }
 
+    def is_not_kept(self) -> None:
+        """Have it say so, which responses have no field for unless they can't be kept."""
+        self._fields["store"] = False
+
     def json(
         self, status: str, items: list[Item], usage: Usage | None = None, num_reasoning: int = 0,
         error: dict[str, Any] | None = None,
@@ -141,6 +145,11 @@ class ResponseAnswer:
         """Return the response, once it has finished."""
         self._json = self._json or self._form.json(self._status, self.items, self.usage, self._num_reasoning)
         return self._json
+
+    def is_not_kept(self) -> None:
+        """Have the response say so: it could not be kept as it was to be."""
+        self._form.is_not_kept()
+        self._json = b""
 
     @property
     def status(self) -> str:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bireme.config import StoredResponsesConfig
-from bireme.errors import ConfigError
-from bireme.openai.database import Database, Lives
+from bireme.openai.database import Database
 from bireme.openai.text.response_items import Item
 
 FILE = "responses.sqlite"
@@ -86,14 +85,15 @@ class ResponseStore:
     """Every method may block on the disk; all are thread-safe."""
 
     def __init__(self, folder: Path, config: StoredResponsesConfig) -> None:
-        """Raises ConfigError when the folder can't be used."""
+        """Raises DatabaseError when the folder can't be used."""
         self._config = config
-        try:
-            self._lives = Lives(folder)
-        except OSError as error:
-            raise ConfigError(f"frontend.responses.folder: {folder}: it can't be used ({error})") from error
-        self._database = Database(folder / FILE, _SCHEMA, "frontend.responses.folder", "responses")
+        self._database = Database(folder / FILE, _SCHEMA, "responses")
+        self._lives = self._database.lives()
         self._num_new_bytes = self._num_new = 0  # since the last sweep
+
+    @property
+    def databases(self) -> tuple[Database, ...]:
+        return (self._database,)
 
     @property
     def process(self) -> str:
@@ -198,7 +198,8 @@ class ResponseStore:
         ):
             count += self._sweep(key["tenant"], key["num"], key["size"])
         if count:
-            self._database.read("PRAGMA incremental_vacuum")
+            self._database.change("PRAGMA incremental_vacuum")
+        self._lives.sweep()
         return count
 
     def _sweep(self, tenant: str, num: int, size: int) -> int:

@@ -67,6 +67,7 @@ class Responses:
         assert answer.usage is not None, "an answer without an error has finished"
         note_usage(call, [answer.usage], answer.usage.prompt_tokens)
         if request.is_kept and self._stored.is_on:
-            await self._stored.keep(form, call.tenant, request, answer.json())
+            if not await self._stored.keep(form, call.tenant, request, answer.json()):
+                answer.is_not_kept()
         answer.end()
         return sequences

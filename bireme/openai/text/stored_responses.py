@@ -20,11 +20,11 @@ import msgspec
 from bireme.child_process import Backoff
 from bireme.config import StoredResponsesConfig
 from bireme.errors import BiremeError, NotFoundError, RequestError, UnavailableError, drop_frames
-from bireme.openai.database import StoreThread
 from bireme.openai.http.call import Call
 from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal
 from bireme.openai.http.query import PAGING, is_ascending, limit_of, query_of
 from bireme.openai.keys import OPEN, ApiKeys, Tenant
+from bireme.openai.store_thread import StoreThread
 from bireme.openai.text.response_answer import ResponseForm, failure_json
 from bireme.openai.text.response_items import Item, listed
 from bireme.openai.text.response_request import ResponseBody, ResponseRequest, check_response
@@ -71,8 +71,8 @@ class StoredResponses:
         """
         self._config, self._models, self._keys, self._max_bytes = config, models, keys, max_bytes
         self._is_shared = folder is not None
-        self._store = StoreThread(folder, lambda place: ResponseStore(place, config), "responses")
-        self._do = self._store.do
+        self.store = StoreThread(folder, lambda place: ResponseStore(place, config), "responses")
+        self._do = self.store.do
         self._watcher: asyncio.Task[None] | None = None
         self._unwritten: list[tuple[NewResponse, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
@@ -83,10 +83,9 @@ class StoredResponses:
     def is_on(self) -> bool:
         return self._config.max_responses > 0
 
-    async def start(self) -> None:
-        """Go on with what other processes have left. Raises ConfigError."""
+    def start(self) -> None:
+        """Go on with what other processes have left."""
         if self.is_on and self._is_shared:
-            await self._do(ResponseStore.sweep)
             self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     async def stop(self) -> None:
@@ -95,7 +94,7 @@ class StoredResponses:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._store.close()
+        await self.store.close()
 
     def match(self, path: str) -> dict[str, Handler] | None:
         """Return the handlers of a path that names a response."""
@@ -130,8 +129,8 @@ class StoredResponses:
             )  # fmt: skip
         return [item for row in rows for item in (*row.input, *row.output)]
 
-    async def keep(self, form: ResponseForm, tenant: Tenant, request: ResponseRequest, response: bytes) -> None:
-        """Keep a response that has ended; its client gets it even where that fails."""
+    async def keep(self, form: ResponseForm, tenant: Tenant, request: ResponseRequest, response: bytes) -> bool:
+        """Keep a response that has ended, and return whether it is kept: its client gets it even where it is not."""
         previous = request.shown["previous_response_id"]
         kept = asyncio.get_running_loop().create_future()
         self._unwritten.append((NewResponse(form.id, tenant.name, previous, response, listed(request.items)), kept))
@@ -142,6 +141,8 @@ class StoredResponses:
         except Exception as error:  # also of a store that can't be opened: the answer is there, and paid for
             logger.error("response_not_kept id=%s error=%s", form.id, error)
             drop_frames(error)
+            return False
+        return True
 
     async def _write(self) -> None:
         """Write what there is, in one transaction: what ends meanwhile is the next one's."""
@@ -235,7 +236,7 @@ class StoredResponses:
 
     async def _watch(self) -> None:
         """Stop what was cancelled or deleted, take what dead processes have left, remove what is too much."""
-        swept_at = time.monotonic()
+        swept_at = -_SWEEP_S  # at once: what is too old may have been left long ago
         while True:
             try:
                 mine = frozenset(self._running)  # before the rows are read: those that begin meanwhile stay
@@ -248,8 +249,7 @@ class StoredResponses:
                 if time.monotonic() - swept_at > _SWEEP_S:
                     swept_at = time.monotonic()
                     await self._do(ResponseStore.sweep)
-            except UnavailableError as error:
-                logger.error("responses_unreadable error=%s", error)
+            except UnavailableError as error:  # the store has told why
                 drop_frames(error)
             except Exception:  # of one row: it must not keep the others from being looked at
                 logger.exception("responses_not_watched")
@@ -347,7 +347,7 @@ class StoredResponses:
     async def _find(self, call: Call) -> StoredResponse:
         """Return the row that the path names. Raises NotFoundError, also for another key's."""
         name = call.path.removeprefix(f"{PATH}/").partition("/")[0]
-        row = await self._do(ResponseStore.find, name, call.tenant.name) if self.is_on else None
+        row = await self.store.read(ResponseStore.find, name, call.tenant.name) if self.is_on else None
         if row is None:
             raise NotFoundError(f"response: {name[:80]} does not exist; it may have been deleted or have expired")
         return row

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from bireme.errors import ConfigError, NotFoundError
-from bireme.openai.database import Database, Lives
+from bireme.openai.database import Database, DatabaseError
 
 FILE = "jobs.sqlite"
 _ORPHANED = "the frontend that ran this job has ended; create the job again"
@@ -69,11 +69,11 @@ class JobStore:
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError when the folder can't be used."""
         try:
-            self._lives = Lives(folder)
-        except OSError as error:
-            raise ConfigError(f"video.folder: {folder}: it can't be used ({error})") from error
+            self._database = Database(folder / FILE, _SCHEMA, "jobs")
+            self._lives = self._database.lives()
+        except DatabaseError as error:
+            raise ConfigError(f"video.folder: {folder}: {error}") from error
         self.process = self._lives.own
-        self._database = Database(folder / FILE, _SCHEMA, "video.folder", "jobs")
         self.fail_orphans()
 
     def add(self, job_id: str, tenant: str, model: str, prompt: str, details: str) -> Job:

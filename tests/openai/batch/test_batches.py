@@ -9,7 +9,7 @@ import time
 import pytest
 from openai.types import Batch
 
-from bireme.errors import ConfigError, ResourceExhaustedError, UnavailableError
+from bireme.errors import ResourceExhaustedError, UnavailableError
 from bireme.openai.batch import batches, line_gate
 from bireme.openai.batch.batch_lines import MAX_PROBLEMS
 from bireme.openai.batch.batch_store import BatchStore, StoredBatch
@@ -341,12 +341,6 @@ async def test_a_disk_that_is_full_for_a_while_loses_no_line_and_is_told_once(be
     assert caplog.text.count("batch_waits_for_disk") == 1
 
 
-async def test_a_folder_that_can_t_be_used_is_named_at_the_start(frontend, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="frontend.files.folder: .*file: it can't be used"):
-        await frontend(files_folder=tmp_path / "file")
-
-
 async def test_another_process_goes_on_with_what_a_dead_one_has_left(idle, frontend, tmp_path):
     batch_id = (await create(idle, lines(20))).json()["id"]
     async with generating(idle):
@@ -382,7 +376,7 @@ def test_of_batches_of_dead_processes_all_are_taken_in_their_order_or_none(tmp_p
     for name in "bac":
         first.add(StoredBatch(name, "", "validating", None, 0, 0, "file", CHAT, b"{}"), 9)
     first.close()
-    write = store._database.write
+    write = store.database.write
     write("CREATE TRIGGER full BEFORE UPDATE ON batches WHEN OLD.id = 'c' BEGIN SELECT RAISE(ABORT, 'full'); END")
     with pytest.raises(UnavailableError, match="written .full"):
         store.take_orphans()

@@ -5,7 +5,8 @@ import multiprocessing
 import pytest
 
 from bireme.config import StoredResponsesConfig
-from bireme.errors import ConfigError, UnavailableError
+from bireme.errors import UnavailableError
+from bireme.openai.database import DatabaseError
 from bireme.openai.text.response_store import NewResponse, ResponseStore
 
 ITEMS = [{"id": "msg_1", "type": "message"}]
@@ -134,5 +135,5 @@ def test_of_unfinished_responses_of_a_dead_process_all_are_taken_or_none(open_st
 
 def test_a_folder_that_cannot_be_used_is_told(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="frontend.responses.folder"):
+    with pytest.raises(DatabaseError, match="the database of responses can't be opened .File exists"):
         ResponseStore(tmp_path / "file", StoredResponsesConfig())

@@ -2,12 +2,13 @@
 
 import asyncio
 import hashlib
+import json
 
 import pydantic
 import pytest
 from openai.types.responses import ResponseItem
 
-from bireme.errors import ConfigError, RequestError, ResourceExhaustedError, UnavailableError
+from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
 from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.openai.text import stored_responses
 from bireme.openai.text.response_answer import ResponseAnswer
@@ -48,13 +49,16 @@ async def test_a_response_is_kept_as_it_was_answered(bench, stream):
     assert response_of(kept.data).output_text and kept.json()["output"] == told["output"]
 
 
-@pytest.mark.parametrize("error", [UnavailableError("full"), ConfigError("no folder"), OSError("no descriptor")])
-async def test_a_response_that_can_t_be_kept_is_answered(bench, error, monkeypatch, caplog):
+@pytest.mark.parametrize("error", [UnavailableError("full"), OSError("no descriptor")])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_response_that_can_t_be_kept_is_answered_and_says_so(bench, error, stream, monkeypatch, caplog):
     def fail():
         raise error
 
-    monkeypatch.setattr(bench.app._stored._store, "_store", fail)
-    told = (await answered(bench)).json()
+    monkeypatch.setattr(bench.app._stored.store, "_store", fail)
+    reply = await answered(bench, stream=stream)
+    told = json.loads(reply.data.rpartition(b"data: ")[2])["response"] if stream else reply.json()
+    assert told["store"] is False
     assert f"response_not_kept id={told['id']} error={error}" in caplog.text
 
 
@@ -203,14 +207,14 @@ async def test_too_many_background_responses_are_refused(frontend):
 
 async def test_what_a_process_leaves_unfinished_another_one_runs(bench, tmp_path):
     stored = bench.app._stored
-    stored._store._folder = tmp_path
+    stored.store._folder = tmp_path
     queued = (await ask(bench, background=True, metadata={"a": "b"}).end()).json()
     await bench.workers.emit(2)
     await stored.stop()
     config, models = bench.app._config, bench.app._models
     other = StoredResponses(config.responses, models, None, tmp_path, config.max_body_bytes)
     bench.app._stored = other
-    await other.start()
+    other.start()
     await bench.workers.emit(4)
     response = await ended(bench, queued["id"])
     assert response.output_text == expected("user:hi\nassistant:") and response.created_at == queued["created_at"]
@@ -220,7 +224,7 @@ async def test_what_a_process_leaves_unfinished_another_one_runs(bench, tmp_path
 async def left_to(bench, folder, count):
     """Leave background responses unfinished; return their ids, and what is to take them over when it starts."""
     stored = bench.app._stored
-    stored._store._folder = folder
+    stored.store._folder = folder
     ids = [(await ask(bench, background=True).end()).json()["id"] for _ in range(count)]
     await bench.workers.emit(1)
     await stored.stop()
@@ -247,7 +251,7 @@ async def test_what_could_not_be_taken_over_for_a_while_is_tried_again(bench, tm
         return await history(*values)
 
     monkeypatch.setattr(other, "history", fail)
-    await other.start()
+    other.start()
     await until_running(other, 2)
     await bench.workers.emit(4)
     assert [(await ended(bench, one)).status for one in ids] == ["incomplete"] * 2 and not other._orphans
@@ -262,7 +266,7 @@ async def test_what_can_t_be_taken_over_for_too_long_has_failed(bench, tmp_path,
         raise UnavailableError("locked")
 
     monkeypatch.setattr(other, "history", fail)
-    await other.start()
+    other.start()
     assert (await ended(bench, ids[0])).status == "failed" and not other._orphans
 
 
@@ -270,7 +274,7 @@ async def test_a_row_that_can_t_be_read_keeps_no_other_from_being_taken_over(ben
     monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
     ids, other = await left_to(bench, tmp_path, 2)
     await other._do(lambda store: store._database.write("UPDATE responses SET response = 'x' WHERE id = ?", ids[0]))
-    await other.start()
+    other.start()
     await until_running(other, 1)
     await bench.workers.emit(4)
     assert (await ended(bench, ids[1])).status == "incomplete"
@@ -285,7 +289,7 @@ async def test_what_is_cancelled_before_it_is_taken_over_is_forgotten(bench, tmp
         raise UnavailableError("locked")
 
     monkeypatch.setattr(other, "history", fail)
-    await other.start()
+    other.start()
     async with asyncio.timeout(10):
         while not other._orphans:
             await asyncio.sleep(0.01)
@@ -298,14 +302,14 @@ async def test_what_is_cancelled_before_it_is_taken_over_is_forgotten(bench, tmp
 async def test_what_another_process_runs_is_cut_as_it_was(frontend, tmp_path):
     bench = await frontend(limits={"max_prompt_tokens": 50})
     stored = bench.app._stored
-    stored._store._folder = tmp_path
+    stored.store._folder = tmp_path
     items = [{"role": "user", "content": f"{turn} and more words"} for turn in range(9)]
     queued = (await ask(bench, input=items, truncation="auto", background=True).end()).json()
     await bench.workers.emit(1)
     await stored.stop()
     config, models = bench.app._config, bench.app._models
     bench.app._stored = StoredResponses(config.responses, models, None, tmp_path, config.max_body_bytes)
-    await bench.app._stored.start()
+    bench.app._stored.start()
     await bench.workers.emit(4)
     assert (await ended(bench, queued["id"])).status == "incomplete"
     await bench.app._stored.stop()
