@@ -132,19 +132,19 @@ def _least_limit(own, size, limit, best, scale, enough, IS_COUNT: tl.constexpr, 
 def _largest_with_noise(own, size, settings, position, token, limit, best, scale, TILE: tl.constexpr):
     """Return the token with the largest score; `token` is the likeliest, whose score the others have to exceed."""
     key, other = _key(settings, position + 1 - tl.load(settings))
-    at = token // _BLOCK
-    least = _exponential(_mix(at.to(tl.uint32) | 0x80000000, key, other)) / _BLOCK
-    is_least = (_mix(at.to(tl.uint32) | 0xC0000000, key, other) >> 24).to(tl.int32) == token % _BLOCK
-    score = -tl.log(tl.where(is_least, least, least + _exponential(_mix(token.to(tl.uint32), key, other))))
+    own_block = (token // _BLOCK).to(tl.uint32)
+    own_least = _least(own_block, key, other)
+    own_e = _exponential(_mix(token.to(tl.uint32), key, other))
+    score = -tl.log(own_least + tl.where(_member(own_block, key, other) == token % _BLOCK, 0.0, own_e))
     firsts, member = tl.arange(0, TILE // _BLOCK) * _BLOCK, tl.arange(0, _BLOCK)
     for begin in range(0, size, TILE):
         ids = begin + firsts[:, None] + member[None, :]
         below = (best - tl.load(own + ids, ids < size, -float("inf")).to(tl.float32)) * scale
         numbers = ((begin + firsts) // _BLOCK).to(tl.uint32)
-        least = _exponential(_mix(numbers | 0x80000000, key, other)) / _BLOCK
+        least = _least(numbers, key, other)
         bounds = -tl.min(below, 1) - tl.log(least)
         if tl.max(bounds, 0) > score:
-            members = (_mix(numbers | 0xC0000000, key, other) >> 24).to(tl.int32)
+            members = _member(numbers, key, other)
             e = _exponential(_mix(ids.to(tl.uint32), key, other))
             e = tl.where(member[None, :] == members[:, None], 0.0, e) + least[:, None]
             scores = tl.where(_bits(below) <= limit, -below - tl.log(e), -float("inf"))
@@ -174,6 +174,16 @@ def _mix(words, key, other):
     words ^= other
     words *= 0x846CA68B
     return words ^ (words >> 16)
+
+
+@triton.jit
+def _least(blocks, key, other):
+    return _exponential(_mix(blocks | 0x80000000, key, other)) / _BLOCK
+
+
+@triton.jit
+def _member(blocks, key, other):
+    return (_mix(blocks | 0xC0000000, key, other) >> 24).to(tl.int32)
 
 
 @triton.jit
