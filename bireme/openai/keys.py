@@ -5,9 +5,10 @@ The file holds hashes of keys, never keys; `tools/make_api_key.py NAME` makes on
     keys:
       - name: alice                  # for logs and metrics
         sha256: 9f86d081884c7d65...  # of the key, hex
-        requests_per_minute: 600     # both optional: without, no limit
+        requests_per_minute: 600     # all optional: without, no limit
         tokens_per_minute: 200000    # prompt and generated tokens
         max_concurrent_requests: 64
+        max_priority: 0.5            # 0 to 1; a higher priority is lowered to it
 
 Generated tokens count when they are known, so the answer that exhausts a budget is not cut. A file that changes is read
 again: a key that is gone is refused from then on, requests under way go on.
@@ -42,6 +43,7 @@ class KeyEntry(Settings, frozen=True, kw_only=True):
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
     max_concurrent_requests: Positive | None = None
+    max_priority: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
 
 
 class KeyFile(Settings, frozen=True, kw_only=True):
@@ -79,6 +81,7 @@ class Tenant:
         self._requests = _bucket(share(entry.requests_per_minute) if entry else None)
         self._tokens = _bucket(share(entry.tokens_per_minute) if entry else None)
         self._max_active = share(entry.max_concurrent_requests) if entry else None
+        self.max_priority = entry.max_priority if entry else 1.0
 
     def begin(self) -> None:
         """Count a running request; `end` counts it out. Raises RateLimitError."""

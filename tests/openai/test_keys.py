@@ -1,5 +1,6 @@
 """Who may call, and how much a minute."""
 
+import asyncio
 import hashlib
 
 import pytest
@@ -138,3 +139,29 @@ def test_a_launcher_s_canaries_are_let_in_beside_the_file_s_keys(tmp_path, monke
     found = load_keys(path)
     assert found.tenant([b"Bearer drawn-at-the-start"]) is OPEN
     assert found.tenant([f"Bearer {KEY}".encode()]).name == "alice"
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [({}, 0.4), ({"bireme": {"priority": 0.9}}, 0.4), ({"service_tier": "priority"}, 0.4), ({"priority": -5}, 0.4)]
+    + [({"bireme": {"priority": 0.1}}, 0.1), ({"service_tier": "flex"}, 0.25)],
+)
+async def test_no_request_goes_before_what_its_key_may(frontend, asked, given):
+    bench = await frontend(keys(max_priority=0.4))
+    assert await priority_of(bench, **asked) == given
+
+
+async def test_a_key_without_a_ceiling_has_everybody_s_range(frontend):
+    assert await priority_of(await frontend(keys()), bireme={"priority": 0.9}) == 0.9
+
+
+async def priority_of(bench, **fields):
+    """Return the priority with which a chat reaches its worker."""
+    reply = bench.chat(bearer(), **fields)
+    emitting = asyncio.ensure_future(bench.workers.emit(4))
+    while not bench.workers.running:
+        await asyncio.sleep(0)
+    priority = bench.workers.running[0].request.priority
+    await emitting
+    assert (await reply.end()).status == 200
+    return priority

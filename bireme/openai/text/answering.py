@@ -20,6 +20,7 @@ from bireme.messages import Usage
 from bireme.openai.http.call import Call, ClientGoneError
 from bireme.openai.http.error_replies import is_internal, reply_of, shutting_down
 from bireme.openai.http.event_stream import DONE, PREFIX, SUFFIX, EventStream
+from bireme.openai.keys import Tenant
 from bireme.openai.text.completion_request import CompletionRequest
 from bireme.openai.text.served_model import FollowedModel
 from bireme.pipelines.chat_answer import encode_json
@@ -38,18 +39,26 @@ _R = TypeVar("_R", ChatRequest, CompletionRequest)
 
 
 def for_caller(call: Call, request: _R) -> _R:
-    """Return the request with its key's cache salt, its session (the field's, else the header's), and the least
+    """Return the request as its key may have it, with its session (the field's, else the header's), and the least
     priority if it is of a batch.
 
     Raises RequestError.
     """
     if call.is_batch:
         request = replace(request, sampling=replace(request.sampling, priority=best_effort.PRIORITY))
-    if (salt := call.tenant.cache_salt(request.cache_salt)) != request.cache_salt:
-        request = replace(request, cache_salt=salt)
+    request = within_key(call.tenant, request)
     if not request.session_id and (header := call.header(SESSION_HEADER)):
         session_id = check_session(header.decode("latin-1"), SESSION_HEADER.decode())
         request = replace(request, session_id=session_id)
+    return request
+
+
+def within_key(tenant: Tenant, request: _R) -> _R:
+    """Return the request with its key's cache salt, and at most its key's priority."""
+    if request.sampling.priority > tenant.max_priority:
+        request = replace(request, sampling=replace(request.sampling, priority=tenant.max_priority))
+    if (salt := tenant.cache_salt(request.cache_salt)) != request.cache_salt:
+        request = replace(request, cache_salt=salt)
     return request
 
 

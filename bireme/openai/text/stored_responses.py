@@ -25,6 +25,7 @@ from bireme.openai.http.error_replies import HttpError, RateLimitError, is_inter
 from bireme.openai.http.query import PAGING, is_ascending, limit_of, query_of
 from bireme.openai.keys import OPEN, ApiKeys, Tenant
 from bireme.openai.store_thread import StoreThread
+from bireme.openai.text.answering import within_key
 from bireme.openai.text.response_answer import ResponseForm, failure_json
 from bireme.openai.text.response_items import Item, listed
 from bireme.openai.text.response_request import ResponseBody, ResponseRequest, check_response
@@ -282,7 +283,7 @@ class StoredResponses:
             model = self._models.get(body.model)
             history = await self.history(body.previous_response_id, tenant)
             request = check_response(body, model.recipe, history)
-            chat = replace(request.chat, cache_salt=tenant.cache_salt(request.chat.cache_salt))
+            chat = within_key(tenant, request.chat)
             if request.is_truncated:
                 chat = await truncated(model, chat)
             request = replace(request, chat=chat)
