@@ -227,8 +227,7 @@ class Frontend:
             if self._keys is None:
                 self._browsers.check(call)
             else:
-                given = {name: [value for key, value in call.headers if key == name] for name in KEY_HEADERS}
-                call.tenant = self._keys.tenant(*given.values())
+                call.tenant = self._keys.tenant(*_keys_in(call))
         methods = self._methods(call.path)
         handler = methods.get("GET" if call.method == "HEAD" else call.method)
         if handler is None:
@@ -309,7 +308,15 @@ class Frontend:
     async def _ready(self, call: Call) -> None:
         assert self.readiness is not None
         is_ready, report = await self.readiness.report()
-        await call.reply(200 if is_ready else 503, encode_json(report))
+        shown = report if self._is_operator(call) else {"status": report["status"]}
+        await call.reply(200 if is_ready else 503, encode_json(shown))
+
+    def _is_operator(self, call: Call) -> bool:
+        """Return whether the caller may know of workers; on a path that is open to everybody."""
+        try:
+            return self._keys is None or self._keys.tenant(*_keys_in(call)).is_operator
+        except HttpError:
+            return False
 
     async def _show_version(self, call: Call) -> None:
         await call.reply(200, encode_json({"version": __version__}))
@@ -317,7 +324,8 @@ class Frontend:
     async def _show_metrics(self, call: Call) -> None:
         self._metrics.set("bireme_http_requests_active", self._num_active)
         others = await self._member.ask() if self._member is not None else []
-        await call.reply(200, self._page.text(others), (b"content-type", CONTENT_TYPE))
+        only_key = None if call.tenant.is_operator else call.tenant.name
+        await call.reply(200, self._page.text(others, only_key), (b"content-type", CONTENT_TYPE))
 
     async def _show_openapi(self, call: Call) -> None:
         await call.reply(
@@ -344,6 +352,10 @@ class Frontend:
             now = time.monotonic()
             for stream in [stream for stream in self._streams if now - stream.written_at >= interval_s]:
                 stream.comment()
+
+
+def _keys_in(call: Call) -> list[list[bytes]]:
+    return [[value for key, value in call.headers if key == name] for name in KEY_HEADERS]
 
 
 def _check_host(call: Call) -> None:

@@ -9,6 +9,7 @@ The file holds hashes of keys, never keys; `tools/make_api_key.py NAME` makes on
         tokens_per_minute: 200000    # prompt and generated tokens
         max_concurrent_requests: 64
         max_priority: 0.5            # 0 to 1; a higher priority is lowered to it
+        operator: true               # false, as without: it is not told of other keys and of workers
 
 Generated tokens count when they are known, so the answer that exhausts a budget is not cut. A file that changes is read
 again: a key that is gone is refused from then on, requests under way go on.
@@ -44,6 +45,7 @@ class KeyEntry(Settings, frozen=True, kw_only=True):
     tokens_per_minute: Positive | None = None
     max_concurrent_requests: Positive | None = None
     max_priority: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    operator: bool = False
 
 
 class KeyFile(Settings, frozen=True, kw_only=True):
@@ -82,6 +84,7 @@ class Tenant:
         self._tokens = _bucket(share(entry.tokens_per_minute) if entry else None)
         self._max_active = share(entry.max_concurrent_requests) if entry else None
         self.max_priority = entry.max_priority if entry else 1.0
+        self.is_operator = entry.operator if entry else True
 
     def begin(self) -> None:
         """Count a running request; `end` counts it out. Raises RateLimitError."""

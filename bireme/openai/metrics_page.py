@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -14,6 +14,7 @@ from bireme.metrics import TABLE, Labels, MetricDelta, MetricSpec, Registry
 Histogram = tuple[list[int], float]  # counts a bucket, the sum
 Key = tuple[str, Labels]
 _T = TypeVar("_T")
+KEY_LABEL = "key"  # an API key's name
 CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
 
 
@@ -24,11 +25,14 @@ class MetricsPage:
         self._source = registry
         self._own = _Sums()
 
-    def text(self, others: Iterable[MetricDelta] = ()) -> bytes:
-        """Return the page; `others` are the totals of processes that serve the same port."""
+    def text(self, others: Iterable[MetricDelta] = (), only_key: str | None = None) -> bytes:
+        """Return the page; `others` are the totals of processes that serve the same port. `only_key`: no other API key
+        is named.
+        """
         sums = _Sums()
         for totals in (self.totals(), *others):
-            sums.add(totals, has_levels_of_its_own=True)
+            shown = totals if only_key is None else _without_other_keys(totals, only_key)
+            sums.add(shown, has_levels_of_its_own=True)
         page = CollectorRegistry(auto_describe=False)
         page.register(sums)
         return generate_latest(page)
@@ -36,6 +40,17 @@ class MetricsPage:
     def totals(self) -> MetricDelta:
         self._own.add(self._source.take_delta())
         return self._own.totals()
+
+
+def _without_other_keys(totals: MetricDelta, only: str) -> MetricDelta:
+    def is_shown(name: str, labels: Sequence[str]) -> bool:
+        return dict(zip(TABLE[name].labels, labels, strict=True)).get(KEY_LABEL, only) == only
+
+    return MetricDelta(
+        [row for row in totals.counters if is_shown(row[0], row[1])],
+        [row for row in totals.gauges if is_shown(row[0], row[1])],
+        [row for row in totals.histograms if is_shown(row[0], row[1])],
+    )
 
 
 class _Sums(Collector):

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import re
 
 import pytest
 
@@ -165,3 +166,35 @@ async def priority_of(bench, **fields):
     await emitting
     assert (await reply.end()).status == 200
     return priority
+
+
+@pytest.fixture
+async def limited(frontend):
+    """Return a frontend with the keys alice and bob, whose limits are used up, and that of an operator."""
+    entries = [
+        KeyEntry(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), operator=name == "root", **more)
+        for name, more in {"alice": {"requests_per_minute": 1}, "bob": {"requests_per_minute": 1}, "root": {}}.items()
+    ]
+    bench = await frontend(ApiKeys(tuple(entries)))
+    for name in ("alice", "bob") * 2:
+        await bench.call("POST", "/tokenize", b'{"model":"test","prompt":"a"}', bearer(name)).end()
+    return bench
+
+
+@pytest.mark.parametrize(("caller", "named"), [("alice", {"alice"}), ("bob", {"bob"}), ("root", {"alice", "bob"})])
+async def test_metrics_name_other_keys_to_operators_alone(limited, caller, named):
+    page = (await limited.call("GET", "/metrics", None, bearer(caller)).end()).data.decode()
+    assert set(re.findall(r'bireme_rate_limited_total\{[^}]*key="(\w+)"', page)) == named
+    assert "bireme_http_requests_total" in page and not [name for name in {"alice", "bob"} - named if name in page]
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/ready", "/ping"])
+@pytest.mark.parametrize(("caller", "is_told"), [(None, False), ("alice", False), ("wrong", False), ("root", True)])
+async def test_of_workers_operators_alone_are_told(limited, path, caller, is_told):
+    reply = await limited.call("GET", path, None, bearer(caller) if caller else {}).end()
+    assert reply.status == 200 and reply.json()["status"] == "ready"
+    assert ("models" in reply.json()) == is_told and (is_told or len(reply.json()) == 1)
+
+
+async def test_without_keys_everybody_is_told_of_workers(frontend):
+    assert "models" in (await (await frontend()).call("GET", "/health/ready").end()).json()
