@@ -23,6 +23,7 @@ class SentRequest:
     prefill_tokens: int  # that the worker must compute
     computed: Hashes = field(default_factory=lambda: NO_BLOCKS)  # of the full blocks that it computes
     prompt_tokens: int = 0  # all of them, if it computes any
+    num_new: int = 0  # full blocks that the worker does not hold yet: they take others' places
     is_over: bool = False
 
 

@@ -7,6 +7,10 @@ their own. In mode kv the worker with the lowest cost wins (with a temperature, 
     + waiting_weight x prompt tokens that wait there / tokens_per_block
     + decode_weight x blocks in use there, with this prompt's
 
+What a worker does not hold also takes the place of older blocks. So it is dearer where the pool turns over faster than
+the others', by turnover_weight where that is twice the mean, and cheaper where it turns over more slowly. Otherwise a
+prefix that all prompts share would keep them on one worker, whose pool overflows while others' are empty.
+
 A prefill worker has the first two lines alone. A decode worker that gets its KV from prefill pays for what it does not
 hold at the price of a transfer, and nothing for what waits.
 
@@ -94,7 +98,10 @@ class WorkerRouter:
         self._counts_load = loads is not None
         self._clock, self._draw = clock, draw or random.Random()
         uses = BlockUses() if self._counts_load and hash_prompt is not None else None
-        self._stages = {name: StageTargets({} if loads is None else loads, uses) for name in ("prefill", "decode")}
+        self._stages = {
+            name: StageTargets({} if loads is None else loads, uses, config.turnover_weight)
+            for name in ("prefill", "decode")
+        }
         self._turns = dict.fromkeys(self._stages, -1)
         self._records: Mapping[str, WorkerRecord] = {}
         self._down_until: dict[str, float] = {}
@@ -393,7 +400,7 @@ class WorkerRouter:
     ) -> Floats:
         """Return each worker's cost of this request, in KV blocks."""
         size = stage.tokens_per_block
-        new = len(request.prompt) / size - held
+        new = (len(request.prompt) / size - held) * stage.block_prices
         waiting = stage.waiting_tokens(now) / size
         hashes = NO_BLOCKS if hashes is None else hashes
         if prices.waiting and len(hashes):  # a prompt does not queue behind its own beginning: it needs that anywhere
@@ -458,9 +465,10 @@ def _sent(choice: StageChoice, request: RoutingRequest, is_used: bool, is_comput
     num_cached = choice.cached_tokens or 0
     num_new = len(request.prompt) - num_cached
     num_held = num_cached // (choice.target.record.tokens_per_block or DEFAULT_TOKENS_PER_BLOCK) if num_cached else 0
+    missing = hashes[num_held:]
     if not is_computed:
-        return SentRequest(used, 0)
-    return SentRequest(used, num_new, hashes[num_held:], len(request.prompt))
+        return SentRequest(used, 0, num_new=len(missing))
+    return SentRequest(used, num_new, missing, len(request.prompt), len(missing))
 
 
 def _cached_tokens(stage: StageTargets, request: RoutingRequest, num_blocks: float) -> int:

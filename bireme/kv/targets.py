@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -14,6 +15,10 @@ from bireme.kv.event_wire import WorkerLoad
 from bireme.kv.placement import Floats, Hashes, Mask
 
 DEFAULT_TOKENS_PER_BLOCK = 32
+DEFAULT_POOL_BLOCKS = 10_000.0  # of a worker that does not tell: all that matters is that they are alike
+_EVIDENCE = 0.01  # of a pool: the turnover in the mean at which prices differ by half of what they differ later
+_PRICED_AGAIN = 1.01  # when all pools together have turned over by so much more
+_MAX_UNIT = 1e100
 RETRY_S = 1.0  # after which a refused request may come again, where nothing better is known
 
 
@@ -26,6 +31,7 @@ class Target:
         self.active = ActiveRequests(uses)
         self.report: WorkerLoad | None = None  # the last one that was counted
         self.other_blocks = self.other_tokens = self.other_requests = 0.0
+        self.turned_over = 0.0  # its pool, by what this router has sent; in its stage's unit
 
     @property
     def key(self) -> tuple[str, int]:
@@ -52,9 +58,15 @@ class Target:
 class StageTargets:
     """Used on one loop. Load in columns: a decision over many workers is a few operations on arrays."""
 
-    def __init__(self, loads: Mapping[str, WorkerLoad], uses: BlockUses | None) -> None:
+    block_prices: Floats  # of a block that each would have to make room for; 1: its pool turns over as the mean does
+
+    def __init__(
+        self, loads: Mapping[str, WorkerLoad], uses: BlockUses | None = None, turnover_weight: float = 0.0
+    ) -> None:
         """`uses`: where blocks of prompts are counted; None: they are not."""
         self._loads, self._uses = loads, uses
+        self._turnover_weight = turnover_weight
+        self._unit = 1.0  # of what has turned over
         self.targets: list[Target] = []
         self._resize()
 
@@ -92,6 +104,8 @@ class StageTargets:
         self._first: Floats = np.zeros(count)  # of those, of the prompt that is being computed
         self._rates: Floats = np.zeros(count)
         self._began: Floats = np.zeros(count)
+        self._pools = [float(_num_blocks(target)) or DEFAULT_POOL_BLOCKS for target in self.targets]
+        self._price_blocks()
         for index, target in enumerate(self.targets):
             target.index = index
             self._show(target)
@@ -132,6 +146,32 @@ class StageTargets:
     def add(self, target: Target, sent: SentRequest, now: float) -> None:
         target.active.add(sent, now)
         self._show(target)
+        if sent.num_new and len(self.targets) > 1:
+            self._turn_over(target, sent.num_new)
+
+    def _turn_over(self, target: Target, num_new: int) -> None:
+        share = num_new / self._pools[target.index]
+        target.turned_over += self._unit * share
+        self._all_turned_over += self._unit * share
+        self._unit *= math.exp(share / len(self.targets))  # in place of all that is older getting less
+        if self._all_turned_over > self._priced_until:
+            self._price_blocks()
+
+    def _price_blocks(self) -> None:
+        """A pool that turns over twice as fast as the mean has 1 + turnover_weight, one that stands still 1 - that.
+
+        By what this router has sent. What came before as many new blocks as all pools have counts a third, however long
+        ago that is: prompts that come slowly fill a pool no less.
+        """
+        if self._unit > _MAX_UNIT:
+            for target in self.targets:
+                target.turned_over /= self._unit
+            self._unit = 1.0
+        turned_over: Floats = np.array([target.turned_over for target in self.targets], float)
+        self._all_turned_over = float(turned_over.sum())
+        self._priced_until = _PRICED_AGAIN * self._all_turned_over
+        mean = self._all_turned_over / max(len(self.targets), 1)
+        self.block_prices = 1.0 + self._turnover_weight * (turned_over - mean) / (mean + _EVIDENCE * self._unit)
 
     def prefilled(self, target: Target, sent: SentRequest, now: float) -> None:
         self._count_report(target)

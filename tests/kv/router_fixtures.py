@@ -89,7 +89,7 @@ class RouterBench:
     """A router over workers of these names, with everything that it asks in reach."""
 
     def __init__(self, *workers: str, mode: RoutingMode = "kv", enforce: bool = False, **config: Any) -> None:
-        config = {"waiting_weight": 1.0, "decode_weight": 1.0} | config  # costs in whole blocks
+        config = {"waiting_weight": 1.0, "decode_weight": 1.0, "turnover_weight": 0.0} | config  # costs in whole blocks
         self.held, self.clock = HeldBlocks(), Clock()
         self.loads: dict[str] = {}
         is_kv = mode == "kv"
@@ -103,7 +103,10 @@ class RouterBench:
             clock=self.clock,
             draw=random.Random(0),
         )
-        self.router.set_workers({name: record(name) for name in workers})
+        self.set_workers(*workers)
+
+    def set_workers(self, *workers: str, **fields: Any) -> None:
+        self.router.set_workers({name: record(name, **fields) for name in workers})
 
     def place(self, prompt: int | Sequence[int] = 40, **fields: Any) -> Placement:
         return self.router.place(request(prompt, **fields))

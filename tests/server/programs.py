@@ -38,6 +38,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/router.py": (
         *("--contenders", "bireme", "--sizes", "2000", "--workers", "10", "--repeat", "1", "--matches", "10"),
     ),
+    "benchmarks/routing_grid.py": (
+        *("--loads", "0.3", "--sharings", "0.5", "--caches", "1.2", "--rounds", "2", "--plot", "{folder}/grid.png"),
+    ),
     "benchmarks/routing.py": (
         *("--servers", "1", "--prefixes", "1", "--turns", "2", "--prefix-tokens", "64", "--question-tokens", "8"),
         *("--answer-tokens", "2", "--rounds", "1", "--herd", "4", "--step-ms", "1"),
