@@ -29,7 +29,7 @@ from bireme.metrics import Registry
 from bireme.openai.app import Frontend
 from bireme.openai.followed_files import FollowedFiles
 from bireme.openai.http.connection import Connection
-from bireme.openai.http.group_folder import wait_for_successor
+from bireme.openai.http.group_folder import leave, wait_for_successor
 from bireme.openai.http.idle_connections import IdleConnections, raise_descriptors
 from bireme.openai.http.members import Member, shared_socket
 from bireme.openai.http.process_group import run_group
@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn drains, then raises the signal once more
         signal.signal(number, lambda *_: None)
     server.run(listeners)
+    if options.member is not None:
+        leave(options.member.folder)
     return 0
 
 

@@ -12,7 +12,8 @@ import sys
 import pytest
 
 from bireme import private_files
-from bireme.config import FrontendConfig
+from bireme.config import FrontendConfig, StoredResponsesConfig
+from bireme.openai.batch.batch_store import BatchStore
 from bireme.openai.batch.files import FilesAndBatches
 from bireme.openai.database import Lives
 from bireme.openai.text.response_store import ResponseStore
@@ -38,6 +39,23 @@ def test_a_process_lives_until_its_lock_is_free(own, other):
     os.close(other._descriptor)
     other._descriptor = -1
     assert not own.has(other.own) and not own.has("unknown")
+
+
+def test_what_dead_processes_have_left_is_swept_and_nothing_else(own, other, tmp_path):
+    dead, starting = tmp_path / "processes" / "dead", tmp_path / "processes" / "starting.new"
+    dead.touch()
+    starting.touch()
+    own.sweep()
+    assert not dead.exists() and starting.exists() and own.has(other.own)
+
+
+@pytest.mark.parametrize("open_store", [BatchStore, lambda folder: ResponseStore(folder, StoredResponsesConfig())])
+def test_each_store_sweeps_them(tmp_path, open_store):
+    store = open_store(tmp_path)
+    (tmp_path / "processes" / "dead").touch()
+    store.sweep(*[3600] * isinstance(store, BatchStore))
+    assert [path.name for path in (tmp_path / "processes").iterdir()] == [store._lives.own]
+    store.close()
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EIO])

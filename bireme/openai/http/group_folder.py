@@ -79,6 +79,12 @@ def dead_groups(launch: int) -> list[DeadGroup]:
     return followed
 
 
+def leave(folder: Path) -> None:
+    """Remove a dead parent's folder with its last member; for a member that takes no connections any more."""
+    if _is_abandoned(folder):
+        DeadGroup(folder).remove()
+
+
 def wait_for_successor(folder: Path, launch: int, start: int | None) -> None:
     """Return when the members of a dead parent are to end: others serve, or none will be started.
 

@@ -35,19 +35,20 @@ def run_group(arguments: Sequence[str], count: int, launch: int, drain_timeout_s
 
     `launch`: pid of the process that starts another group when this one dies; 0: none does.
     """
-    with GroupFolder(launch) as folder:
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with on_stop_signal(signals.put), GroupFolder(launch) as folder:  # no signal from now on leaves the folder behind
         members = [Member(number, count, folder.path) for number in range(count)]
-        group = _Group([*arguments, "--launch", str(launch)], members, dead_groups(launch), drain_timeout_s)
-        with on_stop_signal(group.signals.put):
-            return group.run()
+        given = [*arguments, "--launch", str(launch)]
+        return _Group(given, members, dead_groups(launch), drain_timeout_s, signals).run()
 
 
 class _Group:
     def __init__(
-        self, arguments: Sequence[str], members: list[Member], before: list[DeadGroup], drain_timeout_s: float
-    ) -> None:
-        """`before`: their members serve until ours do."""
-        self.signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # to pass on, in the order in which they came
+        self, arguments: Sequence[str], members: list[Member], before: list[DeadGroup], drain_timeout_s: float,
+        signals: queue.SimpleQueue[int],
+    ) -> None:  # fmt: skip
+        """`before`: their members serve until ours do. `signals`: to pass on, in the order in which they came."""
+        self._signals = signals
         self._arguments = arguments
         self._pulse = own_pulse()
         self._processes = [_MemberProcess(member) for member in members]
@@ -68,7 +69,7 @@ class _Group:
                 if (code := process.ended()) is None:
                     continue
                 if not process.has_served:  # a wrong option or a missing file: the next one would fail as well
-                    self.signals.put(signal.SIGTERM)
+                    self._signals.put(signal.SIGTERM)
                     self._wait()
                     return abs(code) or 1
                 process.restart(self._arguments)
@@ -79,7 +80,7 @@ class _Group:
         if self._pulse is not None:
             self._pulse.beat()
         try:
-            number = self.signals.get(timeout=_LOOK_S)
+            number = self._signals.get(timeout=_LOOK_S)
         except queue.Empty:
             return False
         for process in self._processes:

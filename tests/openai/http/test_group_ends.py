@@ -106,6 +106,7 @@ def test_members_of_a_killed_parent_go_on_answering(groups):
 def test_without_a_launch_that_would_start_the_next_group_members_end_with_their_parent(groups):
     kill(groups.start())
     wait_for(lambda: not groups.members())
+    assert not list(groups.folder.iterdir())
 
 
 def test_members_never_outlive_the_launch(groups):
@@ -117,6 +118,7 @@ def test_members_never_outlive_the_launch(groups):
     assert groups.answers() and len(groups.members()) == 2
     kill(launch)
     wait_for(lambda: not groups.members())
+    assert not list(groups.folder.iterdir())
 
 
 def test_what_killed_groups_left_is_removed(groups):
