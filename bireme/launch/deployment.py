@@ -10,6 +10,7 @@ emptied run folder; when it keeps dying, the deployment gives up.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import secrets
 import socket
@@ -162,7 +163,9 @@ class Deployment:
             self._view = discover(settings.recipe, self._address, self.run.path)
             self._view.watch(lambda records: None)
         if settings.frontend is not None:
-            self._frontend = FrontendProcess(settings.frontend, self._console, self.threads)
+            environment = dict(settings.frontend.environment) | {"BIREME_KEY": self._key}
+            frontend = dataclasses.replace(settings.frontend, environment=environment)
+            self._frontend = FrontendProcess(frontend, self._console, self.threads)
             self._frontend.spawn()  # it takes as long as the models' load: side by side
         if settings.recipe.memory_service.enabled:
             self._memory = MemoryProcess(self.run.path, self._key, self._console, self.threads)

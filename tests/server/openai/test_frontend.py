@@ -14,6 +14,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from bireme.launch import processes
 from tests.server.openai_served import PORTS, URL, call, chat, engine_of, gauge, kill, settled, wait_for
 
 pytestmark = pytest.mark.server
@@ -276,3 +277,10 @@ def test_json_schema_holds_in_a_stream(client):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     chunks = ask(client, "Say x", response_format=form, stream=True, max_tokens=100)
     jsonschema.validate(json.loads("".join(chunk.choices[0].delta.content or "" for chunk in chunks)), schema)
+
+
+def test_the_frontend_has_the_key_of_its_launch_or_it_knew_no_block_of_a_prompt_with_a_salt(deployment):
+    def key_of(pid):
+        return [text for text in processes.environment(pid) if text.startswith("BIREME_KEY=")]
+
+    assert key_of(deployment.frontend_pid()) == key_of(engine_of(deployment)) != []
