@@ -78,6 +78,7 @@ class _Output(msgspec.Struct):
     output: list[dict[str, Any]]
 
 
+_INSERT = "INSERT INTO responses (id, tenant, used_at, size, previous, response, items, process, request)"
 _COLUMNS = ", ".join(StoredResponse.__struct_fields__)
 
 
@@ -101,19 +102,30 @@ class ResponseStore:
 
     def add(self, *responses: NewResponse) -> None:
         """Keep all of them, or none. Raises UnavailableError."""
-        now, rows = time.time(), []
-        for one in responses:
-            items = _encode(one.items)
-            size = len(one.response) + len(items) + len(one.request or b"")
-            process = self.process if one.request else None
-            rows.append((one.id, one.tenant, now, size, one.previous, one.response, items, process, one.request))
-            self._num_new_bytes += size
-        self._database.write_all(
-            "INSERT INTO responses (id, tenant, used_at, size, previous, response, items, process, request)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            rows,
-        )
-        self._num_new += len(rows)
+        self._database.write_all(f"{_INSERT} VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", [self._row(one) for one in responses])
+        self._num_new += len(responses)
+        self._sweep_if_many()
+
+    def begin(self, response: NewResponse, max_unfinished: int) -> bool:
+        """Keep one that has not ended; false: so many of its key have not. Raises UnavailableError."""
+        count = "SELECT COUNT(*) FROM responses WHERE process IS NOT NULL AND tenant = ?"
+        is_kept = self._database.write(
+            f"{_INSERT} SELECT ?, ?, ?, ?, ?, ?, ?, ?, ? WHERE ({count}) < ?",
+            *self._row(response), response.tenant, max_unfinished,
+        )  # fmt: skip
+        self._num_new += is_kept
+        self._sweep_if_many()
+        return bool(is_kept)
+
+    def _row(self, one: NewResponse) -> tuple[Any, ...]:
+        """Return the values of _INSERT, and count their bytes."""
+        items = _encode(one.items)
+        size = len(one.response) + len(items) + len(one.request or b"")
+        self._num_new_bytes += size
+        process = self.process if one.request else None
+        return one.id, one.tenant, time.time(), size, one.previous, one.response, items, process, one.request
+
+    def _sweep_if_many(self) -> None:
         limits = self._config
         if self._num_new_bytes * _SWEPT_SHARE > limits.max_bytes or self._num_new * _SWEPT_SHARE > limits.max_responses:
             self.sweep()
@@ -166,11 +178,6 @@ class ResponseStore:
 
     def remove(self, response_id: str, tenant: str) -> bool:
         return self._database.write("DELETE FROM responses WHERE id = ? AND tenant = ?", response_id, tenant) > 0
-
-    def num_unfinished(self, tenant: str) -> int:
-        query = "SELECT COUNT(*) FROM responses WHERE process IS NOT NULL AND tenant = ?"
-        count: int = self._database.read(query, tenant)[0][0]
-        return count
 
     def own_unfinished(self) -> frozenset[str]:
         rows = self._database.read("SELECT id FROM responses WHERE process = ?", self.process)

@@ -170,13 +170,12 @@ class StoredResponses:
     ) -> None:
         """Answer that the response is queued, and run it. Raises RateLimitError, UnavailableError."""
         tenant, limit = call.tenant, self._config.max_background
-        if (count := await self._do(ResponseStore.num_unfinished, tenant.name)) >= limit:
-            raise RateLimitError(f"{count} background responses of this key have not ended, its limit", 1)
         own = msgspec.structs.replace(body.bireme, session_id=request.chat.session_id)
         again = encode_json(msgspec.structs.replace(body, bireme=own))
         queued, items = form.json("queued", []), listed(request.items)
         new = NewResponse(form.id, tenant.name, body.previous_response_id, queued, items, again)
-        await self._do(ResponseStore.add, new)
+        if not await self._do(ResponseStore.begin, new, limit):
+            raise RateLimitError(f"{limit} background responses of this key have not ended, its limit", 1)
         self._run(_BackgroundJob(form.id, tenant, model, request, form))
         call.notes["outcome"] = "queued"
         await call.reply(200, queued)

@@ -1,6 +1,7 @@
 """The database of responses: what goes on from what, what is removed, and who works on what."""
 
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -88,11 +89,26 @@ def test_a_file_shrinks_when_much_is_removed(open_store, tmp_path):
     assert sum(path.stat().st_size for path in tmp_path.iterdir() if path.is_file()) < 8 << 20
 
 
+def test_of_a_key_s_unfinished_responses_so_many_begin_and_no_more(open_store):
+    stores = [open_store(), open_store()]
+
+    def begin(name, tenant="alice"):
+        return stores[len(name) % 2].begin(NewResponse(name, tenant, None, b"{}", ITEMS, b"{}"), 2)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(begin, ["a" * length for length in range(1, 17)])) == 2
+    assert begin("b", "bob")
+    for store in stores:
+        for name in store.own_unfinished():
+            store.end(name, b'{"output":[]}')
+    assert begin("c")
+
+
 def test_an_end_counts_once(open_store):
     store = open_store()
     add(store, "a", request=b"{}")
     row = store.find("a", "")
-    assert store.num_unfinished("") == 1 and store.own_unfinished() == {"a"}
+    assert store.own_unfinished() == {"a"}
     assert store.cancel(row, b'{"output":[]}') and not store.end("a", b"{}")
     assert store.find("a", "").request is None and not store.own_unfinished()
 
