@@ -142,7 +142,8 @@ def _largest_with_noise(own, size, settings, position, token, limit, best, scale
         below = (best - tl.load(own + ids, ids < size, -float("inf")).to(tl.float32)) * scale
         numbers = ((begin + firsts) // _BLOCK).to(tl.uint32)
         least = _least(numbers, key, other)
-        bounds = -tl.min(below, 1) - tl.log(least)
+        least_below = tl.min(below, 1)
+        bounds = tl.where(_bits(least_below) <= limit, -least_below - tl.log(least), -float("inf"))
         if tl.max(bounds, 0) > score:
             members = _member(numbers, key, other)
             e = _exponential(_mix(ids.to(tl.uint32), key, other))
