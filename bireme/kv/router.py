@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bireme.config import BusyRule, RouterConfig, RoutingMode
+from bireme.config import BusyRule, RouterConfig, RoutingMode, split_worker
 from bireme.discovery.run import WorkerRecord, can_transfer
 from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
 from bireme.kv.active import NO_BLOCKS, SentRequest
@@ -49,7 +49,7 @@ from bireme.kv.placement import (
 from bireme.kv.sessions import SessionTable
 from bireme.kv.targets import DEFAULT_TOKENS_PER_BLOCK, StageTargets, Target
 
-DOWN_S = 1.0  # how long a lost worker is skipped, unless it is the only one
+DOWN_S, MAX_DOWN_S = 1.0, 8.0  # how long a lost worker is skipped, unless it is the only one; doubles with each loss
 MAX_RETRY_S = 60  # that a refused request is told to wait
 _EVEN = 1e-9  # costs that differ by less are even
 
@@ -105,6 +105,8 @@ class WorkerRouter:
         self._turns = dict.fromkeys(self._stages, -1)
         self._records: Mapping[str, WorkerRecord] = {}
         self._down_until: dict[str, float] = {}
+        self._skip_s: dict[str, float] = {}  # how long the next loss lasts, of workers that were lost lately
+        self._silent: set[str] = set()  # servers
         self._sessions = SessionTable(config.session_ttl_s, config.max_sessions)
 
     def set_workers(self, workers: Mapping[str, WorkerRecord]) -> None:
@@ -113,6 +115,8 @@ class WorkerRouter:
         Those that drain get nothing new. A worker that is missing has left or was lost; what runs there is its
         caller's.
         """
+        for worker in [name for name in self._skip_s if _life(workers, name) != _life(self._records, name)]:
+            self._forget_losses(worker)  # its engine is another one
         self._records = workers
         for name, stage in self._stages.items():
             stage.set_workers({worker: record for worker, record in workers.items() if record.stage == name})
@@ -183,13 +187,30 @@ class WorkerRouter:
             self._stages[target.record.stage].free(target, sent)
 
     def note_down(self, worker: str) -> None:
-        """The worker was lost, or could not be reached."""
-        self._down_until[worker] = self._clock() + DOWN_S
+        """The worker was lost, or could not be reached. Requests that were lost together count once."""
+        now = self._clock()
+        if self._down_until.get(worker, 0.0) > now:
+            return
+        skip_s = self._skip_s.get(worker, DOWN_S)
+        self._down_until[worker], self._skip_s[worker] = now + skip_s, min(2 * skip_s, MAX_DOWN_S)
 
     def note_up(self, worker: str) -> None:
         """The worker has answered."""
-        if self._down_until:
-            self._down_until.pop(worker, None)
+        if worker not in self._skip_s:
+            return
+        self._down_until.pop(worker, None)
+        self._skip_s[worker] /= 2
+        if self._skip_s[worker] < DOWN_S:
+            del self._skip_s[worker]
+
+    def note_silence(self, server: str, is_silent: bool) -> None:
+        """The host of another server does not answer, or does again: its workers come back as those that were lost."""
+        if is_silent:
+            self._silent.add(server)
+        elif server in self._silent:
+            self._silent.discard(server)
+            for worker in self._workers_of([server]):
+                self.note_down(worker)
 
     def close(self) -> None:
         for follower in self._followers:
@@ -416,10 +437,21 @@ class WorkerRouter:
         return costs
 
     def _down(self, now: float) -> set[str]:
-        if not self._down_until:
+        if not self._down_until and not self._silent:
             return set()
         self._down_until = {worker: until for worker, until in self._down_until.items() if until > now}
-        return set(self._down_until)
+        return self._down_until.keys() | self._workers_of(self._silent)
+
+    def _workers_of(self, servers: Collection[str]) -> set[str]:
+        return {worker for worker in self._records if split_worker(worker)[1] in servers}
+
+    def _forget_losses(self, worker: str) -> None:
+        del self._skip_s[worker]
+        self._down_until.pop(worker, None)
+
+
+def _life(workers: Mapping[str, WorkerRecord], worker: str) -> int:
+    return workers[worker].life if worker in workers else 0
 
 
 def draw_cost(costs: Floats, allowed: Mask, ties: Floats, temperature: float, draw: random.Random) -> int:

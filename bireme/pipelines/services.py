@@ -42,6 +42,7 @@ class Services:
     def __post_init__(self) -> None:
         """Without a discovery the workers are the recipe's."""
         self.members = self.members or recipe_workers(self.recipe)
+        self.workers.on_silence = self.router.note_silence
 
     def follow(self, discovery: Discovery) -> None:
         """Take the workers from `discovery` until `close`; on the loop that this is used on."""

@@ -6,7 +6,7 @@ Unary calls (`tokenize`, `prefill`, `abort_prefill`) are coroutines. Decode's to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,6 +47,8 @@ class PrefillResult:
 
 class WorkerClient(Protocol):
     """All workers of one deployment, by worker id. Errors are those of errors.py."""
+
+    on_silence: Callable[[str, bool], None]  # called with a server, and whether its host has gone silent
 
     def set_workers(self, workers: Mapping[str, int]) -> None:
         """Take which workers there are now, and their engines' lives (0: not known).

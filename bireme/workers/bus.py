@@ -64,6 +64,7 @@ from bireme.workers.grpc import GrpcChannel, infer_request, leave, rpc_error
 
 logger = logging.getLogger("bireme.bus")
 IDLE_S = 1.0  # without requests for so long, a session closes
+NEWS_S = 0.5  # without a sign of the worker for so long, it is asked whether its host still answers
 KEEPALIVE_S = 3.0  # the longest silence of this side
 LOST_STALL_S = 5.0  # pipeline.stall_timeout_s of a worker that discovery has lost
 OPEN_TIMEOUT_S = 10.0  # from the first byte to Welcome
@@ -139,6 +140,24 @@ class Bus:
         if (error := await asyncio.shield(self.session().opened)) is not None:
             raise error
 
+    @property
+    def awaits_news(self) -> bool:
+        """Whether requests wait for a sign of the worker that has not come for a while."""
+        return any(session.awaits_news for session in self._sessions())
+
+    def lose_waiting(self, error: EngineLostError) -> None:
+        """Fail the requests that have had no token yet; the streams may go on."""
+        for session in self._sessions():
+            session.lose_waiting(error)
+
+    def lose(self, error: EngineLostError) -> None:
+        """Fail all requests."""
+        for session in self._sessions():
+            session.lose(error)
+
+    def _sessions(self) -> list[Session]:
+        return [*filter(None, (self._session,)), *self._closing]
+
     def retire(self, session: Session) -> None:
         """The session takes no new requests."""
         if self._session is session:
@@ -150,7 +169,7 @@ class Bus:
 
     async def close(self) -> None:
         """End all requests with UNAVAILABLE and close the subscription."""
-        for session in filter(None, (self._session, *self._closing)):
+        for session in self._sessions():
             session.shut()
         sessions = list(self._closing)
         if sessions:
@@ -199,6 +218,24 @@ class Session:
     def shut(self) -> None:
         """Fail everything and close; for the end of the process."""
         self._end(UnavailableError(f"{self._bus.worker}: this process is shutting down; try again"))
+
+    @property
+    def awaits_news(self) -> bool:
+        return bool(self._requests) and time.monotonic() - self._heard_at > NEWS_S
+
+    def lose_waiting(self, error: EngineLostError) -> None:
+        """What was sent is aborted, should the worker hear of it."""
+        for number, request in [(n, request) for n, request in self._requests.items() if not request.heard_at]:
+            self._forget(number)
+            if request.was_sent:
+                self.send_later(Abort(number))
+            _lose(request, error)
+        self._outbox = [command for command in self._outbox if not isinstance(command, Submit | Encode)]
+
+    def lose(self, error: EngineLostError) -> None:
+        self._end(error)
+        if self._call is not None:
+            self._call.cancel()
 
     def send_later(self, command: Command) -> None:
         self._outbox.append(command)
@@ -277,7 +314,7 @@ class Session:
         import grpc
 
         for future in done:
-            error = future.exception()
+            error = None if future.cancelled() else future.exception()
             if isinstance(error, (EngineLostError, NotFoundError)):
                 return error
             if isinstance(error, BiremeError):
@@ -303,8 +340,8 @@ class Session:
                 request.is_replaced = True  # once is enough
                 request.was_sent = False
                 self._bus.session().submit(request)
-            elif isinstance(error, EngineLostError) and not request.was_sent:
-                request.fail(UnavailableError(str(error)))  # it has lost nothing
+            elif isinstance(error, EngineLostError):
+                _lose(request, error)
             else:
                 request.fail(EngineLostError(str(error)) if isinstance(error, NotFoundError) else error)
 
@@ -439,3 +476,8 @@ class Session:
         if (request := self._forget(number)) is not None:
             self.send_later(Abort(number))
             request.fail(BiremeError(f"{type(error).__name__}: {error}"))
+
+
+def _lose(request: BusRequest, error: EngineLostError) -> None:
+    """One that was not sent has lost nothing."""
+    request.fail(error if request.was_sent else UnavailableError(str(error)))

@@ -1,7 +1,8 @@
 """All workers: unary calls to the models, decode's tokens over the token bus.
 
 Inside Triton unary calls to models of the own server are BLS; all others go over gRPC, a channel a server. A worker of
-another server is called by its id, decode_1@host:8001.
+another server is called by its id, decode_1@host:8001; whether that server's host still answers is watched
+(host_watch.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -48,6 +50,7 @@ from bireme.workers.base import Generation, PrefillResult
 from bireme.workers.bus import LOST_STALL_S, Bus
 from bireme.workers.grpc import GrpcChannel
 from bireme.workers.grpc_tls import GrpcTls
+from bireme.workers.host_watch import HostState, HostWatch
 
 Call = Callable[[str, Tensors], Awaitable[Tensors]]
 _decode_usage = msgspec.json.Decoder(Usage).decode
@@ -70,12 +73,15 @@ class Workers:
         `call`: StageContext.call_async, of a pipeline inside Triton; None: unary calls go over the channel, too.
         `tls`: of channels to other servers.
         """
+        self.on_silence: Callable[[str, bool], None] = lambda server, is_silent: None
         self._channels: dict[str, GrpcChannel] = {} if channel is None else {"": channel}  # by server
+        self._watches: dict[str, HostWatch] = {}  # of the other servers
         self._stall_timeout_s, self._metrics, self._bls, self._tls = stall_timeout_s, metrics, call, tls
         self._buses: dict[str, Bus] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._lives: Mapping[str, int] | None = None  # of the members; None: nobody has told
         self._own_calls: dict[asyncio.Future[Tensors], tuple[str, int]] = {}  # by BLS: worker, its life at the start
+        self._far_calls: dict[asyncio.Future[Tensors], str] = {}  # by gRPC: worker
         self._lost_calls: set[asyncio.Future[Tensors]] = set()
         self._encodes: dict[str, Generation] = {}  # on decode workers, by request id
 
@@ -93,6 +99,7 @@ class Workers:
         for server in self._channels.keys() - used - {""}:
             if not self._channels[server].num_calls:  # else the next change closes it
                 self._close_later(self._channels.pop(server))
+                self._watches.pop(server).stop()
 
     async def tokenize(self, text: str) -> list[int]:
         outputs = await self._call("tokenizer", {"text_input": _bytes(text.encode())}, self._stall_timeout_s)
@@ -159,6 +166,8 @@ class Workers:
             await self._call(worker, {"ping": np.array([True])} | named)
 
     async def close(self) -> None:
+        for watch in self._watches.values():
+            watch.stop()
         await asyncio.gather(*(bus.close() for bus in self._buses.values()))
         await asyncio.gather(*(channel.close() for channel in self._channels.values()), *self._closing)
 
@@ -177,7 +186,32 @@ class Workers:
             if not server:
                 raise UnavailableError(f"{worker}: this process has no tritonserver of its own")
             channel = self._channels[server] = GrpcChannel(server, self._tls)
+            self._watches[server] = HostWatch(
+                server, partial(self._is_awaited, server), partial(self._note_host, server)
+            )
         return channel, model
+
+    def _is_awaited(self, server: str) -> bool:
+        return self._channels[server].num_calls > 0 or any(bus.awaits_news for bus in self._buses_of(server))
+
+    def _note_host(self, server: str, state: HostState) -> None:
+        """Have whoever waits for a first sign of a silent host go elsewhere; give all up that a lost one has."""
+        self.on_silence(server, state is not HostState.ANSWERS)
+        if state is HostState.ANSWERS:
+            return
+        for call, worker in self._far_calls.items():
+            if split_worker(worker)[1] == server:
+                self._lose(call)
+        if state is HostState.LOST:  # TCP would try the former connection again only after as long a silence
+            former, self._channels[server] = self._channels[server], GrpcChannel(server, self._tls)
+            asyncio.get_running_loop().call_later(self._stall_timeout_s, self._close_later, former)
+        for bus in self._buses_of(server):
+            error = EngineLostError(f"{bus.worker}: its host does not answer")
+            bus.lose_waiting(error) if state is HostState.SILENT else bus.lose(error)
+            bus.channel = self._channels[server]
+
+    def _buses_of(self, server: str) -> list[Bus]:
+        return [bus for worker, bus in self._buses.items() if split_worker(worker)[1] == server]
 
     def _close_later(self, channel: GrpcChannel) -> None:
         """Close a channel of which the last stream has just ended."""
@@ -225,26 +259,39 @@ class Workers:
     async def _call_watched(self, worker: str, inputs: Tensors, request_id: str) -> Tensors:
         """Call a worker while it answers pings and knows of the request: a dead stub would be silent forever."""
         call = asyncio.ensure_future(self._call(worker, inputs))
+        self._far_calls[call] = worker
         interval_s = self._stall_timeout_s / 2
         pinged_at = time.monotonic()
         try:
             while not (await asyncio.wait({call}, timeout=min(interval_s, LOST_STALL_S)))[0]:
                 if self._is_member(worker) and time.monotonic() - pinged_at < interval_s:
                     continue
-                limit_s = interval_s if self._is_member(worker) else LOST_STALL_S
-                try:
-                    await asyncio.wait_for(self.ping(worker, request_id), limit_s)
-                except NotFoundError:  # another stub has taken its place, unless the answer is on its way
-                    if not (await asyncio.wait({call}, timeout=min(limit_s, LOST_STALL_S)))[0]:
-                        raise EngineLostError(f"{worker}: its stub died with this request") from None
+                await self._ping_beside(call, worker, request_id, interval_s)
                 pinged_at = time.monotonic()
+            if call in self._lost_calls:
+                raise EngineLostError(f"{worker}: its host does not answer")
             return call.result()
-        except asyncio.TimeoutError:
-            raise EngineLostError(
-                f"{worker}: no news for {self._stall_timeout_s:g} s (pipeline.stall_timeout_s)"
-            ) from None
         finally:
             call.cancel()
+            del self._far_calls[call]
+            self._lost_calls.discard(call)
+
+    async def _ping_beside(self, call: asyncio.Future[Tensors], worker: str, request_id: str, limit_s: float) -> None:
+        """Return when the worker knows of the request, or its call has ended. Raises EngineLostError."""
+        limit_s = limit_s if self._is_member(worker) else LOST_STALL_S
+        ping = asyncio.ensure_future(self.ping(worker, request_id))
+        both: set[asyncio.Future[Any]] = {call, ping}
+        try:
+            if not (await asyncio.wait(both, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+                raise EngineLostError(f"{worker}: no news for {self._stall_timeout_s:g} s (pipeline.stall_timeout_s)")
+            if call.done():
+                return
+            await ping
+        except NotFoundError:  # another stub has taken its place, unless the answer is on its way
+            if not (await asyncio.wait({call}, timeout=min(limit_s, LOST_STALL_S)))[0]:
+                raise EngineLostError(f"{worker}: its stub died with this request") from None
+        finally:
+            ping.cancel()
 
     def _is_member(self, worker: str) -> bool:
         return self._lives is None or worker in self._lives

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import numpy as np
@@ -116,6 +116,7 @@ class FakeWorkers:
         self.errors: deque[BiremeError] = deque()  # the next decode requests end with these, as engines do
         self.capacities: dict[str, Capacity] = {}
         self.members: frozenset[str] = frozenset()  # as the last set_workers told
+        self.on_silence: Callable[[str, bool], None] = lambda server, is_silent: None
         self.is_closed = False
 
     def set_workers(self, workers: Mapping[str, int]) -> None:

@@ -314,6 +314,54 @@ def test_a_worker_that_answers_is_up_at_once():
     assert {bench.place().decode for _ in range(2)} == {"decode", "decode_1"}
 
 
+def skipped_s(bench, worker):
+    """Lose a worker; return for how long it is passed by."""
+    bench.router.note_down(worker)
+    began = bench.clock.now
+    while worker not in {bench.place().decode for _ in range(2)}:
+        bench.clock.now += 0.25
+    return bench.clock.now - began
+
+
+def test_a_worker_that_is_lost_again_and_again_is_passed_by_for_longer_and_answers_shorten_that():
+    bench = RouterBench("decode", "decode_1", mode="round_robin")
+    assert [skipped_s(bench, "decode") for _ in range(5)] == [1.0, 2.0, 4.0, 8.0, 8.0]
+    for _ in range(2):
+        bench.router.note_up("decode")
+    assert skipped_s(bench, "decode") == 2.0
+
+
+def test_requests_that_are_lost_together_count_once():
+    bench = RouterBench("decode", "decode_1", mode="round_robin")
+    for _ in range(9):
+        bench.router.note_down("decode")
+    assert skipped_s(bench, "decode") == 1.0
+
+
+def test_a_worker_whose_engine_was_started_again_is_passed_by_no_longer():
+    bench = RouterBench("decode", "decode_1", mode="round_robin")
+    for _ in range(3):
+        skipped_s(bench, "decode")
+    bench.router.note_down("decode")
+    bench.router.set_workers({"decode": record("decode", life=2), "decode_1": record("decode_1")})
+    assert {bench.place().decode for _ in range(2)} == {"decode", "decode_1"}
+    assert skipped_s(bench, "decode") == 1.0
+
+
+def test_all_workers_of_a_silent_host_are_passed_by_until_it_has_answered_for_a_while():
+    bench = RouterBench(mode="round_robin")
+    bench.router.set_workers(
+        view(*(record(name, server="a") for name in ("decode", "decode_1")), record("decode", server="b"))
+    )
+    bench.router.note_silence("a", True)
+    bench.clock.now += 60.0
+    assert {bench.place().decode for _ in range(4)} == {"decode@b"}
+    bench.router.note_silence("a", False)
+    assert {bench.place().decode for _ in range(4)} == {"decode@b"}
+    bench.clock.now += DOWN_S + 0.1
+    assert len({bench.place().decode for _ in range(6)}) == 3
+
+
 def test_the_only_decode_worker_is_tried_even_when_it_is_down():
     bench = RouterBench("decode")
     bench.router.note_down("decode")

@@ -36,13 +36,11 @@ REPLICAS = {
 class Server:
     """tools/serve.py on one of the hosts, with the default ports."""
 
-    def __init__(self, cable: Cable, worker: str, folder: Path) -> None:
+    def __init__(self, cable: Cable, worker: str, folder: Path, recipe: str, override: dict[str, Any]) -> None:
         self.cable, self.worker, self.log = cable, worker, folder / f"{worker}.log"
         self._runtime = Path(tempfile.mkdtemp(prefix="host-"))  # short: sockets lie there
-        workers = {name: {"replicas": count, **NIXL} for name, count in REPLICAS[worker].items()}
-        override = {"workers": workers, "pipeline": {"stall_timeout_s": 5}}
         command = [
-            *cable.command(worker), sys.executable, "tools/serve.py", "recipes/tiny-vlm-epd",
+            *cable.command(worker), sys.executable, "tools/serve.py", f"recipes/{recipe}",
             f"--grpc-host={cable.addresses[worker]}", f"--discovery={folder / 'shared'}", "--canary-interval=0",
             f"--openai-port={9000 if worker == 'decode' else 0}", f"--override={json.dumps(override)}",
         ]  # fmt: skip
@@ -115,10 +113,15 @@ class Stream:
 class Hosts:
     def __init__(self, cable: Cable, folder: Path) -> None:
         self.cable = cable
-        self.prefill, self.decode = (Server(cable, worker, folder) for worker in ("prefill", "decode"))
+        self.prefill, self.decode = (self._serve(worker, folder) for worker in ("prefill", "decode"))
         dice = np.random.default_rng(5)
         self.prompts = dice.integers(20, 500, (NUM_STREAMS, PROMPT_TOKENS)).tolist()
         self._num_salts = 0
+
+    def _serve(self, worker: str, folder: Path) -> Server:
+        workers = {name: {"replicas": count, **NIXL} for name, count in REPLICAS[worker].items()}
+        override = {"workers": workers, "pipeline": {"stall_timeout_s": 5}}
+        return Server(self.cable, worker, folder, "tiny-vlm-epd", override)
 
     def ask(self, prompts: list[list[int]]) -> list[Stream]:
         """Begin to answer prompts of which nobody holds a block."""
