@@ -10,6 +10,7 @@ from bireme.errors import RequestError
 from bireme.openai.http.error_replies import HttpError
 
 _MAX_FIELDS, _MAX_FIELD_BYTES, _MAX_NAME = 16, 4096, 255
+_MAX_HEADER_BYTES = 8 << 10  # of one part
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -27,7 +28,7 @@ class Upload:
         self.filename: str | None = None
         self.size = 0
         self._parse_options, self._max_bytes = parse_options_header, max_bytes
-        self._header, self._value = b"", b""
+        self._header, self._value, self._num_header_bytes = b"", b"", 0
         self._name, self._field = "", b""
         self._is_file = self._is_whole = False
         callbacks: Any = {
@@ -66,13 +67,22 @@ class Upload:
 
     def _begin(self) -> None:
         self._name, self._field, self._is_file = "", b"", False
-        self._header, self._value = b"", b""
+        self._header, self._value, self._num_header_bytes = b"", b"", 0
 
     def _add_header(self, data: bytes, start: int, end: int) -> None:
+        self._count_header(end - start)
         self._header += data[start:end]
 
     def _add_value(self, data: bytes, start: int, end: int) -> None:
+        self._count_header(end - start)
         self._value += data[start:end]
+
+    def _count_header(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
+        if self._num_header_bytes > _MAX_HEADER_BYTES:
+            raise RequestError(
+                f"a part's headers have more than {_MAX_HEADER_BYTES} bytes; send its name and type alone"
+            )
 
     def _end_header(self) -> None:
         if self._header.lower() == b"content-disposition":

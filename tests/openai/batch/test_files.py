@@ -122,6 +122,12 @@ async def test_a_wrong_form_is_a_400_and_leaves_nothing_on_the_disk(bench, tmp_p
     assert contents(tmp_path) == []
 
 
+async def test_a_part_s_headers_are_bounded_together(bench):
+    headers = b"".join(b"X-%d: %b\r\n" % (number, b"a" * 3000) for number in range(3))
+    reply = await post(bench, form().replace(b"--xyz\r\n", b"--xyz\r\n" + headers, 1)).end()
+    assert reply.status == 400 and "headers have more than 8192 bytes" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "multipart/form-data; boundary="])
 async def test_what_is_no_form_by_its_type_is_a_415(bench, kind):
     assert (await post(bench, form(), {"content-type": kind}).end()).status == 415
