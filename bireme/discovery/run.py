@@ -79,12 +79,12 @@ def can_transfer(source: WorkerRecord, target: WorkerRecord) -> bool:
 
 
 def run_dir() -> Path:
-    """Return the run directory, made if missing."""
+    """Return the run directory, made if missing. Raises ConfigError when it belongs to another user."""
     named = os.environ.get("BIREME_RUN_DIR")
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
     if named:
         path = Path(named)
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(path, "set BIREME_RUN_DIR to a folder of your own")
         return path
     own = base / f"bireme-{os.getuid()}"
     path = own / str(os.getppid())

@@ -32,6 +32,21 @@ def test_the_named_run_directory_is_made_for_its_owner_only(tmp_path, monkeypatc
     assert mode(tmp_path / "a" / "b") == 0o700
 
 
+def test_a_named_run_directory_open_to_others_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setenv("BIREME_RUN_DIR", str(tmp_path / "a"))
+    (tmp_path / "a").mkdir(mode=0o755)
+    assert mode(run.run_dir()) == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a directory of somebody else")
+def test_a_named_run_directory_of_somebody_else_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("BIREME_RUN_DIR", str(tmp_path / "a"))
+    (tmp_path / "a").mkdir()
+    os.chown(tmp_path / "a", 12345, -1)
+    with pytest.raises(ConfigError, match="belongs to user 12345.*set BIREME_RUN_DIR to a folder of your own"):
+        run.run_dir()
+
+
 def test_the_default_run_directory_is_that_of_the_parent_process(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     path = run.run_dir()
