@@ -260,6 +260,7 @@ class MediaLimits(Settings, frozen=True, kw_only=True):
     max_image_bytes: Positive = 50 << 20  # of one picture, encoded
     max_request_bytes: Positive = 200 << 20  # of all pictures of one request, encoded
     max_pixels: Annotated[int, msgspec.Meta(ge=1, le=89_478_485)] = 40_000_000  # checked before decoding
+    max_request_pixels: Positive = 100_000_000  # of all pictures of one request; each is checked before it is decoded
     max_aspect_ratio: PositiveDuration = 200.0  # longer side to shorter side
     timeout_s: PositiveDuration = 10.0  # from the first look-up to the last byte, redirects included
     max_redirects: NotNegative = 5

@@ -18,6 +18,7 @@ import os
 import struct
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,9 @@ _RECORD = struct.Struct("<IIqd")  # work, consumer, number, when it began
 _KIND = struct.Struct("<I")
 _NUM_RECORDS = 16  # the first is of the request that is tried alone, the others of threads
 NUM_BYTES = _RECORD.size * _NUM_RECORDS
+
+
+NO_MARK: AbstractContextManager[None] = nullcontext()  # where nobody looks whose work a thread is in
 
 
 class Work(enum.IntEnum):

@@ -16,15 +16,11 @@ it knows the last token can run only those (TensorRT-LLM's overlap scheduler).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
-
-
-NO_MARK: AbstractContextManager[None] = nullcontext()  # where nobody looks whose work a thread is in
 
 
 @dataclass(frozen=True, slots=True)

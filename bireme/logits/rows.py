@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.errors import RequestError
-from bireme.logits.base import NO_MARK, BaseLogitsProcessor
+from bireme.logits.base import BaseLogitsProcessor
 from bireme.logits.guided.guidance import Guidance
 from bireme.messages import SamplingParams, temperature_of
+from bireme.own_work import NO_MARK
 
 Ids = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float32]

@@ -24,7 +24,7 @@ import numpy as np
 
 from bireme.errors import BiremeError, RequestError
 from bireme.logits import filters
-from bireme.logits.base import NO_MARK, BaseLogitsProcessor, ProcessorContext
+from bireme.logits.base import BaseLogitsProcessor, ProcessorContext
 from bireme.logits.guided.guidance import Bitmask, Guidance, allocate
 from bireme.logits.guided.mask import apply
 from bireme.logits.logprobs import token_logprobs
@@ -32,6 +32,7 @@ from bireme.logits.random import draw_key
 from bireme.logits.registry import create
 from bireme.logits.rows import Row
 from bireme.messages import SamplingParams, TokenLogprobs
+from bireme.own_work import NO_MARK
 
 if TYPE_CHECKING:
     import torch

@@ -1,17 +1,21 @@
-"""How many encoded bytes the pictures of one request may still take; counted as they arrive."""
+"""What the pictures of one request may still take: encoded bytes, counted as they arrive, and pixels."""
 
 from __future__ import annotations
+
+import threading
 
 from bireme.config import MediaLimits
 from bireme.errors import RequestError
 
 
 class Budget:
-    """One a request. Not thread-safe: it belongs to the loop that loads the request's pictures."""
+    """One a request. Bytes are counted on the loop that loads its pictures, pixels by threads that decode them."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
         self._left = limits.max_request_bytes
+        self._num_pixels = 0
+        self._lock = threading.Lock()
 
     def picture(self) -> PictureBudget:
         return PictureBudget(self, self._limits.max_image_bytes)
@@ -22,6 +26,17 @@ class Budget:
         if self._left < 0:
             limit = self._limits.max_request_bytes
             raise RequestError(f"the request's pictures have more than {limit} bytes (media.max_request_bytes)")
+
+    def take_pixels(self, num_pixels: int) -> None:
+        """Raises RequestError at the first picture too many."""
+        with self._lock:
+            self._num_pixels += num_pixels
+            total, limit = self._num_pixels, self._limits.max_request_pixels
+        if total > limit:
+            raise RequestError(
+                f"the request's pictures have {total} pixels so far; at most {limit} in all (media.max_request_pixels),"
+                " send fewer or smaller ones"
+            )
 
 
 class PictureBudget:

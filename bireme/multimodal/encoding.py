@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +35,8 @@ from bireme.multimodal.embedding_cache import EmbeddingCache
 from bireme.multimodal.embedding_share import EmbeddingRows, EmbeddingShare
 from bireme.multimodal.media import MediaLoader
 from bireme.multimodal.wire import EmbeddingHandle, Grid, peek_handle
+from bireme.own_process import lower_thread_priority
+from bireme.own_work import NO_MARK
 
 logger = logging.getLogger("bireme.multimodal")
 _T = TypeVar("_T")
@@ -108,6 +111,7 @@ class _Waiting:
     prepared: Any
     name: str
     result: asyncio.Future[EncodedRows]
+    mark: AbstractContextManager[None]
 
 
 class EncoderService:
@@ -124,9 +128,12 @@ class EncoderService:
         num_threads: int = 1,
         max_copies: int = 1,
         on_failure: Callable[[], None] = lambda: None,
+        mark: Callable[[Key], AbstractContextManager[None]] = lambda key: NO_MARK,
     ) -> None:
-        """`on_failure`: called on the encoder's thread after it could not encode a picture."""
-        self._on_failure = on_failure
+        """`on_failure`: called on the encoder's thread after it could not encode a picture. `mark`: returns what is
+        held by a thread while it works on a job's pictures alone.
+        """
+        self._on_failure, self._mark = on_failure, mark
         self._encoder, self._share, self._config, self._media = encoder, share, config, media
         self._metrics = metrics
         self._max_queue_size = max_queue_size
@@ -206,7 +213,7 @@ class EncoderService:
         finally:
             self._has_started.set()
         self._vision = ThreadPoolExecutor(1, "vision", self._set_threads)
-        self._processors = ThreadPoolExecutor(2, "processor", self._set_threads)
+        self._processors = ThreadPoolExecutor(2, "processor", self._begin_processor)
         self._slots = asyncio.Semaphore(self._config.max_concurrent_encodes)
         self._loop.run_forever()
         self._loop.run_until_complete(self._close())
@@ -216,6 +223,10 @@ class EncoderService:
         begin = getattr(self._encoder, "begin_thread", None)
         if begin is not None:
             begin(self._num_threads)
+
+    def _begin_processor(self) -> None:
+        self._set_threads()
+        lower_thread_priority()
 
     async def _close(self) -> None:
         tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._background]
@@ -275,7 +286,7 @@ class EncoderService:
 
     async def _outcome(self, key: Key, job: EncodeRequest) -> EncodeOutcome:
         async with self._slots:
-            encoded = await self._pictures(job.sources)
+            encoded = await self._pictures(job.sources, self._mark(key))
         pictures = tuple(self._offer(key, one, job.copies) for one in encoded)
         inline = b""
         if job.inline:
@@ -286,12 +297,14 @@ class EncoderService:
         offers = (self._share.offer(key, encoded.rows, encoded.name, encoded.grid) for _ in range(copies))
         return EncodedPicture(encoded, tuple(offers))
 
-    async def _pictures(self, sources: Sequence[EncodeSource]) -> list[EncodedRows]:
+    async def _pictures(self, sources: Sequence[EncodeSource], mark: AbstractContextManager[None]) -> list[EncodedRows]:
         at_images = [at for at, source in enumerate(sources) if source.kind == "image"]
         at_others = [at for at, source in enumerate(sources) if source.kind != "image"]
         budget = Budget(self._media)
-        images = await self._loader.load([sources[at].content for at in at_images], at_images, budget)
-        work = [self._image(image.pixels, image.content_hash, at) for image, at in zip(images, at_images, strict=True)]
+        images = await self._loader.load([sources[at].content for at in at_images], at_images, budget, mark)
+        work = [
+            self._image(image.pixels, image.content_hash, at, mark) for image, at in zip(images, at_images, strict=True)
+        ]
         work += [self._precomputed(sources[at].content, at, budget) for at in at_others]
         results = await all_results(work)
         found = dict(zip([*at_images, *at_others], results, strict=True))
@@ -304,7 +317,9 @@ class EncoderService:
         except BiremeError as error:
             raise type(error)(f"images[{at}]: {error}") from None
 
-    async def _image(self, pixels: Any, content_hash: bytes, at: int) -> EncodedRows:
+    async def _image(
+        self, pixels: Any, content_hash: bytes, at: int, mark: AbstractContextManager[None]
+    ) -> EncodedRows:
         name = self._encoder.name_of(content_hash)
         if (known := self._cache.get(name)) is not None:
             self._metrics.add("bireme_embedding_cache_hits_total")
@@ -314,7 +329,7 @@ class EncoderService:
             self._metrics.add("bireme_embedding_cache_misses_total")
             future = self._under_way[name] = self._loop.create_future()
             future.add_done_callback(lambda ended: self._ended(name, ended))
-            self._in_background(self._prepare(name, pixels, future))
+            self._in_background(self._prepare(name, pixels, future, mark))
         else:
             self._metrics.add("bireme_embedding_cache_hits_total")
         try:
@@ -327,16 +342,18 @@ class EncoderService:
         if not future.cancelled() and future.exception() is None:
             self._cache.put(name, future.result())
 
-    async def _prepare(self, name: str, pixels: Any, future: asyncio.Future[EncodedRows]) -> None:
+    async def _prepare(
+        self, name: str, pixels: Any, future: asyncio.Future[EncodedRows], mark: AbstractContextManager[None]
+    ) -> None:
         try:
-            prepared = await self._in(self._processors, lambda: self._encoder.prepare(pixels))
+            prepared = await self._in(self._processors, lambda: self._encoder.prepare(pixels), mark)
         except asyncio.CancelledError:
             future.cancel()
             raise
         except Exception as error:
             future.set_exception(_own(error))
             return
-        self._waiting.append(_Waiting(prepared, name, future))
+        self._waiting.append(_Waiting(prepared, name, future, mark))
         if not self._is_encoding:
             self._is_encoding = True
             self._in_background(self._encode_waiting())
@@ -357,7 +374,9 @@ class EncoderService:
     async def _encode_batch(self, batch: list[_Waiting]) -> None:
         """A failed batch is done again picture by picture, so that only the bad one fails."""
         try:
-            rows = await self._timed([item.prepared for item in batch])
+            marks = {id(item.mark): item.mark for item in batch}
+            mark = batch[0].mark if len(marks) == 1 else NO_MARK
+            rows = await self._timed([item.prepared for item in batch], mark)
         except asyncio.CancelledError:
             for item in batch:
                 item.result.cancel()
@@ -374,10 +393,10 @@ class EncoderService:
         for item, one in zip(batch, rows, strict=True):
             item.result.set_result(EncodedRows(item.name, one, item.prepared.grid))
 
-    async def _timed(self, batch: list[Any]) -> list[EmbeddingRows]:
+    async def _timed(self, batch: list[Any], mark: AbstractContextManager[None]) -> list[EmbeddingRows]:
         self.step_began_at = began = time.monotonic()
         try:
-            rows = await self._in(self._vision, lambda: self._encoder.encode(batch))
+            rows = await self._in(self._vision, lambda: self._encoder.encode(batch), mark)
         finally:
             self.step_began_at = 0.0
             self.num_steps += 1
@@ -385,8 +404,14 @@ class EncoderService:
         self._metrics.observe("bireme_image_encode_seconds", time.monotonic() - began)
         return rows
 
-    async def _in(self, pool: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
-        return await self._loop.run_in_executor(pool, work)
+    async def _in(
+        self, pool: ThreadPoolExecutor, work: Callable[[], _T], mark: AbstractContextManager[None] = NO_MARK
+    ) -> _T:
+        def marked() -> _T:
+            with mark:
+                return work()
+
+        return await self._loop.run_in_executor(pool, marked)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,13 +59,18 @@ def kind_of(content: bytes) -> str:
     return "GIF" if content.startswith((b"GIF87a", b"GIF89a")) else ""
 
 
-def decode_image(content: bytes, limits: MediaLimits) -> DecodedImage:
-    """Return the picture; CPU time and memory are proportional to its pixels. Raises RequestError."""
+def decode_image(
+    content: bytes, limits: MediaLimits, take_pixels: Callable[[int], None] = lambda num_pixels: None
+) -> DecodedImage:
+    """Return the picture; CPU time and memory are proportional to its pixels. Raises RequestError.
+
+    `take_pixels`: is told their number before they are decoded, and may raise.
+    """
     kind = kind_of(content)
     if not kind:
         raise RequestError(f"not a picture that is understood here; send {FORMATS}")
     try:
-        pixels = _decode(content, kind, limits)
+        pixels = _decode(content, kind, limits, take_pixels)
     except BiremeError:
         raise
     except Image.DecompressionBombError:
@@ -83,17 +89,18 @@ def content_hash(pixels: Pixels) -> bytes:
     return hasher.digest()
 
 
-def _decode(content: bytes, kind: str, limits: MediaLimits) -> Pixels:
+def _decode(content: bytes, kind: str, limits: MediaLimits, take_pixels: Callable[[int], None]) -> Pixels:
     if kind == "WEBP":  # Pillow allocates the canvas on opening one; the others wait for load()
         _check_size(_webp_size(content), limits)
     if kind == "JPEG" and content.count(b"\xff\xda") > _MAX_JPEG_SCANS:
         raise RequestError(f"a JPEG of more than {_MAX_JPEG_SCANS} scans; save it anew")
     with Image.open(io.BytesIO(content), formats=(kind,)) as image:
         _check_size(image.size, limits)
+        take_pixels(image.width * image.height)
         image.seek(0)
         image.load()
         rgb, turn = _to_rgb(image), _turn_of(image)
-    return np.asarray(rgb if turn is None else rgb.transpose(turn))
+        return np.asarray(rgb if turn is None else rgb.transpose(turn))
 
 
 def _check_size(size: tuple[int, int], limits: MediaLimits) -> None:
@@ -127,7 +134,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         return Image.fromarray(_from_16_bit(image)).convert("RGB")
     if not image.has_transparency_data:
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
     canvas = Image.new("RGBA", image.size, _WHITE)
     canvas.alpha_composite(image.convert("RGBA"))
     return canvas.convert("RGB")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
 from bireme.config import MediaLimits
@@ -20,6 +21,8 @@ from bireme.multimodal.images import FORMATS, DecodedImage, decode_image, kind_o
 from bireme.multimodal.inline import decode_data_url
 from bireme.multimodal.local_files import LocalFiles
 from bireme.multimodal.urls import scheme_of
+from bireme.own_process import lower_thread_priority
+from bireme.own_work import NO_MARK
 
 if TYPE_CHECKING:
     from bireme.multimodal.fetch import HttpFetcher
@@ -35,25 +38,29 @@ class MediaLoader:
         self._limits = limits
         self._files = LocalFiles(limits)
         self._fetcher = (make_fetcher or _http_fetcher)(limits)
-        self._threads = ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="media")
+        self._threads = ThreadPoolExecutor(_DECODE_THREADS, "media", lower_thread_priority)
 
     async def close(self) -> None:
         await self._fetcher.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def load(
-        self, sources: Sequence[bytes | str], numbers: Sequence[int] | None = None, budget: Budget | None = None
+        self,
+        sources: Sequence[bytes | str],
+        numbers: Sequence[int] | None = None,
+        budget: Budget | None = None,
+        mark: AbstractContextManager[None] = NO_MARK,
     ) -> list[DecodedImage]:
         """Return the pictures in order. Raises RequestError naming the first that fails; the others stop.
 
         `numbers` are the pictures' numbers in the request, for errors; None: 1, 2, ... `budget` is the request's, if it
-        has more than these.
+        has more than these. `mark`: is held, by a thread, while it decodes one.
         """
         if len(sources) > self._limits.max_images:
             raise RequestError(f"{len(sources)} images; at most {self._limits.max_images} (media.max_images)")
         budget = budget or Budget(self._limits)
         names = range(len(sources)) if numbers is None else numbers
-        return await all_results(self._named(*named, budget) for named in zip(names, sources, strict=True))
+        return await all_results(self._named(*named, budget, mark) for named in zip(names, sources, strict=True))
 
     async def read(self, source: bytes | str, budget: Budget) -> bytes:
         """Return the bytes of computed embeddings, under the same rules. Raises RequestError."""
@@ -63,10 +70,16 @@ class MediaLoader:
             return source
         return await self._read(source, part)
 
-    async def _named(self, at: int, source: bytes | str, budget: Budget) -> DecodedImage:
+    async def _named(
+        self, at: int, source: bytes | str, budget: Budget, mark: AbstractContextManager[None]
+    ) -> DecodedImage:
+        def decode() -> DecodedImage:
+            with mark:
+                return decode_image(content, self._limits, budget.take_pixels)
+
         try:
             content = await self._read(source, budget.picture())
-            return await self._in_thread(lambda: decode_image(content, self._limits))
+            return await self._in_thread(decode)
         except BiremeError as error:
             raise type(error)(f"images[{at}]: {error}") from None
         except MemoryError:

@@ -1,9 +1,11 @@
 """The encoder service over an encoder that counts and waits, with real leases."""
 
 import io
+import os
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -27,6 +29,7 @@ from bireme.metrics import Registry
 from bireme.multimodal.embedding_share import EmbeddingShare, embedding_layout
 from bireme.multimodal.encoding import EncodedRows, EncoderService
 from bireme.multimodal.wire import seal_handle
+from bireme.own_work import NUM_BYTES, Culprit, OwnWork, Work, culprit_of
 
 HIDDEN = 4
 BAD = 66  # a picture of this color can't be encoded
@@ -63,6 +66,7 @@ class CountingEncoder:
 
     def __init__(self):
         self.batches: list[int] = []
+        self.niceness: list[int] = []  # of the threads that prepared
         self.hold = threading.Event()
         self.hold.set()
 
@@ -70,6 +74,7 @@ class CountingEncoder:
         return content_hash.hex()
 
     def prepare(self, pixels):
+        self.niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return Ready(int(pixels[0, 0, 0]))
 
     def encode(self, batch):
@@ -88,6 +93,7 @@ class CountingEncoder:
 
 class Bench:
     def __init__(self, config=None, media=None, max_queue_size=8):
+        self.memory = bytearray(NUM_BYTES)
         self.network, self.metrics, self.encoder = FakeNetwork(), Registry("encoder"), CountingEncoder()
         self.share = EmbeddingShare(self.network.join("encoder-mm"), "encoder-mm", 1)
         self.share.start(embedding_layout("model", "float32", 4 * HIDDEN))
@@ -99,6 +105,7 @@ class Bench:
             self.metrics,
             max_queue_size,
             max_copies=2,
+            mark=partial(OwnWork(self.memory).mark, work=Work.PICTURES),
         )
         self.service.start()
         self.number = 0
@@ -371,3 +378,35 @@ def test_each_failure_of_the_encoder_is_told_to_its_engine(bench):
     with pytest.raises(BiremeError, match="could not be encoded"):
         one.run(png(9), png(BAD))
     wait_for(lambda: told.call_count == 1)
+
+
+def test_a_picture_that_never_comes_to_its_end_is_named(bench):
+    test = bench()
+    test.encoder.hold.clear()
+    key, outcome = test.begin(png(1), png(2))
+    wait_for(lambda: culprit_of(bytes(test.memory), 0.0) == Culprit(*key, Work.PICTURES) and not test.service._waiting)
+    test.encoder.hold.set()
+    outcome()
+    assert culprit_of(bytes(test.memory), 0.0) is None
+
+
+def test_pictures_of_several_requests_in_one_batch_name_nobody(bench):
+    test = bench()
+    test.encoder.hold.clear()
+    first = test.begin(png(1))
+    wait_for(lambda: test.service.step_began_at)
+    others = [test.begin(png(color)) for color in (2, 3)]
+    wait_for(lambda: len(test.service._waiting) == 2)
+    assert culprit_of(bytes(test.memory), 0.0) == Culprit(*first[0], Work.PICTURES)
+    seen, encode = [], test.encoder.encode
+    test.encoder.encode = lambda batch: seen.append(culprit_of(bytes(test.memory), 0.0)) or encode(batch)
+    test.encoder.hold.set()
+    for _, outcome in [first, *others]:
+        outcome()
+    assert seen == [None] and test.encoder.batches == [1, 2]
+
+
+def test_pictures_are_scaled_by_threads_that_stand_behind_others(bench):
+    test = bench()
+    test.run(png(1))
+    assert test.encoder.niceness == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)]

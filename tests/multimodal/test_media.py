@@ -1,9 +1,11 @@
 import asyncio
 import base64
+import io
 import ipaddress
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from bireme.config import MediaLimits
 from bireme.errors import RequestError
@@ -134,6 +136,15 @@ async def test_the_pictures_of_a_request_have_a_limit_together(load, png, media_
     sources = [content, data_url(content), media_server.url("/a.png")]
     assert len(await load(*sources, max_request_bytes=3 * len(content))) == 3
     assert "media.max_request_bytes" in await refusal(load, *sources, max_request_bytes=3 * len(content) - 1)
+
+
+async def test_the_pixels_of_a_request_have_a_limit_together(load, png):
+    content = png()
+    width, height = Image.open(io.BytesIO(content)).size
+    most = 3 * width * height
+    assert len(await load(*[content] * 3, max_request_pixels=most)) == 3
+    refused = await refusal(load, *[content] * 3, max_request_pixels=most - 1)
+    assert f"{most} pixels so far; at most {most - 1} in all (media.max_request_pixels)" in refused
 
 
 async def test_the_first_failure_ends_the_other_fetches(load, media_server):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from bireme.kv.events import KvEvent
 from bireme.messages import Capacity, EncodeRequest, Finish, FinishReason, Usage
 from bireme.multimodal.encoding import EncodeOutcome, EncoderService
 from bireme.multimodal.model_config import picture_model
+from bireme.own_work import Work
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -102,6 +104,7 @@ class EncodeJobs:
             context.num_threads,
             context.max_n,
             on_failure=lambda: leave_if_lost(context.worker),
+            mark=partial(context.own_work.mark, work=Work.PICTURES),
         )
         self.service.start()
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.errors import BiremeError, RequestError
-from bireme.logits.base import NO_MARK
 from bireme.logits.guided.vocabulary import TokenTable, mask_of
+from bireme.own_work import NO_MARK
 
 Bitmask = npt.NDArray[np.int32]  # (rows, ceil(vocab / 32)), bit 1: allowed
 
