@@ -14,7 +14,7 @@ TEST_LIMIT_S ?= 400
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models services demo serve test unit soak test-services test-clients fuzz chaos check format clean clean-venv
+.PHONY: help setup models services demo serve test unit soak test-services test-clients fuzz chaos check audit format clean clean-venv
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ check: setup ## Formatting, lints, types, recipes and the rules of the house
 	@$(VENV)/bin/mypy
 	@$(RUN) tools/check_recipe.py
 	@if [ -d tests/repository ]; then $(RUN) -m pytest -q tests/repository; fi
+
+audit: setup ## Look up known holes of the packages in use and of the oldest let in; 2: not all could be looked up
+	@$(RUN) tools/audit.py $(ARGS)
 
 format: setup ## Format the code and fix what ruff can fix
 	@$(VENV)/bin/ruff format .

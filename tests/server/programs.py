@@ -54,6 +54,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
 }
 ELSEWHERE = {  # program -> the test that runs it
+    "tools/audit.py": "tests/tools/test_audit.py",
     "tools/clients.py": "tests/tools/test_client_environments.py",
     "tools/drain.py": "tests/launch/test_drain.py",
     "tools/perf_analyzer.py": "tests/server/test_perf_analyzer.py",
