@@ -185,7 +185,7 @@ def make_transfer(
     folder: Path, worker: str, backend: str, chunk_bytes: int = CHUNK_BYTES, life: int = 1
 ) -> LeasedTransfer:
     """`backend`: shm, files (shm's other way), nixl or cuda_ipc."""
-    mover: Backend = NixlBackend(worker) if backend == "nixl" else ShmBackend(folder, worker, life)
+    mover: Backend = NixlBackend(worker, between_hosts=False) if backend == "nixl" else ShmBackend(folder, worker, life)
     if isinstance(mover, ShmBackend) and backend != "files":
         mover = MappedBackend(MemoryKind.VRAM if backend == "cuda_ipc" else MemoryKind.DRAM, mover)
     return LeasedTransfer(
