@@ -27,8 +27,16 @@ _WORD = struct.calcsize("P")
 _START_STACK = 25
 
 
-class NotHeldError(ConfigError):
-    """The kernel or the container forbids tracing, so that arguments can't be hidden."""
+class NotHiddenError(ConfigError):
+    """The kernel or the container forbids what hides arguments: tracing, or a look into a child's memory."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            "Triton's keys would be readable by every user of this host: they can be given as arguments alone, which"
+            f" can't be hidden here: {reason}; allow ptrace (`sysctl kernel.yama.ptrace_scope=1`, in a container a"
+            " seccomp profile with ptrace, no tracer around serve.py), or start with --visible-keys where all users"
+            " are trusted"
+        )
 
 
 class HiddenArguments:
@@ -50,7 +58,7 @@ class HiddenArguments:
     def hand_over(self, pid: int, program: Path) -> None:
         """Give a child that was started to be held, with `shown` and `environment`, its arguments, and let it run.
 
-        Called by the thread that started it, and harmless when the child has ended before. Raises NotHeldError, and
+        Called by the thread that started it, and harmless when the child has ended before. Raises NotHiddenError, and
         ConfigError when another program than `program` was started, a script's for instance: what it hands on is
         nobody's secret any more.
         """
@@ -61,9 +69,12 @@ class HiddenArguments:
                 f"{program} is run by {os.readlink(f'/proc/{pid}/exe')}, which would show Triton's keys to every user"
                 " of this host; set BIREME_TRITONSERVER to the program itself, .../bin/tritonserver"
             )
-        with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
-            _Stack(memory.fileno(), _start_of_stack(pid)).redirect(self._names)
-        _ptrace(_PTRACE_DETACH, pid)
+        try:
+            with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+                _Stack(memory.fileno(), _start_of_stack(pid)).redirect(self._names)
+            _ptrace(_PTRACE_DETACH, pid)
+        except OSError as error:
+            raise NotHiddenError(f"the memory of process {pid}: {error}") from error
 
 
 class _Stack:
@@ -109,17 +120,12 @@ def _start_of_stack(pid: int) -> int:
 
 
 def _wait_held(pid: int) -> bool:
-    """Wait until the program has been loaded and has not begun; False: it has ended. Raises NotHeldError."""
+    """Wait until the program has been loaded and has not begun; False: it has ended. Raises NotHiddenError."""
     while True:
         state = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
         assert state is not None
         if state.si_code == os.CLD_EXITED and state.si_status == NOT_HELD:
-            raise NotHeldError(
-                "Triton's keys would be readable by every user of this host: they can be given as arguments alone, and"
-                " ptrace, by which these are hidden, is forbidden here; allow it (`sysctl kernel.yama.ptrace_scope=1`,"
-                " in a container a seccomp profile with ptrace, no tracer around serve.py), or start with"
-                " --visible-keys where all users are trusted"
-            )
+            raise NotHiddenError("ptrace is forbidden")
         if state.si_code != os.CLD_TRAPPED:
             return False
         if state.si_status == signal.SIGTRAP:

@@ -29,7 +29,7 @@ from bireme.config import Recipe
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch import processes
 from bireme.launch.admin import ADMIN_HEADER, RESTRICTED_APIS, SHM_HEADER, AdminClient
-from bireme.launch.hidden_arguments import HiddenArguments, NotHeldError
+from bireme.launch.hidden_arguments import HiddenArguments, NotHiddenError
 from bireme.launch.installation import (
     Installation,
     PreparedStart,
@@ -264,7 +264,7 @@ class Server:
         except (OSError, ConfigError) as error:
             process.kill()
             process.wait()
-            if not (isinstance(error, NotHeldError) and self.options.visible_keys):
+            if not (isinstance(error, NotHiddenError) and self.options.visible_keys):
                 raise
             self.shows_keys = True
             return self._run(prepared, "free", arguments, {})

@@ -12,7 +12,7 @@ import pytest
 from bireme import own_process
 from bireme.errors import ConfigError
 from bireme.launch import processes
-from bireme.launch.hidden_arguments import HiddenArguments, NotHeldError
+from bireme.launch.hidden_arguments import HiddenArguments, NotHiddenError
 
 PYTHON = Path(sys.executable).resolve()
 TELLS = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
@@ -84,6 +84,6 @@ def test_a_program_that_ends_before_is_left_to_who_started_it():
 def test_where_ptrace_is_forbidden_the_program_does_not_start_and_the_remedy_is_named():
     hidden = HiddenArguments(ARGUMENTS, ("--key",))
     with start(hidden, PYTHON, before=(sys.executable, "-c", WITHOUT_PTRACE)) as process:
-        with pytest.raises(NotHeldError, match="ptrace_scope=1.*--visible-keys"):
+        with pytest.raises(NotHiddenError, match="ptrace_scope=1.*--visible-keys"):
             hidden.hand_over(process.pid, PYTHON)
         assert process.stdout.read() == b""
