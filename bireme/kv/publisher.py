@@ -119,11 +119,30 @@ class EventPlane(Protocol):
 
 
 @dataclass(slots=True)
+class _Snapshot:
+    """What is held after a batch. All readers that ask meanwhile share it: a copy each would take megabytes."""
+
+    seq: int  # of that batch
+    unmade: Iterator[bytes]
+    made: list[bytes] = field(default_factory=list)
+
+    def payloads(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the parts, for one reader; the first who comes to a part has it made."""
+        for at in itertools.count():
+            if at == len(self.made):
+                if (part := next(self.unmade, None)) is None:
+                    return
+                self.made.append(part)
+            yield self.seq, self.made[at]
+
+
+@dataclass(slots=True)
 class _Rank:
     """One rank's sequence, what it holds, and what was sent last."""
 
     number: int
     held: HeldBlocks
+    snapshot: _Snapshot | None = None  # while it is being sent
     next_seq: int = 0
     kept: collections.deque[tuple[int, bytes]] = field(default_factory=collections.deque)
     kept_bytes: int = 0
@@ -133,6 +152,9 @@ class _Rank:
         self.kept_bytes += len(payload)
         while len(self.kept) > max_batches or (self.kept_bytes > _KEPT_BYTES and len(self.kept) > 1):
             self.kept_bytes -= len(self.kept.popleft()[1])
+
+    def kept_from(self, start: int) -> Iterator[tuple[int, bytes]]:
+        return iter([item for item in self.kept if item[0] >= start])
 
     def can_replay(self, start: int) -> bool:
         first = self.kept[0][0] if self.kept else self.next_seq
@@ -305,17 +327,21 @@ class KvPublisher:
         if request.rank < len(self._ranks):
             rank = self._ranks[request.rank]
             if request.start != SNAPSHOT and rank.can_replay(request.start):
-                payloads = iter([item for item in rank.kept if item[0] >= request.start])
+                payloads = rank.kept_from(request.start)
             else:
-                payloads = self._snapshot(rank)
+                snapshot = self._snapshot(rank)
+                payloads = itertools.chain(snapshot.payloads(), rank.kept_from(snapshot.seq + 1))
         payloads = itertools.chain(payloads, [(END, b"")])
         self._answers[request.client] = _Answer(payloads, next(payloads), time.monotonic())
 
-    def _snapshot(self, rank: _Rank) -> Iterator[tuple[int, bytes]]:
-        """Yield batches that say what is held after the last one sent."""
-        seq, ts, number = rank.next_seq - 1, self._now(), rank.number
-        events = itertools.chain([AllBlocksCleared()], rank.held.snapshot())
-        return ((seq, encode_payload(EventBatch(ts, part, number))) for part in _portions(events, _SNAPSHOT_WEIGHT))
+    def _snapshot(self, rank: _Rank) -> _Snapshot:
+        """Return what is held after the last batch sent, or after one from which on all are kept."""
+        if rank.snapshot is None or not rank.can_replay(rank.snapshot.seq + 1):
+            ts, number = self._now(), rank.number
+            events = itertools.chain([AllBlocksCleared()], rank.held.snapshot())
+            parts = (encode_payload(EventBatch(ts, part, number)) for part in _portions(events, _SNAPSHOT_WEIGHT))
+            rank.snapshot = _Snapshot(rank.next_seq - 1, parts)
+        return rank.snapshot
 
     def _go_on_answering(self) -> None:
         """One payload to each reader that waits, so that none waits for another's snapshot."""
@@ -334,6 +360,9 @@ class KvPublisher:
                 is_over = True
             if is_over:
                 del self._answers[client]
+        if not self._answers:
+            for rank in self._ranks:
+                rank.snapshot = None
 
     def _now(self) -> float:
         """Return the Unix time, never less than before: readers tell a new life from a late batch by it."""

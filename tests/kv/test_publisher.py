@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
@@ -12,6 +13,7 @@ import zmq
 from bireme.errors import ConfigError
 from bireme.kv.curve import curve_keys, needs_curve
 from bireme.kv.event_wire import LOAD_TOPIC, WorkerLoad, decode_load
+from bireme.kv.held_blocks import HeldBlocks
 from bireme.kv.zmq_plane import ZmqPlane
 from tests.engines.engine_fixtures import wait_for
 from tests.kv.event_readers import AllBlocksCleared, BlockRemoved, BlockStored, VllmSubscriber
@@ -205,6 +207,41 @@ def test_the_engine_never_waits_for_a_reader_that_reads_nothing(bench):
     wait_for(lambda: one.counter("bireme_kv_event_replays_total"))
     one.store(TOKENS)
     assert one.reader.take()[2].events[0].block_hashes == HASHES
+
+
+class SlowPlane(ZmqPlane):
+    """Takes answers once it is told to."""
+
+    is_stuck = True
+
+    def answer(self, client, seq, payload):
+        return not self.is_stuck and super().answer(client, seq, payload)
+
+
+def test_readers_that_ask_meanwhile_share_a_snapshot_and_get_what_came_after_it(tmp_path, monkeypatch):
+    made, snapshot = [], HeldBlocks.snapshot
+    monkeypatch.setattr(HeldBlocks, "snapshot", lambda held: made.append(held) or snapshot(held))
+    one = Published(tmp_path, plane=SlowPlane(f"ipc://{tmp_path}/decode-7", "", KEY))
+    reader = VllmSubscriber(one.plane.event_endpoint, one.plane.replay_endpoint)
+    with ThreadPoolExecutor(9) as pool:
+        answers = []
+        for number in range(1, 10):
+            stored = one.store([number] * SIZE)
+            wait_for(lambda number=number: one.publisher._ranks[0].next_seq > number)
+            answers.append(pool.submit(reader.replay, -1))
+            wait_for(lambda number=number: len(one.publisher._answers) == number)
+        one.plane.is_stuck = False
+        told = [
+            {value for _, batch in answer.result() for event in batch.events for value in _hashes(event)}
+            for answer in answers
+        ]
+    one.close()
+    reader.close()
+    assert (
+        len(made) == 1
+        and all(len(hashes) == number for number, hashes in enumerate(told, 1))
+        and set(stored) <= told[-1]
+    )
 
 
 def test_deleted_socket_files_are_made_again(bench, tmp_path):
