@@ -384,7 +384,8 @@ def test_a_picture_that_never_comes_to_its_end_is_named(bench):
     test = bench()
     test.encoder.hold.clear()
     key, outcome = test.begin(png(1), png(2))
-    wait_for(lambda: culprit_of(bytes(test.memory), 0.0) == Culprit(*key, Work.PICTURES) and not test.service._waiting)
+    wait_for(lambda: test.service.step_began_at)
+    wait_for(lambda: culprit_of(bytes(test.memory), 0.0) == Culprit(*key, Work.PICTURES))
     test.encoder.hold.set()
     outcome()
     assert culprit_of(bytes(test.memory), 0.0) is None
@@ -397,7 +398,7 @@ def test_pictures_of_several_requests_in_one_batch_name_nobody(bench):
     wait_for(lambda: test.service.step_began_at)
     others = [test.begin(png(color)) for color in (2, 3)]
     wait_for(lambda: len(test.service._waiting) == 2)
-    assert culprit_of(bytes(test.memory), 0.0) == Culprit(*first[0], Work.PICTURES)
+    wait_for(lambda: culprit_of(bytes(test.memory), 0.0) == Culprit(*first[0], Work.PICTURES))
     seen, encode = [], test.encoder.encode
     test.encoder.encode = lambda batch: seen.append(culprit_of(bytes(test.memory), 0.0)) or encode(batch)
     test.encoder.hold.set()
