@@ -93,6 +93,16 @@ def test_a_default_directory_of_somebody_else_is_refused(tmp_path, monkeypatch):
         run.run_dir()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of somebody else")
+def test_root_finds_the_workers_of_a_launch_of_another_user(tmp_path):
+    run.publish(tmp_path, RECORD)
+    os.chown(tmp_path / "decode.json", 12345, -1)
+    with pytest.raises(NotFoundError, match="it belongs to user 12345"):
+        run.find(tmp_path, "decode")
+    os.chown(tmp_path, 12345, -1)
+    assert run.find(tmp_path, "decode") == RECORD
+
+
 @pytest.mark.parametrize("kind", ["fifo", "folder", "loop", "wrong text"])
 def test_what_is_no_record_is_a_worker_that_can_t_be_found(tmp_path, kind):
     odd_entry(tmp_path / "decode.json", kind)
