@@ -49,11 +49,18 @@ def test_what_dead_processes_have_left_is_swept_and_nothing_else(own, other, tmp
     assert not dead.exists() and starting.exists() and own.has(other.own)
 
 
-@pytest.mark.parametrize("open_store", [BatchStore, lambda folder: ResponseStore(folder, StoredResponsesConfig())])
-def test_each_store_sweeps_them(tmp_path, open_store):
+SWEPT = [
+    (BatchStore, lambda store: store.sweep(3600)),
+    (lambda folder: ResponseStore(folder, StoredResponsesConfig()), ResponseStore.sweep),
+    (JobStore, JobStore.fail_orphans),
+]
+
+
+@pytest.mark.parametrize(("open_store", "sweep"), SWEPT)
+def test_each_store_sweeps_them(tmp_path, open_store, sweep):
     store = open_store(tmp_path)
     (tmp_path / "processes" / "dead").touch()
-    store.sweep(*[3600] * isinstance(store, BatchStore))
+    sweep(store)
     assert [path.name for path in (tmp_path / "processes").iterdir()] == [store._lives.own]
     store.close()
 

@@ -153,6 +153,7 @@ class JobStore:
         orphans = [job for job in rows if not self._lives.has(job.process)]
         for job in orphans:
             self.fail(job.id, "server_error", _ORPHANED)
+        self._lives.sweep()
         return len(orphans)
 
     def close(self) -> None:
