@@ -1,4 +1,4 @@
-# `make demo` and `make test` work on a fresh machine: Python 3.10-3.12 and make are all they need.
+# `make demo` and `make test` work on a fresh machine: Python 3.11 or 3.12 and make are all they need.
 # Another Python: make PYTHON=python3.11 demo. More for a program: make serve ARGS="--model models/tiny-llama".
 
 PYTHON ?=

@@ -19,19 +19,19 @@ fail() { printf '\nsetup: %s\n' "$*" >&2; exit 2; }
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
 
 is_supported() {
-    case "$(version_of "$1")" in 3.10 | 3.11 | 3.12) return 0 ;; *) return 1 ;; esac
+    case "$(version_of "$1")" in 3.11 | 3.12) return 0 ;; *) return 1 ;; esac
 }
 
 choose_python() {
     if [ -n "${PYTHON:-}" ]; then
         command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such program"
-        is_supported "$PYTHON" || fail "$PYTHON is not a Python that fits (version: $(version_of "$PYTHON" | grep . || echo none)); 3.10, 3.11 or 3.12 is needed"
+        is_supported "$PYTHON" || fail "$PYTHON is not a Python that fits (version: $(version_of "$PYTHON" | grep . || echo none)); 3.11 or 3.12 is needed"
         return
     fi
-    for PYTHON in python3 python3.12 python3.11 python3.10; do
+    for PYTHON in python3 python3.12 python3.11; do
         if command -v "$PYTHON" >/dev/null && is_supported "$PYTHON"; then return; fi
     done
-    fail "no Python 3.10, 3.11 or 3.12 (python3 is $(version_of python3)); install one (apt-get install python3.11)" \
+    fail "no Python 3.11 or 3.12 (python3 is $(version_of python3)); install one (apt-get install python3.11)" \
         "or name it: make PYTHON=/path/to/python3.11"
 }
 

@@ -92,7 +92,7 @@ class WayLoad:
         try:
             trace = Trace(Meter(), self._probes.prompt(slot, 0))
             await asyncio.wait_for(self._prober.request(slot, trace), PROBE_TIMEOUT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             error = f"no answer within {PROBE_TIMEOUT_S:.0f} s"
         except LoadError as problem:
             error = f"WRONG: {problem}" if isinstance(problem, WrongAnswerError) else str(problem)
@@ -119,7 +119,7 @@ async def watch_readiness(health: str) -> None:
         began = clock()
         try:
             status, is_ready = await asyncio.wait_for(asyncio.to_thread(ask_readiness, health), READINESS_TIMEOUT_S + 1)
-        except (OSError, ValueError, http.client.HTTPException, asyncio.TimeoutError):
+        except (TimeoutError, OSError, ValueError, http.client.HTTPException):
             status, is_ready = "silent", False
         say(records.Readiness(began, status, is_ready))
         await asyncio.sleep(max(0.0, began + READINESS_EVERY_S - clock()))

@@ -63,7 +63,7 @@ def find_installation(environment: Mapping[str, str] = os.environ) -> Installati
         return _installation_of(root / "bin" / "tritonserver")
     raise ConfigError(
         "no tritonserver: not in BIREME_TRITONSERVER, on PATH, in /opt/tritonserver or in this Python environment;"
-        " run `pip install -e .[server]` (Linux, Python 3.10-3.12) or set BIREME_TRITONSERVER=/path/bin/tritonserver"
+        " run `pip install -e .[server]` (Linux, Python 3.11 or 3.12) or set BIREME_TRITONSERVER=/path/bin/tritonserver"
     )
 
 
@@ -112,7 +112,7 @@ def _prepare_wheel(
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = root / "python_backend_stubs" / version / _STUB
     if not stub.is_file():
-        raise ConfigError(f"nvidia-pytriton has no stub for Python {version}; use Python 3.10, 3.11 or 3.12")
+        raise ConfigError(f"nvidia-pytriton has no stub for Python {version}; use Python 3.11 or 3.12")
     backend, library = folder / "backends" / "python", folder / "lib"
     python = root / "backends" / "python"
     _link(backend / _STUB, stub)

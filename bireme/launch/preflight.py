@@ -28,7 +28,7 @@ from bireme.launch.processes import command_line
 from bireme.launch.run_folder import SHM
 from bireme.workers.grpc_tls import GrpcTls
 
-SUPPORTED_PYTHON = ((3, 10), (3, 12))  # oldest and newest, both inclusive
+SUPPORTED_PYTHON = ((3, 11), (3, 12))  # oldest and newest, both inclusive
 _MIB = 1 << 20
 _SHM_MIB_PER_STUB = 2  # a region of 1 MiB for the instance, one while its configuration is completed
 _SHM_MIB_SPARE = 32  # larger tensors grow the regions

@@ -260,7 +260,7 @@ class EncoderService:
         limit_ms = job.timeout_ms
         try:
             return await asyncio.wait_for(self._outcome(key, job), limit_ms / 1000 if limit_ms else None)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise DeadlineExceededError(f"timeout_ms: {limit_ms} ms have passed") from None
 
     def _finish(self, key: Key, task: asyncio.Task[EncodeOutcome], done: Done) -> None:

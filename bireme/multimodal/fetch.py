@@ -88,7 +88,7 @@ class HttpFetcher:
         async with self._slots:
             try:
                 return await asyncio.wait_for(self._follow(url, budget), self._limits.timeout_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 limit = self._limits.timeout_s
                 raise RequestError(f"its server did not deliver within {limit:g} s (media.timeout_s)") from None
             except (aiohttp.ClientError, OSError, ValueError) as error:

@@ -98,7 +98,7 @@ async def _told_draining() -> str:
 async def _state(workers: WorkerClient, name: str) -> str:
     try:
         await asyncio.wait_for(workers.check(name), _TIMEOUT_S)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         return f"{name}: no answer in {_TIMEOUT_S:g} s"
     except BiremeError as error:
         drop_frames(error)
@@ -110,5 +110,5 @@ async def _state(workers: WorkerClient, name: str) -> str:
 async def _in_time(question: Awaitable[bool]) -> bool:
     try:
         return await asyncio.wait_for(question, _TIMEOUT_S)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         return False

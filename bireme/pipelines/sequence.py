@@ -491,5 +491,5 @@ async def _within(future: asyncio.Future[_T], deadline: float) -> _T:
         return await future
     try:
         return await asyncio.wait_for(future, deadline - time.monotonic() + DEADLINE_GRACE_S)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise DeadlineExceededError("the request's time limit has passed") from None

@@ -34,7 +34,7 @@ class AbortAsks:
         try:
             self._engine.tell(encode(("abort", ask, name)))
             return await asyncio.wait_for(found, ANSWER_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return False
         finally:
             del self._asks[ask]

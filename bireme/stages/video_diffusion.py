@@ -81,7 +81,7 @@ class VideoDiffusion(EngineStage[VideoClient]):
             while not run.ended.is_set():
                 try:
                     await asyncio.wait_for(run.ended.wait(), self._repeat_s)
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     run.repeat()
         except asyncio.CancelledError:
             engine.abort(number)

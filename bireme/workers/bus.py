@@ -286,7 +286,7 @@ class Session:
         try:
             self._call = self._bus.channel.stream()
             await asyncio.wait_for(subscribe(), OPEN_TIMEOUT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return UnavailableError(f"{self._bus.worker}: no answer in {OPEN_TIMEOUT_S:g} s; its stub stands still")
         except grpc.aio.AioRpcError as error:
             drop_frames(error)

@@ -114,7 +114,7 @@ async def leave(call: Any, limit_s: float) -> None:
 
     try:
         await asyncio.wait_for(read_on(), limit_s)
-    except (asyncio.TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+    except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
         call.cancel()
 
 

@@ -65,7 +65,7 @@ class VideoWorkers:
 
         try:
             return await asyncio.wait_for(work, self._stall_timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise EngineLostError(
                 f"{worker}: no news for {self._stall_timeout_s:g} s (pipeline.stall_timeout_s); try again"
             ) from None

@@ -35,7 +35,7 @@ def run(tmp_path, version="3.11", no_venv=0, no_libpython=0, tools=()):
 @pytest.mark.parametrize(
     ("missing", "remedy"),
     [
-        ({"version": "3.13"}, "3.10, 3.11 or 3.12 is needed"),
+        ({"version": "3.13"}, "3.11 or 3.12 is needed"),
         ({"no_venv": 1}, "apt-get install python3-venv python3.11-venv"),
         ({"no_libpython": 1}, "apt-get install libpython3.11"),
         ({"tools": [("df", "echo head; echo x 9 9 12 9% /")]}, "12 MB are free"),

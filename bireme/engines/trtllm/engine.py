@@ -134,13 +134,13 @@ class TrtllmEngine:
         warm_up = asyncio.run_coroutine_threadsafe(requests.warm_up(), self._loop)
         try:
             warm_up.result(WARM_UP_S)
-        except (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError) as error:
+        except (TimeoutError, concurrent.futures.TimeoutError) as error:
             raise UnavailableError(f"TensorRT-LLM made no token in {WARM_UP_S:g} s after its load") from error
 
     def _end_requests(self, requests: Requests) -> None:
         try:
             asyncio.run_coroutine_threadsafe(requests.end_all(_DRAIN_S), self._loop).result(2 * _DRAIN_S)
-        except (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError):  # one class only from 3.11 on
+        except (TimeoutError, concurrent.futures.TimeoutError):  # one class only from 3.11 on
             logger.warning("requests_left count=%d", requests.num_open)
 
     def _check_open(self, loaded: Loaded, requests: Requests) -> None:

@@ -120,7 +120,7 @@ class Call:
     async def _within(self, reading: Awaitable[_T], timeout_s: float) -> _T:
         try:
             return await asyncio.wait_for(reading, timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise HttpError(
                 408, f"the body did not arrive in {timeout_s:g} s; send it faster", code="timeout"
             ) from None
@@ -151,7 +151,7 @@ class Call:
 
         try:
             await asyncio.wait_for(discard(), _DISCARD_S)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             drop_frames(error)
 
     async def reply(self, status: int, body: bytes, *headers: Header) -> None:
@@ -198,7 +198,7 @@ class Call:
             if patience is not None:
                 await _either(sending, patience())
             await asyncio.wait_for(sending, _READ_TIMEOUT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise ClientGoneError from None
         finally:
             sending.cancel()

@@ -77,7 +77,7 @@ class Member:
     async def _ask(self, number: int) -> MetricDelta | None:
         try:
             return _decode(await asyncio.wait_for(_read(self._path(number)), _TIMEOUT_S))
-        except (OSError, asyncio.TimeoutError, msgspec.MsgspecError):
+        except (TimeoutError, OSError, msgspec.MsgspecError):
             return None
 
     def _path(self, number: int) -> Path:

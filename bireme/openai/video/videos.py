@@ -145,7 +145,7 @@ class Videos:
         """Wait for progress and write it; a comment after a long silence."""
         try:
             await asyncio.wait_for(news.wait(), self._comment_interval_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             if call.status:
                 await call.write_events(COMMENT, False)
             return

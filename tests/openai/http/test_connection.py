@@ -206,7 +206,7 @@ async def is_closed(reader):
         return await asyncio.wait_for(reader.read(), 0.05) == b""
     except ConnectionError:
         return True
-    except asyncio.TimeoutError:
+    except TimeoutError:
         return False
 
 

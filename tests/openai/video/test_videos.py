@@ -55,17 +55,9 @@ class VideoScript:
         return None
 
     async def begun(self, count=1):
-        async with asyncio.timeout(5) if hasattr(asyncio, "timeout") else _Forever():
+        async with asyncio.timeout(5):
             while len(self.ends) < count:
                 await asyncio.sleep(0.01)
-
-
-class _Forever:  # Python 3.10
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *_):
-        return None
 
 
 def two_keys(**limits):

@@ -186,7 +186,7 @@ class IterationResult:
             raise asyncio.QueueEmpty
         try:
             await asyncio.wait_for(self._arrival(), self._timeout or None)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self._done = True
             raise StopAsyncIteration from None
         item: dict[str, Any] = json.loads(self._queue.popleft())
