@@ -127,9 +127,13 @@ def _prepare_wheel(
 
 
 def _venv_first(environment: Mapping[str, str]) -> dict[str, str]:
-    """The stub takes its packages from the first `python3` on PATH; PYTHONHOME would override that."""
+    """The stub takes its packages from the first `python3` on PATH; PYTHONHOME would override that.
+
+    And AIP_MODE, of Vertex AI, would have the server open a further port, which knows no restrictions.
+    """
     result = dict(environment)
-    result.pop("PYTHONHOME", None)
+    for name in ("PYTHONHOME", "AIP_MODE"):
+        result.pop(name, None)
     result["PATH"] = f"{sys.prefix}/bin:{result.get('PATH', os.defpath)}"
     return result
 

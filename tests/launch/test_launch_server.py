@@ -2,11 +2,13 @@
 
 import os
 import signal
+from dataclasses import astuple
 
 import pytest
 
-from bireme.launch import ServerStartError, free_ports, processes, start_server
+from bireme.launch import ServerStartError, free_port, free_ports, processes, start_server
 from bireme.launch.run_folder import SHM, default_base
+from tests.listening import tcp_listeners
 
 pytestmark = pytest.mark.server
 
@@ -73,6 +75,14 @@ def test_model_control_is_refused_without_the_key(server):
     with pytest.raises(Exception, match="restricted"):
         other.unload("echo")
     assert server.admin.index()["echo"][0] == "READY"
+
+
+def test_a_variable_of_vertex_ai_opens_no_port(tmp_path, recipe, monkeypatch):
+    monkeypatch.setenv("AIP_MODE", "PREDICTION")
+    monkeypatch.setenv("AIP_HTTP_PORT", str(free_port()))
+    with start_server(recipe, ports=free_ports(), repositories=(make_repository(tmp_path),)) as server:
+        ports = {port for _, port in tcp_listeners([server.pid])}
+        assert ports == set(astuple(server.options.ports))
 
 
 def test_stopping_leaves_no_process_no_shared_memory_and_no_folder(tmp_path, recipe):
