@@ -260,6 +260,7 @@ class Deployment:
         if now >= self._touch_at:
             self._touch_at = now + _TOUCH_S
             self.run.touch()
+        self.run.shut_shared_memory()  # also of a model that loads: its stub does so only once it has all imported
         self._run_problem = f"{self.run.path} is incomplete and can't be made again"
         if count := self.run.restore():
             self._console.event("run_folder_restored", "warning", missing=count, path=self.run.path)

@@ -364,6 +364,17 @@ def test_sigterm_while_a_model_loads_does_not_wait_for_it(tmp_path):
     assert served.stop() == 0 and mine(served) == []
 
 
+def test_the_shared_memory_of_models_is_shut_while_all_of_them_load(tmp_path):
+    checkout = galley.build(tmp_path / "checkout")
+    for model in checkout.glob("model_repository/*/1/model.py"):
+        model.write_text(model.read_text().replace('self.name = args["model_name"]', "time.sleep(600)"))
+    served = Served(checkout, tmp_path / "log")
+    served.wait_for(lambda: "loading models=" in served.log.read_text())
+    regions = [path for path in SHM.glob(f"bireme_{served.run_folder().name}_*") if "pulse" not in path.name]
+    served.wait_for(lambda: regions and not any(path.stat().st_mode & 0o077 for path in regions))
+    assert served.stop() == 0
+
+
 def test_a_second_signal_ends_at_once_with_code_3(tmp_path):
     with serving(tmp_path) as served:
         (served.run_folder() / "fault-decode").write_text("hang")
