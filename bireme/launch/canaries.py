@@ -201,9 +201,10 @@ class Canaries:
         if result.is_silent and self._is_anybody_busy():
             return  # it queues behind others' work
         if result.is_refused:
-            if way.told != result.error:
+            told = "busy" if result.is_busy else result.error  # whose text says each time when to try again
+            if way.told != told:
                 self._console.event("canary_refused", "warning", way=name, error=result.error)
-            way.result, way.told, way.silences = CanaryResult(), result.error, 0
+            way.result, way.told, way.silences = CanaryResult(), told, 0
             return
         way.result = result
         way.successes += result.is_ok

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import io
 import json
 import threading
 
@@ -64,11 +65,12 @@ def server():
         listener.shutdown()
 
 
-def make_canaries(address, series=None, down=(), openai=None, **replicas):
+def make_canaries(address, series=None, down=(), openai=None, console=None, **replicas):
     workers = {stage: WorkerEntry(engine="mocker", replicas=count) for stage, count in replicas.items()}
     return Canaries(
         address, Recipe(model="m", workers=workers, name="m"), MODELS, openai, CanarySettings(timeout_s=5.0),
-        Console("error"), series=lambda: series or {}, is_down=lambda name: name in down, on_hung=lambda *_: None,
+        console or Console("error"), series=lambda: series or {}, is_down=lambda name: name in down,
+        on_hung=lambda *_: None,
     )  # fmt: skip
 
 
@@ -162,6 +164,16 @@ def test_the_frontend_s_word_for_busy_is_no_failure_of_its_way(server, refusal):
     canaries = make_canaries(address, openai=OpenAIWay(address, "key"), decode=1)
     canaries.turn()
     assert deployment.calls[-1][0] == "/v1/completions" and canaries.problem(OPENAI) == ""
+
+
+def test_that_all_are_busy_is_logged_once_however_long_it_lasts(server):
+    address, deployment = server
+    log = io.StringIO()
+    canaries = make_canaries(address, console=Console("warning", stream=log), decode=1)
+    for seconds in range(3):
+        deployment.answers["completion"] = {"error": BUSY.replace("3 s", f"{seconds} s")}
+        canaries.turn()
+    assert len(deployment.called("completion")) == 3 and log.getvalue().count("canary_refused") == 1
 
 
 def test_decode_that_was_busy_a_moment_ago_says_nothing_of_the_transfer(server):
