@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Inner
 
 from bireme.config import Recipe
 from bireme.conversion import convert
-from bireme.errors import DeadlineExceededError, EngineLostError, RequestError, UnavailableError
+from bireme.errors import DeadlineExceededError, EngineLostError, EngineStalledError, RequestError, UnavailableError
 from bireme.messages import EncodeSource
 from bireme.metrics import Registry
 from bireme.multimodal.model_config import PictureModel
@@ -134,6 +134,14 @@ async def test_an_encoder_that_is_lost_again_and_again_is_given_up():
     bench.workers.down["multimodal_encoder"] = EngineLostError("its engine died")
     with pytest.raises(UnavailableError, match="tried 3 times"):
         await bench.pictures().expand(IDS, 1)
+
+
+async def test_pictures_in_two_stalls_are_given_to_no_third_engine():
+    bench = Bench(pipeline={"migration_limit": 5})
+    bench.workers.down["multimodal_encoder"] = EngineStalledError("its engine stood still")
+    with pytest.raises(UnavailableError, match="tried 2 times"):
+        await bench.pictures().expand(IDS, 1)
+    assert bench.workers.log == ["multimodal_encoder encode"] * 2
 
 
 async def test_a_client_that_leaves_stops_the_encode():

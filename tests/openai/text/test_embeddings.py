@@ -11,7 +11,7 @@ from openai.types import CreateEmbeddingResponse
 
 from bireme.config import Recipe
 from bireme.conversion import convert
-from bireme.errors import UnavailableError
+from bireme.errors import EngineStalledError, UnavailableError
 from bireme.messages import Capacity
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
@@ -147,6 +147,14 @@ async def test_a_worker_that_is_down_is_passed_over_until_all_are(embedder):
     bench.workers.down["embedding_1"] = UnavailableError("engine starts")
     assert (await ask(bench, input="hi")).status == 503
     assert (await bench.call("GET", "/health/ready").end()).status == 503
+
+
+async def test_texts_in_two_stalls_are_given_to_no_third_engine(embedder):
+    bench = await embedder(replicas=3)
+    for worker in ("embedding", "embedding_1", "embedding_2"):
+        bench.workers.down[worker] = EngineStalledError("its engine stood still")
+    assert (await ask(bench, input="hi")).status == 503
+    assert len(bench.workers.log) == 2
 
 
 async def test_many_large_embeddings_come_in_parts_and_in_order(embedder, monkeypatch):
