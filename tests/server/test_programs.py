@@ -60,7 +60,6 @@ def test_serving_overhead_measures_every_path_without_an_error(run):
     assert all(cell["tokens_per_s"] > 0 and not cell["errors"] for cell in cells)
 
 
-@pytest.mark.soak
 def test_seeded_streams_finds_that_in_float32_none_differs(run):
     rows = last_line(run("benchmarks/seeded_streams.py"))["rows"]
     assert [(row["among_others"], row["after_migration"]) for row in rows] == [(0, 0)] * 3
@@ -70,6 +69,7 @@ def test_draws_says_what_each_filter_takes(run):
     assert run("benchmarks/draws.py").stdout.count(" cpu=") == 10
 
 
+@pytest.mark.soak
 def test_engine_cpu_measures_the_engine_and_both_ways_of_transformers(run):
     (row,) = last_line(run("benchmarks/engine_cpu.py"))["rows"]
     assert row["engine_ms"] > 0 and row["generate_ms"] > 0 and row["continuous_ms"] > 0
