@@ -36,8 +36,9 @@ MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 _POLL_S = 0.0002  # between looks at a write under way
 _PROGRESS_US = 100_000  # the longest that the importer's progress thread sleeps; what arrives wakes it
 _MAX_AGENTS = 64  # importers whose metadata is kept
-# Of UCX within one host. TCP would listen on every interface; without it another way must notice a peer's death.
-_WITHIN_ONE_HOST = {"UCX_TLS": "^tcp,ib", "UCX_MM_ERROR_HANDLING": "y"}
+# Of UCX within one host. TCP would listen on every interface, and what System V shares is the group's as well; without
+# TCP another way must notice a peer's death.
+_WITHIN_ONE_HOST = {"UCX_TLS": "^tcp,ib,sysv", "UCX_MM_ERROR_HANDLING": "y"}
 logger = logging.getLogger("bireme.kv.transfer")
 
 

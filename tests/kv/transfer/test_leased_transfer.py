@@ -107,6 +107,16 @@ def test_within_one_host_nobody_listens_on_a_port(listeners_before, prefill, dec
 
 
 @on_all
+def test_other_users_can_map_nothing_of_a_transfer(prefill, decode):
+    assert decode.fetch(prefill.export(100)).result() is None
+    rows = [row.split() for row in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
+    assert [row for row in rows if int(row[4]) == os.getpid() and int(row[2], 8) & 0o77] == []
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    shared = [link for link in links if os.readlink(link).startswith("/dev/shm/")]
+    assert [os.readlink(link) for link in shared if link.stat().st_mode & 0o77] == []
+
+
+@on_all
 def test_rows_that_decode_holds_are_not_sent(prefill, decode):
     fetching = decode.fetch(prefill.export(100), firsts=(64, 84))
     assert fetching.result() is None
