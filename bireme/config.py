@@ -312,7 +312,7 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     # Price of a KV block that running requests use. More costs hits and balances no better (docs/measurements.md).
     decode_weight: Duration = 0.1
     # A new block is so much dearer where a pool turns over twice as fast as the mean, cheaper where it stands still
-    turnover_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.7
+    turnover_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.8
     host_credit: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.75  # share of a block's price that host memory saves
     disk_credit: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25  # the same of a block on disk
     temperature: Duration = 0.0  # of the softmax over costs; 0: the lowest cost
