@@ -110,9 +110,10 @@ def test_a_killed_stub_is_replaced_while_engine_and_streams_of_the_others_go_on(
     until(lambda: deployment.health()["status"] == "ready", 30, "ready, whatever went before")
     server = deployment.server
     engine = server.engine_pid("decode")
+    until(lambda: not any(streams(server).values()), 10, "no stream of an earlier test on the page")
     run = start(server)
     until(lambda: all(count > 5 for count in run.tokens), 30, "streams under way")
-    until(lambda: sum(streams(server).values()) >= COUNT, 10, "streams on the page")
+    until(lambda: sum(streams(server).values()) == COUNT, 10, "streams on the page")
     with outliving_a_killed_stub(server):
         before, own = deployment._watchdog.stubs(), streams(server)[victim]
         os.kill(before[victim], signal.SIGKILL)
