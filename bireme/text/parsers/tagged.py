@@ -12,21 +12,21 @@
                                        </tool_call>
 
 A value's JSON type is what its tag says (string="true" of DeepSeek), else that of its parameter in the function's
-schema; a text that does not fit stays a string. Strings stream as they come, other values come when they are whole.
+schema (schema_types.py); a text that does not fit stays a string. Values that can only be strings stream as they come,
+others come when they are whole.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bireme.text.parsers.base import Function, Guide, Parser, ParserRequest
 from bireme.text.parsers.envelope import MAX_HEAD
 from bireme.text.parsers.guides import call_tags, parameters_of, separated, structural_tag
 from bireme.text.parsers.json_text import json_text
 from bireme.text.parsers.scan import may_become, skip_blanks, split
+from bireme.text.parsers.schema_types import NOT_TEXT, TEXT, FunctionTypes
 from bireme.text.parsers.stateful import StatefulParser
 
 
@@ -69,9 +69,9 @@ class TaggedParser(StatefulParser):
         self._form = form
         self.begins = tuple(filter(None, (form.section[0], form.function[0])))  # the outer one is sometimes left out
         self._function_end = form.function[2] or form.section[1]
-        self._types: Mapping[str, Any] = {}
+        self._types = FunctionTypes({})
         self._key = ""
-        self._schema: Any = None  # of the value at hand
+        self._type = TEXT  # of the value at hand
         self._keys: set[str] = set()
         self._value: list[str] = []
         self._is_streamed = False  # the value at hand is a string: it comes out as it is taken
@@ -96,8 +96,7 @@ class TaggedParser(StatefulParser):
             self._give_up("")
             return text
         self._start_call(name.strip())
-        properties = parameters_of(self._functions[name.strip()]).get("properties")
-        self._types = properties if isinstance(properties, dict) else {}
+        self._types = FunctionTypes(parameters_of(self._functions[name.strip()]))
         self._keys = set()
         self._state = self._parameter
         return text[len(name) + (len(end) if form.function[0] else 0) :]
@@ -129,11 +128,12 @@ class TaggedParser(StatefulParser):
             self._break_call(begin)
             return text
         self._key, self._raw = name.strip(), [begin + header + end]
-        self._schema = self._types.get(self._key)
         if 'string="true"' in attributes:
-            self._schema = {"type": "string"}
+            self._type = TEXT
         elif 'string="false"' in attributes:
-            self._schema = {"type": list(_KINDS)}
+            self._type = NOT_TEXT
+        else:
+            self._type = self._types.of(self._key)
         self._state = self._value_begin
         return text[len(header) + len(end) :]
 
@@ -147,7 +147,7 @@ class TaggedParser(StatefulParser):
             self._break_call("".join(self._raw))
             return text
         self._raw, self._value, self._is_value_start = [], [], True
-        self._is_streamed = _is_text(self._schema)
+        self._is_streamed = self._type.is_text
         if self._is_streamed:
             self._add(self._key_json() + '"')
         self._state = self._parameter_value
@@ -177,7 +177,7 @@ class TaggedParser(StatefulParser):
             self._value.append(text)
 
     def _end_value(self) -> None:
-        self._add('"' if self._is_streamed else self._key_json() + as_json("".join(self._value), self._schema))
+        self._add('"' if self._is_streamed else self._key_json() + self._type.as_json("".join(self._value)))
         self._keys.add(self._key)
 
     def _key_json(self) -> str:
@@ -220,58 +220,3 @@ class TaggedParser(StatefulParser):
             self._say(self._held.strip())
         else:
             super()._end(is_cut)
-
-
-def _is_text(schema: Any) -> bool:
-    """Whether a value is a string whatever its text is."""
-    if not isinstance(schema, dict) or not schema:
-        return True
-    return schema.get("type") in ("string", ["string"])
-
-
-def as_json(text: str, schema: Any) -> str:
-    """Return a parameter's text as JSON of the type that its schema names."""
-    if _is_text(schema):
-        return json_text(text)
-    kinds = schema.get("type")
-    names = (
-        {kinds}
-        if isinstance(kinds, str)
-        else {kind for kind in kinds if isinstance(kind, str)}
-        if isinstance(kinds, list)
-        else set()
-    )
-    try:
-        value = json.loads(_python_word(text.strip()), parse_constant=_refuse)
-        if _is_of(value, names):
-            return json_text(value)
-    except (ValueError, RecursionError):
-        pass
-    return json_text(text)
-
-
-def _python_word(text: str) -> str:
-    return {"True": "true", "False": "false", "None": "null"}.get(text, text)
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(word)
-
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "object": (dict,),
-    "array": (list,),
-    "null": (type(None),),
-}
-
-
-def _is_of(value: Any, names: set[str]) -> bool:
-    """Whether a value has one of these types. Strings come as they are, so a quoted one does not count."""
-    if not names:
-        return not isinstance(value, str)
-    if isinstance(value, bool):
-        return "boolean" in names
-    return any(isinstance(value, _KINDS.get(name, ())) for name in names)
