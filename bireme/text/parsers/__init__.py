@@ -25,7 +25,7 @@ REASONING: dict[str, ReasoningFormat] = {
     "think": ThinkFormat(),
     "qwen3": ThinkFormat(is_expected=True),
     "deepseek_r1": ThinkFormat(is_implied=True),
-    "kimi_k2": ThinkFormat(interrupts=("<|tool_calls_section_begin|>",), is_expected=True),
+    "kimi_k2": ThinkFormat(is_expected=True),
     "kimi": ThinkFormat(("◁think▷",), ("◁/think▷",)),
     "mistral": ThinkFormat(("[THINK]",), ("[/THINK]",)),
     "granite": ThinkFormat(
@@ -121,8 +121,11 @@ def tool_format(name: str) -> ToolFormat | None:
 
 def create_parser(reasoning: ReasoningFormat | None, tools: ToolFormat | None, request: ParserRequest) -> Parser:
     """Return the parser of one answer: reasoning first, then tool calls where functions are offered."""
-    parser = tools.parser(request) if tools is not None and request.functions else PlainParser()
-    return reasoning.parser(request, parser) if reasoning is not None else parser
+
+    def new_answer() -> Parser:
+        return tools.parser(request) if tools is not None and request.functions else PlainParser()
+
+    return reasoning.parser(request, new_answer) if reasoning is not None else new_answer()
 
 
 def _find(table: Mapping[str, _F], name: str, key: str) -> _F | None:

@@ -7,7 +7,7 @@ of a function that was not offered) comes as content.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,6 +57,10 @@ class Parser(Protocol):
     def is_reasoning(self) -> bool:
         """Is the current text part of the reasoning? For the count of reasoning tokens."""
 
+    @property
+    def begins(self) -> Sequence[str]:
+        """Marks that may begin a call; reasoning that was left open ends before such a call."""
+
     def feed(self, text: str) -> list[Event]:
         """Take more text and return what is certain now; neighboring events of one kind may be merged."""
 
@@ -79,8 +83,8 @@ class ReasoningFormat(Protocol):
     def needs_special_tokens(self) -> bool:
         """Are its markers special tokens, so that these have to be in the text?"""
 
-    def parser(self, request: ParserRequest, inner: Parser) -> Parser:
-        """Return a parser that takes reasoning out and feeds the rest to `inner`."""
+    def parser(self, request: ParserRequest, new_answer: Callable[[], Parser]) -> Parser:
+        """Return a parser that takes reasoning out and feeds the rest to one of the answer."""
 
     def exempt(self, guide: Guide, request: ParserRequest) -> Guide:
         """Return a guide that leaves reasoning free, where the request's answer begins with it."""

@@ -12,7 +12,7 @@ Messages: `analysis` is reasoning, `to=functions.f` a call, everything else cont
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bireme.text.parsers.base import Content, Function, Guide, Parser, ParserRequest, Reasoning
@@ -33,7 +33,7 @@ class HarmonyFormat:
 
     needs_special_tokens: bool = True
 
-    def parser(self, request: ParserRequest, inner: Parser | None = None) -> Parser:
+    def parser(self, request: ParserRequest, new_answer: Callable[[], Parser] | None = None) -> Parser:
         return HarmonyParser(request)
 
     def exempt(self, guide: Guide, request: ParserRequest) -> Guide:

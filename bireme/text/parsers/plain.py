@@ -7,6 +7,7 @@ from bireme.text.parsers.base import Content, Event
 
 class PlainParser:
     is_reasoning = False
+    begins = ()
 
     def feed(self, text: str) -> list[Event]:
         return [Content(text)] if text else []

@@ -16,15 +16,19 @@ def split(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
     if found:
         at, marker = min(found)
         return text[:at], marker, text[at + len(marker) :]
-    keep = max((_overlap(text, marker) for marker in markers), default=0)
+    keep = 0
+    for marker in markers:
+        keep = max(keep, _overlap(text, marker))
     return text[: len(text) - keep], "", text[len(text) - keep :]
 
 
 def _overlap(text: str, marker: str) -> int:
     """Return the length of the longest end of `text` that begins `marker`."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
+    at = text.find(marker[0], max(len(text) - len(marker) + 1, 0))
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(marker[0], at + 1)
     return 0
 
 

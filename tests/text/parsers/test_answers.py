@@ -135,11 +135,50 @@ def test_calls_of_functions_that_were_not_offered_are_content(name):
         assert name == "harmony" or content_of(events).strip() == text.strip()
 
 
-def test_a_tool_section_ends_a_thought_that_was_left_open():
-    text = "<think>hm " + answers.render_calls("kimi_k2", [("now", {})])
-    for size in range(1, len(text)):
-        events = parse(text, size, tools="kimi_k2", reasoning="kimi_k2")
-        assert events == [Reasoning("hm"), CallStart(0, "now"), CallArguments(0, "{}")]
+# Where the template writes no mark before a call, models may.
+MARKS = {"llama3_json": "<|python_tag|>", "pythonic": "<|python_start|>"}
+THINKING = sorted(set(REASONING) - {"harmony"})
+
+
+def thoughts_of(events):
+    return "".join(event.text for event in events if isinstance(event, Reasoning))
+
+
+def left_open(reasoning, text):
+    """Return a thought without its end mark, and a text behind it."""
+    return answers.render_thought(reasoning, "I need it.@", "").partition("@")[0] + "\n" + text
+
+
+@pytest.mark.parametrize("tools", sorted(set(TOOLS) - {"harmony"}))
+@pytest.mark.parametrize("reasoning", THINKING)
+def test_a_call_ends_a_thought_that_was_left_open(reasoning, tools):
+    calls = [("weather", {"city": "Oslo </think>"})]
+    text = left_open(reasoning, MARKS.get(tools, "") + answers.render_calls(tools, calls).lstrip())
+    for size in (1, 2, 3, 7, 40, len(text)):
+        events = parse(text, size, tools=tools, reasoning=reasoning, prompt_end=answers.REASONING[reasoning][0])
+        assert (thoughts_of(events), calls_of(events), content_of(events)) == ("I need it.", calls, ""), size
+
+
+@pytest.mark.parametrize("tools", sorted(set(TOOLS) - {"harmony"}))
+@pytest.mark.parametrize("reasoning", THINKING)
+def test_a_mark_that_is_thought_about_stays_a_thought(reasoning, tools):
+    mark = make(tools).begins[0]
+    thought = f"Calls begin with {mark}, \n {mark}{mark} {{ or {answers.render_calls(tools, [('other', {'a': 1})])} so."
+    text = answers.render_thought(reasoning, thought, "Yes.")
+    for size in (1, 2, 3, 7, 40, len(text)):
+        events = parse(text, size, tools=tools, reasoning=reasoning, prompt_end=answers.REASONING[reasoning][0])
+        assert (thoughts_of(events), content_of(events), calls_of(events)) == (thought, "Yes.", []), size
+
+
+@pytest.mark.parametrize("end", ["", "</think>yes", '<tool_call>{"name": "now", "arguments": {}}'])
+def test_a_mark_without_a_call_does_not_hold_thoughts_back_for_ever(end):
+    thought = '<tool_call>{"a": "' + "b" * 5000
+    events = parse(thought + end, tools="hermes", reasoning="think", prompt_end="<think>")
+    assert (
+        thoughts_of(events) == thought
+        and parse(thought + end, 1, tools="hermes", reasoning="think", prompt_end="<think>") == events
+    )
+    assert content_of(events) == ("yes" if "yes" in end else "") and len(calls_of(events)) == ("now" in end)
 
 
 @pytest.mark.parametrize(
