@@ -65,7 +65,7 @@ class _WholeBlock:
     def json(self) -> dict[str, Any]:
         text = "".join(self.texts)
         if self.kind == "text":
-            return {"type": "text", "text": text, "citations": None}
+            return {"type": "text", "text": text}
         if self.kind == "thinking":
             return {"type": "thinking", "thinking": text, "signature": SIGNATURE}
         return {"type": "tool_use", "id": new_id("toolu"), "name": self.name, "input": _object(text)}
@@ -191,7 +191,7 @@ class MessageTemplate:
 
     def texts(self, index: int, jsons: Iterable[bytes]) -> bytes:
         """Return an event a piece of text, which comes as JSON."""
-        begun = b"" if self._open == "text" else self._begin("text", {"text": "", "citations": None})
+        begun = b"" if self._open == "text" else self._begin("text", {"text": ""})
         head, tail = self._head, b"}}" + SUFFIX
         return begun + head + (tail + head).join(jsons) + tail
 

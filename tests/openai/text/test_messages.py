@@ -82,6 +82,11 @@ async def test_a_stream_tells_the_same_in_events(frontend):
     assert reply.headers["request-id"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_block_of_text_has_no_citations_not_even_null(frontend, stream):
+    assert b"citations" not in (await answered(await frontend(), stream=stream)).data
+
+
 def told(text, size=3, reason="stop", streams=True, usage=None, stop_string="", **fields):
     """Return the message of a model's text that comes in pieces of this size."""
     request = checked(max_tokens=9, **fields)
