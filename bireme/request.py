@@ -5,7 +5,8 @@ field, value, limit and remedy.
 
 vllm_backend's contract holds if and only if an input is given that only vllm_backend has (VLLM_ONLY): the prompt is
 echoed when not streaming, and a response holds text_output and what a `return_*` input or the request's list of outputs
-asks for; finish_reason is "None" until the end. Otherwise tensorrtllm_backend's names and this project's own answer: no
+asks for; finish_reason is "None" until the end, `logprobs` is null unless the sampling parameters ask for some, and
+there are 16 tokens unless they say how many. Otherwise tensorrtllm_backend's names and this project's own answer: no
 echo, and finish_reason, usage and the rest unasked. `stream` absent means false in both, as with the peers; a model
 can't tell the HTTP endpoint `generate_stream` from `generate`, so its clients send `"stream": true`.
 """
@@ -33,7 +34,7 @@ Ids = npt.NDArray[np.int32]
 Contract = Literal["vllm", "trtllm"]
 
 VLLM_ONLY = frozenset({"sampling_parameters", "return_finish_reason", "return_cumulative_logprob", "return_logprobs"})
-_SUMS_AND_LOGPROBS = frozenset({"cumulative_logprob", "logprobs"})
+_VLLM_MAX_TOKENS = 16  # vLLM's default
 _RETURNED = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
 
 
@@ -68,6 +69,7 @@ class GenerateRequest:
     echo: bool = False  # the prompt's text comes before the answer's
     extras: frozenset[str] = frozenset()  # the peers' output names that were asked for
     outputs: frozenset[str] | None = None  # what a response may hold; None: everything
+    hides_logprobs: bool = False  # they are computed for their sum alone
     cache_salt: str = ""
     lora_name: str = ""
     timeout_ms: int = 0  # from arrival; 0: none
@@ -79,8 +81,8 @@ class GenerateRequest:
 def parse_generate(inputs: Tensors, spec: ModelSpec, recipe: Recipe) -> GenerateRequest:
     """Read a request of `generate` or `completion`. Raises RequestError."""
     values = read_tensors(inputs, spec)
-    sampling = parse_sampling(values, info_of(inputs).parameters, recipe)
     contract: Contract = "vllm" if VLLM_ONLY & values.keys() else "trtllm"
+    sampling = parse_sampling(values, info_of(inputs).parameters, recipe, _defaults(contract, recipe.limits))
     stream = bool(values.get("stream", False))
     text, ids = _prompt(values, recipe.limits)
     request = GenerateRequest(
@@ -99,9 +101,14 @@ def parse_generate(inputs: Tensors, spec: ModelSpec, recipe: Recipe) -> Generate
         routing=parse_routing(values.get("routing", "")),
         kv_cache_retention_config=parse_retention(values.get("kv_cache_retention_config", "")),
     )
-    if _SUMS_AND_LOGPROBS & request.extras and sampling.params.logprobs is None:
-        return replace(request, sampling=_with_logprobs(sampling))
+    if "cumulative_logprob" in request.extras and sampling.params.logprobs is None:
+        return replace(request, sampling=_with_logprobs(sampling), hides_logprobs=True)
     return request
+
+
+def _defaults(contract: Contract, limits: Limits) -> dict[str, Any]:
+    """Return the API's own sampling values."""
+    return {"max_tokens": min(_VLLM_MAX_TOKENS, limits.max_tokens or _VLLM_MAX_TOKENS)} if contract == "vllm" else {}
 
 
 def check_session(session_id: str, where: str = "session_id") -> str:

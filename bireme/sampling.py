@@ -1,9 +1,9 @@
 """Sampling values from all their sources, merged and checked.
 
-Precedence: tensor > `sampling_parameters` > request parameter > the recipe's `sampling`; unset stays unset, 0 and false
-are values. Names are tensorrtllm_backend's and vllm's, numbers may come as strings. Request parameters with other names
-belong to others (tracing, proxies) and are ignored; unknown keys of `sampling_parameters` are refused with the nearest
-name.
+Precedence: tensor > `sampling_parameters` > request parameter > the recipe's `sampling` > the API's default; unset
+stays unset, 0 and false are values. Names are tensorrtllm_backend's and vllm's, numbers may come as strings. Request
+parameters with other names belong to others (tracing, proxies) and are ignored; unknown keys of `sampling_parameters`
+are refused with the nearest name.
 
 Clamped, not refused: max_tokens beyond the context (the engine ends with `length`; OpenAI and vLLM refuse that, and
 here 2**31 and more is refused, which no context holds), top_k -1 (off), and top_p 0 beside top_k (TensorRT-LLM's way to
@@ -56,13 +56,19 @@ class Sampling:
         return msgspec.structs.replace(self.params, bad_token_ids=bad, logit_bias=bias)
 
 
-def parse_sampling(values: Mapping[str, Any], parameters: Mapping[str, Any], recipe: Recipe) -> Sampling:
-    """Merge all sources of sampling values, tensors' or JSON's first, and check them. Raises RequestError."""
+def parse_sampling(
+    values: Mapping[str, Any], parameters: Mapping[str, Any], recipe: Recipe, defaults: Mapping[str, Any] | None = None
+) -> Sampling:
+    """Merge all sources of sampling values, tensors' or JSON's first, and check them. Raises RequestError.
+
+    `defaults`: of the API, where the recipe has none.
+    """
     layers = (
         ("", {name: value for name, value in values.items() if name in NAMES}),
         ("sampling_parameters.", _parse_json(values.get("sampling_parameters"))),
         ("parameter ", {name: value for name, value in parameters.items() if name in NAMES}),
         ("recipe sampling.", recipe.sampling),
+        ("default ", defaults or {}),
     )
     return _build(_merge(layers), recipe.limits)
 

@@ -42,8 +42,8 @@ def sampling(**values):
     return parse(**values).sampling.params
 
 
-def vllm(**values):
-    return sampling(sampling_parameters=json.dumps(values).encode())
+def vllm(settings=None, **values):
+    return sampling(settings=settings, sampling_parameters=json.dumps(values).encode())
 
 
 def test_unset_stays_unset():
@@ -64,13 +64,22 @@ def test_tensor_beats_json_beats_parameter_beats_recipe():
     assert (params.max_tokens, params.top_k, params.seed, params.min_tokens) == (4, 3, 2, 1)
 
 
+def test_vllm_makes_16_tokens_unless_request_or_recipe_say_how_many():
+    assert (vllm().max_tokens, sampling(return_finish_reason=True).max_tokens) == (16, 16)
+    assert (sampling().max_tokens, vllm(max_tokens=40).max_tokens) == (None, 40)
+    assert (vllm(settings={"sampling": {"max_tokens": 40}}).max_tokens, sampling(max_tokens=40).max_tokens) == (40, 40)
+    assert vllm(settings={"limits": {"max_tokens": 10}}).max_tokens == 10
+
+
 def test_json_numbers_may_come_as_strings():
     params = vllm(max_tokens="100", temperature="0.5", ignore_eos="true", top_k="-1")
     assert (params.max_tokens, params.temperature, params.ignore_eos, params.top_k) == (100, 0.5, True, 0)
 
 
 def test_names_of_both_peers_mean_the_same():
-    assert sampling(random_seed=7, num_return_sequences=2, stop_words=[b"a"]) == vllm(seed=7, n=2, stop="a")
+    assert sampling(random_seed=7, num_return_sequences=2, stop_words=[b"a"], max_tokens=9) == vllm(
+        seed=7, n=2, stop="a", max_tokens=9
+    )
 
 
 def test_names_that_contradict_each_other_are_refused():

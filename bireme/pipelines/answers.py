@@ -32,6 +32,7 @@ class AnswerFormat:
     token_text: Callable[[int], str]  # for vllm's logprobs
     prompt: str = ""  # echoed before a whole answer
     outputs: frozenset[str] | None = None  # all that a response may hold; None: everything
+    hides_logprobs: bool = False  # they are there for their sum alone
 
     @property
     def is_plain(self) -> bool:
@@ -161,7 +162,7 @@ def _extras(form: AnswerFormat, deltas: list[TokenDelta], counts: list[int], sum
         "output_log_probs": lambda: _log_probs(deltas),
         "cum_log_probs": lambda: np.array(sums, np.float32),
         "cumulative_logprob": lambda: np.array(sums, np.float32),
-        "logprobs": lambda: _strings([vllm_logprobs(delta, form.token_text) for delta in deltas]),
+        "logprobs": lambda: _strings([_shown_logprobs(delta, form) for delta in deltas]),
         "num_input_tokens": lambda: np.array([form.num_input_tokens], np.uint32),
         "num_output_tokens": lambda: np.array(counts, np.uint32),
         "sequence_index": lambda: np.array([delta.index or 0 for delta in deltas], np.int32),
@@ -171,6 +172,10 @@ def _extras(form: AnswerFormat, deltas: list[TokenDelta], counts: list[int], sum
 
 def _log_probs(deltas: list[TokenDelta]) -> Array:
     return np.array([entry[0][1] for delta in deltas for entry in delta.logprobs or ()], np.float32)
+
+
+def _shown_logprobs(delta: TokenDelta, form: AnswerFormat) -> str:
+    return "null" if form.hides_logprobs else vllm_logprobs(delta, form.token_text)
 
 
 def vllm_logprobs(delta: TokenDelta, token_text: Callable[[int], str]) -> str:

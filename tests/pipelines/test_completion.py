@@ -54,9 +54,16 @@ async def test_extras_come_only_when_requested(completion):
 
 
 async def test_vllm_logprobs_are_json(completion):
-    call = await answer(await completion(), return_logprobs=True)
+    call = await answer(await completion(), return_logprobs=True, sampling_parameters='{"logprobs": 0}')
     places = json.loads(call.last("logprobs")[0])
     assert [[entry["rank"] for entry in place.values()] for place in places] == [[1]] * len(EXPECTED)
+
+
+@pytest.mark.parametrize("asked", [{}, {"return_cumulative_logprob": True}])
+async def test_vllm_logprobs_are_null_unless_the_sampling_parameters_ask_for_some(completion, asked):
+    call = await answer(await completion(), return_logprobs=True, sampling_parameters="{}", **asked)
+    assert call.last("logprobs") == [b"null"]
+    assert not asked or call.last("cumulative_logprob")[0] < 0
 
 
 async def test_vllm_finish_reason_is_none_until_the_end(bench):
