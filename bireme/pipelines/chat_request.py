@@ -37,6 +37,7 @@ from bireme.sampling import Sampling, parse_sampling
 from bireme.text.chat_template import Message
 
 ToolMode = Literal["none", "auto", "required"]
+Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # the most that one of the APIs allows
@@ -166,7 +167,7 @@ class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Verbosity | None = None
     modalities: list[Literal["text"]] | None = None
     service_tier: ServiceTier | None = None
     safety_identifier: str | None = None
@@ -222,7 +223,6 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         raise RequestError("response_format: not together with tools; send tool_choice none, or no tools")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only with stream true; remove it")
-    check_verbosity(body.verbosity, "verbosity")
     check_metadata(body.metadata)
     messages, pictures = _messages(body.messages, recipe)
     return ChatRequest(
@@ -232,7 +232,7 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         functions=functions,
         tool_mode=mode,
         is_parallel=body.parallel_tool_calls is not False,
-        variables=template_variables(body.reasoning_effort, options, recipe),
+        variables=template_variables(body.reasoning_effort, body.verbosity, options, recipe),
         sampling=_sampling(body, options, recipe),
         logprobs=bool(body.logprobs),
         guide=guide,
@@ -302,9 +302,13 @@ def api_sampling(fields: dict[str, Any], options: RequestOptions, recipe: Recipe
     return parse_sampling({**fields, **options.sampling}, {}, recipe)
 
 
-def template_variables(effort: Effort | None, options: RequestOptions, recipe: Recipe) -> dict[str, Any]:
+def template_variables(
+    effort: Effort | None, verbosity: Verbosity | None, options: RequestOptions, recipe: Recipe
+) -> dict[str, Any]:
     """Return what the chat template is given beside messages and tools."""
     variables = dict(recipe.chat.template_kwargs)
+    if verbosity is not None:
+        variables["verbosity"] = verbosity
     if effort is not None:
         variables |= {"reasoning_effort": effort, "enable_thinking": effort not in ("none", "minimal")}
     return variables | options.chat_template_kwargs
@@ -433,12 +437,6 @@ def _part(part: ContentPart, where: str) -> str:
 def _call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": call.function.arguments}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def check_verbosity(verbosity: str | None, where: str) -> None:
-    """Raises RequestError."""
-    if verbosity not in (None, "medium"):
-        raise RequestError(f"{where}: {verbosity}; only medium changes nothing, say it in a message")
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:

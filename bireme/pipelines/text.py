@@ -113,7 +113,12 @@ class TextPipeline:
         if request.echo:
             prompt = request.text or self._tokenizer.decode(_ids(request.input_ids))
         return AnswerFormat(
-            request.contract, request.extras, num_input_tokens, self._token_text, prompt, request.outputs,
+            request.contract,
+            request.extras,
+            num_input_tokens,
+            self._token_text,
+            prompt,
+            request.outputs,
             request.hides_logprobs,
         )
 

@@ -50,7 +50,7 @@ BAD_BODIES = {
     "penalty": (raw(presence_penalty=3), "presence_penalty"),
     "unknown field": (raw(tempreature=1), "tempreature"),
     "functions": (raw(functions=[]), "functions"),
-    "verbosity": (raw(verbosity="low"), "verbosity"),
+    "verbosity": (raw(verbosity="some"), "verbosity"),
     "best_of that is not n": (raw(best_of=2), "best_of"),
     "a place of nobody's": (raw(logits_processors=[]), "logits_processors"),
     "two values": (raw(top_k=1, bireme={"top_k": 2}), "top_k"),

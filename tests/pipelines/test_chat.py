@@ -152,6 +152,11 @@ def test_reasoning_effort_switches_thinking():
         assert parse_chat(json.dumps(body), RECIPE).variables["enable_thinking"] is is_on
 
 
+def test_verbosity_is_the_template_s_variable():
+    body = {"messages": [{"role": "user", "content": "hi"}], "verbosity": "low"}
+    assert parse_chat(json.dumps(body), RECIPE).variables == {"verbosity": "low"}
+
+
 def test_developer_is_the_newer_name_of_system_and_text_parts_are_joined():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = parse_chat(json.dumps({"messages": [{"role": "developer", "content": parts}]}), RECIPE)

@@ -23,10 +23,10 @@ from bireme.pipelines.chat_request import (
     FunctionDefinition,
     SamplingBody,
     ToolMode,
+    Verbosity,
     check_functions,
     check_metadata,
     check_no_nvext_reply,
-    check_verbosity,
     openai_sampling,
     schema_guide,
     template_variables,
@@ -88,7 +88,7 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,6 +101,7 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False  # taken without effect, as in chats
+    include_usage: bool = False  # of chats; load generators send it, and responses always tell their usage
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
@@ -191,7 +192,6 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
     include = _include(body)
     text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
     summary = _summary(reasoning)
-    check_verbosity(text.verbosity, "text.verbosity")
     check_metadata(body.metadata)
     guide = _guide(text.format, options)
     tools = _Tools.of(body)
@@ -224,7 +224,7 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
         functions=functions,
         tool_mode=mode,
         is_parallel=body.parallel_tool_calls is not False,
-        variables=template_variables(reasoning.effort, options, recipe),
+        variables=template_variables(reasoning.effort, text.verbosity, options, recipe),
         sampling=sampling,
         logprobs=_LOGPROBS in include,
         guide=guide,
@@ -250,7 +250,7 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
         "safety_identifier": body.safety_identifier,
         "service_tier": shown_tier(body.service_tier) or "default",
         "temperature": params.temperature,
-        "text": {"format": _format_json(text.format), "verbosity": "medium"},
+        "text": {"format": _format_json(text.format), "verbosity": text.verbosity or "medium"},
         "tool_choice": body.tool_choice or "auto",
         "tools": tools.shown,
         "top_logprobs": body.top_logprobs or 0,

@@ -61,6 +61,16 @@ async def test_a_streamed_response_tells_everything_in_typed_events(frontend):
     assert last["usage"]["total_tokens"] == last["usage"]["input_tokens"] + 4
 
 
+async def test_verbosity_is_taken_and_shown_again(frontend):
+    reply = await answered(await frontend(), text={"verbosity": "low"})
+    assert response_of(reply.data).text.verbosity == "low"
+
+
+async def test_usage_of_a_stream_may_be_asked_for_as_in_chats(frontend):
+    reply = await answered(await frontend(), stream=True, stream_options={"include_usage": True})
+    assert whole_of(events_of(reply.data))["usage"]["output_tokens"] == 4
+
+
 async def test_log_probabilities_come_when_they_are_included(frontend):
     bench = await frontend()
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
@@ -303,7 +313,7 @@ BAD = {
         {"text": {"format": {"type": "json_schema", "name": "", "schema": {}}}}, "text.format.name",
     ),
     "a format and tools": ({"tools": [TOOL], "text": {"format": {"type": "json_object"}}}, "text.format"),
-    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    "verbosity": ({"text": {"verbosity": "some"}}, "text.verbosity"),
     "summary": ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
     "effort": ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     "truncation": ({"truncation": "some"}, "truncation"),
