@@ -31,7 +31,7 @@ from bireme.openai.http.pace import Pacer
 from bireme.openai.keys import KEY_HEADERS, OPEN, ApiKeys
 from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
 from bireme.openai.model_kinds import EMBEDDINGS, TEXT, VIDEO
-from bireme.openai.openapi import openapi
+from bireme.openai.openapi import RERANK_PATHS, SCORE_PATHS, openapi
 from bireme.openai.playground_files import PlaygroundFiles
 from bireme.openai.readiness import Readiness
 from bireme.openai.text.answering import Streams
@@ -132,8 +132,9 @@ class Frontend:
             **{path: {"POST": self._with_body(gate.live(one.post))} for path, one in endpoints.items()},
             _MESSAGES_PATH: {"POST": self._with_body(gate.live(messages.post))},
             f"{_MESSAGES_PATH}/count_tokens": {"POST": self._with_body(messages.count)},
-            "/v1/score": {"POST": self._with_body(gate.live(embeddings.score))},
-            "/v1/rerank": {"POST": self._with_body(gate.live(embeddings.rerank))},
+            "/v1/responses/input_tokens": {"POST": self._with_body(responses.count)},
+            **{path: {"POST": self._with_body(gate.live(embeddings.score))} for path in SCORE_PATHS},
+            **{path: {"POST": self._with_body(gate.live(embeddings.rerank))} for path in RERANK_PATHS},
             "/tokenize": {"POST": self._with_body(tokens.tokenize)},
             "/detokenize": {"POST": self._with_body(tokens.detokenize)},
             "/v1/models": {"GET": self._list_models},

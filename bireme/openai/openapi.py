@@ -32,6 +32,9 @@ class Operation:
     refused: Mapping[str, str] = field(default_factory=dict)  # fields of other servers, with the reason
 
 
+SCORE_PATHS = ("/v1/score", "/score")  # the second is vLLM's as well
+RERANK_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")  # vLLM's, and Cohere's
+
 OPERATIONS = (
     Operation(
         "POST", "/v1/chat/completions", "Answer a conversation, whole or as server-sent events", ChatBody,
@@ -43,6 +46,10 @@ OPERATIONS = (
     ),
     Operation(
         "POST", "/v1/responses", "Answer items, whole or as typed server-sent events", ResponseBody,
+        response_request.REFUSED,
+    ),
+    Operation(
+        "POST", "/v1/responses/input_tokens", "Count the tokens of a response's prompt", ResponseBody,
         response_request.REFUSED,
     ),
     Operation("GET", "/v1/responses/{id}", "Get a response that was kept"),
@@ -58,10 +65,16 @@ OPERATIONS = (
         messages_request.REFUSED,
     ),
     Operation("POST", "/v1/embeddings", "Embed texts", EmbeddingsBody, embedding_request.REFUSED),
-    Operation("POST", "/v1/score", "Say how alike texts are, pair by pair", ScoreBody, embedding_request.REFUSED),
-    Operation(
-        "POST", "/v1/rerank", "Put documents into the order of their likeness to a query", RerankBody,
-        embedding_request.RANK_REFUSED,
+    *(
+        Operation("POST", path, "Say how alike texts are, pair by pair", ScoreBody, embedding_request.REFUSED)
+        for path in SCORE_PATHS
+    ),
+    *(
+        Operation(
+            "POST", path, "Put documents into the order of their likeness to a query", RerankBody,
+            embedding_request.RANK_REFUSED,
+        )
+        for path in RERANK_PATHS
     ),
     Operation("POST", "/v1/files", "Keep a file; its body is a form"),
     Operation("GET", "/v1/files", "List files"),

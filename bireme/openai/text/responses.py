@@ -1,4 +1,4 @@
-"""POST /v1/responses."""
+"""POST /v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bireme.openai.text.response_store import response_id
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.openai.text.stored_responses import StoredResponses
 from bireme.openai.text.truncation import truncated
-from bireme.pipelines.chat_answer import ResponseMeta
+from bireme.pipelines.chat_answer import ResponseMeta, encode_json
 from bireme.pipelines.json_body import decode_body
 from bireme.pipelines.sequence import SequenceRunner
 
@@ -30,21 +30,31 @@ class Responses:
         body = decode_body(data, ResponseBody, REFUSED)
         model = self._models.get(body.model)
         with counted(call, model):
-            self._stored.check(body)
-            history = await self._stored.history(body.previous_response_id, call.tenant)
-            request = check_response(body, model.recipe, history)
-            chat = for_caller(call, request.chat)
-            if request.is_truncated:
-                chat = await truncated(model, chat)
-            request = replace(request, chat=chat)
+            request = await self._checked(call, model, body)
             heading = ResponseMeta(response_id(), model.name, int(time.time()))
-            form = ResponseForm(heading, request.shown, has_timing=chat.return_timing)
+            form = ResponseForm(heading, request.shown, has_timing=request.chat.return_timing)
             if body.background:
                 await self._stored.begin(call, model, body, request, form)
-            elif chat.stream:
+            elif request.chat.stream:
                 await self._stream(call, model, request, form)
             else:
                 await self._whole(call, model, request, form)
+
+    async def count(self, call: Call, data: bytes) -> None:
+        body = decode_body(data, ResponseBody, REFUSED)
+        model = self._models.get(body.model)
+        request = await self._checked(call, model, body)
+        num_tokens = await call.unless_gone(model.chat.count(request.chat, call.arrived_at))
+        await call.reply(200, encode_json({"object": "response.input_tokens", "input_tokens": num_tokens}))
+
+    async def _checked(self, call: Call, model: ServedModel, body: ResponseBody) -> ResponseRequest:
+        self._stored.check(body)
+        history = await self._stored.history(body.previous_response_id, call.tenant)
+        request = check_response(body, model.recipe, history)
+        chat = for_caller(call, request.chat)
+        if request.is_truncated:
+            chat = await truncated(model, chat)
+        return replace(request, chat=chat)
 
     async def _whole(self, call: Call, model: ServedModel, request: ResponseRequest, form: ResponseForm) -> None:
         answer = request.answer(form)

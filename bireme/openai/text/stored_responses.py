@@ -39,6 +39,7 @@ PATH = "/v1/responses"
 _LOOK_S, _SWEEP_S = 1.0, 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _RETRY_S = 0.25, 10.0, 300.0  # of a background response whose server is away
 _MAX_PAGE, _PAGE = 100, 20
+_NOT_IDS = ("", "compact")  # the second is a path of OpenAI's that is not served
 _RETRIEVE = ("include", "stream", "starting_after", "include_obfuscation")
 logger = logging.getLogger("bireme.openai")
 Handler = Callable[[Call], Awaitable[None]]
@@ -100,7 +101,7 @@ class StoredResponses:
     def match(self, path: str) -> dict[str, Handler] | None:
         """Return the handlers of a path that names a response."""
         name, _, part = path.removeprefix(f"{PATH}/").partition("/")
-        if not path.startswith(f"{PATH}/") or not name:
+        if not path.startswith(f"{PATH}/") or name in _NOT_IDS:
             return None
         parts: dict[str, dict[str, Handler]] = {
             "": {"GET": self._retrieve, "DELETE": self._delete},

@@ -16,6 +16,7 @@ from bireme.messages import Capacity
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys, KeyEntry
+from bireme.openai.openapi import RERANK_PATHS, SCORE_PATHS
 from bireme.openai.text.embedding_model import EmbeddingModel, EmbeddingModels
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.pipelines import embedding_service
@@ -200,9 +201,10 @@ async def test_prompts_of_the_model_come_before_texts(embedder, tmp_path):
     assert refused.json()["error"]["message"] == "prompt_name: passage; prompts of this model: query, document"
 
 
-async def test_scores_are_the_cosines_of_pairs(embedder):
+@pytest.mark.parametrize("path", SCORE_PATHS)
+async def test_scores_are_the_cosines_of_pairs(embedder, path):
     bench = await embedder()
-    reply = (await ask(bench, "/v1/score", text_1="hi", text_2=["hi", "z"])).json()
+    reply = (await ask(bench, path, text_1="hi", text_2=["hi", "z"])).json()
     first, second = (np.array(embedding_of(tokens), np.float32) for tokens in ([104, 105], [122]))
     cosine = first @ second / np.linalg.norm(first) / np.linalg.norm(second)
     assert [one["score"] for one in reply["data"]] == pytest.approx([1.0, cosine], abs=1e-6)
@@ -210,9 +212,10 @@ async def test_scores_are_the_cosines_of_pairs(embedder):
     assert refused.json()["error"]["param"] == "text_1"
 
 
-async def test_documents_are_ranked_by_their_likeness(embedder):
+@pytest.mark.parametrize("path", RERANK_PATHS)
+async def test_documents_are_ranked_by_their_likeness(embedder, path):
     bench = await embedder()
-    reply = (await ask(bench, "/v1/rerank", query="hi", documents=["zzzz", {"text": "hi"}, "a"], top_n=2)).json()
+    reply = (await ask(bench, path, query="hi", documents=["zzzz", {"text": "hi"}, "a"], top_n=2)).json()
     assert reply["results"][0]["index"] == 1 and len(reply["results"]) == 2
     assert reply["results"][0]["document"] == {"text": "hi"}
     assert (await ask(bench, "/v1/rerank", query="hi", documents=[])).json()["error"]["param"] == "documents"

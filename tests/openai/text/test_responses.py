@@ -71,6 +71,15 @@ async def test_usage_of_a_stream_may_be_asked_for_as_in_chats(frontend):
     assert whole_of(events_of(reply.data))["usage"]["output_tokens"] == 4
 
 
+async def test_tokens_of_a_prompt_are_counted_without_an_engine(frontend):
+    bench = await frontend()
+    body = {"model": "test", "instructions": "be", "input": "hi"}
+    reply = await bench.call("POST", "/v1/responses/input_tokens", body).end()
+    assert reply.json() == {"object": "response.input_tokens", "input_tokens": len("system:be\nuser:hi\nassistant:")}
+    assert not bench.workers.running
+    assert (await bench.call("POST", "/v1/responses/compact", body).end()).status == 404
+
+
 async def test_log_probabilities_come_when_they_are_included(frontend):
     bench = await frontend()
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
