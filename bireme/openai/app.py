@@ -40,7 +40,13 @@ from bireme.openai.text.completions import Completions
 from bireme.openai.text.embedding_model import EmbeddingModels
 from bireme.openai.text.embeddings import Embeddings
 from bireme.openai.text.messages import Messages
-from bireme.openai.text.model_object import embedding_model, language_model, video_model
+from bireme.openai.text.model_object import (
+    anthropic_model,
+    anthropic_page,
+    embedding_model,
+    language_model,
+    video_model,
+)
 from bireme.openai.text.responses import Responses
 from bireme.openai.text.served_model import Models
 from bireme.openai.text.stored_responses import StoredResponses
@@ -51,6 +57,7 @@ from bireme.pipelines.chat_answer import encode_json
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 _MODEL_PATH = "/v1/models/"
+_ANTHROPIC_VERSION = b"anthropic-version"  # a header that Anthropic's clients send and no others
 _MESSAGES_PATH = "/v1/messages"  # it and all below speak Anthropic's API
 _GONE = 499  # in log and metrics: the client left before the reply
 _FORBIDDEN_IN_HOST = frozenset(b"/?#@\\ \t")
@@ -288,12 +295,24 @@ class Frontend:
         return handle
 
     async def _list_models(self, call: Call) -> None:
+        if call.header(_ANTHROPIC_VERSION):
+            call.speak(anthropic_reply_of, b"request-id")
+            models = [anthropic_model(model) for model in (*self._models, *self._videos, *self._embedders)]
+            await call.reply(200, encode_json(anthropic_page(models, call)))
+            return
         models = [language_model(model) for model in self._models] + [video_model(model) for model in self._videos]
         models += [embedding_model(model) for model in self._embedders]
         await call.reply(200, encode_json({"object": "list", "data": models}))
 
     async def _show_model(self, call: Call) -> None:
         name = call.path[len(_MODEL_PATH) :]
+        if call.header(_ANTHROPIC_VERSION):
+            call.speak(anthropic_reply_of, b"request-id")
+            kinds = (
+                self._videos if name in self._videos else self._embedders if name in self._embedders else self._models
+            )
+            await call.reply(200, encode_json(anthropic_model(kinds.get(name))))
+            return
         if name in self._videos:
             await call.reply(200, encode_json(video_model(self._videos.get(name))))
             return
