@@ -78,10 +78,7 @@ CALLS = {
         "<|tool_calls_section_begin|>{% for c in calls %}<|tool_call_begin|>functions.{{ c[0] }}:{{ loop.index0 }}"
         "<|tool_call_argument_begin|>{{ c[1]|json }}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>"
     ),
-    "harmony": (
-        "<|start|>assistant<|channel|>commentary to=functions.{{ calls[0][0] }} <|constrain|>json<|message|>"
-        "{{ calls[0][1]|json }}<|call|>"
-    ),
+    "harmony": (" to=functions.{{ calls[0][0] }}<|channel|>commentary json<|message|>{{ calls[0][1]|json }}<|call|>"),
 }
 # reasoning parser: end of the prompt, answer
 REASONING = {

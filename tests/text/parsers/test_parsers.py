@@ -199,6 +199,26 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         "",
         [("now", {})],
     ),
+    ("harmony", f" to=functions.weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>", "", ONE),
+    ("harmony", f"to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}", "", ONE),
+    ("harmony", f"assistant<|channel|>commentary to=functions.weather json<|message|>{ARGUMENTS}<|call|>", "", ONE),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>t<|end|><|start|>assistant to=functions.now<|channel|>commentary<|message|>{}",
+        "",
+        [("now", {})],
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>t<|end|>assistant to=functions.now<|channel|>commentary<|message|>{}<|call|>"
+        "assistant<|channel|>final<|message|>assistant to=you",
+        "assistant to=you",
+        [("now", {})],
+    ),
+    ("harmony", "<|channel|>analysis<|message|>t<|channel|>commentary to=now<|message|>{}", "", [("now", {})]),
+    ("harmony", "<|channel|>final<|message|>write <|channel|> so", "write <|channel|> so", []),
+    ("harmony", "assistant to you, to=me", None, []),
+    ("harmony", " to=functions.now", None, []),
 ]
 IDS = [f"{case[0]}-{at}" for at, case in enumerate(CASES)]
 
@@ -277,6 +297,13 @@ THOUGHTS = [
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>",
         [Reasoning("hm"), Content("yes")],
     ),
+    (
+        "harmony",
+        "",
+        "<|channel|>analysis<|message|>hm <|start|> so<|end|>assistant<|channel|>final<|message|>yes",
+        [Reasoning("hm <|start|> so"), Content("yes")],
+    ),
+    ("harmony", "", "<|channel|>analysis<|message|>hm <|channel|>", [Reasoning("hm <|channel|>")]),
 ]
 
 
