@@ -42,7 +42,12 @@ case $found in
 esac
 
 versions >"$scratch/before"
-"$python" -m pip install --constraint "$scratch/before" --editable "${checkout}[openai,kv,etcd,nats,nixl,multimodal]" "av>=15,<19"
+# UCX reads a GPU's memory with the CUDA that it was built for.
+case $("$python" -c 'import importlib.metadata as m; print(m.version("torch"), *(d.name for d in m.distributions()))') in
+*+cu12* | *nvidia-cuda-runtime-cu12*) nixl=nixl ;;
+*) nixl=nixl-cu13 ;;
+esac
+"$python" -m pip install --constraint "$scratch/before" --editable "${checkout}[openai,kv,etcd,nats,$nixl,multimodal]" "av>=15,<19"
 versions >"$scratch/after"
 
 replaced=$(comm -23 "$scratch/before" "$scratch/after" | tr '\n' ' ')

@@ -123,27 +123,24 @@ def test_no_example_of_docker_publishes_a_port_of_triton(file):
     "file", sorted([*DOCKER.glob("Dockerfile*"), *DOCKER.glob("*.sh")]), ids=lambda file: file.name
 )
 def test_whatever_places_requests_has_compiled_code_discovery_and_both_event_planes(file):
-    installed = [set(found.split(",")) for found in re.findall(r"\[([a-z,]+)\]", file.read_text())]
+    installed = [set(found.split(",")) for found in re.findall(r"\[([a-z0-9,$-]+)\]", file.read_text())]
     assert all({"kv", "etcd", "nats"} <= extras for extras in installed if "openai" in extras)
 
 
 @pytest.mark.parametrize(
-    ("name", "engine"),
+    ("name", "engine", "nixl"),
     [
-        ("Dockerfile", "torch"),
-        ("Dockerfile.triton", "torch"),
-        ("Dockerfile.trtllm", "torch"),
-        ("into_environment.sh", "openai"),
+        ("Dockerfile", "torch", "nixl"),
+        ("Dockerfile.triton", "torch", "nixl-cu13"),
+        ("Dockerfile.trtllm", "torch", "nixl-cu13"),
+        ("into_environment.sh", "openai", "$nixl"),
     ],
 )
-def test_every_environment_with_an_engine_moves_rows_between_hosts(name, engine):
+def test_every_environment_with_an_engine_moves_rows_between_hosts(name, engine, nixl):
     """Into the environment that into_environment.sh installs into, TensorRT-LLM has come with the image."""
-    installed = re.findall(r"\[([a-z,]+)\]", (DOCKER / name).read_text())
-    assert (
-        [extras for extras in installed if {engine, "nixl"} <= set(extras.split(","))]
-        == [extras for extras in installed if engine in extras.split(",")]
-        != []
-    )
+    installed = [set(found.split(",")) for found in re.findall(r"\[([a-z0-9,$-]+)\]", (DOCKER / name).read_text())]
+    with_engine = [extras for extras in installed if engine in extras]
+    assert with_engine and all(nixl in extras for extras in with_engine)
 
 
 @pytest.mark.parametrize("file", sorted(DOCKER.glob("Dockerfile*")), ids=lambda file: file.name)

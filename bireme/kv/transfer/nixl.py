@@ -17,6 +17,7 @@ import importlib
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -32,7 +33,7 @@ from bireme.kv.transfer.memory import HostMemory, MemoryKind, Pieces, RowMemory,
 from bireme.kv.transfer.staging import Staging
 from bireme.kv.transfer.wire import Claim, Offer, WriteTarget
 
-MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
+MODULES = ("nixl_cu12", "nixl_cu13", "nixl")  # one for each CUDA, and one that is for either
 _POLL_S = 0.0002  # between looks at a write under way
 _PROGRESS_US = 100_000  # the longest that the importer's progress thread sleeps; what arrives wakes it
 _MAX_AGENTS = 64  # importers whose metadata is kept
@@ -144,7 +145,10 @@ class NixlBackend:
                 raise ConfigError(
                     f"cache_transceiver_config.backend: NIXL can't register KV memory: {error}"
                 ) from error
-            logger.warning("transfer event=staged kind=%s reason=UCX can't read it: %s", kind.value, error)
+            logger.warning(
+                "transfer event=staged kind=%s module=%s cuda=%s reason=UCX can't read it: %s",
+                kind.value, self._api.__name__, _cuda(), error,
+            )  # fmt: skip
 
     def _begin_importing(self) -> None:
         agent = self._make_agent("import")
@@ -262,13 +266,19 @@ def _load(between_hosts: bool) -> Any:
         os.environ.update(_WITHIN_ONE_HOST)
     os.environ.setdefault("UCX_HANDLE_ERRORS", "none")  # signals are this process's own
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    for name in MODULES:
+    for name in sorted(MODULES, key=lambda name: not name.endswith(_cuda())):
         with contextlib.suppress(ModuleNotFoundError):
             return importlib.import_module(name)
     raise ConfigError(
         "cache_transceiver_config.backend: NIXL needs the package nixl-cu12: pip install --no-deps nixl-cu12"
         " (nixl-cu13 with CUDA 13); DEFAULT needs none, on one host"
     )
+
+
+def _cuda() -> str:
+    """Return the CUDA of an engine with torch, `cu13`; "" of others, which have no GPU's memory."""
+    version = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
+    return f"cu{version.partition('.')[0]}" if version else ""
 
 
 @contextlib.contextmanager
