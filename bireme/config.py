@@ -349,6 +349,7 @@ class ChatConfig(Settings, frozen=True, kw_only=True):
 
     reasoning_parser: str = ""  # a format of bireme/text/parsers; "": reasoning is not told apart
     tool_parser: str = ""  # a format of bireme/text/parsers; "": requests with tools are refused
+    drop_hosted_tools: bool = False  # leave out what OpenAI or Anthropic would run (web search), else it is refused
     template_kwargs: dict[str, Any] = {}  # the chat template's variables, weaker than the request's
     template: str = ""  # Jinja file in place of the model's own (relative to the recipe; $NAME and ~ are expanded)
 

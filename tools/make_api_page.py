@@ -38,20 +38,25 @@ def text() -> str:
 def _endpoints() -> Iterator[str]:
     yield "| method | path | what |\n|---|---|---|"
     for one in OPERATIONS:
-        path = f"[`{one.path}`](#{_anchor(_title(one))})" if _schema(one) else f"`{one.path}`"
+        path = f"[`{one.path}`](#{_anchor(_title(_first(one)))})" if _schema(one) else f"`{one.path}`"
         yield f"| {one.method} | {path} | {one.text} |"
     yield ""
 
 
 def _bodies() -> Iterator[str]:
     for one in OPERATIONS:
-        if (schema := _schema(one)) is None:
+        if (schema := _schema(one)) is None or _first(one) is not one:
             continue
         yield f"## {_title(one)}\n"
         yield from _fields(schema)
         for name, reason in sorted(one.refused.items()):
             yield f"| `{name}` | refused | {reason} |"
         yield ""
+
+
+def _first(one: Operation) -> Operation:
+    """Return the operation whose table is this one's: the first that takes the same body."""
+    return next(other for other in OPERATIONS if other is one or (one.body is not None and other.body is one.body))
 
 
 def _schema(one: Operation) -> dict[str, Any] | None:

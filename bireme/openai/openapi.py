@@ -13,8 +13,8 @@ from bireme.openai.batch.batches import BatchBody
 from bireme.openai.text import completion_request, embedding_request, messages_request, response_request
 from bireme.openai.text.completion_request import CompletionBody
 from bireme.openai.text.embedding_request import EmbeddingsBody, RerankBody, ScoreBody
-from bireme.openai.text.messages_request import CountBody, MessagesBody
-from bireme.openai.text.response_request import ResponseBody
+from bireme.openai.text.messages_request import CountBody, MessagesBody, ToolSpec
+from bireme.openai.text.response_request import FunctionTool, NamespaceTool, ResponseBody
 from bireme.openai.text.tokenization import DetokenizeBody, TokenizeBody
 from bireme.pipelines import chat_request, video_request
 from bireme.pipelines.chat_request import ChatBody
@@ -109,6 +109,7 @@ OPERATIONS = (
     Operation("GET", "/metrics", "Prometheus metrics"),
     Operation("GET", "/openapi.json", "These operations as OpenAPI 3.1"),
 )  # fmt: skip
+_PARTS = (ToolSpec, FunctionTool, NamespaceTool)  # of bodies, read once the type of each is known
 _VIDEO_KINDS = (JobBody, VideoBody, ImageBody)
 _EMBEDDING_KINDS = (EmbeddingsBody, ScoreBody, RerankBody)
 UPLOAD = {
@@ -184,7 +185,7 @@ def openapi(models: list[str], videos: list[str], embedders: list[str]) -> dict[
 
 def schemas() -> dict[str, Any]:
     """Return the schema of each struct that a body is read into, by name."""
-    kinds = dict.fromkeys(one.body for one in OPERATIONS if one.body is not None)
+    kinds = dict.fromkeys([one.body for one in OPERATIONS if one.body is not None] + [*_PARTS])
     _, components = msgspec.json.schema_components(kinds, ref_template=f"{REF}{{name}}")
     return components
 

@@ -47,12 +47,12 @@ def decode_body(body: bytes | str, kind: type[_S], refused: Mapping[str, str]) -
         raise RequestError(f"the body is not valid JSON ({str(error)[:200]}); send a JSON object in UTF-8") from None
 
 
-def convert_part(value: Any, kind: type[_S], where: str) -> _S:
-    """Return a part of a body, which `where` names, as a struct. Raises RequestError."""
+def convert_part(value: Any, kind: type[_S], where: str, refused: Mapping[str, str] | None = None) -> _S:
+    """Return a part of a body, which `where` names, as a struct; `refused` as of the body. Raises RequestError."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise RequestError(_explain(str(error), kind, {}, where)) from None
+        raise RequestError(_explain(str(error), kind, refused or {}, where)) from None
 
 
 def _check_counts(body: bytes) -> None:

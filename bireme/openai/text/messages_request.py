@@ -16,9 +16,10 @@ import msgspec
 
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
+from bireme.openai.text.hosted_tools import is_left_out
 from bireme.pipelines.chat_request import FUNCTION_NAME, ChatRequest, ToolMode, api_sampling, check_no_nvext_reply
 from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelNames, request_options
-from bireme.pipelines.json_body import check_plain
+from bireme.pipelines.json_body import check_plain, convert_part
 from bireme.pipelines.picture_parts import PictureCollector
 from bireme.text.chat_template import Message
 
@@ -213,7 +214,7 @@ class CountBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):
     messages: list[Turn]
     model: str = ""
     system: str | list[TextBlock] | None = None
-    tools: list[ToolSpec] | None = None
+    tools: list[dict[str, Any]] | None = None  # ToolSpec, or what may be left out
     tool_choice: ToolSelection | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -263,7 +264,7 @@ def check_count(body: CountBody, recipe: Recipe) -> ChatRequest:
 def _chat(body: CountBody, fields: dict[str, Any], recipe: Recipe) -> ChatRequest:
     options = request_options(body)
     check_no_nvext_reply(options)
-    functions, mode = _tools(body, recipe.limits)
+    functions, mode = _tools(body, recipe)
     guide = _guide(body, options)
     if functions and guide is not None:
         raise RequestError("output_config.format: not together with tools; send tool_choice none, or no tools")
@@ -321,12 +322,18 @@ def _guide(body: CountBody, options: RequestOptions) -> dict[str, Any] | None:
     return {"json": form.schema}
 
 
-def _tools(body: CountBody, limits: Limits) -> tuple[list[dict[str, Any]], ToolMode]:
+def _tools(body: CountBody, recipe: Recipe) -> tuple[list[dict[str, Any]], ToolMode]:
     """Return the offered functions, and whether one must be called."""
-    tools, choice = body.tools or [], body.tool_choice
-    if len(tools) > limits.max_tools:
-        raise RequestError(f"tools: {len(tools)}; limits.max_tools is {limits.max_tools}, send fewer")
-    known = {tool.name: _function(tool, f"tools[{at}]") for at, tool in enumerate(tools)}
+    given, choice, limit = body.tools or [], body.tool_choice, recipe.limits.max_tools
+    if len(given) > limit:
+        raise RequestError(f"tools: {len(given)}; limits.max_tools is {limit}, send fewer")
+    specs = {
+        where: convert_part(tool, ToolSpec, where, REFUSED)
+        for at, tool in enumerate(given)
+        if not is_left_out(tool.get("type"), recipe) and (where := f"tools[{at}]")
+    }
+    tools = list(specs.values())
+    known = {tool.name: _function(tool, where) for where, tool in specs.items()}
     if len(known) < len(tools):
         raise RequestError("tools: two tools have the same name; give each its own")
     if tools and all(tool.defer_loading for tool in tools):

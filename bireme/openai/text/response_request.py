@@ -15,6 +15,7 @@ import msgspec
 from bireme.config import Recipe
 from bireme.errors import RequestError
 from bireme.openai.http.event_stream import EventStream
+from bireme.openai.text.hosted_tools import is_left_out
 from bireme.openai.text.response_answer import ResponseAnswer, ResponseEvents, ResponseForm
 from bireme.openai.text.response_items import Conversation, Item, input_items, offered_name
 from bireme.pipelines.chat_request import (
@@ -194,7 +195,7 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
     summary = _summary(reasoning)
     check_metadata(body.metadata)
     guide = _guide(text.format, options)
-    tools = _Tools.of(body)
+    tools = _Tools.of(body, recipe)
     functions, mode = _chosen(body, check_functions(tools.functions, recipe.limits))
     if functions and guide is not None:
         raise RequestError("text.format: not together with tools; send tool_choice none, or no tools")
@@ -315,7 +316,7 @@ class _Tools:
     shown: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, body: ResponseBody) -> _Tools:
+    def of(cls, body: ResponseBody, recipe: Recipe) -> _Tools:
         """Raises RequestError."""
         tools = cls({}, {}, [])
         for at, given in enumerate(body.tools or []):
@@ -325,7 +326,7 @@ class _Tools:
                 inner = [tools._add(tool, f"{where}.tools[{place}]", space) for place, tool in enumerate(space.tools)]
                 fields = {"type": "namespace", "name": space.name, "description": space.description}
                 tools.shown.append({**fields, "tools": inner})
-            else:
+            elif not is_left_out(given.get("type"), recipe):
                 tools.shown.append(tools._add(given, where))
         return tools
 

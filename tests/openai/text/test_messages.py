@@ -9,6 +9,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bireme.config import Recipe
 from bireme.conversion import convert
@@ -240,6 +241,18 @@ def test_pictures_keep_their_place():
     request = checked(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, PNG]}]).chat
     assert request.messages[0]["content"] == [{"type": "text", "text": "a"}, {"type": "image"}]
     assert request.pictures[0].source.content == b"data:image/png;base64,aGk="
+
+
+HOSTED = {"type": "web_search_20250305", "name": "web_search", "max_uses": 1, "user_location": {"type": "approximate"}}
+
+
+def test_tools_that_a_server_runs_are_left_out_where_the_recipe_says_so():
+    recipe = replace(RECIPE, chat=replace(RECIPE.chat, drop_hosted_tools=True))
+    body = decode_body(json.dumps(body_of(tools=[HOSTED, TOOL])), MessagesBody, REFUSED)
+    assert [function["name"] for function in check_messages(body, recipe).chat.functions] == ["add"]
+    bash = decode_body(json.dumps(body_of(tools=[{"type": "bash_20250124", "name": "bash"}])), MessagesBody, REFUSED)
+    with pytest.raises(RequestError, match=r"tools\[0\].type: bash_20250124"):  # the client runs it
+        check_messages(bash, recipe)
 
 
 CHOICES = [

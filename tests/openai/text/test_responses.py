@@ -80,6 +80,14 @@ async def test_tokens_of_a_prompt_are_counted_without_an_engine(frontend):
     assert (await bench.call("POST", "/v1/responses/compact", body).end()).status == 404
 
 
+@pytest.mark.parametrize("kind", ["web_search", "web_search_preview_2025_03_11", "mcp", "code_interpreter"])
+async def test_tools_that_openai_runs_are_left_out_where_the_recipe_says_so(frontend, kind, caplog):
+    bench = await frontend(chat={"drop_hosted_tools": True, "tool_parser": "hermes"}, name=f"test_{kind}")
+    reply = await answered(bench, tools=[{"type": kind, "x": 1}, TOOL], model=f"test_{kind}")
+    assert [tool.name for tool in response_of(reply.data).tools] == ["add"]
+    assert f"hosted_tool_left_out recipe=test_{kind} type={kind}" in caplog.text
+
+
 async def test_log_probabilities_come_when_they_are_included(frontend):
     bench = await frontend()
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
