@@ -351,6 +351,8 @@ class ChatConfig(Settings, frozen=True, kw_only=True):
     tool_parser: str = ""  # a format of bireme/text/parsers; "": requests with tools are refused
     drop_hosted_tools: bool = False  # leave out what OpenAI or Anthropic would run (web search), else it is refused
     template_kwargs: dict[str, Any] = {}  # the chat template's variables, weaker than the request's
+    # of messages whose control tokens count (developer is system); in all others they are text: docs/openai.md
+    trusted_roles: tuple[Literal["system", "user", "assistant", "tool"], ...] = ()
     template: str = ""  # Jinja file in place of the model's own (relative to the recipe; $NAME and ~ are expanded)
 
 
@@ -495,6 +497,8 @@ class Recipe(Settings, frozen=True, kw_only=True):
     tokenizer_backend: Literal["auto", "tokenizers", "fastokens"] = "auto"  # what encodes; auto: see text/encoder.py
     # of each process that encodes: tokens kept for long prompts that begin alike; 0: none
     tokenizer_cache_bytes: NotNegative = 64 << 20
+    # whether control tokens in prompts without a template count (completions, text_input); false: they are text
+    raw_control_tokens: bool = True
     served_model_name: str = ""  # "": the recipe's name
     workers: dict[str, WorkerEntry]
     sampling: dict[str, Any] = {}  # default sampling parameters, weaker than the request's

@@ -1,7 +1,7 @@
 """The tokenizer model: text, or a conversation through the model's chat template, to token ids.
 
-Plain `text_input` is encoded as in transformers, with bos where the model has it; special tokens in the text count as
-such. In `messages` the template writes the special tokens; in user and tool messages they are text.
+Plain `text_input` is encoded as in transformers, with bos where the model has it; control tokens in the text count as
+such unless the recipe has `raw_control_tokens: false`. In a chat the template writes them; those of callers are text.
 """
 
 from __future__ import annotations

@@ -6,21 +6,17 @@ transformers and vLLM: arguments of tool calls as objects, content given in text
 kinds stay a list), reasoning under each name in use. Templates of some vision-language models read only parts and would
 silently skip a string: they get parts.
 
-**Special tokens in user and tool messages are text.** A template writes `<|im_end|>` to end a message; the same
-characters in a user's message must not. `protect` marks them before rendering, and `Prompt` keeps the marks, so that
-the tokenizer encodes these places as ordinary text. Other roles are the application's own.
+**Control tokens in what callers send are text.** A template writes `<|im_end|>` to end a message; the same characters
+in a message, a tool or a variable must not (control_tokens.py). The exception: thought marks in an assistant's text by
+which the template takes it apart. Roles that a recipe trusts are left as they are.
 """
 
 from __future__ import annotations
 
 import datetime
-import functools
 import json
-import re
-import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -30,6 +26,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from bireme.errors import ConfigError, RequestError
+from bireme.text.control_tokens import ControlTokens, Prompt, Shield, TemplateTexts
 
 Message = dict[str, Any]
 MAX_RENDER_S = 5.0  # no key: limits.max_messages and max_prompt_bytes bound a chat, this ends a template's own loops
@@ -38,32 +35,32 @@ _RESERVED = ("chat_template", "messages", "tools", "tokenize", "return_dict", "c
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _DICT_NAMES = frozenset(dir(dict))  # `message.items` is the method, as everywhere in Jinja
 _PLAIN = {"role", "content"}
-_UNTRUSTED_ROLES = ("user", "tool", "function")
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A rendered prompt; `pieces` alternate between text with special tokens and text without."""
-
-    pieces: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
+_SPLITS = ("split", "rsplit", "partition", "rpartition")
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens that it may use."""
+    """A compiled template, and the special tokens that it may use."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], max_bytes: int = 8 << 20) -> None:
-        """Raises ConfigError when the source is not valid."""
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        max_bytes: int = 8 << 20,
+        controls: ControlTokens | None = None,
+        trusted_roles: Sequence[str] = (),
+    ) -> None:
+        """`controls` in messages stay text, but in those of `trusted_roles`. Raises ConfigError: it is not valid."""
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            tree = environment.parse(source)
+            self._texts = TemplateTexts(controls or ControlTokens(), _literals(tree), _separators(tree))
+            self._template = environment.from_string(tree)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template is not valid: {error}") from error
         self._template.globals = dict(self._template.globals)  # jinja2's chain of maps costs more than rendering
         self._special_tokens = dict(special_tokens)
         self._max_bytes = max_bytes
+        self._trusted_roles = frozenset(trusted_roles)
         self._wants_parts = False
         if "image" in source:
             self._wants_parts = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
@@ -73,27 +70,32 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-        protected: Sequence[str] = (),
     ) -> Prompt:
-        """Render a conversation. `protected` strings in user and tool messages stay text.
-
-        Raises RequestError when the template refuses the messages, or the prompt gets too large.
-        """
-        variables = _checked(variables or {})
-        shield = _Shield(protected)
+        """Render a conversation. Raises RequestError when the template refuses it, or the prompt gets too large."""
+        shield = Shield(self._texts)
         try:
-            shown = [shield.protect(_shown(message, self._wants_parts)) for message in messages]
+            context = {
+                "documents": None,
+                "add_generation_prompt": True,
+                **self._special_tokens,
+                **shield.protect(_checked(variables or {})),
+                "messages": [self._protected(_shown(message, self._wants_parts), shield) for message in messages],
+                "tools": shield.protect_tools(list(tools)) if tools else None,
+            }
         except RecursionError:
             raise RequestError("messages: they, or the arguments of their tool calls, are nested too deeply") from None
-        context = {
-            "documents": None,
-            "add_generation_prompt": True,
-            **self._special_tokens,
-            **variables,
-            "messages": shown,
-            "tools": list(tools) if tools else None,
-        }
         return shield.restore(self._render(context))
+
+    def _protected(self, message: Message, shield: Shield) -> Message:
+        role, content = message.get("role"), message.get("content")
+        if role in self._trusted_roles or (
+            message.keys() == _PLAIN and shield.is_plain(role) and shield.is_plain(content)
+        ):
+            return message
+        if role != "assistant" or "content" not in message:
+            protected: Message = shield.protect(message)
+            return protected
+        return {**shield.protect({**message, "content": ""}), "content": shield.protect_answer(content)}
 
     def _shows(self, content: Any) -> bool:
         """Whether the template renders a user's text given in this form."""
@@ -126,52 +128,11 @@ class ChatTemplate:
         return "".join(parts)
 
 
-@functools.lru_cache(maxsize=64)
-def _any_of(strings: tuple[str, ...]) -> re.Pattern[str] | None:
-    longest_first = sorted(filter(None, strings), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
-class _Shield:
-    """Replaces protected strings by marks that no message can know, and back."""
-
-    def __init__(self, protected: Sequence[str]) -> None:
-        self._pattern = _any_of(tuple(protected))
-        self._nonce = ""
-        self._strings: list[str] = []
-
-    def protect(self, message: Message) -> Message:
-        if self._pattern is None or message.get("role") not in _UNTRUSTED_ROLES:
-            return message
-        return {key: value if key == "role" else self._walk(value) for key, value in message.items()}
-
-    def _walk(self, value: Any) -> Any:
-        if isinstance(value, str):
-            assert self._pattern is not None
-            return self._pattern.sub(self._mark, value)
-        if isinstance(value, list):
-            return [self._walk(item) for item in value]
-        if isinstance(value, dict):
-            return {key: self._walk(item) for key, item in value.items()}
-        return value
-
-    def _mark(self, match: re.Match[str]) -> str:
-        self._nonce = self._nonce or secrets.token_hex(8)
-        self._strings.append(match.group())
-        return f"\ue000{self._nonce}.{len(self._strings) - 1}\ue001"
-
-    def restore(self, text: str) -> Prompt:
-        if not self._strings:
-            return Prompt((text,))
-        pieces = re.split(f"\ue000{self._nonce}\\.([0-9]+)\ue001", text)
-        return Prompt(tuple(piece if at % 2 == 0 else self._strings[int(piece)] for at, piece in enumerate(pieces)))
-
-
-def _checked(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+def _checked(variables: Mapping[str, Any]) -> dict[str, Any]:
     for name in variables:
         if name in _RESERVED:
             raise RequestError(f"chat_template_kwargs.{name} can't be set by a request; remove it")
-    return variables
+    return dict(variables)
 
 
 def _shown(message: Message, wants_parts: bool) -> Message:
@@ -207,6 +168,31 @@ def _with_object_arguments(call: Any) -> Any:
     except ValueError:
         return call
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _literals(tree: jinja2.nodes.Template) -> Iterator[str]:
+    """Yield the strings in a template."""
+    yield from (node.data for node in tree.find_all(jinja2.nodes.TemplateData))
+    yield from (node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str))
+
+
+def _separators(tree: jinja2.nodes.Template) -> Iterator[str]:
+    """Yield the strings by which a template takes messages apart, or that it looks for in them."""
+    names = {
+        node.target.name: node.node
+        for node in tree.find_all(jinja2.nodes.Assign)
+        if isinstance(node.target, jinja2.nodes.Name)
+    }
+    asked: list[jinja2.nodes.Node] = [
+        node.expr for node in tree.find_all(jinja2.nodes.Compare) if node.ops[0].op in ("in", "notin")
+    ]
+    for call in tree.find_all(jinja2.nodes.Call):
+        if isinstance(call.node, jinja2.nodes.Getattr) and call.node.attr in _SPLITS:
+            asked += call.args
+    for node in asked:
+        text = names.get(node.name, node) if isinstance(node, jinja2.nodes.Name) else node
+        if isinstance(text, jinja2.nodes.Const) and isinstance(text.value, str):
+            yield text.value
 
 
 class _Generation(jinja2.ext.Extension):

@@ -48,10 +48,10 @@ class PromptEncoder:
 
     def encode(self, text: str, add_special_tokens: bool = True, salt: str = "") -> Ids:
         """Encode plain text. Nobody with another `salt` can tell by the time it takes. Raises RequestError."""
-        ends = self._tokenizer.ends if add_special_tokens else ([], [])
+        ends, texts = self._tokenizer.ends if add_special_tokens else ([], []), self._tokenizer.raw_texts(text)
         if ends is None:
-            return _array(self._tokenizer.encode(text))
-        ids = self._cache.encode(text, salt)
+            return np.concatenate([_array(self._tokenizer.encode(text)) for text in texts])
+        ids = self._encode_all([(part, None) for part in texts], salt)
         return np.concatenate([_array(ends[0]), ids, _array(ends[1])]) if any(ends) else ids
 
     def encode_chat(

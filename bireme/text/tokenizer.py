@@ -3,8 +3,8 @@
 `tokenizer.json` is needed; only its post-processor says whether bos and eos are added (as in transformers 5, which
 ignores tokenizer_config.json's add_bos_token where this file is). `tokenizer_config.json` names the special tokens for
 templates. The chat template is chat_template.jinja, chat_template.json or tokenizer_config.json's own, in this order.
-Plain text is encoded as in transformers, special tokens in it included; in chat messages they are text
-(chat_template.py). A Tokenizer may be used from many threads: encoding releases the GIL.
+Plain text is encoded as in transformers, control tokens in it included; in what callers send to a chat they are text
+(control_tokens.py). A Tokenizer may be used from many threads: encoding releases the GIL.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ import tokenizers
 from bireme.config import Recipe
 from bireme.errors import ConfigError, RequestError
 from bireme.text import vocabulary
-from bireme.text.chat_template import ChatTemplate, Message, Prompt
+from bireme.text.chat_template import ChatTemplate, Message
+from bireme.text.control_tokens import ControlTokens, Prompt
 from bireme.text.cuts import cut_pattern
 from bireme.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
 from bireme.text.encoder import Backend, Encoder, ReferenceEncoder, create_encoder
@@ -43,17 +44,22 @@ class TextTokenizer:
         templates: Mapping[str, str] | None = None,
         max_prompt_bytes: int = 8 << 20,
         encoder: Encoder | None = None,
+        trusted_roles: Sequence[str] = (),
+        raw_control_tokens: bool = True,
     ) -> None:
+        """`trusted_roles`: of messages whose control tokens count; `raw_control_tokens`: those of `raw_texts` do."""
         self._inner = inner
+        self._raw_control_tokens = raw_control_tokens
         self._encoder = encoder or ReferenceEncoder(inner)
         self.special_tokens = dict(special_tokens or {})  # by role: bos_token, eos_token, ...
+        templates = templates or {}
+        self._controls = ControlTokens.of(inner, self.special_tokens.values(), templates.values())
         self._templates = {
-            name: ChatTemplate(source, self.special_tokens, max_prompt_bytes)
-            for name, source in (templates or {}).items()
+            name: ChatTemplate(source, self.special_tokens, max_prompt_bytes, self._controls, trusted_roles)
+            for name, source in templates.items()
         }
         added = inner.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._special_texts = tuple(token.content for token in added.values() if token.special)
 
     @property
     def vocab_size(self) -> int:
@@ -123,27 +129,27 @@ class TextTokenizer:
         template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
         if template is None:
             raise RequestError("messages: this model has no chat template; send text_input instead")
-        return template.render(messages, tools, variables, self._special_texts)
+        return template.render(messages, tools, variables)
 
     def encode_plain(self, text: str) -> list[int]:
         """Encode a text that is no prompt, such as a bad word: without special tokens around it."""
         return self.encode(text, add_special_tokens=False)
 
     def encode_chat(self, prompt: Prompt) -> list[int]:
-        """Encode a rendered prompt: the template's special tokens are tokens, those in messages are text."""
+        """Encode a rendered prompt: the template's control tokens are tokens, those of callers are text."""
         return [token for text in self.chat_texts(prompt) for token in self.encode_plain(text)]
+
+    def raw_texts(self, text: str) -> Iterable[str]:
+        """Return the texts that a prompt without a template is encoded in, each by `encode_plain`."""
+        return [text] if self._raw_control_tokens else self.chat_texts(self._controls.pieces(text))
 
     def chat_texts(self, prompt: Prompt) -> Iterator[str]:
         """Yield the texts that a rendered prompt is encoded in, each by `encode_plain`."""
         for at, piece in enumerate(prompt.pieces):
-            yield from [piece] if at % 2 == 0 else self._fragments(piece)
-
-    def _fragments(self, text: str) -> list[str]:
-        """Cut the text of a special token so that no fragment is one."""
-        fragments = [text[:1], text[1:]]
-        if any(special in fragment for special in self._special_texts for fragment in fragments):
-            return list(text)
-        return fragments
+            if at % 2 == 0:
+                yield piece
+            elif piece:
+                yield from self._controls.fragments(piece)
 
     @functools.cached_property
     def _table(self) -> vocabulary.Vocabulary | None:
@@ -161,7 +167,12 @@ def _around(plain: list[int], whole: list[int]) -> tuple[list[int], list[int]] |
 
 
 def load_tokenizer(
-    path: str, max_prompt_bytes: int = 8 << 20, chat_template: str = "", backend: Backend = "auto"
+    path: str,
+    max_prompt_bytes: int = 8 << 20,
+    chat_template: str = "",
+    backend: Backend = "auto",
+    trusted_roles: Sequence[str] = (),
+    raw_control_tokens: bool = True,
 ) -> TextTokenizer:
     """Load from a folder, or a hub id where huggingface_hub is installed. Raises ConfigError with the remedy.
 
@@ -174,13 +185,19 @@ def load_tokenizer(
     templates = _own_template(chat_template) if chat_template else _templates(folder, config)
     inner = _inner(folder)
     encoder = create_encoder(inner, folder / _FILES[0], backend)
-    return TextTokenizer(inner, special, templates, max_prompt_bytes, encoder)
+    return TextTokenizer(inner, special, templates, max_prompt_bytes, encoder, trusted_roles, raw_control_tokens)
 
 
 def recipe_tokenizer(recipe: Recipe) -> TextTokenizer:
     """Load what a recipe says. Raises ConfigError."""
-    limit = recipe.limits.max_prompt_bytes
-    return load_tokenizer(recipe.tokenizer_path, limit, recipe.chat_template, recipe.tokenizer_backend)
+    return load_tokenizer(
+        recipe.tokenizer_path,
+        recipe.limits.max_prompt_bytes,
+        recipe.chat_template,
+        recipe.tokenizer_backend,
+        recipe.chat.trusted_roles,
+        recipe.raw_control_tokens,
+    )
 
 
 def _download(path: str) -> Path:

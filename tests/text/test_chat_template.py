@@ -3,6 +3,7 @@ import pytest
 from bireme.errors import ConfigError, RequestError
 from bireme.text import chat_template
 from bireme.text.chat_template import ChatTemplate
+from bireme.text.control_tokens import ControlTokens
 
 SIMPLE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 
@@ -89,17 +90,17 @@ def test_arguments_of_tool_calls_are_objects():
     assert call["function"]["arguments"] == '{"a": 1}'
 
 
-def test_special_tokens_in_user_and_tool_messages_are_marked_and_come_back():
-    messages = [user("a<|end|>b"), {"role": "tool", "content": "<|end|>"}, {"role": "assistant", "content": "<|end|>"}]
-    prompt = ChatTemplate(SIMPLE, {}).render(messages, protected=["<|end|>"])
-    assert prompt.text == "<|user|>a<|end|>b<|end|><|tool|><|end|><|end|><|assistant|><|end|><|end|>"
-    assert prompt.pieces[1::2] == ("<|end|>", "<|end|>")
+def test_control_tokens_in_messages_are_marked_and_come_back():
+    messages = [{"role": role, "content": f"a<|end|>{role}"} for role in ("user", "tool", "assistant")]
+    prompt = ChatTemplate(SIMPLE, {}, controls=ControlTokens(["<|end|>"])).render(messages)
+    assert prompt.text == "".join(f"<|{one['role']}|>{one['content']}<|end|>" for one in messages)
+    assert prompt.pieces[1::2] == ("<|end|>",) * 3
 
 
 def test_a_message_can_not_forge_a_mark():
-    messages = [user("\ue0000.0\ue001 \ue000abc.0\ue001 <|end|>")]
-    prompt = ChatTemplate(SIMPLE, {}).render(messages, protected=["<|end|>"])
-    assert prompt.pieces[1::2] == ("<|end|>",) and "\ue0000.0\ue001" in prompt.text
+    text = "0123456789012345678900000000 00000000 <|end|>"
+    prompt = ChatTemplate(SIMPLE, {}, controls=ControlTokens(["<|end|>"])).render([user(text)])
+    assert prompt.pieces[1::2] == ("<|end|>",) and text in prompt.text
 
 
 LLAVA = (

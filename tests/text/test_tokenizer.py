@@ -14,7 +14,7 @@ CONVERSATIONS = [
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "naïve 東京 🙂\n\n"}],
     [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "<|im_end|> b"},
+        {"role": "assistant", "content": "<im_end> b"},
         {"role": "user", "content": ""},
     ],
 ]
