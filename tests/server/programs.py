@@ -58,6 +58,7 @@ ELSEWHERE = {  # program -> the test that runs it
     "tools/clients.py": "tests/tools/test_client_environments.py",
     "tools/drain.py": "tests/launch/test_drain.py",
     "tools/perf_analyzer.py": "tests/server/test_perf_analyzer.py",
+    "tools/real_model.py": "tests/real/test_smollm2.py",
     "tools/screenshots.py": "tests/services/test_screenshots.py",
     "tools/serve.py": "tests/server/test_served_recipes.py",
     "tools/show_config.py": "tests/server/test_tensorrtllm_backend_clients.py",
