@@ -42,6 +42,7 @@ class Work(enum.IntEnum):
     ALONE = 4  # all that the engine does while this request is tried (child/trials.py)
 
 
+_KINDS = frozenset(Work)
 _FIELDS = {Work.PROCESSORS: "logits_processors", Work.GUIDE: "guided_decoding", Work.PICTURES: "images"}
 
 
@@ -153,11 +154,12 @@ class WorkFile:
 def culprit_of(memory: bytes, still_s: float) -> Culprit | None:
     """Return whose work has held the engine up, which has stood still so long or, with 0, has crashed.
 
-    Own work must have lasted for most of that time, and a request that is tried alone have begun before it.
+    Own work must have lasted for most of that time, and a request that is tried alone have begun before it. What a
+    crash has written over tells nothing.
     """
     now = time.monotonic()
     records = [
-        (now - began, Culprit(consumer, number, Work(work)))
+        (now - began, Culprit(consumer, number, Work(work) if work in _KINDS else Work.NONE))
         for work, consumer, number, began in _RECORD.iter_unpack(memory)
     ]
     own = [one for one in records[1:] if one[1].work is not Work.NONE and one[0] >= still_s / 2]

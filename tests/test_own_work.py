@@ -50,6 +50,10 @@ def test_work_that_began_late_in_the_stall_is_not_its_cause(both, clock):
         assert culprit_of(file.read(), 0.0) == Culprit(*KEY, Work.GUIDE)  # of a crash it is
 
 
+def test_memory_that_a_crash_has_written_over_names_nobody():
+    assert culprit_of(b"\xa5" * own_work.NUM_BYTES, 0.0) is None
+
+
 def test_each_thread_has_a_record_of_its_own(both, clock):
     file, work = both
     with work.mark(KEY, Work.PROCESSORS):
