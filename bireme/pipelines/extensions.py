@@ -127,6 +127,7 @@ _NOT_STRUCTURED = (
 _PLACED_HERE = "workers have names here; send bireme.routing"
 _SHOWN_TIERS = {"auto": "default", "fast": "priority"}  # others are shown as they are
 _TIERS = {"flex": 0.25, "priority": 0.75}  # priority of a tier that has one; all others have everybody's
+_EVERYBODYS = 0.5
 REFUSED_NAMES = {
     **{
         f"nvext.{name}": _PLACED_HERE
@@ -160,6 +161,13 @@ REFUSED_TIERS = {
 def shown_tier(tier: ServiceTier | None) -> str | None:
     """Return a request's service tier as answers repeat it."""
     return None if tier is None else _SHOWN_TIERS.get(tier, tier)
+
+
+def lower_tier(tier: str, priority: float) -> str:
+    """Return the tier that a request gets in place of `tier`, now that its priority was lowered to this."""
+    levels = {"default": _EVERYBODYS, **_TIERS}
+    within = [name for name, level in levels.items() if level <= min(priority, levels[tier])]
+    return max(within, key=levels.__getitem__, default="flex")
 
 
 def request_options(body: TopLevelNames, tier: ServiceTier | None = None) -> RequestOptions:

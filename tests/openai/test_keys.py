@@ -152,6 +152,24 @@ async def test_no_request_goes_before_what_its_key_may(frontend, asked, given):
     assert await priority_of(bench, **asked) == given
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+@pytest.mark.parametrize(
+    ("asked", "ceiling", "told"),
+    [("priority", 0.8, "priority"), ("priority", 0.6, "default"), ("fast", 0.4, "flex"), ("auto", 0.4, "flex")]
+    + [("flex", 0.1, "flex")],
+)
+async def test_an_answer_tells_the_tier_that_its_key_s_ceiling_has_left(frontend, path, asked, ceiling, told):
+    bench = await frontend(keys(max_priority=ceiling))
+    what = (
+        {"input": "hi", "max_output_tokens": 4}
+        if path == "responses"
+        else {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    )
+    reply = bench.call("POST", f"/v1/{path}", {"model": "test", "service_tier": asked, **what}, bearer())
+    await bench.workers.emit(4)
+    assert (await reply.end()).json()["service_tier"] == told
+
+
 async def test_a_key_without_a_ceiling_has_everybody_s_range(frontend):
     assert await priority_of(await frontend(keys()), bireme={"priority": 0.9}) == 0.9
 

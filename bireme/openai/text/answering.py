@@ -26,7 +26,7 @@ from bireme.openai.text.served_model import FollowedModel
 from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.chat_request import ChatRequest
 from bireme.pipelines.chat_usage import server_timing
-from bireme.pipelines.extensions import Annotation
+from bireme.pipelines.extensions import Annotation, lower_tier
 from bireme.pipelines.sequence import SequenceRunner
 from bireme.pipelines.side_by_side import count_request
 from bireme.request import Ids, check_session
@@ -45,7 +45,7 @@ def for_caller(call: Call, request: _R) -> _R:
     Raises RequestError.
     """
     if call.is_batch:
-        request = replace(request, sampling=replace(request.sampling, priority=best_effort.PRIORITY))
+        request = _lowered(request, best_effort.PRIORITY)
     request = within_key(call.tenant, request)
     if not request.session_id and (header := call.header(SESSION_HEADER)):
         session_id = check_session(header.decode("latin-1"), SESSION_HEADER.decode())
@@ -56,9 +56,17 @@ def for_caller(call: Call, request: _R) -> _R:
 def within_key(tenant: Tenant, request: _R) -> _R:
     """Return the request with its key's cache salt, and at most its key's priority."""
     if request.sampling.priority > tenant.max_priority:
-        request = replace(request, sampling=replace(request.sampling, priority=tenant.max_priority))
+        request = _lowered(request, tenant.max_priority)
     if (salt := tenant.cache_salt(request.cache_salt)) != request.cache_salt:
         request = replace(request, cache_salt=salt)
+    return request
+
+
+def _lowered(request: _R, priority: float) -> _R:
+    """Return the request with this priority; its answer tells the service tier that it gets."""
+    request = replace(request, sampling=replace(request.sampling, priority=priority))
+    if isinstance(request, ChatRequest) and request.service_tier is not None:
+        request = replace(request, service_tier=lower_tier(request.service_tier, priority))
     return request
 
 

@@ -18,6 +18,7 @@ from bireme.openai.http.event_stream import EventStream
 from bireme.openai.text.hosted_tools import is_left_out
 from bireme.openai.text.response_answer import ResponseAnswer, ResponseEvents, ResponseForm
 from bireme.openai.text.response_items import Conversation, Item, input_items, offered_name
+from bireme.pipelines.chat_answer import ResponseMeta
 from bireme.pipelines.chat_request import (
     ChatRequest,
     Effort,
@@ -177,6 +178,11 @@ class ResponseRequest:
     is_kept: bool  # for later
     spaced: dict[str, tuple[str, str]]  # the model's name of a function -> its namespace, and its name there
 
+    def form(self, heading: ResponseMeta) -> ResponseForm:
+        """Return the response object, but for what its answer adds."""
+        shown = self.shown | {"service_tier": self.chat.service_tier}
+        return ResponseForm(heading, shown, has_timing=self.chat.return_timing)
+
     def answer(
         self, form: ResponseForm, events: ResponseEvents | None = None, stream: EventStream | None = None
     ) -> ResponseAnswer:
@@ -236,6 +242,7 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
         session_id=options.session_id or check_session(body.prompt_cache_key or "", "prompt_cache_key"),
         routing=options.routing,
         kv_cache_retention_config=options.kv_cache_retention_config,
+        service_tier=shown_tier(body.service_tier) or "default",
     )
     params = sampling.params
     shown = {
@@ -249,7 +256,6 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": summary},
         "safety_identifier": body.safety_identifier,
-        "service_tier": shown_tier(body.service_tier) or "default",
         "temperature": params.temperature,
         "text": {"format": _format_json(text.format), "verbosity": text.verbosity or "medium"},
         "tool_choice": body.tool_choice or "auto",

@@ -32,7 +32,7 @@ class Responses:
         with counted(call, model):
             request = await self._checked(call, model, body)
             heading = ResponseMeta(response_id(), model.name, int(time.time()))
-            form = ResponseForm(heading, request.shown, has_timing=request.chat.return_timing)
+            form = request.form(heading)
             if body.background:
                 await self._stored.begin(call, model, body, request, form)
             elif request.chat.stream:

@@ -297,8 +297,7 @@ class StoredResponses:
             await self._do(ResponseStore.end, orphan.id, failed)
             return
         logger.info("response_taken_over id=%s", orphan.id)
-        form = ResponseForm(heading, request.shown, has_timing=chat.return_timing)
-        self._run(_BackgroundJob(orphan.id, tenant, model, request, form))
+        self._run(_BackgroundJob(orphan.id, tenant, model, request, request.form(heading)))
 
     async def _retrieve(self, call: Call) -> None:
         query = query_of(call, _RETRIEVE)
