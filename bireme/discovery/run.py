@@ -241,5 +241,5 @@ def find(folder: Path, worker: str) -> WorkerRecord:
             return msgspec.json.decode(file.read(), type=WorkerRecord)
     except FileNotFoundError:
         raise NotFoundError(f"worker {worker} is not running in this deployment") from None
-    except (OSError, msgspec.MsgspecError, ValueError) as error:  # ValueError: a text in it is no UTF-8
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: a text in it is no UTF-8
         raise NotFoundError(f"worker {worker}: its record in the run directory can't be read: {error}") from error

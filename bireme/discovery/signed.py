@@ -30,7 +30,7 @@ def open_record(blob: bytes, key: bytes) -> tuple[WorkerRecord, str]:
     """
     try:
         record = msgspec.json.decode(blob, type=WorkerRecord)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(str(error)) from error
     start = len(_START) + _DIGITS
     if not blob.startswith(_START) or blob[start : start + len(_END)] != _END:

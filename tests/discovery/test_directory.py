@@ -32,6 +32,9 @@ def store(tmp_path, clock):
     return lambda key=KEY: DirectoryStore(config, key, clock)
 
 
+NESTED = b'{"later": ' + b"[" * 5000
+
+
 def test_what_one_holds_others_read(store):
     writer, reader = store(), store()
     writer.hold(record())
@@ -105,7 +108,7 @@ def test_leaving_takes_nobody_else_s_record_along(store, tmp_path):
     assert store().read()["decode@b:8001"].launch == "second"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"worker": 7}', b"\xff" * 100])
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"worker": 7}', b"\xff" * 100, NESTED])
 def test_a_file_that_can_t_be_read_harms_no_other(store, tmp_path, content):
     writer = store()
     writer.hold(record())

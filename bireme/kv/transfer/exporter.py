@@ -113,7 +113,7 @@ class Exporter:
     def on_message(self, identity: bytes, payload: bytes) -> None:
         try:
             message = wire.decode_to_exporter(payload)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             logger.warning("transfer event=malformed_message bytes=%d error=%s", len(payload), error)
             return
         if isinstance(message, wire.Claim):

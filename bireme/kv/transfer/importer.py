@@ -187,7 +187,7 @@ class Importer:
     def on_message(self, socket: Any, payload: bytes) -> None:
         try:
             message = wire.decode_to_importer(payload)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             logger.warning("transfer event=malformed_message bytes=%d error=%s", len(payload), error)
             return
         peer = next((peer for peer in self._peers.values() if peer.socket is socket), None)
