@@ -25,6 +25,7 @@ from bireme.errors import RequestError
 
 KINDS = ("json", "json_object", "regex", "grammar", "choice", "structural_tag")
 REASONING_END = "reasoning_end"
+LOOSE = "is_loose"  # in a tag beside `json_schema`: what of it can't be enforced is left out, as the log says
 MAX_REASONING_END_CHARACTERS = 256
 _TEXTS = ("regex", "grammar")
 _JSON = ("json", "structural_tag")

@@ -9,6 +9,7 @@ schemas as they are, and no `reasoning_end`.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,7 @@ from typing import Any
 
 from bireme.errors import RequestError
 from bireme.guides import KINDS, REASONING_END
-from bireme.logits.guided.compile_process import explain
-from bireme.logits.guided.schema import check_schema
+from bireme.logits.guided.compile_process import explain, rewrite, rewrite_tag
 
 logger = logging.getLogger("bireme.engines")
 _LAID_OUT = ("json", "json_object")
@@ -40,14 +40,26 @@ class TrtllmGuides:
         if self._backend is None:
             raise RequestError("guided_decoding: guided_decoding_backend is not set on this worker; set it to xgrammar")
         kind = next(name for name in guide if name in KINDS)
+        given = self._rewritten(kind, guide[kind])
         if end := guide.get(REASONING_END):
-            return {"grammar": self._after_reasoning(end, kind, guide[kind])}
+            return {"grammar": self._after_reasoning(end, kind, given)}
         if kind == "choice":
-            return {"regex": choice_regex(guide["choice"])}
+            return {"regex": choice_regex(given)}
         if kind in _LAID_OUT and self._xgrammar is not None and not self._any_whitespace:
-            if (grammar := self._readable(kind, self._parse(kind, guide[kind]))) is not None:
+            if (grammar := self._readable(kind, self._parse(kind, given))) is not None:
                 return {"grammar": grammar}
-        return {kind: guide[kind]}
+        return {kind: given}
+
+    def _rewritten(self, kind: str, given: Any) -> Any:
+        """Return the guide with its schemas as xgrammar enforces them."""
+        if kind != "structural_tag" and (kind != "json" or self._backend != "xgrammar"):
+            return given
+        try:
+            tree = json.loads(given) if isinstance(given, str) else copy.deepcopy(given)
+            made = rewrite(tree) if kind == "json" else rewrite_tag(tree, any_whitespace=True)
+        except ValueError as error:
+            raise RequestError(f"guided_decoding.{kind}: {error}") from error
+        return json.dumps(made, ensure_ascii=False) if isinstance(given, str) else made
 
     def _after_reasoning(self, end: str, kind: str, given: Any) -> str:
         """Return the guide's grammar behind everything up to and including `end`, and a little white space."""
@@ -74,7 +86,6 @@ class TrtllmGuides:
 
     def _parse_json(self, given: Any) -> Any:
         text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        check_schema(json.loads(text))
         return self._xgrammar.from_json_schema(text, any_whitespace=self._any_whitespace, strict_mode=True)
 
     def _readable(self, kind: str, grammar: Any) -> str | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import resource
 import signal
@@ -23,8 +24,10 @@ import sys
 import types
 from typing import Any, BinaryIO
 
-from bireme.logits.guided.schema import check_schema, schemas_of
+from bireme.guides import LOOSE
+from bireme.logits.guided.schema import rewritten
 
+logger = logging.getLogger("bireme.logits")
 U32 = struct.Struct("<I")
 MAX_MEMORY_BYTES = 4 << 30  # no key: while it compiles; max_compiled_bytes bounds what comes of it
 _ALARM_GRACE_S = 2.0
@@ -74,10 +77,8 @@ class Compiler:
         kind, text = request["kind"], request["text"]
         if kind in ("json", "structural_tag"):
             tree = json.loads(text)
-            for schema in [tree] if kind == "json" else schemas_of(tree):
-                check_schema(schema)
-            if kind == "structural_tag" and not request["any_whitespace"]:
-                text = json.dumps(bound_whitespace(tree), ensure_ascii=False)
+            tree = rewrite(tree) if kind == "json" else rewrite_tag(tree, request["any_whitespace"])
+            text = json.dumps(tree, ensure_ascii=False)
         if kind in ("json", "json_object"):
             return compiler.compile_json_schema(
                 text or '{"type": "object"}', any_whitespace=request["any_whitespace"], strict_mode=True
@@ -91,18 +92,28 @@ class Compiler:
         return compiler.compile_grammar(Grammar.from_ebnf(choice_grammar(text) if kind == "choice" else text))
 
 
-def bound_whitespace(tag: Any) -> Any:
-    """Allow one white space character between the parts of a tag's JSON, unless the tag says otherwise."""
+def rewrite(schema: Any, is_loose: bool = False, has_tags: bool = False) -> dict[str, Any]:
+    """Return the schema as xgrammar enforces it. Raises ValueError."""
+    made, left_out = rewritten(schema, is_loose, has_tags)
+    for reason in left_out:
+        logger.warning("guide_loosened reason=%r", reason)
+    return made
+
+
+def rewrite_tag(tag: Any, any_whitespace: bool) -> Any:
+    """Rewrite a tag's schemas; its JSON has one white space character between its parts, unless the tag says else."""
     found = [tag]
     while found:
         node = found.pop()
         if isinstance(node, list):
             found += node
-        elif isinstance(node, dict):
-            if node.get("type") == "json_schema" and "json_schema" in node:
+        elif isinstance(node, dict) and "json_schema" in node:
+            has_tags = node.get("style", "json") != "json"
+            node["json_schema"] = rewrite(node["json_schema"], node.pop(LOOSE, False), has_tags)
+            if not any_whitespace:
                 node.setdefault("max_whitespace_cnt", 1)
-            else:
-                found += node.values()
+        elif isinstance(node, dict):
+            found += node.values()
     return tag
 
 

@@ -1,81 +1,683 @@
-"""Which JSON schemas can be enforced: keywords that xgrammar silently ignores are refused by name.
+"""JSON Schema as its specification means it, rewritten into what xgrammar enforces.
 
-The walk knows where schemas are inside a schema, so that a property named `not` is just a property, and it does not
-recurse.
+xgrammar passes over many keywords without a word. Here each is enforced, or refused by name. A place in the answer is a
+set of schemas that all hold there (a schema, what its `$ref` and `allOf` name, a parent's patterns). The set is
+multiplied out into alternatives without `anyOf`, and each alternative becomes, type by type, a schema of the few words
+whose meaning in xgrammar is exact. Where a choice is ours the answer is narrower than the schema: properties come in
+its order, an object with `properties` has no others unless it says so, and a schema without `type` means the types that
+its keywords speak of.
+
+Exclusions (`not`, all but one of `oneOf`, `else`) hold where they can be shown to: what is allowed and excluded at once
+must be empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
-_REFUSED = (
-    *("uniqueItems", "not", "if", "then", "else", "contains", "minContains", "maxContains"),
-    *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
+from bireme.logits.guided.instance import Instances, tuple_of, type_of, types_of
+from bireme.logits.guided.patterns import any_text, literal_prefix, other_than, whole_pattern
+from bireme.logits.guided.references import Document, UnsupportedError
+
+Schema = dict[str, Any]
+
+_TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
+_KEYWORDS = {
+    "string": ("pattern", "minLength", "maxLength", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "object": (
+        *("properties", "required", "patternProperties", "additionalProperties", "propertyNames"),
+        *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    ),
+    "array": (
+        *("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems"),
+        *("contains", "minContains", "maxContains"),
+    ),
+}
+_POINTER = "(/([^~/]|~[01])*)*"
+_FORMATS: dict[str, str] = {
+    **dict.fromkeys(("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"), ""),
+    **dict.fromkeys(("uri", "uri-reference", "uri-template"), ""),
+    "json-pointer": f"^{_POINTER}$",
+    "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
+}  # that are enforced: by this pattern, or by xgrammar's own
+_SHAPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(
+        ("properties", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies"), (dict,)
+    ),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems", "required", "enum"), (list,)),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains"),
+        (int, float),
+    ),
+    **dict.fromkeys(_KEYWORDS["number"], (int, float)),
+    **dict.fromkeys(("pattern", "format"), (str,)),
+}
+_LONE = ("$dynamicRef", "$recursiveRef")
+_NOTES = frozenset(
+    {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment"}
+    | {"$schema", "$id", "$anchor", "$defs", "definitions"}
 )
-_NOTES = frozenset({"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"})
-_BESIDE = _NOTES | {"$schema", "$id", "$comment", "$anchor", "$defs", "definitions", "type", "nullable"}
-_ALONE = ("$ref", "anyOf", "oneOf", "allOf")  # what stands beside them would be lost
+_MAX_BRANCHES = 1024
+_MAX_STEPS = 50_000  # of one schema's rewriting; alternatives multiply
+_MAX_INTEGER = (1 << 63) - 1
+_GRID = 10**6
+_MAX_MULTIPLE, _MAX_MULTIPLE_WIDTH = 1024, 10_000  # xgrammar drops what is beyond
 
 
-def check_schema(schema: Any) -> None:
-    """Raise ValueError with the keyword, its place and the remedy."""
-    found: list[tuple[str, Any]] = [("", schema)]
-    while found:
-        place, node = found.pop()
-        if isinstance(node, dict):
-            if problem := _problem(node):
-                raise ValueError(f"{place or 'schema'}: {problem}")
-            found += _inner(place, node)
+def rewritten(schema: Any, is_loose: bool = False, has_tags: bool = False) -> tuple[Schema, list[str]]:
+    """Return the schema for xgrammar, and which keywords were left out because they can't be enforced.
+
+    Raises ValueError with the keyword, its place and the remedy; `is_loose` leaves the keyword out instead.
+    `has_tags`: its own properties come between tags, not in JSON.
+    """
+    left_out: list[str] = []
+    if is_loose:
+        schema = copy.deepcopy(schema)
+    while True:
+        document = Document(schema)
+        try:
+            return _Rewriter(document, has_tags).root(schema), left_out
+        except UnsupportedError as error:
+            text = f"{document.place(error.schema)}: {error.reason}"
+            if not is_loose or error.keyword not in error.schema:
+                raise ValueError(text) from error
+            given = error.schema.pop(error.keyword)
+            if error.keyword == "oneOf":  # the most of it that can be enforced
+                error.schema["anyOf"] = given if "anyOf" not in error.schema else error.schema["anyOf"]
+            left_out.append(text)
 
 
-def schemas_of(tag: Any) -> Iterator[Any]:
-    found = [tag]
-    while found:
-        node = found.pop()
-        if isinstance(node, list):
-            found += node
-        elif isinstance(node, dict):
-            if "json_schema" in node:
-                yield node["json_schema"]
-            found += [value for name, value in node.items() if name != "json_schema"]
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """One way to satisfy a place: all of `flats` without their `anyOf` and the like, and none of `excluded`."""
+
+    flats: tuple[Schema, ...] = ()
+    excluded: tuple[tuple[Schema, str, Any], ...] = ()  # (who says so, its keyword, what must not hold)
+
+    def __and__(self, other: _Branch) -> _Branch:
+        known = {id(flat) for flat in self.flats}
+        flats = (*self.flats, *(flat for flat in other.flats if id(flat) not in known))
+        return _Branch(flats, (*self.excluded, *other.excluded))
 
 
-def _inner(place: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name in _MAPS:
-        if isinstance(inner := node.get(name), dict):
-            yield from ((f"{place}/{name}/{key}"[-120:], value) for key, value in inner.items())
-    for name in _LISTS:
-        if isinstance(inner := node.get(name), list):
-            yield from ((f"{place}/{name}/{at}"[-120:], value) for at, value in enumerate(inner))
-    for name in _SINGLE:
-        yield f"{place}/{name}"[-120:], node.get(name)
+class _Rewriter:
+    def __init__(self, document: Document, has_tags: bool) -> None:
+        self._document = document
+        self._instances = Instances(document)
+        self._has_tags = has_tags
+        self._is_probing = False  # whether something is allowed at all: no choice of ours may narrow it
+        self._made: dict[Any, Schema | None] = {}  # by the identities of a place's schemas
+        self._names: dict[Any, str] = {}
+        self._defs: dict[str, Schema] = {}
+        self._kept: list[Any] = []  # whose identities stand in keys
+        self._num_steps = 0
+        self._why = ""
+
+    def root(self, schema: Any) -> Schema:
+        made = self._alternatives([schema], self._has_tags)
+        if made is None:
+            raise ValueError(f"schema: it cannot accept any value{self._why and f' ({self._why})'}")
+        used = self._used(made)
+        return {**made, "$defs": {name: self._defs[name] for name in used}} if used else made
+
+    def _used(self, made: Schema) -> list[str]:
+        found: dict[str, None] = {}
+        waiting: list[Any] = [made]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, list):
+                waiting += node
+            elif isinstance(node, dict):
+                name = node["$ref"].rpartition("/")[2] if isinstance(node.get("$ref"), str) else ""
+                if name and name not in found:
+                    found[name] = None
+                    waiting.append(self._defs[name])
+                waiting += [inner for key, inner in node.items() if key not in ("enum", "const", "$ref")]
+        return list(found)
+
+    # A place and its alternatives
+
+    def _place(self, schemas: Iterable[Any]) -> Schema | None:
+        """Return what holds where all of these do; None where nothing can."""
+        unique = {
+            id(one): one
+            for one in map(self._target, schemas)
+            if one is not True and not (isinstance(one, dict) and one.keys() <= _NOTES)
+        }
+        if not unique:
+            return {}
+        if any(one is False for one in unique.values()):
+            return None
+        self._kept.append(unique)
+        key = (self._is_probing, *sorted(unique))
+        if key not in self._made:
+            if key in self._names:  # it is being made: it holds itself
+                return {"$ref": f"#/$defs/{self._names[key]}"}
+            name = self._names[key] = f"p{len(self._names)}"
+            try:
+                made = self._alternatives(list(unique.values()))
+            except BaseException:
+                del self._names[key]
+                raise
+            self._made[key] = made
+            if made is not None:
+                self._defs[name] = made
+        made = self._made[key]
+        if made is None or not made.keys() & {"properties", "patternProperties", "items", "prefixItems", "anyOf"}:
+            return made
+        return {"$ref": f"#/$defs/{self._names[key]}"}
+
+    def _target(self, schema: Any) -> Any:
+        """Follow a `$ref` that stands alone."""
+        for _ in range(_MAX_BRANCHES):
+            if not isinstance(schema, dict) or "$ref" not in schema or schema.keys() - _NOTES - {"$ref"}:
+                return schema
+            schema = self._document.follow(schema)
+        raise ValueError("schema: a $ref leads back to itself")
+
+    def _alternatives(self, schemas: Sequence[Any], has_tags: bool = False) -> Schema | None:
+        branches = [_Branch()]
+        for schema in schemas:
+            branches = self._product(branches, self._expand(schema, ()))
+        return self._joined(branches, has_tags)
+
+    def _joined(self, branches: Iterable[_Branch], has_tags: bool) -> Schema | None:
+        found: list[Schema] = []
+        for branch in branches:
+            found += [one for one in self._shapes(branch, has_tags) if one not in found]
+        if not found:
+            return None
+        return found[0] if len(found) == 1 else {"anyOf": found}
+
+    def _product(self, branches: list[_Branch], others: list[_Branch]) -> list[_Branch]:
+        self._count(len(branches) * len(others))
+        if len(branches) * len(others) > _MAX_BRANCHES:
+            raise ValueError(f"schema: its anyOf, oneOf and allOf make more than {_MAX_BRANCHES} alternatives")
+        return [branch & other for branch in branches for other in others]
+
+    def _count(self, num_steps: int) -> None:
+        self._num_steps += num_steps
+        if self._num_steps > _MAX_STEPS:
+            raise ValueError("schema: its alternatives are too many; simplify it")
+
+    def _expand(self, schema: Any, trail: tuple[int, ...]) -> list[_Branch]:
+        if schema is True:
+            return [_Branch()]
+        if schema is False:
+            return []
+        _check(schema)
+        if id(schema) in trail:
+            raise UnsupportedError(schema, "$ref", "$ref: it leads back to itself")
+        trail = (*trail, id(schema))
+        branches = [_Branch((schema,))]
+        if "$ref" in schema:
+            branches = self._product(branches, self._expand(self._document.follow(schema), trail))
+        for one in schema.get("allOf", ()):
+            branches = self._product(branches, self._expand(one, trail))
+        if "anyOf" in schema:
+            branches = self._product(branches, [way for one in schema["anyOf"] for way in self._expand(one, trail)])
+        if "oneOf" in schema:
+            branches = self._product(branches, self._one_of(schema, trail))
+        if "not" in schema:
+            branches = self._product(branches, [_Branch((), ((schema, "not", schema["not"]),))])
+        if "if" in schema and ("then" in schema or "else" in schema):
+            branches = self._product(branches, self._if(schema, trail))
+        for ways in self._dependencies(schema, trail):
+            branches = self._product(branches, ways)
+        return [self._evaluated(schema, branch) for branch in branches]
+
+    def _one_of(self, schema: Schema, trail: tuple[int, ...]) -> list[_Branch]:
+        ways: list[_Branch] = []
+        for at, one in enumerate(schema["oneOf"]):
+            others = [other for where, other in enumerate(schema["oneOf"]) if where != at]
+            excluded = _Branch((), tuple((schema, "oneOf", other) for other in others))
+            ways += [way & excluded for way in self._expand(one, trail)]
+        return ways
+
+    def _if(self, schema: Schema, trail: tuple[int, ...]) -> list[_Branch]:
+        then = self._product(self._expand(schema["if"], trail), self._expand(schema.get("then", True), trail))
+        fails = _Branch((), ((schema, "if", schema["if"]),))
+        return then + [fails & way for way in self._expand(schema.get("else", True), trail)]
+
+    def _dependencies(self, schema: Schema, trail: tuple[int, ...]) -> Iterable[list[_Branch]]:
+        for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+            for name, needed in schema.get(keyword, {}).items():
+                without, with_it = {"properties": {name: False}}, {"required": [name]}
+                if isinstance(needed, list):
+                    with_it["required"] = [name, *needed]
+                self._kept.append((without, with_it))
+                ways = [_Branch((with_it,))]
+                if not isinstance(needed, list):
+                    ways = self._product(ways, self._expand(needed, trail))
+                yield [_Branch((without,)), *ways]
+
+    def _evaluated(self, schema: Schema, branch: _Branch) -> _Branch:
+        """Close an object or array to what this schema and those it applies in place speak of."""
+        added: Schema = {}
+        if "unevaluatedProperties" in schema and not any("additionalProperties" in flat for flat in branch.flats):
+            names = {name: True for flat in branch.flats for name in flat.get("properties", ())}
+            patterns = {pattern: True for flat in branch.flats for pattern in flat.get("patternProperties", ())}
+            added = {"properties": names, "patternProperties": patterns}
+            added["additionalProperties"] = schema["unevaluatedProperties"]
+        if "unevaluatedItems" in schema:
+            tuples = [tuple_of(flat)[0] for flat in branch.flats]
+            if not any(isinstance(flat.get("items"), (dict, bool)) for flat in branch.flats):
+                added["prefixItems"] = [True] * max(map(len, tuples))
+                added["items"] = schema["unevaluatedItems"]
+        if not added:
+            return branch
+        self._kept.append(added)
+        return branch & _Branch((added,))
+
+    # An alternative and its types
+
+    def _shapes(self, branch: _Branch, has_tags: bool) -> list[Schema]:
+        flats = branch.flats
+        if values := next((flat for flat in flats if "enum" in flat or "const" in flat), None):
+            return self._values(values.get("enum", [values.get("const")]), branch)
+        found: list[Schema] = []
+        for name in self._types(flats):
+            shape = self._shape(name, flats, has_tags)
+            if shape is not None and not self._is_excluded(name, branch):
+                found.append(shape)
+        if len(found) == len(_TYPES) - 1 and all(shape.keys() == {"type"} for shape in found):
+            return [{}]
+        return found
+
+    def _values(self, values: list[Any], branch: _Branch) -> list[Schema]:
+        excluded = [one for _, _, one in branch.excluded]
+        left = [
+            value
+            for value in values
+            if all(self._instances.satisfies(value, flat) for flat in branch.flats)
+            and not any(self._instances.satisfies(value, one) for one in excluded)
+        ]
+        for value in left:
+            _check_value(branch.flats[0], value)
+        return [{"enum": left}] if left else []
+
+    def _types(self, flats: Sequence[Schema]) -> list[str]:
+        allowed = set(_TYPES)
+        named = [types for flat in flats if (types := types_of(flat)) is not None]
+        for types in named:
+            allowed &= types
+        spoken = {name for name, words in _KEYWORDS.items() if any(flat.keys() & set(words) for flat in flats)}
+        if not named and spoken and not self._is_probing:
+            allowed &= spoken
+        return [name for name in _TYPES if name in allowed and not (name == "integer" and "number" in allowed)]
+
+    def _is_excluded(self, name: str, branch: _Branch) -> bool:
+        """Whether nothing of this type is left. Raises UnsupportedError where some is and that can't be enforced."""
+        for schema, keyword, one in branch.excluded:
+            if self._takes_all(name, one):
+                return True
+            if not self._is_empty(_Branch((*branch.flats, self._narrowed(name, branch.flats))), one):
+                reason = {
+                    "oneOf": "oneOf of schemas that may hold at once can't be enforced; send anyOf",
+                    "not": "not can't be enforced here; leave it out and check the answer",
+                    "if": "if can't be enforced here; send anyOf of the cases",
+                }[keyword]
+                raise UnsupportedError(schema, keyword, reason)
+        return False
+
+    def _takes_all(self, name: str, schema: Any) -> bool:
+        schema = self._target(schema)
+        if not isinstance(schema, dict):
+            return schema is True
+        types = types_of(schema)
+        return (types is None or name in types) and not schema.keys() - _NOTES - {"type", "nullable"} - {
+            word for kind, words in _KEYWORDS.items() if kind != name for word in words
+        }
+
+    def _narrowed(self, name: str, flats: Sequence[Schema]) -> Schema:
+        """Return our choices as a schema: the type, and that an object has no other properties."""
+        added: Schema = {"type": name}
+        if name == "object" and not self._is_open(flats):
+            names = [name for flat in flats for name in (*flat.get("properties", ()), *flat.get("required", ()))]
+            added |= {"properties": dict.fromkeys(names, True), "additionalProperties": False}
+            added["patternProperties"] = {
+                pattern: True for flat in flats for pattern in flat.get("patternProperties", ())
+            }
+        self._kept.append(added)
+        return added
+
+    def _is_empty(self, branch: _Branch, schema: Any) -> bool:
+        """Whether it can be shown that nothing of the branch satisfies the schema."""
+        was, why, self._is_probing = self._is_probing, self._why, True
+        try:
+            return self._joined(self._product([branch], self._expand(schema, ())), False) is None
+        except UnsupportedError:
+            return False
+        finally:
+            self._is_probing, self._why = was, why
+
+    def _shape(self, name: str, flats: Sequence[Schema], has_tags: bool) -> Schema | None:
+        self._count(1)
+        if name in ("number", "integer"):
+            return self._number(name, flats)
+        if name == "string":
+            return self._string(flats)
+        if name == "array":
+            return self._array(flats)
+        if name == "object":
+            return self._object(flats, has_tags)
+        return {"type": name}
+
+    def _number(self, name: str, flats: Sequence[Schema]) -> Schema | None:
+        low, is_low_open = max(
+            [(flat["minimum"], False) for flat in flats if "minimum" in flat]
+            + [(flat["exclusiveMinimum"], True) for flat in flats if "exclusiveMinimum" in flat],
+            default=(None, False),
+        )
+        high, is_high_open = min(
+            [(flat["maximum"], False) for flat in flats if "maximum" in flat]
+            + [(flat["exclusiveMaximum"], True) for flat in flats if "exclusiveMaximum" in flat],
+            key=lambda bound: (bound[0], not bound[1]),
+            default=(None, False),
+        )
+        parts = [Fraction(str(flat["multipleOf"])) for flat in flats if "multipleOf" in flat]
+        holder = next((flat for flat in flats if "multipleOf" in flat), {})
+        if name == "number" and parts:
+            if any(part.denominator > 1 for part in parts):
+                raise UnsupportedError(
+                    holder, "multipleOf", "multipleOf of a fraction can't be enforced; leave it out, or send integers"
+                )
+            name = "integer"
+        if name == "integer":
+            step = math.lcm(*(part.numerator for part in parts))
+            first = None if low is None else math.floor(low) + 1 if is_low_open else math.ceil(low)
+            last = None if high is None else math.ceil(high) - 1 if is_high_open else math.floor(high)
+            return self._integer(first, last, step, holder, flats)
+        if low is not None and high is not None and (low > high or (low == high and (is_low_open or is_high_open))):
+            self._why = f"no number is within {low} and {high}"
+            return None
+        if low is not None and low == high:
+            return {"enum": [low]}
+        if low is not None and high is not None and not _has_grid_number(low, high):
+            holder, word = next((flat, word) for flat in flats for word in _KEYWORDS["number"] if word in flat)
+            raise UnsupportedError(
+                holder, word, f"numbers between {low} and {high} can't be enforced: six decimals are; send wider bounds"
+            )
+        shape: Schema = {"type": "number"}
+        if low is not None:
+            shape["exclusiveMinimum" if is_low_open else "minimum"] = low
+        if high is not None:
+            shape["exclusiveMaximum" if is_high_open else "maximum"] = high
+        return shape
+
+    def _integer(
+        self, first: int | None, last: int | None, step: int, holder: Schema, flats: Sequence[Schema]
+    ) -> Schema | None:
+        shape: Schema = {"type": "integer"}
+        for name, bound in (("minimum", first), ("maximum", last)):
+            if bound is not None:
+                if abs(bound) > _MAX_INTEGER:
+                    words = (name, f"exclusive{name.title()}")
+                    holder, word = next((flat, word) for flat in flats for word in words if word in flat)
+                    raise UnsupportedError(holder, word, f"{word}: {bound}; integers of 64 bits are enforced")
+                shape[name] = bound
+        if first is not None and last is not None and first > last:
+            self._why = f"no integer is within {first} and {last}"
+            return None
+        if step == 1:
+            return shape
+        if first is not None and last is not None and -(-first // step) * step > last:
+            self._why = f"no multiple of {step} is within {first} and {last}"
+            return None
+        if first is None and last is None and step <= _MAX_MULTIPLE:
+            return {**shape, "multipleOf": step}
+        if first is not None and last is not None and last - first < _MAX_MULTIPLE_WIDTH:
+            return {**shape, "multipleOf": step}
+        raise UnsupportedError(
+            holder, "multipleOf", f"multipleOf {step} can't be enforced here: up to {_MAX_MULTIPLE} without minimum and"
+            f" maximum, or with both and at most {_MAX_MULTIPLE_WIDTH} integers between them",
+        )  # fmt: skip
+
+    def _string(self, flats: Sequence[Schema]) -> Schema | None:
+        shortest = max((math.ceil(flat.get("minLength", 0)) for flat in flats), default=0)
+        longest = min((math.floor(flat["maxLength"]) for flat in flats if "maxLength" in flat), default=None)
+        patterns = {flat["pattern"]: flat for flat in flats if "pattern" in flat}
+        formats = {flat["format"]: flat for flat in flats if flat.get("format") in _FORMATS}
+        if longest is not None and shortest > longest:
+            self._why = f"no text has {shortest} to {longest} characters"
+            return None
+        if formats and (len(formats) > 1 or patterns or shortest or longest is not None):
+            name, holder = next(iter(formats.items()))
+            raise UnsupportedError(
+                holder, "format", f"format {name} beside a pattern, a length or another format can't be enforced"
+            )
+        for name in formats:
+            own = _FORMATS[name]
+            return {"type": "string", **({"pattern": whole_pattern(own)} if own else {"format": name})}
+        if len(patterns) > 1:
+            raise UnsupportedError(
+                list(patterns.values())[-1], "pattern", "several patterns at once can't be enforced; send one"
+            )
+        for pattern, holder in patterns.items():
+            try:
+                return {"type": "string", "pattern": whole_pattern(pattern, shortest, longest)}
+            except ValueError as error:
+                raise UnsupportedError(holder, "pattern", f"pattern {pattern[:60]}: {error}") from error
+        shape: Schema = {"type": "string"}
+        if shortest:
+            shape["minLength"] = shortest
+        if longest is not None:
+            shape["maxLength"] = longest
+        return shape
+
+    def _array(self, flats: Sequence[Schema]) -> Schema | None:
+        low = max((math.ceil(flat.get("minItems", 0)) for flat in flats), default=0)
+        high = min((math.floor(flat["maxItems"]) for flat in flats if "maxItems" in flat), default=None)
+        tuples = [tuple_of(flat) for flat in flats]
+        size = max((len(first) for first, _ in tuples), default=0)
+        if high is not None:
+            size = min(size, max(high, 0))
+        places: list[Schema] = []
+        for at in range(size):
+            one = self._place(first[at] if at < len(first) else rest for first, rest in tuples)
+            if one is None:
+                high = at
+                break
+            places.append(one)
+        says_more = any(flat.get("items", flat.get("additionalItems")) is not None for flat in flats)
+        rest: Schema | None = None
+        if (high is None or high > len(places)) and (says_more or not size or low > len(places)):
+            rest = self._place(rest for _, rest in tuples)
+        if rest is None:
+            high = len(places)
+        if high is not None and low > high:
+            self._why = f"no array has {low} to {high} items"
+            return None
+        for flat in flats:
+            self._check_array(flat, high)
+        shape: Schema = {"type": "array", "items": False if rest is None else rest}
+        if rest == {} and not places and not low and high is None:
+            return {"type": "array"}
+        if places:
+            shape["prefixItems"] = places
+        if rest is not None:
+            shape |= {"minItems": low} if low else {}
+            shape |= {"maxItems": high} if high is not None else {}
+        return shape
+
+    def _check_array(self, flat: Schema, high: int | None) -> None:
+        if flat.get("uniqueItems") and (high is None or high > 1):
+            raise UnsupportedError(
+                flat, "uniqueItems", "uniqueItems can't be enforced; leave it out and check the answer"
+            )
+        if "contains" in flat and not (flat.get("minContains") == 0 and "maxContains" not in flat):
+            raise UnsupportedError(flat, "contains", "contains can't be enforced; leave it out and check the answer")
+
+    def _is_open(self, flats: Sequence[Schema]) -> bool:
+        """Whether an object may have properties that no schema names."""
+        said = [flat["additionalProperties"] for flat in flats if "additionalProperties" in flat]
+        if said:
+            return all(one is not False for one in said)
+        if any("patternProperties" in flat for flat in flats):
+            return False
+        return not any(flat.get("properties") for flat in flats)
+
+    def _object(self, flats: Sequence[Schema], has_tags: bool) -> Schema | None:
+        required = list(dict.fromkeys(name for flat in flats for name in flat.get("required", ())))
+        names = list(dict.fromkeys([*(name for flat in flats for name in flat.get("properties", ())), *required]))
+        low = max((math.ceil(flat.get("minProperties", 0)) for flat in flats), default=0)
+        high = min((math.floor(flat["maxProperties"]) for flat in flats if "maxProperties" in flat), default=None)
+        has_more = self._is_open(flats) or low > len(names)
+        free = self._free_names(flats, names, has_more)
+        if isinstance(free, list):  # they are counted up: as good as properties
+            names, free = [*names, *(name for name in free if name not in names)], None
+        properties: dict[str, Schema] = {}
+        for name in names:
+            one = self._property(name, flats)
+            if one is not None:
+                properties[name] = one
+            elif name in required:
+                self._why = f"required {name}: no value is allowed for it"
+                return None
+        keys = self._keys(flats, names, free)
+        if high is not None and (len(required) > high or low > high) or (not keys and low > len(properties)):
+            self._why = f"no object has {low} to {len(properties) if high is None else high} of its properties"
+            return None
+        low = 0 if low <= len(required) else low
+        if keys and low > len(required) + 1:
+            holder = next(flat for flat in flats if "minProperties" in flat)
+            raise UnsupportedError(
+                holder, "minProperties", "minProperties can't be enforced where names are free, since one may come"
+                " twice; name them in required",
+            )  # fmt: skip
+        bounds = ({"minProperties": low} if low else {}) | ({} if high is None else {"maxProperties": high})
+        return _object_shape(properties, required, keys, bounds, has_names=bool(names), has_tags=has_tags)
+
+    def _property(self, name: str, flats: Sequence[Schema]) -> Schema | None:
+        if not all(self._instances.satisfies(name, flat.get("propertyNames", True)) for flat in flats):
+            return None
+        return self._place([one for flat in flats for one in self._instances.of_property(name, flat)])
+
+    def _free_names(self, flats: Sequence[Schema], names: Sequence[str], has_more: bool) -> str | list[str] | None:
+        """Return what names beside `names` are like: a pattern, a list, or None for no others; "" is any."""
+        if not has_more:
+            return None
+        said = [flat["propertyNames"] for flat in flats if flat.get("propertyNames", True) is not True]
+        if not said:
+            return ""
+        text = {"type": "string"}
+        self._kept.append(text)
+        shape = self._place([text, *said])
+        if shape is None:
+            return None
+        if "enum" in shape:
+            return [name for name in shape["enum"] if isinstance(name, str)]
+        if shape == text:
+            return ""
+        if names:
+            return None  # a pattern could not keep from naming these once more
+        if "pattern" in shape:
+            return str(shape["pattern"])
+        if shape.keys() <= {"type", "minLength", "maxLength"}:
+            return any_text(shape.get("minLength", 0), shape.get("maxLength"))
+        holder = next(flat for flat in flats if "propertyNames" in flat)
+        raise UnsupportedError(holder, "propertyNames", "propertyNames: only a pattern, lengths or enum are enforced")
+
+    def _keys(self, flats: Sequence[Schema], names: Sequence[str], free: str | list[str] | None) -> dict[str, Schema]:
+        """Return the schemas of free names by their pattern."""
+        holders = {pattern: flat for flat in flats for pattern in flat.get("patternProperties", ())}
+        keys: dict[str, Schema] = {}
+        prefixes: list[str] = []
+        for pattern, holder in holders.items():
+            try:
+                whole, prefix = whole_pattern(pattern), literal_prefix(pattern)
+            except ValueError as error:
+                raise UnsupportedError(
+                    holder, "patternProperties", f"patternProperties: pattern {pattern[:60]}: {error}"
+                ) from error
+            said = [
+                flat.get("patternProperties", {}).get(pattern, flat.get("additionalProperties", True)) for flat in flats
+            ]
+            one = self._place(said)
+            self._check_overlap(holder, prefix, prefixes)
+            prefixes.append(prefix)
+            is_named = any(pattern in self._patterns_of(name, holder) for name in names)
+            if one is not None and not is_named and not any("propertyNames" in flat for flat in flats):
+                keys[whole] = one
+        if free is not None and all(prefixes):
+            rest = self._place([flat["additionalProperties"] for flat in flats if "additionalProperties" in flat])
+            if rest is not None and not (isinstance(free, str) and free and prefixes):
+                keys[str(free) or (other_than(names, prefixes) if names or prefixes else "")] = rest
+        return keys
+
+    def _patterns_of(self, name: str, flat: Schema) -> list[str]:
+        only = {"patternProperties": {pattern: pattern for pattern in flat["patternProperties"]}}
+        return self._instances.of_property(name, only)
+
+    def _check_overlap(self, holder: Schema, prefix: str, others: Iterable[str]) -> None:
+        for other in others:
+            if prefix.startswith(other) or other.startswith(prefix):
+                raise UnsupportedError(
+                    holder, "patternProperties", "patternProperties that may take the same name can't be enforced;"
+                    " begin each with its own letters, as in ^a_",
+                )  # fmt: skip
 
 
-def _problem(node: dict[str, Any]) -> str:
-    for name in _REFUSED:
-        if node.get(name) not in (None, False):
-            return f"{name} can't be enforced; leave it out and check the answer"
-    if isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1:
-        return "allOf of several schemas can't be enforced; merge them"
-    if "pattern" in node and ("minLength" in node or "maxLength" in node):
-        return "pattern and a length together can't be enforced; put the length into the pattern, as in ^[a-z]{2,5}$"
-    reference = node.get("$ref")
-    if reference is not None and not str(reference).startswith("#"):
-        return f"$ref {str(reference)[:60]}: only references into the schema itself, #/..., are followed"
-    for name in _ALONE:
-        if name in node and (lost := sorted(map(str, node.keys() - _BESIDE - {name}))):
-            return f"{lost[0]} beside {name} can't be enforced; put it into the schemas there"
-    return _pattern_problem(node)
+def _object_shape(
+    properties: dict[str, Schema],
+    required: list[str],
+    keys: dict[str, Schema],
+    bounds: Schema,
+    has_names: bool,
+    has_tags: bool,
+) -> Schema:
+    shape: Schema = {"type": "object"}
+    if properties:
+        shape |= {"properties": properties, "required": required}
+    rest = keys.get("") if not has_names or has_tags else None
+    if rest is None and has_tags and keys:
+        rest = next(iter(keys.values())) if len(keys) == 1 else None
+    if rest == {} and not properties and not bounds and len(keys) == 1:
+        return shape
+    if rest is not None and len(keys) == 1:
+        return {**shape, "additionalProperties": rest, **bounds}
+    if not keys:
+        return {**shape, "additionalProperties": False, **({} if not properties else bounds)}
+    return {**shape, "patternProperties": keys, "additionalProperties": False, **bounds}
 
 
-def _pattern_problem(node: dict[str, Any]) -> str:
-    """xgrammar does not escape quotes and backslashes of patterns in JSON."""
-    keyed = node.get("patternProperties")
-    for pattern in (node.get("pattern"), *(keyed if isinstance(keyed, dict) else ())):
-        if isinstance(pattern, str) and ('"' in pattern or "\\\\" in pattern):
-            return f"pattern {pattern[:60]}: quotes and backslashes are not supported in patterns"
-    return ""
+def _has_grid_number(low: float, high: float) -> bool:
+    """Whether a number with six decimals, as xgrammar writes bounded ones, is between these."""
+    return math.floor(Fraction(str(low)) * _GRID) + 1 < Fraction(str(high)) * _GRID
+
+
+def _check(schema: Any) -> None:
+    """Raise for a schema that is none, or has a keyword of the wrong form."""
+    if not isinstance(schema, dict):
+        raise ValueError(f"schema: a {type(schema).__name__}; send an object or a boolean")
+    for keyword in _LONE:
+        if keyword in schema:
+            raise UnsupportedError(schema, keyword, f"{keyword} can't be enforced; send $ref")
+    for keyword, kinds in _SHAPES.items():
+        if keyword in schema and (not isinstance(schema[keyword], kinds) or isinstance(schema[keyword], bool)):
+            raise UnsupportedError(
+                schema, keyword, f"{keyword}: a {type(schema[keyword]).__name__}, which JSON Schema does not have there"
+            )
+    for keyword in ("anyOf", "oneOf", "enum"):
+        if keyword in schema and not schema[keyword]:
+            raise ValueError(f"schema: {keyword} is empty and cannot accept any value; send at least one")
+    if unknown := (types_of(schema) or set()) - set(_TYPES):
+        raise ValueError(f"schema: type {sorted(map(str, unknown))[0][:40]}; send one of {', '.join(_TYPES)}")
+
+
+def _check_value(holder: Schema, value: Any) -> None:
+    """xgrammar reads numbers as 64 bits."""
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (list, dict)):
+            waiting += node.values() if isinstance(node, dict) else node
+        elif type_of(node) == "integer" and abs(node) > _MAX_INTEGER:
+            raise ValueError(f"schema: {json.dumps(node)[:40]} in enum or const; numbers of 64 bits are enforced")

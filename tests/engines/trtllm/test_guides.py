@@ -9,6 +9,7 @@ import pytest
 
 from bireme.engines.trtllm.guides import TrtllmGuides, choice_regex
 from bireme.errors import RequestError
+from bireme.logits.guided.schema import rewritten
 
 FREE = TrtllmGuides("xgrammar", any_whitespace=True)  # of JSON
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}, "s": {"type": "string", "maxLength": 3}}}
@@ -67,7 +68,15 @@ def test_a_schema_that_can_not_be_enforced_is_refused_with_its_keyword(guides, s
 
 def test_a_grammar_that_xgrammar_does_not_read_back_is_left_to_tensorrt_llm(guides, monkeypatch):
     monkeypatch.setattr("xgrammar.Grammar.__str__", lambda self: "root ::= (")
-    assert guides.fields({"json": SCHEMA}) == {"json": SCHEMA}
+    assert guides.fields({"json": SCHEMA}) == {"json": rewritten(SCHEMA)[0]}
+
+
+def test_a_tool_s_schema_is_loosened_before_tensorrt_llm_sees_it(guides):
+    content = {"type": "json_schema", "json_schema": {"type": "array", "uniqueItems": True}, "is_loose": True}
+    assert guides.fields({"structural_tag": {"format": content}})["structural_tag"]["format"] == {
+        "type": "json_schema",
+        "json_schema": {"type": "array"},
+    }
 
 
 def test_llguidance_gets_the_schema_itself():

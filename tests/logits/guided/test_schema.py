@@ -1,60 +1,165 @@
-"""JSON schemas that can and can't be held to."""
+"""JSON schemas as xgrammar enforces them: exact, narrower, or refused by name."""
 
 from __future__ import annotations
 
+import json
+import random
 from typing import Any
 
 import pytest
 
-from bireme.logits.guided.schema import check_schema, schemas_of
+from bireme.logits.guided.schema import rewritten
+from tests.logits.guided.answers import Grammars
 
-TEXT = {"type": "string"}
+TEXT, WHOLE, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
+KINDS = ("a", "b")
+NODE = {"type": "object", "properties": {"v": WHOLE, "next": {"$ref": "#/$defs/n"}}, "required": ["v"]}
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    pytest.importorskip("xgrammar")
+    return Grammars()
 
 
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
         ({"type": "array", "items": TEXT, "uniqueItems": True}, "schema: uniqueItems can't be enforced"),
-        ({"properties": {"a": {"not": TEXT}}}, "/properties/a: not can't be enforced"),
-        ({"$defs": {"x": {"allOf": [TEXT, TEXT]}}}, "/$defs/x: allOf of several"),
-        ({"anyOf": [{"pattern": "a+", "maxLength": 3}]}, "/anyOf/0: pattern and a length"),
+        ({"properties": {"a": {"type": "number", "not": WHOLE}}}, "/properties/a: not can't be enforced"),
         ({"items": {"$ref": "http://example.com/x"}}, "/items: $ref http://example.com/x"),
-        ({"$ref": "#/$defs/x", "minimum": 3}, "minimum beside $ref"),
-        ({"anyOf": [TEXT], "required": ["a"]}, "required beside anyOf"),
-        ({"pattern": 'a"b'}, "quotes and backslashes"),
-        ({"patternProperties": {"\\\\": TEXT}}, "quotes and backslashes"),
+        ({"anyOf": [{"pattern": "a+", "maxLength": 3}]}, "/anyOf/0: pattern a+: a length beside it"),
+        ({"type": "string", "pattern": 'a"b'}, "quotes, backslashes and control characters"),
+        ({"patternProperties": {"\\\\": TEXT}}, "quotes, backslashes and control characters"),
+        ({"patternProperties": {"a": TEXT, "b": WHOLE}}, "may take the same name"),
+        ({"type": "string", "pattern": "^(?!bad)"}, "pattern ^(?!bad): assert not is not supported"),
+        ({"type": "string", "format": "date", "maxLength": 4}, "format date beside"),
+        ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "several patterns"),
+        ({"type": "number", "multipleOf": 0.01}, "multipleOf of a fraction"),
+        ({"type": "integer", "minimum": 0, "multipleOf": 5}, "multipleOf 5 can't be enforced here"),
+        ({"type": "number", "minimum": 0, "maximum": 1e-9, "exclusiveMinimum": 0}, "six decimals"),
+        ({"type": "object", "minProperties": 3}, "minProperties can't be enforced"),
+        ({"type": "array", "contains": WHOLE}, "contains can't be enforced"),
+        ({"oneOf": [{"minimum": 2}, {"maximum": 5}]}, "oneOf of schemas that may hold at once"),
+        ({"anyOf": []}, "anyOf is empty"),
+        ({"enum": []}, "enum is empty"),
+        ({"type": "text"}, "type text"),
+        ({"type": "object", "additionalProperties": False, "required": ["zz"]}, "required zz"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "no integer is within 3 and 2"),
+        ({"type": "string", "maxLength": "3"}, "maxLength: a str"),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}, TEXT]}}}, "leads back to itself"),
+        ({"$dynamicRef": "#x"}, "$dynamicRef can't be enforced"),
+        ({"const": 1 << 64}, "numbers of 64 bits"),
+        ({"allOf": [{"anyOf": [{"minimum": at} for at in range(40)]} for _ in range(3)]}, "alternatives"),
     ],
 )
 def test_what_can_t_be_enforced_is_named_with_its_place(schema, words):
     with pytest.raises(ValueError) as caught:
-        check_schema(schema)
+        rewritten(schema)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "schema",
+    ("schema", "allowed", "forbidden"),
     [
-        True,
-        {"properties": {"not": TEXT, "if": TEXT, "uniqueItems": {"type": "boolean"}}, "required": ["not"]},
-        {"enum": [{"not": 1}], "const": {"if": 2}, "default": {"contains": 3}},
-        {"anyOf": [TEXT, {"type": "null"}], "default": None, "title": "Name"},
-        {"$ref": "#/$defs/x", "description": "that one", "$defs": {"x": TEXT}},
-        {"uniqueItems": False, "type": "array"},
-        {"allOf": [TEXT], "title": "One"},
+        ({"type": "object", "required": ["a"]}, [{"a": 1}, {"a": 1, "b": 2}], [{}, {"b": 1}]),
+        ({"type": "object", "maxProperties": 1}, [{}, {"a": 1}], [{"a": 1, "b": 2}]),
+        ({"type": "string", "nullable": True}, ["a", None], [1]),
+        ({"enum": ["a", 1, True, None], "type": ["string", "integer"]}, ["a", 1], [True, None]),
+        ({"enum": ["ab", "b"], "pattern": "^a"}, ["ab"], ["b"]),
+        ({"const": 3, "type": "integer", "not": {"const": 4}}, [3], [4]),
+        ({"maxLength": 1}, ["a"], ["ab", 1]),
+        ({"type": "string", "pattern": "^A"}, ["A", "Ada"], ["a", "bA"]),
+        ({"type": "string", "pattern": "^foo|bar$"}, ["foox", "xbar"], ["xfoo", "barx"]),
+        ({"type": "string", "pattern": "\\S", "minLength": 1}, ["ab", " a "], ["", "  "]),
+        ({"type": "string", "pattern": "^[a-z]+$", "maxLength": 2}, ["ab"], ["abc", ""]),
+        ({"patternProperties": {"^s_": TEXT}, "additionalProperties": False}, [{"s_a": "x"}], [{"s_a": 1}, {"a": "x"}]),
+        (
+            {"properties": {"a": WHOLE}, "patternProperties": {"^x": TEXT}, "additionalProperties": NULL},
+            [{"a": 1, "x": "b", "c": None}],
+            [{"a": None}, {"x": None}, {"c": 1}],
+        ),
+        (
+            {"allOf": [{"properties": {"a": WHOLE}}, {"properties": {"a": {"minimum": 3}}, "required": ["a"]}]},
+            [{"a": 3}],
+            [{"a": 2}, {}],
+        ),
+        ({"$ref": "#/$defs/x", "maximum": 3, "$defs": {"x": {"$ref": "#y"}, "y": {"$anchor": "y", **WHOLE}}}, [3], [4]),
+        ({"$ref": "#/$defs/n", "$defs": {"n": NODE}}, [{"v": 1, "next": {"v": 2}}], [{"v": 1, "next": {}}]),
+        ({"anyOf": [TEXT, WHOLE], "minimum": 3}, ["a", 3], [2]),
+        (
+            {"oneOf": [{"properties": {"k": {"const": at}}, "required": ["k"]} for at in KINDS]},
+            [{"k": "b"}],
+            [{"k": "c"}],
+        ),
+        ({"dependentRequired": {"a": ["b"]}, "properties": {"a": WHOLE, "b": WHOLE}}, [{"b": 1}, {}], [{"a": 1}]),
+        ({"properties": {"a": WHOLE}, "not": {"required": ["b"]}}, [{"a": 1}], [{"b": 1}]),
+        ({"type": ["string", "integer"], "not": WHOLE}, ["a"], [1]),
+        ({"properties": {"a": WHOLE}, "unevaluatedProperties": TEXT}, [{"a": 1, "b": "x"}], [{"b": 1}]),
+        ({"type": "number", "multipleOf": 4}, [8], [6, 8.5]),
+        ({"type": "array", "minItems": 2}, [[1, "a"]], [[1]]),
+        ({"items": [WHOLE, TEXT], "additionalItems": False}, [[1, "a"]], [["a", 1], [1, "a", 2]]),
+        ({"propertyNames": {"enum": ["a"]}, "minProperties": 1}, [{"a": 1}], [{"b": 1}, {}]),
+        ({"properties": {"not": TEXT, "if": WHOLE}, "required": ["not"]}, [{"not": "a"}], [{}]),
+        (True, ["a", {}], []),
     ],
 )
-def test_what_can_be_enforced_passes(schema):
-    check_schema(schema)
+def test_an_answer_can_be_what_the_schema_allows_and_nothing_else(grammars, schema, allowed, forbidden):
+    grammar = grammars.of(schema)
+    assert [one for one in allowed if not grammars.can_be(grammar, json.dumps(one))] == []
+    assert [one for one in forbidden if grammars.can_be(grammar, json.dumps(one))] == []
 
 
-def test_the_schemas_of_a_tag_are_found():
-    tag = {"format": {"type": "sequence", "elements": [{"type": "json_schema", "json_schema": TEXT}, {"tags": []}]}}
-    assert list(schemas_of(tag)) == [TEXT]
+def test_a_name_in_escapes_does_not_get_round_its_schema(grammars):
+    grammar = grammars.of({"properties": {"a": WHOLE}, "additionalProperties": True})
+    assert grammars.can_be(grammar, '{"a": 1, "ab": "x"}')
+    assert not grammars.can_be(grammar, '{"a": 1, "\\u0061": "x"}')
+    assert not grammars.can_be(grammar, '{"a": 1, "a": "x"}')
 
 
-def test_depth_is_no_matter():
-    schema: Any = {"not": TEXT}
-    for _ in range(5000):
-        schema = {"items": schema}
-    with pytest.raises(ValueError, match="not can't be enforced"):
-        check_schema(schema)
+@pytest.mark.parametrize("name", ["json-pointer", "email", "date-time", "uri", "uri-template", "duration"])
+def test_a_format_s_answers_are_json(grammars, name):
+    grammar, rng = grammars.of({"type": "string", "format": name}), random.Random(0)
+    for _ in range(20):
+        if (text := grammars.answer(grammar, rng)) is not None:
+            assert isinstance(json.loads(text), str)
+
+
+def test_a_loose_schema_is_held_to_what_can_be_enforced(grammars):
+    tags = {"type": "array", "uniqueItems": True, "items": {"type": "string", "minLength": 1, "pattern": "^(?!x)"}}
+    made, left_out = rewritten({"type": "object", "properties": {"tags": tags}, "required": ["tags"]}, is_loose=True)
+    assert [reason.split(" ")[:2] for reason in left_out] == [
+        ["/properties/tags/items:", "pattern"],
+        ["/properties/tags:", "uniqueItems"],
+    ]
+    assert grammars.can_be(grammars.of(made), '{"tags": ["x", "x"]}')
+    assert not grammars.can_be(grammars.of(made), '{"tags": [""]}')
+
+
+def test_loose_alternatives_stay_alternatives(grammars):
+    made, left_out = rewritten({"oneOf": [{"type": "number", "minimum": 2}, WHOLE]}, is_loose=True)
+    assert len(left_out) == 1 and not grammars.can_be(grammars.of(made), '"a"')
+
+
+def test_a_loose_schema_that_nothing_satisfies_is_refused():
+    with pytest.raises(ValueError, match="cannot accept any value"):
+        rewritten({"type": "integer", "minimum": 3, "maximum": 2}, is_loose=True)
+
+
+def test_loosening_is_logged_and_strict_is_refused(caplog):
+    pytest.importorskip("xgrammar")
+    content: dict[str, Any] = {"type": "json_schema", "json_schema": {"type": "array", "uniqueItems": True}}
+    for loose, first in (({"is_loose": True}, b"+"), ({}, b"-")):
+        tag = {"type": "structural_tag", "format": {**content, **loose}}
+        assert Grammars().compile("structural_tag", tag)[:1] == first
+    assert [record.message.split(" ")[0] for record in caplog.records] == ["guide_loosened"]
+
+
+def test_depth_and_loops_end(grammars):
+    schema: Any = TEXT
+    for _ in range(60):
+        schema = {"anyOf": [{"items": schema, "type": "array"}, {"type": "null"}]}
+    assert grammars.of(schema)
+    loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    with pytest.raises(ValueError, match="leads back to itself"):
+        rewritten(loop)
