@@ -203,7 +203,16 @@ class ChatRequest:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        return [{"type": "function", "function": function} for function in self.functions]
+        """The functions as templates show them: without `strict`, which is for the guide."""
+        return [
+            {
+                "type": "function",
+                "function": {name: value for name, value in function.items() if name != "strict"}
+                if "strict" in function
+                else function,
+            }
+            for function in self.functions
+        ]
 
 
 def parse_chat(body: bytes | str, recipe: Recipe) -> ChatRequest:
@@ -368,7 +377,8 @@ def _function(function: FunctionDefinition, where: str) -> dict[str, Any]:
         raise RequestError(f"{where}.name: send 1 to 128 letters, digits, underscores, dots or hyphens")
     check_plain(function.parameters, f"{where}.parameters")
     fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
-    return {name: value for name, value in fields.items() if value is not None}
+    shown = {name: value for name, value in fields.items() if value is not None}
+    return {**shown, "strict": True} if function.strict else shown
 
 
 def _messages(messages: list[ChatMessage], recipe: Recipe) -> tuple[list[Message], list[PictureSource]]:

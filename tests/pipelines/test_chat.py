@@ -152,6 +152,16 @@ def test_reasoning_effort_switches_thinking():
         assert parse_chat(json.dumps(body), RECIPE).variables["enable_thinking"] is is_on
 
 
+@pytest.mark.parametrize(("fields", "is_loose"), [({}, True), ({"strict": False}, True), ({"strict": True}, False)])
+def test_a_tool_s_schema_is_loose_unless_it_is_strict_which_no_template_sees(fields, is_loose):
+    function = {"name": "tag", "parameters": {"type": "array", "uniqueItems": True}}
+    body = {"messages": MESSAGES, "tools": [{"type": "function", "function": {**function, **fields}}]}
+    request = parse_chat(json.dumps(body), RECIPE)
+    assert request.tools == [{"type": "function", "function": function}]
+    guide = json.dumps(tool_format("hermes").guide(request.functions, is_parallel=True))
+    assert ('"is_loose": true' in guide) is is_loose
+
+
 def test_verbosity_is_the_template_s_variable():
     body = {"messages": [{"role": "user", "content": "hi"}], "verbosity": "low"}
     assert parse_chat(json.dumps(body), RECIPE).variables == {"verbosity": "low"}

@@ -1,8 +1,8 @@
 """Anthropic's Messages request, as JSON and in the pipeline's form.
 
 Every field is served, or refused by name; none is silently ignored. `metadata`, `service_tier`, `cache_control`, and a
-tool's `strict` and `eager_input_streaming` are accepted without effect: prompts are cached by themselves, and
-arguments always stream. `thinking.budget_tokens` is no limit, as it is none there.
+tool's `eager_input_streaming` are accepted without effect: prompts are cached by themselves, and arguments always
+stream. `thinking.budget_tokens` is no limit, as it is none there.
 """
 
 from __future__ import annotations
@@ -389,7 +389,8 @@ def _function(tool: ToolSpec, where: str) -> dict[str, Any]:
         raise RequestError(f"{where}.allowed_callers: only direct is served; remove it")
     check_plain(tool.input_schema, f"{where}.input_schema")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {name: value for name, value in function.items() if value is not None}
+    shown = {name: value for name, value in function.items() if value is not None}
+    return {**shown, "strict": True} if tool.strict else shown
 
 
 def _conversation(body: CountBody, limits: Limits, pictures: PictureCollector) -> list[Message]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bireme.guides import LOOSE
 from bireme.text.parsers.base import Function, Guide
 
 Format = dict[str, Any]
@@ -20,12 +21,21 @@ def structural_tag(*parts: Format | str) -> Guide:
 def call_tags(
     functions: Sequence[Function], begin: Callable[[str], str], end: str, style: str = "json"
 ) -> list[Format]:
-    """Return one tag a function: `begin(name)`, arguments by its schema, `end`."""
+    """Return one tag a function: `begin(name)`, arguments by its schema, `end`.
+
+    Schemas of tools are often not the caller's own (an MCP server writes them), so a keyword that can't be enforced
+    refuses the request only where the function says `strict`.
+    """
     return [
         {
             "type": "tag",
             "begin": begin(str(function["name"])),
-            "content": {"type": "json_schema", "json_schema": parameters_of(function), "style": style},
+            "content": {
+                "type": "json_schema",
+                "json_schema": parameters_of(function),
+                "style": style,
+                **({} if function.get("strict") else {LOOSE: True}),
+            },
             "end": end,
         }
         for function in functions
