@@ -359,8 +359,8 @@ def _logit_bias(value: _Value, limits: Limits) -> dict[int, float]:
 def _bias_id(key: Any, where: str) -> int:
     """JSON's keys are texts: only an id's own digits count, because int() would also read " 5", "+5", "1_0" and "٥"."""
     if isinstance(key, str) and not _ID.fullmatch(key):
-        raise RequestError(f"{where} key: {key[:80]!r}; send token ids in decimal digits")
-    return _integer(_Value(f"{where} key", key), 0, MAX_INT32, "send token ids")
+        raise RequestError(f"{where}: the key {key[:80]!r}; send token ids in decimal digits")
+    return _integer(_Value(f"{where}: the key", key), 0, MAX_INT32, "send token ids")
 
 
 def _processors(value: _Value, limits: Limits) -> tuple[ProcessorCall, ...]:

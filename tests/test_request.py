@@ -167,7 +167,7 @@ def test_words_become_ids_at_the_entry():
         ({"sampling_parameters": b'{"temperature": NaN}'}, "temperature: nan"),
         ({"sampling_parameters": b'{"seed": 1e300}'}, "sampling_parameters.seed"),
         ({"sampling_parameters": b'{"logit_bias": {"1": NaN}}'}, "logit_bias.1: nan"),
-        ({"sampling_parameters": b'{"logit_bias": {"x": 1}}'}, "logit_bias key: 'x'"),
+        ({"sampling_parameters": b'{"logit_bias": {"x": 1}}'}, "logit_bias: the key 'x'"),
         ({"sampling_parameters": b'{"best_of": 3}'}, "best_of: 3"),
         ({"sampling_parameters": b'{"stop": ["\\ud800"]}'}, "lone surrogate"),
         ({"sampling_parameters": b'{"guided_decoding": {"json": 1, "regex": 2}}'}, "exactly one of"),

@@ -50,6 +50,7 @@ REFUSED = {
     "audio": "this server makes no audio; remove it",
     "prediction": "predicted outputs are not served; remove it",
     "web_search_options": "there is no web search here; remove it",
+    "prompt_cache_options": "not served; prompts are cached as long as there is room",
     "prompt_cache_retention": "not served; prompts are cached as long as there is room",
     "moderation": "not served; remove it",
     **REFUSED_TIERS,

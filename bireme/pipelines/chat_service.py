@@ -131,8 +131,8 @@ class ChatService:
         if not request.pictures:
             return None
         if self._picture_model is None:
-            where, _, kind = request.pictures[0].where.rpartition(".")
-            raise RequestError(f"{where}.type: {kind}; this model reads text parts only")
+            first = request.pictures[0]
+            raise RequestError(f"{first.where.rpartition('.')[0]}.type: {first.part}; this model reads text parts only")
         return RequestPictures(self.services, self._picture_model, request.pictures, self._deadline(arrived_at))
 
     def _deadline(self, arrived_at: float) -> float:

@@ -26,20 +26,20 @@ class PictureCollector:
         self._limits = limits
         self.sources: list[PictureSource] = []
 
-    def add(self, kind: str, value: Any, where: str) -> None:
-        """Take one more. Raises RequestError naming the field."""
+    def add(self, kind: str, value: Any, where: str, part: str = "") -> None:
+        """Take one more; `part`: its type in the request, if it is another. Raises RequestError naming the field."""
         where = f"{where}.{kind}"
-        self._take(_image(value, where) if kind == "image_url" else _embeds(value, where), where)
+        self._take(_image(value, where) if kind == "image_url" else _embeds(value, where), where, part or kind)
 
     def add_image(self, url: str, where: str) -> None:
         """Take the picture at a URL, or in one. Raises RequestError naming the field."""
-        self._take(EncodeSource("image", _encoded(url, where)), where)
+        self._take(EncodeSource("image", _encoded(url, where)), where, "image")
 
-    def _take(self, source: EncodeSource, where: str) -> None:
+    def _take(self, source: EncodeSource, where: str, part: str) -> None:
         if len(self.sources) >= self._limits.max_images:
             limit = self._limits.max_images
             raise RequestError(f"{where}: more than {limit} images (media.max_images); send fewer")
-        self.sources.append(PictureSource(source, where))
+        self.sources.append(PictureSource(source, where, part))
 
 
 def _image(value: Any, where: str) -> EncodeSource:

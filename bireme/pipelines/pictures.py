@@ -40,6 +40,7 @@ class PictureSource:
 
     source: EncodeSource
     where: str  # messages[0].content[1].image_url, for errors
+    part: str = "image_url"  # its type in the request
 
 
 class RequestPictures:

@@ -45,8 +45,12 @@ BAD_BODIES = {
     "top_logprobs alone": (raw(top_logprobs=2), "top_logprobs"),
     "top_logprobs": (raw(logprobs=True, top_logprobs=10**6), "top_logprobs"),
     "logit_bias": (raw(logit_bias={"1": 500}), "logit_bias.1"),
-    "logit_bias of a word": (raw(logit_bias={"x": 5}), None),
-    **{f"logit_bias of {key!r}": (raw(logit_bias={key: 5}), None) for key in (" 5", "+5", "1_0", "٥", "05", "-1")},
+    "logit_bias of no id": (raw(logit_bias={str(2**40): 5}), "logit_bias"),
+    "logit_bias of a word": (raw(logit_bias={"x": 5}), "logit_bias"),
+    **{
+        f"logit_bias of {key!r}": (raw(logit_bias={key: 5}), "logit_bias")
+        for key in (" 5", "+5", "1_0", "٥", "05", "-1")
+    },
     "penalty": (raw(presence_penalty=3), "presence_penalty"),
     "unknown field": (raw(tempreature=1), "tempreature"),
     "functions": (raw(functions=[]), "functions"),

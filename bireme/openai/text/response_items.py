@@ -35,6 +35,9 @@ class InputPart(msgspec.Struct, forbid_unknown_fields=True):
     image_url: str | None = None
     detail: str | None = None
     file_id: str | None = None
+    file_data: str | None = None  # of files, which are not served: known so that the refusal says so
+    file_url: str | None = None
+    filename: str | None = None
     annotations: list[Any] | None = None  # of an answer that returns as history
     logprobs: list[Any] | None = None
 
@@ -234,7 +237,7 @@ class Conversation:
             raise RequestError(f"{where}.type: input_image; pictures go into user messages")
         if part.file_id is not None:
             raise RequestError(f"{where}.file_id: {_NO_FILES}")
-        self._pictures.add("image_url", {"url": part.image_url, "detail": part.detail}, where)
+        self._pictures.add("image_url", {"url": part.image_url, "detail": part.detail}, where, part.type)
         return {"type": "image"}
 
     def _open_turn(self) -> Message:

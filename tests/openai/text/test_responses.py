@@ -353,6 +353,19 @@ async def test_a_wrong_request_is_a_400_that_names_the_field(frontend, name):
     assert reply.status == 400 and reply.json()["error"]["param"] == param, reply.data
 
 
+PARTS = [
+    ({"type": "input_image", "image_url": "http://x"}, "input_image; this model reads text parts only"),
+    ({"type": "input_file", "file_data": "data:,x", "filename": "a.pdf"}, "input_file; there are no files here"),
+    ({"type": "input_file", "file_url": "http://x"}, "input_file; there are no files here"),
+]
+
+
+@pytest.mark.parametrize(("part", "reason"), PARTS)
+async def test_a_part_that_is_not_served_is_refused_by_the_name_that_was_sent(frontend, part, reason):
+    reply = await ask(await frontend(), input=[{"role": "user", "content": [part]}]).end()
+    assert reply.json()["error"]["message"].startswith(f"input[0].content[0].type: {reason}")
+
+
 @pytest.mark.parametrize("field", [{"background": True}, {"previous_response_id": "resp_1"}, {"store": True}])
 async def test_without_a_store_what_needs_one_is_refused(frontend, field):
     bench = await frontend(frontend={"responses": {"max_responses": 0}})
