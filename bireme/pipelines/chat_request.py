@@ -34,7 +34,7 @@ from bireme.pipelines.picture_parts import PICTURE_PARTS, PictureCollector
 from bireme.pipelines.pictures import PictureSource
 from bireme.request import RoutingChoice, check_session
 from bireme.sampling import Sampling, parse_sampling
-from bireme.text.chat_template import Message
+from bireme.text.chat_template import CONTINUED, Message
 
 ToolMode = Literal["none", "auto", "required"]
 Verbosity = Literal["low", "medium", "high"]
@@ -161,6 +161,8 @@ class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None  # vLLM's: false leaves out what begins an answer
+    continue_final_message: bool | None = None  # vLLM's: the answer goes on with the assistant's last message
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
@@ -235,6 +237,7 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         raise RequestError("stream_options: only with stream true; remove it")
     check_metadata(body.metadata)
     messages, pictures = _messages(body.messages, recipe)
+    turn = last_turn(messages, body.add_generation_prompt, bool(body.continue_final_message))
     return ChatRequest(
         model=body.model,
         messages=messages,
@@ -242,7 +245,7 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         functions=functions,
         tool_mode=mode,
         is_parallel=body.parallel_tool_calls is not False,
-        variables=template_variables(body.reasoning_effort, body.verbosity, options, recipe),
+        variables=template_variables(body.reasoning_effort, body.verbosity, options, recipe) | turn,
         sampling=_sampling(body, options, recipe),
         logprobs=bool(body.logprobs),
         guide=guide,
@@ -322,6 +325,24 @@ def template_variables(
     if effort is not None:
         variables |= {"reasoning_effort": effort, "enable_thinking": effort not in ("none", "minimal")}
     return variables | options.chat_template_kwargs
+
+
+def last_turn(messages: list[Message], has_prompt: bool | None, is_continued: bool) -> dict[str, Any]:
+    """Mark the last message if the answer goes on with it; return variables of the template. Raises RequestError.
+
+    `has_prompt`: whether what begins an answer follows the messages; None: as without the field.
+    """
+    if not is_continued:
+        return {} if has_prompt is None else {"add_generation_prompt": has_prompt}
+    if has_prompt:
+        raise RequestError(f"add_generation_prompt: true beside {CONTINUED}; send one of them")
+    last = messages[-1] if messages else {"role": "missing"}
+    if last["role"] != "assistant":
+        raise RequestError(f"{CONTINUED}: the last message's role is {last['role']}; end with the assistant's")
+    if last.get("tool_calls"):
+        raise RequestError(f"{CONTINUED}: the last message has tool calls, which have ended; send their results")
+    messages[-1] = {**last, CONTINUED: True}
+    return {"add_generation_prompt": False}
 
 
 def _guide(body: ChatBody, options: RequestOptions) -> dict[str, Any] | None:

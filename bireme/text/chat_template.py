@@ -29,6 +29,7 @@ from bireme.errors import ConfigError, RequestError
 from bireme.text.control_tokens import ControlTokens, Prompt, Shield, TemplateTexts
 
 Message = dict[str, Any]
+CONTINUED = "continue_final_message"  # a key of the last message: the prompt ends where its content does
 MAX_RENDER_S = 5.0  # no key: limits.max_messages and max_prompt_bytes bound a chat, this ends a template's own loops
 _PROBE = "bireme probe"
 _RESERVED = ("chat_template", "messages", "tools", "tokenize", "return_dict", "continue_final_message")
@@ -72,19 +73,24 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Render a conversation. Raises RequestError when the template refuses it, or the prompt gets too large."""
-        shield = Shield(self._texts)
+        shield, end = Shield(self._texts), ""
         try:
+            shown = [self._protected(_shown(message, self._wants_parts), shield) for message in messages]
+            if messages and messages[-1].get(CONTINUED):
+                end = shield.end_mark()
+                shown[-1] = _ended(shown[-1], end)
             context = {
                 "documents": None,
                 "add_generation_prompt": True,
                 **self._special_tokens,
                 **shield.protect(_checked(variables or {})),
-                "messages": [self._protected(_shown(message, self._wants_parts), shield) for message in messages],
+                "messages": shown,
                 "tools": shield.protect_tools(list(tools)) if tools else None,
             }
         except RecursionError:
             raise RequestError("messages: they, or the arguments of their tool calls, are nested too deeply") from None
-        return shield.restore(self._render(context))
+        text = self._render(context)
+        return shield.restore(_until(text, end) if end else text)
 
     def _protected(self, message: Message, shield: Shield) -> Message:
         role, content = message.get("role"), message.get("content")
@@ -152,6 +158,22 @@ def _shown(message: Message, wants_parts: bool) -> Message:
     if isinstance(calls, list):
         shown["tool_calls"] = [_with_object_arguments(call) for call in calls]
     return shown
+
+
+def _ended(message: Message, mark: str) -> Message:
+    """Return a message to be gone on with, with a mark at its content's end."""
+    content = message["content"]
+    if isinstance(content, list):
+        content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
+    else:
+        content += mark
+    return {**{key: value for key, value in message.items() if key != CONTINUED}, "content": content}
+
+
+def _until(text: str, mark: str) -> str:
+    if (at := text.rfind(mark)) < 0:
+        raise RequestError(f"{CONTINUED}: the model's chat template leaves the last message's text out; remove it")
+    return text[:at]
 
 
 def _is_text(part: Any) -> bool:

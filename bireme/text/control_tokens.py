@@ -202,6 +202,10 @@ class Shield:
         self._strings.append(string)
         return f"{self._nonce}{len(self._strings) - 1:0{_NUMBER_DIGITS}}"
 
+    def end_mark(self) -> str:
+        """Return what marks a place of the prompt, and stands for nothing."""
+        return self._mark_of("")
+
     def protect_tools(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Protect what comes with each request of a conversation; tools that were clean before are so again."""
         if self._controls.pattern is None:

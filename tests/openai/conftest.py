@@ -21,7 +21,10 @@ from bireme.openai.text.served_model import Models, ServedModel
 from bireme.text.tokenizer import TextTokenizer
 from bireme.workers.fake import FakeWorkers
 
-TEMPLATE = "{% for message in messages %}{{ message.role }}:{{ message.content }}\n{% endfor %}assistant:"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 def letters() -> TextTokenizer:

@@ -110,6 +110,29 @@ LLAVA = (
 )
 
 
+CONTINUED = {"role": "assistant", "content": " so <x>far ", "continue_final_message": True}
+GOES_ON = {
+    "text": ("{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}", "<assistant> so <x>far "),
+    "stripped text": ("{% for m in messages %}{{ m.content | trim }}\n{% endfor %}", "hi\nso <x>far "),
+    "parts": (
+        "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}{% endif %}{{ p.text }}"
+        "{% endfor %};{% endfor %}", "hi; so <x>far ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_a_prompt_may_end_within_the_last_message(name):
+    source, end = GOES_ON[name]
+    prompt = ChatTemplate(source, {}, controls=ControlTokens(["<x>"])).render([user("hi"), CONTINUED])
+    assert prompt.text.endswith(end) and "continue_final" not in prompt.text
+
+
+def test_a_template_that_leaves_the_last_message_out_can_not_go_on_with_it():
+    with pytest.raises(RequestError, match="continue_final_message: the model's chat template leaves"):
+        render("{{ messages[0].content }}", [user("hi"), CONTINUED])
+
+
 def test_a_template_that_knows_parts_alone_gets_text_as_a_part():
     assert render(LLAVA, [user("hello")]) == "USER: hello"
     assert render(LLAVA, [user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])]) == "USER: ab"

@@ -17,7 +17,14 @@ import msgspec
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
 from bireme.openai.text.hosted_tools import is_left_out
-from bireme.pipelines.chat_request import FUNCTION_NAME, ChatRequest, ToolMode, api_sampling, check_no_nvext_reply
+from bireme.pipelines.chat_request import (
+    FUNCTION_NAME,
+    ChatRequest,
+    ToolMode,
+    api_sampling,
+    check_no_nvext_reply,
+    last_turn,
+)
 from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelNames, request_options
 from bireme.pipelines.json_body import check_plain, convert_part
 from bireme.pipelines.picture_parts import PictureCollector
@@ -222,6 +229,8 @@ class CountBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):
     cache_control: CacheControl | None = None
     context_management: ContextManagement | None = None
     speed: Literal["standard"] | None = None
+    add_generation_prompt: bool | None = None  # as in chats
+    continue_final_message: bool | None = None  # as in chats, but true unless it is sent, as Anthropic's API is
 
 
 class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
@@ -269,14 +278,19 @@ def _chat(body: CountBody, fields: dict[str, Any], recipe: Recipe) -> ChatReques
     if functions and guide is not None:
         raise RequestError("output_config.format: not together with tools; send tool_choice none, or no tools")
     pictures = PictureCollector(recipe.media)
+    messages = _conversation(body, recipe.limits, pictures)
+    is_continued = body.continue_final_message
+    if is_continued is None:
+        is_continued = body.messages[-1].role == "assistant" and not body.add_generation_prompt
+    turn = last_turn(messages, body.add_generation_prompt, is_continued)
     return ChatRequest(
         model=body.model,
-        messages=_conversation(body, recipe.limits, pictures),
+        messages=messages,
         pictures=pictures.sources,
         functions=functions,
         tool_mode=mode,
         is_parallel=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
-        variables={**recipe.chat.template_kwargs, **_thinking(body), **options.chat_template_kwargs},
+        variables={**recipe.chat.template_kwargs, **_thinking(body), **options.chat_template_kwargs, **turn},
         sampling=_sampling(fields, options, recipe),
         logprobs=False,
         guide=guide,
@@ -400,11 +414,6 @@ def _conversation(body: CountBody, limits: Limits, pictures: PictureCollector) -
         raise RequestError("messages: empty; send at least one message")
     if len(turns) > limits.max_messages:
         raise RequestError(f"messages: {len(turns)}; limits.max_messages is {limits.max_messages}, send fewer")
-    if turns[-1].role == "assistant":
-        raise RequestError(
-            f"messages[{len(turns) - 1}].role: assistant; answers are not continued here, end with a message of the "
-            "user's"
-        )
     shown: list[Message] = []
     if system := _system([body.system] if isinstance(body.system, str) else [one.text for one in body.system or ()]):
         shown.append({"role": "system", "content": system})

@@ -29,6 +29,7 @@ from bireme.pipelines.chat_request import (
     check_functions,
     check_metadata,
     check_no_nvext_reply,
+    last_turn,
     openai_sampling,
     schema_guide,
     template_variables,
@@ -144,6 +145,8 @@ class ResponseBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
+    add_generation_prompt: bool | None = None  # these two as in chats
+    continue_final_message: bool | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None  # counts calls of tools that the server runs, of which there are none
     include: list[str] | None = None
@@ -215,6 +218,7 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
     conversation = Conversation(recipe, body.instructions)
     conversation.add(history, "previous_response_id")
     conversation.add(items)
+    turn = last_turn(conversation.messages, body.add_generation_prompt, bool(body.continue_final_message))
     fields: dict[str, Any] = {"max_tokens": body.max_output_tokens}
     if _LOGPROBS in include:
         fields["logprobs"] = body.top_logprobs or 0
@@ -231,7 +235,7 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
         functions=functions,
         tool_mode=mode,
         is_parallel=body.parallel_tool_calls is not False,
-        variables=template_variables(reasoning.effort, text.verbosity, options, recipe),
+        variables=template_variables(reasoning.effort, text.verbosity, options, recipe) | turn,
         sampling=sampling,
         logprobs=_LOGPROBS in include,
         guide=guide,

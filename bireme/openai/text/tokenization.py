@@ -27,6 +27,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[ChatMessage] | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -52,7 +54,11 @@ class Tokenization:
             prompt = await model.chat.prompts.text(body.prompt, body.add_special_tokens, salt)
         else:
             chat = ChatBody(
-                messages=body.messages or [], tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
+                messages=body.messages or [],
+                tools=body.tools,
+                chat_template_kwargs=body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
             )
             request = check_chat(chat, model.recipe)
             if request.pictures:

@@ -335,7 +335,11 @@ BAD = {
     "no messages": ({"messages": []}, "messages: empty"),
     "no blocks": ({"messages": [{"role": "user", "content": []}]}, "messages[0].content: empty"),
     "a role": ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role: wizard"),
-    "an answer to go on with": ({"messages": [USER, TURN]}, "messages[1].role: assistant"),
+    "a call to go on with": (
+        {"messages": [USER, {**TURN, "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}]},
+        "continue_final_message: the last message has tool calls",
+    ),
+    "a user's message to go on with": ({"continue_final_message": True}, "continue_final_message: the last message's"),
     "a document": (blocks({"type": "document", "source": {}}), "messages[1].content[0].type: document; documents are"),
     "an unknown block": (blocks({"type": "x"}), "messages[1].content[0].type: x"),
     "an unknown field": (blocks({"type": "text", "text": "a", "b": 1}), "messages[1].content[0].b: unknown"),
