@@ -40,12 +40,14 @@ def test_a_prompt_goes_where_host_memory_has_it_and_is_not_computed_again(server
         answer = client.generate(input_ids=prompt(number), max_tokens=4, stream=True, **fields)
         return answer["output_ids"], json.loads(answer["usage"])
 
-    here = json.dumps({"decode_worker": "decode_1"})
+    here, there = json.dumps({"decode_worker": "decode_1"}), json.dumps({"decode_worker": "decode"})
     low = json.dumps({"token_range_retention_configs": [{"token_start": 0, "priority": 1}]})
     first, _ = ask(1, routing=here)
     for number in range(2, 5):
         ask(number, routing=here)
     ask(5, routing=here, kv_cache_retention_config=low)
+    for number in range(11, 16):  # that pool turns over as fast: what lies in host memory is all that differs
+        ask(number, routing=there)
     told = {"worker": "decode_1", "type": "updated"}
     until(lambda: total(server, "bireme_kv_events_total", **told) >= 12, 30, "readers know that it was evicted")
     again, usage = ask(1)
