@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 from bireme import __version__
 from bireme.config import FrontendConfig
@@ -34,6 +35,7 @@ from bireme.openai.model_kinds import EMBEDDINGS, TEXT, VIDEO
 from bireme.openai.openapi import RERANK_PATHS, SCORE_PATHS, openapi
 from bireme.openai.playground_files import PlaygroundFiles
 from bireme.openai.readiness import Readiness
+from bireme.openai.store_thread import StoreThread
 from bireme.openai.text.answering import Streams
 from bireme.openai.text.chat_completions import ChatCompletions
 from bireme.openai.text.completions import Completions
@@ -134,7 +136,12 @@ class Frontend:
             lines_rest=all(model.rests_lines for model in followed),
         )  # fmt: skip
         gate = self._files.gate
-        self.readiness = Readiness(followed, self._videos, [self._stored.store, self._files.store])
+        stores: list[StoreThread[Any]] = [
+            self._stored.store,
+            self._files.store,
+            *(video.store for video in self._videos),
+        ]
+        self.readiness = Readiness(followed, self._videos, stores)
         self._routes = {
             **{path: {"POST": self._with_body(gate.live(one.post))} for path, one in endpoints.items()},
             _MESSAGES_PATH: {"POST": self._with_body(gate.live(messages.post))},

@@ -30,6 +30,9 @@ class KeptStore(Protocol):
     @property
     def databases(self) -> Sequence[Database]: ...
 
+    def check(self) -> None:
+        """Write something of no consequence. Raises UnavailableError."""
+
     def close(self) -> None: ...
 
 
@@ -52,9 +55,13 @@ class StoreThread(Generic[_S]):
 
     async def do(self, method: Callable[..., _T], *values: Any) -> _T:
         """Call `method(store, *values)` after the calls before it. Raises UnavailableError."""
+        self.require()
+        return await self._run(self._writer, method, values)
+
+    def require(self) -> None:
+        """Raises UnavailableError while nothing can be kept."""
         if self.problem:
             raise UnavailableError(f"{self.problem}; try again")
-        return await self._run(self._writer, method, values)
 
     async def read(self, method: Callable[..., _T], *values: Any) -> _T:
         """Call a method that only reads, beside those that write. Raises UnavailableError."""
@@ -101,8 +108,7 @@ class StoreThread(Generic[_S]):
         self._recovery = None
 
     def _check(self) -> None:
-        for database in self._store().databases:
-            database.check()
+        self._store().check()
 
     def _store(self) -> _S:
         """Return it, opened again if its file is another one by now. Raises DatabaseError."""

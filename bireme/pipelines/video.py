@@ -5,13 +5,15 @@ The same code as the frontend's /v1/videos/generations. Workers are reached over
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 import uuid
 from typing import Any, ClassVar
 
 import numpy as np
 
-from bireme.errors import RequestError
+from bireme.errors import RequestError, UnavailableError
 from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.text import cancel_with
 from bireme.pipelines.video_request import parse_video
@@ -19,9 +21,11 @@ from bireme.pipelines.video_service import Delivery, VideoProgress, VideoService
 from bireme.request import read_tensors
 from bireme.specs import VIDEO, ModelSpec
 from bireme.types import Cancelled, Response, Send, StageContext, Tensors
-from bireme.video.files import open_files
+from bireme.video.files import open_files, video_folder
 from bireme.workers.grpc_tls import GrpcTls
 from bireme.workers.video import VideoWorkers
+
+logger = logging.getLogger("bireme.video")
 
 
 class Video:
@@ -38,7 +42,12 @@ class Video:
         workers = self._workers or VideoWorkers(recipe.pipeline.stall_timeout_s, tls=GrpcTls.of(recipe))
         self._service = VideoService(recipe, workers, context.metrics)
         self._name = recipe.video_name
-        self._delivery = Delivery(open_files(recipe), recipe.video.public_url)
+        files = open_files(recipe)
+        self._delivery = Delivery(files, recipe.video.public_url)
+        try:
+            await asyncio.to_thread(files.check)
+        except UnavailableError as error:  # what is sent within the answer needs no folder
+            logger.error("video_folder_unusable folder=%s problem=%s", video_folder(recipe), error)
 
     async def stop(self) -> None:
         if self._service is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bireme import private_files
 from bireme.config import Recipe
-from bireme.errors import ConfigError, NotFoundError, ResourceExhaustedError
+from bireme.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from bireme.video.wire import MEDIA_TYPES
 
 logger = logging.getLogger("bireme.video")
@@ -25,6 +25,7 @@ SUBFOLDER = "files"
 _SUFFIXES = {"jpeg": "jpg"}
 _NAME = re.compile(r"file-[0-9a-f]{32}\.(mp4|gif|png|jpg|webp|raw)")
 _STALE_DRAFT_S = 3600.0
+_PROBE = bytes(4096)  # what a full disk has no room for
 _TYPES = {_SUFFIXES.get(kind, kind): text for kind, text in MEDIA_TYPES.items()}
 
 
@@ -44,17 +45,23 @@ class FileStore:
     """Thread-safe; every method may block on the disk."""
 
     def __init__(self, folder: Path, expiry_s: float, max_bytes: int) -> None:
-        """Raises ConfigError when the folder can't be written."""
+        """The folder is made by the first that is written."""
         self._folder, self._expiry_s, self._max_bytes = folder, expiry_s, max_bytes
+
+    def check(self) -> None:
+        """Write something of no consequence. Raises UnavailableError when the folder can't be written."""
+        probe = self._folder / f".probe-{secrets.token_hex(4)}"
         try:
-            private_files.make_folder(folder)
-            (folder / f".probe-{os.getpid()}").touch()
-            (folder / f".probe-{os.getpid()}").unlink()
+            private_files.make_folder(self._folder)
+            try:
+                probe.write_bytes(_PROBE)
+            finally:
+                probe.unlink(missing_ok=True)
         except OSError as error:
-            raise ConfigError(f"video.folder: {folder} can't be written ({error.strerror}); set another") from error
+            raise UnavailableError(f"the folder of videos can't be written ({error.strerror})") from error
 
     def put(self, data: bytes, output_format: str) -> StoredFile:
-        """Keep a file; older ones make room. Raises ResourceExhaustedError when it can't be kept."""
+        """Keep a file; older ones make room. Raises ResourceExhaustedError, UnavailableError."""
         if len(data) > self._max_bytes:
             raise ResourceExhaustedError(f"a result of {len(data)} bytes; video.max_folder_bytes is {self._max_bytes}")
         name = f"file-{secrets.token_hex(16)}.{_SUFFIXES.get(output_format, output_format)}"
@@ -67,7 +74,7 @@ class FileStore:
         except OSError as error:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
-            raise ResourceExhaustedError(f"the result can't be kept: {error.strerror}") from error
+            raise UnavailableError(f"the result can't be kept ({error.strerror}); try again") from error
         return self._describe(self._folder / name)
 
     def find(self, name: str) -> StoredFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,37 @@ from tokenizers import decoders, models, pre_tokenizers
 from bireme.config import Recipe
 from bireme.conversion import convert
 from bireme.metrics import Registry
+from bireme.openai import database, store_thread
 from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.text.tokenizer import TextTokenizer
 from bireme.workers.fake import FakeWorkers
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can't be kept is tried again soon, and nothing waits long for another's lock."""
+    monkeypatch.setattr(store_thread, "_LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(store_thread, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(database, "_WAIT_S", 1)
+    monkeypatch.setattr(database, "_OPEN_WAIT_S", 1)
+    monkeypatch.setattr("bireme.openai.readiness._KEPT_S", 0.0)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of half a megabyte, mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"nothing can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:{{ message.content }}\n{% endfor %}"

@@ -6,27 +6,16 @@ import os
 import shutil
 import sqlite3
 import subprocess
-import sys
 
 import pytest
 
-from bireme.openai import database, store_thread
 from tests.openai.batch.forms import ask, upload
+from tests.openai.lost_disks import another_program, fill, report, until
 
 FILES, BATCHES, RESPONSES = "/v1/files", "/v1/batches", "/v1/responses"
 BODY = {"model": "test", "input": "hi", "max_output_tokens": 4}
 GARBAGE = bytes(range(256)) * 32
-as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount")
-HOLD = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); {}; print(flush=True); sys.stdin.read()"
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(store_thread, "_LONGEST_PAUSE_S", 0.05)
-    monkeypatch.setattr(store_thread, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(database, "_WAIT_S", 1)
-    monkeypatch.setattr(database, "_OPEN_WAIT_S", 1)
-    monkeypatch.setattr("bireme.openai.readiness._KEPT_S", 0.0)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 @pytest.fixture
@@ -43,42 +32,6 @@ async def start(frontend):
     for bench in benches:
         await bench.app._files.stop()
         await bench.app._stored.stop()
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """A file system of half a megabyte, mounted."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder], check=True)
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-@contextlib.contextmanager
-def another_program(path, *, what):
-    """Another process does something with a database, and holds it."""
-    command = [sys.executable, "-c", HOLD.format(what), path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        try:
-            yield
-        finally:
-            process.stdin.close()
-
-
-async def report(bench):
-    return (await ask(bench, "/health/ready")).json()
-
-
-async def until(bench, status, *stores):
-    """Return the report that has this status, and problems of these stores."""
-    for _ in range(2000):
-        found = await report(bench)
-        if found["status"] == status and found.get("stores", {}).keys() >= set(stores):
-            return found
-        await asyncio.sleep(0.01)
-    raise AssertionError(found)
 
 
 async def told(bench, reply):
@@ -103,12 +56,6 @@ async def check_keeping(bench):
     assert (await upload(bench)).status == 200
     kept = await respond(bench)
     assert "store" not in kept and (await ask(bench, f"{RESPONSES}/{kept['id']}")).status == 200
-
-
-def fill(folder):
-    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
 
 
 async def test_a_damaged_file_is_put_aside_and_nothing_is_deleted(start, tmp_path):
@@ -140,7 +87,6 @@ async def test_a_file_that_is_damaged_while_it_is_used_is_put_aside_by_whichever
     assert [path.stat().st_size for path in files] == [size]
 
 
-@as_root
 async def test_a_full_disk_costs_no_chat_and_is_used_again_once_it_has_room(start, disk):
     fill(disk)
     bench = await start(disk)
@@ -151,7 +97,6 @@ async def test_a_full_disk_costs_no_chat_and_is_used_again_once_it_has_room(star
     await check_keeping(bench)
 
 
-@as_root
 async def test_a_disk_that_fills_up_leaves_what_is_kept_readable(start, disk):
     bench = await start(disk)
     kept = await respond(bench)
@@ -166,7 +111,6 @@ async def test_a_disk_that_fills_up_leaves_what_is_kept_readable(start, disk):
     await check_keeping(bench)
 
 
-@as_root
 async def test_a_read_only_disk_costs_no_chat_and_is_used_again_once_it_can_be_written(start, disk):
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     bench = await start(disk)

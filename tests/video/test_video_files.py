@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bireme.errors import ConfigError, NotFoundError, ResourceExhaustedError
+from bireme.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from bireme.video.files import FileStore
 
 
@@ -51,6 +51,7 @@ def test_a_result_above_the_cap_is_refused(store):
 
 
 def test_half_written_files_of_a_killed_process_are_swept(store, tmp_path):
+    store.check()
     draft = tmp_path / "files" / ".file-1.mp4"
     draft.write_text("x")
     os.utime(draft, (0, 0))
@@ -58,10 +59,16 @@ def test_half_written_files_of_a_killed_process_are_swept(store, tmp_path):
     assert not draft.exists()
 
 
-def test_a_folder_that_can_not_be_written_is_a_config_error(tmp_path):
+def test_a_folder_that_can_not_be_written_is_told_and_used_once_it_can_be(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="video.folder"):
-        FileStore(tmp_path / "file" / "below", 1, 1)
+    store = FileStore(tmp_path / "file" / "below", 1, 100)
+    for method in (store.check, lambda: store.put(b"clip", "mp4")):
+        with pytest.raises(UnavailableError, match="File exists|Not a directory"):
+            method()
+    (tmp_path / "file").unlink()
+    store.check()
+    assert store.put(b"clip", "mp4").path.read_bytes() == b"clip"
+    assert len(list((tmp_path / "file" / "below").iterdir())) == 1
 
 
 def test_a_folder_that_was_removed_is_made_again(store, tmp_path):

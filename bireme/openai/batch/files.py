@@ -45,6 +45,11 @@ class FilesAndBatches:
             raise
         self.databases = (self.files.database, self.batches.database)
 
+    def check(self) -> None:
+        """Write something of no consequence. Raises DatabaseError."""
+        for database in self.databases:
+            database.check()
+
     def close(self) -> None:
         self.batches.close()
         self.files.close()

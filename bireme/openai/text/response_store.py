@@ -96,6 +96,10 @@ class ResponseStore:
     def databases(self) -> tuple[Database, ...]:
         return (self._database,)
 
+    def check(self) -> None:
+        """Write something of no consequence. Raises DatabaseError."""
+        self._database.check()
+
     @property
     def process(self) -> str:
         return self._lives.own

@@ -23,7 +23,7 @@ class Images:
         model = self._models.get(body.model)
         call.notes["model"] = model.name
         request = check_images(body)
-        model.delivery.check(request)
+        model.check(request)
         result = await call.unless_gone(model.service.run(request.ask, lambda progress: None))
         answer = {"created": int(time.time()), "model": model.name, "data": await model.delivery.data(result, request)}
         await call.reply(200, encode_json(answer | result_tree(result)))

@@ -1,4 +1,4 @@
-"""Jobs of /v1/videos in SQLite: they outlive the frontend, and several frontends may share them.
+"""Jobs of /v1/videos in SQLite, beside their results: they outlive the frontend, and several frontends may share them.
 
 An unfinished job whose process is gone has failed; any reader marks it so. Every method may block on the disk; all are
 thread-safe.
@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from bireme.errors import ConfigError, NotFoundError
+from bireme.errors import NotFoundError, UnavailableError
 from bireme.openai.database import Database, DatabaseError
+from bireme.video.files import FileStore
 
 FILE = "jobs.sqlite"
 _ORPHANED = "the frontend that ran this job has ended; create the job again"
@@ -67,14 +68,15 @@ class JobStore:
     """`close` at the end."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError when the folder can't be used."""
-        try:
-            self._database = Database(folder / FILE, _SCHEMA, "jobs")
-            self._lives = self._database.lives()
-        except DatabaseError as error:
-            raise ConfigError(f"video.folder: {folder}: {error}") from error
+        """Raises DatabaseError when the folder can't be used."""
+        self.database = Database(folder / FILE, _SCHEMA, "jobs")
+        self._lives = self.database.lives()
         self.process = self._lives.own
-        self.fail_orphans()
+        try:
+            self.fail_orphans()
+        except DatabaseError:
+            self.close()
+            raise
 
     def add(self, job_id: str, tenant: str, model: str, prompt: str, details: str) -> Job:
         self._write(
@@ -144,7 +146,7 @@ class JobStore:
         return [job.file for job in rows if job.file]
 
     def counts(self) -> dict[str, int]:
-        rows = self._database.read("SELECT status, COUNT(*) FROM jobs GROUP BY status")
+        rows = self.database.read("SELECT status, COUNT(*) FROM jobs GROUP BY status")
         return dict.fromkeys((*_OPEN, "completed", "failed"), 0) | {row[0]: row[1] for row in rows}
 
     def fail_orphans(self) -> int:
@@ -158,12 +160,37 @@ class JobStore:
 
     def close(self) -> None:
         """Harmless when called again."""
-        self._database.close()
+        self.database.close()
         self._lives.close()
 
     def _read(self, query: str, *values: Any) -> list[Job]:
-        return [Job(**dict(row)) for row in self._database.read(query, *values)]
+        return [Job(**dict(row)) for row in self.database.read(query, *values)]
 
     def _write(self, query: str, *values: Any) -> bool:
         """Return whether a row has changed. Raises UnavailableError."""
-        return self._database.write(query, *values) > 0
+        return self.database.write(query, *values) > 0
+
+
+class FilesAndJobs:
+    """Results and jobs, of one folder."""
+
+    def __init__(self, folder: Path, files: FileStore) -> None:
+        """Raises DatabaseError."""
+        self.files = files
+        self._check_files()
+        self.jobs = JobStore(folder)
+        self.databases = (self.jobs.database,)
+
+    def check(self) -> None:
+        """Write something of no consequence. Raises DatabaseError."""
+        self._check_files()
+        self.jobs.database.check()
+
+    def close(self) -> None:
+        self.jobs.close()
+
+    def _check_files(self) -> None:
+        try:
+            self.files.check()
+        except UnavailableError as error:
+            raise DatabaseError(str(error)) from error

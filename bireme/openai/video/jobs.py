@@ -7,14 +7,16 @@ import contextlib
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from bireme.config import VideoConfig
 from bireme.errors import BiremeError, UnavailableError, drop_frames
 from bireme.openai.http.error_replies import is_internal, reply_of
 from bireme.openai.keys import Tenant
-from bireme.openai.video.job_store import Job
+from bireme.openai.video.job_store import FilesAndJobs, Job
 from bireme.openai.video.served_video import ServedVideo
 from bireme.pipelines.video_request import VideoRequest
 from bireme.pipelines.video_service import VideoProgress, VideoResult
@@ -22,6 +24,7 @@ from bireme.video.wire import Details
 
 logger = logging.getLogger("bireme.openai")
 _REPORT_S = 0.25  # the shortest time between two records
+_RECORD_AGAIN_S = 1.0
 _STOPPED = "the server was stopped before the video was done; create the job again"
 
 
@@ -81,7 +84,8 @@ class _JobRun:
         except BiremeError as error:
             await self._fail(error)
         except asyncio.CancelledError:
-            await self._note_failure("server_error", _STOPPED)
+            with contextlib.suppress(UnavailableError):
+                await self._model.store.do(lambda own: own.jobs.fail(self.id, "server_error", _STOPPED))
             raise
         except Exception as error:
             logger.exception("job_failed id=%s", self.id)
@@ -112,7 +116,7 @@ class _JobRun:
 
     async def _report(self) -> None:
         """Record progress; return when the job is deleted."""
-        jobs = self._model.jobs
+        store = self._model.store
         while True:
             await self._news.wait()
             self._news.clear()
@@ -122,7 +126,8 @@ class _JobRun:
                     continue
                 await self._accept(progress.details)
             try:
-                if not await asyncio.to_thread(jobs.report, self.id, progress.status, progress.percent):
+                news = self.id, progress.status, progress.percent
+                if not await store.do(lambda own, *news: own.jobs.report(*news), *news):
                     return
             except UnavailableError as error:  # the work goes on, and the next progress may be noted
                 logger.error("progress_not_kept id=%s error=%s", self.id, error)
@@ -133,10 +138,9 @@ class _JobRun:
         async with self._accepting:
             if self.accepted.done():
                 return
-            add, text = self._model.jobs.add, msgspec.json.encode(details).decode()
-            prompt = self._request.ask.prompt
+            text, prompt, model = msgspec.json.encode(details).decode(), self._request.ask.prompt, self._model
             self.accepted.set_result(
-                await asyncio.to_thread(add, self.id, self._tenant, self._model.name, prompt, text)
+                await model.store.do(lambda own: own.jobs.add(self.id, self._tenant, model.name, prompt, text))
             )
 
     async def _complete(self, result: VideoResult) -> None:
@@ -144,7 +148,7 @@ class _JobRun:
         file = await self._model.delivery.store(result.parts[0], result.details.output_format)
         tree = msgspec.to_builtins(result.details) | {"inference_time_s": result.inference_time_s}
         details = msgspec.json.encode(tree).decode()
-        if not await asyncio.to_thread(self._model.jobs.complete, self.id, details, file.name):
+        if not await self._record(lambda own: own.jobs.complete(self.id, details, file.name)):
             self._model.files.remove(file.name)
 
     async def _fail(self, error: BiremeError) -> None:
@@ -155,20 +159,25 @@ class _JobRun:
             logger.error("job_failed id=%s error=%s", self.id, error)
         told = msgspec.json.decode(reply_of(error).body)["error"]
         drop_frames(error)
-        await self._note_failure(told["code"] or told["type"], told["message"])
+        await self._record(lambda own: own.jobs.fail(self.id, told["code"] or told["type"], told["message"]))
 
-    async def _note_failure(self, code: str, message: str) -> None:
-        with contextlib.suppress(BiremeError):
-            await asyncio.to_thread(self._model.jobs.fail, self.id, code, message)
+    async def _record(self, method: Callable[[FilesAndJobs], bool]) -> bool:
+        """Note the end as soon as that can be done: a job whose end is not noted would be under way for ever."""
+        while True:
+            try:
+                return await self._model.store.do(method)
+            except UnavailableError as error:
+                drop_frames(error)
+                await asyncio.sleep(_RECORD_AGAIN_S)
 
 
-def sweep(model: ServedVideo) -> tuple[int, dict[str, int]]:
-    """Remove old results; return the bytes left and the number of jobs by status. Blocks on the disk."""
-    config = model.recipe.video
-    for file in model.jobs.expire(config.expiry_s, config.max_jobs):
-        model.files.remove(file)
+def sweep(kept: FilesAndJobs, config: VideoConfig) -> tuple[int, dict[str, int]]:
+    """Remove old results; return the bytes left and the number of jobs by status. Raises UnavailableError."""
     began = time.monotonic()
-    num_bytes = model.files.sweep()
-    model.jobs.fail_orphans()
+    for file in kept.jobs.expire(config.expiry_s, config.max_jobs):
+        kept.files.remove(file)
+    num_bytes = kept.files.sweep()
+    kept.check()
+    kept.jobs.fail_orphans()
     logger.debug("video_swept bytes=%d seconds=%.3f", num_bytes, time.monotonic() - began)
-    return num_bytes, model.jobs.counts()
+    return num_bytes, kept.jobs.counts()

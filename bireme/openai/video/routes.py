@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from bireme.errors import UnavailableError, drop_frames
 from bireme.metrics import Registry
 from bireme.openai.http.call import Call
 from bireme.openai.http.file_reply import Files
@@ -75,7 +76,10 @@ class VideoRoutes:
         while True:
             for model in self._models:
                 try:
-                    num_bytes, counts = await asyncio.to_thread(sweep, model)
+                    num_bytes, counts = await model.store.do(sweep, model.recipe.video)
+                except UnavailableError as error:  # the store has told why
+                    drop_frames(error)
+                    continue
                 except Exception:
                     logger.exception("sweep_failed model=%s", model.name)
                     continue

@@ -39,6 +39,7 @@ class Videos:
         body = decode_body(json_of(data, call.header(b"content-type")), JobBody, REFUSED)
         model = self._models.get(body.model)
         call.notes["model"] = model.name
+        model.store.require()
         job = await call.unless_gone(self.jobs.create(model, check_video(body), call.tenant))
         await call.reply(200, encode_json(_job_tree(job, model)))
 
@@ -48,7 +49,7 @@ class Videos:
         after = (await self._find(call, query["after"]))[0] if query.get("after") else None
         jobs: list[tuple[Job, ServedVideo]] = []
         for model in self._models_of_jobs():
-            page = await asyncio.to_thread(model.jobs.page, call.tenant.name, limit + 1, after, is_ascending)
+            page = await model.store.read(lambda own: own.jobs.page(call.tenant.name, limit + 1, after, is_ascending))
             jobs += [(job, model) for job in page]
         jobs.sort(key=lambda found: found[0].position, reverse=not is_ascending)
         trees = [_job_tree(job, model) for job, model in jobs[:limit]]
@@ -77,7 +78,7 @@ class Videos:
     async def delete(self, call: Call) -> None:
         """Also the way to cancel: what is under way ends after its step."""
         job, model = await self._find(call, _id_in(call.path))
-        await asyncio.to_thread(model.jobs.remove, job.id, job.tenant)
+        await model.store.do(lambda own: own.jobs.remove(job.id, job.tenant))
         self.jobs.cancel(job.id)
         if job.file is not None:
             await asyncio.to_thread(model.files.remove, job.file)
@@ -90,7 +91,7 @@ class Videos:
     async def _find(self, call: Call, job_id: str) -> tuple[Job, ServedVideo]:
         for model in self._models_of_jobs():
             try:
-                return await asyncio.to_thread(model.jobs.find, job_id, call.tenant.name), model
+                return await model.store.read(lambda own: own.jobs.find(job_id, call.tenant.name)), model
             except NotFoundError as error:
                 missing = error
         raise missing
@@ -100,7 +101,7 @@ class Videos:
         model = self._models.get(body.model)
         call.notes["model"] = model.name
         request = check_video(body)
-        model.delivery.check(request)
+        model.check(request)
         if request.stream:
             await self._stream(call, model, request)
             return

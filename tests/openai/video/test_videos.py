@@ -2,62 +2,14 @@
 
 import asyncio
 import hashlib
-import json
 import time
 
-import numpy as np
 import pytest
 
-from bireme.config import Recipe
-from bireme.conversion import convert
 from bireme.errors import EngineLostError, RequestError, UnavailableError
-from bireme.metrics import Registry
-from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.openai.openapi import OPERATIONS
-from bireme.openai.text.served_model import Models
 from bireme.openai.video.job_store import JobStore
-from bireme.openai.video.served_video import ServedVideo, VideoModels
-from bireme.video.files import open_files
-
-DETAILS = {"size": "64x64", "seed": 1, "steps": 2, "output_format": "mp4", "num_frames": 8, "fps": 8, "seconds": 1.0}
-
-
-class VideoScript:
-    """A worker: accepts, then waits until the test says how it ends."""
-
-    def __init__(self):
-        self.refusal = None
-        self.ends = []  # futures of the requests under way
-        self.num_left = 0
-
-    async def generate(self, worker, tensors):
-        if self.refusal is not None:
-            raise self.refusal
-        details = np.array([json.dumps(DETAILS).encode()], object)
-        yield {"details": details}
-        yield {name: np.array([value]) for name, value in (
-            ("queue_position", 0), ("step", 1), ("total_steps", 2), ("eta_s", 0.5),
-        )}  # fmt: skip
-        end = asyncio.get_running_loop().create_future()
-        self.ends.append(end)
-        try:
-            data = await end
-        except asyncio.CancelledError:
-            self.num_left += 1
-            raise
-        yield {"details": details, "inference_time_s": np.array([0.5]), "video": np.array([data], object)}
-
-    async def is_ready(self, worker):
-        return True
-
-    async def close(self):
-        return None
-
-    async def begun(self, count=1):
-        async with asyncio.timeout(5):
-            while len(self.ends) < count:
-                await asyncio.sleep(0.01)
 
 
 def two_keys(**limits):
@@ -70,28 +22,6 @@ def two_keys(**limits):
 
 def bearer(name):
     return {"authorization": f"Bearer {name}"}
-
-
-@pytest.fixture
-async def start(tmp_path, bench_of):
-    apps = []
-
-    async def start(keys=None, names=("clips",)):
-        """The first model's folder is `tmp_path`."""
-        metrics, worker, videos = Registry("frontend"), VideoScript(), []
-        for name in names:
-            folder = tmp_path / name if videos else tmp_path
-            tree = {"model": "none", "workers": {"video_diffusion": {"engine": "mocker"}}, "name": name}
-            recipe = convert(tree | {"video": {"folder": str(folder)}}, Recipe, "test")
-            videos.append(ServedVideo(recipe, worker, open_files(recipe), JobStore(folder), metrics, "http://here"))
-        app = Frontend(Models([]), metrics, recipe.frontend, keys, videos=VideoModels(videos))
-        await app.start()
-        apps.append(app)
-        return bench_of(app, worker)
-
-    yield start
-    for app in apps:
-        await app.stop()
 
 
 async def create(bench, headers=None, **fields):
