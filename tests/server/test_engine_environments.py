@@ -19,6 +19,7 @@ import pytest
 from bireme.launch import processes
 from tests.docker.dockerfile_steps import Build, StepError, base_environment
 from tests.docker.made_environments import make_engine_environment, make_triton_environment
+from tests.pythons import python_of
 from tests.server.openai_served import five_ports
 
 pytestmark = pytest.mark.server
@@ -169,8 +170,7 @@ def test_what_the_release_image_s_steps_make_serves_tensorrt_llm(
 
 def newer_python(folder):
     """Return the python of an environment of version 3.12 that has bireme's requirements; skips where there is none."""
-    beside = [str(path) for path in Path(sys.base_prefix).parent.glob(f"{NEWER}*/bin/python{NEWER}")]  # pyenv's
-    found = next((path for path in (f"python{NEWER}", *beside) if can_run(path)), None)
+    found = python_of(NEWER)
     if found is None or sys.version_info[:2] == (3, 12):
         pytest.skip("no other Python than this one; install python3.12")
     subprocess.run([found, "-m", "venv", str(folder)], check=True)
@@ -180,10 +180,3 @@ def newer_python(folder):
     if done.returncode:
         pytest.skip(f"bireme's requirements can't be fetched: {done.stderr.strip()[-200:]}")
     return python
-
-
-def can_run(python):
-    try:
-        return subprocess.run([python, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0
-    except OSError:
-        return False

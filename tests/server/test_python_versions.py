@@ -1,0 +1,37 @@
+"""`make demo` with each Python that the package claims and this machine has, in an environment made for it."""
+
+import os
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from tests.pythons import python_of
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+CLAIM = SpecifierSet(tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["requires-python"])
+CLAIMED = [version for version in (f"3.{minor}" for minor in range(8, 30)) if version in CLAIM]
+LIMIT_S = 1200  # an environment takes a minute where the packages are near
+
+
+def test_some_versions_are_claimed_and_one_of_them_is_here():
+    assert CLAIMED and any(python_of(version) for version in CLAIMED)
+
+
+@pytest.mark.soak
+@pytest.mark.server
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("version", CLAIMED)
+def test_the_environment_and_the_demo_are_made_with(version, tmp_path):
+    python = python_of(version)
+    if python is None:
+        pytest.skip(f"no Python {version} here; install it (apt-get install python{version}-venv)")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    done = subprocess.run(
+        ["make", "demo", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}"],
+        cwd=CHECKOUT, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "red kite" in done.stdout and f"making {tmp_path / 'venv'} with {python} ({version})" in done.stdout
