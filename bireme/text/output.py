@@ -188,6 +188,7 @@ class TextStream:
         "_done",
         "_finder",
         "_index",
+        "_min_tokens",
         "_open",
         "_send",
         "_takes_prompt_logprobs",
@@ -206,6 +207,7 @@ class TextStream:
     ) -> None:
         self._detokenizer = detokenizer
         self._finder = StopFinder(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
+        self._min_tokens = sampling.min_tokens or 0  # a stop string that these complete does not count
         self._send = send
         self._done = done
         self._abort = abort
@@ -217,10 +219,13 @@ class TextStream:
 
     def replay(self, tokens: Sequence[int]) -> None:
         """Take tokens that were delivered before (migration): their text is not sent again."""
+        num_skipped = max(0, self._min_tokens - len(self.output_ids))
         self.output_ids += tokens
-        text = self._detokenizer.push(tokens)
+        text = self._detokenizer.push(tokens[:num_skipped])
+        rest = self._detokenizer.push(tokens[num_skipped:])
         if self._finder is not None:
-            self._finder.push(text)
+            self._finder.skip(text)
+            self._finder.push(rest)
 
     def push(
         self,
@@ -280,18 +285,21 @@ class TextStream:
 
     def _find_stop(self, tokens: Sequence[int], finder: StopFinder) -> tuple[list[int], str]:
         """Return the tokens up to the one that completes a stop string, and the certain text."""
-        if len(tokens) == 1:
+        num_skipped = self._min_tokens - len(self.output_ids)
+        if len(tokens) == 1 and num_skipped <= 0:
             return list(tokens), finder.push(self._detokenizer.push(tokens))
         texts = []
         for at, token in enumerate(tokens):
-            texts.append(finder.push(self._detokenizer.push((token,))))
+            text = self._detokenizer.push((token,))
+            texts.append(finder.skip(text) if at < num_skipped else finder.push(text))
             if finder.is_stopped:
                 return list(tokens[: at + 1]), "".join(texts)
         return list(tokens), "".join(texts)
 
     def _rest(self, finder: StopFinder) -> str:
         """Return the text held back for characters or stop strings that will not be completed."""
-        return finder.push(self._detokenizer.flush()) + finder.flush()
+        text = self._detokenizer.flush()
+        return (finder.skip(text) if len(self.output_ids) <= self._min_tokens else finder.push(text)) + finder.flush()
 
     def _prompt_logprobs(self, entries: list[TokenLogprobs]) -> list[TokenLogprobs | None]:
         """Put None before the first entry: nothing predicts the first token of a prompt."""

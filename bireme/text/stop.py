@@ -35,6 +35,12 @@ class _Follower:
         self.matched = matched
         return None
 
+    def skip(self, text: str) -> None:
+        """Take more text; a stop string that it completes does not count."""
+        while (end := self.advance(text)) is not None:
+            self.matched = self._failure[-1]
+            text = text[end:]
+
     @property
     def stop(self) -> str:
         return self._stop
@@ -71,6 +77,18 @@ class StopFinder:
             end += len(self._held)
             self._held = ""
             return whole[: end if self._includes_stop else end + negative_length]
+        return self._certain(whole)
+
+    def skip(self, text: str) -> str:
+        """Take more text, in which no stop string may end, and return what can go out."""
+        if not self._held and self._beginnings.isdisjoint(text):
+            return text
+        for follower in self._followers:
+            follower.skip(text)
+        return self._certain(self._held + text)
+
+    def _certain(self, whole: str) -> str:
+        """Hold back what may become a stop string."""
         num_held = max(follower.matched for follower in self._followers)
         out = len(whole) - num_held
         self._held = whole[out:]

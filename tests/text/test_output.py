@@ -290,3 +290,27 @@ def test_tensors_are_those_of_the_decode_model():
     expected = {spec.name: kinds.get(spec.data_type) for spec in DECODE.outputs}
     assert all(array.dtype == expected[name] for name, array in delta.tensors().items())
     assert set(delta.tensors()) == set(expected) - {"state", "steps"}  # of pings, of the token bus
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 8])
+def test_stop_strings_do_not_count_among_the_least_tokens(cut):
+    client, letters = Client(SamplingParams(stop=("b", "de"), min_tokens=4)), "abcdefgh"
+    for at in range(0, len(letters), cut):
+        client.push(letters[at : at + cut])
+    client.stream.finish(finish("cancelled"))
+    assert (client.text, client.num_tokens, client.deltas[-1].stop_string) == ("abc", 5, "de")
+
+
+def test_a_migrated_request_counts_its_least_tokens_from_its_beginning():
+    client = Client(SamplingParams(stop=("b",), min_tokens=4))
+    client.stream.replay([0, 1, 2])
+    client.push("bab")
+    client.stream.finish(finish("cancelled"))
+    assert (client.text, client.deltas[-1].finish_reason) == ("ba", "stop")
+
+
+def test_what_ends_within_its_least_tokens_ends_with_no_stop_string():
+    client = Client(SamplingParams(stop=("ab", "\ufffd"), min_tokens=4))
+    client.stream.push([0, 1, 0, 26])
+    client.stream.finish(finish())
+    assert (client.text, client.deltas[-1].finish_reason) == ("aba\ufffd", "length")

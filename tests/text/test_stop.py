@@ -66,3 +66,19 @@ def test_repetitive_text_and_long_stop_strings_need_no_quadratic_work():
     finder = StopFinder(["a" * 1000 + "b"] * 16)
     text = "".join(finder.push("aaaa") for _ in range(500))  # minutes, if it were
     assert len(text) == 1000 and not finder.is_stopped
+
+
+@settings(deadline=None, max_examples=500)
+@given(
+    st.lists(st.text(ALPHABET, max_size=4), max_size=8),
+    st.lists(st.text(ALPHABET, max_size=4), max_size=8),
+    st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4),
+)
+def test_a_stop_string_counts_where_its_end_does(skipped, pieces, stops):
+    finder, begin = StopFinder(stops), "".join(skipped)
+    text = "".join([*map(finder.skip, skipped), *map(finder.push, pieces)])
+    whole = begin + "".join(pieces)
+    ends = [end for end in range(len(begin) + 1, len(whole) + 1) if whole[:end].endswith(tuple(stops))]
+    stop = max((stop for stop in stops if ends and whole[: ends[0]].endswith(stop)), key=len, default="")
+    assert finder.stop_string == stop
+    assert text + finder.flush() == (whole[: ends[0] - len(stop)] if ends else whole)
