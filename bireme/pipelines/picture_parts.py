@@ -14,9 +14,33 @@ from bireme.errors import RequestError
 from bireme.messages import EncodeSource
 from bireme.multimodal.urls import scheme_of
 from bireme.pipelines.pictures import PictureSource
+from bireme.text.chat_template import Message
 
 PICTURE_PARTS = ("image_url", "image_embeds")
+_BELOW = "The picture is in the user's message below."
 _DETAILS = (None, "auto", "low", "high")
+
+
+def show_result_pictures(messages: list[Message]) -> list[Message]:
+    """Move pictures of tools' results behind these, into the user's next message or one of their own.
+
+    Chat templates show none in results.
+    """
+    shown: list[Message] = []
+    waiting: list[dict[str, Any]] = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool" and isinstance(content, list):
+            waiting += [part for part in content if part["type"] != "text"]
+            message = {**message, "content": "\n".join(part.get("text", _BELOW) for part in content)}
+        elif role == "user" and waiting:
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            message, waiting = {**message, "content": [*waiting, *parts]}, []
+        elif role != "tool" and waiting:
+            shown.append({"role": "user", "content": waiting})
+            waiting = []
+        shown.append(message)
+    return [*shown, {"role": "user", "content": waiting}] if waiting else shown
 
 
 class PictureCollector:

@@ -164,7 +164,7 @@ async def test_more_pictures_than_allowed_are_refused(client):
 
 async def test_pictures_go_into_user_messages(client):
     parts = [picture_part(png(fresh("system").pictures()[0]))]
-    with pytest.raises(openai.BadRequestError, match="pictures go into user messages"):
+    with pytest.raises(openai.BadRequestError, match="pictures go into user messages and tools' results"):
         await ask(client, [{"role": "system", "content": parts}, {"role": "user", "content": "hi"}])
 
 

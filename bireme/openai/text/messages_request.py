@@ -27,7 +27,7 @@ from bireme.pipelines.chat_request import (
 )
 from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelNames, request_options
 from bireme.pipelines.json_body import check_plain, convert_part
-from bireme.pipelines.picture_parts import PictureCollector
+from bireme.pipelines.picture_parts import PictureCollector, show_result_pictures
 from bireme.text.chat_template import Message
 
 # A line that Anthropic's coding agent puts first. It differs in each request, so no prompt would begin as another one.
@@ -424,7 +424,7 @@ def _conversation(body: CountBody, limits: Limits, pictures: PictureCollector) -
             shown.append(_assistant_message(blocks))
         else:
             shown.append({"role": "system", "content": _system(_texts(blocks, role))})
-    return shown
+    return show_result_pictures(shown) if pictures.sources else shown
 
 
 Placed = tuple[str, ContentBlock]  # where the request has it
@@ -466,15 +466,12 @@ def _user_messages(blocks: list[Placed], pictures: PictureCollector) -> Iterator
         if isinstance(block, TextBlock):
             parts.append({"type": "text", "text": block.text})
         elif isinstance(block, ImageBlock):
-            source = block.source
-            url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
-            pictures.add_image(url, f"{where}.image")
-            parts.append({"type": "image"})
+            parts.append(_picture(block, where, pictures))
         elif isinstance(block, ToolResultBlock):
             if parts:
                 yield {"role": "user", "content": _joined(parts)}
                 parts = []
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, where)}
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, where, pictures)}
         else:
             raise _misplaced(where, block, "user")
     if parts:
@@ -486,20 +483,26 @@ def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     return parts if any(part["type"] == "image" for part in parts) else "\n".join(part["text"] for part in parts)
 
 
-def _result(block: ToolResultBlock, where: str) -> str:
-    texts = [block.content] if isinstance(block.content, str) else []
+def _picture(block: ImageBlock, where: str, pictures: PictureCollector) -> dict[str, Any]:
+    source = block.source
+    url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+    pictures.add_image(url, f"{where}.image")
+    return {"type": "image"}
+
+
+def _result(block: ToolResultBlock, where: str, pictures: PictureCollector) -> str | list[dict[str, Any]]:
+    parts = [{"type": "text", "text": block.content}] if isinstance(block.content, str) else []
     for number, part in enumerate([] if isinstance(block.content, str) else block.content or []):
         if isinstance(part, ImageBlock):
-            raise RequestError(
-                f"{where}.content[{number}].type: image; templates know no pictures in results, send it as a block of "
-                "its own"
-            )
-        if isinstance(part, ToolReferenceBlock):
-            texts.append(f"{part.tool_name} is among the tools now.")
+            parts.append(_picture(part, f"{where}.content[{number}]", pictures))
+        elif isinstance(part, ToolReferenceBlock):
+            parts.append({"type": "text", "text": f"{part.tool_name} is among the tools now."})
         else:
-            texts.append(part.text)
-    text = "\n".join(texts)
-    return f"Error: {text}" if block.is_error else text
+            parts.append({"type": "text", "text": part.text})
+    if block.is_error:
+        begin = parts.pop(0)["text"] if parts and parts[0]["type"] == "text" else ""
+        parts.insert(0, {"type": "text", "text": f"Error: {begin}"})
+    return _joined(parts)
 
 
 def _assistant_message(blocks: list[Placed]) -> Message:

@@ -16,7 +16,7 @@ import msgspec
 from bireme.config import Recipe
 from bireme.errors import RequestError
 from bireme.pipelines.json_body import convert_part
-from bireme.pipelines.picture_parts import PictureCollector
+from bireme.pipelines.picture_parts import PictureCollector, show_result_pictures
 from bireme.pipelines.pictures import PictureSource
 from bireme.text.chat_template import Message
 
@@ -173,12 +173,16 @@ class Conversation:
     """Takes items, and is the messages that a chat template shows."""
 
     def __init__(self, recipe: Recipe, instructions: str | None = None) -> None:
-        self.messages: list[Message] = []
+        self._messages: list[Message] = []
         self._limits = recipe.limits
         self._pictures = PictureCollector(recipe.media)
         self._turn: Message | None = None  # the model's, which goes on with the next item
         if instructions is not None:
-            self.messages.append({"role": "system", "content": instructions})
+            self._messages.append({"role": "system", "content": instructions})
+
+    @property
+    def messages(self) -> list[Message]:
+        return show_result_pictures(self._messages) if self.pictures else self._messages
 
     @property
     def pictures(self) -> list[PictureSource]:
@@ -191,8 +195,8 @@ class Conversation:
             raise RequestError(f"{where}: {len(items)} items; limits.max_messages is {limit}, send fewer")
         for at, item in enumerate(items):
             self._add(convert_part(item, _KINDS[item["type"]], f"{where}[{at}]"), f"{where}[{at}]")
-        if len(self.messages) > limit:
-            raise RequestError(f"{where}: {len(self.messages)} messages; limits.max_messages is {limit}, send fewer")
+        if len(self._messages) > limit:
+            raise RequestError(f"{where}: {len(self._messages)} messages; limits.max_messages is {limit}, send fewer")
 
     def _add(self, item: msgspec.Struct, where: str) -> None:
         if isinstance(item, CallItem):
@@ -206,9 +210,8 @@ class Conversation:
                 self._open_turn()["reasoning_content"] = thoughts
         elif isinstance(item, CallOutputItem):
             self._turn = None
-            output = item.output
-            text = output if isinstance(output, str) else _texts(output, f"{where}.output")
-            self.messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+            content = self._content(item.output, "tool", f"{where}.output")
+            self._messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
         elif isinstance(item, MessageItem):
             self._add_message(item, f"{where}.content")
 
@@ -222,19 +225,21 @@ class Conversation:
             return
         self._turn = None
         role = "system" if item.role == "developer" else item.role
+        self._messages.append({"role": role, "content": self._content(content, role, where)})
+
+    def _content(self, content: str | list[InputPart], role: str, where: str) -> str | list[dict[str, Any]]:
+        """Return a string where there is nothing but text."""
         if isinstance(content, str):
-            self.messages.append({"role": role, "content": content})
-        elif all(part.type in (*_TEXTS, "refusal") for part in content):
-            self.messages.append({"role": role, "content": _texts(content, where)})
-        else:
-            parts = [self._part(part, role, f"{where}[{at}]") for at, part in enumerate(content)]
-            self.messages.append({"role": role, "content": parts})
+            return content
+        if all(part.type != "input_image" for part in content):
+            return _texts(content, where)
+        return [self._part(part, role, f"{where}[{at}]") for at, part in enumerate(content)]
 
     def _part(self, part: InputPart, role: str, where: str) -> dict[str, Any]:
         if part.type != "input_image":
             return {"type": "text", "text": _text(part, where)}
-        if role != "user":
-            raise RequestError(f"{where}.type: input_image; pictures go into user messages")
+        if role not in ("user", "tool"):
+            raise RequestError(f"{where}.type: input_image; pictures go into user messages and calls' outputs")
         if part.file_id is not None:
             raise RequestError(f"{where}.file_id: {_NO_FILES}")
         self._pictures.add("image_url", {"url": part.image_url, "detail": part.detail}, where, part.type)
@@ -243,7 +248,7 @@ class Conversation:
     def _open_turn(self) -> Message:
         if self._turn is None:
             self._turn = {"role": "assistant", "content": ""}
-            self.messages.append(self._turn)
+            self._messages.append(self._turn)
         return self._turn
 
 

@@ -243,6 +243,21 @@ def test_pictures_keep_their_place():
     assert request.pictures[0].source.content == b"data:image/png;base64,aGk="
 
 
+def test_pictures_of_results_are_shown_behind_them():
+    content = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": [PNG, {"type": "text", "text": "a"}], "is_error": True},
+        {"type": "tool_result", "tool_use_id": "t2", "content": "b"},
+        {"type": "text", "text": "c"},
+    ]
+    request = checked(messages=[{"role": "user", "content": content}]).chat
+    assert [message["content"] for message in request.messages] == [
+        "Error: \nThe picture is in the user's message below.\na",
+        "b",
+        [{"type": "image"}, {"type": "text", "text": "c"}],
+    ]
+    assert [picture.where for picture in request.pictures] == ["messages[0].content[0].content[0].image"]
+
+
 HOSTED = {"type": "web_search_20250305", "name": "web_search", "max_uses": 1, "user_location": {"type": "approximate"}}
 
 
@@ -349,9 +364,9 @@ BAD = {
     ),
     "a picture that nobody sees": (blocks(PNG), "messages[1].content[0].type: image; this model reads text"),
     "a picture of the assistant": (blocks(PNG, role="assistant"), "messages[1].content[0].type: image; not in"),
-    "a picture as a result": (
+    "a picture as a result that nobody sees": (
         blocks({"type": "tool_result", "tool_use_id": "t", "content": [PNG]}),
-        "messages[1].content[0].content[0].type: image; templates know no pictures",
+        "messages[1].content[0].content[0].type: image; this model reads text",
     ),
     "a call by the user": (
         blocks({"type": "tool_use", "id": "t", "name": "f", "input": {}}),

@@ -226,6 +226,16 @@ async def test_pictures_of_the_input_are_the_chat_s():
     assert [picture.where for picture in conversation.pictures] == ["input[0].content[1].image_url"]
 
 
+async def test_a_picture_that_a_call_puts_out_is_shown_behind_it():
+    parts = [{"type": "input_text", "text": "?"}, {"type": "input_image", "image_url": "data:,x", "detail": "auto"}]
+    conversation = Conversation(RECIPE)
+    conversation.add(input_items([{"type": "function_call_output", "call_id": "1", "output": parts}]))
+    assert [message["content"] for message in conversation.messages] == [
+        "?\nThe picture is in the user's message below.",
+        [{"type": "image"}],
+    ]
+
+
 @pytest.mark.parametrize(
     ("choice", "names", "mode"),
     [
