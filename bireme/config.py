@@ -348,6 +348,10 @@ class ChatConfig(Settings, frozen=True, kw_only=True):
     """How the model's chat answers read."""
 
     reasoning_parser: str = ""  # a format of bireme/text/parsers; "": reasoning is not told apart
+    # of chat completions' fields that hold it; reasoning is vLLM's and OpenRouter's name for the same
+    reasoning_names: Annotated[tuple[Literal["reasoning_content", "reasoning"], ...], msgspec.Meta(min_length=1)] = (
+        "reasoning_content",
+    )
     tool_parser: str = ""  # a format of bireme/text/parsers; "": requests with tools are refused
     drop_hosted_tools: bool = False  # leave out what OpenAI or Anthropic would run (web search), else it is refused
     template_kwargs: dict[str, Any] = {}  # the chat template's variables, weaker than the request's

@@ -83,7 +83,8 @@ class Chat:
     async def _serve(
         self, service: ChatService, request: ChatRequest, send: Send, arrived_at: float
     ) -> list[SequenceRunner]:
-        heading, n = ResponseMeta.of(request.model, service_tier=request.service_tier), request.sampling.params.n
+        n, names = request.sampling.params.n, service.services.recipe.chat.reasoning_names
+        heading = ResponseMeta.of(request.model, service_tier=request.service_tier, reasoning_names=names)
         nvext = NvExtReply(request.extra_fields, arrived_at)
         if request.stream:
             template = ChunkTemplate(heading, n, request.include_usage)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,10 +32,17 @@ class ResponseMeta:
     model: str
     created: int  # unix time
     service_tier: str | None = None  # None: not shown
+    reasoning_names: Sequence[str] = ("reasoning_content",)
 
     @classmethod
-    def of(cls, model: str, prefix: str = "chatcmpl-", service_tier: str | None = None) -> ResponseMeta:
-        return cls(f"{prefix}{secrets.token_hex(16)}", model, int(time.time()), service_tier)
+    def of(
+        cls,
+        model: str,
+        prefix: str = "chatcmpl-",
+        service_tier: str | None = None,
+        reasoning_names: Sequence[str] = ("reasoning_content",),
+    ) -> ResponseMeta:
+        return cls(f"{prefix}{secrets.token_hex(16)}", model, int(time.time()), service_tier, reasoning_names)
 
 
 class ChatOutput(Protocol):
@@ -189,7 +197,9 @@ class WholeAnswer:
             "object": "chat.completion",
             "created": self._heading.created,
             "model": self._heading.model,
-            "choices": [_choice_json(index, choice) for index, choice in enumerate(self._choices)],
+            "choices": [
+                _choice_json(index, choice, self._heading.reasoning_names) for index, choice in enumerate(self._choices)
+            ],
             "usage": usage_json(self.usages, sum(choice.num_reasoning for choice in self._choices)),
         }
         if self._heading.service_tier is not None:
@@ -204,11 +214,11 @@ class WholeAnswer:
             choice.logprobs = (choice.logprobs or []) + logprobs
 
 
-def _choice_json(index: int, choice: _Collected) -> dict[str, Any]:
+def _choice_json(index: int, choice: _Collected, reasoning_names: Sequence[str]) -> dict[str, Any]:
     text = "".join(choice.texts)
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if choice.thoughts:
-        message["reasoning_content"] = "".join(choice.thoughts)
+        message |= dict.fromkeys(reasoning_names, "".join(choice.thoughts))
     if choice.calls:
         message["content"] = text.strip() or None
         message["tool_calls"] = [

@@ -30,7 +30,7 @@ from bireme.pipelines.extensions import (
     shown_tier,
 )
 from bireme.pipelines.json_body import check_plain, decode_body
-from bireme.pipelines.picture_parts import PICTURE_PARTS, PictureCollector
+from bireme.pipelines.picture_parts import PICTURE_PARTS, PictureCollector, show_result_pictures
 from bireme.pipelines.pictures import PictureSource
 from bireme.request import RoutingChoice, check_session
 from bireme.sampling import Sampling, parse_sampling
@@ -80,6 +80,13 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     index: int | None = None  # clients that join streamed calls send it back
 
 
+class ReasoningDetail(msgspec.Struct):
+    """One part; what is encrypted has no text."""
+
+    text: str | None = None
+    summary: str | None = None
+
+
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: str
     content: str | list[ContentPart] | None = None
@@ -87,6 +94,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under vLLM's and OpenRouter's name
+    reasoning_details: list[ReasoningDetail] | None = None  # OpenRouter's; it says the same in parts
     refusal: str | None = None
     annotations: list[Any] | None = None  # of a response that returns as history
     audio: None = None
@@ -410,7 +419,7 @@ def _messages(messages: list[ChatMessage], recipe: Recipe) -> tuple[list[Message
     if len(messages) > limits.max_messages:
         raise RequestError(f"messages: {len(messages)}; limits.max_messages is {limits.max_messages}, send fewer")
     shown = [_message(message, f"messages[{at}]", pictures) for at, message in enumerate(messages)]
-    return shown, pictures.sources
+    return (show_result_pictures(shown) if pictures.sources else shown), pictures.sources
 
 
 def _message(message: ChatMessage, where: str, pictures: PictureCollector) -> Message:
@@ -429,17 +438,28 @@ def _message(message: ChatMessage, where: str, pictures: PictureCollector) -> Me
         if role != "assistant":
             raise RequestError(f"{where}.tool_calls: only assistants call tools; remove it")
         shown["tool_calls"] = [_call(call) for call in message.tool_calls]
-    if message.reasoning_content is not None:
-        shown["reasoning_content"] = message.reasoning_content
+    if (thoughts := _thoughts(message, where)) is not None:
+        shown["reasoning_content"] = thoughts
     return shown
+
+
+def _thoughts(message: ChatMessage, where: str) -> str | None:
+    """Return an earlier answer's reasoning, under whichever of its names it comes back."""
+    first, second = message.reasoning_content, message.reasoning
+    if first and second and first != second:
+        raise RequestError(f"{where}.reasoning: not the same as reasoning_content; send one of them")
+    if first or second or message.reasoning_details is None:
+        return first or second or first
+    texts = [detail.text or detail.summary or "" for detail in message.reasoning_details]
+    return "".join(texts) or first
 
 
 def _content(message: ChatMessage, where: str, pictures: PictureCollector) -> str | list[dict[str, Any]]:
     """Return a string where there is nothing but text, else parts as chat templates expect them."""
     content = message.content
     if content is None:
-        if message.role == "assistant" and (message.tool_calls or message.refusal is not None):
-            return message.refusal or ""
+        if message.role == "assistant":
+            return message.refusal or ""  # nothing but calls, or thoughts that used up its tokens
         raise RequestError(f"{where}.content: missing; send a string or a list of text parts")
     if isinstance(content, str):
         return content
@@ -451,8 +471,8 @@ def _content(message: ChatMessage, where: str, pictures: PictureCollector) -> st
 def _shown_part(part: ContentPart, role: str, where: str, pictures: PictureCollector) -> dict[str, Any]:
     if part.type not in PICTURE_PARTS:
         return {"type": "text", "text": _part(part, where)}
-    if role != "user":
-        raise RequestError(f"{where}.type: {part.type}; pictures go into user messages")
+    if role not in ("user", "tool"):
+        raise RequestError(f"{where}.type: {part.type}; pictures go into user messages and tools' results")
     pictures.add(part.type, part.image_url if part.type == "image_url" else part.image_embeds, where)
     return {"type": "image"}
 

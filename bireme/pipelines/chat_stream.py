@@ -32,6 +32,7 @@ class ChunkTemplate:
     def __init__(
         self, heading: ResponseMeta, n: int, include_usage: bool = False, prefix: bytes = b"", suffix: bytes = b""
     ) -> None:
+        self.reasoning_names = heading.reasoning_names
         tier = heading.service_tier
         head = b'%b{"id":"%b","object":"chat.completion.chunk","created":%d,"model":%b,%b"choices":[' % (
             prefix,
@@ -104,7 +105,7 @@ class StreamedAnswer:
         self._sink.delta(index, delta)
 
     def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
-        self._delta(index, {"reasoning_content": text}, logprobs)
+        self._delta(index, dict.fromkeys(self._template.reasoning_names, text), logprobs)
 
     def call(self, index: int, number: int, name: str, logprobs: Logprobs | None) -> None:
         function = {"name": name, "arguments": ""}

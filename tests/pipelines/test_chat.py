@@ -138,6 +138,56 @@ def test_streamed_calls_come_in_pieces_that_join(size):
     assert sink.is_over and sink.chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+def test_reasoning_has_the_names_that_the_recipe_says():
+    names = ("reasoning_content", "reasoning")
+    whole = WholeAnswer(ResponseMeta.of("m", reasoning_names=names), 1)
+    sink = Sink(template := ChunkTemplate(ResponseMeta.of("m", reasoning_names=names), 1))
+    for answer in (whole, StreamedAnswer(template, sink, 1)):
+        choice = Choice(0, answer, parser())
+        for delta in deltas("<think>hm</think>yes", 100):
+            choice.add(delta)
+    shown = json.loads(whole.json())["choices"][0]["message"]
+    streamed = [chunk["choices"][0]["delta"] for chunk in sink.chunks]
+    assert all(shown[name] == "hm" and any(delta.get(name) == "hm" for delta in streamed) for name in names)
+
+
+DETAILS = [{"type": "reasoning.text", "text": "a "}, {"type": "reasoning.summary", "summary": "sum"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "thoughts"),
+    [
+        ({"reasoning": "a sum"}, "a sum"),
+        ({"reasoning": "a sum", "reasoning_content": "a sum", "reasoning_details": DETAILS}, "a sum"),
+        ({"reasoning": None, "reasoning_details": [*DETAILS, {"type": "reasoning.encrypted", "data": "x"}]}, "a sum"),
+        ({"content": None, "reasoning_content": "a sum"}, "a sum"),
+        ({"content": None, "tool_calls": []}, None),
+        ({"content": None}, None),
+    ],
+)
+def test_a_history_has_its_thoughts_under_each_of_their_names(fields, thoughts):
+    body = {"messages": [*MESSAGES, {"role": "assistant", "content": "42", **fields}]}
+    message = parse_chat(json.dumps(body), RECIPE).messages[1]
+    assert message.get("reasoning_content") == thoughts and message["content"] == ("" if "content" in fields else "42")
+
+
+def test_thoughts_under_two_names_have_to_be_the_same():
+    body = {"messages": [{"role": "assistant", "content": "", "reasoning": "a", "reasoning_content": "b"}]}
+    with pytest.raises(RequestError, match=r"messages\[0\].reasoning: not the same as reasoning_content"):
+        parse_chat(json.dumps(body), RECIPE)
+
+
+def test_pictures_of_results_are_shown_behind_them_all():
+    picture = {"type": "image_url", "image_url": {"url": "data:,x"}}
+    results = [{"role": "tool", "tool_call_id": "1", "content": content} for content in ([picture], "b")]
+    for last, shown in (
+        ({"role": "assistant", "content": "c"}, ["b", [{"type": "image"}], "c"]),
+        ({"role": "user", "content": "c"}, ["b", [{"type": "image"}, {"type": "text", "text": "c"}]]),
+    ):
+        request = parse_chat(json.dumps({"messages": [*results, last]}), RECIPE)
+        assert [message["content"] for message in request.messages][1:] == shown and len(request.pictures) == 1
+
+
 def test_without_parallel_calls_only_the_first_is_delivered():
     answer = WholeAnswer(ResponseMeta.of("m"), 1)
     choice = Choice(0, answer, parser(), is_parallel=False)

@@ -48,7 +48,7 @@ class ChatCompletions:
         await call.reply(200, answer)
 
     async def _whole(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
-        heading = ResponseMeta.of(model.name, service_tier=request.service_tier)
+        heading = _heading(model, request)
         nvext = NvExtReply(request.extra_fields, call.arrived_at)
         answer = WholeAnswer(heading, request.sampling.params.n, request.return_timing, nvext)
         work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt)
@@ -64,7 +64,7 @@ class ChatCompletions:
                 request.messages, request.tools, request.variables, request.cache_salt
             )
             annotations = annotation_events(request.annotations, call, *shown)
-        heading = ResponseMeta.of(model.name, service_tier=request.service_tier)
+        heading = _heading(model, request)
         template = ChunkTemplate(heading, n, request.include_usage, PREFIX, SUFFIX)
         stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
         nvext = NvExtReply(request.extra_fields, call.arrived_at)
@@ -73,3 +73,8 @@ class ChatCompletions:
         call.notes["outcome"] = await answer_events(call, work, stream, self._streams)
         if usages := answer.usages:
             note_usage(call, usages, usages[0].prompt_tokens)
+
+
+def _heading(model: ServedModel, request: ChatRequest) -> ResponseMeta:
+    names = model.recipe.chat.reasoning_names
+    return ResponseMeta.of(model.name, service_tier=request.service_tier, reasoning_names=names)
