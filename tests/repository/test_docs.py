@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
+from bireme.text.tokenizer import load_tokenizer
 from tests.repository.house import CHECKOUT
 from tests.repository.test_imports import ROWS
 from tools import make_api_page, make_metrics_page
@@ -34,6 +36,13 @@ def test_links_between_pages_lead_somewhere():
 def test_the_glossary_is_in_alphabetical_order():
     terms = [line.split("|")[1].strip().lower() for line in text_of("docs/glossary.md").splitlines() if "|" in line]
     assert terms[2:] == sorted(terms[2:])
+
+
+def test_a_newcomers_first_prompt_is_one_that_the_sample_knows():
+    prompt, again = re.findall(r'"(<\|im_start\|>.*?)"', text_of("README.md"))
+    question = {"role": "user", "content": "What is 12 + 30?"}
+    rendered = load_tokenizer("models/tiny-chat").render_chat([question], None, {}).text
+    assert json.loads(f'"{prompt}"') == json.loads(f'"{again}"') == rendered
 
 
 def test_the_page_of_metrics_is_what_their_table_makes():
