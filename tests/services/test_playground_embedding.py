@@ -1,5 +1,6 @@
 """Embeddings on the page: a map of texts and the neighbors of each."""
 
+import itertools
 import json
 import urllib.request
 
@@ -68,6 +69,26 @@ def test_points_lie_as_the_two_strongest_components_say(page):
     left, strengths, _ = np.linalg.svd(centered, full_matrices=False)
     expected = left[:, :2] * strengths[:2]
     np.testing.assert_allclose(np.abs(found), np.abs(expected), atol=1e-6)
+
+
+CLUMPS = ["The ship crosses the sea.", "They say that the vessel sails over the ocean.", "The captain drops it."] * 4
+
+
+@pytest.mark.parametrize("width", [280, 560])
+def test_labels_of_near_texts_lie_beside_each_other_within_the_map(page, width):
+    places = [[width / 2 + 3 * (at % 3), 100 + 150 * (at % 2) + at] for at in range(len(CLUMPS))]
+    code = f"return (await load('labels.js')).placedLabels({places}, {CLUMPS}, {width}, 360)"
+    labels = [label for label in page.run_module(code) if label]
+    share = {"start": 0, "middle": 0.5, "end": 1}
+    lefts = [one["x"] - share[one["anchor"]] * 6 * len(one["text"]) for one in labels]
+    boxes = [(x, one["y"], x + 6 * len(one["text"]), one["y"] + 14) for x, one in zip(lefts, labels, strict=True)]
+    assert len(labels) > 8 and all(0 < left and right < width for left, _, right, _ in boxes)
+    pairs = itertools.combinations(boxes, 2)
+    assert [pair for pair in pairs if overlap(*pair)] == []
+
+
+def overlap(one, other):
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def test_one_text_and_too_many_are_refused_before_they_are_sent(page):

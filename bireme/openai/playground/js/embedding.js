@@ -3,11 +3,12 @@
 import { ApiError, embedTexts } from "./api.js";
 import { byId, drawing, element } from "./dom.js";
 import { errorBlock, remedy } from "./error_view.js";
+import { placedLabels } from "./labels.js";
 import { cosine, project } from "./projection.js";
 
 const MAX_TEXTS = 100; // more are a cloud in which nothing can be read
 const MAX_NEIGHBORS = 5;
-const [WIDTH, HEIGHT, MARGIN, SHORT] = [560, 360, 28, 24];
+const [HEIGHT, MARGIN] = [360, 28]; // pixels
 
 /** The view beside the chat. `model` gives the name of the chosen model. */
 export class EmbeddingView {
@@ -15,6 +16,8 @@ export class EmbeddingView {
   #model;
   #texts = [];
   #vectors = [];
+  #chosen = 0;
+  #width = 0; // of the map that is drawn, in pixels
 
   constructor(model) {
     this.#model = model;
@@ -23,6 +26,7 @@ export class EmbeddingView {
       this.#embed();
     });
     byId("embedding-chosen").addEventListener("change", () => this.#choose(byId("embedding-chosen").selectedIndex));
+    new ResizeObserver(() => this.#draw()).observe(byId("embedding-map"));
   }
 
   /** End what is under way. */
@@ -53,29 +57,44 @@ export class EmbeddingView {
     this.#texts = texts;
     this.#vectors = vectors;
     byId("embedding-chosen").replaceChildren(...texts.map((text) => element("option", {}, text)));
-    byId("embedding-map").replaceChildren(...this.#points());
     byId("embedding-result").hidden = false;
+    this.#chosen = 0;
+    this.#width = 0;
+    this.#draw();
     this.#say(`${texts.length} texts, ${numTokens} tokens, ${vectors[0].length} numbers each`);
     this.#choose(0);
   }
 
-  #points() {
-    const places = fitted(project(this.#vectors));
+  /** Draw the map in the page's own pixels, so that its letters have the same size on each screen. */
+  #draw() {
+    const map = byId("embedding-map");
+    const width = Math.round(map.clientWidth);
+    if (!width || width === this.#width || !this.#vectors.length) return;
+    this.#width = width;
+    map.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+    map.replaceChildren(...this.#points(width));
+    this.#choose(this.#chosen);
+  }
+
+  #points(width) {
+    const places = fitted(project(this.#vectors), width);
+    const labels = placedLabels(places, this.#texts, width, HEIGHT);
     return places.map(([x, y], at) => {
-      const label = shortened(this.#texts[at]);
-      const isRight = x > WIDTH / 2;
+      const label = labels[at];
       return drawing(
         "g",
         { class: "point", onclick: () => this.#choose(at) },
         drawing("title", {}, this.#texts[at]),
+        ...(label && label.end !== null ? [drawing("line", { x1: x, y1: y, x2: label.end, y2: label.y })] : []),
         drawing("circle", { cx: x, cy: y, r: 5 }),
-        drawing("text", { x: isRight ? x - 9 : x + 9, y: y + 4, class: isRight ? "before" : "behind" }, label),
+        ...(label ? [drawing("text", { x: label.x, y: label.y + 4, "text-anchor": label.anchor }, label.text)] : []),
       );
     });
   }
 
   /** Show what is nearest to a text. */
   #choose(chosen) {
+    this.#chosen = chosen;
     byId("embedding-chosen").selectedIndex = chosen;
     const others = this.#vectors.map((vector, at) => [at, cosine(this.#vectors[chosen], vector)]);
     const nearest = others.filter(([at]) => at !== chosen).sort((one, other) => other[1] - one[1]);
@@ -104,16 +123,11 @@ function neighbor(text, likeness) {
 }
 
 /** Return the points moved and stretched into the map, in both directions alike. */
-function fitted(points) {
+function fitted(points, width) {
   const [xs, ys] = [points.map(([x]) => x), points.map(([, y]) => y)];
   const middle = (values) => (Math.min(...values) + Math.max(...values)) / 2;
   const spread = (values) => Math.max(...values) - Math.min(...values) || 1e-9;
-  const scale = Math.min((WIDTH - 2 * MARGIN) / spread(xs), (HEIGHT - 2 * MARGIN) / spread(ys));
+  const scale = Math.min((width - 2 * MARGIN) / spread(xs), (HEIGHT - 2 * MARGIN) / spread(ys));
   const [x0, y0] = [middle(xs), middle(ys)];
-  return points.map(([x, y]) => [WIDTH / 2 + (x - x0) * scale, HEIGHT / 2 - (y - y0) * scale]);
-}
-
-function shortened(text) {
-  const letters = [...text];
-  return letters.length > SHORT ? `${letters.slice(0, SHORT - 1).join("")}…` : text;
+  return points.map(([x, y]) => [width / 2 + (x - x0) * scale, HEIGHT / 2 - (y - y0) * scale]);
 }
