@@ -9,6 +9,8 @@ import { buildRequest } from "./request.js";
 import { asResponse } from "./responses.js";
 import { Thread } from "./thread.js";
 
+const EXAMPLE = "Hello!";
+
 /**
  * `parts` are models, settings, composer (made later: a function), key dialog; `onUsage(usage)` after each answer,
  * `onKept(id, previous, title)` after one that the server keeps.
@@ -112,6 +114,7 @@ export class Chat {
     const all = { previous: null, messages: this.#conversation.messages() };
     const { previous, messages } = settings.keep ? this.#conversation.sinceKept() : all;
     if (text || pictures.length) messages.push({ role: "user", content: contentOf(text, pictures) });
+    else if (!messages.length) messages.push({ role: "user", content: EXAMPLE }); // of code that can be run
     const request = buildRequest(this.#models.name, messages, settings);
     return settings.keep ? asResponse(request, previous) : request;
   }
