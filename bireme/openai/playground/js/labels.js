@@ -1,14 +1,15 @@
 // Places for the labels of points, beside them and clear of each other. Pure.
 
 const [LINE, GAP, RADIUS] = [15, 9, 6];
-const [LETTER, WIDE_LETTER, FIRST_WIDE] = [6.4, 12.5, 0x2e80]; // pixels; from there on letters are as wide as high
-const LENGTHS = [44, 26, 14]; // letters; a shorter label where the longer has no room
+const [LETTER, WIDE_LETTER] = [6.4, 12.5]; // pixels
+const FIRST_WIDE = 0x2e80; // from there on letters are as wide as high
+const LENGTHS = [44, 26, 14]; // letters: a shorter label where the longer has no room
 const SHARES = { start: 0, middle: 0.5, end: 1 }; // of a label's width that lie before its anchor
 const RINGS = 5; // how many lines away from its point a label may be
 
 /**
- * Return {x, y, anchor, text, end} of each label, or null: there is no room for it. `anchor` says which of its parts is
- * at `x`; `end` is where a line from its point meets a label that lies further away, else null.
+ * Return {x, y, anchor, text, end} of each label, or null: there is no room for it. `anchor` says what of it is at `x`;
+ * `end` is where a line from its point meets a label that lies further away, else null.
  */
 export function placedLabels(points, texts, width, height) {
   const taken = points.map(([x, y]) => [x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS]);
@@ -29,7 +30,7 @@ export function placedLabels(points, texts, width, height) {
   });
 }
 
-/** Yield [x, y, anchor, isMoved], the nearest places first: behind the point, before it, above, below, and further away. */
+/** Yield [x, y, anchor, isMoved], the nearest places first: beside the point, then in the lines above and below. */
 function* candidates([x, y]) {
   for (let ring = 0; ring <= RINGS; ring += 1) {
     for (const side of ring ? [-1, 1] : [0]) {
