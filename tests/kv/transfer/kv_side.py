@@ -25,6 +25,7 @@ import pytest
 from bireme.config import CHECKOUT, CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
 from bireme.discovery import run
+from bireme.kv.curve import needs_curve
 from bireme.kv.transfer.backend import Backend
 from bireme.kv.transfer.base import Find, GroupLayout, KvLayout
 from bireme.kv.transfer.leased import LeasedTransfer
@@ -159,13 +160,13 @@ def memory_of(pool: Any) -> Any:
     return getattr(pool, "store", pool)
 
 
-def backend_of(name: str, run_dir: Path, worker: str, life: int) -> Backend:
+def backend_of(name: str, run_dir: Path, worker: str, life: int, host: str = "") -> Backend:
     """`cuda` is cuda_ipc with a GPU's memory in place of the stand-in's, `vram` is nixl with one.
 
     `shm` is without a pool that others map, and so through files; `mapped` is shm with one.
     """
     if name in ("nixl", "vram"):
-        return NixlBackend(worker, between_hosts=False)
+        return NixlBackend(worker, between_hosts=bool(host) and needs_curve(f"tcp://{host}:0"))
     shm = ShmBackend(run_dir, worker, life)
     return MappedBackend(MemoryKind.VRAM if name in ("cuda_ipc", "cuda") else MemoryKind.DRAM, shm)
 
@@ -202,7 +203,7 @@ class Side:
         elif backend in ("cuda", "vram"):
             self.pool = CudaPool()
         self.transfer = LeasedTransfer(
-            backend_of(backend, run_dir, worker, life),
+            backend_of(backend, run_dir, worker, life, host),
             run_dir=run_dir, worker=worker, life=life, config=config, metrics=self.metrics, chunk_bytes=chunk_bytes,
             find=find, host=host, deployment_key=DEPLOYMENT_KEY,
         )  # fmt: skip
