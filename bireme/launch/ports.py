@@ -99,7 +99,12 @@ def is_loopback(host: str) -> bool:
 
 
 def is_every_address(host: str) -> bool:
-    return host in ("", "0.0.0.0", "::")
+    """Also in its other spellings, such as 0."""
+    try:
+        found = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except OSError:  # a name
+        return False
+    return ipaddress.ip_address(str(found[0][4][0]).partition("%")[0]).is_unspecified
 
 
 def host_in(host: str) -> str:

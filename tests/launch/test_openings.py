@@ -62,8 +62,9 @@ def test_keys_beside_open_metrics_or_an_open_openai_port_are_fine(settings):
 
 
 def test_servers_that_share_discovery_name_their_network(settings):
-    with pytest.raises(ConfigError, match="--grpc-host 10.1.0.0/16"):
-        settings(*ETCD, "--grpc-host", OPEN)
+    for host in (OPEN, "0", "::0"):
+        with pytest.raises(ConfigError, match="--grpc-host 10.1.0.0/16"):
+            settings(*ETCD, "--grpc-host", host)
     named = settings(*ETCD, "--grpc-host", "127.0.0.0/8", "--advertise", "node7")  # the network that this test has
     assert (named.hosts.grpc, named.advertise) == ("127.0.0.1", "node7:8001")
 
