@@ -60,7 +60,10 @@ class HostWatch:
         while True:
             await asyncio.sleep(PAUSE_S)
             if self._state is not HostState.ANSWERS or self._is_awaited():
-                await self._look()
+                try:
+                    await self._look()
+                except Exception:  # of one look: the next one must still be able to tell that the host is back
+                    logger.exception("host_not_looked_at server=%s", self._address)
 
     async def _look(self) -> None:
         began = time.monotonic()

@@ -125,6 +125,21 @@ async def test_a_host_that_answers_nothing_is_silent_then_lost_and_may_come_back
     await bus.until(lambda: one.states == [SILENT, LOST, ANSWERS])
 
 
+async def test_a_host_is_found_again_though_somebody_could_not_take_the_news(bus, way):
+    states = []
+
+    def tell(state):
+        states.append(state)
+        raise RuntimeError(state)
+
+    one = HostWatch(way.address, lambda: True, tell)
+    way.cut()
+    await bus.until(lambda: SILENT in states)
+    way.mend()
+    await bus.until(lambda: states[-1] is ANSWERS)
+    one._task.cancel()
+
+
 async def test_who_listens_and_is_too_busy_to_accept_answers_and_so_does_who_refuses(watch):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         watches = [watch(f"127.0.0.1:{port}") for port in (busy.getsockname()[1], free_port())]
