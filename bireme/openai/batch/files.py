@@ -75,6 +75,8 @@ class FilesApi:
         except OSError as error:
             raise UnavailableError(f"the file can't be written ({error.strerror}); try again") from error
         finally:
+            with contextlib.suppress(OSError):  # first, and without the store: that may wait for just this room
+                part.unlink(missing_ok=True)
             with contextlib.suppress(UnavailableError):  # the disk is full or locked: its row goes with its age
                 await self._store.do(lambda own: own.files.give_up(part))
         await call.reply(200, encode_json(file.shown()))

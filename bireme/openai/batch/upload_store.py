@@ -110,9 +110,7 @@ class UploadStore:
                         )  # fmt: skip
 
     def give_up(self, part: Path) -> None:
-        """Forget an upload, and what is left of it. Harmless after `add`."""
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+        """Forget an upload. Harmless after `add`."""
         self.database.write("DELETE FROM parts WHERE name = ?", part.name)
 
     def add(

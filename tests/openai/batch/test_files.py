@@ -1,5 +1,6 @@
 """/v1/files over fake workers: uploads to disk, lists, contents, and what is refused."""
 
+import asyncio
 import errno
 import os
 import time
@@ -213,6 +214,18 @@ async def test_an_upload_has_its_room_before_its_bytes_are_here(frontend, tmp_pa
     await first.end()
     assert (await upload(bench, b"x" * 150_000)).status == 200
     await bench.app._files.stop()
+
+
+async def test_an_upload_that_fails_while_the_store_is_down_leaves_no_bytes_behind(bench, tmp_path):
+    body = form(b"x" * 5000)
+    headers = {**FORM, "content-length": str(len(body))}
+    reply = bench.call("POST", FILES, (body[:4000],), headers, is_body_coming=False)
+    while not list(tmp_path.glob("content/*.part")):
+        await asyncio.sleep(0.001)
+    bench.app._files.store.problem = "the disk is full"
+    reply.leave()
+    await reply.end()
+    assert contents(tmp_path) == []
 
 
 async def test_uploads_side_by_side_stay_within_the_bytes_of_a_key(small, tmp_path):
