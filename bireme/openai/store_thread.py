@@ -104,6 +104,8 @@ class StoreThread(Generic[_S]):
             except UnavailableError as error:
                 self.problem = str(error)
                 drop_frames(error)
+            except Exception:  # such as no thread left: whatever it is, it must not be the last try
+                logger.exception("store_not_tried name=%s", self.name)
         logger.info("store_up name=%s after_s=%.1f", self.name, time.monotonic() - began_at)
         self._recovery = None
 

@@ -156,6 +156,19 @@ async def test_a_folder_that_can_t_be_made_is_told(start, tmp_path):
     await until(bench, "ready")
 
 
+async def test_a_store_is_tried_again_after_a_try_that_failed_otherwise(start, tmp_path, monkeypatch):
+    (tmp_path / "kept").write_text("")
+    bench = await start(tmp_path / "kept")
+    await until(bench, "degraded", "files", "responses")
+    with monkeypatch.context() as patched:
+        tries = []
+        patched.setattr(store_thread.StoreThread, "_check", lambda store: tries.append(store.name) or 1 / 0)
+        while set(tries) != {"files", "responses"}:
+            await asyncio.sleep(0.01)
+    (tmp_path / "kept").unlink()
+    await until(bench, "ready")
+
+
 async def test_a_folder_that_was_removed_is_made_again(start, tmp_path):
     bench = await start(tmp_path / "kept")
     await check_keeping(bench)
