@@ -407,7 +407,7 @@ class FrontendConfig(Settings, frozen=True, kw_only=True):
     playground: bool = True  # the page at /
     # Without keys, beside localhost, 127.0.0.1 and --host: names by which clients reach the port; .example.com: and all
     # below. A request with another name as Host comes from a web page that means harm, or through a proxy
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[Annotated[str, msgspec.Meta(pattern=r"^\.?[\w-]+(\.[\w-]+)*$|^[\da-fA-F:]+$")], ...] = ()
     api_keys: str = ""  # file with keys and their limits (relative to the recipe); "": no key is asked for
     responses: StoredResponsesConfig = StoredResponsesConfig()
     files: FilesConfig = FilesConfig()

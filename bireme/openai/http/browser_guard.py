@@ -17,6 +17,8 @@ from bireme.openai.http.error_replies import HttpError
 
 _MAX_KNOWN = 256
 _PORT = re.compile(r":\d*$")
+_FOREIGN = "requests of another site's pages are refused"
+_REMEDY = "name the host in frontend.allowed_hosts, or ask for keys (frontend.api_keys)"
 _OWN_SITES = (b"", b"same-origin", b"none")
 
 
@@ -36,15 +38,15 @@ class BrowserGuard:
             self._check_host(host)
         site, origin = call.header(b"sec-fetch-site"), call.header(b"origin")
         if site not in _OWN_SITES and not _is_navigation(call):
-            raise _refusal("sec-fetch-site", site, "requests of another site's pages are refused")
+            raise _refusal("sec-fetch-site", site, f"{_FOREIGN}; open this server's own page")
         if origin and origin.partition(b"://")[2].lower() != host.lower() and not self._is_allowed(_name_of(origin)):
-            raise _refusal("origin", origin, "requests of another site's pages are refused")
+            raise _refusal("origin", origin, f"{_FOREIGN}: {_REMEDY}")
 
     def _check_host(self, host: bytes) -> None:
         name = _name_of(host)
         is_own = _is_loopback(name) or name == self._bound_to or self._is_allowed(name)
         if not (is_own or (_is_address(name) and not self._is_local)):
-            raise _refusal("host", host, "it is none of this server's names")
+            raise _refusal("host", host, f"it is none of this server's names: {_REMEDY}")
         if len(self._known) < _MAX_KNOWN:
             self._known.add(host)
 
@@ -78,5 +80,4 @@ def _is_navigation(call: Call) -> bool:
 
 def _refusal(name: str, value: bytes, reason: str) -> HttpError:
     shown = value[:80].decode("latin-1")
-    remedy = "name the host in frontend.allowed_hosts, or ask for keys (frontend.api_keys)"
-    return HttpError(403, f"{name}: {shown}; {reason}: {remedy}", code=f"foreign_{name.replace('-', '_')}")
+    return HttpError(403, f"{name}: {shown}; {reason}", code=f"foreign_{name.replace('-', '_')}")

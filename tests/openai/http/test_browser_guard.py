@@ -1,7 +1,9 @@
 """What web pages may not do without keys: use the server under a name of their own, or from another site."""
 
+import msgspec
 import pytest
 
+from bireme.config import FrontendConfig
 from bireme.openai.http.browser_guard import BrowserGuard
 from bireme.openai.http.call import Call
 from bireme.openai.http.error_replies import HttpError
@@ -22,7 +24,9 @@ FOREIGN = [
 async def status(bench, headers, method="GET", path=FILES):
     reply = await bench.call(method, path, headers=headers).end()
     if reply.status == 403:
-        assert "frontend.allowed_hosts" in reply.json()["error"]["message"]
+        error = reply.json()["error"]
+        remedy = "this server's own page" if error["code"] == "foreign_sec_fetch_site" else "frontend.allowed_hosts"
+        assert remedy in error["message"]
     return reply.status
 
 
@@ -46,6 +50,12 @@ async def test_names_of_the_recipe_are_served(frontend):
         "b.chat.example": 403,
     }.items():
         assert await status(bench, {"host": host}) == expected
+
+
+@pytest.mark.parametrize("host", ["*", "", ".", "*.example", "chat.example:9000", "http://chat.example"])
+def test_what_is_no_name_is_refused_as_one(host):
+    with pytest.raises(msgspec.ValidationError, match="allowed_hosts"):
+        msgspec.convert({"allowed_hosts": [host]}, FrontendConfig)
 
 
 @pytest.mark.parametrize(
