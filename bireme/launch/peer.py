@@ -40,7 +40,14 @@ def check_ours(link: socket.socket, timeout_s: float) -> None:
 def _owner(rows: list[str]) -> int | None:
     """Return the user whose socket the far end is; None: it is not accepted yet."""
     for table in _TABLES:
-        text = table.read_text() if table.exists() else ""  # a kernel without IPv6
+        try:
+            text = table.read_text()
+        except FileNotFoundError:
+            if table is _TABLES[0]:
+                raise NotOursError(
+                    f"nobody can tell whose process listens: {table} is missing, mount /proc whole"
+                ) from None
+            continue  # a kernel without IPv6
         for row in rows:
             if (at := text.find(row)) >= 0:
                 _, _, _, _, _, _, user, _, inode, *_ = text[at:].split(maxsplit=9)

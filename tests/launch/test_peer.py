@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from bireme.launch import canary
+from bireme.launch import canary, peer
 from bireme.launch.canary import CanaryPrompt
 from bireme.launch.peer import NotOursError, check_ours
 
@@ -68,6 +68,14 @@ def test_who_accepts_late_is_waited_for(link):
     timer.start()
     check_ours(client, 30)
     timer.join()
+
+
+def test_without_the_kernel_s_table_nobody_is_ours(link, monkeypatch, tmp_path):
+    monkeypatch.setattr(peer, "_TABLES", (tmp_path / "tcp", tmp_path / "tcp6"))
+    client, accept = link(*HOSTS[0])
+    accept()
+    with pytest.raises(NotOursError, match="mount /proc whole"):
+        check_ours(client, 0.1)
 
 
 @pytest.fixture
