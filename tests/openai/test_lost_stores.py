@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 
+from bireme.openai import store_thread
 from tests.openai.batch.forms import ask, upload
 from tests.openai.lost_disks import another_program, fill, report, until
 
