@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from bireme.errors import ConfigError
@@ -38,6 +39,13 @@ REASONING: dict[str, ReasoningFormat] = {
 }
 _DEEPSEEK_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _DEEPSEEK_END = "<｜tool▁call▁end｜>"
+_DEEPSEEK_V32 = TaggedFormat(
+    ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"),
+    ('<｜DSML｜parameter name="', ">", "</｜DSML｜parameter>"),
+    "deepseek_xml",
+    other_section=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+)
 TOOLS: dict[str, ToolFormat] = {
     "hermes": EnvelopeFormat(("<tool_call>",), "</tool_call>", layout="\n", needs_special_tokens=True),
     "llama3_json": EnvelopeFormat(
@@ -76,12 +84,8 @@ TOOLS: dict[str, ToolFormat] = {
         ('<parameter name="', ">", "</parameter>"),
         "minimax_xml",
     ),
-    "deepseek_v3.2": TaggedFormat(
-        ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-        ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"),
-        ('<｜DSML｜parameter name="', ">", "</｜DSML｜parameter>"),
-        "deepseek_xml",
-    ),
+    "deepseek_v3.2": _DEEPSEEK_V32,
+    "deepseek_v4": replace(_DEEPSEEK_V32, section=_DEEPSEEK_V32.other_section, other_section=_DEEPSEEK_V32.section),
     "glm45": TaggedFormat(
         ("<tool_call>", "</tool_call>"),
         ("", "", ""),

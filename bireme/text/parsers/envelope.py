@@ -67,6 +67,7 @@ class EnvelopeParser(StatefulParser):
         super().__init__(request)
         self._form = form
         self.begins = form.begins
+        self.ends = (form.end,) if form.end else ()
         self._is_listed = False  # inside [ ... ]
         self._has_marker = False
         self._outline, self._num_outlined = JsonStream(), 0
@@ -221,9 +222,9 @@ class EnvelopeParser(StatefulParser):
 
     def _end(self, is_cut: bool) -> None:
         if self._state in (self._tail, self._after_call):
-            left = self._held.strip()
+            self._held = "" if self._held.strip() in (",", ";") else self._held
             self._finish_call()
-            self._say("" if left in (",", ";") else left)
+            super()._end(is_cut)
         elif self._state == self._answer_start:
             self._say(self._held)
         else:

@@ -17,7 +17,7 @@ from bireme.text.parsers.envelope import MAX_HEAD
 from bireme.text.parsers.guides import call_tags, separated, structural_tag
 from bireme.text.parsers.json_stream import JsonStream
 from bireme.text.parsers.json_text import json_text
-from bireme.text.parsers.scan import may_become, skip_blanks, split
+from bireme.text.parsers.scan import may_become, split
 from bireme.text.parsers.stateful import StatefulParser
 
 MAX_KEY = 256  # characters
@@ -45,6 +45,7 @@ class GemmaParser(StatefulParser):
         super().__init__(request)
         self._form = form
         self.begins = (form.begin,)
+        self.ends = (form.end,)
 
     def _begin(self, marker: str, rest: str) -> str:
         self._raw = [marker]
@@ -66,19 +67,8 @@ class GemmaParser(StatefulParser):
         return text[len(before) :]
 
     def _after_arguments(self, text: str) -> str:
-        start, end = skip_blanks(text), self._form.end
-        if start is not None and (not start or may_become(start, end)):
-            self._held = text
-            return ""
         self._finish_call()
-        return start[len(end) :] if start is not None and start.startswith(end) else text
-
-    def _end(self, is_cut: bool) -> None:
-        if self._state == self._after_arguments:
-            self._finish_call()
-            self._say(self._held.strip())
-        else:
-            super()._end(is_cut)
+        return text
 
 
 class GemmaStream(JsonStream):

@@ -98,11 +98,12 @@ class HarmonyParser(StatefulParser):
 
     def _no_header(self, text: str) -> None:
         """It only looked like a header: it belongs to the message before it, if that is still open."""
-        if not self._channel:
-            return self._give_up(text)
-        self._pass_on("".join(self._raw) + text)
-        self._raw.clear()
-        self._state = self._body
+        if self._channel:
+            self._pass_on("".join(self._raw) + text)
+            self._raw.clear()
+            self._state = self._body
+        else:
+            self._give_up(text)
 
     def _open_message(self, header: str) -> None:
         channel = header.partition(_CHANNEL)[2].strip()

@@ -54,6 +54,7 @@ class NamedParser(StatefulParser):
         super().__init__(request)
         self._form = form
         self.begins = (form.section[0], form.call[0])
+        self.ends = (form.call[1], form.section[1])
 
     def _begin(self, marker: str, rest: str) -> str:
         self._raw = [marker]
@@ -111,9 +112,7 @@ class NamedParser(StatefulParser):
     def _end(self, is_cut: bool) -> None:
         if self._state == self._after_arguments:
             self._finish_call()
-            self._say(self._held.strip())
-        else:
-            super()._end(is_cut)
+        super()._end(is_cut)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, ParserRequest
 from bireme.text.parsers.json_stream import JsonStream
 from bireme.text.parsers.scan import hold_blanks, may_become, skip_blanks, split, trim_end
+from bireme.text.parsers.tag_ends import PENDING, begins_with, goes_on, tag_length
 
 State = Callable[[str], str]  # takes text; returns what the next state has to take, having set `_state`
 
@@ -15,7 +17,8 @@ class StatefulParser:
     """A state takes what it can; undecided text goes into `_held`, which stays short."""
 
     is_reasoning = False
-    begins: Sequence[str] = ()  # markers that end content
+    begins: tuple[str, ...] = ()  # markers that end content
+    ends: tuple[str, ...] = ()  # markers that are layout behind a call, damaged ones too
 
     def __init__(self, request: ParserRequest) -> None:
         self._names = frozenset(str(function.get("name", "")) for function in request.functions)
@@ -42,6 +45,10 @@ class StatefulParser:
         return self._take()
 
     def _content(self, text: str) -> str:
+        if self._is_after_call and self.ends:
+            text = self._skip_ends(text, is_last=False)
+            if not text:
+                return ""
         before, marker, rest = split(text, self.begins)
         if marker:
             certain = trim_end(before)
@@ -55,6 +62,25 @@ class StatefulParser:
             blanks = ""
         self._held = blanks + rest
         return ""
+
+    def _skip_ends(self, text: str, is_last: bool) -> str:
+        """Drop what is layout behind a call; what may yet be is held."""
+        while text := text.lstrip():
+            answer = begins_with(text, self.begins, is_last)
+            for end in self.ends if answer == 0 else ():
+                answer = tag_length(text, end, is_last, partial(self._can_follow, is_last), lambda rest: 1)
+                if answer:
+                    break
+            if answer == PENDING:
+                self._held = text
+                return ""
+            if answer == 0 or text.startswith(self.begins):
+                return text
+            text = text[answer:]
+        return ""
+
+    def _can_follow(self, is_last: bool, text: str) -> int:
+        return goes_on(text, (*self.begins, *self.ends), is_last)
 
     def _begin(self, marker: str, rest: str) -> str:
         """Enter the state behind a marker."""
@@ -76,6 +102,8 @@ class StatefulParser:
     def _end(self, is_cut: bool) -> None:
         """Emit what is held back, in the current state."""
         if self._state == self._content:
+            if self._is_after_call and self.ends:
+                self._held = self._skip_ends(self._held, is_last=True)
             self._say("" if self._is_after_call and self._held.isspace() else self._held)
         elif self._state == self._stream_arguments:
             self._break_off("", is_cut)

@@ -18,6 +18,7 @@ others come when they are whole.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,13 +29,16 @@ from bireme.text.parsers.json_text import json_text
 from bireme.text.parsers.scan import may_become, skip_blanks, split
 from bireme.text.parsers.schema_types import NOT_TEXT, TEXT, FunctionTypes
 from bireme.text.parsers.stateful import StatefulParser
+from bireme.text.parsers.tag_ends import PENDING, ValueEnds, begins_with, goes_on, tag_length
+
+_KEY = re.compile(r"[\w.$-]+")  # of a parameter that the schema does not name
 
 
 @dataclass(frozen=True)
 class TaggedFormat:
     """An entry of the table. A tag's name that begins with a quote ends with one, and attributes may follow it."""
 
-    section: tuple[str, str]  # around a call, or all of them
+    section: tuple[str, str]  # around a call, or all of them, as the model is taught
     function: tuple[
         str, str, str
     ]  # before and after a name, after its parameters; "": the section's markers stand there
@@ -43,6 +47,7 @@ class TaggedFormat:
     value: str = ""  # before a value
     is_padded: bool = False  # a value has a line break on each side
     is_shared: bool = True  # a section holds all calls
+    other_section: tuple[str, str] = ("", "")  # that is read too
     needs_special_tokens: bool = True
 
     def parser(self, request: ParserRequest) -> Parser:
@@ -67,9 +72,16 @@ class TaggedParser(StatefulParser):
     def __init__(self, form: TaggedFormat, request: ParserRequest) -> None:
         super().__init__(request)
         self._form = form
-        self.begins = tuple(filter(None, (form.section[0], form.function[0])))  # the outer one is sometimes left out
-        self._function_end = form.function[2] or form.section[1]
+        outer = tuple(filter(None, (form.section[0], form.other_section[0])))
+        self.begins = outer + tuple(filter(None, (form.function[0],)))  # the outer one is sometimes left out
+        self._section_ends = tuple(filter(None, (form.section[1], form.other_section[1])))
+        self.ends = tuple(filter(None, (form.function[2],))) + self._section_ends
+        self._over = (*self.ends, *self.begins)  # may stand behind the last value
+        self._value_ends = ValueEnds(form.parameter[2], (form.parameter[0], *self._over), 2 if form.is_padded else 1)
+        self._name = ""
+        self._is_started = False  # a parameter or an end has come: it is a call
         self._types = FunctionTypes({})
+        self._openings: dict[str, str] = {}  # of the function's parameters that have not come yet, by key
         self._key = ""
         self._type = TEXT  # of the value at hand
         self._keys: set[str] = set()
@@ -95,27 +107,51 @@ class TaggedParser(StatefulParser):
         if not end or name.strip() not in self._names:
             self._give_up("")
             return text
-        self._start_call(name.strip())
-        self._types = FunctionTypes(parameters_of(self._functions[name.strip()]))
+        self._name, self._is_started = name.strip(), False
+        self._types = FunctionTypes(parameters_of(self._functions[self._name]))
+        begin, name_end, _ = form.parameter
+        key_end = '"' if begin.endswith('"') else name_end
+        self._openings = {key: begin + key + key_end for key in self._types.keys()}
         self._keys = set()
         self._state = self._parameter
-        return text[len(name) + (len(end) if form.function[0] else 0) :]
+        taken = len(name) + (len(end) if form.function[0] else 0)
+        self._raw.append(text[:taken])
+        return text[taken:]
 
     def _parameter(self, text: str) -> str:
-        start = skip_blanks(text)
-        marks = (self._form.parameter[0], self._function_end)
-        if start is not None and (not start or any(may_become(start, mark) for mark in marks)):
+        """Between values: take the next parameter's beginning, or the end of the call."""
+        start, begin = skip_blanks(text), self._form.parameter[0]
+        if start is None:
+            return self._no_parameter(text)
+        if start.startswith(begin):
+            self._raw.append(text[: len(text) - len(start)] + begin)
+            self._state = self._parameter_name
+            return start[len(begin) :]
+        answer = begins_with(start, (begin, *self.begins), is_last=False)
+        for end in self.ends if answer == 0 else ():
+            answer = answer or tag_length(start, end, False, lambda rest: goes_on(rest, self._over, is_last=False))
+        if answer == PENDING:
             self._held = text
             return ""
-        if start is not None and start.startswith(marks[0]):
-            self._state = self._parameter_name
-            return start[len(marks[0]) :]
+        if answer == 0 or start.startswith(self.begins):
+            return self._no_parameter(text)
+        self._start()
         self._close_arguments()
-        if start is not None and start.startswith(marks[1]):
-            self._state = self._call_end
-            return start[len(marks[1]) :]
+        self._finish_call()
+        return start[answer:]
+
+    def _no_parameter(self, text: str) -> str:
+        if not self._is_started:
+            self._give_up("")
+            return text
+        self._close_arguments()
         self._finish_call()
         return text
+
+    def _start(self) -> None:
+        if not self._is_started:
+            self._is_started = True
+            self._start_call(self._name)
 
     def _parameter_name(self, text: str) -> str:
         begin, name_end, _ = self._form.parameter
@@ -124,10 +160,16 @@ class TaggedParser(StatefulParser):
             self._held = text
             return ""
         name, _, attributes = header.partition('"') if begin.endswith('"') else (header, "", "")
-        if not end or name.strip() in self._keys:
-            self._break_call(begin)
-            return text
-        self._key, self._raw = name.strip(), [begin + header + end]
+        key, broken, _ = name.strip().partition("\n")
+        if broken and key in self._openings and self._form.is_padded:  # the end of the opening tag is missing
+            name, end = name[: name.index("\n")], ""
+            header = name
+        key = name.strip()
+        is_key = key in self._openings or (_KEY.fullmatch(key) is not None and key not in self._keys)
+        if not (end or broken) or not is_key or "<" in header:
+            return self._break_call(text)
+        self._key = key
+        self._raw.append(header + end)
         if 'string="true"' in attributes:
             self._type = TEXT
         elif 'string="false"' in attributes:
@@ -144,9 +186,10 @@ class TaggedParser(StatefulParser):
             self._held = text
             return ""
         if start is None or not start.startswith(begin):
-            self._break_call("".join(self._raw))
-            return text
+            return self._break_call(text)
+        self._start()
         self._raw, self._value, self._is_value_start = [], [], True
+        self._openings.pop(self._key, None)
         self._is_streamed = self._type.is_text
         if self._is_streamed:
             self._add(self._key_json() + '"')
@@ -154,16 +197,22 @@ class TaggedParser(StatefulParser):
         return start[len(begin) :]
 
     def _parameter_value(self, text: str) -> str:
-        before, end, rest = split(text, (self._form.parameter[2],))
-        if not end and self._form.is_padded and before.endswith("\n"):
-            before, rest = before[:-1], "\n" + rest  # it may be the line break before the end
-        self._take_value(before, bool(end))
-        if not end:
-            self._held = rest
+        found = self._value_ends.find(text, tuple(self._openings.values()), self._is_over, is_last=False)
+        self._take_value(text[: found.value], found.is_end and not found.is_implied)
+        if not found.is_end:
+            self._held = text[found.value :]
             return ""
         self._end_value()
         self._state = self._parameter
-        return rest
+        return text[found.taken :]
+
+    def _is_over(self, text: str, is_last: bool) -> int:
+        """Say whether a call ends here whose last value has no end tag."""
+        for end in self.ends:
+            if text.startswith(end):
+                marks = self.begins if end in self._section_ends else (*self._section_ends, *self.begins)
+                return goes_on(text[len(end) :], marks, is_last)
+        return begins_with(text, self.ends, is_last)
 
     def _take_value(self, text: str, is_last: bool) -> None:
         if self._form.is_padded and text:
@@ -186,37 +235,51 @@ class TaggedParser(StatefulParser):
     def _close_arguments(self) -> None:
         self._add("}" if self._keys else "{}")
 
-    def _break_call(self, text: str) -> None:
-        """End a call whose tags are no more right: its own text is content again."""
+    def _break_call(self, text: str) -> str:
+        """End a call whose tags are no more right: what is not taken of it is content again."""
+        if not self._is_started:
+            self._give_up("")
+            return text
+        raw = "".join(self._raw).lstrip()
         self._close_arguments()
         self._finish_call()
-        self._say(text)
-
-    def _call_end(self, text: str) -> str:
-        start, end = skip_blanks(text), self._form.section[1]
-        if self._form.function[0] and start is not None and (not start or may_become(start, end)):
-            self._held = text
-            return ""
-        self._finish_call()
-        is_end = self._form.function[0] and start is not None and start.startswith(end)
-        return start[len(end) :] if is_end and start else text
+        self._say(raw)
+        return text
 
     def _end(self, is_cut: bool) -> None:
-        if self._state == self._parameter_value:
-            self._take_value(self._held, not is_cut)
-            self._held = ""
-            if not (is_cut and self._is_streamed):
-                self._end_value()
-        if self._state in (self._parameter, self._parameter_name, self._value_begin, self._parameter_value):
-            left = "".join(self._raw) if self._state == self._value_begin else ""
-            left = self._form.parameter[0] if self._state == self._parameter_name else left
-            left = (left + self._held).strip()
+        if self._state == self._parameter:
+            self._end_between(is_cut)
+        elif self._state == self._parameter_value:
+            self._end_in_value(is_cut)
+        elif self._state in (self._parameter_name, self._value_begin) and self._is_started:
+            left = "".join(self._raw) + self._held
             if not is_cut:
                 self._close_arguments()
             self._finish_call()
-            self._say("" if is_cut else left)
-        elif self._state == self._call_end:
-            self._finish_call()
-            self._say(self._held.strip())
+            self._say("" if is_cut else left.strip())
         else:
             super()._end(is_cut)
+
+    def _end_in_value(self, is_cut: bool) -> None:
+        found = self._value_ends.find(self._held, tuple(self._openings.values()), self._is_over, is_last=True)
+        self._take_value(self._held[: found.value], not is_cut and not found.is_implied)
+        self._held = self._held[found.taken :]
+        if is_cut and self._is_streamed:
+            self._finish_call()
+            return
+        self._end_value()
+        self._end_between(is_cut)
+
+    def _end_between(self, is_cut: bool) -> None:
+        """The answer ends between values: an end that is missing is no loss behind the outer mark or a value."""
+        held, self._held = self._held, ""
+        left = self._skip_ends(held, is_last=True)
+        is_marked = bool(self._raw) and self._raw[0] != self._form.function[0]
+        if not self._is_started and (left or not (is_marked or held.strip())):
+            self._give_up(held)
+            return
+        self._start()
+        if not is_cut:
+            self._close_arguments()
+        self._finish_call()
+        self._say("" if is_cut else left)

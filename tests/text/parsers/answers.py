@@ -62,6 +62,7 @@ CALLS = {
     ),
     "minimax_m2": "\n<minimax:tool_call>\n" + _INVOKES.replace("D%", "").replace("ATTR", "") + "</minimax:tool_call>",
     "deepseek_v3.2": _DSML,
+    "deepseek_v4": _DSML.replace("function_calls", "tool_calls"),
     "glm45": (
         "{% for c in calls %}\n<tool_call>{{ c[0] }}\n{% for k, v in c[1].items() %}<arg_key>{{ k }}</arg_key>\n"
         "<arg_value>{{ v if v is string else v|json }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}"

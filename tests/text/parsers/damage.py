@@ -1,0 +1,114 @@
+"""Calls whose marks are damaged, each with what has to be read from it: every mark, every kind of damage."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bireme.text.parsers import TOOLS
+from bireme.text.parsers.envelope import EnvelopeFormat
+from bireme.text.parsers.gemma import GemmaFormat
+from bireme.text.parsers.named import NamedFormat
+from bireme.text.parsers.pythonic import PythonicFormat
+from bireme.text.parsers.tagged import TaggedFormat
+from tests.text.parsers.answers import render_calls
+
+LETTERS = "abzAZ059 \n\"'<>/=|_-:.{}[]é"
+VISIBLE = "".join(LETTERS.split())
+VALUES = ("Oslo", "a < b", "x/y", "ls 2>&1", "two\nlines", "é😀", "<b>bold</b>", "7")
+WHOLE, BEFORE, NONE = "the call", "the call up to the mark", "content"  # what is read
+
+
+@dataclass(frozen=True)
+class Case:
+    tools: str
+    mark: str  # that was damaged
+    kind: str  # of the damage
+    text: str
+    arguments: dict[str, Any] | None  # of the call; None: all of the text is content
+    content: str | None = ""  # beside the call; None: any
+
+
+def marks_of(tools: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the marks of a rendered call in their order, each with what is read where it is damaged."""
+    form = TOOLS[tools]
+    if isinstance(form, TaggedFormat):
+        return _tags(form, arguments)
+    if isinstance(form, NamedFormat):
+        return [(form.call[0], NONE), (form.call[1], WHOLE), (form.section[1], WHOLE)]
+    if isinstance(form, EnvelopeFormat):
+        return [(begin, NONE) for begin in form.begins if not form.is_bare] + [(form.end, WHOLE)] * bool(form.end)
+    if isinstance(form, GemmaFormat):
+        return [(form.begin, NONE), (form.end, WHOLE)]
+    if isinstance(form, PythonicFormat):
+        return [(form.begin, NONE)] if tools == "gemma3" else []  # the end of a block of code is content like any
+    return []
+
+
+def _tags(form: TaggedFormat, arguments: dict[str, Any]) -> list[tuple[str, str]]:
+    begin, name_end, end = form.parameter
+    head = [(form.section[0], WHOLE), (form.function[0] + "weather" + form.function[1], NONE)]
+    marks = head if form.function[0] else [(form.section[0] + "weather", NONE)]
+    for at, key in enumerate(arguments):
+        opening = begin + key if begin.endswith('"') else begin + key + name_end
+        marks += [(opening, BEFORE if at else NONE), (end, WHOLE)]
+    return [*marks, *([(form.function[2], WHOLE)] if form.function[2] else []), (form.section[1], WHOLE)]
+
+
+def damaged(mark: str, key: str, draw: random.Random) -> Iterator[tuple[str, str]]:
+    """Yield each damage of a mark and its kind. The key in it is the model's word: another one is another parameter."""
+    first = mark.index(key) if key else len(mark) + 1
+    after = first + len(key)
+    yield "missing", ""
+    for at in range(1, len(mark)):
+        if at <= first or at >= after:
+            yield "cut", mark[:at]
+    for at in range(len(mark)):
+        if not first <= at < after:
+            yield "one missing", mark[:at] + mark[at + 1 :]
+            other = draw.choice(LETTERS.replace(mark[at], "")) if at else "z"
+            yield "one wrong", mark[:at] + other + mark[at + 1 :]
+        if not first <= at <= after and at and mark not in (instead := mark[:at] + draw.choice(VISIBLE) + mark[at:]):
+            yield "one too many", instead
+
+
+def cases(tools: str, draw: random.Random) -> Iterator[Case]:
+    """Yield one call of a format with each damage of each of its marks."""
+    arguments: dict[str, Any] = {"city": draw.choice(VALUES), "days": draw.randrange(100)}
+    if draw.random() < 0.5:
+        arguments = dict(reversed(arguments.items()))
+    text, at, num_read = render_calls(tools, [("weather", arguments)]), 0, 0
+    for mark, outcome in marks_of(tools, arguments):
+        if mark not in text:
+            continue  # phi4's template writes another mark, and none at the end
+        at = text.index(mark, at)
+        if outcome == BEFORE:
+            num_read += 1
+        key = next((key for key in arguments if key in mark), "")
+        for kind, instead in damaged(mark, key, draw):
+            whole = text[:at] + instead + text[at + len(mark) :]
+            yield Case(tools, mark, kind, whole, *_read(tools, mark, instead, outcome, arguments, num_read))
+        at += len(mark)
+
+
+def _read(
+    tools: str, mark: str, instead: str, outcome: str, arguments: dict[str, Any], num_read: int
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Return what is read: the arguments of a call, and the content beside it."""
+    form = TOOLS[tools]
+    if tools == "qwen3_coder" and mark.startswith("<parameter=") and instead == mark[:-1]:
+        return arguments, ""  # a known key and its line's end are enough
+    if outcome == NONE:
+        return None, None
+    if outcome == BEFORE:
+        return dict(list(arguments.items())[:num_read]), None
+    if not isinstance(form, TaggedFormat):
+        return arguments, None if any(begin in instead for begin in getattr(form, "begins", ())) else ""
+    if mark == form.section[0]:
+        return arguments, instead.strip()  # the inner mark is enough, the outer one is text then
+    if mark == form.parameter[2] and not form.is_padded and instead == "z" + mark[1:]:
+        last = list(arguments)[num_read]
+        return {**arguments, last: f"{arguments[last]}z"}, ""  # nothing tells it from the value
+    return arguments, None if form.section[0] in instead else ""  # without its slash an end is the next beginning
