@@ -25,7 +25,7 @@ from bireme.errors import ConfigError, NotFoundError
 from bireme.messages import Capacity
 
 KEY_BYTES = 32
-MIN_KEY_BYTES = 16
+MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64  # more than these blake2b does not take
 DRAIN = "drain"  # file in the run directory, or a worker's with its name before it
 SLEEP = ".sleep"  # a worker's file, with its name before it
 _FREES_WEIGHTS = b"weights"  # in it: the memory service is to free them, too
@@ -120,7 +120,7 @@ def deployment_key(folder: Path) -> bytes:
         return named
     path = folder / "key"
     with suppress(FileNotFoundError):
-        return path.read_bytes()
+        return _long_enough(path.read_bytes(), str(path), "remove it, and the next start makes one")
     draft = folder / f".key-{os.getpid()}-{secrets.token_hex(4)}"
     draft.touch(mode=0o600)
     draft.write_bytes(secrets.token_bytes(KEY_BYTES))
@@ -141,9 +141,13 @@ def named_key() -> bytes | None:
         key = bytes.fromhex(text)
     except ValueError:
         raise ConfigError("BIREME_KEY: not hexadecimal; make one with `openssl rand -hex 32`") from None
-    if len(key) < MIN_KEY_BYTES:
-        raise ConfigError(f"BIREME_KEY: {len(key)} bytes; at least {MIN_KEY_BYTES}: `openssl rand -hex 32` makes one")
-    return key
+    return _long_enough(key, "BIREME_KEY", "`openssl rand -hex 32` makes one")
+
+
+def _long_enough(key: bytes, where: str, remedy: str) -> bytes:
+    if MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+        return key
+    raise ConfigError(f"{where}: {len(key)} bytes; {MIN_KEY_BYTES} to {MAX_KEY_BYTES}: {remedy}")
 
 
 def key_id(key: bytes) -> str:

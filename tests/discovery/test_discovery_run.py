@@ -132,10 +132,19 @@ def test_the_key_of_the_environment_wins(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("text", "reason"), [("no hex", "not hexadecimal"), ("abcd", "2 bytes; at least 16")])
+@pytest.mark.parametrize(
+    ("text", "reason"), [("no hex", "not hexadecimal"), ("abcd", "2 bytes; 16 to 64"), ("ab" * 65, "65 bytes")]
+)
 def test_a_bad_key_in_the_environment_is_refused(text, reason, tmp_path, monkeypatch):
     monkeypatch.setenv("BIREME_KEY", text)
     with pytest.raises(ConfigError, match=f"{reason}.*openssl rand -hex 32"):
+        run.deployment_key(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 15, 65])
+def test_a_key_file_that_is_too_short_or_too_long_is_refused(size, tmp_path):
+    (tmp_path / "key").write_bytes(b"k" * size)
+    with pytest.raises(ConfigError, match=f"key: {size} bytes; 16 to 64: remove it"):
         run.deployment_key(tmp_path)
 
 
