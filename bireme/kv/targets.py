@@ -150,7 +150,7 @@ class StageTargets:
             self._turn_over(target, sent.num_new)
 
     def _turn_over(self, target: Target, num_new: int) -> None:
-        share = num_new / self._pools[target.index]
+        share = min(num_new / self._pools[target.index], 1.0)
         target.turned_over += self._unit * share
         self._all_turned_over += self._unit * share
         self._unit *= math.exp(share / len(self.targets))  # in place of all that is older getting less

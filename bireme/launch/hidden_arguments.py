@@ -10,6 +10,7 @@ that no moment is left at which a key stands in them.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import struct
@@ -109,7 +110,10 @@ class _Stack:
         return os.fsdecode(os.pread(self._memory, 64, address).partition(b"\0")[0])
 
     def _words(self, address: int, count: int) -> tuple[int, ...]:
-        return struct.unpack(f"{count}P", os.pread(self._memory, count * _WORD, address))
+        words = os.pread(self._memory, count * _WORD, address)
+        if len(words) < count * _WORD:
+            raise OSError(errno.ESRCH, "it has ended while it was held")
+        return struct.unpack(f"{count}P", words)
 
     def _write(self, address: int, word: int) -> None:
         os.pwrite(self._memory, struct.pack("P", word), address)
