@@ -71,6 +71,7 @@ def _is_of_servers(item: pytest.Item) -> bool:
 
 
 LONG_S, TRIES = 30, 2
+_OF_UCX = {"UCX_TLS", "UCX_MM_ERROR_HANDLING"} - os.environ.keys()  # bireme.kv.transfer.nixl
 _long_failures: collections.Counter[str] = collections.Counter()  # by module
 
 
@@ -85,6 +86,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     if call.when == "setup" and call.excinfo is not None and call.duration > LONG_S:
         _long_failures[item.location[0]] += 1
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """What NIXL within one host has set in this process is not for the servers and hosts of later tests."""
+    for name in _OF_UCX:
+        os.environ.pop(name, None)
 
 
 class FailuresAtOnce:
