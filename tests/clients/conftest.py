@@ -43,9 +43,15 @@ class Client:
         """Run a program of ours that uses the client's API as its documentation does; return its output."""
         return self.run("python", str(PROGRAMS / f"{name}.py"))
 
+    def node_program(self, name: str) -> str:
+        """The same, of a client from npm."""
+        self.more["NODE_PATH"] = str(self.folder / "node_modules")
+        return self.run("node", str(PROGRAMS / f"{name}.cjs"))
+
     def run(self, command: str, *arguments: str) -> str:
-        """Run a command of the environment; it must end with 0."""
+        """Run a command of the environment, or one that it needs; it must end with 0."""
         path = self.folder / "bin"
+        program = path / command if (path / command).exists() else command
         variables = {
             **os.environ,
             "PATH": f"{path}:{os.environ['PATH']}",
@@ -61,7 +67,7 @@ class Client:
         }
         variables.pop("PYTHONPATH", None)
         done = subprocess.run(
-            [str(path / command), *arguments],
+            [str(program), *arguments],
             cwd=self.out, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -87,6 +87,24 @@ def test_langchain_openai(client):
     assert "ok" in client.program("langchain_chat")
 
 
+@pytest.mark.client("langchain-anthropic")
+def test_langchain_anthropic(client):
+    """ChatAnthropic: whole, stream, tools, token counts"""
+    assert "ok" in client.program("langchain_messages")
+
+
+@pytest.mark.client("vercel-ai")
+def test_vercel_ai(client):
+    """generateText, streamText, tools over messages, responses, chats and openai-compatible; generateObject"""
+    assert "ok" in client.node_program("vercel_ai")
+
+
+@pytest.mark.client("cohere", recipe="tiny-embedding")
+def test_cohere(client):
+    """rerank of Client and ClientV2"""
+    assert "ok" in client.program("cohere_rerank")
+
+
 @pytest.mark.client("codex", recipe="long-context")
 def test_codex(client):
     """codex exec: a turn with its own tools over responses"""
