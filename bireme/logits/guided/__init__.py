@@ -4,7 +4,9 @@
     compile_process.py  such a process; compile_client.py is its parent's end
     guidance.py         which tokens a sequence may take next
     mask.py             packed masks on logits
-    schema.py           which JSON schemas can be held to
+    schema.py           a JSON schema as xgrammar enforces it: objects, arrays, alternatives
+    scalars.py          its numbers and texts; patterns.py writes the patterns
+    instance.py         whether a value satisfies a schema; references.py finds what `$ref` names
     vocabulary.py       a tokenizer's tokens as bytes
 
 xgrammar is imported with the first guide, on a thread of the compiler, never on the engine's.

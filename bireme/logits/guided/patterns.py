@@ -15,6 +15,7 @@ from typing import Any
 
 Ranges = list[tuple[int, int]]
 
+_NO_LENGTH = "a length beside it can't be enforced; put it into the pattern, as in ^[a-z]{2,5}$"
 _LAST = 0x10FFFF
 _ESCAPED: Ranges = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF)]  # what no text has as it is
 _DIGIT: Ranges = [(0x30, 0x39)]
@@ -206,21 +207,25 @@ def _within(tree: Any, shortest: int, longest: int | None) -> Any:
     least, most = tree.getwidth()
     if least >= shortest and (longest is None or (is_whole and most <= longest)):
         return items
-    widths = [_width(item) for item in items]
-    free = [at for at, (low, high) in enumerate(widths) if low != high]
-    if not is_whole or len(free) != 1 or items[free[0]][0] not in (op.MAX_REPEAT, op.MIN_REPEAT):
-        raise ValueError("a length beside it can't be enforced; put it into the pattern, as in ^[a-z]{2,5}$")
-    code, (low, high, body) = items[free[0]]
-    fixed = least - widths[free[0]][0]
-    if body.getwidth() != (1, 1):
-        raise ValueError("a length beside it can't be enforced; put it into the pattern, as in ^[a-z]{2,5}$")
-    low = max(int(low), shortest - fixed)
+    free = max(
+        (at for at, item in enumerate(items) if _is_free(item)), key=lambda at: _width(items[at])[1], default=None
+    )
+    if not is_whole or free is None:
+        raise ValueError(_NO_LENGTH)
+    code, (low, high, body) = items[free]
+    others = [_width(item) for at, item in enumerate(items) if at != free]
+    low = max(int(low), shortest - sum(width for width, _ in others))
     if longest is not None:
-        high = longest - fixed if high is op.MAXREPEAT else min(int(high), longest - fixed)
-    if high is not op.MAXREPEAT and low > int(high):
-        raise ValueError(f"no text of {shortest} to {longest} characters matches it")
-    items[free[0]] = (code, (low, high, body))
+        high = min(int(high), longest - sum(width for _, width in others))
+    if low > int(high):
+        raise ValueError(_NO_LENGTH)
+    items[free] = (code, (low, high, body))
     return items
+
+
+def _is_free(item: Any) -> bool:
+    """Whether it repeats single characters."""
+    return item[0] in (op.MAX_REPEAT, op.MIN_REPEAT) and item[1][2].getwidth() == (1, 1)
 
 
 def _width(item: Any) -> tuple[int, int]:

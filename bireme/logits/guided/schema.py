@@ -18,19 +18,19 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from bireme.logits.guided.instance import Instances, tuple_of, type_of, types_of
 from bireme.logits.guided.patterns import any_text, literal_prefix, other_than, whole_pattern
 from bireme.logits.guided.references import Document, UnsupportedError
+from bireme.logits.guided.scalars import MAX_INTEGER, NUMBER_KEYWORDS, NothingError, number, string
 
 Schema = dict[str, Any]
 
 _TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
 _KEYWORDS = {
     "string": ("pattern", "minLength", "maxLength", "format"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "number": NUMBER_KEYWORDS,
     "object": (
         *("properties", "required", "patternProperties", "additionalProperties", "propertyNames"),
         *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
@@ -40,13 +40,6 @@ _KEYWORDS = {
         *("contains", "minContains", "maxContains"),
     ),
 }
-_POINTER = "(/([^~/]|~[01])*)*"
-_FORMATS: dict[str, str] = {
-    **dict.fromkeys(("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"), ""),
-    **dict.fromkeys(("uri", "uri-reference", "uri-template"), ""),
-    "json-pointer": f"^{_POINTER}$",
-    "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
-}  # that are enforced: by this pattern, or by xgrammar's own
 _SHAPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
         ("properties", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies"), (dict,)
@@ -65,10 +58,7 @@ _NOTES = frozenset(
     | {"$schema", "$id", "$anchor", "$defs", "definitions"}
 )
 _MAX_BRANCHES = 1024
-_MAX_STEPS = 50_000  # of one schema's rewriting; alternatives multiply
-_MAX_INTEGER = (1 << 63) - 1
-_GRID = 10**6
-_MAX_MULTIPLE, _MAX_MULTIPLE_WIDTH = 1024, 10_000  # xgrammar drops what is beyond
+_MAX_STEPS = 300_000  # of one schema's rewriting; alternatives multiply
 
 
 def rewritten(schema: Any, is_loose: bool = False, has_tags: bool = False) -> tuple[Schema, list[str]]:
@@ -360,117 +350,19 @@ class _Rewriter:
 
     def _shape(self, name: str, flats: Sequence[Schema], has_tags: bool) -> Schema | None:
         self._count(1)
-        if name in ("number", "integer"):
-            return self._number(name, flats)
-        if name == "string":
-            return self._string(flats)
+        try:
+            if name in ("number", "integer"):
+                return number(name, flats)
+            if name == "string":
+                return string(flats)
+        except NothingError as error:
+            self._why = str(error)
+            return None
         if name == "array":
             return self._array(flats)
         if name == "object":
             return self._object(flats, has_tags)
         return {"type": name}
-
-    def _number(self, name: str, flats: Sequence[Schema]) -> Schema | None:
-        low, is_low_open = max(
-            [(flat["minimum"], False) for flat in flats if "minimum" in flat]
-            + [(flat["exclusiveMinimum"], True) for flat in flats if "exclusiveMinimum" in flat],
-            default=(None, False),
-        )
-        high, is_high_open = min(
-            [(flat["maximum"], False) for flat in flats if "maximum" in flat]
-            + [(flat["exclusiveMaximum"], True) for flat in flats if "exclusiveMaximum" in flat],
-            key=lambda bound: (bound[0], not bound[1]),
-            default=(None, False),
-        )
-        parts = [Fraction(str(flat["multipleOf"])) for flat in flats if "multipleOf" in flat]
-        holder = next((flat for flat in flats if "multipleOf" in flat), {})
-        if name == "number" and parts:
-            if any(part.denominator > 1 for part in parts):
-                raise UnsupportedError(
-                    holder, "multipleOf", "multipleOf of a fraction can't be enforced; leave it out, or send integers"
-                )
-            name = "integer"
-        if name == "integer":
-            step = math.lcm(*(part.numerator for part in parts))
-            first = None if low is None else math.floor(low) + 1 if is_low_open else math.ceil(low)
-            last = None if high is None else math.ceil(high) - 1 if is_high_open else math.floor(high)
-            return self._integer(first, last, step, holder, flats)
-        if low is not None and high is not None and (low > high or (low == high and (is_low_open or is_high_open))):
-            self._why = f"no number is within {low} and {high}"
-            return None
-        if low is not None and low == high:
-            return {"enum": [low]}
-        if low is not None and high is not None and not _has_grid_number(low, high):
-            holder, word = next((flat, word) for flat in flats for word in _KEYWORDS["number"] if word in flat)
-            raise UnsupportedError(
-                holder, word, f"numbers between {low} and {high} can't be enforced: six decimals are; send wider bounds"
-            )
-        shape: Schema = {"type": "number"}
-        if low is not None:
-            shape["exclusiveMinimum" if is_low_open else "minimum"] = low
-        if high is not None:
-            shape["exclusiveMaximum" if is_high_open else "maximum"] = high
-        return shape
-
-    def _integer(
-        self, first: int | None, last: int | None, step: int, holder: Schema, flats: Sequence[Schema]
-    ) -> Schema | None:
-        shape: Schema = {"type": "integer"}
-        for name, bound in (("minimum", first), ("maximum", last)):
-            if bound is not None:
-                if abs(bound) > _MAX_INTEGER:
-                    words = (name, f"exclusive{name.title()}")
-                    holder, word = next((flat, word) for flat in flats for word in words if word in flat)
-                    raise UnsupportedError(holder, word, f"{word}: {bound}; integers of 64 bits are enforced")
-                shape[name] = bound
-        if first is not None and last is not None and first > last:
-            self._why = f"no integer is within {first} and {last}"
-            return None
-        if step == 1:
-            return shape
-        if first is not None and last is not None and -(-first // step) * step > last:
-            self._why = f"no multiple of {step} is within {first} and {last}"
-            return None
-        if first is None and last is None and step <= _MAX_MULTIPLE:
-            return {**shape, "multipleOf": step}
-        if first is not None and last is not None and last - first < _MAX_MULTIPLE_WIDTH:
-            return {**shape, "multipleOf": step}
-        raise UnsupportedError(
-            holder, "multipleOf", f"multipleOf {step} can't be enforced here: up to {_MAX_MULTIPLE} without minimum and"
-            f" maximum, or with both and at most {_MAX_MULTIPLE_WIDTH} integers between them",
-        )  # fmt: skip
-
-    def _string(self, flats: Sequence[Schema]) -> Schema | None:
-        shortest = max((math.ceil(flat.get("minLength", 0)) for flat in flats), default=0)
-        longest = min((math.floor(flat["maxLength"]) for flat in flats if "maxLength" in flat), default=None)
-        patterns = {flat["pattern"]: flat for flat in flats if "pattern" in flat}
-        formats = {flat["format"]: flat for flat in flats if flat.get("format") in _FORMATS}
-        if longest is not None and shortest > longest:
-            self._why = f"no text has {shortest} to {longest} characters"
-            return None
-        if formats and (len(formats) > 1 or patterns or shortest or longest is not None):
-            name, holder = next(iter(formats.items()))
-            raise UnsupportedError(
-                holder, "format", f"format {name} beside a pattern, a length or another format can't be enforced"
-            )
-        for name in formats:
-            own = _FORMATS[name]
-            return {"type": "string", **({"pattern": whole_pattern(own)} if own else {"format": name})}
-        if len(patterns) > 1:
-            raise UnsupportedError(
-                list(patterns.values())[-1], "pattern", "several patterns at once can't be enforced; send one"
-            )
-        for pattern, holder in patterns.items():
-            try:
-                return {"type": "string", "pattern": whole_pattern(pattern, shortest, longest)}
-            except ValueError as error:
-                raise UnsupportedError(holder, "pattern", f"pattern {pattern[:60]}: {error}") from error
-        shape: Schema = {"type": "string"}
-        if shortest:
-            shape["minLength"] = shortest
-        if longest is not None:
-            shape["maxLength"] = longest
-        return shape
 
     def _array(self, flats: Sequence[Schema]) -> Schema | None:
         low = max((math.ceil(flat.get("minItems", 0)) for flat in flats), default=0)
@@ -648,11 +540,6 @@ def _object_shape(
     return {**shape, "patternProperties": keys, "additionalProperties": False, **bounds}
 
 
-def _has_grid_number(low: float, high: float) -> bool:
-    """Whether a number with six decimals, as xgrammar writes bounded ones, is between these."""
-    return math.floor(Fraction(str(low)) * _GRID) + 1 < Fraction(str(high)) * _GRID
-
-
 def _check(schema: Any) -> None:
     """Raise for a schema that is none, or has a keyword of the wrong form."""
     if not isinstance(schema, dict):
@@ -679,5 +566,5 @@ def _check_value(holder: Schema, value: Any) -> None:
         node = waiting.pop()
         if isinstance(node, (list, dict)):
             waiting += node.values() if isinstance(node, dict) else node
-        elif type_of(node) == "integer" and abs(node) > _MAX_INTEGER:
+        elif type_of(node) == "integer" and abs(node) > MAX_INTEGER:
             raise ValueError(f"schema: {json.dumps(node)[:40]} in enum or const; numbers of 64 bits are enforced")

@@ -1,0 +1,155 @@
+"""Numbers and texts that satisfy several schemas at once, in the words that xgrammar enforces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from bireme.logits.guided.patterns import whole_pattern
+from bireme.logits.guided.references import UnsupportedError
+
+Schema = dict[str, Any]
+
+NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+MAX_INTEGER = (1 << 63) - 1
+_GRID = 10**6
+_MAX_MULTIPLE, _MAX_MULTIPLE_WIDTH = 1024, 10_000  # xgrammar drops what is beyond
+_POINTER = "(/([^~/]|~[01])*)*"
+_FORMATS: dict[str, tuple[int, int | None, str]] = {  # shortest, longest, and a plainer pattern for lengths
+    "date": (10, 10, ""),
+    "time": (9, None, ""),
+    "date-time": (20, None, ""),
+    "duration": (3, None, ""),
+    "ipv4": (7, 15, ""),
+    "ipv6": (2, None, ""),
+    "uuid": (36, 36, ""),
+    "hostname": (1, None, "^[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?$"),
+    "email": (3, None, "^[A-Za-z0-9_+-]+@[a-z0-9]{1,24}([.][a-z]{2,6}){1,3}$"),
+    "uri": (2, None, "^[a-z]{3,6}://[a-z0-9][A-Za-z0-9._~/?&=+-]*$"),
+    "uri-reference": (0, None, ""),
+    "uri-template": (0, None, ""),
+    "json-pointer": (0, None, f"^{_POINTER}$"),
+    "relative-json-pointer": (1, None, f"^(0|[1-9][0-9]*)(#|{_POINTER})$"),
+}
+_NOT_XGRAMMARS = ("json-pointer", "relative-json-pointer")  # lets quotes through as they are
+
+
+class NothingError(ValueError):
+    """No value satisfies the schemas."""
+
+
+def number(name: str, flats: Sequence[Schema]) -> Schema:
+    low, is_low_open = max(
+        [(flat["minimum"], False) for flat in flats if "minimum" in flat]
+        + [(flat["exclusiveMinimum"], True) for flat in flats if "exclusiveMinimum" in flat],
+        default=(None, False),
+    )
+    high, is_high_open = min(
+        [(flat["maximum"], False) for flat in flats if "maximum" in flat]
+        + [(flat["exclusiveMaximum"], True) for flat in flats if "exclusiveMaximum" in flat],
+        key=lambda bound: (bound[0], not bound[1]),
+        default=(None, False),
+    )
+    parts = [Fraction(str(flat["multipleOf"])) for flat in flats if "multipleOf" in flat]
+    holder = next((flat for flat in flats if "multipleOf" in flat), {})
+    if name == "number" and parts:
+        if any(part.denominator > 1 for part in parts):
+            raise UnsupportedError(
+                holder, "multipleOf", "multipleOf of a fraction can't be enforced; leave it out, or send integers"
+            )
+        name = "integer"
+    if name == "integer":
+        step = math.lcm(*(part.numerator for part in parts))
+        first = None if low is None else math.floor(low) + 1 if is_low_open else math.ceil(low)
+        last = None if high is None else math.ceil(high) - 1 if is_high_open else math.floor(high)
+        return _integer(first, last, step, holder, flats)
+    if low is not None and high is not None and (low > high or (low == high and (is_low_open or is_high_open))):
+        raise NothingError(f"no number is within {low} and {high}")
+    if low is not None and low == high:
+        return {"enum": [low]}
+    if low is not None and high is not None and not _has_grid_number(low, high):
+        holder, word = next((flat, word) for flat in flats for word in NUMBER_KEYWORDS if word in flat)
+        raise UnsupportedError(
+            holder, word, f"numbers between {low} and {high} can't be enforced: six decimals are; send wider bounds"
+        )
+    shape: Schema = {"type": "number"}
+    if low is not None:
+        shape["exclusiveMinimum" if is_low_open else "minimum"] = low
+    if high is not None:
+        shape["exclusiveMaximum" if is_high_open else "maximum"] = high
+    return shape
+
+
+def _integer(first: int | None, last: int | None, step: int, holder: Schema, flats: Sequence[Schema]) -> Schema:
+    shape: Schema = {"type": "integer"}
+    for name, bound in (("minimum", first), ("maximum", last)):
+        if bound is not None:
+            if abs(bound) > MAX_INTEGER:
+                words = (name, f"exclusive{name.title()}")
+                holder, word = next((flat, word) for flat in flats for word in words if word in flat)
+                raise UnsupportedError(holder, word, f"{word}: {bound}; integers of 64 bits are enforced")
+            shape[name] = bound
+    if first is not None and last is not None and first > last:
+        raise NothingError(f"no integer is within {first} and {last}")
+    if step == 1:
+        return shape
+    if first is not None and last is not None and -(-first // step) * step > last:
+        raise NothingError(f"no multiple of {step} is within {first} and {last}")
+    if first is None and last is None and step <= _MAX_MULTIPLE:
+        return {**shape, "multipleOf": step}
+    if first is not None and last is not None and last - first < _MAX_MULTIPLE_WIDTH:
+        return {**shape, "multipleOf": step}
+    raise UnsupportedError(
+        holder, "multipleOf", f"multipleOf {step} can't be enforced here: up to {_MAX_MULTIPLE} without minimum and"
+        f" maximum, or with both and at most {_MAX_MULTIPLE_WIDTH} integers between them",
+    )  # fmt: skip
+
+
+def string(flats: Sequence[Schema]) -> Schema:
+    shortest = max((math.ceil(flat.get("minLength", 0)) for flat in flats), default=0)
+    longest = min((math.floor(flat["maxLength"]) for flat in flats if "maxLength" in flat), default=None)
+    patterns = {flat["pattern"]: flat for flat in flats if "pattern" in flat}
+    formats = {flat["format"]: flat for flat in flats if flat.get("format") in _FORMATS}
+    if longest is not None and shortest > longest:
+        raise NothingError(f"no text has {shortest} to {longest} characters")
+    if formats:
+        return _formatted(formats, shortest, longest, has_pattern=bool(patterns))
+    if len(patterns) > 1:
+        raise UnsupportedError(
+            list(patterns.values())[-1], "pattern", "several patterns at once can't be enforced; send one"
+        )
+    for pattern, holder in patterns.items():
+        try:
+            return {"type": "string", "pattern": whole_pattern(pattern, shortest, longest)}
+        except ValueError as error:
+            raise UnsupportedError(holder, "pattern", f"pattern {pattern[:60]}: {error}") from error
+    shape: Schema = {"type": "string"}
+    if shortest:
+        shape["minLength"] = shortest
+    if longest is not None:
+        shape["maxLength"] = longest
+    return shape
+
+
+def _formatted(formats: dict[str, Schema], shortest: int, longest: int | None, has_pattern: bool) -> Schema:
+    name, holder = next(iter(formats.items()))
+    least, most, pattern = _FORMATS[name]
+    if len(formats) == 1 and not has_pattern:
+        is_implied = shortest <= least and (longest is None or (most is not None and most <= longest))
+        if is_implied and name not in _NOT_XGRAMMARS:
+            return {"type": "string", "format": name}
+        if pattern:
+            try:
+                return {"type": "string", "pattern": whole_pattern(pattern, shortest, longest)}
+            except ValueError:
+                pass  # not to this length
+    raise UnsupportedError(
+        holder, "format", f"format {name} beside a pattern, another format or such a length can't be enforced"
+    )
+
+
+def _has_grid_number(low: float, high: float) -> bool:
+    """Whether a number with six decimals, as xgrammar writes bounded ones, is between these."""
+    return math.floor(Fraction(str(low)) * _GRID) + 1 < Fraction(str(high)) * _GRID
