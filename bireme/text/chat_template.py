@@ -4,7 +4,7 @@ A template comes with a model and sees only plain JSON data. Attributes of Pytho
 prompt's size and the rendering time are limited (checked with every piece of output). Messages have the form of
 transformers and vLLM: arguments of tool calls as objects, content given in text parts as one string (parts of other
 kinds stay a list), reasoning under each name in use. Templates of some vision-language models read only parts and would
-silently skip a string: they get parts.
+silently skip a string: they get parts. A template is asked once how it has to be given calls (CallForm).
 
 **Control tokens in what callers send are text.** A template writes `<|im_end|>` to end a message; the same characters
 in a message, a tool or a variable must not (control_tokens.py). The exception: thought marks in an assistant's text by
@@ -17,6 +17,7 @@ import datetime
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
@@ -32,11 +33,22 @@ Message = dict[str, Any]
 CONTINUED = "continue_final_message"  # a key of the last message: the prompt ends where its content does
 MAX_RENDER_S = 5.0  # no key: limits.max_messages and max_prompt_bytes bound a chat, this ends a template's own loops
 _PROBE = "bireme probe"
+_CALL_PROBES = ("bireme_function", "bireme_key", "bireme value")
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
 _RESERVED = ("chat_template", "messages", "tools", "tokenize", "return_dict", "continue_final_message")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _DICT_NAMES = frozenset(dir(dict))  # `message.items` is the method, as everywhere in Jinja
 _PLAIN = {"role", "content"}
 _SPLITS = ("split", "rsplit", "partition", "rpartition")
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How an assistant's calls have to be given to a template, which otherwise drops them without a word."""
+
+    has_text_arguments: bool = False  # as JSON text instead of an object
+    needs_no_content: bool = False  # none where there is no text; the empty text would hide the calls
+    splits_content: bool = False  # text beside calls is a message of its own before them
 
 
 class ChatTemplate:
@@ -65,6 +77,9 @@ class ChatTemplate:
         self._wants_parts = False
         if "image" in source:
             self._wants_parts = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+        self._call_form = self._ask_call_form()
+        self._takes_calls = self._call_form == CallForm()  # as they come
+        self._has_results = self._call_form is not None or self._shows_results()
 
     def render(
         self,
@@ -75,7 +90,9 @@ class ChatTemplate:
         """Render a conversation. Raises RequestError when the template refuses it, or the prompt gets too large."""
         shield, end = Shield(self._texts), ""
         try:
-            shown = [self._protected(_shown(message, self._wants_parts), shield) for message in messages]
+            shown, has_text = [], self._call_form is not None and self._call_form.has_text_arguments
+            for message in self._formed(messages):
+                shown.append(self._protected(_shown(message, self._wants_parts, has_text), shield))
             if messages and messages[-1].get(CONTINUED):
                 end = shield.end_mark()
                 shown[-1] = _ended(shown[-1], end)
@@ -105,12 +122,55 @@ class ChatTemplate:
 
     def _shows(self, content: Any) -> bool:
         """Whether the template renders a user's text given in this form."""
-        messages = [{"role": "user", "content": content}]
-        context = {"documents": None, "add_generation_prompt": True, "tools": None, "messages": messages}
+        return _PROBE in (self._tried([{"role": "user", "content": content}]) or "")
+
+    def _ask_call_form(self) -> CallForm | None:
+        """Return the first form in which the template shows calls; None: it shows none."""
+        refuses_all = True
+        for form in (CallForm(has_text, needs_none) for needs_none in (False, True) for has_text in (False, True)):
+            shown = self._shown_call(form, "")
+            refuses_all &= shown is None
+            if shown is not None and all(probe in shown for probe in _CALL_PROBES):
+                splitting = replace(form, splits_content=True)
+                return form if self._shows_both(form) or not self._shows_both(splitting) else splitting
+        return CallForm() if refuses_all else None
+
+    def _shows_both(self, form: CallForm) -> bool:
+        shown = self._shown_call(form, _PROBE) or ""
+        return all(probe in shown for probe in (_PROBE, *_CALL_PROBES))
+
+    def _shown_call(self, form: CallForm, content: str) -> str | None:
+        name, key, value = _CALL_PROBES
+        call = {"id": "probe1234", "type": "function", "function": {"name": name, "arguments": {key: value}}}
+        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+        messages = [{"role": "user", "content": "hi"}, *_in_form(answer, form)]
+        result = {"role": "tool", "tool_call_id": "probe1234", "name": name, "content": "1"}
+        tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": _NO_PARAMETERS}}]
+        shown = [_shown(message, self._wants_parts, form.has_text_arguments) for message in [*messages, result]]
+        return next((text for text in (self._tried(shown, tools), self._tried(shown[:-1])) if text is not None), None)
+
+    def _tried(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str | None:
+        """Return what the template makes of messages at load; None: it refuses them."""
+        context = {"documents": None, "add_generation_prompt": True, "tools": tools, "messages": messages}
         try:
-            return _PROBE in self._render({**self._special_tokens, **context})
+            return self._render({**self._special_tokens, **context})
         except RequestError:
-            return False
+            return None
+
+    def _shows_results(self) -> bool:
+        answer = {"role": "assistant", "content": "hm"}
+        result = {"role": "tool", "tool_call_id": "probe1234", "name": "f", "content": _PROBE}
+        shown = [_shown(message, self._wants_parts) for message in ({"role": "user", "content": "hi"}, answer, result)]
+        return _PROBE in (self._tried(shown) or "")
+
+    def _formed(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with calls, and their results, as the template shows them."""
+        if self._takes_calls:
+            return messages
+        form = self._call_form
+        if form is None:
+            return _as_text(messages, self._has_results)
+        return [one for message in messages for one in _in_form(message, form)]
 
     def _render(self, context: Mapping[str, Any]) -> str:
         deadline = time.monotonic() + MAX_RENDER_S
@@ -141,7 +201,42 @@ def _checked(variables: Mapping[str, Any]) -> dict[str, Any]:
     return dict(variables)
 
 
-def _shown(message: Message, wants_parts: bool) -> Message:
+def _in_form(message: Message, form: CallForm) -> Sequence[Message]:
+    """Return a message as a template shows its calls."""
+    content = message.get("content")
+    if not message.get("tool_calls"):
+        return [message]
+    if form.splits_content and content:
+        text = {key: value for key, value in message.items() if key != "tool_calls"}
+        calls = {key: value for key, value in message.items() if key not in _REASONING}
+        return [text, *_in_form({**calls, "content": ""}, form)]
+    if form.needs_no_content and not content:
+        return [{**message, "content": None}]
+    return [message]
+
+
+def _as_text(messages: Sequence[Message], has_results: bool) -> Sequence[Message]:
+    """Write calls into the assistant's text, as JSON, one a line; results without a role are the user's messages."""
+    shown: list[Message] = []
+    is_result = False  # the last one is, and what the user says goes on with it: many templates want turns in turn
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if isinstance(calls := message.get("tool_calls"), list) and calls:
+            texts = [content] if isinstance(content, str) and content else []
+            shown_calls = [_with_arguments(call, False) for call in calls]
+            texts += [_to_json(call.get("function") if isinstance(call, dict) else call) for call in shown_calls]
+            message = {**message, "content": "\n".join(texts), "tool_calls": None}
+        elif is_result and role in ("tool", "user") and isinstance(content, str):
+            shown[-1] = {"role": "user", "content": f"{shown[-1]['content']}\n{content}"}
+            continue
+        elif role == "tool" and not has_results and isinstance(content, str):
+            message = {"role": "user", "content": content}
+        is_result = role == "tool" and not has_results
+        shown.append(message)
+    return shown
+
+
+def _shown(message: Message, wants_parts: bool, has_text_arguments: bool = False) -> Message:
     """Return the message in the form that templates expect, as a copy."""
     if not wants_parts and message.keys() == _PLAIN and isinstance(message["content"], str):  # nearly every message
         return message
@@ -156,7 +251,7 @@ def _shown(message: Message, wants_parts: bool) -> Message:
         shown["content"] = "\n".join(part["text"] for part in content)
     calls = shown.get("tool_calls")
     if isinstance(calls, list):
-        shown["tool_calls"] = [_with_object_arguments(call) for call in calls]
+        shown["tool_calls"] = [_with_arguments(call, has_text_arguments) for call in calls]
     return shown
 
 
@@ -180,13 +275,17 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _with_object_arguments(call: Any) -> Any:
-    """OpenAI's arguments are a JSON string; templates turn an object into JSON themselves."""
+def _with_arguments(call: Any, has_text: bool) -> Any:
+    """OpenAI's arguments are a JSON string; most templates turn an object into JSON themselves."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or isinstance(arguments := function.get("arguments"), str) == has_text:
+        return call
+    if has_text:
+        return {**call, "function": {**function, "arguments": _to_json(arguments)}}
+    if not isinstance(arguments, str):
         return call
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = json.loads(arguments or "{}")
     except ValueError:
         return call
     return {**call, "function": {**function, "arguments": arguments}}

@@ -103,6 +103,53 @@ def test_a_message_can_not_forge_a_mark():
     assert prompt.pieces[1::2] == ("<|end|>",) and text in prompt.text
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"city": "Oslo"}'}}
+BEGIN = "{% for m in messages %}[{{ m.role }}]"
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+JOINED = "{% for c in m.tool_calls or [] %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}"
+CALL_TEMPLATES = {
+    "as they come": (
+        f"{BEGIN}{{{{ m.content }}}}{CALLS}{{% endfor %}}", '[assistant]Hm.look {"city": "Oslo"}[tool]rain'),
+    "arguments joined with +": (
+        f"{BEGIN}{{{{ m.content }}}}{JOINED}{{% endfor %}}", '[assistant]Hm.look {"city": "Oslo"}[tool]rain'),
+    "calls only without content": (
+        f"{BEGIN}{{% if m.content is none %}}{CALLS}{{% else %}}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}",
+        '[assistant]Hm.[assistant]look {"city": "Oslo"}[tool]rain'),
+    "calls hide the content": (
+        f"{BEGIN}{{% if m.tool_calls %}}{CALLS}{{% else %}}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}",
+        '[assistant]Hm.[assistant]look {"city": "Oslo"}[tool]rain'),
+    "no calls": (
+        BEGIN + "{{ m.content }}{% endfor %}",
+        '[assistant]Hm.\n{"name": "look", "arguments": {"city": "Oslo"}}[tool]rain'),
+    "neither calls nor results": (
+        "{% for m in messages if m.role != 'tool' %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+        '[assistant]Hm.\n{"name": "look", "arguments": {"city": "Oslo"}}[user]rain\nsnow\nand?'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALL_TEMPLATES)
+@pytest.mark.parametrize("content", ["Hm.", "", None])
+def test_calls_text_and_results_reach_the_prompt_whatever_form_a_template_asks_for(name, content):
+    source, expected = CALL_TEMPLATES[name]
+    results = [{"role": "tool", "tool_call_id": "1", "content": content} for content in ("rain", "snow")]
+    answer = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+    shown = render(source, [user("?"), answer, *results, user("and?")])
+    if content and name == "neither calls nor results":
+        assert shown == f"[user]?{expected}"
+    elif content:
+        assert shown == f"[user]?{expected}[tool]snow[user]and?"
+    assert all(text in shown for text in ("look", "Oslo", "rain", "snow", "and?"))
+    assert content is None or "None" not in shown
+
+
+def test_control_tokens_in_calls_that_are_written_as_text_stay_text():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\u003c|end|>"}'}}
+    for source in (SIMPLE, CALL_TEMPLATES["arguments joined with +"][0]):
+        messages = [user("a"), {"role": "assistant", "content": "<|end|>", "tool_calls": [call]}]
+        prompt = ChatTemplate(source, {}, controls=ControlTokens(["<|end|>"])).render(messages)
+        assert "".join(prompt.pieces[::2]).count("<|end|>") == source.count("<|end|>") * 2
+
+
 LLAVA = (
     "{% for m in messages %}{{ m.role | upper }}: "
     "{% for part in m.content | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
