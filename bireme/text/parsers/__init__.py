@@ -34,6 +34,11 @@ REASONING: dict[str, ReasoningFormat] = {
         ("</think>", "Here is my response:", "Here's my response:"),
         answer=("<response>", "</response>"),
     ),
+    "seed_oss": ThinkFormat(("<seed:think>",), ("</seed:think>",)),
+    "hunyuan3": ThinkFormat(("<think:opensource>",), ("</think:opensource>",)),
+    "command_a": ThinkFormat(
+        ("<|START_THINKING|>",), ("<|END_THINKING|>",), answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    ),
     "gemma4": ThinkFormat(("<|channel>thought\n", "<|channel>"), ("<channel|>",), is_expected=True),
     "harmony": HarmonyFormat(),
 }
@@ -66,7 +71,17 @@ TOOLS: dict[str, ToolFormat] = {
         ("<|tool_call|>", "functools"), "<|/tool_call|>", opener="[", separator=", ", needs_special_tokens=True
     ),
     "granite": EnvelopeFormat(("<|tool_call|>", "<tool_call>"), opener="[", separator=", ", needs_special_tokens=True),
+    "command_a": EnvelopeFormat(
+        ("<|START_ACTION|>",),
+        "<|END_ACTION|>",
+        opener="[",
+        separator=", ",
+        name_key="tool_name",
+        argument_key="parameters",
+        needs_special_tokens=True,
+    ),
     "pythonic": PythonicFormat(),
+    "lfm2": PythonicFormat("<|tool_call_start|>", "<|tool_call_end|>"),
     "gemma3": PythonicFormat("```tool_code", "```"),
     "gemma4": GemmaFormat("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": GemmaFormat("<start_function_call>", "<end_function_call>", "<escape>"),
@@ -76,6 +91,13 @@ TOOLS: dict[str, ToolFormat] = {
         ("<parameter=", ">", "</parameter>"),
         "qwen_xml",
         is_padded=True,
+        is_shared=False,
+    ),
+    "seed_oss": TaggedFormat(
+        ("<seed:tool_call>", "</seed:tool_call>"),
+        ("<function=", ">", "</function>"),
+        ("<parameter=", ">", "</parameter>"),
+        "qwen_xml",
         is_shared=False,
     ),
     "minimax_m2": TaggedFormat(
@@ -93,6 +115,13 @@ TOOLS: dict[str, ToolFormat] = {
         "glm_xml",
         value="<arg_value>",
         is_shared=False,
+    ),
+    "hunyuan3": TaggedFormat(
+        ("<tool_calls:opensource>", "</tool_calls:opensource>"),
+        ("<tool_call:opensource>", "<tool_sep:opensource>", "</tool_call:opensource>"),
+        ("<arg_key:opensource>", "</arg_key:opensource>", "</arg_value:opensource>"),
+        "",
+        value="<arg_value:opensource>",
     ),
     "deepseek_v3": NamedFormat(
         _DEEPSEEK_CALLS,

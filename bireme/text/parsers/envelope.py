@@ -26,7 +26,7 @@ from bireme.text.parsers.stateful import StatefulParser
 MAX_HEAD = 512  # characters in which the name must have come for its arguments to stream
 _BLANKS = r"[ \t\r\n]*"  # JSON's own, as JsonStream takes them: a head that came at once must not be read otherwise
 _HEAD = re.compile(
-    r'~\{~(?:"type"~:~"function"~,~)?"name"~:~"([\w.:/-]{1,128})"~,~"(?:arguments|parameters)"~:~(?=\{)'.replace(
+    r'~\{~(?:"type"~:~"function"~,~|"tool_call_id"~:~"[\w.-]{0,64}"~,~)?"(?:tool_)?name"~:~"([\w.:/-]{1,128})"~,~"(?:arguments|parameters)"~:~(?=\{)'.replace(
         "~", _BLANKS
     )
 )
@@ -41,6 +41,7 @@ class EnvelopeFormat:
     end: str = ""  # after each call, or after the list of them
     opener: str = ""  # after the marker: a list follows
     separator: str = "\n"
+    name_key: str = "name"
     argument_key: str = "arguments"
     is_bare: bool = False  # an answer that begins with { is a call, without any marker
     layout: str = ""  # white space between marker and JSON, or list, as the model is taught
@@ -53,7 +54,7 @@ class EnvelopeFormat:
         begin = "" if self.opener or (self.is_bare and not self.end) else self.begins[0] + self.layout
         tags = call_tags(
             functions,
-            lambda name: f'{begin}{{"name": {json.dumps(name)}, "{self.argument_key}": ',
+            lambda name: f'{begin}{{"{self.name_key}": {json.dumps(name)}, "{self.argument_key}": ',
             "}" + (self.layout + self.end if self.end and not self.opener else ""),
         )
         calls = separated(tags, self.separator, is_parallel)
@@ -159,9 +160,10 @@ class EnvelopeParser(StatefulParser):
             arguments: Any = next((tree[key] for key in _ARGUMENTS if key in tree), {})
             if isinstance(arguments, str):
                 arguments = json.loads(arguments, strict=False)
-            if not isinstance(arguments, dict) or not isinstance(tree.get("name"), str):
+            name = tree.get("name", tree.get("tool_name"))
+            if not isinstance(arguments, dict) or not isinstance(name, str):
                 return None
-            return (tree["name"], json_text(arguments)) if tree["name"] in self._names else None
+            return (name, json_text(arguments)) if name in self._names else None
         except (ValueError, RecursionError):
             return None
 

@@ -22,6 +22,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bireme.errors import RequestError
 from bireme.text.parsers.base import Function, Guide, Parser, ParserRequest
 from bireme.text.parsers.envelope import MAX_HEAD
 from bireme.text.parsers.guides import call_tags, parameters_of, separated, structural_tag
@@ -43,7 +44,7 @@ class TaggedFormat:
         str, str, str
     ]  # before and after a name, after its parameters; "": the section's markers stand there
     parameter: tuple[str, str, str]  # before and after a key, after its value
-    style: str  # of xgrammar's json_schema format
+    style: str  # of xgrammar's json_schema format; "": it has none
     value: str = ""  # before a value
     is_padded: bool = False  # a value has a line break on each side
     is_shared: bool = True  # a section holds all calls
@@ -54,6 +55,10 @@ class TaggedFormat:
         return TaggedParser(self, request)
 
     def guide(self, functions: Sequence[Function], is_parallel: bool) -> Guide:
+        if not self.style:
+            raise RequestError(
+                "tool_choice: the model's tags can't be enforced by a grammar; send auto or none instead"
+            )
         (first, last), (begin, name_end, end) = self.section, self.function
         if not begin:
             return structural_tag(

@@ -48,6 +48,23 @@ CALLS = {
         "<tool_calls>[\n{% for c in calls %}    "
         '{"name": "{{ c[0] }}", "arguments": {{ c[1]|json }}}{{ "," if not loop.last }}\n{% endfor %}]</tool_calls>'
     ),
+    "command_a": (
+        "<|START_ACTION|>[\n{% for c in calls %}    "
+        '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c[0] }}", "parameters": {{ c[1]|json }}}'
+        '{{ "," if not loop.last }}\n{% endfor %}]<|END_ACTION|>'
+    ),
+    "lfm2": "<|tool_call_start|>[" + _PYTHONIC.replace("SEP", "', '") + "]<|tool_call_end|>",
+    "seed_oss": (
+        "{% for c in calls %}\n<seed:tool_call>\n<function={{ c[0] }}>\n{% for k, v in c[1].items() %}"
+        "<parameter={{ k }}>{{ v if v is string else v|json }}</parameter>\n{% endfor %}</function>\n"
+        "</seed:tool_call>{% endfor %}"
+    ),
+    "hunyuan3": (
+        "<tool_calls:opensource>\n{% for c in calls %}<tool_call:opensource>{{ c[0] }}<tool_sep:opensource>\n"
+        "{% for k, v in c[1].items() %}<arg_key:opensource>{{ k }}</arg_key:opensource>\n<arg_value:opensource>"
+        "{{ v if v is string else v|json }}</arg_value:opensource>\n{% endfor %}</tool_call:opensource>\n"
+        "{% endfor %}</tool_calls:opensource>"
+    ),
     "phi4": "functools" + _JSON_LIST,
     "granite": "<|tool_call|>" + _JSON_LIST,
     "pythonic": "[" + _PYTHONIC.replace("SEP", "', '") + "]",
@@ -90,6 +107,12 @@ REASONING = {
     "kimi": ("<|im_middle|>", "◁think▷{{ thought }}◁/think▷{{ content }}"),
     "mistral": ("[/INST]", "[THINK]{{ thought }}[/THINK]{{ content }}"),
     "granite": ("<|end_of_role|>", "<think>{{ thought }}</think>\n<response>{{ content }}</response>"),
+    "seed_oss": ("assistant\n", "<seed:think>{{ thought }}</seed:think>{{ content }}"),
+    "hunyuan3": ("<｜hy_Assistant:opensource｜><think:opensource>", "{{ thought }}</think:opensource>{{ content }}"),
+    "command_a": (
+        "<|CHATBOT_TOKEN|><|START_THINKING|>",
+        "{{ thought }}<|END_THINKING|><|START_RESPONSE|>{{ content }}<|END_RESPONSE|>",
+    ),
     "gemma4": ("<|turn>model\n", "<|channel>thought\n{{ thought }}<channel|>{{ content }}"),
     "harmony": (
         "<|start|>assistant",

@@ -111,4 +111,5 @@ def _read(
     if mark == form.parameter[2] and not form.is_padded and instead == "z" + mark[1:]:
         last = list(arguments)[num_read]
         return {**arguments, last: f"{arguments[last]}z"}, ""  # nothing tells it from the value
-    return arguments, None if form.section[0] in instead else ""  # without its slash an end is the next beginning
+    openings = filter(None, (form.section[0], form.function[0]))
+    return arguments, None if any(opening in instead for opening in openings) else ""  # an end without its slash

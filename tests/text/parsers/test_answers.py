@@ -119,7 +119,7 @@ def test_every_cut_of_a_rendered_thought_gives_it_apart(name):
         assert content_of(events) == "It is 5 <b>.", at
 
 
-@pytest.mark.parametrize("name", sorted(set(TOOLS) - {"pythonic", "gemma3"}))
+@pytest.mark.parametrize("name", sorted(set(TOOLS) - {"pythonic", "gemma3", "lfm2"}))
 def test_arguments_stream_while_they_are_written(name):
     text = answers.render_calls(name, [("weather", {"city": "Paris and then Berlin"})])
     parser = make(name)

@@ -336,8 +336,8 @@ def test_a_guide_spares_reasoning_where_the_answer_begins_with_it():
         assert exempt.get("reasoning_end") == end, (name, prompt_end)
 
 
-@pytest.mark.parametrize("name", ["pythonic", "gemma3"])
-def test_pythonic_calls_can_t_be_enforced(name):
+@pytest.mark.parametrize("name", ["pythonic", "gemma3", "lfm2", "hunyuan3"])
+def test_calls_that_no_grammar_knows_can_t_be_enforced(name):
     with pytest.raises(RequestError, match="tool_choice"):
         TOOLS[name].guide(FUNCTIONS, True)
 
