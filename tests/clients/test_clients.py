@@ -105,6 +105,18 @@ def test_cohere(client):
     assert "ok" in client.program("cohere_rerank")
 
 
+@pytest.mark.client("smolagents")
+def test_smolagents(client):
+    """OpenAIModel: whole, stream, a tool"""
+    assert "ok" in client.program("smolagents_model")
+
+
+@pytest.mark.client("agno")
+def test_agno(client):
+    """agents over chats, responses and messages: whole and streamed"""
+    assert "ok" in client.program("agno_agents")
+
+
 @pytest.mark.client("codex", recipe="long-context")
 def test_codex(client):
     """codex exec as it comes: a turn with its own tools over responses"""
