@@ -111,6 +111,12 @@ def test_smolagents(client):
     assert "ok" in client.program("smolagents_model")
 
 
+@pytest.mark.client("haystack")
+def test_haystack(client):
+    """chat generators over chats and responses: whole, stream, a tool"""
+    assert "ok" in client.program("haystack_generators")
+
+
 @pytest.mark.client("agno")
 def test_agno(client):
     """agents over chats, responses and messages: whole and streamed"""
