@@ -117,6 +117,12 @@ def test_haystack(client):
     assert "ok" in client.program("haystack_generators")
 
 
+@pytest.mark.client("strands")
+def test_strands(client):
+    """agents over chats and messages"""
+    assert "ok" in client.program("strands_agents")
+
+
 @pytest.mark.client("agno")
 def test_agno(client):
     """agents over chats, responses and messages: whole and streamed"""
