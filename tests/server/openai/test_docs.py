@@ -38,10 +38,12 @@ def test_an_example_works_as_it_stands(deployment, example):
 
 
 def test_the_readme_s_example_of_generate_works_as_it_stands(deployment):
-    [command] = re.findall(r"^\$ (curl .*localhost:8000/.*)$", Path("README.md").read_text(), re.MULTILINE)
+    [command] = re.findall(
+        r"^\$ (curl [^\n]*localhost:8000/.*?)\n\{", Path("README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     command = command.replace(":8000/", f":{PORTS['http']}/")
     output = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert json.loads(output)["text_output"]
+    assert json.loads(output)["text_output"] == "42"
 
 
 def test_the_chat_model_answers_a_request_as_the_frontend_does(deployment):
