@@ -43,9 +43,9 @@ esac
 
 versions >"$scratch/before"
 # UCX reads a GPU's memory with the CUDA that it was built for.
-case $("$python" -c 'import importlib.metadata as m; print(m.version("torch"), *(d.name for d in m.distributions()))') in
-*+cu12* | *nvidia-cuda-runtime-cu12*) nixl=nixl ;;
-*) nixl=nixl-cu13 ;;
+case $(cd / && "$python" -c 'import torch; print(torch.version.cuda)' 2>/dev/null || true) in
+13.*) nixl=nixl-cu13 ;;
+*) nixl=nixl ;;
 esac
 "$python" -m pip install --constraint "$scratch/before" --editable "${checkout}[openai,kv,etcd,nats,$nixl,multimodal]" "av>=15,<19"
 versions >"$scratch/after"
