@@ -115,9 +115,10 @@ async def test_a_line_is_answered_as_a_live_request_is(bench, endpoint):
     batch, answers, errors = await ended(bench, line(0, endpoint), endpoint=endpoint, metadata={"a": "b"})
     live = (await bench.call("POST", endpoint, BODIES[endpoint]).end()).json()
     response = answers["line-0"]["response"]
-    changing = {"id", "created", "created_at", "completed_at", "system_fingerprint"}
+    changing = {"id", "created", "created_at", "completed_at", "system_fingerprint", "service_tier"}
     assert response["status_code"] == 200 and response["request_id"] and answers["line-0"]["error"] is None
     assert {key for key in live if response["body"][key] != live[key]} <= changing | {"output"}
+    assert (response["body"].get("service_tier"), live.get("service_tier")) in [(None, None), ("flex", "default")]
     assert (batch.status, batch.metadata, errors) == ("completed", {"a": "b"}, {})
     assert batch.in_progress_at and batch.finalizing_at and batch.completed_at
 
