@@ -13,7 +13,10 @@ class Inbox(Generic[_T]):
     """`put` on any thread; `drain` on the reader's."""
 
     def __init__(self, call: Callable[[], None]) -> None:
-        """`call`: has the reader drain soon, on the thread that puts. Not called again before a drain has begun."""
+        """`call`: has the reader drain soon, on the thread that puts. Not called again before a drain has begun.
+
+        So a reader drains whenever it was called, also when nothing waits: the drain before has taken that, too.
+        """
         self._items: deque[_T] = deque()
         self._call, self._has_called = call, False
 

@@ -73,19 +73,22 @@ class IoThread:
             ready = dict(poller.poll())
             if self._wakeup in ready:
                 os.eventfd_read(self._wakeup)  # before the items are read: later ones wake it again
-            if self._outbox:
-                self._flush(steps)
-                self._throttle()
+                if self._flush(steps):
+                    self._throttle()
             if commands in ready:
                 self._receive(commands)
         commands.close(0)
         steps.close(_LINGER_MS)
         context.term()
 
-    def _flush(self, steps: Any) -> None:
+    def _flush(self, steps: Any) -> bool:
+        """Return whether something was there: what came during the last flush has gone with it."""
+        num_frames = 0
         for item in self._outbox.drain():
             for data in (item,) if isinstance(item, bytes) else item():
                 steps.send(data)
+                num_frames += 1
+        return num_frames > 0
 
     def _throttle(self) -> None:
         """Let output that comes fast pile up: sending each step alone costs the readers more than its tokens."""

@@ -52,6 +52,18 @@ def test_steps_in_quick_succession_share_messages_and_keep_their_order(server, f
     assert len(steps) < 500
 
 
+def test_what_comes_while_another_frame_is_sent_holds_up_nothing_behind_it(server, frames):
+    def make_first():
+        server._io.post(b"second")  # sent in the same turn: the call for it finds nothing
+        return [b"first"]
+
+    server._io.post(make_first)
+    assert [frames.recv() for _ in range(2) if frames.poll(5000)] == [b"first", b"second"]
+    assert not frames.poll(100)
+    server._io.post(b"third")
+    assert frames.poll(5000) and frames.recv() == b"third"
+
+
 def test_steps_of_an_engine_at_its_pace_go_out_each_on_its_own(server, frames):
     for number in range(20):
         server.emit(number, [], PlainTokens([KEY], [number]))
