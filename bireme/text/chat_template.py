@@ -16,7 +16,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ CONTINUED = "continue_final_message"  # a key of the last message: the prompt en
 MAX_RENDER_S = 5.0  # no key: limits.max_messages and max_prompt_bytes bound a chat, this ends a template's own loops
 _PROBE = "bireme probe"
 _CALL_PROBES = ("bireme_function", "bireme_key", "bireme value")
+_SECOND_PROBE = "bireme_second"  # the name in a second call
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
 _RESERVED = ("chat_template", "messages", "tools", "tokenize", "return_dict", "continue_final_message")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -49,6 +50,7 @@ class CallForm:
     has_text_arguments: bool = False  # as JSON text instead of an object
     needs_no_content: bool = False  # none where there is no text; the empty text would hide the calls
     splits_content: bool = False  # text beside calls is a message of its own before them
+    shows_one_call: bool = False  # of several: each is a message of its own, before its result
 
 
 class ChatTemplate:
@@ -131,23 +133,35 @@ class ChatTemplate:
             shown = self._shown_call(form, "")
             refuses_all &= shown is None
             if shown is not None and all(probe in shown for probe in _CALL_PROBES):
-                splitting = replace(form, splits_content=True)
-                return form if self._shows_both(form) or not self._shows_both(splitting) else splitting
+                form = _better(form, replace(form, splits_content=True), self._shows_both)
+                return _better(form, replace(form, shows_one_call=True), self._shows_two)
         return CallForm() if refuses_all else None
+
+    def _shows_two(self, form: CallForm) -> bool:
+        """Whether both of two calls are shown; one that a template refuses with its own words is not lost."""
+        shown = self._shown_call(form, "", _SECOND_PROBE)
+        return shown is None or _SECOND_PROBE in shown
 
     def _shows_both(self, form: CallForm) -> bool:
         shown = self._shown_call(form, _PROBE) or ""
         return all(probe in shown for probe in (_PROBE, *_CALL_PROBES))
 
-    def _shown_call(self, form: CallForm, content: str) -> str | None:
+    def _shown_call(self, form: CallForm, content: str, second: str = "") -> str | None:
+        """Return how a call is shown, and one of a function named `second`; None: the template refuses it."""
         name, key, value = _CALL_PROBES
-        call = {"id": "probe1234", "type": "function", "function": {"name": name, "arguments": {key: value}}}
-        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
-        messages = [{"role": "user", "content": "hi"}, *_in_form(answer, form)]
-        result = {"role": "tool", "tool_call_id": "probe1234", "name": name, "content": "1"}
+        calls, results = [], []
+        for number, function in enumerate(filter(None, (name, second))):
+            call_id = f"probe123{number}"
+            calls.append({"id": call_id, "type": "function", "function": {"name": function, "arguments": {key: value}}})
+            results.append({"role": "tool", "tool_call_id": call_id, "name": function, "content": "1"})
+        asked: list[Message] = [{"role": "user", "content": "hi"}]
+        asked.append({"role": "assistant", "content": content, "tool_calls": calls})
         tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": _NO_PARAMETERS}}]
-        shown = [_shown(message, self._wants_parts, form.has_text_arguments) for message in [*messages, result]]
-        return next((text for text in (self._tried(shown, tools), self._tried(shown[:-1])) if text is not None), None)
+        for messages, offered in (([*asked, *results], tools), (asked, None)):
+            shown = [_shown(one, self._wants_parts, form.has_text_arguments) for one in _all_in_form(messages, form)]
+            if (text := self._tried(shown, offered)) is not None:
+                return text
+        return None
 
     def _tried(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str | None:
         """Return what the template makes of messages at load; None: it refuses them."""
@@ -170,7 +184,7 @@ class ChatTemplate:
         form = self._call_form
         if form is None:
             return _as_text(messages, self._has_results)
-        return [one for message in messages for one in _in_form(message, form)]
+        return _all_in_form(messages, form)
 
     def _render(self, context: Mapping[str, Any]) -> str:
         deadline = time.monotonic() + MAX_RENDER_S
@@ -199,6 +213,45 @@ def _checked(variables: Mapping[str, Any]) -> dict[str, Any]:
         if name in _RESERVED:
             raise RequestError(f"chat_template_kwargs.{name} can't be set by a request; remove it")
     return dict(variables)
+
+
+def _better(form: CallForm, changed: CallForm, shows_all: Callable[[CallForm], bool]) -> CallForm:
+    return form if shows_all(form) or not shows_all(changed) else changed
+
+
+def _all_in_form(messages: Sequence[Message], form: CallForm) -> Sequence[Message]:
+    if form.shows_one_call:
+        messages = _one_call_each(messages)
+    return [one for message in messages for one in _in_form(message, form)]
+
+
+def _one_call_each(messages: Sequence[Message]) -> Sequence[Message]:
+    """Make of several calls a message each."""
+    shown: list[Message] = []
+    left = list(reversed(messages))
+    while left:
+        message = left.pop()
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or len(calls) < 2:
+            shown.append(message)
+            continue
+        results = []
+        while left and left[-1].get("role") == "tool":
+            results.append(left.pop())
+        shown += _apart(message, calls, results)
+    return shown
+
+
+def _apart(message: Message, calls: Sequence[Any], results: Sequence[Message]) -> Sequence[Message]:
+    """Return one message a call, its results behind it; those of no call stand at the end."""
+    shown: list[Message] = []
+    for call in calls:
+        call_id = call.get("id") if isinstance(call, dict) else None
+        own = [result for result in results if call_id is not None and result.get("tool_call_id") == call_id]
+        shown += [{**message, "tool_calls": [call]}, *own]
+        results = [result for result in results if result not in own]
+        message = {"role": message.get("role"), "content": ""}  # text and thoughts stand before the first call
+    return [*shown, *results]
 
 
 def _in_form(message: Message, form: CallForm) -> Sequence[Message]:

@@ -142,6 +142,31 @@ def test_calls_text_and_results_reach_the_prompt_whatever_form_a_template_asks_f
     assert content is None or "None" not in shown
 
 
+ONE_CALL = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+    "{{ f.name }} {{ f.arguments | tojson }}{% endif %}{% endfor %}"
+)
+
+
+def test_each_of_several_calls_is_a_message_before_its_result_where_a_template_shows_the_first():
+    second = {"id": "2", "type": "function", "function": {"name": "look", "arguments": '{"city": "Bergen"}'}}
+    results = [{"role": "tool", "tool_call_id": one, "content": text} for one, text in (("2", "sun"), ("1", "rain"))]
+    answer = {"role": "assistant", "content": "Hm.", "reasoning_content": "so", "tool_calls": [CALL, second]}
+    shown = render(ONE_CALL, [user("?"), answer, *results, {"role": "tool", "content": "late"}, user("and?")])
+    assert shown == (
+        '[user]?[assistant]Hm.look {"city": "Oslo"}[tool]rain[assistant]look {"city": "Bergen"}[tool]sun'
+        "[tool]late[user]and?"
+    )
+    assert "Bergen" in render(ONE_CALL, [user("?"), answer])
+
+
+def test_a_template_that_refuses_several_calls_does_so_with_its_own_words():
+    single = "{% for m in messages if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one!') }}"
+    answer = {"role": "assistant", "content": "", "tool_calls": [CALL] * 2}
+    with pytest.raises(RequestError, match="one!"):
+        render(single + "{% endfor %}" + ONE_CALL, [user("?"), answer])
+
+
 def test_control_tokens_in_calls_that_are_written_as_text_stay_text():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\u003c|end|>"}'}}
     for source in (SIMPLE, CALL_TEMPLATES["arguments joined with +"][0]):
