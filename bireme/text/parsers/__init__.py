@@ -81,7 +81,7 @@ TOOLS: dict[str, ToolFormat] = {
         needs_special_tokens=True,
     ),
     "pythonic": PythonicFormat(),
-    "lfm2": PythonicFormat("<|tool_call_start|>", "<|tool_call_end|>"),
+    "lfm2": PythonicFormat("<|tool_call_start|>", "<|tool_call_end|>", is_unescaped=True),
     "gemma3": PythonicFormat("```tool_code", "```"),
     "gemma4": GemmaFormat("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": GemmaFormat("<start_function_call>", "<end_function_call>", "<escape>"),

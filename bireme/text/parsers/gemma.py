@@ -74,6 +74,8 @@ class GemmaParser(StatefulParser):
 class GemmaStream(JsonStream):
     """Puts out JSON."""
 
+    words = {"None": "null", "True": "true", "False": "false"}  # templates write what they don't know as Python does
+
     def __init__(self, quote: str) -> None:
         super().__init__()
         self._quote = quote

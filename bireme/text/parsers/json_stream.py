@@ -8,6 +8,7 @@ escaped; a comma before a closing bracket is dropped.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 MAX_DEPTH = 64
 MAX_ATOM = 512  # characters of a number
@@ -21,6 +22,8 @@ _ESCAPE_START = re.compile(r"\\(?:u[0-9A-Fa-f]{0,3})?")
 
 class JsonStream:
     """Begins before `{`. With `is_open` it begins inside an object, after a value."""
+
+    words: Mapping[str, str] = {}  # other names of literals
 
     def __init__(self, is_open: bool = False) -> None:
         self.is_done = False
@@ -109,10 +112,11 @@ class JsonStream:
             return 0
         if atom.end() == len(text):
             return 0  # it may go on
-        if not _VALID_ATOM.fullmatch(atom.group()):
+        value = self.words.get(atom.group(), atom.group())
+        if not _VALID_ATOM.fullmatch(value):
             self.is_broken = True
             return 0
-        self._let_out(atom.group(), ",")
+        self._let_out(value, ",")
         return atom.end() - at
 
     def _take_punctuation(self, char: str) -> int:

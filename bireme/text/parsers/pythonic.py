@@ -1,14 +1,15 @@
 """Calls as a Python list of calls, of Llama 3.2 and 4 and Gemma 3: [f(city="Paris", days=3), g()].
 
 Parsed with `ast`, never run: names of functions, keyword arguments, literals of JSON's kinds. A list comes when it is
-whole; any other list is content. Between markers calls may stand without the brackets, one after the other.
+whole; any other list is content. Between markers calls may stand without the brackets, one after the other; LFM2's hold
+texts without escapes.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 from bireme.errors import RequestError
 from bireme.text.parsers.base import Function, Guide, Parser, ParserRequest
 from bireme.text.parsers.json_text import json_text
-from bireme.text.parsers.scan import may_become, skip_blanks
+from bireme.text.parsers.python_literals import literal, syntax_tree
+from bireme.text.parsers.scan import may_become, skip_blanks, split
 from bireme.text.parsers.stateful import StatefulParser
 
 MAX_CHARACTERS = 1 << 16  # of one list; a bound for Python's parser
@@ -25,6 +27,10 @@ _START = re.compile(r"\[\s{0,64}[A-Za-z_][\w.]{0,127}\(")
 _START_SO_FAR = re.compile(r"\[\s{0,64}(?:[A-Za-z_][\w.]{0,127})?")
 _BARE = re.compile(r"[A-Za-z_][\w.]{0,127}\(")
 _BARE_SO_FAR = re.compile(r"[A-Za-z_][\w.]{0,127}")
+_CALL = re.compile(r"(?:,\s*)?([A-Za-z_][\w.]{0,127})\(")
+_ARGUMENT = re.compile(r"(?:,\s*)?([A-Za-z_]\w*)=")
+_TEXT = re.compile(r"""(['"])(.*?)\1(?=,\s*[A-Za-z_]\w*=|\)(?:,\s*[A-Za-z_][\w.]*\(|\]?\s*\Z))""", re.DOTALL)
+_JSON = json.JSONDecoder(strict=False)
 _PLAIN = re.compile(r"""[^\[\](){}"'\\]+""")
 
 
@@ -34,6 +40,7 @@ class PythonicFormat:
 
     begin: str = "<|python_start|>"  # may stand before calls
     end: str = "<|python_end|>"
+    is_unescaped: bool = False  # texts stand between quotes as they are, with quotes and line breaks in them
     needs_special_tokens: bool = True
 
     def parser(self, request: ParserRequest) -> Parser:
@@ -86,6 +93,12 @@ class PythonicParser(StatefulParser):
     def _list(self, text: str) -> str:
         at = 0
         while at < len(text):
+            if self._form.is_unescaped and self._is_marked and text[at] == self._form.end[0]:
+                if may_become(text[at:], self._form.end):
+                    self._held = text[at:]
+                    break
+                if text.startswith(self._form.end, at):
+                    return self._end_list(text, at)
             step = self._step(text, at)
             if step == 0:
                 self._held = text[at:]
@@ -120,16 +133,41 @@ class PythonicParser(StatefulParser):
     def _end_list(self, text: str, at: int) -> str:
         self._raw.append(text[:at])
         calls = read_calls("".join(self._raw).removeprefix(self._marker), self._names)
+        if not calls and self._form.is_unescaped and self._is_marked:
+            self._state = self._unescaped
+            self._num_characters += at
+            return text[at:]
         if not calls:
             self._give_up("")
             self._is_marked = False
             return text[at:]
+        self._put_out(calls)
+        self._state = self._after_list
+        return text[at:]
+
+    def _unescaped(self, text: str) -> str:
+        """It is no Python: up to the mark behind it, it may be calls with texts as they are."""
+        before, marker, rest = split(text, (self._form.end,))
+        room = max(MAX_CHARACTERS - self._num_characters, 0)
+        self._raw.append(before[:room])
+        self._num_characters += len(before)
+        if not marker and self._num_characters <= MAX_CHARACTERS:
+            self._held = rest
+            return ""
+        is_whole = self._num_characters <= MAX_CHARACTERS
+        calls = read_unescaped("".join(self._raw).removeprefix(self._marker), self._names) if is_whole else []
+        self._is_marked = False
+        if not calls:
+            self._give_up("")
+            return before[room:] + marker + rest
+        self._put_out(calls)
+        return rest
+
+    def _put_out(self, calls: Sequence[tuple[str, str]]) -> None:
         for name, arguments in calls:
             self._start_call(name)
             self._add(arguments)
         self._finish_call()
-        self._state = self._after_list
-        return text[at:]
 
     def _after_list(self, text: str) -> str:
         start, end = skip_blanks(text), self._form.end
@@ -160,14 +198,33 @@ class PythonicParser(StatefulParser):
 def read_calls(text: str, names: frozenset[str]) -> list[tuple[str, str]]:
     """Return (name, arguments as JSON) of each call; empty: the text is no list of calls of these functions."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in a model's strings
-            tree = ast.parse(text.strip(), mode="eval").body
+        tree = syntax_tree(text)
         if isinstance(tree, ast.Call):
             return [_read_call(tree, names)]
         return [_read_call(node, names) for node in tree.elts] if isinstance(tree, ast.List) else []
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+    except (ValueError, RecursionError, OverflowError):
         return []
+
+
+def read_unescaped(text: str, names: frozenset[str]) -> list[tuple[str, str]]:
+    """Return the calls of a list whose texts end at a quote that an argument, a call or the end follows."""
+    left, calls = text.strip().removeprefix("["), []
+    while match := _CALL.match(left):
+        name, left = match.group(1), left[match.end() :]
+        arguments: dict[str, Any] = {}
+        while key := _ARGUMENT.match(left):
+            left = left[key.end() :]
+            value = _TEXT.match(left)
+            try:
+                arguments[key.group(1)], end = (value.group(2), value.end()) if value else _JSON.raw_decode(left)
+            except (ValueError, RecursionError):
+                return []
+            left = left[end:]
+        if name not in names or not left.startswith(")"):
+            return []
+        calls.append((name, json_text(arguments)))
+        left = left[1:]
+    return calls if left.strip() in ("", "]") else []
 
 
 def _read_call(node: ast.expr, names: frozenset[str]) -> tuple[str, str]:
@@ -176,28 +233,5 @@ def _read_call(node: ast.expr, names: frozenset[str]) -> tuple[str, str]:
     name = ast.unparse(node.func)
     if name not in names or any(keyword.arg is None for keyword in node.keywords):
         raise ValueError("no function that was offered")
-    arguments = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
+    arguments = {str(keyword.arg): literal(keyword.value) for keyword in node.keywords}
     return name, json_text(arguments)
-
-
-def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal that JSON knows. Raises ValueError for anything else."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
-        return node.value
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [_literal(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        return {_key(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True)}
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        value = _literal(node.operand)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return -value if isinstance(node.op, ast.USub) else value
-    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
-        return {"true": True, "false": False, "null": None}[node.id]
-    raise ValueError("no literal")
-
-
-def _key(node: ast.expr | None) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    raise ValueError("no text as key")

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bireme.text.parsers.json_text import json_text
+from bireme.text.parsers.python_literals import literal, syntax_tree
 
+MAX_LITERAL = 1 << 16  # characters of one, a bound for Python's parser
 MAX_SCHEMAS = 256  # looked at for one parameter; more count as "every type"
 _KINDS: dict[type, frozenset[str]] = {
     str: frozenset({"string"}),
@@ -46,7 +48,7 @@ class ValueType:
         if self.is_text or text in self.texts:
             return json_text(text)
         try:
-            value = json.loads(_WORDS.get(text.strip(), text), parse_constant=_refuse)
+            value = _value_of(text)
             if _kinds_of(value) & self.kinds - _TEXT:
                 return json_text(value)
         except (ValueError, RecursionError):
@@ -158,6 +160,16 @@ def _kinds_of(value: Any) -> frozenset[str]:
     """Return the types that a value has: 2.0 is an integer too."""
     kinds = _KINDS.get(type(value), ANY)
     return kinds | {"integer"} if isinstance(value, float) and value.is_integer() else kinds
+
+
+def _value_of(text: str) -> Any:
+    """Read JSON, or a list or an object as Python writes it, which templates teach. Raises ValueError."""
+    try:
+        return json.loads(_WORDS.get(text.strip(), text), parse_constant=_refuse)
+    except ValueError:
+        if not text.lstrip().startswith(("[", "{")) or len(text) > MAX_LITERAL:
+            raise
+        return literal(syntax_tree(text))
 
 
 def _refuse(word: str) -> None:

@@ -63,6 +63,22 @@ def test_a_text_gets_a_type_that_its_schema_allows(schema, text, value):
     assert (type(read), read) == (type(value), value)
 
 
+PYTHON = [
+    ({"type": "array"}, "['a', \"it's\", True, None, -1.5]", ["a", "it's", True, None, -1.5]),
+    ({"type": "object"}, "{'a': {'b': (1, 2)}}", {"a": {"b": [1, 2]}}),
+    ({"type": ["array", "null"]}, "[f()]", "[f()]"),
+    ({"type": "array"}, "[" * 70_000, "[" * 70_000),
+    ({"type": "array"}, "[1e999]", "[1e999]"),
+    ({"type": "integer"}, "['a']", "['a']"),
+    ({"type": "string"}, "['a']", "['a']"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), PYTHON)
+def test_lists_and_objects_may_stand_as_python_writes_them(schema, text, value):
+    assert json.loads(FunctionTypes({"properties": {"it": schema}}).of("it").as_json(text)) == value
+
+
 @pytest.mark.parametrize(
     "schema",
     [
