@@ -154,6 +154,8 @@ def tool_format(name: str) -> ToolFormat | None:
 
 def create_parser(reasoning: ReasoningFormat | None, tools: ToolFormat | None, request: ParserRequest) -> Parser:
     """Return the parser of one answer: reasoning first, then tool calls where functions are offered."""
+    if reasoning is not None and request.functions:
+        request = replace(request, thought_ends=reasoning.ends)
 
     def new_answer() -> Parser:
         return tools.parser(request) if tools is not None and request.functions else PlainParser()

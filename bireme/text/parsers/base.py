@@ -74,10 +74,15 @@ class ParserRequest:
 
     functions: Sequence[Function] = field(default_factory=tuple)  # offered; empty: call syntax is plain content
     prompt_end: str = ""  # the last 256 characters of the rendered prompt: did the template open the reasoning?
+    thought_ends: tuple[str, ...] = ()  # of the reasoning; late ones, behind a call, are layout
 
 
 class ReasoningFormat(Protocol):
     """One way to mark reasoning; an entry of the table in parsers/__init__.py."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Markers that end the reasoning."""
 
     @property
     def needs_special_tokens(self) -> bool:

@@ -37,6 +37,7 @@ class HarmonyFormat:
     """An entry of both tables: name it for reasoning and for tools."""
 
     needs_special_tokens: bool = True
+    ends: tuple[str, ...] = ()  # the parser knows its own
 
     def parser(self, request: ParserRequest, new_answer: Callable[[], Parser] | None = None) -> Parser:
         return HarmonyParser(request)

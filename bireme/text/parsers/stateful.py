@@ -18,7 +18,7 @@ class StatefulParser:
 
     is_reasoning = False
     begins: tuple[str, ...] = ()  # markers that end content
-    ends: tuple[str, ...] = ()  # markers that are layout behind a call, damaged ones too
+    ends: tuple[str, ...] = ()  # of calls: layout behind one, damaged ones too
 
     def __init__(self, request: ParserRequest) -> None:
         self._names = frozenset(str(function.get("name", "")) for function in request.functions)
@@ -32,6 +32,7 @@ class StatefulParser:
         self._blanks = ""  # white space before a call that may turn out to be none
         self._raw: list[str] = []  # text of a call that may turn out to be none
         self._arguments = JsonStream()
+        self._thought_ends = request.thought_ends
 
     def feed(self, text: str) -> list[Event]:
         text, self._held = self._held + text, ""
@@ -45,7 +46,7 @@ class StatefulParser:
         return self._take()
 
     def _content(self, text: str) -> str:
-        if self._is_after_call and self.ends:
+        if self._is_after_call and self._layout:
             text = self._skip_ends(text, is_last=False)
             if not text:
                 return ""
@@ -63,11 +64,15 @@ class StatefulParser:
         self._held = blanks + rest
         return ""
 
+    @property
+    def _layout(self) -> tuple[str, ...]:
+        return (*self.ends, *self._thought_ends)
+
     def _skip_ends(self, text: str, is_last: bool) -> str:
         """Drop what is layout behind a call; what may yet be is held."""
         while text := text.lstrip():
             answer = begins_with(text, self.begins, is_last)
-            for end in self.ends if answer == 0 else ():
+            for end in self._layout if answer == 0 else ():
                 answer = tag_length(text, end, is_last, partial(self._can_follow, is_last), lambda rest: 1)
                 if answer:
                     break
@@ -80,7 +85,7 @@ class StatefulParser:
         return ""
 
     def _can_follow(self, is_last: bool, text: str) -> int:
-        return goes_on(text, (*self.begins, *self.ends), is_last)
+        return goes_on(text, (*self.begins, *self._layout), is_last)
 
     def _begin(self, marker: str, rest: str) -> str:
         """Enter the state behind a marker."""
@@ -102,7 +107,7 @@ class StatefulParser:
     def _end(self, is_cut: bool) -> None:
         """Emit what is held back, in the current state."""
         if self._state == self._content:
-            if self._is_after_call and self.ends:
+            if self._is_after_call and self._layout:
                 self._held = self._skip_ends(self._held, is_last=True)
             self._say("" if self._is_after_call and self._held.isspace() else self._held)
         elif self._state == self._stream_arguments:

@@ -172,6 +172,17 @@ def test_a_mark_that_is_thought_about_stays_a_thought(reasoning, tools):
         assert (thoughts_of(events), content_of(events), calls_of(events)) == (thought, "Yes.", []), size
 
 
+@pytest.mark.parametrize("tools", sorted(set(TOOLS) - {"harmony"}))
+@pytest.mark.parametrize("reasoning", THINKING)
+def test_the_end_of_a_thought_behind_its_call_is_no_content(reasoning, tools):
+    call = MARKS.get(tools, "") + answers.render_calls(tools, [("weather", {"city": "Oslo"})]).lstrip()
+    text = left_open(reasoning, f"{call}\n{REASONING[reasoning].ends[0]}\n\nYes.")
+    for size in (1, 2, 3, 7, 40, len(text)):
+        events = parse(text, size, tools=tools, reasoning=reasoning, prompt_end=answers.REASONING[reasoning][0])
+        assert (thoughts_of(events), content_of(events)) == ("I need it.", "Yes."), size
+        assert calls_of(events) == [("weather", {"city": "Oslo"})]
+
+
 @pytest.mark.parametrize("end", ["", "</think>yes", '<tool_call>{"name": "now", "arguments": {}}'])
 def test_a_mark_without_a_call_does_not_hold_thoughts_back_for_ever(end):
     thought = '<tool_call>{"a": "' + "b" * 5000
