@@ -15,7 +15,9 @@ from bireme.text.parsers.base import Parser, ParserRequest, ReasoningFormat, Too
 from bireme.text.parsers.envelope import EnvelopeFormat
 from bireme.text.parsers.gemma import GemmaFormat
 from bireme.text.parsers.harmony import HarmonyFormat
+from bireme.text.parsers.kimi import KimiFormat
 from bireme.text.parsers.named import MistralFormat, NamedFormat
+from bireme.text.parsers.nested import NestedFormat
 from bireme.text.parsers.plain import PlainParser
 from bireme.text.parsers.pythonic import PythonicFormat
 from bireme.text.parsers.tagged import TaggedFormat
@@ -37,11 +39,24 @@ REASONING: dict[str, ReasoningFormat] = {
     "seed_oss": ThinkFormat(("<seed:think>",), ("</seed:think>",)),
     "hunyuan3": ThinkFormat(("<think:opensource>",), ("</think:opensource>",)),
     "command_a": ThinkFormat(
-        ("<|START_THINKING|>",), ("<|END_THINKING|>",), answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+        ("<|START_THINKING|>",),
+        ("<|END_THINKING|>",),
+        answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        has_answer_alone=True,
     ),
+    "kimi_k3": ThinkFormat(
+        ("<|open|>think<|sep|>",),
+        ("<|close|>think<|sep|>",),
+        answer=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+        has_answer_alone=True,
+        needs_answer=True,
+        trailer="<|close|>message<|sep|>",
+    ),
+    "minimax_m3": ThinkFormat(("<mm:think>",), ("</mm:think>",), has_end_alone=True),
     "gemma4": ThinkFormat(("<|channel>thought\n", "<|channel>"), ("<channel|>",), is_expected=True),
     "harmony": HarmonyFormat(),
 }
+_MINIMAX = "]<]minimax[>["  # before each tag of MiniMax M3, one token
 _DEEPSEEK_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _DEEPSEEK_END = "<｜tool▁call▁end｜>"
 _DEEPSEEK_V32 = TaggedFormat(
@@ -50,6 +65,7 @@ _DEEPSEEK_V32 = TaggedFormat(
     ('<｜DSML｜parameter name="', ">", "</｜DSML｜parameter>"),
     "deepseek_xml",
     other_section=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+    type_marks=('string="true"', 'string="false"'),
 )
 TOOLS: dict[str, ToolFormat] = {
     "hermes": EnvelopeFormat(("<tool_call>",), "</tool_call>", layout="\n", needs_special_tokens=True),
@@ -122,6 +138,19 @@ TOOLS: dict[str, ToolFormat] = {
         ("<arg_key:opensource>", "</arg_key:opensource>", "</arg_value:opensource>"),
         "",
         value="<arg_value:opensource>",
+    ),
+    "minimax_m3": NestedFormat(
+        (f"{_MINIMAX}<tool_call>", f"{_MINIMAX}</tool_call>"),
+        (f'{_MINIMAX}<invoke name="', '">', f"{_MINIMAX}</invoke>"),
+        (f"{_MINIMAX}<", ">", f"{_MINIMAX}</"),
+        "minimax_m3_xml",
+    ),
+    "kimi_k3": KimiFormat(
+        ("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+        ('<|open|>call tool="', "<|sep|>", "<|close|>call<|sep|>"),
+        ('<|open|>argument key="', "<|sep|>", "<|close|>argument<|sep|>"),
+        "kimi_k3_xml",
+        type_marks=('type="string"', 'type="'),
     ),
     "deepseek_v3": NamedFormat(
         _DEEPSEEK_CALLS,

@@ -7,7 +7,7 @@ elsewhere, a schema that goes round in circles) allows every type.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,31 +57,55 @@ class ValueType:
 
 
 TEXT = ValueType()
+UNSTATED = ValueType()  # a text, as no schema says what it is
 NOT_TEXT = ValueType(ANY)  # strings stand unquoted, so what reads as JSON is no string
 
 
 class FunctionTypes:
-    """The types of one function's parameters."""
+    """The types of one function's parameters, or of what one of them holds."""
 
-    def __init__(self, schema: Any) -> None:
+    def __init__(self, schema: Any, parts: Sequence[Any] | None = None) -> None:
         self._root = schema
+        self._tops = [schema] if parts is None else parts
         self._num_left = MAX_SCHEMAS
 
     def of(self, key: str) -> ValueType:
         """Return a parameter's type. One that the schema does not know, or says nothing about, is a text."""
-        self._num_left = MAX_SCHEMAS
-        schemas = list(self._properties(self._root, key))
-        if not any(isinstance(schema, dict) and schema for schema in schemas):
-            return TEXT
-        kinds = frozenset().union(*map(self._kinds, schemas))
-        self._num_left = MAX_SCHEMAS
-        texts = frozenset(text for schema in schemas for text in self._texts(schema))
-        return ValueType(kinds, texts)
+        return self._type(self._schemas_of(key))
+
+    def of_items(self) -> ValueType:
+        """Return the type of a list's items."""
+        return self._type(self._item_schemas())
+
+    def within(self, key: str) -> FunctionTypes:
+        """Return the types of what a parameter holds."""
+        return FunctionTypes(self._root, self._schemas_of(key))
+
+    def items(self) -> FunctionTypes:
+        """Return the types of what a list's items hold."""
+        return FunctionTypes(self._root, self._item_schemas())
 
     def keys(self) -> frozenset[str]:
         """Return the parameters that the schema names."""
         self._num_left = MAX_SCHEMAS
-        return frozenset(self._names(self._root))
+        return frozenset(name for top in self._tops for name in self._names(top))
+
+    def _schemas_of(self, key: str) -> list[Any]:
+        self._num_left = MAX_SCHEMAS
+        return [schema for top in self._tops for schema in self._properties(top, key)]
+
+    def _item_schemas(self) -> list[Any]:
+        self._num_left = MAX_SCHEMAS
+        return [part["items"] for top in self._tops for part in self._parts(top) if isinstance(part.get("items"), dict)]
+
+    def _type(self, schemas: list[Any]) -> ValueType:
+        self._num_left = MAX_SCHEMAS
+        if not any(isinstance(schema, dict) and schema for schema in schemas):
+            return UNSTATED
+        kinds = frozenset().union(*map(self._kinds, schemas))
+        self._num_left = MAX_SCHEMAS
+        texts = frozenset(text for schema in schemas for text in self._texts(schema))
+        return ValueType(kinds, texts)
 
     def _names(self, schema: Any) -> Iterator[str]:
         for part in self._parts(schema):

@@ -13,7 +13,6 @@ from bireme.text.parsers.scan import may_become, skip_blanks
 
 PENDING = -1  # more text is needed to say
 MIN_NEAR = 6  # characters of a tag that may be one character off
-_CANDIDATE = re.compile("[</]")  # where a tag begins; its "/", where the "<" is missing
 
 Follows = Callable[[str], int]  # 1: this text can follow the tag, 0: it can't, PENDING
 
@@ -43,6 +42,8 @@ def tag_length(text: str, tag: str, is_last: bool, follows: Follows, follows_nea
         tries += [(length, follows_near or follows) for length in _near_lengths(text, tag, same)]
     if same or not text:
         tries.append((same, follows))
+    # Cut, where what follows is like the rest of the tag.
+    tries += [(at, follows) for at in range(same - 1, 0, -1) if text[at] == tag[0]]
     for length, is_followed in tries:
         answer = is_followed(text[length:]) if length != PENDING else 0 if is_last else PENDING
         if answer == PENDING:
@@ -70,20 +71,21 @@ class ValueEnds:
     """Finds where a value ends: at its tag, or before what can only follow it."""
 
     def __init__(self, tag: str, followers: Sequence[str], num_breaks: int) -> None:
-        self._tag = tag
+        self.tag = tag
         self._followers = followers  # marks, one of which stands behind the tag
         self._num_breaks = num_breaks  # line breaks that are layout at the end of a value without a tag
-        self._is_last = False
+        self.is_last = False
+        self._candidates = re.compile("[" + re.escape(tag[:2]) + "]")  # where it begins, or begins without its bracket
 
     def find(self, text: str, openings: Sequence[str], is_over: Callable[[str, bool], int], is_last: bool) -> Found:
         """Look for the end. `openings` begin the next value; `is_over` says whether the call ends with a text."""
-        self._is_last = is_last
-        for match in _CANDIDATE.finditer(text):
+        self.is_last = is_last
+        for match in self._candidates.finditer(text):
             at = match.start()
             start, tail = at, text[at:]
-            if match.group() == "<":
-                is_before_tag = tail.startswith(self._tag, 1)  # "<</tag>": the first one is the value's
-                length = 0 if is_before_tag else tag_length(tail, self._tag, is_last, self._follows)
+            if match.group() == self.tag[0]:
+                is_before_tag = tail.startswith(self.tag, 1)  # "<</tag>": the first one is the value's
+                length = 0 if is_before_tag else tag_length(tail, self.tag, is_last, self.follows)
                 if not length:
                     implied = begins_with(tail, openings, is_last) or is_over(tail, is_last)
                     if implied == 1:
@@ -100,13 +102,13 @@ class ValueEnds:
         return Found(len(text) if is_last else self._certain(text), len(text))
 
     def _without_bracket(self, text: str) -> int:
-        answer = begins_with(text, [self._tag[1:]], self._is_last)
+        answer = begins_with(text, [self.tag[1:]], self.is_last)
         if answer == 1:
-            answer = self._follows(text[len(self._tag) - 1 :])
-        return len(self._tag) - 1 if answer == 1 else answer
+            answer = self.follows(text[len(self.tag) - 1 :])
+        return len(self.tag) - 1 if answer == 1 else answer
 
-    def _follows(self, text: str) -> int:
-        return goes_on(text, self._followers, self._is_last)
+    def follows(self, text: str) -> int:
+        return goes_on(text, self._followers, self.is_last)
 
     def _certain(self, text: str) -> int:
         """Return how much is no layout before a tag that may come."""

@@ -49,6 +49,7 @@ class TaggedFormat:
     is_padded: bool = False  # a value has a line break on each side
     is_shared: bool = True  # a section holds all calls
     other_section: tuple[str, str] = ("", "")  # that is read too
+    type_marks: tuple[str, str] = ("", "")  # attributes of a value: it is a string, it is none
     needs_special_tokens: bool = True
 
     def parser(self, request: ParserRequest) -> Parser:
@@ -109,30 +110,47 @@ class TaggedParser(StatefulParser):
         if not end and len(text) < MAX_HEAD:
             self._held = text
             return ""
-        if not end or name.strip() not in self._names:
+        function = self._function_of(name)
+        if not end or function not in self._names:
             self._give_up("")
             return text
-        self._name, self._is_started = name.strip(), False
+        self._name, self._is_started = function, False
         self._types = FunctionTypes(parameters_of(self._functions[self._name]))
         begin, name_end, _ = form.parameter
         key_end = '"' if begin.endswith('"') else name_end
-        self._openings = {key: begin + key + key_end for key in self._types.keys()}
+        self._openings = {key: begin + self._written(key) + key_end for key in self._types.keys()}
         self._keys = set()
         self._state = self._parameter
         taken = len(name) + (len(end) if form.function[0] else 0)
         self._raw.append(text[:taken])
         return text[taken:]
 
+    def _function_of(self, header: str) -> str:
+        """Return the function's name; what stands between its marks is its header."""
+        return header.strip()
+
+    def _written(self, key: str) -> str:
+        """Return a key as it stands in a tag."""
+        return key
+
+    def _key_of(self, written: str) -> str:
+        return written
+
+    def _opens_parameter(self, start: str) -> int:
+        """Return 1 if a parameter begins here, PENDING if one may, else 0."""
+        return begins_with(start, (self._form.parameter[0],), is_last=False)
+
     def _parameter(self, text: str) -> str:
         """Between values: take the next parameter's beginning, or the end of the call."""
         start, begin = skip_blanks(text), self._form.parameter[0]
         if start is None:
             return self._no_parameter(text)
-        if start.startswith(begin):
+        opens = self._opens_parameter(start)
+        if opens == 1:
             self._raw.append(text[: len(text) - len(start)] + begin)
             self._state = self._parameter_name
             return start[len(begin) :]
-        answer = begins_with(start, (begin, *self.begins), is_last=False)
+        answer = opens or begins_with(start, self.begins, is_last=False)
         for end in self.ends if answer == 0 else ():
             answer = answer or tag_length(start, end, False, lambda rest: goes_on(rest, self._over, is_last=False))
         if answer == PENDING:
@@ -159,25 +177,27 @@ class TaggedParser(StatefulParser):
             self._start_call(self._name)
 
     def _parameter_name(self, text: str) -> str:
-        begin, name_end, _ = self._form.parameter
+        form = self._form
+        begin, name_end, _ = form.parameter
         header, end, _ = split(text[:MAX_HEAD], (name_end,))
         if not end and len(text) < MAX_HEAD:
             self._held = text
             return ""
         name, _, attributes = header.partition('"') if begin.endswith('"') else (header, "", "")
         key, broken, _ = name.strip().partition("\n")
-        if broken and key in self._openings and self._form.is_padded:  # the end of the opening tag is missing
+        if broken and key in self._openings and form.is_padded:  # the end of the opening tag is missing
             name, end = name[: name.index("\n")], ""
             header = name
-        key = name.strip()
+        key = self._key_of(name.strip())
         is_key = key in self._openings or (_KEY.fullmatch(key) is not None and key not in self._keys)
         if not (end or broken) or not is_key or "<" in header:
             return self._break_call(text)
         self._key = key
         self._raw.append(header + end)
-        if 'string="true"' in attributes:
+        is_text, is_none = form.type_marks
+        if is_text and is_text in attributes:
             self._type = TEXT
-        elif 'string="false"' in attributes:
+        elif is_none and is_none in attributes:
             self._type = NOT_TEXT
         else:
             self._type = self._types.of(self._key)
@@ -195,11 +215,14 @@ class TaggedParser(StatefulParser):
         self._start()
         self._raw, self._value, self._is_value_start = [], [], True
         self._openings.pop(self._key, None)
-        self._is_streamed = self._type.is_text
+        self._is_streamed = self._may_stream()
         if self._is_streamed:
             self._add(self._key_json() + '"')
         self._state = self._parameter_value
         return start[len(begin) :]
+
+    def _may_stream(self) -> bool:
+        return self._type.is_text
 
     def _parameter_value(self, text: str) -> str:
         found = self._value_ends.find(text, tuple(self._openings.values()), self._is_over, is_last=False)

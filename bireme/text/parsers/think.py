@@ -1,7 +1,8 @@
 """Reasoning between two markers: <think>...</think> of DeepSeek R1, Qwen3 and others.
 
 Either the template has opened it (the prompt ends with the marker), or the model opens it first. Everything after the
-end marker is the answer; some models put markers around that too. White space beside the markers is layout.
+end marker is the answer; some models put markers around that too, of which the template may have opened the first.
+White space beside the markers is layout.
 
 A call ends the reasoning too, as models forget the end marker before it. Behind a mark of calls the parser of the
 answer is asked: only what it takes for a call is one, so that a mark that is thought about stays a thought.
@@ -25,18 +26,24 @@ class ThinkFormat:
     begins: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     answer: tuple[str, str] = ("", "")  # around the answer after reasoning; taken away
+    trailer: str = ""  # behind the answer's last marker; taken away
+    has_answer_alone: bool = False  # the answer's markers stand without reasoning, too
+    has_end_alone: bool = False  # an answer without reasoning may begin with the last marker
+    needs_answer: bool = False  # the answer's first marker always comes: a guide holds behind it
     is_implied: bool = False  # an answer begins with reasoning even without the first marker
     is_expected: bool = False  # unless the prompt closed it, the model begins with reasoning
     needs_special_tokens: bool = True
 
     def parser(self, request: ParserRequest, new_answer: Callable[[], Parser]) -> Parser:
-        return ThinkParser(self, self.is_open(request), new_answer)
+        begin, end = self.answer
+        is_answer = bool(begin) and request.prompt_end.rstrip().endswith(begin)
+        return ThinkParser(self, self.is_open(request), new_answer, end if is_answer else "")
 
     def exempt(self, guide: Guide, request: ParserRequest) -> Guide:
         expected = self.is_expected and not self._is_closed(request)
         if not (self.is_open(request) or expected):
             return guide
-        return {**guide, "reasoning_end": self.ends[0]}
+        return {**guide, "reasoning_end": self.ends[0] + (self.answer[0] if self.needs_answer else "")}
 
     def is_open(self, request: ParserRequest) -> bool:
         """Does the answer begin inside the reasoning?"""
@@ -51,15 +58,20 @@ class ThinkFormat:
 class ThinkParser:
     begins = ()
 
-    def __init__(self, form: ThinkFormat, is_open: bool, new_answer: Callable[[], Parser]) -> None:
+    def __init__(
+        self, form: ThinkFormat, is_open: bool, new_answer: Callable[[], Parser], answer_end: str = ""
+    ) -> None:
+        """`answer_end`: the prompt has opened the answer, which ends there."""
         self._form = form
         self._new_answer = new_answer
         self._inner = new_answer()
-        self._marks = form.ends + tuple(self._inner.begins)  # that may end the reasoning
-        self._place = "start"  # start, reasoning, call head, gap, answer, after (the answer's own end marker)
+        self._answer_begin = form.answer[:1] if form.has_answer_alone else ()
+        self._marks = form.ends + self._answer_begin + tuple(self._inner.begins)  # that may end the reasoning
+        # start, reasoning, call head, gap, answer, trailer (behind the answer's own end marker), after
+        self._place = "answer" if answer_end else "start"
         self._is_open = is_open
         self._has_text = False  # of the reasoning: layout at its start has been dropped
-        self._answer_end: tuple[str, ...] = ()
+        self._answer_end = self._ends_of(answer_end) if answer_end else ()
         self._held = ""
         self._blanks = ""  # before a mark that may turn out to be a thought
         self._tried = ""  # that mark and what follows, as far as the parser of the answer was asked
@@ -79,6 +91,8 @@ class ThinkParser:
             text = self._gap(text)
         if self._place == "answer" and text and self._answer_end:
             text = self._until_answer_end(text, events)
+        if self._place == "trailer" and text:
+            text = self._behind_answer(text)
         if self._place in ("answer", "after") and text:
             events += self._inner.feed(text)
         return events
@@ -90,20 +104,26 @@ class ThinkParser:
             if self._is_call(found):
                 return [*events, *found]
             events += self.feed(self._no_call(events))
-        held, self._held = self._held, ""
+        held, self._held = ("" if self._place == "trailer" else self._held), ""
         if self._place == "reasoning":
             return [*events, *self._said(held)]
         return [*events, *(self._inner.feed(held) if held else []), *self._inner.close(is_cut)]
 
     def _start(self, text: str) -> str:
-        start, begins = skip_blanks(text), self._form.begins
-        if start is not None and (not start or any(may_become(start, begin) for begin in begins)):
+        start, form = skip_blanks(text), self._form
+        ends = form.ends if form.has_end_alone and not self._is_open else ()
+        answer = () if self._is_open else self._answer_begin
+        if start is not None and (not start or any(may_become(start, mark) for mark in (*form.begins, *ends, *answer))):
             self._held = text
             return ""
-        for begin in begins:
-            if start is not None and start.startswith(begin):
-                self._place = "reasoning"
-                return start[len(begin) :]
+        for mark in (*form.begins, *ends) if start is not None else ():
+            assert start is not None
+            if start.startswith(mark):
+                self._place = "gap" if mark in ends else "reasoning"
+                return start[len(mark) :]
+        if start is not None and answer and start.startswith(answer):
+            self._place = "gap"
+            return start
         self._place = "reasoning" if self._is_open else "answer"
         return text
 
@@ -117,6 +137,9 @@ class ThinkParser:
         if marker in self._form.ends:
             self._place = "gap"
             return rest
+        if marker in self._answer_begin:
+            self._place = "gap"
+            return marker + rest
         self._place, self._blanks = "call head", blanks
         return marker + rest
 
@@ -150,7 +173,7 @@ class ThinkParser:
             return ""
         self._place = "answer"
         if begin and start.startswith(begin):
-            self._answer_end = (end,)
+            self._answer_end = self._ends_of(end)
             return start[len(begin) :].lstrip()
         return start
 
@@ -160,8 +183,19 @@ class ThinkParser:
             self._held = rest
             return before
         events += self._inner.feed(before)
-        self._place = "after"
+        self._place = "trailer" if self._form.trailer not in ("", marker) else "after"
         return rest
+
+    def _ends_of(self, end: str) -> tuple[str, ...]:
+        return (end, self._form.trailer) if self._form.trailer else (end,)
+
+    def _behind_answer(self, text: str) -> str:
+        start = text.lstrip()
+        if not start or may_become(start, self._form.trailer):
+            self._held = text
+            return ""
+        self._place = "after"
+        return start.removeprefix(self._form.trailer)
 
     def _said(self, text: str) -> list[Event]:
         if not self._has_text:

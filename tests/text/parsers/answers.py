@@ -30,6 +30,12 @@ _PYTHONIC = (
     "{% for c in calls %}{{ SEP if loop.index0 }}{{ c[0] }}({% for k, v in c[1].items() %}{{ ', ' if loop.index0 }}"
     "{{ k }}={{ v|python }}{% endfor %}){% endfor %}"
 )
+_NESTED = (
+    "{% macro x(v) %}{% if v is mapping %}{% for k, w in v.items() if w is not none %}N@<{{ k }}>{{ x(w) }}N@</{{ k }}>"
+    "{% endfor %}{% elif v is sequence and v is not string %}{% for w in v %}N@<item>{{ x(w) }}N@</item>{% endfor %}"
+    "{% else %}{{ v if v is string else v|json }}{% endif %}{% endmacro %}N@<tool_call>\n{% for c in calls %}"
+    'N@<invoke name="{{ c[0] }}">{{ x(c[1]) }}N@</invoke>\n{% endfor %}N@</tool_call>'
+)
 CALLS = {
     "hermes": (
         '{% for c in calls %}\n<tool_call>\n{"name": "{{ c[0] }}", "arguments": {{ c[1]|json }}}\n</tool_call>'
@@ -84,6 +90,13 @@ CALLS = {
         "{% for c in calls %}\n<tool_call>{{ c[0] }}\n{% for k, v in c[1].items() %}<arg_key>{{ k }}</arg_key>\n"
         "<arg_value>{{ v if v is string else v|json }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}"
     ),
+    "minimax_m3": _NESTED.replace("N@", "]<]minimax[>["),
+    "kimi_k3": (
+        '<|open|>tools<|sep|>{% for c in calls %}<|open|>call tool="{{ c[0] }}" index="{{ loop.index }}"<|sep|>'
+        '{% for k, v in c[1].items() %}<|open|>argument key="{{ k }}" type="{{ v|kind }}"<|sep|>'
+        "{{ v if v is string else v|json }}<|close|>argument<|sep|>{% endfor %}<|close|>call<|sep|>{% endfor %}"
+        "<|close|>tools<|sep|><|close|>message<|sep|>"
+    ),
     "deepseek_v3": (
         "<｜tool▁calls▁begin｜>{% for c in calls %}{{ '\n' if loop.index0 }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
         "{{ c[0] }}\n```json\n{{ c[1]|json }}\n```<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>"
@@ -113,6 +126,12 @@ REASONING = {
         "<|CHATBOT_TOKEN|><|START_THINKING|>",
         "{{ thought }}<|END_THINKING|><|START_RESPONSE|>{{ content }}<|END_RESPONSE|>",
     ),
+    "kimi_k3": (
+        '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>',
+        "{{ thought }}<|close|>think<|sep|><|open|>response<|sep|>{{ content }}<|close|>response<|sep|>"
+        "<|close|>message<|sep|>",
+    ),
+    "minimax_m3": ("]~b]ai\n", "<mm:think>{{ thought }}</mm:think>{{ content }}"),
     "gemma4": ("<|turn>model\n", "<|channel>thought\n{{ thought }}<channel|>{{ content }}"),
     "harmony": (
         "<|start|>assistant",
@@ -125,8 +144,13 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def _kind(value: object) -> str:
+    kinds = {bool: "boolean", type(None): "null", str: "string", dict: "object", list: "array"}
+    return kinds.get(type(value), "number")
+
+
 _TEMPLATES = jinja2.Environment(autoescape=False, keep_trailing_newline=True, cache_size=64)
-_TEMPLATES.filters |= {"json": _json, "python": repr}
+_TEMPLATES.filters |= {"json": _json, "python": repr, "kind": _kind}
 
 
 def render_calls(name: str, calls: list[tuple[str, dict[str, object]]]) -> str:
@@ -135,3 +159,10 @@ def render_calls(name: str, calls: list[tuple[str, dict[str, object]]]) -> str:
 
 def render_thought(name: str, thought: str, content: str) -> str:
     return _TEMPLATES.from_string(REASONING[name][1]).render(thought=thought, content=content)
+
+
+def read_back(name: str, calls: list[tuple[str, dict[str, object]]]) -> list[tuple[str, dict[str, object]]]:
+    """Return what of calls an answer shows: MiniMax M3 writes no null."""
+    if name != "minimax_m3":
+        return calls
+    return [(called, {key: value for key, value in of.items() if value is not None}) for called, of in calls]

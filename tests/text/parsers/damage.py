@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 from bireme.text.parsers import TOOLS
 from bireme.text.parsers.envelope import EnvelopeFormat
 from bireme.text.parsers.gemma import GemmaFormat
+from bireme.text.parsers.kimi import KimiFormat
 from bireme.text.parsers.named import NamedFormat
+from bireme.text.parsers.nested import NestedFormat
 from bireme.text.parsers.pythonic import PythonicFormat
 from bireme.text.parsers.tagged import TaggedFormat
 from tests.text.parsers.answers import render_calls
@@ -18,6 +21,7 @@ from tests.text.parsers.answers import render_calls
 LETTERS = "abzAZ059 \n\"'<>/=|_-:.{}[]é"
 VISIBLE = "".join(LETTERS.split())
 VALUES = ("Oslo", "a < b", "x/y", "ls 2>&1", "two\nlines", "é😀", "<b>bold</b>", "7")
+_KIMI_HEAD = re.compile(r'<\|open\|>call tool="weather" index="[0-9]+"<\|sep\|>')
 WHOLE, BEFORE, NONE = "the call", "the call up to the mark", "content"  # what is read
 
 
@@ -48,13 +52,18 @@ def marks_of(tools: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _tags(form: TaggedFormat, arguments: dict[str, Any]) -> list[tuple[str, str]]:
-    begin, name_end, end = form.parameter
-    head = [(form.section[0], WHOLE), (form.function[0] + "weather" + form.function[1], NONE)]
+    begin, name_end, _ = form.parameter
+    header = 'weather" index="1"' if isinstance(form, KimiFormat) else "weather"
+    head = [(form.section[0], WHOLE), (form.function[0] + header + form.function[1], NONE)]
     marks = head if form.function[0] else [(form.section[0] + "weather", NONE)]
     for at, key in enumerate(arguments):
         opening = begin + key if begin.endswith('"') else begin + key + name_end
-        marks += [(opening, BEFORE if at else NONE), (end, WHOLE)]
+        marks += [(opening, BEFORE if at else NONE), (_value_end(form, key), WHOLE)]
     return [*marks, *([(form.function[2], WHOLE)] if form.function[2] else []), (form.section[1], WHOLE)]
+
+
+def _value_end(form: TaggedFormat, key: str) -> str:
+    return f"{form.parameter[2]}{key}>" if isinstance(form, NestedFormat) else form.parameter[2]
 
 
 def damaged(mark: str, key: str, draw: random.Random) -> Iterator[tuple[str, str]]:
@@ -100,6 +109,8 @@ def _read(
     form = TOOLS[tools]
     if tools == "qwen3_coder" and mark.startswith("<parameter=") and instead == mark[:-1]:
         return arguments, ""  # a known key and its line's end are enough
+    if tools == "kimi_k3" and _KIMI_HEAD.fullmatch(instead):
+        return arguments, ""  # a call's number may be any
     if outcome == NONE:
         return None, None
     if outcome == BEFORE:
@@ -108,8 +119,8 @@ def _read(
         return arguments, None if any(begin in instead for begin in getattr(form, "begins", ())) else ""
     if mark == form.section[0]:
         return arguments, instead.strip()  # the inner mark is enough, the outer one is text then
-    if mark == form.parameter[2] and not form.is_padded and instead == "z" + mark[1:]:
-        last = list(arguments)[num_read]
+    last = list(arguments)[num_read] if num_read < len(arguments) else ""
+    if mark == _value_end(form, last) and not form.is_padded and instead == "z" + mark[1:]:
         return {**arguments, last: f"{arguments[last]}z"}, ""  # nothing tells it from the value
     openings = filter(None, (form.section[0], form.function[0]))
     return arguments, None if any(opening in instead for opening in openings) else ""  # an end without its slash

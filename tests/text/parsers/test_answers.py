@@ -32,7 +32,7 @@ ARGUMENTS = st.fixed_dictionaries(
 @pytest.mark.parametrize("name", TOOLS)
 def test_every_cut_of_a_rendered_answer_gives_its_calls(name):
     calls = CALLS[: 1 if name in ONE_CALL else 3]
-    text = answers.render_calls(name, calls)
+    text, calls = answers.render_calls(name, calls), answers.read_back(name, calls)
     whole = parse(text, tools=name)
     assert calls_of(whole) == calls and content_of(whole) == ""
     assert parse(text, 1, tools=name) == whole
@@ -48,7 +48,7 @@ def test_every_cut_of_a_rendered_answer_gives_its_calls(name):
 def test_any_arguments_are_read_back(name, calls, size):
     calls = calls[: 1 if name in ONE_CALL else 3]
     events = parse(answers.render_calls(name, calls), size, tools=name)
-    assert calls_of(events) == calls and content_of(events) == ""
+    assert calls_of(events) == answers.read_back(name, calls) and content_of(events) == ""
 
 
 ESCAPES = st.lists(st.sampled_from(["\\ud83d", "\\ude00", "\\\\", "\\n", "u", "é", "😀"]), max_size=6).map("".join)
@@ -183,6 +183,39 @@ def test_the_end_of_a_thought_behind_its_call_is_no_content(reasoning, tools):
         assert calls_of(events) == [("weather", {"city": "Oslo"})]
 
 
+K3_CALL = answers.render_calls("kimi_k3", [("now", {})])
+ALONE = [
+    ("command_a", "<|END_THINKING|>", "<|START_RESPONSE|>It is 5.<|END_RESPONSE|>", "It is 5."),
+    ("command_a", "<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>It is 5.<|END_RESPONSE|>", "It is 5."),
+    ("command_a", "<|CHATBOT_TOKEN|>", "It is 5.", "It is 5."),
+    ("kimi_k3", "<|open|>response<|sep|>", "It is 5.<|close|>response<|sep|><|close|>message<|sep|>", "It is 5."),
+    ("kimi_k3", "<|open|>response<|sep|>", "It is 5.<|close|>message<|sep|>", "It is 5."),
+    ("kimi_k3", "<|open|>think<|sep|>", "<|open|>response<|sep|>It is 5.", "It is 5."),
+    ("minimax_m3", "]~b]ai\n", "</mm:think>It is 5.", "It is 5."),
+    ("minimax_m3", "]~b]ai\n</mm:think>", "It is 5.", "It is 5."),
+    ("think", "", "</think>It is 5.", "</think>It is 5."),
+    ("granite", "", "<response>It is 5.</response>", "<response>It is 5.</response>"),
+]
+
+
+@pytest.mark.parametrize(("reasoning", "prompt_end", "text", "content"), ALONE)
+def test_the_marks_of_an_answer_without_thoughts_are_no_content(reasoning, prompt_end, text, content):
+    for size in range(1, len(text) + 1):
+        events = parse(text, size, reasoning=reasoning, prompt_end=prompt_end)
+        assert (thoughts_of(events), content_of(events)) == ("", content)
+
+
+NOW = "<|open|>response<|sep|>Now.<|close|>response<|sep|>"
+
+
+@pytest.mark.parametrize("start", ["Hm.<|close|>think<|sep|>", "Hm.", f"Hm.<|close|>think<|sep|>{NOW}"])
+def test_calls_of_kimi_k3_follow_its_answer_or_its_thoughts(start):
+    for size in range(1, len(start + K3_CALL)):
+        events = parse(start + K3_CALL, size, tools="kimi_k3", reasoning="kimi_k3", prompt_end="<|open|>think<|sep|>")
+        assert (thoughts_of(events), calls_of(events)) == ("Hm.", [("now", {})])
+        assert content_of(events) == ("Now." if "Now" in start else "")
+
+
 @pytest.mark.parametrize("end", ["", "</think>yes", '<tool_call>{"name": "now", "arguments": {}}'])
 def test_a_mark_without_a_call_does_not_hold_thoughts_back_for_ever(end):
     thought = '<tool_call>{"a": "' + "b" * 5000
@@ -234,6 +267,22 @@ def test_a_mark_without_a_call_does_not_hold_thoughts_back_for_ever(end):
         ),
         ("kimi_k2", "<|tool_call_begin|>now<|tool_call_argument_begin|>{}<|tool_call_end|>", [("now", {})], ""),
         ("kimi_k2", "<|tool_call_begin|>functions.now:x<|tool_call_argument_begin|>{}", [], None),
+        (
+            "kimi_k3",
+            '<|open|>call tool="weather" index="2"<|sep|><|open|>json type="object"<|sep|>{"city": "a\\nb"}'
+            "<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+            [("weather", {"city": "a\nb"})],
+            "",
+        ),
+        (
+            "kimi_k3",
+            '<|open|>call tool="now"<|sep|><|open|>argument key="say &quot;a&amp;b&quot;" type="object"<|sep|>{"a": 1}'
+            "<|close|>argument<|sep|><|close|>call<|sep|>",
+            [],
+            None,
+        ),
+        ("seed_oss", "<function=weather><parameter=flags>[True, False]</parameter></function>",
+         [("weather", {"flags": [True, False]})], ""),
     ],
 )  # fmt: skip
 def test_what_models_write_beside_their_templates(name, text, calls, content):

@@ -331,6 +331,7 @@ def test_a_guide_spares_reasoning_where_the_answer_begins_with_it():
     guide = {"regex": "a"}
     cases = [("think", "", None), ("think", "<think>\n", "</think>"), ("qwen3", "", "</think>")]
     cases += [("qwen3", "<think>\n\n</think>\n\n", None), ("deepseek_r1", "", "</think>")]
+    cases += [("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|><|open|>response<|sep|>")]
     for name, prompt_end, end in cases:
         exempt = REASONING[name].exempt(guide, ParserRequest((), prompt_end))
         assert exempt.get("reasoning_end") == end, (name, prompt_end)
