@@ -1,12 +1,14 @@
 """Pictures through /v1/chat/completions: together, EP/D and E/P/D, against plain transformers; and what goes wrong."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
 import signal
 import time
 
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -166,6 +168,23 @@ async def test_pictures_go_into_user_messages(client):
     parts = [picture_part(png(fresh("system").pictures()[0]))]
     with pytest.raises(openai.BadRequestError, match="pictures go into user messages and tools' results"):
         await ask(client, [{"role": "system", "content": parts}, {"role": "user", "content": "hi"}])
+
+
+async def test_a_picture_in_a_tool_s_result_is_seen(deployment):
+    dialogue = fresh("tool-result")
+    data = base64.b64encode(png(dialogue.pictures()[0])).decode()
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    async with anthropic.AsyncAnthropic(base_url=deployment.url, api_key="none", max_retries=0) as client:
+
+        async def ask_about(content):
+            used = {"type": "tool_use", "id": "t1", "name": "shot", "input": {}}
+            result = {"type": "tool_result", "tool_use_id": "t1", "content": content}
+            turns = [("user", "look"), ("assistant", [used]), ("user", [result])]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            return await client.messages.create(model="tiny-vlm", max_tokens=8, messages=messages)
+
+        seen, blind = await ask_about([picture]), await ask_about("none")
+    assert seen.usage.input_tokens > blind.usage.input_tokens + 8  # the picture's own tokens
 
 
 async def test_a_placeholder_in_a_user_s_text_is_text(client):

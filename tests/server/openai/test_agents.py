@@ -1,0 +1,55 @@
+"""What agents and their frameworks send: names of thoughts, limits beside stop strings, schemas of others' tools."""
+
+import pytest
+
+from tests.server.openai_served import call, chat
+
+pytestmark = pytest.mark.server
+QUESTION = {"role": "user", "content": "What is 12 + 30?"}
+TAGS = {"type": "array", "uniqueItems": True, "items": {"type": "string", "minLength": 1, "pattern": "\\S"}}
+
+
+def ask(*messages, **fields):
+    return call("/v1/chat/completions", {"model": "tiny-chat", "messages": list(messages), **fields})
+
+
+def answer_after(**message):
+    status, body = ask(QUESTION, {"role": "assistant", **message}, QUESTION, max_tokens=8)
+    assert status == 200, body
+    return body["choices"][0]["message"], body["usage"]["prompt_tokens"]
+
+
+@pytest.mark.usefixtures("chat_deployment")
+def test_thoughts_of_a_history_are_the_same_under_each_of_their_names():
+    known = answer_after(content="42", reasoning_content="a sum")
+    assert answer_after(content="42", reasoning="a sum") == known
+    assert answer_after(content="42", reasoning="a sum", reasoning_content="a sum") == known
+    assert known[1] > answer_after(content="42")[1]  # the template shows them
+
+
+@pytest.mark.usefixtures("chat_deployment")
+@pytest.mark.parametrize("message", [{"reasoning_content": "a sum that was cut"}, {"tool_calls": []}])
+def test_an_answer_without_content_goes_back_into_a_history(message):
+    assert answer_after(content=None, **message) == answer_after(content="", **message)
+
+
+@pytest.mark.usefixtures("chat_deployment")
+def test_a_stop_string_does_not_count_before_min_tokens():
+    fields = chat(QUESTION["content"], max_tokens=20, stop=["4"])
+    status, body = call("/v1/chat/completions", {**fields, "min_tokens": 10})
+    assert status == 200 and body["usage"]["completion_tokens"] >= 10
+    assert call("/v1/chat/completions", fields)[1]["usage"]["completion_tokens"] < 10
+
+
+@pytest.mark.usefixtures("chat_deployment")
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_keyword_of_a_tools_schema_that_can_t_be_enforced_refuses_only_strict_tools(is_strict):
+    function = {"name": "tag", "strict": is_strict, "parameters": {"type": "object", "properties": {"tags": TAGS}}}
+    tools = [{"type": "function", "function": function}]
+    status, body = ask({"role": "user", "content": "Tag it"}, tools=tools, tool_choice="required", max_tokens=40)
+    if is_strict:
+        assert status == 400 and "uniqueItems" in body["error"]["message"]
+    else:
+        assert status == 200, body
+        (made,) = body["choices"][0]["message"]["tool_calls"]
+        assert made["function"]["name"] == "tag"
