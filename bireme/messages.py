@@ -144,6 +144,7 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     sources: tuple[EncodeSource, ...]
     copies: int = 1  # handles for each picture
     inline: bool = False  # the embeddings themselves are wanted, too
+    canary: str = ""  # what marks the launch's own (canary_mark.py)
     timeout_ms: int = 0  # from now; 0: none
 
 
@@ -152,6 +153,7 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     prompts: tuple[bytes, ...]  # one a text: int32 little endian, special tokens among them
     dimensions: int = 0  # of each embedding, the first ones; 0: the model's
+    canary: str = ""  # what marks the launch's own (canary_mark.py)
     timeout_ms: int = 0  # from now; 0: none
 
 

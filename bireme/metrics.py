@@ -90,6 +90,12 @@ TABLE: dict[str, MetricSpec] = {
         _counter(
             "bireme_requests_total", "Requests ended, by outcome (stop, length, or an error code).", "worker", "outcome"
         ),
+        _counter(
+            "bireme_canaries_total",
+            "The launch's own probes ended, by outcome; they count nowhere as requests, tokens or latencies.",
+            "worker",
+            "outcome",
+        ),
         _histogram(
             "bireme_time_to_first_token_seconds", "From the request's arrival to its first token.", _SECONDS, "worker"
         ),

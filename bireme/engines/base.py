@@ -49,6 +49,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True, eq=False):
     params: DisaggregatedParams | None = None  # opened; generation_only has them, and they belong to this prompt
     pictures: tuple[OpenedItem, ...] = ()  # opened, in the order of positions
     digest: str = ""  # binds disaggregated_params to their prompt; context_and_generation has none
+    is_canary: bool = False  # counted apart
 
     @property
     def num_prompt(self) -> int:
@@ -68,6 +69,7 @@ class AdmittedTexts(msgspec.Struct, frozen=True, eq=False):
     texts: tuple[npt.NDArray[np.int32], ...]  # CPU 1D each: ids of the vocabulary, at least one, at most max_seq_len
     dimensions: int  # 1 to Capacity.embedding_size
     timeout_ms: int = 0
+    is_canary: bool = False  # counted apart
 
     @property
     def num_tokens(self) -> int:

@@ -73,11 +73,14 @@ class Canaries:
         series: Callable[[], Mapping[str, WorkerSeries]],
         is_down: Callable[[str], bool],
         on_hung: Callable[[str, str], None],
+        key: str = "",
     ) -> None:
-        """`is_down` says which models need no canary to be known as down; `on_hung` gets a model and the reason."""
+        """`is_down` says which models need no canary to be known as down; `on_hung` gets a model and the reason. `key`:
+        the deployment's, by which its processes know canaries.
+        """
         self._http, self._recipe, self._openai, self._settings = http, recipe, openai, settings
         self._console = console
-        self._series, self._is_down, self._on_hung = series, is_down, on_hung
+        self._series, self._is_down, self._on_hung, self._key = series, is_down, on_hung, key
         self._has_pictures = picture_model_of(recipe) is not None
         self._is_text = "decode" in recipe.workers
         probes: dict[str, Probe] = {name: probe for name, probe in self._probes().items() if name in (*models, OPENAI)}
@@ -104,7 +107,7 @@ class Canaries:
     def turn(self) -> float:
         if self._is_text and self._prompt is None and not self._make_prompt():
             return _AGAIN_S
-        prompt = self._prompt or CanaryPrompt("", ())
+        prompt = self._prompt or CanaryPrompt("", (), self._key)
         for prefill, decode in self._pairs():
             self._probe_workers(prefill, decode, prompt)
         embedders = {name: functools.partial(self._probe_embedder, name) for name in self._embedders}
@@ -132,18 +135,18 @@ class Canaries:
         if self._is_text:
             return canary.probe_openai(way.address, model, way.key, prompt, timeout_s, way.has_tls)
         if self._embedders:
-            return canary.probe_openai_embedding(way.address, model, way.key, timeout_s, way.has_tls)
+            return canary.probe_openai_embedding(way.address, model, way.key, prompt, timeout_s, way.has_tls)
         return canary.probe_ready(way.address, timeout_s, way.has_tls)
 
     def _probe_embedder(self, name: str, prompt: CanaryPrompt) -> CanaryResult:
-        return canary.probe_embedding(self._http, name, self._settings.timeout_s)
+        return canary.probe_embedding(self._http, name, prompt, self._settings.timeout_s)
 
     def _make_prompt(self) -> bool:
         """Have the tokenizer make the prompt: a block of KV and a token more. Return whether it could."""
         config = self._recipe.workers["decode"].engine_config.kv_cache_config
         try:
             self._prompt = canary.make_prompt(
-                self._http, "tokenizer", config.tokens_per_block + 1, self._settings.timeout_s
+                self._http, "tokenizer", config.tokens_per_block + 1, self._settings.timeout_s, self._key
             )
         except BiremeError as error:
             self._console.event("canary_prompt_failed", "warning", error=error)
@@ -186,7 +189,7 @@ class Canaries:
             return
         if name == "video" and series is not None and series.queued:
             return  # one video at a time: it would wait for minutes
-        if way.result is not None and way.result.is_ok and _has_served(series, way.series):
+        if way.result is not None and way.result.is_ok and _has_served(series, way.series, name):
             way.series = series
             return
         way.series = series
@@ -235,6 +238,6 @@ def _does_work(series: WorkerSeries | None, last: WorkerSeries | None, has_prefi
     return not has_prefill or series.imported > last.imported
 
 
-def _has_served(series: WorkerSeries | None, last: WorkerSeries | None) -> bool:
-    """Whether a request has ended well since, besides the last canary."""
-    return series is not None and last is not None and series.served - last.served > 1
+def _has_served(series: WorkerSeries | None, last: WorkerSeries | None, name: str) -> bool:
+    """Whether a client's request has ended well since; videos' canaries are counted as requests."""
+    return series is not None and last is not None and series.served - last.served > (name == "video")

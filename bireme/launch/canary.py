@@ -16,6 +16,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from bireme.canary_mark import PARAMETER, new_mark
 from bireme.errors import BiremeError, RequestError, ResourceExhaustedError, UnavailableError, from_message
 from bireme.launch.doors import connect
 from bireme.launch.peer import NotOursError, check_ours
@@ -61,9 +62,17 @@ class CanaryPrompt:
 
     text: str
     input_ids: tuple[int, ...]
+    key: str = ""  # the deployment's: it signs what marks a canary
+
+    def sampling(self) -> dict[str, Any]:
+        return {"max_tokens": _NUM_TOKENS, "ignore_eos": True, "cache_salt": new_mark(self.key)}
+
+    def openai_sampling(self) -> dict[str, Any]:
+        values = self.sampling()
+        return {"max_tokens": values.pop("max_tokens"), "bireme": values}
 
 
-def make_prompt(http_address: str, tokenizer: str, num_tokens: int, timeout_s: float) -> CanaryPrompt:
+def make_prompt(http_address: str, tokenizer: str, num_tokens: int, timeout_s: float, key: str = "") -> CanaryPrompt:
     """Return a prompt of `num_tokens`, by the deployment's tokenizer; its text may have more. Raises BiremeError."""
     text = _TEXT
     while True:
@@ -75,19 +84,19 @@ def make_prompt(http_address: str, tokenizer: str, num_tokens: int, timeout_s: f
         if not all(isinstance(token, int) for token in ids):
             raise BiremeError(f"{tokenizer}: it answered {str(found)[:80]} instead of token ids")
         if len(ids) >= num_tokens or len(text) >= _MAX_REPEATS * len(_TEXT):
-            return CanaryPrompt(text, tuple(ids[:num_tokens]))
+            return CanaryPrompt(text, tuple(ids[:num_tokens]), key)
         text *= 2
 
 
 def probe_decode(http_address: str, model: str, prompt: CanaryPrompt, timeout_s: float) -> CanaryResult:
-    values = {"input_ids": prompt.input_ids, **_sampling()}
+    values = {"input_ids": prompt.input_ids, **prompt.sampling()}
     return _ask(http_address, f"/v2/models/{model}/generate_stream", values, timeout_s).result
 
 
 def probe_pair(http_address: str, prefill: str, decode: str, prompt: CanaryPrompt, timeout_s: float) -> PairResult:
     """Prefill with one worker, fetch its KV and go on with the other."""
     request_id = f"canary-{secrets.token_hex(8)}"
-    values = {"input_ids": prompt.input_ids, **_sampling()}
+    values = {"input_ids": prompt.input_ids, **prompt.sampling()}
     first = _ask(http_address, f"/v2/models/{prefill}/generate", values | {"request_id": request_id}, timeout_s)
     if not first.result.is_ok or "disaggregated_params" not in first.values:
         return PairResult(first.result, None)
@@ -106,7 +115,7 @@ def probe_pair(http_address: str, prefill: str, decode: str, prompt: CanaryPromp
 
 def probe_text(http_address: str, model: str, prompt: CanaryPrompt, timeout_s: float) -> CanaryResult:
     """Generate with a text pipeline: tokenizer, prefill, transfer and decode, as its router chooses."""
-    values = {"text_input": prompt.text, **_sampling()}
+    values = {"text_input": prompt.text, **prompt.sampling()}
     return _ask(http_address, f"/v2/models/{model}/generate", values, timeout_s).result
 
 
@@ -118,7 +127,7 @@ def probe_chat(
     if has_picture:
         picture = {"type": "image_url", "image_url": {"url": _picture_url()}}
         content = [picture, {"type": "text", "text": prompt.text}]
-    request = {"messages": [{"role": "user", "content": content}], **_openai_sampling()}
+    request = {"messages": [{"role": "user", "content": content}], **prompt.openai_sampling()}
     return _ask(http_address, f"/v2/models/{model}/generate_stream", {"request": json.dumps(request)}, timeout_s).result
 
 
@@ -131,30 +140,24 @@ def probe_openai(
     address: str, model: str, key: str, prompt: CanaryPrompt, timeout_s: float, has_tls: bool = False
 ) -> CanaryResult:
     """Complete through the OpenAI frontend. `key`: one that it takes from its launcher, where it asks for keys."""
-    request = {"model": model, "prompt": prompt.text, **_openai_sampling()}
+    request = {"model": model, "prompt": prompt.text, **prompt.openai_sampling()}
     return _ask(address, "/v1/completions", request, timeout_s, key, has_tls).result
 
 
-def probe_embedding(http_address: str, model: str, timeout_s: float) -> CanaryResult:
-    return _ask(http_address, f"/v2/models/{model}/generate", {"text_input": _TEXT}, timeout_s).result
+def probe_embedding(http_address: str, model: str, prompt: CanaryPrompt, timeout_s: float) -> CanaryResult:
+    values = {"text_input": _TEXT, PARAMETER: new_mark(prompt.key)}
+    return _ask(http_address, f"/v2/models/{model}/generate", values, timeout_s).result
 
 
-def probe_openai_embedding(address: str, model: str, key: str, timeout_s: float, has_tls: bool = False) -> CanaryResult:
-    request = {"model": model, "input": _TEXT, "encoding_format": "base64"}
+def probe_openai_embedding(
+    address: str, model: str, key: str, prompt: CanaryPrompt, timeout_s: float, has_tls: bool = False
+) -> CanaryResult:
+    request = {"model": model, "input": _TEXT, "encoding_format": "base64", "user": new_mark(prompt.key)}
     return _ask(address, "/v1/embeddings", request, timeout_s, key, has_tls).result
 
 
 def probe_ready(address: str, timeout_s: float, has_tls: bool = False) -> CanaryResult:
     return _ask(address, "/health/ready", None, timeout_s, has_tls=has_tls).result
-
-
-def _sampling() -> dict[str, Any]:
-    return {"max_tokens": _NUM_TOKENS, "ignore_eos": True, "cache_salt": f"canary-{secrets.token_hex(8)}"}
-
-
-def _openai_sampling() -> dict[str, Any]:
-    values = _sampling()
-    return {"max_tokens": values.pop("max_tokens"), "bireme": values}
 
 
 @dataclass(frozen=True, slots=True)

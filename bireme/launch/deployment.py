@@ -413,7 +413,7 @@ class Deployment:
         self._watchdog.start()
         self._monitor = HealthMonitor(
             server, self._watchdog, recipe, self.models, self._console, self.threads,
-            self.settings.canaries, self._frontend,
+            self.settings.canaries, self._frontend, self._key,
         )  # fmt: skip
         self._monitor.start()
 

@@ -75,7 +75,9 @@ class HealthMonitor:
         threads: GuardedThreads,
         canaries: CanarySettings,
         frontend: FrontendProcess | None = None,
+        key: str = "",
     ) -> None:
+        """`key`: the deployment's."""
         self._server, self._watchdog, self._recipe = server, watchdog, recipe
         self._models = models
         self._console, self._threads = console, threads
@@ -93,6 +95,7 @@ class HealthMonitor:
         self._canaries = Canaries(
             server.http, recipe, models, way, canaries, console,
             series=lambda: self._series, is_down=self._is_down, on_hung=self._watchdog.kill_all,
+            key=key,
         )  # fmt: skip
         self._running: list[GuardedThread] = []
         self._is_stopping = False

@@ -368,7 +368,8 @@ class Frontend:
 
     def _count(self, call: Call) -> None:
         path = call.path if call.path in self._routes else "/" if call.path in self._playground_paths else "other"
-        self._metrics.add("bireme_http_requests_total", 1, path, str(call.status))
+        if not call.is_canary:
+            self._metrics.add("bireme_http_requests_total", 1, path, str(call.status))
         if call.path not in OPEN_PATHS and access.isEnabledFor(logging.INFO):  # probes come each second
             access.info(_log_line(call))
 

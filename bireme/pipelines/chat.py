@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from bireme.canary_mark import is_canary
 from bireme.errors import BiremeError, RequestError
 from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_request import ChatRequest, parse_chat
@@ -53,22 +54,23 @@ class Chat:
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         assert self._service is not None
-        arrived_at, services = time.monotonic(), self._service.services
+        arrived_at, is_probe, services = time.monotonic(), False, self._service.services
         try:
             with services.admitted():
                 request = self._parse(inputs)
+                is_probe = is_canary(request.cache_salt)
                 cancel_with(cancelled)
                 if request.routing.query_only:
                     send(JsonResponse(await self._service.placement(request, arrived_at), is_last=True))
                     return
                 sequences = await self._serve(self._service, request, send, arrived_at)
         except asyncio.CancelledError:
-            count_request(services.metrics, "CANCELLED", arrived_at)
+            count_request(services.metrics, "CANCELLED", arrived_at, is_probe)
             raise
         except BiremeError as error:
-            count_request(services.metrics, error.code, arrived_at)
+            count_request(services.metrics, error.code, arrived_at, is_probe)
             raise
-        count_request(services.metrics, sequences[0].finish_reason, arrived_at)
+        count_request(services.metrics, sequences[0].finish_reason, arrived_at, is_probe)
 
     def _parse(self, inputs: Tensors) -> ChatRequest:
         assert self._service is not None

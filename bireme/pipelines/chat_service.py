@@ -133,7 +133,8 @@ class ChatService:
         if self._picture_model is None:
             first = request.pictures[0]
             raise RequestError(f"{first.where.rpartition('.')[0]}.type: {first.part}; this model reads text parts only")
-        return RequestPictures(self.services, self._picture_model, request.pictures, self._deadline(arrived_at))
+        deadline = self._deadline(arrived_at)
+        return RequestPictures(self.services, self._picture_model, request.pictures, deadline, request.cache_salt)
 
     def _deadline(self, arrived_at: float) -> float:
         timeout_s = self.services.recipe.pipeline.request_timeout_s

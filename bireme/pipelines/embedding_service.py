@@ -40,20 +40,21 @@ class EmbeddingService:
         capacity = self._services.capacity(STAGE)
         return await self._encoder.encode(texts, prompt_name, capacity.max_seq_len if capacity else None, name_of)
 
-    async def embed(self, texts: Sequence[Ids], dimensions: int = 0) -> Floats:
-        """Return (texts, dimensions). Raises errors of errors.py."""
+    async def embed(self, texts: Sequence[Ids], dimensions: int = 0, canary: str = "") -> Floats:
+        """Return (texts, dimensions). `canary`: the launch's mark, if it asks. Raises errors of errors.py."""
         capacity = self._services.capacity(STAGE)
         size = dimensions or (capacity.embedding_size if capacity else _USUAL_SIZE)
         count = max(1, _PART_BYTES // (4 * size))
         parts = [texts[at : at + count] for at in range(0, len(texts), count)]
-        return np.concatenate(await all_results(self._embed_part(part, dimensions) for part in parts))
+        return np.concatenate(await all_results(self._embed_part(part, dimensions, canary) for part in parts))
 
-    async def _embed_part(self, texts: Sequence[Ids], dimensions: int) -> Floats:
+    async def _embed_part(self, texts: Sequence[Ids], dimensions: int, canary: str) -> Floats:
         """Ask the worker with the fewest tokens under way, of equals in turn; another one when that is down."""
         request = EmbedRequest(
             prompts=tuple(text.tobytes() for text in texts),
             dimensions=dimensions,
             timeout_ms=int(self._services.recipe.pipeline.request_timeout_s * 1000),
+            canary=canary,
         )
         num_tokens = sum(map(len, texts))
         failure = UnavailableError("no embedding worker takes requests now; try again")

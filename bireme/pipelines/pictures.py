@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bireme.canary_mark import is_canary
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
@@ -47,10 +48,12 @@ class RequestPictures:
     """Belongs to one request; used on one loop."""
 
     def __init__(
-        self, services: Services, model: PictureModel, sources: Sequence[PictureSource], deadline: float = 0.0
-    ) -> None:
-        """`deadline`: time.monotonic(); 0: none."""
+        self, services: Services, model: PictureModel, sources: Sequence[PictureSource], deadline: float = 0.0,
+        cache_salt: str = "",
+    ) -> None:  # fmt: skip
+        """`deadline`: time.monotonic(); 0: none. `cache_salt`: the request's, which tells a canary."""
         self._services, self._model, self._deadline = services, model, deadline
+        self._canary = cache_salt if is_canary(cache_salt) else ""
         self._sources = tuple(sources)
         self._items: tuple[MediaItem, ...] = ()
         self._stock: list[_Handles] = []
@@ -125,7 +128,7 @@ class RequestPictures:
 
     async def _encode_on(self, worker: str, copies: int) -> EncodeAnswer:
         sources = tuple(one.source for one in self._sources)
-        request = EncodeRequest(sources=sources, copies=copies, timeout_ms=self._timeout_ms())
+        request = EncodeRequest(sources=sources, copies=copies, canary=self._canary, timeout_ms=self._timeout_ms())
         request_id = secrets.token_hex(16)
         call = asyncio.ensure_future(self._services.workers.encode(worker, request, request_id))
         try:

@@ -123,6 +123,7 @@ class SequenceRunner:
         index: int | None = None,
     ) -> None:
         self._services, self._work = services, work
+        self.metrics = services.metrics_of(work.cache_salt)
         self._stream = TextStream(detokenizer, work.sampling, send, self._settle, self.abort, index)
         self.push = self._push_first
         self.first_token_at = 0.0
@@ -168,7 +169,7 @@ class SequenceRunner:
         prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
         """Take the first tokens after a loss; the bus knows only the gaps within an attempt."""
-        self._services.metrics.observe("bireme_inter_token_latency_seconds", time.monotonic() - self._lost_at)
+        self.metrics.observe("bireme_inter_token_latency_seconds", time.monotonic() - self._lost_at)
         self.push = self._stream.push
         self._note_prefilled()
         self.push(tokens, logprobs, prompt_logprobs)
@@ -251,7 +252,7 @@ class SequenceRunner:
                 raise UnavailableError(
                     f"{error}; moved {config.migration_limit} times already (pipeline.migration_limit)"
                 ) from error
-            self._services.metrics.add("bireme_migrations_total")
+            self.metrics.add("bireme_migrations_total")
             sampling = self._work.sampling
             # One of several sequences may have been at fault with its own work, which the others have, too: it ends
             # them before they are sent again.
@@ -307,7 +308,7 @@ class SequenceRunner:
 
     def _place(self) -> Placement:
         """Have the router choose. Raises what it refuses."""
-        metrics = self._services.metrics
+        metrics = self.metrics
         try:
             placement = self._services.router.place(self._work.routing_request(bool(self.tokens), self._has_kv))
         except ResourceExhaustedError:
@@ -418,7 +419,7 @@ class SequenceRunner:
 
     def _measure_prediction(self, usage: Usage, predicted: int) -> None:
         """Compare what the router expected the prompt's worker to hold with what it did."""
-        metrics = self._services.metrics
+        metrics = self.metrics
         metrics.add("bireme_router_prompt_tokens_total", usage.prompt_tokens)
         metrics.add("bireme_router_predicted_tokens_total", predicted)
         metrics.add("bireme_router_cached_tokens_total", usage.cached_tokens)

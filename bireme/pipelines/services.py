@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bireme.canary_mark import is_canary
 from bireme.config import Recipe
 from bireme.discovery.run import WorkerRecord
 from bireme.discovery.view import Discovery
@@ -38,11 +39,16 @@ class Services:
     members: Mapping[str, WorkerRecord] = field(default_factory=dict)  # by worker id, those that drain among them
     discovery: Discovery | None = None
     _background: set[asyncio.Task[None]] = field(default_factory=set)
+    _unread: Registry = field(default_factory=Registry)  # of canaries, which are no load
 
     def __post_init__(self) -> None:
         """Without a discovery the workers are the recipe's."""
         self.members = self.members or recipe_workers(self.recipe)
         self.workers.on_silence = self.router.note_silence
+
+    def metrics_of(self, cache_salt: str) -> Registry:
+        """Return where a sequence is counted."""
+        return self._unread if is_canary(cache_salt) else self.metrics
 
     def follow(self, discovery: Discovery) -> None:
         """Take the workers from `discovery` until `close`; on the loop that this is used on."""

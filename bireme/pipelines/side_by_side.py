@@ -37,11 +37,14 @@ async def run_sequences(
         await _all(sequences)
     finally:
         for sequence in sequences:
-            _measure(services.metrics, sequence, arrived_at)
+            _measure(sequence, arrived_at)
     return sequences
 
 
-def count_request(metrics: Registry, outcome: str, arrived_at: float) -> None:
+def count_request(metrics: Registry, outcome: str, arrived_at: float, is_canary: bool = False) -> None:
+    if is_canary:
+        metrics.add("bireme_canaries_total", 1, outcome)
+        return
     metrics.add("bireme_requests_total", 1, outcome)
     metrics.observe("bireme_request_seconds", time.monotonic() - arrived_at)
 
@@ -54,7 +57,7 @@ async def _all(sequences: list[SequenceRunner]) -> None:
     await all_results(sequence.run() for sequence in sequences)
 
 
-def _measure(metrics: Registry, sequence: SequenceRunner, arrived_at: float) -> None:
+def _measure(sequence: SequenceRunner, arrived_at: float) -> None:
     if not sequence.first_token_at:
         return
-    metrics.observe("bireme_time_to_first_token_seconds", sequence.first_token_at - arrived_at)
+    sequence.metrics.observe("bireme_time_to_first_token_seconds", sequence.first_token_at - arrived_at)

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from bireme.canary_mark import is_canary
 from bireme.errors import BiremeError
 from bireme.pipelines.answers import AnswerFormat, CollectedDeltas, StreamedDeltas, WholeResponse
 from bireme.pipelines.inside import make_services
@@ -48,19 +49,20 @@ class TextPipeline:
         return self._is_started
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
-        arrived_at = time.monotonic()
+        arrived_at, is_probe, metrics = time.monotonic(), False, self._services.metrics
         try:
             with self._services.admitted():
                 requests = self._parse(inputs)
+                is_probe = is_canary(requests[0].cache_salt)
                 cancel_with(cancelled)
                 sequences = await self._serve(requests, send, arrived_at)
         except asyncio.CancelledError:
-            count_request(self._services.metrics, "CANCELLED", arrived_at)
+            count_request(metrics, "CANCELLED", arrived_at, is_probe)
             raise
         except BiremeError as error:
-            count_request(self._services.metrics, error.code, arrived_at)
+            count_request(metrics, error.code, arrived_at, is_probe)
             raise
-        count_request(self._services.metrics, sequences[0].finish_reason, arrived_at)
+        count_request(metrics, sequences[0].finish_reason, arrived_at, is_probe)
 
     def _parse(self, inputs: Tensors) -> list[GenerateRequest]:
         """Return the requests; more than one only where the model takes batches."""

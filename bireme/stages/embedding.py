@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
+from bireme.canary_mark import PARAMETER
 from bireme.engines.stub.client import EngineClient
 from bireme.errors import BiremeError, RequestError
 from bireme.messages import EmbedRequest, decode_embed
@@ -24,7 +25,7 @@ from bireme.stages.engine_stage import EngineStage
 from bireme.stages.requests import EngineRun, failure_of, request_id_of
 from bireme.text.embedding_encoder import EmbeddingEncoder
 from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
-from bireme.types import Array, Cancelled, Send, StageContext, TensorResponse, Tensors
+from bireme.types import Array, Cancelled, Send, StageContext, TensorResponse, Tensors, info_of
 
 
 class Embedding(EngineStage[EngineClient]):
@@ -77,6 +78,7 @@ class Embedding(EngineStage[EngineClient]):
             prompts=tuple(one.tobytes() for one in ids),
             dimensions=values.get("dimensions", 0),
             timeout_ms=timeout_ms(inputs, self._context.recipe),
+            canary=str(info_of(inputs).parameters.get(PARAMETER, "")),
         )
 
     async def _embed(self, request: EmbedRequest, request_id: str, cancelled: Cancelled) -> dict[str, Array]:

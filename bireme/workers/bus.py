@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from bireme.canary_mark import is_canary
 from bireme.errors import (
     BiremeError,
     EngineLostError,
@@ -195,12 +196,15 @@ class Session:
         self._sent_at = self._heard_at = self._busy_at = self._tokens_at = time.monotonic()
         self._latest: list[int] = []  # requests of the last tokens, which came at _tokens_at
         self._latest_set: set[int] = set()
+        self._canaries: set[int] = set()  # numbers of those under way, whose gaps are not counted
         self.task = asyncio.get_running_loop().create_task(self._run(), name=f"bus-{bus.worker}")
 
     def submit(self, request: BusRequest) -> None:
         self._numbers += 1
         request.number, request.session = self._numbers, self
         self._requests[request.number], self._sinks[request.number] = request, request.sink
+        if isinstance(request.request, EngineRequest) and is_canary(request.request.cache_salt):
+            self._canaries.add(request.number)
         self.send_later(start_command(request.number, request.request))
 
     def abort(self, request: BusRequest) -> None:
@@ -243,6 +247,7 @@ class Session:
 
     def _forget(self, number: int) -> BusRequest | None:
         self._sinks.pop(number, None)
+        self._canaries.discard(number)
         return self._requests.pop(number, None)
 
     async def _run(self) -> None:
@@ -448,6 +453,8 @@ class Session:
         """Count the time since each stream's last tokens; streams of the same delivery share it."""
         now, before = self._heard_at, self._tokens_at
         latest = steps[0].requests if len(steps) == 1 else [number for step in steps for number in step.requests]
+        if self._canaries:
+            latest = [number for number in latest if number not in self._canaries]
         if not latest:
             return
         num_new = 0

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from bireme.canary_mark import is_canary
 from bireme.config import Recipe, WorkerEntry
 from bireme.errors import BiremeError, from_message
 from bireme.launch import canary
@@ -65,12 +66,12 @@ def server():
         listener.shutdown()
 
 
-def make_canaries(address, series=None, down=(), openai=None, console=None, **replicas):
+def make_canaries(address, series=None, down=(), openai=None, console=None, key="", **replicas):
     workers = {stage: WorkerEntry(engine="mocker", replicas=count) for stage, count in replicas.items()}
     return Canaries(
         address, Recipe(model="m", workers=workers, name="m"), MODELS, openai, CanarySettings(timeout_s=5.0),
         console or Console("error"), series=lambda: series or {}, is_down=lambda name: name in down,
-        on_hung=lambda *_: None,
+        on_hung=lambda *_: None, key=key,
     )  # fmt: skip
 
 
@@ -203,11 +204,22 @@ def test_a_way_that_requests_have_just_gone_needs_no_canary(server):
     series = {"completion": WorkerSeries(served=3)}
     canaries = make_canaries(address, series, decode=1)
     canaries.turn()
-    series["completion"] = WorkerSeries(served=9)
+    series["completion"] = WorkerSeries(served=4)  # by one: canaries are not counted
     canaries.turn()
     assert len(deployment.called("completion")) == 1
     canaries.turn()
     assert len(deployment.called("completion")) == 2
+
+
+def test_each_canary_is_marked_with_the_deployment_s_key(server, monkeypatch):
+    address, deployment = server
+    make_canaries(address, prefill=1, decode=1, key="ab").turn()
+    asked = [body for path, body in deployment.calls if "tokenizer" not in path]
+    monkeypatch.setenv("BIREME_KEY", "ab")
+    salts = [body["cache_salt"] for body in asked]
+    assert len(salts) == 3 and all(map(is_canary, salts)) and len(set(salts)) == 2  # prefill and decode share one
+    canary.probe_embedding(address, "embedding", CanaryPrompt("", (), "ab"), 5)
+    assert is_canary(deployment.called("embedding")[0]["canary"])
 
 
 def test_a_worker_with_work_gets_no_canary_and_one_without_does(server):

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from bireme.canary_mark import new_mark
 from bireme.discovery.run import WorkerRecord
 from bireme.errors import (
     BiremeError,
@@ -539,3 +540,14 @@ async def test_stopping_closes_the_workers(bench):
     test = await bench()
     await test.pipeline.stop()
     assert test.workers.is_closed
+
+
+async def test_canaries_are_counted_apart_from_load(bench, monkeypatch):
+    monkeypatch.setenv("BIREME_KEY", "ab" * 32)
+    bench = await bench(prefill=1)
+    call = bench.ask(cache_salt=new_mark("ab" * 32))
+    await bench.workers.emit(4)
+    await call.end()
+    delta = bench.metrics.take_delta()
+    assert {name: value for name, _, value in delta.counters} == {"bireme_canaries_total": 1}
+    assert not delta.histograms

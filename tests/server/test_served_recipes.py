@@ -9,11 +9,13 @@ import functools
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,12 @@ NOTICED_S = 5.0  # this one is the claim
 SERVER = "tritonserver"
 SHARES_WEIGHTS = "tiny-chat-disagg"  # with the memory service
 EMBEDS = "tiny-embedding"
+SERIES = re.compile(r"^(bireme_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
+LOAD = {
+    *("bireme_requests_total", "bireme_http_requests_total", "bireme_request_seconds_count", "bireme_routed_total"),
+    *("bireme_prompt_tokens_total", "bireme_generated_tokens_total", "bireme_queue_seconds_count"),
+    *("bireme_time_to_first_token_seconds_count", "bireme_inter_token_latency_seconds_count"),
+}
 # What each of the others shows is shown by one of these, and most are served by tests of their own too.
 IN_EVERY_RUN = ("mocker", SHARES_WEIGHTS, EMBEDS, "tiny-vlm-epd")
 
@@ -167,10 +175,25 @@ def test_a_recipe_becomes_ready_and_serves_every_way(name, tmp_path, sample_mode
     with serving(name, tmp_path / "log", f"--set=memory_service.enabled={str(has_service).lower()}") as served:
         served.wait_for(served.serves_every_way)
         assert "canary_refused" not in served.log.read_text()
+        nobody_has_asked(served)
         if has_service:
             engines_map_weights_that_outlive_them(served)
         if name == EMBEDS:
             both_doors_embed_alike(served)
+
+
+def nobody_has_asked(served):
+    """Canaries are no load, in Triton's metrics and in the frontend's."""
+    pages = [page(served.ports[name]) for name in ("metrics", "openai")]
+    counts = {(match[1], match[2]): float(match[3]) for text in pages for match in SERIES.finditer(text)}
+    assert sum(value for (name, _), value in counts.items() if name == "bireme_canaries_total") > 0
+    shown = {series for series, value in counts.items() if value and series[0] in LOAD}
+    assert {series for series in shown if "/health" not in series[1]} == set()
+
+
+def page(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_S) as reply:
+        return reply.read().decode()
 
 
 def both_doors_embed_alike(served):

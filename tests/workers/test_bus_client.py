@@ -2,8 +2,10 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
+from bireme.canary_mark import new_mark
 from bireme.errors import EngineLostError, UnavailableError
 from bireme.messages import EngineRequest, Finish, SamplingParams, Usage
 from bireme.metrics import Registry
@@ -303,4 +305,18 @@ async def test_gaps_are_those_between_deliveries_of_each_stream(bus, recorder):
         )
     ((name, _, counts, seconds),) = metrics.take_delta().histograms
     assert (name, sum(counts)) == ("bireme_inter_token_latency_seconds", 3) and seconds > 0
+    await workers.close()
+
+
+async def test_gaps_of_canaries_are_not_counted(bus, recorder, monkeypatch):
+    monkeypatch.setenv("BIREME_KEY", "ab" * 32)
+    metrics, sink = Registry("generate"), recorder()
+    workers = Workers(GrpcChannel(bus.address), 2.0, metrics)
+    workers.decode("decode", msgspec.structs.replace(REQUEST, cache_salt=new_mark("ab" * 32)), sink)
+    await bus.until(lambda: bus.engine.requests)
+    ((consumer, number),) = bus.engine.requests
+    for token in (1, 2):
+        bus.engine.emit(consumer, {number: token})
+        await bus.until(lambda token=token: len(sink.tokens) == token)
+    assert not metrics.take_delta().histograms
     await workers.close()

@@ -194,7 +194,7 @@ class EngineServer:
             self._service.engine.drain()
 
     def _submit(self, consumer: int, life: int, command: Submit | Encode | Embed) -> None:
-        key, digest = (consumer, command.number), ""
+        key, digest, is_canary = (consumer, command.number), "", False
         try:
             service = self._check_service(life)
             self._check_number(key)
@@ -206,6 +206,7 @@ class EngineServer:
             else:
                 admitted = service.gate.admit(command.request)
                 start, digest = partial(service.engine.submit, key, admitted), admitted.digest
+                is_canary = admitted.is_canary
         except BiremeError as error:
             self._refuse(key, error)
             return
@@ -213,9 +214,9 @@ class EngineServer:
         if isinstance(command, Submit) and command.request.was_in_stall:
             self._trials.add(key, partial(self._start, key, start))
         else:
-            self._start(key, start)
+            self._start(key, start, is_canary)
 
-    def _start(self, key: RequestKey, start: Callable[[], None]) -> bool:
+    def _start(self, key: RequestKey, start: Callable[[], None], is_canary: bool = False) -> bool:
         """Return whether the engine has taken it; else it is refused."""
         try:
             start()
@@ -223,7 +224,7 @@ class EngineServer:
             if not isinstance(error, BiremeError):
                 logger.exception("submit_failed consumer=%d number=%d", *key)
             self._ledger.leave(key)
-            self._refuse(key, error)
+            self._refuse(key, error, is_canary)
         if self.on_change is not None:
             self.on_change()
         return self._ledger.get(key) is not None
@@ -265,9 +266,10 @@ class EngineServer:
         logger.warning("number_reused consumer=%d number=%d", *key)
         raise RequestError(f"number: {key[1]} is in flight; both requests end, use each number once")
 
-    def _refuse(self, key: RequestKey, error: BaseException) -> None:
+    def _refuse(self, key: RequestKey, error: BaseException, is_canary: bool = False) -> None:
         finish = Finish(reason_of(error), Usage(), to_message(error))
-        self._metrics.add("bireme_requests_total", 1, finish.error.partition(":")[0])
+        name = "bireme_canaries_total" if is_canary else "bireme_requests_total"
+        self._metrics.add(name, 1, finish.error.partition(":")[0])
         self._io.post(self._encoder.refusal(*key, finish))
 
     def _drop(self, consumer: int) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme import disagg
+from bireme.canary_mark import is_canary
 from bireme.config import Limits
 from bireme.engines.base import AdmittedRequest, AdmittedTexts
 from bireme.errors import RequestError
@@ -59,7 +60,8 @@ class Gate:
             media = identity_of(pictures)
             digest = disagg.prompt_digest(request.prompt, request.cache_salt, request.lora_name, media)
         params = self._open_params(request.disaggregated_params, len(ids), digest)
-        return AdmittedRequest(msgspec.structs.replace(request, sampling=sampling), ids, params, pictures, digest)
+        request = msgspec.structs.replace(request, sampling=sampling)
+        return AdmittedRequest(request, ids, params, pictures, digest, is_canary(request.cache_salt))
 
     def admit_texts(self, request: EmbedRequest) -> AdmittedTexts:
         """Check what is to become embeddings. Raises RequestError."""
@@ -74,7 +76,7 @@ class Gate:
         if request.timeout_ms < 0:
             raise RequestError(f"timeout_ms: {request.timeout_ms}; 0 (none) or more")
         texts = tuple(self._text_ids(f"input[{at}]", prompt) for at, prompt in enumerate(request.prompts))
-        return AdmittedTexts(texts, request.dimensions or size, request.timeout_ms)
+        return AdmittedTexts(texts, request.dimensions or size, request.timeout_ms, is_canary(request.canary))
 
     def _text_ids(self, name: str, prompt: bytes) -> npt.NDArray[np.int32]:
         if not prompt or len(prompt) % 4:

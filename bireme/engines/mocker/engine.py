@@ -408,7 +408,10 @@ class MockEngine:
         self._accounts.gaps(decoding, self._stepped_at, ended)
         self._stepped_at = ended
         self._accounts.levels(self._pool, self._best_effort.num_rests)
-        self._accounts.stepped(ended - began, len(deltas) + len(plain.keys))
+        num_load = len(plain.keys) + sum(
+            not one.is_canary for one in others
+        )  # a canary's tokens are its first and last
+        self._accounts.stepped(ended - began, num_load)
         self._step_log.add(began, ended, is_first)
 
     def _prefill(self, prefilling: list[MockSequence], budget: int) -> tuple[float, list[MockSequence]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from bireme.engines.base import RequestKey
 from bireme.engines.mocker.blocks import MockBlockPool
 from bireme.engines.mocker.sequence import MockSequence
 from bireme.messages import Finish
@@ -16,8 +17,13 @@ class MockMetrics:
     def __init__(self, metrics: Registry) -> None:
         self._metrics = metrics
         self._num_rests = 0
+        self._canaries: set[RequestKey] = set()  # that steps may have
+        self._ended_canaries: set[RequestKey] = set()  # of these, with the step under way
 
     def admitted(self, one: MockSequence) -> None:
+        if one.is_canary:
+            self._canaries.add(one.key)
+            return
         num_prompt = one.num_prompt - one.request.num_resumed
         self._metrics.observe("bireme_queue_seconds", one.admitted_at - one.arrived_at)
         self._metrics.observe("bireme_prompt_tokens", num_prompt)
@@ -25,12 +31,16 @@ class MockMetrics:
         self._metrics.add("bireme_cached_prompt_tokens_total", one.num_cached)
 
     def delivered(self, one: MockSequence) -> None:
-        if not one.request.num_resumed:
+        if not (one.request.num_resumed or one.is_canary):
             self._metrics.observe("bireme_time_to_first_token_seconds", one.first_token_at - one.arrived_at)
 
     def finished(self, one: MockSequence, finish: Finish) -> None:
         now = time.monotonic()
         outcome = finish.error.partition(":")[0] if finish.error else finish.reason
+        if one.is_canary:
+            self._ended_canaries.add(one.key)
+            self._metrics.add("bireme_canaries_total", 1, outcome)
+            return
         self._metrics.add("bireme_requests_total", 1, outcome)
         self._metrics.observe("bireme_request_seconds", now - one.arrived_at)
         self._metrics.observe("bireme_completion_tokens", one.num_generated)
@@ -41,6 +51,10 @@ class MockMetrics:
         """All got a token now; those in the step before, which ended at `before`, also then, but for those that rest
         at times.
         """
+        if self._canaries:
+            decoding = [one for one in decoding if not one.is_canary]
+            self._canaries -= self._ended_canaries
+            self._ended_canaries.clear()
         last = [one.decode_at for one in decoding if one.decode_at > before and not one.is_best_effort]
         for one in decoding:
             if one.is_best_effort:

@@ -54,6 +54,7 @@ class MockSequence:
     num_generated: int = 0  # delivered, resumed ones included
     digest: int = 0
     is_best_effort: bool = False
+    is_canary: bool = False
     num_prompt: int = 0  # with resumed tokens
     max_tokens: int = 0  # resumed ones among them
     min_tokens: int = 0
@@ -65,7 +66,7 @@ class MockSequence:
     def __post_init__(self, admitted: AdmittedRequest) -> None:
         self.request, self.params, self.prompt_ids = admitted.request, admitted.params, admitted.ids
         sampling = self.request.sampling
-        self.is_best_effort = self.request.is_best_effort
+        self.is_best_effort, self.is_canary = self.request.is_best_effort, admitted.is_canary
         self.num_prompt = len(admitted.ids)
         self.num_generated = self.request.num_resumed
         self.digest = prompt_digest(self.request.prompt[: 4 * admitted.num_prompt])

@@ -90,6 +90,7 @@ class Admission:
             params=params,
             pictures=pictures,
             wants_prompt_logprobs=request.sampling.prompt_logprobs is not None and not request.num_resumed,
+            is_canary=admitted.is_canary,
         )
         self._check_fit(sequence)
         return sequence

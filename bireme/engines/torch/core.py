@@ -320,6 +320,7 @@ class EngineCore:
             if (error := sampled.errors.get(row)) is not None:
                 self._fail(sequence, error)
             elif not self._accept_plain(sequence, sampled.tokens[row], now):
+                self._parts.accounts.num_canary_tokens += sequence.is_canary
                 self._accept(sequence, sampled.tokens[row], sampled.logprobs[row], now)
 
     def _compute(self, plan: SchedulerOutput) -> tuple[Batch, Tensor] | None:
@@ -407,7 +408,8 @@ class EngineCore:
                 sequence.wants_prompt_logprobs = False  # delivered: a preemption must not compute them again
         stop = token in sequence.stop_ids
         if not stop:
-            self._parts.accounts.delivered(sequence, now)
+            if not sequence.is_canary:
+                self._parts.accounts.delivered(sequence, now)
             sequence.tokens.append(token)
             delta.tokens.append(token)
             if logprobs is not None:

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from bireme.canary_mark import is_canary
 from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey, StepOutput
 from bireme.engines.child.lost_device import leave_if_lost
 from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, open_checkpoint
@@ -109,10 +110,10 @@ class EncodeJobs:
         self.service.start()
 
     def submit(self, key: RequestKey, request: EncodeRequest) -> None:
-        began = time.monotonic()
-        self.service.submit(key, request, lambda outcome: self._done(key, began, outcome))
+        began, is_probe = time.monotonic(), is_canary(request.canary)
+        self.service.submit(key, request, lambda outcome: self._done(key, began, outcome, is_probe))
 
-    def _done(self, key: RequestKey, began: float, outcome: EncodeOutcome | BiremeError) -> None:
+    def _done(self, key: RequestKey, began: float, outcome: EncodeOutcome | BiremeError, is_probe: bool) -> None:
         delta, seconds = StepOutput(key), time.monotonic() - began
         usage = Usage(prefill_ms=seconds * 1e3, prefill_worker=self._worker)
         if isinstance(outcome, BiremeError):
@@ -121,8 +122,11 @@ class EncodeJobs:
         else:
             delta.encoded, delta.finish = outcome, Finish("stop", usage)
         label = outcome.code if isinstance(outcome, BiremeError) else "stop"
-        self._metrics.add("bireme_requests_total", 1, label)
-        self._metrics.observe("bireme_request_seconds", seconds)
+        if is_probe:
+            self._metrics.add("bireme_canaries_total", 1, label)
+        else:
+            self._metrics.add("bireme_requests_total", 1, label)
+            self._metrics.observe("bireme_request_seconds", seconds)
         self._emit(self.service.num_steps, [delta])
 
 

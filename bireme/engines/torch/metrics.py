@@ -34,12 +34,15 @@ class TorchMetrics:
         self._num_preemptions = self._num_rests = 0
         self._levels = (-1, -1, -1, -1)  # of the gauges
         self._lowest_tier = DEVICE
+        self.num_canary_tokens = 0  # of the step under way; its other tokens are load
         self._gaps: Counter[float] = Counter()  # seconds between deliveries -> streams, of the step under way
 
     def scheduled(self, sequence: Sequence, now: float) -> None:
         if sequence.scheduled_at:
             return
         sequence.scheduled_at = now
+        if sequence.is_canary:
+            return
         self._metrics.observe("bireme_queue_seconds", now - sequence.arrived_at)
         self._metrics.observe("bireme_prompt_tokens", sequence.num_prompt)
         self._metrics.add("bireme_prompt_tokens_total", sequence.num_prompt)
@@ -60,11 +63,14 @@ class TorchMetrics:
 
     def first_token(self, sequence: Sequence, now: float) -> None:
         sequence.first_token_at = now
-        if not sequence.request.num_resumed:
+        if not (sequence.request.num_resumed or sequence.is_canary):
             self._metrics.observe("bireme_time_to_first_token_seconds", now - sequence.arrived_at)
 
     def finished(self, sequence: Sequence, reason: FinishReason, error: str, now: float) -> None:
         outcome = error.partition(":")[0] if error else reason
+        if sequence.is_canary:
+            self._metrics.add("bireme_canaries_total", 1, outcome)
+            return
         self._metrics.add("bireme_requests_total", 1, outcome)
         self._metrics.observe("bireme_request_seconds", now - sequence.arrived_at)
         self._metrics.observe("bireme_completion_tokens", sequence.num_output)
@@ -81,7 +87,8 @@ class TorchMetrics:
             self._metrics.observe("bireme_inter_token_latency_seconds", gap_s, times=count)
         self._gaps.clear()
         self._metrics.observe("bireme_engine_step_seconds", seconds)
-        self._metrics.add("bireme_generated_tokens_total", num_tokens)
+        self._metrics.add("bireme_generated_tokens_total", num_tokens - self.num_canary_tokens)
+        self.num_canary_tokens = 0
 
     def levels(
         self, manager: BlockManager, num_running: int, num_waiting: int, num_preemptions: int, num_rests: int

@@ -58,6 +58,7 @@ class Sequence:
     imported_at: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    is_canary: bool = False  # of two tokens, and no load
     is_best_effort: bool = field(init=False)
 
     def __post_init__(self) -> None:

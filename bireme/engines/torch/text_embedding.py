@@ -208,7 +208,8 @@ class TorchEmbeddingEngine:
         for job in {id(job): job for job, _ in batch}.values():
             if not job.began_at:
                 job.began_at = began
-                self._context.metrics.observe("bireme_queue_seconds", began - job.arrived_at)
+                if not job.admitted.is_canary:
+                    self._context.metrics.observe("bireme_queue_seconds", began - job.arrived_at)
         try:
             rows = self._model.embed([job.admitted.texts[at] for job, at in batch])
         except Exception as error:
@@ -252,7 +253,11 @@ class TorchEmbeddingEngine:
             assert job.rows is not None
             output.embedded = self._model.finish(job.rows, job.admitted.dimensions).tobytes()
             output.finish = Finish("stop", usage)
-            metrics.add("bireme_prompt_tokens_total", usage.prompt_tokens)
-        metrics.add("bireme_requests_total", 1, job.failure.code if job.failure else "stop")
-        metrics.observe("bireme_request_seconds", now - job.arrived_at)
+        outcome = job.failure.code if job.failure else "stop"
+        if job.admitted.is_canary:
+            metrics.add("bireme_canaries_total", 1, outcome)
+        else:
+            metrics.add("bireme_prompt_tokens_total", 0 if job.failure else usage.prompt_tokens)
+            metrics.add("bireme_requests_total", 1, outcome)
+            metrics.observe("bireme_request_seconds", now - job.arrived_at)
         self._emit(self._num_steps, [output])

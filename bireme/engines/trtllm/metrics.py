@@ -21,21 +21,29 @@ class TrtllmMetrics:
         self._metrics = metrics
         self._worker = worker
         self._tokens_per_block = tokens_per_block
+        self._unread = Registry()  # of canaries
+
+    def _metrics_of(self, run: Run) -> Registry:
+        return self._unread if run.is_canary else self._metrics
 
     def accepted(self, run: Run) -> None:
-        self._metrics.observe("bireme_prompt_tokens", run.num_prompt)
-        self._metrics.add("bireme_prompt_tokens_total", run.num_prompt)
+        metrics = self._metrics_of(run)
+        metrics.observe("bireme_prompt_tokens", run.num_prompt)
+        metrics.add("bireme_prompt_tokens_total", run.num_prompt)
 
     def delivered(self, run: Run, count: int, is_first: bool) -> None:
-        self._metrics.add("bireme_generated_tokens_total", count)
+        metrics = self._metrics_of(run)
+        metrics.add("bireme_generated_tokens_total", count)
         if count and run.gap_s:
-            self._metrics.observe("bireme_inter_token_latency_seconds", run.gap_s)
+            metrics.observe("bireme_inter_token_latency_seconds", run.gap_s)
         if is_first and not run.request.num_resumed:
-            self._metrics.observe("bireme_time_to_first_token_seconds", run.first_token_at - run.arrived_at)
+            metrics.observe("bireme_time_to_first_token_seconds", run.first_token_at - run.arrived_at)
 
     def finished(self, run: Run, finish: Finish, now: float) -> None:
         outcome = finish.error.partition(":")[0] if finish.error else finish.reason
-        metrics = self._metrics
+        metrics = self._metrics_of(run)
+        if run.is_canary:
+            self._metrics.add("bireme_canaries_total", 1, outcome)
         metrics.add("bireme_requests_total", 1, outcome)
         metrics.observe("bireme_request_seconds", now - run.arrived_at)
         if finish.usage.queue_ms:  # unknown without return_perf_metrics
@@ -49,12 +57,13 @@ class TrtllmMetrics:
 
     def _count_transfer(self, run: Run, finish: Finish) -> None:
         """Count the KV that was moved for a request; how many bytes is known with return_perf_metrics alone."""
+        metrics = self._metrics_of(run)
         if isinstance(from_message(finish.error), KvTransferError):
-            self._metrics.add("bireme_kv_transfer_failures_total", 1, "unavailable")
+            metrics.add("bireme_kv_transfer_failures_total", 1, "unavailable")
         elif run.first_token_at:
-            self._metrics.observe("bireme_kv_transfer_seconds", finish.usage.transfer_ms / 1e3, "import")
+            metrics.observe("bireme_kv_transfer_seconds", finish.usage.transfer_ms / 1e3, "import")
             num_bytes = getattr(getattr(_perf(run.result), "timing_metrics", None), "kv_cache_size", 0)
-            self._metrics.add("bireme_kv_transfer_bytes_total", int(num_bytes or 0), "import")
+            metrics.add("bireme_kv_transfer_bytes_total", int(num_bytes or 0), "import")
 
     def usage(self, run: Run, now: float) -> Usage:
         perf = _perf(run.result)

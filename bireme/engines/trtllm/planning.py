@@ -79,6 +79,7 @@ class Planner:
             params=params,
             kind=kind,
             wants_prompt_logprobs=request.sampling.prompt_logprobs is not None and not request.num_resumed,
+            is_canary=admitted.is_canary,
         )
 
     def _kind(self, request: EngineRequest) -> str:

@@ -80,6 +80,7 @@ class Run:
     gap_s: float = 0.0  # between the last two deliveries; 0: there was one
     has_answered: bool = False
     wants_prompt_logprobs: bool = False
+    is_canary: bool = False  # no load
     ending: tuple[FinishReason, str] | None = None  # why it is being aborted
     timers: list[Any] = field(default_factory=list)
 

@@ -52,6 +52,7 @@ class Call:
         self._own_headers: list[Header] = [(b"x-request-id", self.request_id)]
         self._error_form: ErrorForm = reply_of
         self.tenant: Tenant = OPEN
+        self.is_canary = False  # the launch's own request, no load
         self.is_batch = False  # a line of a batch: it gives way to everybody else
         self._has_read = False  # the whole body
         self.status = 0  # of the reply; 0: none yet

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from bireme import best_effort
+from bireme.canary_mark import is_canary
 from bireme.errors import BiremeError, RequestCancelledError, drop_frames
 from bireme.messages import Usage
 from bireme.openai.http.call import Call, ClientGoneError
@@ -47,6 +48,7 @@ def for_caller(call: Call, request: _R) -> _R:
     if call.is_batch:
         request = _lowered(request, best_effort.PRIORITY)
     request = within_key(call.tenant, request)
+    call.is_canary = is_canary(request.cache_salt)
     if not request.session_id and (header := call.header(SESSION_HEADER)):
         session_id = check_session(header.decode("latin-1"), SESSION_HEADER.decode())
         request = replace(request, session_id=session_id)
@@ -156,7 +158,7 @@ def counted(call: Call, model: FollowedModel) -> Iterator[None]:
         raise
     finally:
         if outcome := call.notes.get("outcome"):
-            count_request(metrics, str(outcome), call.arrived_at)
+            count_request(metrics, str(outcome), call.arrived_at, call.is_canary)
 
 
 def note_usage(call: Call, usages: list[Usage], num_prompt_tokens: int) -> None:

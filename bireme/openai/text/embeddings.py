@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from bireme.canary_mark import is_canary
 from bireme.errors import RequestError
 from bireme.openai.http.call import Call
 from bireme.openai.text.answering import counted
@@ -76,7 +77,9 @@ class Embeddings:
             name_of = _one("input") if isinstance(body.input, str) or isinstance(body.input[0], int) else _many("input")
             ids = await model.embeddings.encode(texts, body.prompt_name, name_of)
             num_tokens = _charge(call, ids)
-            rows = await call.unless_gone(model.embeddings.embed(ids, body.dimensions or 0))
+            call.is_canary = is_canary(body.user or "")
+            canary = body.user or "" if call.is_canary else ""
+            rows = await call.unless_gone(model.embeddings.embed(ids, body.dimensions or 0, canary))
             data = await _embeddings_json(rows, body.encoding_format == "base64")
             call.notes["outcome"] = "stop"
             usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from bireme.canary_mark import new_mark
 from bireme.config import EngineConfig, KvCacheConfig, Limits, MockerConfig, SchedulerConfig
 from bireme.engines.base import EngineContext
 from bireme.engines.child.validate import Gate
@@ -305,6 +306,23 @@ def test_blocks_are_free_after_aborts(start):
     assert {emitted.finish_of(number).reason for number in range(1, 20)} == {"cancelled"}
     gauge = lambda: {name: value for name, _, value in metrics.take_delta().gauges}  # noqa: E731
     wait_for(lambda: gauge()["bireme_kv_blocks_used"] == 0)
+
+
+def test_canaries_are_counted_apart_from_load(start, monkeypatch):
+    monkeypatch.setenv("BIREME_KEY", "ab" * 32)
+    engine, emitted, metrics = start()
+    for number, salt in enumerate([new_mark("ab" * 32), "", new_mark("ab" * 32)]):
+        submit(engine, number, make_request(max_tokens=2, cache_salt=salt))
+    for number in range(3):
+        emitted.finish_of(number)
+    engine.stop()
+    delta = metrics.take_delta()
+    counters = {(name, *labels[1:]): value for name, labels, value in delta.counters}
+    assert counters["bireme_canaries_total", "length"] == 2 and counters["bireme_requests_total", "length"] == 1
+    assert counters["bireme_generated_tokens_total",] == 2
+    assert counters["bireme_prompt_tokens_total",] == len(PROMPT)
+    counts = {name: sum(counts) for name, _, counts, _ in delta.histograms if "step" not in name}
+    assert set(counts.values()) == {1}
 
 
 def test_a_draining_engine_refuses(start):

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from bireme.canary_mark import new_mark
 from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
 from bireme.kv.events import BlocksRemoved
 from bireme.kv.hashing import sequence_hashes
@@ -329,6 +330,22 @@ def test_metrics_tell_requests_tokens_and_blocks(engine):
     assert (gauges["bireme_kv_blocks_used"], gauges["bireme_requests_running"]) == (0, 0)
     histograms = {name for name, *_ in delta.histograms}
     assert {"bireme_time_to_first_token_seconds", "bireme_engine_step_seconds"} <= histograms
+
+
+def test_canaries_are_counted_apart_from_load(engine, monkeypatch):
+    monkeypatch.setenv("BIREME_KEY", "ab" * 32)
+    engine.settle()
+    engine.metrics.take_delta()
+    salts = [new_mark("ab" * 32), "", new_mark("ab" * 32)]
+    engine.run([request(PROMPTS[2], 2, cache_salt=salt) for salt in salts])
+    engine.settle()
+    delta = engine.metrics.take_delta()
+    counters = {(name, *labels[1:]): value for name, labels, value in delta.counters}
+    assert counters["bireme_canaries_total", "length"] == 2 and counters["bireme_requests_total", "length"] == 1
+    assert counters["bireme_generated_tokens_total",] == 2
+    assert counters["bireme_prompt_tokens_total",] == len(PROMPTS[2])
+    counts = {name: sum(counts) for name, _, counts, _ in delta.histograms if "step" not in name}
+    assert set(counts.values()) == {1}
 
 
 def test_kv_events_replayed_give_what_can_be_reused(llama):

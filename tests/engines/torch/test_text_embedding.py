@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModel
 
+from bireme.canary_mark import new_mark
 from bireme.config import EngineConfig, Limits, SchedulerConfig
 from bireme.engines.base import EngineContext
 from bireme.engines.child.lost_device import leave_if_lost
@@ -214,3 +215,14 @@ def test_a_process_whose_gpu_is_lost_ends_itself(tmp_path, bench, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     one.embed(2, [np.arange(3, dtype="<i4")])
     assert ended.wait(WAIT_S) and 2 in one.finishes
+
+
+def test_canaries_are_counted_apart_from_load(bert, monkeypatch):
+    monkeypatch.setenv("BIREME_KEY", "ab" * 32)
+    metrics = bert.engine._context.metrics
+    metrics.take_delta()
+    bert.embed(901, [np.arange(5, 9, dtype=np.int32)], canary=new_mark("ab" * 32))
+    assert bert.rows(901).shape[0] == 1
+    delta = metrics.take_delta()
+    assert [name for name, *_ in delta.counters] == ["bireme_canaries_total"]
+    assert {name for name, *_ in delta.histograms} <= {"bireme_engine_step_seconds"}

@@ -68,3 +68,15 @@ def test_without_perf_metrics_a_transfer_lasts_until_the_first_token():
 def test_kv_that_did_not_arrive_is_a_failed_transfer():
     error = to_message(KvTransferError("KV of the prefill did not arrive: timeout"))
     assert ended(error) == ({"bireme_kv_transfer_failures_total": 1.0}, {})
+
+
+def test_a_canary_is_counted_apart_from_load():
+    registry = Registry("decode")
+    request = EngineRequest(prompt=b"\0" * 320, sampling=SamplingParams(max_tokens=2))
+    run = Run(key=(0, 1), request=request, call=GenerateArguments([1] * 80, None), stop_ids=(), is_canary=True)
+    accounts = TrtllmMetrics(registry, "decode", tokens_per_block=32)
+    accounts.accepted(run)
+    accounts.delivered(run, 2, is_first=True)
+    accounts.finished(run, Finish("length", accounts.usage(run, run.arrived_at)), run.arrived_at)
+    delta = registry.take_delta()
+    assert delta.counters == [("bireme_canaries_total", ("decode", "length"), 1.0)] and not delta.histograms

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 import bireme.openai
+from bireme.canary_mark import new_mark
 from bireme.messages import temperature_of
 from bireme.pipelines.chat_request import ChatBody
 from bireme.pipelines.extensions import TopLevelNames
@@ -239,3 +240,17 @@ async def test_when_all_workers_are_busy_the_reply_says_when_to_come_again(front
     assert reply.json()["error"]["code"] == "overloaded"
     await bench.workers.emit(4)
     await first.end()
+
+
+@POSTS
+@pytest.mark.parametrize("key", ["ab" * 32, "cd" * 32])
+async def test_a_canary_is_counted_apart_from_load(frontend, post, key, monkeypatch):
+    monkeypatch.setenv("BIREME_KEY", "ab" * 32)
+    bench = await frontend()
+    reply = getattr(bench, post)(bireme={"cache_salt": new_mark(key)})
+    await bench.workers.emit(4)
+    await reply.end()
+    counted = {name for name, *_ in bench.app._metrics.take_delta().counters}
+    requests = {"bireme_requests_total", "bireme_http_requests_total", "bireme_routed_total"}
+    assert counted & requests == (requests if key == "cd" * 32 else set())
+    assert ("bireme_canaries_total" in counted) == (key == "ab" * 32)
