@@ -96,9 +96,7 @@ class Frontend:
         self._teller: asyncio.AbstractServer | None = None
         self._config = config or FrontendConfig()
         self._video_routes = VideoRoutes(self._videos, metrics, self._config.comment_interval_s)
-        self._stored = StoredResponses(
-            self._config.responses, models, keys, responses_folder, self._config.max_body_bytes
-        )
+        self._stored = StoredResponses(self._config, models, keys, responses_folder)
         self._files_folder = files_folder
         self._followed, self._followers = followed, list[asyncio.Task[None]]()
         self._files: FileRoutes | None = None

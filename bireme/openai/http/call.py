@@ -140,6 +140,10 @@ class Call:
             if not message.get("more_body"):
                 return b"".join(parts)
 
+    async def end_body(self) -> None:
+        """Read the body of a request that has none, as `when_gone` needs it."""
+        await self._read(0)
+
     async def discard_body(self) -> None:
         """Read what the client still sends, within bounds: closing a connection with unread bytes resets it, and most
         clients then see no reply at all.

@@ -85,8 +85,10 @@ def failure_json(error: BaseException) -> dict[str, Any]:
 class ResponseEvents:
     """Numbers and frames the events of one answer (event_stream.TextTemplate)."""
 
-    def __init__(self) -> None:
-        self._number = 0
+    opening: tuple[str, ...] = ("response.created", "response.in_progress")
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number  # of the next event
         self._delta = b""  # beginning of the event of a piece of the open message's text
 
     def event(self, kind: str, **fields: Any) -> bytes:
@@ -94,8 +96,8 @@ class ResponseEvents:
 
     def framed(self, kind: str, rest: bytes) -> bytes:
         """`rest`: the JSON of its other fields, without the brace that opens it."""
-        name, number = kind.encode(), self._number
-        self._number += 1
+        name, number = kind.encode(), self.number
+        self.number += 1
         return b'event: %b\ndata: {"type":"%b","sequence_number":%d,%b\n\n' % (name, name, number, rest)
 
     def begin_text(self, item: str, output_index: int) -> None:
@@ -108,11 +110,11 @@ class ResponseEvents:
         return self.texts(index, [encode_json(text)])
 
     def texts(self, index: int, jsons: Iterable[bytes]) -> bytes:
-        head, number, parts = self._delta, self._number, []
+        head, number, parts = self._delta, self.number, []
         for json in jsons:
             parts.append(b'%b%b,"sequence_number":%d}\n\n' % (head, json, number))
             number += 1
-        self._number = number
+        self.number = number
         return b"".join(parts)
 
 
@@ -136,7 +138,7 @@ class ResponseAnswer:
         self._deltas: list[TokenDelta] = []  # of the open message; their text is made at its end
         self._logprobs: Logprobs | None = None
         self._blank: tuple[str, Logprobs] = ("", [])  # before any text: layout, unless text follows
-        self._has_begun = False
+        self.has_begun = False  # to tell its stream of itself
         self._status, self._json = "", b""
         self._num_reasoning = 0
         self.usage: Usage | None = None
@@ -286,11 +288,11 @@ class ResponseAnswer:
             self._stream.chunk(self._events.event("response.output_item.added", output_index=index, item=item))
 
     def _begin(self) -> None:
-        if self._stream is None or self._events is None or self._has_begun:
+        if self._stream is None or self._events is None or self.has_begun:
             return
-        self._has_begun = True
+        self.has_begun = True
         rest = b'"response":%b}' % self._form.json("in_progress", [])
-        for kind in ("response.created", "response.in_progress"):
+        for kind in self._events.opening:
             self._stream.chunk(self._events.framed(kind, rest))
 
     def _end_item(self, status: Status) -> None:

@@ -208,8 +208,6 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
     functions, mode = _chosen(body, check_functions(tools.functions, recipe.limits))
     if functions and guide is not None:
         raise RequestError("text.format: not together with tools; send tool_choice none, or no tools")
-    if body.background and body.stream:
-        raise RequestError("stream: not together with background; ask GET /v1/responses/{id} until it has ended")
     if body.background and body.store is False:
         raise RequestError("store: false beside background; a response that nobody waits for has to be kept")
     if options.routing.query_only:

@@ -2,12 +2,14 @@
 
 A row has the response as JSON and the items of its own input; what came before is found by the id of the response that
 it goes on from. Rows are one key's alone. An unfinished row belongs to a process; when that is gone another takes it.
+One that is streamed has its events beside it, many in a row, compressed.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +34,17 @@ CREATE TABLE IF NOT EXISTS responses (
 );
 CREATE INDEX IF NOT EXISTS responses_by_use ON responses (tenant, used_at, size);
 CREATE INDEX IF NOT EXISTS unfinished_responses ON responses (process) WHERE process IS NOT NULL;
+CREATE TABLE IF NOT EXISTS response_events (
+    id TEXT NOT NULL,
+    last INTEGER NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (id, last)
+) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS removed_responses AFTER DELETE ON responses BEGIN
+    DELETE FROM response_events WHERE id = OLD.id;
+END;
 """
+_PAGE = 32  # rows of events
 _SWEPT_SHARE = 16  # a sweep follows when so small a share of max_bytes has come
 _encode, _decode = msgspec.json.Encoder().encode, msgspec.json.decode
 
@@ -61,6 +73,11 @@ class StoredResponse(msgspec.Struct, frozen=True):
         return items
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether an unfinished one is."""
+        return self.request is not None and bool(_decode(self.request, type=_Streamed).stream)
+
+    @property
     def output(self) -> list[Item]:
         return _decode(self.response, type=_Output).output
 
@@ -72,6 +89,18 @@ class NewResponse(NamedTuple):
     response: bytes  # JSON
     items: list[Item]  # of its own input
     request: bytes | None = None  # JSON of the body of one that has not ended: it is this process's
+
+
+class EventPage(NamedTuple):
+    """Events of a response, and how far it is."""
+
+    last: int | None  # number of the last event so far; None: there are none
+    response: bytes | None  # JSON of one that has ended
+    chunks: list[tuple[int, bytes]]  # (number of its last event, events)
+
+
+class _Streamed(msgspec.Struct):
+    stream: bool | None = None
 
 
 class _Output(msgspec.Struct):
@@ -170,6 +199,7 @@ class ResponseStore:
     def _end(self, response_id: str, process: str, response: bytes) -> bool:
         changed = self._database.write(
             "UPDATE responses SET response = ?, process = NULL, request = NULL, size = ? + LENGTH(items)"
+            " + (SELECT COALESCE(SUM(LENGTH(data)), 0) FROM response_events e WHERE e.id = responses.id)"
             " WHERE id = ? AND process = ?",
             response, len(response), response_id, process,
         )  # fmt: skip
@@ -179,6 +209,39 @@ class ResponseStore:
         """Replace an unfinished response of this process by a newer state."""
         query = "UPDATE responses SET response = ? WHERE id = ? AND process = ?"
         self._database.write(query, response, response_id, self.process)
+
+    def add_events(self, response_id: str, first: int, last: int, data: bytes) -> None:
+        """Keep events of an unfinished response of this process, up to number `last`; those before `first` go."""
+        packed, mine = zlib.compress(data, 1), "FROM responses WHERE id = ? AND process = ?"
+        self._database.write_together(
+            (f"DELETE FROM response_events WHERE last < ? AND id IN (SELECT id {mine})",
+             first, response_id, self.process),
+            (f"INSERT OR REPLACE INTO response_events SELECT id, ?, ? {mine}", last, packed, response_id, self.process),
+            ("UPDATE responses SET size = size + ? WHERE id = ? AND process = ?",
+             len(packed), response_id, self.process),
+        )  # fmt: skip
+
+    def last_event(self, response_id: str) -> int | None:
+        """Return the number of the last event so far; None: there are none."""
+        found: int | None = self._database.read(
+            "SELECT MAX(last) AS last FROM response_events WHERE id = ?", response_id
+        )[0]["last"]
+        return found
+
+    def events(self, response_id: str, tenant: str, after: int) -> EventPage | None:
+        """Return the next events after number `after`. None: there is no such response of this key."""
+        rows = self._database.read(  # first, so that one that has ended has all its events by now
+            "SELECT CASE WHEN process IS NULL THEN response END AS response FROM responses WHERE id = ? AND tenant = ?",
+            response_id, tenant,
+        )  # fmt: skip
+        if not rows:
+            return None
+        chunks = self._database.read(
+            "SELECT last, data FROM response_events WHERE id = ? AND last > ? ORDER BY last LIMIT ?",
+            response_id, after, _PAGE,
+        )  # fmt: skip
+        unpacked = [(chunk["last"], zlib.decompress(chunk["data"])) for chunk in chunks]
+        return EventPage(self.last_event(response_id), rows[0]["response"], unpacked)
 
     def remove(self, response_id: str, tenant: str) -> bool:
         return self._database.write("DELETE FROM responses WHERE id = ? AND tenant = ?", response_id, tenant) > 0

@@ -39,6 +39,8 @@ class Responses:
                 await self._stream(call, model, request, form)
             else:
                 await self._whole(call, model, request, form)
+        if body.background and request.chat.stream:
+            await self._stored.follow(call, form.id)
 
     async def count(self, call: Call, data: bytes) -> None:
         body = decode_body(data, ResponseBody, REFUSED)

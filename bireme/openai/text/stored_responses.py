@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,17 @@ from typing import Any
 import msgspec
 
 from bireme.child_process import Backoff
-from bireme.config import StoredResponsesConfig
+from bireme.config import FrontendConfig
 from bireme.errors import BiremeError, NotFoundError, RequestError, UnavailableError, drop_frames
 from bireme.openai.http.call import Call
 from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal
+from bireme.openai.http.pace import Pacer
 from bireme.openai.http.query import PAGING, is_ascending, limit_of, query_of
 from bireme.openai.keys import OPEN, ApiKeys, Tenant
 from bireme.openai.store_thread import StoreThread
 from bireme.openai.text.answering import within_key
 from bireme.openai.text.response_answer import ResponseForm, failure_json
+from bireme.openai.text.response_events import EventLog, tell_events
 from bireme.openai.text.response_items import Item, listed
 from bireme.openai.text.response_request import ResponseBody, ResponseRequest, check_response
 from bireme.openai.text.response_store import NewResponse, ResponseStore, StoredResponse
@@ -39,6 +41,7 @@ PATH = "/v1/responses"
 _LOOK_S, _SWEEP_S = 1.0, 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _RETRY_S = 0.25, 10.0, 300.0  # of a background response whose server is away
 _MAX_PAGE, _PAGE = 100, 20
+_MAX_DIGITS = 12
 _NOT_IDS = ("", "compact")  # the second is a path of OpenAI's that is not served
 _RETRIEVE = ("include", "stream", "starting_after", "include_obfuscation")
 logger = logging.getLogger("bireme.openai")
@@ -54,24 +57,22 @@ class _BackgroundJob:
     form: ResponseForm
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Orphan:
     """What a dead process has left, this process's now, and not running yet."""
 
     row: StoredResponse
     taken_at: float
+    told: str = ""  # why it waits, as the log has it
 
 
 class StoredResponses:
     """`start` and `stop` on the loop that serves."""
 
-    def __init__(
-        self, config: StoredResponsesConfig, models: Models, keys: ApiKeys | None, folder: Path | None, max_bytes: int
-    ) -> None:
-        """`folder`: of the database; None: one that goes with this process. `max_bytes` of all that a request goes on
-        from.
-        """
-        self._config, self._models, self._keys, self._max_bytes = config, models, keys, max_bytes
+    def __init__(self, frontend: FrontendConfig, models: Models, keys: ApiKeys | None, folder: Path | None) -> None:
+        """`folder`: of the database; None: one that goes with this process."""
+        config = self._config = frontend.responses
+        self._models, self._keys, self._frontend = models, keys, frontend
         self._is_shared = folder is not None
         self.store = StoreThread(folder, lambda place: ResponseStore(place, config), "responses")
         self._do = self.store.do
@@ -79,6 +80,7 @@ class StoredResponses:
         self._unwritten: list[tuple[NewResponse, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._logs: dict[str, EventLog] = {}  # of the running ones that are streamed
         self._orphans: list[_Orphan] = []
 
     @property
@@ -87,6 +89,7 @@ class StoredResponses:
 
     def start(self) -> None:
         """Go on with what other processes have left."""
+        self._pacer = Pacer()
         if self.is_on and self._is_shared:
             self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
@@ -123,7 +126,7 @@ class StoredResponses:
         """Return the items of the responses up to this one. Raises HttpError 400."""
         if previous is None:
             return []
-        rows = await self._do(ResponseStore.history, previous, tenant.name, self._max_bytes)
+        rows = await self._do(ResponseStore.history, previous, tenant.name, self._frontend.max_body_bytes)
         if rows is None:
             raise HttpError(
                 400, f"previous_response_id: {previous[:80]} is not kept here, has not ended, or goes on from one that"
@@ -169,7 +172,10 @@ class StoredResponses:
     async def begin(
         self, call: Call, model: ServedModel, body: ResponseBody, request: ResponseRequest, form: ResponseForm
     ) -> None:
-        """Answer that the response is queued, and run it. Raises RateLimitError, UnavailableError."""
+        """Run the response; answer that it is queued, unless it is streamed: `follow` does.
+
+        Raises RateLimitError, UnavailableError.
+        """
         tenant, limit = call.tenant, self._config.max_background
         own = msgspec.structs.replace(body.bireme, session_id=request.chat.session_id)
         again = encode_json(msgspec.structs.replace(body, bireme=own))
@@ -179,7 +185,13 @@ class StoredResponses:
             raise RateLimitError(f"{limit} background responses of this key have not ended, its limit", 1)
         self._run(_BackgroundJob(form.id, tenant, model, request, form))
         call.notes["outcome"] = "queued"
-        await call.reply(200, queued)
+        if not request.chat.stream:
+            await call.reply(200, queued)
+
+    async def follow(self, call: Call, response_id: str, after: int = -1) -> None:
+        """Write the events of a response after number `after`, to its end. Raises ClientGoneError, UnavailableError."""
+        interval_s = self._frontend.comment_interval_s
+        await call.unless_gone(tell_events(call, self.store, response_id, after, interval_s, self._logs.get))
 
     def _run(self, job: _BackgroundJob) -> None:
         if self._watcher is None:
@@ -195,24 +207,47 @@ class StoredResponses:
         task.add_done_callback(end)
 
     async def _work(self, job: _BackgroundJob) -> None:
-        response = await self._answer(job)
+        async with self._logged(job) as log:
+            response = await self._answer(job, log)
+            if log is not None:
+                await log.finish()
+            await self._end(job, response)
+
+    @contextlib.asynccontextmanager
+    async def _logged(self, job: _BackgroundJob) -> AsyncIterator[EventLog | None]:
+        """Keep the events of one that is streamed; None: there are none, or they can't be kept."""
+        if not job.request.chat.stream:
+            yield None
+            return
+        log = EventLog(job.id, self.store, self._pacer, job.model.recipe.limits.max_stream_buffer_bytes)
+        self._logs[job.id] = log
+        try:
+            yield log if await log.begin(job.form.json("queued", [])) else None
+        finally:
+            del self._logs[job.id]
+            log.stop()
+
+    async def _end(self, job: _BackgroundJob, response: bytes) -> None:
+        told = ""
         while True:
             try:
                 await self._do(ResponseStore.end, job.id, response)
                 return
             except UnavailableError as error:  # the disk is full, or broken
-                logger.error("response_not_kept id=%s error=%s", job.id, error)
+                if str(error) != told:
+                    told = str(error)
+                    logger.error("response_not_kept id=%s error=%s", job.id, error)
                 drop_frames(error)
                 await asyncio.sleep(_LONGEST_PAUSE_S)
 
-    async def _answer(self, job: _BackgroundJob) -> bytes:
+    async def _answer(self, job: _BackgroundJob, log: EventLog | None) -> bytes:
         """Return the response, failed or not; what may pass is tried again."""
         began_at, pauses = time.monotonic(), Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         services, chat = job.model.services, job.request.chat
         with contextlib.suppress(UnavailableError):
             await self._do(ResponseStore.report, job.id, job.form.json("in_progress", []))
         while True:
-            answer = job.request.answer(job.form)
+            answer = job.request.answer(job.form, *((log.events, log.stream) if log is not None else ()))
             try:
                 with services.admitted():
                     await job.model.chat.run(chat, answer, time.monotonic(), job.tenant.take_prompt)
@@ -222,6 +257,8 @@ class StoredResponses:
                 if _is_passing(error) and time.monotonic() - began_at < _RETRY_S:
                     drop_frames(error)
                     await asyncio.sleep(pauses.next_s())
+                    if log is not None and answer.has_begun:
+                        log.begin_anew(job.form.json("queued", []))
                     continue
                 if is_internal(error):
                     logger.error("response_failed id=%s error=%s", job.id, error, exc_info=None if is_known else error)
@@ -265,7 +302,9 @@ class StoredResponses:
                 await self._take_over(orphan.row, orphan.taken_at)
             except Exception as error:  # of one row: it must not keep the others from being taken over
                 if _is_passing(error):  # until the next look
-                    logger.warning("response_waits id=%s error=%s", orphan.row.id, error)
+                    if str(error) != orphan.told:
+                        orphan.told = str(error)
+                        logger.warning("response_waits id=%s error=%s", orphan.row.id, error)
                     drop_frames(error)
                     continue
                 logger.exception("response_not_taken_over id=%s", orphan.row.id)
@@ -301,9 +340,29 @@ class StoredResponses:
 
     async def _retrieve(self, call: Call) -> None:
         query = query_of(call, _RETRIEVE)
-        if query.get("stream", "false") != "false":
-            raise RequestError("stream: the events of a response come once, when it is made; ask without it")
-        await call.reply(200, (await self._find(call)).response)
+        is_streamed, after = _stream_of(query)
+        row = await self._find(call)
+        if not is_streamed:
+            await call.reply(200, row.response)
+            return
+        await self._check_stream(row, after)
+        await call.end_body()
+        call.tenant.begin()
+        try:
+            await self.follow(call, row.id, after)
+        finally:
+            call.tenant.end()
+
+    async def _check_stream(self, row: StoredResponse, after: int) -> None:
+        """Raises RequestError where there are no such events."""
+        last = await self.store.read(ResponseStore.last_event, row.id)
+        is_to_come = row.process is not None and row.is_streamed
+        if last is None and not is_to_come:
+            raise RequestError(
+                f"stream: {row.id} was not made with background and stream, so its events are not kept; ask without it"
+            )
+        if last is not None and after > (most := last + (row.process is None)):
+            raise RequestError(f"starting_after: {after}; the response's last event so far has number {most}")
 
     async def _delete(self, call: Call) -> None:
         row = await self._find(call)
@@ -330,7 +389,7 @@ class StoredResponses:
         row = await self._find(call)
         before: list[StoredResponse] | None = []
         if row.previous is not None:
-            before = await self._do(ResponseStore.history, row.previous, row.tenant, self._max_bytes)
+            before = await self._do(ResponseStore.history, row.previous, row.tenant, self._frontend.max_body_bytes)
         items = [item for one in before or [] for item in (*one.input, *one.output)] + row.input
         if not is_oldest_first:
             items.reverse()
@@ -351,6 +410,20 @@ class StoredResponses:
         if row is None:
             raise NotFoundError(f"response: {name[:80]} does not exist; it may have been deleted or have expired")
         return row
+
+
+def _stream_of(query: Mapping[str, str]) -> tuple[bool, int]:
+    """Return whether events are wanted, and after which number; -1: all. Raises RequestError."""
+    stream, after = query.get("stream", "false"), query.get("starting_after")
+    if stream not in ("true", "false"):
+        raise RequestError(f"stream: {stream[:20]}; send true or false")
+    if after is None:
+        return stream == "true", -1
+    if stream == "false":
+        raise RequestError("starting_after: only with stream=true; add it, or remove starting_after")
+    if not (after.isascii() and after.isdecimal() and len(after) <= _MAX_DIGITS):
+        raise RequestError(f"starting_after: {after[:20]}; send an event's sequence_number")
+    return True, int(after)
 
 
 def _is_passing(error: Exception) -> bool:

@@ -19,8 +19,8 @@ def response_of(data: bytes) -> Response:
     return response
 
 
-def events_of(data: bytes) -> list[Any]:
-    """Return a stream's events, which must be framed, numbered and of the published types."""
+def events_of(data: bytes, first: int = 0) -> list[Any]:
+    """Return a stream's events, which must be framed, numbered from `first` on and of the published types."""
     events = []
     for frame in data.decode().split("\n\n")[:-1]:
         if frame.startswith(":"):
@@ -30,7 +30,7 @@ def events_of(data: bytes) -> list[Any]:
         assert name == f"event: {event.type}" and type(event).model_fields["type"].annotation, frame
         assert not list(_extras(event)), list(_extras(event))
         events.append(event)
-    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.sequence_number for event in events] == list(range(first, first + len(events)))
     return events
 
 

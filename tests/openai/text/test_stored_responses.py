@@ -12,6 +12,7 @@ from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
 from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.openai.text import stored_responses
 from bireme.openai.text.response_answer import ResponseAnswer
+from bireme.openai.text.response_store import ResponseStore
 from bireme.openai.text.stored_responses import StoredResponses
 from bireme.pipelines.chat_service import ChatService
 from tests.openai.text.strict import events_of, response_of, whole_of
@@ -212,7 +213,7 @@ async def test_what_a_process_leaves_unfinished_another_one_runs(bench, tmp_path
     await bench.workers.emit(2)
     await stored.stop()
     config, models = bench.app._config, bench.app._models
-    other = StoredResponses(config.responses, models, None, tmp_path, config.max_body_bytes)
+    other = StoredResponses(config, models, None, tmp_path)
     bench.app._stored = other
     other.start()
     await bench.workers.emit(4)
@@ -229,7 +230,7 @@ async def left_to(bench, folder, count):
     await bench.workers.emit(1)
     await stored.stop()
     config, models = bench.app._config, bench.app._models
-    bench.app._stored = StoredResponses(config.responses, models, None, folder, config.max_body_bytes)
+    bench.app._stored = StoredResponses(config, models, None, folder)
     return ids, bench.app._stored
 
 
@@ -308,14 +309,47 @@ async def test_what_another_process_runs_is_cut_as_it_was(frontend, tmp_path):
     await bench.workers.emit(1)
     await stored.stop()
     config, models = bench.app._config, bench.app._models
-    bench.app._stored = StoredResponses(config.responses, models, None, tmp_path, config.max_body_bytes)
+    bench.app._stored = StoredResponses(config, models, None, tmp_path)
     bench.app._stored.start()
     await bench.workers.emit(4)
     assert (await ended(bench, queued["id"])).status == "incomplete"
     await bench.app._stored.stop()
 
 
-@pytest.mark.parametrize("fields", [{"stream": True}, {"store": False}])
-async def test_a_background_response_is_kept_and_not_streamed(bench, fields):
-    reply = await ask(bench, background=True, **fields).end()
-    assert reply.status == 400 and reply.json()["error"]["param"] == next(iter(fields))
+async def test_a_background_response_is_kept(bench):
+    reply = await ask(bench, background=True, store=False).end()
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "store")
+
+
+async def test_what_can_t_be_kept_is_told_once_and_when_it_changes(bench, monkeypatch, caplog):
+    monkeypatch.setattr(stored_responses, "_LONGEST_PAUSE_S", 0.01)
+    errors = [UnavailableError(text) for text in ("full", "full", "full", "broken", "broken")]
+    end = ResponseStore.end
+
+    def fail(*values):
+        if errors:
+            raise errors.pop(0)
+        return end(*values)
+
+    monkeypatch.setattr(ResponseStore, "end", fail)
+    queued = (await ask(bench, background=True).end()).json()
+    await bench.workers.emit(4)
+    assert (await ended(bench, queued["id"])).status == "incomplete" and not errors
+    told = [record.getMessage() for record in caplog.records if "response_not_kept" in record.getMessage()]
+    assert told == [f"response_not_kept id={queued['id']} error={error}" for error in ("full", "broken")]
+
+
+async def test_why_an_orphan_waits_is_told_once(bench, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
+    ids, other = await left_to(bench, tmp_path, 1)
+    history, errors = other.history, [UnavailableError("locked")] * 3
+
+    async def fail(*values):
+        if errors:
+            raise errors.pop()
+        return await history(*values)
+
+    monkeypatch.setattr(other, "history", fail)
+    other.start()
+    await until_running(other, 1)
+    assert caplog.text.count(f"response_waits id={ids[0]} error=locked") == 1
