@@ -14,10 +14,10 @@ import numpy as np
 
 from bireme.canary_mark import is_canary
 from bireme.errors import BiremeError, RequestError
-from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
+from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer, token_ids
 from bireme.pipelines.chat_request import ChatRequest, parse_chat
 from bireme.pipelines.chat_service import ChatService
-from bireme.pipelines.chat_stream import ChunkTemplate, StreamedAnswer
+from bireme.pipelines.chat_stream import ChunkTemplate, streamed_answer
 from bireme.pipelines.chat_usage import NvExtReply
 from bireme.pipelines.inside import make_services
 from bireme.pipelines.sequence import SequenceRunner
@@ -87,14 +87,14 @@ class Chat:
     ) -> list[SequenceRunner]:
         n, names = request.sampling.params.n, service.services.recipe.chat.reasoning_names
         heading = ResponseMeta.of(request.model, service_tier=request.service_tier, reasoning_names=names)
-        nvext = NvExtReply(request.extra_fields, arrived_at)
+        nvext, ids = NvExtReply(request.extra_fields, arrived_at), token_ids(request.return_token_ids, n)
         if request.stream:
             template = ChunkTemplate(heading, n, request.include_usage)
             sink = _Sink(template, send)
-            answer = StreamedAnswer(template, sink, n, request.include_usage, request.return_timing, nvext)
-            return await service.run(request, answer, arrived_at)
-        whole = WholeAnswer(heading, n, request.return_timing, nvext)
-        sequences = await service.run(request, whole, arrived_at)
+            answer = streamed_answer(ids, template, sink, n, request.include_usage, request.return_timing, nvext)
+            return await service.run(request, answer, arrived_at, ids=ids)
+        whole = WholeAnswer(heading, n, request.return_timing, nvext, ids)
+        sequences = await service.run(request, whole, arrived_at, ids=ids)
         send(JsonResponse(whole.json(), is_last=True))
         return sequences
 

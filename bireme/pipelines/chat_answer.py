@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,6 +43,37 @@ class ResponseMeta:
         reasoning_names: Sequence[str] = ("reasoning_content",),
     ) -> ResponseMeta:
         return cls(f"{prefix}{secrets.token_hex(16)}", model, int(time.time()), service_tier, reasoning_names)
+
+
+class TokenIds:
+    """What a request for `return_token_ids`, vLLM's field, is told beside the answer of its choices."""
+
+    def __init__(self, n: int) -> None:
+        self.prompt: list[int] = []
+        self._new: list[list[int]] = [[] for _ in range(n)]
+
+    def noting(self, index: int, output: Callable[[TokenDelta], None]) -> Callable[[TokenDelta], None]:
+        """Return an output of a choice's deltas that notes their ids first."""
+
+        def add(delta: TokenDelta) -> None:
+            self._new[index] += ids_of(delta)
+            output(delta)
+
+        return add
+
+    def take(self, index: int) -> list[int]:
+        """Return a choice's ids since the last call."""
+        taken, self._new[index] = self._new[index], []
+        return taken
+
+
+def token_ids(is_wanted: bool, n: int) -> TokenIds | None:
+    return TokenIds(n) if is_wanted else None
+
+
+def ids_of(delta: TokenDelta) -> list[int]:
+    """Return a delta's tokens, the one that has ended the sequence among them, as vLLM does."""
+    return delta.tokens if delta.stop_token_id is None else [*delta.tokens, delta.stop_token_id]
 
 
 class ChatOutput(Protocol):
@@ -155,8 +186,11 @@ class _Collected:
 class WholeAnswer:
     """Collects a chat.completion."""
 
-    def __init__(self, heading: ResponseMeta, n: int, has_timing: bool = False, nvext: NvExtReply = NO_NVEXT) -> None:
-        self._heading, self._has_timing, self._nvext = heading, has_timing, nvext
+    def __init__(
+        self, heading: ResponseMeta, n: int, has_timing: bool = False, nvext: NvExtReply = NO_NVEXT,
+        ids: TokenIds | None = None,
+    ) -> None:  # fmt: skip
+        self._heading, self._has_timing, self._nvext, self._ids = heading, has_timing, nvext, ids
         self._choices = [_Collected() for _ in range(n)]
 
     def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
@@ -192,18 +226,21 @@ class WholeAnswer:
 
     def json(self) -> bytes:
         """Return the chat.completion; once all choices have finished."""
-        body = {
+        names, ids = self._heading.reasoning_names, self._ids
+        choices = [_choice_json(index, choice, names) for index, choice in enumerate(self._choices)]
+        body: dict[str, Any] = {
             "id": self._heading.id,
             "object": "chat.completion",
             "created": self._heading.created,
             "model": self._heading.model,
-            "choices": [
-                _choice_json(index, choice, self._heading.reasoning_names) for index, choice in enumerate(self._choices)
-            ],
+            "choices": choices,
             "usage": usage_json(self.usages, sum(choice.num_reasoning for choice in self._choices)),
         }
         if self._heading.service_tier is not None:
             body["service_tier"] = self._heading.service_tier
+        if ids is not None:
+            body["prompt_token_ids"] = ids.prompt
+            body["choices"] = [one | {"token_ids": ids.take(index)} for index, one in enumerate(choices)]
         if self._has_timing:
             body["bireme"] = timing_json(self.usages)
         return encode_json(body | self._nvext.json(self.usages))

@@ -163,6 +163,7 @@ class OpenAIBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     max_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None  # not OpenAI's for chats; old clients send it, equal to n
+    return_token_ids: bool | None = None  # vLLM's: the answer tells the ids of prompt and answer
 
 
 class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
@@ -212,6 +213,7 @@ class ChatRequest:
     service_tier: str | None = None  # as the answer shows it
     annotations: tuple[Annotation, ...] = ()  # of a stream
     extra_fields: tuple[ExtraField, ...] = ()  # of the answer's nvext
+    return_token_ids: bool = False
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -268,6 +270,7 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         service_tier=shown_tier(body.service_tier),
         annotations=options.annotations,
         extra_fields=options.extra_fields,
+        return_token_ids=bool(body.return_token_ids),
     )
 
 

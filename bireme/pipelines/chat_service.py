@@ -15,14 +15,14 @@ import msgspec
 from bireme.errors import RequestError
 from bireme.messages import SamplingParams
 from bireme.multimodal.model_config import picture_model_of
-from bireme.pipelines.chat_answer import ChatOutput, Choice, encode_json
+from bireme.pipelines.chat_answer import ChatOutput, Choice, TokenIds, encode_json
 from bireme.pipelines.chat_request import ChatRequest
 from bireme.pipelines.pictures import RequestPictures
 from bireme.pipelines.placement_answer import placement_json
 from bireme.pipelines.prompts import EncodedPrompt, Prompts
 from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
 from bireme.pipelines.services import Services
-from bireme.pipelines.side_by_side import run_sequences
+from bireme.pipelines.side_by_side import Output, run_sequences
 from bireme.pipelines.token_logprobs import TokenTexts
 from bireme.request import check_prompt_tokens
 from bireme.sampling import expand
@@ -54,11 +54,12 @@ class ChatService:
         return self._picture_model is not None
 
     async def run(
-        self, request: ChatRequest, answer: ChatOutput, arrived_at: float, on_prompt: OnPrompt = _ignore
-    ) -> list[SequenceRunner]:
-        """Return when the answer is complete. Raises the error that ended it otherwise."""
+        self, request: ChatRequest, answer: ChatOutput, arrived_at: float, on_prompt: OnPrompt = _ignore,
+        ids: TokenIds | None = None,
+    ) -> list[SequenceRunner]:  # fmt: skip
+        """Return when the answer is complete. Raises the error that ended it otherwise. `ids`: if they are told."""
         async with self._prepared(request, arrived_at) as (prompt, pictures):
-            return await self._generate(request, prompt, pictures, answer, arrived_at, on_prompt)
+            return await self._generate(request, prompt, pictures, answer, arrived_at, on_prompt, ids)
 
     async def placement(self, request: ChatRequest, arrived_at: float, on_prompt: OnPrompt = _ignore) -> bytes:
         """Return where the request would run now, as JSON; nothing but its pictures is computed."""
@@ -99,12 +100,16 @@ class ChatService:
         answer: ChatOutput,
         arrived_at: float,
         on_prompt: OnPrompt,
+        ids: TokenIds | None,
     ) -> list[SequenceRunner]:
         on_prompt(len(prompt.ids))
         parsing = ParserRequest(request.functions, prompt.end)
         works = self._works(request, prompt, self._params(request, parsing), pictures, arrived_at)
         choices = [self._choice(index, request, parsing, answer) for index in range(len(works))]
-        outputs = [choice.add for choice in choices]
+        outputs: list[Output] = [choice.add for choice in choices]
+        if ids is not None:
+            ids.prompt = prompt.ids.tolist()
+            outputs = [ids.noting(index, output) for index, output in enumerate(outputs)]
         return await run_sequences(self.services, self.tokenizer, works, outputs, arrived_at)
 
     def close(self) -> None:

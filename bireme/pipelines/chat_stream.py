@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from bireme.messages import Usage
-from bireme.pipelines.chat_answer import Logprobs, ResponseMeta, call_id, encode_json
+from bireme.pipelines.chat_answer import Logprobs, ResponseMeta, TokenIds, call_id, encode_json
 from bireme.pipelines.chat_usage import NO_NVEXT, NvExtReply, timing_json, usage_json
 from bireme.text.output import TokenDelta
 
@@ -56,15 +56,28 @@ class ChunkTemplate:
         head, tail = self._texts[index], self._text_end
         return head + (tail + head).join(jsons) + tail
 
-    def delta(self, index: int, delta: dict[str, Any], logprobs: Logprobs | None, reason: str | None) -> bytes:
+    def delta(
+        self, index: int, delta: dict[str, Any], logprobs: Logprobs | None, reason: str | None,
+        token_ids: list[int] | None = None,
+    ) -> bytes:  # fmt: skip
         shown = None if logprobs is None else {"content": logprobs, "refusal": None}
-        return b'%b%b,"logprobs":%b,"finish_reason":%b}%b' % (
+        return b'%b%b,"logprobs":%b,"finish_reason":%b%b}%b' % (
             self._heads[index],
             encode_json(delta),
             encode_json(shown),
             encode_json(reason),
+            b"" if token_ids is None else b',"token_ids":%b' % encode_json(token_ids),
             self._end,
         )
+
+    def begin(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
+        """Return a choice's first chunk. `prompt_ids`: it tells them as well."""
+        chunk = self.delta(index, {"role": "assistant", "content": ""}, None, None)
+        if not prompt_ids:
+            return chunk
+        head = self._heads[index]
+        told = head.replace(b'"choices":[', b'"prompt_token_ids":%b,"choices":[' % encode_json(prompt_ids))
+        return told + chunk[len(head) :]
 
     def last(self, fields: dict[str, Any]) -> bytes:
         """Return a chunk without choices, with these fields (at least one) instead."""
@@ -127,8 +140,7 @@ class StreamedAnswer:
 
     def _begin(self, index: int) -> None:
         self._has_begun[index] = True
-        begin = self._template.delta(index, {"role": "assistant", "content": ""}, None, None)
-        self._sink.chunk(self._annotations + begin)
+        self._sink.chunk(self._annotations + self._template.begin(index))
         self._annotations = b""
 
     def _delta(self, index: int, delta: dict[str, Any], logprobs: Logprobs | None, reason: str | None = None) -> None:
@@ -146,3 +158,33 @@ class StreamedAnswer:
         if fields:
             self._sink.chunk(self._template.last(fields))
         self._sink.end()
+
+
+class StreamedWithIds(StreamedAnswer):
+    """Tells token ids as well (`return_token_ids`)."""
+
+    def __init__(self, ids: TokenIds, *values: Any) -> None:
+        super().__init__(*values)
+        self._ids = ids
+
+    def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+        self._delta(index, {"content": text}, logprobs)
+
+    def delta(self, index: int, delta: TokenDelta) -> None:
+        if text := delta.text:
+            self._delta(index, {"content": text}, None)
+
+    def _begin(self, index: int) -> None:
+        self._has_begun[index] = True
+        self._sink.chunk(self._annotations + self._template.begin(index, self._ids.prompt))
+        self._annotations, self._ids.prompt = b"", []
+
+    def _delta(self, index: int, delta: dict[str, Any], logprobs: Logprobs | None, reason: str | None = None) -> None:
+        if not self._has_begun[index]:
+            self._begin(index)
+        self._sink.chunk(self._template.delta(index, delta, logprobs, reason, self._ids.take(index)))
+
+
+def streamed_answer(ids: TokenIds | None, *values: Any) -> StreamedAnswer:
+    """Return an answer of these arguments of StreamedAnswer."""
+    return StreamedAnswer(*values) if ids is None else StreamedWithIds(ids, *values)

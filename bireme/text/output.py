@@ -48,6 +48,7 @@ class TokenDelta:
         "logprobs",
         "prompt_logprobs",
         "stop_string",
+        "stop_token_id",
         "usage",
     )
 
@@ -62,6 +63,7 @@ class TokenDelta:
         usage: Usage | None = None,
         detokenizer: Detokenizer | None = None,
         stop_string: str = "",
+        stop_token_id: int | None = None,
     ) -> None:
         self._tokens = tokens
         self._texts = [text] if text else []
@@ -71,6 +73,7 @@ class TokenDelta:
         self.finish_reason = finish_reason  # "": it goes on
         self.usage = usage
         self.stop_string = stop_string  # what ended the sequence, if a stop string did
+        self.stop_token_id = stop_token_id  # as above, if a token did; it is not among the tokens
         self._detokenizer = detokenizer  # makes the missing text; None: none is missing
         self._lock = threading.Lock()  # of `grow` against `_seal`
         self._is_sealed = False
@@ -134,7 +137,7 @@ class TokenDelta:
         self.prompt_logprobs = _joined(self.prompt_logprobs, later.prompt_logprobs)
         self.finish_reason = later.finish_reason
         self.usage = later.usage
-        self.stop_string = later.stop_string
+        self.stop_string, self.stop_token_id = later.stop_string, later.stop_token_id
         return self
 
     def _seal(self) -> None:
@@ -259,7 +262,9 @@ class TextStream:
         self.finish_reason = "stop" if is_stopped else finish.reason
         usage = msgspec.structs.replace(finish.usage, completion_tokens=len(self.output_ids))
         stop_string = self._finder.stop_string if self._finder is not None else ""
-        self._send(TokenDelta([], text, None, None, self._index, self.finish_reason, usage, detokenizer, stop_string))
+        stop = None if is_stopped else finish.stop_token_id
+        last = (self._index, self.finish_reason, usage, detokenizer, stop_string, stop)
+        self._send(TokenDelta([], text, None, None, *last))
         self._done(finish)
 
     def close(self) -> None:

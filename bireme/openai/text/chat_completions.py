@@ -16,9 +16,9 @@ from bireme.openai.text.answering import (
     note_usage,
 )
 from bireme.openai.text.served_model import Models, ServedModel
-from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
+from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer, token_ids
 from bireme.pipelines.chat_request import REFUSED, ChatBody, ChatRequest, check_chat
-from bireme.pipelines.chat_stream import ChunkTemplate, StreamedAnswer
+from bireme.pipelines.chat_stream import ChunkTemplate, streamed_answer
 from bireme.pipelines.chat_usage import NvExtReply
 from bireme.pipelines.json_body import decode_body
 
@@ -50,8 +50,10 @@ class ChatCompletions:
     async def _whole(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
         heading = _heading(model, request)
         nvext = NvExtReply(request.extra_fields, call.arrived_at)
-        answer = WholeAnswer(heading, request.sampling.params.n, request.return_timing, nvext)
-        work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt)
+        n = request.sampling.params.n
+        ids = token_ids(request.return_token_ids, n)
+        answer = WholeAnswer(heading, n, request.return_timing, nvext, ids)
+        work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt, ids)
         sequences = await answer_whole(call, work)
         call.notes["outcome"] = sequences[0].finish_reason
         note_usage(call, answer.usages, answer.usages[0].prompt_tokens)
@@ -68,8 +70,9 @@ class ChatCompletions:
         template = ChunkTemplate(heading, n, request.include_usage, PREFIX, SUFFIX)
         stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
         nvext = NvExtReply(request.extra_fields, call.arrived_at)
-        answer = StreamedAnswer(template, stream, n, request.include_usage, request.return_timing, nvext, annotations)
-        work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt)
+        ids, timing = token_ids(request.return_token_ids, n), request.return_timing
+        answer = streamed_answer(ids, template, stream, n, request.include_usage, timing, nvext, annotations)
+        work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt, ids)
         call.notes["outcome"] = await answer_events(call, work, stream, self._streams)
         if usages := answer.usages:
             note_usage(call, usages, usages[0].prompt_tokens)

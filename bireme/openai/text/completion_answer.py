@@ -10,7 +10,7 @@ import msgspec
 
 from bireme.messages import TokenLogprobs, Usage
 from bireme.openai.http.event_stream import PREFIX, SUFFIX, EventStream
-from bireme.pipelines.chat_answer import ResponseMeta, encode_json
+from bireme.pipelines.chat_answer import ResponseMeta, encode_json, ids_of
 from bireme.pipelines.chat_usage import NO_NVEXT, NvExtReply, timing_json, usage_json
 from bireme.pipelines.token_logprobs import LOWEST, TokenTexts
 from bireme.text.output import TokenDelta
@@ -86,8 +86,12 @@ class CompletionTemplate:
         head, tail = self._texts[index], self._text_end
         return head + (tail + head).join(jsons) + tail
 
-    def full(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> bytes:
-        tail = b',"logprobs":%b,"finish_reason":%b}' % (encode_json(logprobs), encode_json(reason))
+    def full(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None, ids: dict[str, Any]
+    ) -> bytes:
+        """`ids`: fields of a choice that tells its token ids."""
+        more = b"," + encode_json(ids)[1:] if ids else b"}"
+        tail = b',"logprobs":%b,"finish_reason":%b%b' % (encode_json(logprobs), encode_json(reason), more)
         return self._texts[index] + encode_json(text) + tail + self._end
 
     def last(self, fields: dict[str, Any]) -> bytes:
@@ -105,6 +109,7 @@ class StreamedCompletion:
         self.usages: list[Usage] = [Usage() for _ in echoes]
         self._num_open = len(echoes)
         self.n, self.include_usage, self.has_timing = 1, False, False
+        self.prompts: list[list[int]] | None = None  # ids, one a choice; [] once they are out. None: no ids are wanted
         self.nvext = NO_NVEXT
         self.annotations = b""  # events before all others
 
@@ -115,7 +120,10 @@ class StreamedCompletion:
         echo, self._echoes[index] = self._echoes[index], ""
         if self._columns is not None and (delta.logprobs or delta.prompt_logprobs):
             columns = self._columns[index].show(delta.logprobs or (), delta.prompt_logprobs)
-            self._stream.chunk(self._template.full(index, echo + delta.text, columns, None))
+            self._stream.chunk(self._template.full(index, echo + delta.text, columns, None, self._ids(index, delta)))
+        elif self.prompts is not None:
+            if delta.tokens or delta.text or echo:
+                self._stream.chunk(self._template.full(index, echo + delta.text, None, None, self._ids(index, delta)))
         elif echo:
             self._stream.text(index, echo + delta.text)
         else:
@@ -123,8 +131,16 @@ class StreamedCompletion:
         if delta.finish_reason:
             self._finish(index, delta)
 
+    def _ids(self, index: int, delta: TokenDelta) -> dict[str, Any]:
+        """Return the fields of new ids, the prompt's among them the first time."""
+        if self.prompts is None:
+            return {}
+        prompt, self.prompts[index] = self.prompts[index], []
+        return ({"prompt_token_ids": prompt} if prompt else {}) | {"token_ids": delta.tokens}
+
     def _finish(self, index: int, delta: TokenDelta) -> None:
-        self._stream.chunk(self._template.full(index, "", None, delta.finish_reason))
+        ids = {} if self.prompts is None else {"token_ids": ids_of(delta)[len(delta.tokens) :]}
+        self._stream.chunk(self._template.full(index, "", None, delta.finish_reason, ids))
         self.usages[index] = delta.usage or Usage()
         self._num_open -= 1
         if self._num_open:
@@ -150,6 +166,7 @@ class WholeCompletion:
         self._prompts: list[list[TokenLogprobs | None]] = [[] for _ in echoes]  # of their tokens
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in echoes]
         self._reasons = [""] * len(echoes)
+        self.prompts: list[list[int]] | None = None  # ids, one a choice; None: no ids are wanted
         self.usages: list[Usage] = [Usage() for _ in echoes]
 
     def add(self, index: int, delta: TokenDelta) -> None:
@@ -177,4 +194,8 @@ class WholeCompletion:
         columns = self._columns[index] if self._columns is not None else None
         logprobs = columns and columns.show(self._logprobs[index], self._prompts[index])
         text = self._echoes[index] + "".join([delta.text for delta in self._deltas[index]])
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self._reasons[index]}
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self._reasons[index]}
+        if self.prompts is None:
+            return choice
+        ids = [token for delta in self._deltas[index] for token in ids_of(delta)]
+        return choice | {"prompt_token_ids": self.prompts[index], "token_ids": ids}

@@ -51,6 +51,7 @@ class CompletionRequest:
     kv_cache_retention_config: KvCacheRetentionConfig | None
     annotations: tuple[Annotation, ...]  # of a stream
     extra_fields: tuple[ExtraField, ...]  # of the answer's nvext
+    return_token_ids: bool
 
 
 def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
@@ -80,6 +81,7 @@ def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
         kv_cache_retention_config=options.kv_cache_retention_config,
         annotations=options.annotations,
         extra_fields=options.extra_fields,
+        return_token_ids=bool(body.return_token_ids),
     )
 
 

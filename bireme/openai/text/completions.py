@@ -139,6 +139,8 @@ class Completions:
     async def _run(
         self, call: Call, model: ServedModel, job: _CompletionJob, answer: StreamedCompletion | WholeCompletion
     ) -> list[SequenceRunner]:
+        if job.request.return_token_ids:
+            answer.prompts = [work.prompt.tolist() for work in job.works]
         outputs: list[Output] = [functools.partial(answer.add, index) for index in range(len(job.works))]
         if not job.request.wants_tokens:
             outputs = [_prompt_only(output) for output in outputs]

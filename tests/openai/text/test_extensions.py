@@ -166,7 +166,7 @@ def test_the_playgrounds_python_code_gives_the_names_to_the_official_client_as_i
     code = (PLAYGROUND / "js" / "code_dialog.js").read_text()
     listed = set(re.findall(r'"(\w+)"', re.search(r"OPENAI = new Set\((.*?)\)", code, re.DOTALL).group(1)))
     ours = {field.encode_name for field in msgspec.structs.fields(TopLevelNames)}
-    ours |= {"best_of", "add_generation_prompt", "continue_final_message"}
+    ours |= {"best_of", "add_generation_prompt", "continue_final_message", "return_token_ids"}
     assert listed == {field.encode_name for field in msgspec.structs.fields(ChatBody)} - ours
 
 
