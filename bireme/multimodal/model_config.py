@@ -48,7 +48,7 @@ def picture_model_of(recipe: Recipe) -> PictureModel | None:
     return picture_model(folder) if decode is not None and decode.kind.needs_model else None
 
 
-_DEFAULT_PLACEHOLDERS = {"llava": 32000, "qwen2_5_vl": 151655}
+_DEFAULT_PLACEHOLDERS = {"llava": 32000, "llava_next": 32000, "qwen2_5_vl": 151655}
 
 
 def _merge_size(tree: dict[str, Any], vision: dict[str, Any]) -> int:

@@ -48,7 +48,9 @@ PROVED = frozenset(
         "Dots1ForCausalLM",
     }
 )
-PROVED_WITH_PICTURES = frozenset({"LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
+PROVED_WITH_PICTURES = frozenset(
+    {"LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
+)
 _REASONS = {
     "FalconForCausalLM": "its layers do not use the attention interface",
     "Llama4ForCausalLM": "chunked attention is not passed to the attention interface",

@@ -18,16 +18,18 @@ from bireme.engines.torch.architectures import architecture_of
 from bireme.errors import ConfigError
 from bireme.multimodal.wire import Grid
 
-VISION_PARTS = ("vision_tower", "multi_modal_projector", "visual")  # attributes of the inner model
+VISION_PARTS = ("vision_tower", "multi_modal_projector", "image_newline", "visual")  # attributes of the inner model
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPicture:
     """One picture as its image processor has made it."""
 
-    pixels: Tensor  # LLaVA: (1, 3, height, width); Qwen2.5-VL: (patches, values of a patch); float32, CPU
+    # LLaVA: (1, 3, height, width), LLaVA-NeXT: one and its tiles; Qwen2.5-VL: (patches, values of a patch).
+    pixels: Tensor  # float32, CPU
     num_tokens: int
     grid: Grid | None = None
+    size: tuple[int, int] | None = None  # of the picture itself: height, width
 
 
 class VisionFamily(Protocol):
@@ -45,7 +47,7 @@ class Llava:
         vision = config.vision_config
         if vision.model_type not in ("clip_vision_model", "siglip_vision_model"):
             raise ConfigError(
-                f"LlavaForConditionalGeneration: a {vision.model_type} vision tower is not supported by the torch"
+                f"{architecture_of(config)}: a {vision.model_type} vision tower is not supported by the torch"
                 " engine (known: clip_vision_model, siglip_vision_model)"
             )
         self._size = int(vision.image_size)
@@ -69,6 +71,42 @@ class Llava:
         return list(model.model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output)
 
 
+class LlavaNext:
+    """A CLIP or SigLIP tower over the whole picture and over tiles of it: tokens follow from its size."""
+
+    def __init__(self, config: Any) -> None:
+        Llava(config)  # refuses other towers
+        vision = config.vision_config
+        self._tile = int(vision.image_size)
+        self._side = self._tile // int(vision.patch_size)
+        self._pinpoints = config.image_grid_pinpoints
+
+    def prepare(self, processor: Any, pixels: Any) -> PreparedPicture:
+        scaled = processor(images=[pixels], input_data_format="channels_last", return_tensors="pt")["pixel_values"][0]
+        if tuple(scaled.shape[-2:]) != (self._tile, self._tile):
+            raise ConfigError(
+                f"the image processor made tiles of {tuple(scaled.shape[-2:])} pixels; the vision tower takes"
+                f" {self._tile} x {self._tile}: crop_size in preprocessor_config.json is another model's"
+            )
+        size = (int(pixels.shape[0]), int(pixels.shape[1]))
+        return PreparedPicture(scaled.float(), self._num_tokens(size), size=size)
+
+    def features(self, model: Any, batch: Sequence[PreparedPicture]) -> list[Tensor]:
+        device, dtype = _place_of(model.model.vision_tower)
+        pixels = torch.nn.utils.rnn.pad_sequence([picture.pixels for picture in batch], batch_first=True)
+        sizes = torch.tensor([picture.size for picture in batch])
+        return list(model.model.get_image_features(pixels.to(device, dtype), sizes, return_dict=True).pooler_output)
+
+    def _num_tokens(self, size: tuple[int, int]) -> int:
+        """The whole picture's, the tiles' without those of padding, and one at the end of each row of these."""
+        from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
+
+        rows, columns = get_anyres_image_grid_shape(size, self._pinpoints, self._tile)
+        shown = torch.empty(1, rows * self._side, columns * self._side, device="meta")
+        _, height, width = unpad_image(shown, size).shape
+        return int(self._side**2 + height * (width + 1))
+
+
 class Qwen25Vl:
     """A tower over patches in any arrangement: tokens follow from the picture's size."""
 
@@ -88,8 +126,9 @@ class Qwen25Vl:
         return list(model.model.get_image_features(pixels, grids, return_dict=True).pooler_output)
 
 
-FAMILIES: dict[str, type[Llava] | type[Qwen25Vl]] = {
+FAMILIES: dict[str, type[Llava] | type[LlavaNext] | type[Qwen25Vl]] = {
     "LlavaForConditionalGeneration": Llava,
+    "LlavaNextForConditionalGeneration": LlavaNext,
     "Qwen2_5_VLForConditionalGeneration": Qwen25Vl,
 }
 

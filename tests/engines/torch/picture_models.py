@@ -43,6 +43,29 @@ def llava(folder: Path) -> Any:
     return _save(Model, config, processor, folder)
 
 
+def llava_next(folder: Path) -> Any:
+    """The whole picture's 16 tokens and those of its tiles, by its shape."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaNextConfig, LlavaNextImageProcessor
+    from transformers import LlavaNextForConditionalGeneration as Model
+
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=56, patch_size=14
+    )
+    pinpoints = [[56, 112], [112, 56], [112, 112]]
+    config = LlavaNextConfig(
+        vision_config=vision,
+        text_config=LlamaConfig(**TEXT),
+        image_token_id=PLACEHOLDER,
+        image_grid_pinpoints=pinpoints,
+        vision_feature_layer=-2,
+        tie_word_embeddings=False,
+    )
+    processor = LlavaNextImageProcessor(
+        size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}, image_grid_pinpoints=pinpoints
+    )
+    return _save(Model, config, processor, folder)
+
+
 def qwen2_5_vl(folder: Path) -> Any:
     """Tokens by size, positions in three dimensions, windows in the tower."""
     from transformers import Qwen2_5_VLConfig, Qwen2VLImageProcessor
@@ -72,7 +95,18 @@ def _save(kind: Any, config: Any, processor: Any, folder: Path) -> Any:
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = EOS, 0
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
+    _word_tokenizer().save_pretrained(folder)
     return model.requires_grad_(False)
+
+
+def _word_tokenizer() -> Any:
+    """One word a token, <0> to <511>, and nothing added: what TensorRT-LLM reads prompts with."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"<{at}>": at for at in range(VOCAB)}, unk_token="<3>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<0>", eos_token=f"<{EOS}>")
 
 
 class PictureModel:

@@ -67,7 +67,7 @@ def cases(model):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llava", "llava_next", "qwen2_5_vl"])
 def test_output_equals_generate(models, deployments, name, mode):
     model, deployment = models(name), deployments(name, mode)
     for ids, pictures in cases(model):
