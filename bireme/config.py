@@ -143,12 +143,13 @@ class GuidedDecodingConfig(Settings, frozen=True, kw_only=True):
 
 
 class MultimodalConfig(Settings, frozen=True, kw_only=True):
-    """What encoding pictures may cost; of the engine that has the vision tower, but for max_held_bytes."""
+    """What encoding pictures may cost; of the engine that has the vision tower, but for the last two."""
 
     embedding_cache_bytes: NotNegative = 512 << 20  # embeddings kept for pictures that come again; 0: none
     max_batch_images: Positive = 8  # in one pass of the vision tower
     max_concurrent_encodes: Positive = 16  # requests whose pictures are in memory; more wait in the queue
     max_held_bytes: Positive = 2 << 30  # embeddings of requests that wait or run; one more is refused
+    embedding_pool_bytes: NotNegative = 0  # of the engine's device, for embeddings on their way; 0: they go by files
 
 
 class MockerConfig(Settings, frozen=True, kw_only=True):

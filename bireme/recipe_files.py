@@ -193,6 +193,8 @@ def check_rules(recipe: Recipe) -> None:
             raise ConfigError(f"router.busy[{at}]: no bound; set max_kv_usage, max_waiting_tokens or both")
     if "multimodal_encoder" in recipe.workers:
         _check_encoder(recipe.workers)
+    if recipe.embedding_backend == "NIXL":
+        _check_no_pool(recipe.workers)
     if "embedding" in recipe.workers:
         _check_embedding(recipe.workers)
     if "prefill" in recipe.workers:
@@ -239,6 +241,15 @@ def _check_encoder(workers: Mapping[str, WorkerEntry]) -> None:
             raise ConfigError(
                 f"dtype: multimodal_encoder has {encoder.engine_config.dtype}, {name} {entry.engine_config.dtype};"
                 " embeddings are not converted on their way, use one dtype"
+            )
+
+
+def _check_no_pool(workers: Mapping[str, WorkerEntry]) -> None:
+    for name, entry in workers.items():
+        if size := entry.engine_config.multimodal_config.embedding_pool_bytes:
+            raise ConfigError(
+                f"workers.{name}.engine_config.multimodal_config.embedding_pool_bytes: {size}; embeddings go by NIXL"
+                " here, as KV does, and not through memory that one host's processes map; leave it out"
             )
 
 

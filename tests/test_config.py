@@ -304,6 +304,16 @@ def test_embeddings_reach_other_hosts_where_kv_does(write, backend, expected):
     assert load_recipe(write(disaggregated(prefill=own, decode=own))).embedding_backend == expected
 
 
+def test_a_pool_for_embeddings_is_refused_where_they_go_by_nixl(write):
+    own = {"multimodal_config": {"embedding_pool_bytes": 4096}}
+    assert load_recipe(write(disaggregated(prefill=own, decode=own)))
+    apart = {"cache_transceiver_config": {"backend": "NIXL"}}
+    message = refusal(write(disaggregated(prefill=own | apart, decode=apart)))
+    assert (
+        "workers.prefill.engine_config.multimodal_config.embedding_pool_bytes: 4096; embeddings go by NIXL" in message
+    )
+
+
 @pytest.mark.parametrize("key", ["max_seq_len", "max_input_len"])
 def test_the_buffer_holds_the_longest_input(write, key):
     own = {"cache_transceiver_config": {"backend": "DEFAULT", "max_tokens_in_buffer": 99}, key: 100}

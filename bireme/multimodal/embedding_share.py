@@ -1,7 +1,8 @@
 """Embeddings on their way from the process that made them to the one that computes with them.
 
 They use the leases, sockets and files of KV (kv/transfer): a row is one token's embedding, all in one group. In the
-process that made them they are handed over without a copy.
+process that made them they are handed over without a copy. With a pool on both sides they are copied out of the one
+into the other, and from there to where they are used.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from bireme.disagg import DisaggregatedParams
 from bireme.errors import BiremeError, EngineLostError, NotFoundError, UnavailableError
 from bireme.kv.transfer.base import Fetch, GroupLayout, KvLayout, KvTransfer, Lease
-from bireme.kv.transfer.memory import HostMemory
+from bireme.kv.transfer.memory import HostMemory, RowMemory, TokenRows
 from bireme.metrics import Registry
 from bireme.multimodal.wire import EmbeddingHandle, Grid
 
@@ -34,6 +35,21 @@ class EmbeddingRows(Protocol):
 
     @property
     def memory(self) -> HostMemory: ...
+
+
+class SharedPool(Protocol):
+    """Memory of this process that others map; see engines/torch/embedding_pool.py. From any thread."""
+
+    @property
+    def memory(self) -> RowMemory: ...
+
+    def take(self, num_tokens: int) -> TokenRows | None: ...
+
+    def put(self, embeddings: EmbeddingRows) -> TokenRows | None: ...
+
+    def get(self, place: TokenRows) -> EmbeddingRows: ...
+
+    def give_back(self, place: TokenRows) -> None: ...
 
 
 Fetched = EmbeddingRows | bytearray  # made here, or the bytes of rows made elsewhere
@@ -72,25 +88,29 @@ class EmbeddingShare:
         self._lock = threading.Lock()
         self._offers: dict[int, tuple[Lease, EmbeddingRows]] = {}  # by lease id
         self._owned: dict[Hashable, set[int]] = {}  # lease ids of each encode request
+        self._pool: SharedPool | None = None
 
     @property
     def endpoint(self) -> str:
         """Address for discovery, once started."""
         return self._transfer.endpoint
 
-    def start(self, layout: KvLayout) -> None:
+    def start(self, layout: KvLayout, pool: SharedPool | None = None) -> None:
+        """Raises ConfigError when others can't map the pool."""
         self._row_bytes = layout.bytes_per_token
-        self._transfer.start(layout)
+        self._pool = pool
+        self._transfer.start(layout, pool.memory if pool is not None else None)
 
     def offer(self, owner: Hashable, rows: EmbeddingRows, media_hash: str, grid: Grid | None) -> EmbeddingHandle:
         """Lease rows to one fetch, until it ends, `abort`, or the lease expires."""
         ids: list[int] = []
+        place = self._pool.put(rows) if self._pool is not None else None
         with self._lock:  # release can't come before the lease is known
-            lease = self._transfer.reserve(lambda: self._released(owner, ids[0]))
+            lease = self._transfer.reserve(lambda: self._released(owner, ids[0], place))
             ids.append(lease.lease_id)
             self._offers[lease.lease_id] = (lease, rows)
             self._owned.setdefault(owner, set()).add(lease.lease_id)
-        lease.export(rows.num_tokens, rows.memory.token_rows())
+        lease.export(rows.num_tokens, rows.memory.token_rows() if place is None else place)
         return EmbeddingHandle(
             worker=self._worker,
             life=self._life,
@@ -126,6 +146,9 @@ class EmbeddingShare:
             generation=handle.generation,
             num_tokens=handle.num_tokens,
         )
+        pool = self._pool
+        if pool is not None and (place := pool.take(handle.num_tokens)) is not None:
+            return self._transfer.fetch(params, (0,), place, partial(_finish_in_pool, pool, place, done))
         buffer = bytearray(handle.num_tokens * self._row_bytes)
         memory = HostMemory([[np.frombuffer(buffer, np.uint8).reshape(-1, self._row_bytes)]])
         return self._transfer.fetch(params, (0,), memory.token_rows(), partial(_finish, buffer, done))
@@ -141,7 +164,9 @@ class EmbeddingShare:
         lease.abort()  # taken whole: nothing is left to fetch
         return rows
 
-    def _released(self, owner: Hashable, lease_id: int) -> None:
+    def _released(self, owner: Hashable, lease_id: int, place: TokenRows | None) -> None:
+        if place is not None and self._pool is not None:
+            self._pool.give_back(place)
         with self._lock:
             self._offers.pop(lease_id, None)
             owned = self._owned.get(owner)
@@ -149,6 +174,18 @@ class EmbeddingShare:
                 owned.discard(lease_id)
                 if not owned:
                     del self._owned[owner]
+
+
+def _finish_in_pool(pool: SharedPool, place: TokenRows, done: Done, error: BiremeError | None) -> None:
+    try:
+        found = pool.get(place) if error is None else None
+    except Exception as failure:  # of the device's library
+        error = BiremeError(f"images: their embeddings: {type(failure).__name__}: {failure}")
+    pool.give_back(place)
+    if error is None and found is not None:
+        done(found)
+    else:
+        _finish(bytearray(), done, error)
 
 
 def _finish(buffer: bytearray, done: Done, error: BiremeError | None) -> None:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The torch engine and KV transfer on this machine's GPU: equality with transformers first, then speed. Nothing has to be built:
+# The torch engine, KV transfer and pictures' embeddings on this machine's GPU: equality first, then speed. Nothing has to be built:
 # Triton compiles the kernels when they are first used. Needs pytest, pytest-asyncio and hypothesis beside the engine.
 #
 #   sh tests/gpu/run.sh                          # figures as JSON in out/engine_gpu.json
@@ -23,6 +23,7 @@ fi
 workers=$("$python" -c 'import importlib.util, os; print(min(12, os.cpu_count()) if importlib.util.find_spec("xdist") else "")')
 "$python" -m pytest -q ${workers:+-n "$workers"} -p no:cacheprovider tests/engines/torch tests/kv/transfer --ignore tests/engines/torch/test_pictures.py \
     --ignore tests/engines/torch/test_video_pipelines.py
+"$python" tests/gpu/embedding_pool.py
 "$python" benchmarks/engine_gpu.py "$@" | tee "$output.txt"
 grep '^{' "$output.txt" >"$output"
 rm "$output.txt"

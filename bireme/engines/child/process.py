@@ -179,12 +179,12 @@ class EngineProcess:
 
         if not entry.kind.needs_model or picture_model(recipe.model_path) is None:
             return None
-        from bireme.kv.transfer import create_transfer
+        from bireme.kv.transfer import MAPPED, create_transfer
         from bireme.multimodal.embedding_share import SUFFIX, EmbeddingShare, ShareMetrics
 
         name = self._worker + SUFFIX
         moves = create_transfer(
-            recipe.embedding_backend,
+            "NIXL" if recipe.embedding_backend == "NIXL" else MAPPED,
             run_dir=folder,
             worker=name,
             life=self._life,

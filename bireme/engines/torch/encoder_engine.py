@@ -13,6 +13,7 @@ from bireme.canary_mark import is_canary
 from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey, StepOutput
 from bireme.engines.child.lost_device import leave_if_lost
 from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, open_checkpoint
+from bireme.engines.torch.embedding_pool import start_share
 from bireme.engines.torch.picture_encoder import PictureEncoder
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.vision_tower import load_vision_tower
@@ -45,9 +46,8 @@ class EncoderEngine:
             raise ConfigError(f"{checkpoint.name}: it has no vision tower; remove workers.multimodal_encoder")
         model = load_vision_tower(checkpoint, context.config.dtype, device)
         encoder = make_encoder(model, checkpoint, context.config.dtype)
+        encoder.device = start_share(context, encoder.layout, encoder.dtype, encoder.hidden_size, device)
         self._jobs = EncodeJobs(context, encoder, emit)
-        assert context.share is not None
-        context.share.start(encoder.layout)
         load_s = time.monotonic() - began
         context.metrics.set("bireme_engine_load_seconds", load_s)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -33,6 +33,7 @@ class PictureEncoder:
     def __init__(self, model: Any, checkpoint: Checkpoint, hidden_size: int, dtype: torch.dtype) -> None:
         self.hidden_size = hidden_size
         self.dtype = dtype
+        self.device = torch.device("cpu")  # where embeddings lie
         self._model = model
         self._family = family_of(checkpoint.config)
         self._processor = _image_processor(checkpoint)
@@ -58,7 +59,7 @@ class PictureEncoder:
     def encode(self, batch: Sequence[PreparedPicture]) -> list[EmbeddingRows]:
         with torch.inference_mode():
             features = self._family.features(self._model, batch)
-            return [TensorRows(one.to("cpu", self.dtype).contiguous()) for one in features]
+            return [TensorRows(one.to(self.device, self.dtype).contiguous()) for one in features]
 
     def warm_up(self) -> None:
         """Encode one small picture, so that no request waits for kernels and lazy imports."""
@@ -71,7 +72,7 @@ class PictureEncoder:
     def read_embeddings(self, content: bytes) -> EncodedRows:
         tensor, grid = self._parse(content)
         self._check(tensor, grid)
-        rows = TensorRows(tensor.to(self.dtype).contiguous())
+        rows = TensorRows(tensor.to(self.device, self.dtype).contiguous())
         return EncodedRows(self._name(b"embeddings", struct.pack("<Q", len(content)) + content), rows, grid)
 
     def write_embeddings(self, rows: Sequence[EmbeddingRows]) -> bytes:

@@ -10,6 +10,7 @@ import torch
 from bireme.engines.base import EngineContext
 from bireme.engines.torch.checkpoint import Checkpoint
 from bireme.engines.torch.disaggregation import Post
+from bireme.engines.torch.embedding_pool import start_share
 from bireme.engines.torch.encoder_engine import make_encoder
 from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.picture_encoder import PictureEncoder
@@ -50,7 +51,7 @@ def make_picture_side(
         encoder = make_encoder(model, checkpoint, context.config.dtype)
     else:
         drop_vision_tower(model)
-    context.share.start(layout_of(checkpoint.digest, dtype, hidden_size))
+    start_share(context, layout_of(checkpoint.digest, dtype, hidden_size), dtype, hidden_size, device)
     held = context.config.multimodal_config.max_held_bytes
     store = PictureStore(context.share, post, device, dtype, hidden_size, held)
     return PictureSide(VisionLanguageModel(model), described.placeholder, described.merge_size, store, encoder)

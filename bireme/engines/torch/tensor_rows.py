@@ -14,9 +14,9 @@ from bireme.multimodal.embedding_share import embedding_layout
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
-    """Embeddings in host memory."""
+    """Embeddings in host memory, or a GPU's where they go from GPU to GPU (embedding_pool.py)."""
 
-    tensor: Tensor  # (num_tokens, hidden), contiguous, CPU
+    tensor: Tensor  # (num_tokens, hidden), contiguous
 
     @property
     def num_tokens(self) -> int:
@@ -28,7 +28,7 @@ class TensorRows:
 
     @property
     def memory(self) -> HostMemory:
-        return HostMemory([[self.tensor.view(torch.uint8).numpy()]])
+        return HostMemory([[self.tensor.cpu().view(torch.uint8).numpy()]])
 
 
 def layout_of(digest: str, dtype: torch.dtype, hidden_size: int) -> KvLayout:

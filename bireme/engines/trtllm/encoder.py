@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from bireme.engines.base import Emit, EngineContext
 from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, open_checkpoint
+from bireme.engines.torch.embedding_pool import start_share
 from bireme.engines.torch.encoder_engine import EncodeJobs, EncoderEngine, capacity_of
 from bireme.engines.torch.picture_encoder import PictureEncoder
 from bireme.engines.torch.tensor_rows import TensorRows
@@ -62,9 +63,8 @@ class TrtllmEncoderEngine(EncoderEngine):
         checkpoint = open_checkpoint(context.model_path)
         self._encoder = make_multimodal_encoder(context)
         encoder = HandleEncoder(self._encoder, checkpoint, context)
+        encoder.device = start_share(context, encoder.layout, encoder.dtype, encoder.hidden_size, first_device())
         self._jobs = EncodeJobs(context, encoder, emit)
-        assert context.share is not None, "a model with a vision tower has a share"
-        context.share.start(encoder.layout)
         self._monitor = lifecycle.LlmMonitor(self._encoder, lifecycle.leave)
         self._monitor.start()
         load_s = time.monotonic() - began
@@ -112,7 +112,15 @@ class HandleEncoder(PictureEncoder):
                 f"MultimodalEncoder made embeddings of shape {shapes} for a picture of {num_tokens} tokens of"
                 f" {self.hidden_size}; serve multimodal_encoder with engine: torch"
             )
-        return TensorRows(tensors[0].to("cpu", self.dtype).contiguous())
+        # A copy in any case: on a GPU the tensor is TensorRT-LLM's own, mapped.
+        return TensorRows(tensors[0].to(self.device, self.dtype, copy=True).contiguous())
+
+
+def first_device() -> torch.device:
+    """Return the GPU that TensorRT-LLM's first worker has, or the CPU."""
+    import torch
+
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def handles_of(result: Any) -> list[dict[str, Any]]:

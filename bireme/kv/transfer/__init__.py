@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from bireme.metrics import Registry
 
 
+MAPPED = "MAPPED"  # within one host, of whatever kind the memory is that it is started with: for embeddings
+
+
 def create_transfer(
     backend: str,
     *,
@@ -36,13 +39,13 @@ def create_transfer(
     from bireme.kv.transfer.leased import LeasedTransfer
 
     mover: Backend
-    if backend in ("DEFAULT", "SHM", "CUDA_IPC"):
+    if backend in ("DEFAULT", "SHM", "CUDA_IPC", MAPPED):
         from bireme.kv.transfer.mapped import MappedBackend
         from bireme.kv.transfer.memory import MemoryKind
         from bireme.kv.transfer.shm import ShmBackend
 
-        kind = MemoryKind.VRAM if backend == "CUDA_IPC" else MemoryKind.DRAM
-        mover, host = MappedBackend(kind, ShmBackend(run_dir, worker, life)), ""
+        kinds: dict[str, MemoryKind | None] = {"CUDA_IPC": MemoryKind.VRAM, MAPPED: None}
+        mover, host = MappedBackend(kinds.get(backend, MemoryKind.DRAM), ShmBackend(run_dir, worker, life)), ""
     elif backend in ("NIXL", "UCX"):
         from bireme.kv.transfer.nixl import NixlBackend
 

@@ -89,6 +89,9 @@ class Backend(Protocol):
     def is_shown(self, claim: Claim) -> bool:
         """Whether the importer copies the rows itself: `show` of its outlet says where they lie."""
 
+    def can_map(self, rows: TokenRows) -> bool:
+        """Whether these rows lie in memory that the other side maps, or rows of its are copied to when it is mapped."""
+
     def chunk_bytes(self, claim: Claim, usual: int) -> int:
         """Return how many bytes of the rows go at a time."""
 

@@ -165,6 +165,9 @@ class Exporter:
         except BiremeError as error:
             self._refuse(identity, claim.number, error)
             return
+        rows = lease.rows
+        if claim.maps_memory and rows is not None and not self._backend.can_map(rows):
+            claim = msgspec.structs.replace(claim, maps_memory=False)
         chunk_bytes = self._backend.chunk_bytes(claim, self._chunk_bytes)
         try:
             plan = self._plan(claim, lease, chunk_bytes)

@@ -275,7 +275,7 @@ class Importer:
             host=self._host,
             backend=self._backend.name,
             target=fetch.inlet.target if fetch.inlet is not None else None,
-            maps_memory=fetch.inlet is not None and fetch.inlet.maps_memory,
+            maps_memory=fetch.inlet is not None and fetch.inlet.maps_memory and self._backend.can_map(fetch.rows),
         )
 
     def _find_peer(self, params: DisaggregatedParams) -> Peer:

@@ -85,6 +85,12 @@ class TableLease:
         assert self.state is not LeaseState.RESERVED and self.state is not LeaseState.EXPORTED
         return self._table.end(self, LeaseState.ACKED)
 
+    @property
+    def rows(self) -> TokenRows | None:
+        """Where the rows lie; only `begin_copy` allows to read them. None: the lease has ended."""
+        with self._table.lock:
+            return self._rows
+
     def begin_copy(self) -> TokenRows | None:
         """Pin the rows. Returns None when the lease has ended: then they must not be read."""
         with self._table.lock:

@@ -53,9 +53,10 @@ class MappableMemory(RowMemory, Protocol):
 class MappedBackend:
     reaches_other_hosts = False
 
-    def __init__(self, kind: MemoryKind, staged: ShmBackend) -> None:
-        """`kind`: of the memory that is mapped."""
+    def __init__(self, kind: MemoryKind | None, staged: ShmBackend) -> None:
+        """`kind`: of the memory that is mapped; None: of whatever kind it is."""
         self._kind = kind
+        self._takes_any = kind is None
         self._staged = staged  # for other memory, for peers that can't map ours, or whose memory we can't
         self.memory: MappableMemory | None = None
         self._shared: SharedMemory | None = None
@@ -64,12 +65,14 @@ class MappedBackend:
 
     @property
     def name(self) -> str:
-        return self._staged.name if self._kind is MemoryKind.DRAM else "cuda_ipc"
+        return "cuda_ipc" if self._kind is MemoryKind.VRAM and not self._takes_any else self._staged.name
 
     def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
         self._staged.start(layout, memory, limit_bytes)
         if memory is None:  # of no pool: each request's rows are its own
             return
+        if self._takes_any:
+            self._kind = memory.regions[0][0].kind
         is_ours = all(region.kind is self._kind for group in memory.regions for region in group)
         if self._kind is MemoryKind.VRAM and not is_ours:
             raise ConfigError(
@@ -81,6 +84,9 @@ class MappedBackend:
 
     def is_shown(self, claim: Claim) -> bool:
         return claim.maps_memory and self._shared is not None
+
+    def can_map(self, rows: TokenRows) -> bool:
+        return self.memory is not None and rows.memory is self.memory
 
     def chunk_bytes(self, claim: Claim, usual: int) -> int:
         return usual * (GPU_FACTOR if self._kind is MemoryKind.VRAM and self.is_shown(claim) else 1)

@@ -33,6 +33,9 @@ class ShmBackend:
     def is_shown(self, claim: Claim) -> bool:
         return False
 
+    def can_map(self, rows: TokenRows) -> bool:
+        return False
+
     def chunk_bytes(self, claim: Claim, usual: int) -> int:
         return usual
 
