@@ -116,15 +116,23 @@ def sequence_hash(parent: int | None, local: int) -> int:
     return xxhash.xxh3_64_intdigest(_PAIR.pack(parent, local), SEED)
 
 
-def local_hashes(tokens: Sequence[int], block_size: int, seed: int = SEED) -> list[int]:
+def local_hashes(
+    tokens: Sequence[int], block_size: int, seed: int = SEED, media: Sequence[MediaSpan] = ()
+) -> list[int]:
     return [
-        local_hash(token_bytes(tokens[at : at + block_size]), seed)
+        local_hash(
+            token_bytes(tokens[at : at + block_size]),
+            seed,
+            [span.event_hash for span in media_in(media, at, at + block_size)],
+        )
         for at in range(0, len(tokens) - block_size + 1, block_size)
     ]
 
 
-def sequence_hashes(tokens: Sequence[int], block_size: int, seed: int = SEED) -> list[int]:
+def sequence_hashes(
+    tokens: Sequence[int], block_size: int, seed: int = SEED, media: Sequence[MediaSpan] = ()
+) -> list[int]:
     chain: list[int] = []
-    for local in local_hashes(tokens, block_size, seed):
+    for local in local_hashes(tokens, block_size, seed, media):
         chain.append(sequence_hash(chain[-1] if chain else None, local))
     return chain

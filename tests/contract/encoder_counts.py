@@ -34,6 +34,7 @@ class Tower:
 
     def generate(self, inputs: list[dict], use_tqdm: bool) -> list[types.SimpleNamespace]:
         made = [SharedTensorContainer.from_tensor(torch.randn(count, self._hidden_size)) for count in self._counts]
+        self._made = made  # whoever lets go of them takes them from their reader
         handles = [[one.dump_to_dict()] for one in made]
         params = [types.SimpleNamespace(multimodal_embedding_handles=one) for one in handles]
         return [types.SimpleNamespace(outputs=[], disaggregated_params=one) for one in params]

@@ -359,8 +359,10 @@ def test_blocks_that_move_to_host_memory_are_neither_lost_nor_a_gap(make_engine)
 
 @pytest.mark.parametrize("profile", ["1.4"], indirect=True)
 def test_a_block_with_a_picture_s_digest_is_left_out_and_nothing_is_void(make_engine, profile, monkeypatch, caplog):
+    """Of a model that is served as one of text."""
     harness = make_engine(kv_cache_config={"event_buffer_max_size": 1000})
-    monkeypatch.setattr(harness.llm._executor.blocks, "_picture_token", PROMPT[40])
+    told = lambda token, at, media: "ab" * 32 if token == PROMPT[40] else token  # noqa: E731
+    monkeypatch.setattr(harness.llm._executor.blocks, "_token", told)
     harness.tokens(max_tokens=2)
     assert [value for _, value in stored_hashes(harness, 1)] == hashing.sequence_hashes(PROMPT, 32)[:1]
     assert "kv_event_unread" not in caplog.text

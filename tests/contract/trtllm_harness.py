@@ -16,7 +16,7 @@ from bireme.disagg import DisaggregatedParams, seal
 from bireme.engines.base import EngineContext, PlainTokens, StepOutput
 from bireme.engines.child.validate import Gate
 from bireme.engines.trtllm.engine import TrtllmEngine
-from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs
+from bireme.messages import EncodeRequest, EngineRequest, Finish, SamplingParams, TokenLogprobs
 from bireme.metrics import Registry
 
 PROMPT = list(range(400, 480))
@@ -39,6 +39,7 @@ class Answer:
         self.deltas: list[StepOutput] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.encoded: Any = None
         self.finish: Finish | None = None
         self.exported: DisaggregatedParams | None = None
         self.has_tokens = threading.Event()
@@ -51,6 +52,7 @@ class Answer:
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         if delta.tokens:
             self.has_tokens.set()
+        self.encoded = delta.encoded or self.encoded
         if delta.finish is not None:
             assert self.finish is None, "a request ends once"
             self.finish = delta.finish
@@ -65,7 +67,8 @@ class Answer:
 
 
 class Harness:
-    def __init__(self, stage: str, model: Path, yaml: dict[str, Any]) -> None:
+    def __init__(self, stage: str, model: Path, yaml: dict[str, Any], **context: Any) -> None:
+        """`context`: fields of EngineContext."""
         self.metrics = Registry(stage)
         self.exits: list[int] = []
         self.has_exited = threading.Event()
@@ -76,10 +79,9 @@ class Harness:
         given = {"dtype": "float32", "max_batch_size": 8, "disable_overlap_scheduler": True} | yaml
         given = {name: value for name, value in given.items() if value is not UNSET}
         self.config = engine_config(given)
-        self.context = EngineContext(
-            worker=stage, stage=stage, model_path=str(model), config=self.config, metrics=self.metrics, life=7
-        )
-        self.engine = TrtllmEngine(self.context, die=self._die)
+        common = {"worker": stage, "stage": stage, "model_path": str(model), "config": self.config, "life": 7}
+        self.context = EngineContext(**common | {"metrics": self.metrics} | context)
+        self.engine = self._make(self.context)
         self.capacity = self.engine.start(self._emit)
         has_transfer = self.config.cache_transceiver_config.backend is not None
         self.gate = Gate("", self.capacity, Limits(), KEY, has_transfer, self.config.max_input_len)
@@ -88,6 +90,9 @@ class Harness:
     def llm(self) -> Any:
         assert self.engine._loaded is not None
         return self.engine._loaded.llm
+
+    def _make(self, context: EngineContext) -> Any:
+        return TrtllmEngine(context, die=self._die)
 
     def ask(self, prompt: list[int] | None = None, params: DisaggregatedParams | None = None, **fields: Any) -> Answer:
         """Submit; keyword arguments are EngineRequest's, or SamplingParams'."""
@@ -102,6 +107,13 @@ class Harness:
         admitted = self.gate.admit(request)
         answer.digest = admitted.digest
         self.engine.submit((0, self._count), admitted)
+        return answer
+
+    def encode(self, request: EncodeRequest) -> Answer:
+        self.gate.check_encode(request.timeout_ms)
+        self._count += 1
+        answer = self._answers[self._count] = Answer(self._count)
+        self.engine.encode((0, self._count), request)
         return answer
 
     def tokens(self, *args: Any, **kwargs: Any) -> list[int]:

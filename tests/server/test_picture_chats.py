@@ -1,4 +1,7 @@
-"""Pictures through /v1/chat/completions: together, EP/D and E/P/D, against plain transformers; and what goes wrong."""
+"""Pictures through /v1/chat/completions: together, EP/D and E/P/D, against plain transformers; and what goes wrong.
+
+On the torch engine and, the last of RECIPES, on TensorRT-LLM's stand-in.
+"""
 
 import asyncio
 import base64
@@ -13,6 +16,7 @@ import numpy as np
 import openai
 import pytest
 
+from tests.contract import stand_in_workers
 from tests.server.openai_served import engine_of, five_ports, gauge, kill, series, served, wait_for
 from tests.server.picture_questions import (
     answers_of_transformers,
@@ -26,14 +30,26 @@ from tools.samples.picture_world import dialogues, png
 
 pytestmark = pytest.mark.server
 PORTS = five_ports()
-RECIPES = ("tiny-vlm-agg", "tiny-vlm-ep-d", "tiny-vlm-epd")
 ENCODER = {"tiny-vlm-agg": "decode", "tiny-vlm-ep-d": "prefill", "tiny-vlm-epd": "multimodal_encoder"}
+PROFILES = {"tiny-vlm-agg": "1.2.1", "tiny-vlm-ep-d": "1.4", "tiny-vlm-epd": "1.3"}  # of TensorRT-LLM
 QUESTIONS = held_out(12)
 DAMAGED = b"\x89PNG\r\n\x1a\nx"
 
 
-def of_a_soak(recipe):
-    return pytest.param(recipe, marks=pytest.mark.soak)
+def of_a_soak(*recipe):
+    return pytest.param(recipe, marks=pytest.mark.soak, id="-".join(recipe))
+
+
+def of_ci(*recipe):
+    return pytest.param(recipe, id="-".join(recipe))
+
+
+RECIPES = [
+    *(of_ci("torch", recipe) for recipe in ENCODER),
+    of_ci("trtllm", "tiny-vlm-epd"),
+    of_a_soak("trtllm", "tiny-vlm-agg"),
+    of_a_soak("trtllm", "tiny-vlm-ep-d"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +59,12 @@ def oracle():
 
 @pytest.fixture(scope="module", params=RECIPES)
 def deployment(request, tmp_path_factory):
-    with served(f"recipes/{request.param}", tmp_path_factory.mktemp("pictures") / "log", ports=PORTS) as running:
-        running.recipe = request.param
+    engine, recipe = request.param
+    folder = f"recipes/{recipe}"
+    if engine == "trtllm":
+        folder = stand_in_workers.copy_recipe(folder, tmp_path_factory.mktemp("recipe"), PROFILES[recipe])
+    with served(folder, tmp_path_factory.mktemp("pictures") / "log", ports=PORTS) as running:
+        running.engine, running.recipe = engine, recipe
         yield running
 
 
@@ -195,7 +215,15 @@ async def test_a_placeholder_in_a_user_s_text_is_text(client):
 @pytest.mark.flaky(reruns=1)
 @pytest.mark.parametrize("stage", ["encoder", "decode"])
 @pytest.mark.parametrize(
-    "deployment", [of_a_soak("tiny-vlm-agg"), of_a_soak("tiny-vlm-ep-d"), "tiny-vlm-epd"], indirect=True
+    "deployment",
+    [
+        of_ci("torch", "tiny-vlm-epd"),
+        of_a_soak("torch", "tiny-vlm-agg"),
+        of_a_soak("torch", "tiny-vlm-ep-d"),
+        of_a_soak("trtllm", "tiny-vlm-epd"),
+        of_a_soak("trtllm", "tiny-vlm-ep-d"),
+    ],
+    indirect=True,
 )
 async def test_an_engine_lost_in_the_middle_gives_answers_or_an_error_to_try_again(deployment, client, stage):
     """The engine hangs, takes requests nevertheless, and is killed. What outlasts pipeline.stall_timeout_s gets 503."""
@@ -234,8 +262,8 @@ async def until_answered(client, dialogue):
 @pytest.mark.flaky(reruns=1)
 async def test_clients_that_leave_while_decode_is_busy_leave_no_lease(deployment, client):
     """Decode hangs for a moment, so prefill's leases are there when the clients go."""
-    if ENCODER[deployment.recipe] == "decode":
-        pytest.skip("one engine does both: no KV is leased")
+    if ENCODER[deployment.recipe] == "decode" or deployment.engine == "trtllm":
+        pytest.skip("one engine does both, or moves KV itself: none is leased")
     engine, expired = engine_of(deployment, "decode"), level("bireme_kv_leases_expired_total")
     os.kill(engine, signal.SIGSTOP)
     try:

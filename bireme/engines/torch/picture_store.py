@@ -1,4 +1,4 @@
-"""Embeddings for the sequences of an engine that takes pictures.
+"""Embeddings for the sequences of an engine that takes pictures, whichever engine: TensorRT-LLM has one as well.
 
 They are fetched before the sequence joins the queue, and freed when its prompt has been computed (or at its end, if it
 may have to be computed again). The bytes of all sequences together are bounded.
@@ -10,19 +10,27 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bireme.engines.torch.disaggregation import Post
 from bireme.engines.torch.pictures import SequencePictures
-from bireme.engines.torch.sequence import Sequence
 from bireme.engines.torch.tensor_rows import TensorRows
 from bireme.errors import BiremeError, ResourceExhaustedError
 from bireme.multimodal.embedding_share import EmbeddingShare, Fetched
 
 logger = logging.getLogger("bireme.engines.torch")
-Ready = Callable[[Sequence, BiremeError | None], None]
+
+
+class PicturedSequence(Protocol):
+    """A request, as its engine has it."""
+
+    pictures: SequencePictures | None
+
+
+Ready = Callable[[Any, BiremeError | None], None]  # with the sequence
 
 
 class PictureStore:
@@ -52,7 +60,7 @@ class PictureStore:
                 f" multimodal_config.max_held_bytes is {self._max_held_bytes}; try again later"
             )
 
-    def fetch(self, sequence: Sequence, ready: Ready) -> None:
+    def fetch(self, sequence: PicturedSequence, ready: Ready) -> None:
         """Get the embeddings of all its pictures; `ready` is called once, on the engine's thread."""
         pictures = sequence.pictures
         assert pictures is not None
@@ -64,7 +72,7 @@ class PictureStore:
             if fetch is not None:
                 pictures.fetches.append(fetch)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: PicturedSequence) -> None:
         pictures = sequence.pictures
         if pictures is None or not pictures.held_bytes:
             return
@@ -82,11 +90,11 @@ class PictureStore:
             self.held_bytes += num_bytes - pictures.held_bytes
             pictures.held_bytes = num_bytes
 
-    def _arrived(self, sequence: Sequence, at: int, ready: Ready, result: Fetched | BiremeError) -> None:
+    def _arrived(self, sequence: PicturedSequence, at: int, ready: Ready, result: Fetched | BiremeError) -> None:
         """On the transfer's thread, or at once."""
         self._post(partial(self._take, sequence, at, ready, result))
 
-    def _take(self, sequence: Sequence, at: int, ready: Ready, result: Fetched | BiremeError) -> None:
+    def _take(self, sequence: PicturedSequence, at: int, ready: Ready, result: Fetched | BiremeError) -> None:
         pictures = sequence.pictures
         assert pictures is not None
         if not pictures.held_bytes or not pictures.num_missing:

@@ -82,12 +82,12 @@ class Arguments:
         return replace(self, values=self.values | found)
 
 
-def complete(given: Mapping[str, Any]) -> Arguments:
+def complete(given: Mapping[str, Any], *, takes_pictures: bool = False) -> Arguments:
     """Add bireme's defaults to the YAML's arguments and fit them to their backend. Raises ConfigError."""
     values = dict(given)
     backend = backend_of(values)
     values.pop("backend", None)
-    _add_defaults(values)
+    _add_defaults(values, takes_pictures)
     if backend == "_autodeploy":
         _fit_autodeploy(values)
     return Arguments(backend, values)
@@ -101,11 +101,11 @@ def backend_of(given: Mapping[str, Any]) -> str:
     return str(backend)
 
 
-def _add_defaults(values: dict[str, Any]) -> None:
+def _add_defaults(values: dict[str, Any], takes_pictures: bool) -> None:
     scheduler = dict(values.get("scheduler_config") or {})
     values["scheduler_config"] = SCHEDULER | {name: value for name, value in scheduler.items() if value is not None}
-    # A guide is compiled against the tokenizer's vocabulary; nothing else here needs a tokenizer.
-    values.setdefault("skip_tokenizer_init", values.get("guided_decoding_backend") is None)
+    # A guide is compiled against the tokenizer's vocabulary, and a prompt with pictures is read from text.
+    values.setdefault("skip_tokenizer_init", values.get("guided_decoding_backend") is None and not takes_pictures)
     values.setdefault("enable_iter_perf_stats", True)  # the gauges on /metrics come from there
     transceiver = values.get("cache_transceiver_config")
     if isinstance(transceiver, Mapping) and transceiver.get("backend") is not None:

@@ -21,6 +21,7 @@ from bireme.disagg import DisaggregatedParams
 from bireme.engines.trtllm.api import Api
 from bireme.engines.trtllm.logprobs import token_logprobs
 from bireme.errors import NotFoundError, RequestError
+from bireme.multimodal.wire import OpenedItem, identity_of
 
 _OWN = ("request_type", "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens", "first_gen_log_probs")
 _LEFT_BEHIND = ("multimodal_embedding_handles", "multimodal_hashes", "multimodal_item_runs", "first_gen_logits")
@@ -76,12 +77,20 @@ def restore(params: DisaggregatedParams, api: Api) -> Any:
     )
 
 
-def context_only(api: Api, ids: RequestIds, more: Mapping[str, Any] | None = None) -> Any:
-    """Return TensorRT-LLM's params for a prefill; `more`: the encoder's handles."""
-    fields = dict(more or {})
+def context_only(api: Api, ids: RequestIds) -> Any:
+    """Return TensorRT-LLM's params for a prefill; its pictures come later (pictures.py)."""
+    fields: dict[str, Any] = {}
     if "disagg_request_id" in api.disaggregated_fields:
         fields["disagg_request_id"] = ids.next()
     return api.disaggregated_params(request_type="context_only", **fields)
+
+
+def salt_of(cache_salt: str, pictures: tuple[OpenedItem, ...]) -> str:
+    """Return the salt of a request for decode, whose blocks TensorRT-LLM would take for those of any other pictures."""
+    if not pictures:
+        return cache_salt
+    digest = hashlib.blake2b(identity_of(pictures), digest_size=16).hexdigest()
+    return f"{cache_salt} pictures {digest}"
 
 
 class RequestIds:

@@ -59,7 +59,7 @@ class TrtllmEncoderEngine(EncoderEngine):
     def start(self, emit: Emit) -> Capacity:
         began, context = time.monotonic(), self._context
         self._encoder = self._monitor = None
-        _check(context)
+        _check(context)  # before the checkpoint, whose error would not say what to do
         checkpoint = open_checkpoint(context.model_path)
         self._encoder = make_multimodal_encoder(context)
         encoder = HandleEncoder(self._encoder, checkpoint, context)
@@ -135,6 +135,7 @@ def handles_of(result: Any) -> list[dict[str, Any]]:
 
 def make_multimodal_encoder(context: EngineContext) -> Any:
     """Load the vision tower in TensorRT-LLM. Raises ConfigError."""
+    _check(context)
     set_log_level(os.environ)
     drop_launchers(os.environ)
     try:
@@ -146,6 +147,8 @@ def make_multimodal_encoder(context: EngineContext) -> Any:
             " docker/Dockerfile.trtllm, or engine: torch for multimodal_encoder"
         ) from error
     given = llm_arguments(context.config, context.model_path, context.stage, package.__version__)
+    if context.stage != "multimodal_encoder":  # beside an LLM, whose number this is
+        given.pop("max_num_tokens", None)
     try:
         return kind(**{name: value for name, value in given.items() if name in _ARGUMENTS})
     except (ValueError, TypeError, NotImplementedError) as error:

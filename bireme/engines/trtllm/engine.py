@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey
 from bireme.engines.trtllm import lifecycle, processes
@@ -23,7 +23,10 @@ from bireme.engines.trtllm.loading import Loaded, load, measured
 from bireme.engines.trtllm.requests import Requests
 from bireme.errors import ResourceExhaustedError, UnavailableError
 from bireme.kv.events import KvEvent
-from bireme.messages import Capacity
+from bireme.messages import Capacity, EncodeRequest
+
+if TYPE_CHECKING:
+    from bireme.engines.torch.encoder_engine import EncodeJobs
 
 logger = logging.getLogger("bireme.engines.trtllm")
 
@@ -42,12 +45,13 @@ class TrtllmEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="trtllm-loop", daemon=True)
         self._health: lifecycle.LlmMonitor | None = None
+        self._jobs: EncodeJobs | None = None  # of the engine that has the vision tower
         self._lock = threading.Lock()
         self._is_draining = False
         self._is_stopping = False
 
     def start(self, emit: Emit) -> Capacity:
-        self._loaded = loaded = load(self._context)
+        self._loaded = loaded = load(self._context, self._loop.call_soon_threadsafe)
         self._requests = Requests(self._context, loaded, self._loop, emit, self.fail)
         requests = self._requests
         loaded.iterations.is_idle = lambda: not requests.num_open
@@ -55,6 +59,10 @@ class TrtllmEngine:
         self._warm_up(requests)
         loaded.iterations.start()
         loaded.capacity = measured(loaded, _FIRST_STATISTICS_S)
+        if loaded.pictures is not None and loaded.pictures.tower is not None:
+            from bireme.engines.torch.encoder_engine import EncodeJobs
+
+            self._jobs = EncodeJobs(self._context, loaded.pictures.tower.encoder, emit)
         self._health = lifecycle.LlmMonitor(loaded.llm, self.fail)
         self._health.start()
         return loaded.capacity
@@ -68,8 +76,20 @@ class TrtllmEngine:
         requests.num_submitted_tokens += run.num_to_compute
         self._loop.call_soon_threadsafe(requests.begin, run)
 
+    def encode(self, key: RequestKey, request: EncodeRequest) -> None:
+        assert self._jobs is not None, "the gate lets no encode through to an engine without vision tower"
+        if self._is_draining or self._is_stopping:
+            raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
+        self._jobs.submit(key, request)
+
+    def release(self, handles: tuple[str, ...]) -> None:
+        assert self._jobs is not None, "the gate lets no release through to an engine without vision tower"
+        self._jobs.service.release(handles)
+
     def abort(self, key: RequestKey) -> None:
         assert self._requests is not None, "start first"
+        if self._jobs is not None:
+            self._jobs.service.abort(key)
         self._loop.call_soon_threadsafe(self._requests.abort, key)
 
     def drain(self) -> None:
@@ -82,11 +102,15 @@ class TrtllmEngine:
         # An iteration counts as well: a prompt of many iterations has no output until its last.
         step = requests.num_steps + loaded.iterations.num_seen
         num_waiting = min(max(0, requests.num_open - loaded.num_places), requests.num_unanswered)
+        num_running = requests.num_open - num_waiting
+        if self._jobs is not None:
+            step += self._jobs.service.num_steps
+            num_waiting += self._jobs.service.num_pending
         return EngineProgress(
             step,
             0.0,
             num_waiting,
-            requests.num_open - num_waiting,
+            num_running,
             requests.num_unanswered_tokens,
             loaded.iterations.num_blocks_used,
             loaded.iterations.num_blocks,
@@ -102,11 +126,13 @@ class TrtllmEngine:
             self._is_stopping = True
         if self._health is not None:
             self._health.stop()
+        if self._jobs is not None:
+            self._jobs.service.stop()
         if self._requests is not None and self._thread.is_alive():
             self._end_requests(self._requests)
         if self._loaded is not None:
             self._loaded.iterations.stop()
-            if not lifecycle.shut_down(self._loaded.llm):
+            if not all(map(lifecycle.shut_down, self._loaded.llms)):
                 # Every request has ended and nothing is kept: with a large model this is the ordinary end.
                 logger.info("llm_shutdown_cut_short limit_s=%g next=its processes are killed", lifecycle.SHUTDOWN_S)
                 self._kill_workers()

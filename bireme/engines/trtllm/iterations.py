@@ -15,9 +15,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bireme.engines.trtllm.kv_events import KvEventReader
+from bireme.engines.trtllm.kv_events import KvEventReader, PicturePlaces
 from bireme.engines.trtllm.series import SeriesRelay
 from bireme.kv.events import BlocksRemoved, BlocksStored, KvEvent
+from bireme.kv.hashing import MediaSpan
 from bireme.metrics import Registry
 
 logger = logging.getLogger("bireme.engines.trtllm")
@@ -42,12 +43,13 @@ class Iterations:
         event_buffer: int,
         has_stats: bool,
         events_name_owners: bool = True,
+        places: PicturePlaces | None = None,
     ) -> None:
         self._llm = llm
         self._metrics = metrics
         self._relay, self._relay_error = relay, ""
         self._has_stats = has_stats
-        self._reader = KvEventReader(tokens_per_block, has_owners=events_name_owners)
+        self._reader = KvEventReader(tokens_per_block, has_owners=events_name_owners, places=places)
         self._events: deque[KvEvent] = deque(maxlen=event_buffer or 1)
         self._has_events = event_buffer > 0
         self._used: dict[int, int] = {}  # by rank: blocks
@@ -78,10 +80,10 @@ class Iterations:
             self._events.clear()
         return events
 
-    def request_begins(self, prompt: Sequence[int]) -> None:
+    def request_begins(self, prompt: Sequence[int], media: Sequence[MediaSpan] = ()) -> None:
         """Of a request with a salt or adapter, before TensorRT-LLM has it: its blocks are not to be shared."""
         if self._has_events:
-            self._reader.expect_owned(prompt)
+            self._reader.expect_owned(prompt, media)
 
     def pool_size(self, timeout_s: float) -> int:
         """Wait for the first statistics; return the KV blocks of a rank; 0: they don't tell."""

@@ -4,7 +4,9 @@ Theirs name blocks by a hash of their own (unsigned 64 bits, which may arrive si
 public one, chained from the tokens, so that it is equal across workers and engines. Event ids count up by one a rank. A
 gap, or an event that can't be read, means lost events: what readers know of this rank is invalid then.
 
-A block with a picture in it has no public hash here: KV cache manager V2 names the picture's places by a digest.
+A picture's places are told in three forms, each read as placeholders and its hash, as a router hashes them: the
+placeholder itself or a token beyond the vocabulary, with `mm_keys`; and by KV cache manager V2 its digest in the first
+place and tokens beyond the vocabulary in the others. Of a model of text alone such a block has no name.
 Releases whose events do not name their owners show a salted or an adapter's request like any other: `expect_owned` says
 which prompts these are, so that their blocks are not published under hashes of plain prompts.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bireme.kv import hashing
@@ -22,15 +25,45 @@ from bireme.kv.events import BlocksCleared, BlocksMoved, BlocksRemoved, BlocksSt
 logger = logging.getLogger("bireme.engines.trtllm")
 _MASK = (1 << 64) - 1
 _Link = tuple[tuple[int, int], StoredBlock]  # (rank, their hash), the block under ours
+_DIGEST_DIGITS = 64
 _MAX_OWNED = 65_536  # expected chains that have not come; the oldest are forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class PicturePlaces:
+    """How the places of pictures are read."""
+
+    placeholder: int
+    vocab_size: int
+
+    def read(
+        self, tokens: Sequence[int | str], inside: int | None
+    ) -> tuple[tuple[int | str, ...], tuple[int, ...], int | None]:
+        """Return a block's tokens, the pictures that digests name in it, and the one in which it ends."""
+        found: list[int | str] = []
+        shown: list[int] = []
+        for token in tokens:
+            if isinstance(token, str) and len(token) == _DIGEST_DIGITS:
+                inside = int(token[:16], 16)
+            elif isinstance(token, str) or token < self.vocab_size:
+                found.append(token)
+                inside = None
+                continue
+            found.append(self.placeholder)
+            if inside is not None and inside not in shown:
+                shown.append(inside)
+        return tuple(found), tuple(shown), inside
 
 
 class KvEventReader:
     """`read` from one thread, `expect_owned` from one."""
 
-    def __init__(self, tokens_per_block: int, *, has_owners: bool = True) -> None:
+    def __init__(self, tokens_per_block: int, *, has_owners: bool = True, places: PicturePlaces | None = None) -> None:
+        """`places`: None: the model takes no pictures."""
         self._size = tokens_per_block
         self._has_owners = has_owners
+        self._places = places
+        self._inside: dict[tuple[int, int], int] = {}  # (rank, their hash) -> the picture in which the block ends
         # The plain hash of a prompt's last full block -> how many owned chains through it are still to come.
         self._owned: OrderedDict[int, int] = OrderedDict()
         self._num_unread = 0
@@ -42,11 +75,11 @@ class KvEventReader:
         self._next_id = 0
         self.num_gaps = 0  # events lost
 
-    def expect_owned(self, prompt: Sequence[int]) -> None:
+    def expect_owned(self, prompt: Sequence[int], media: Sequence[hashing.MediaSpan] = ()) -> None:
         """Say, before the request is submitted, that the next chain of this prompt has a salt or an adapter."""
         if self._has_owners or len(prompt) < self._size:
             return
-        last = hashing.sequence_hashes(prompt, self._size)[-1]
+        last = hashing.sequence_hashes(prompt, self._size, media=media)[-1]
         self._owned[last] = self._owned.get(last, 0) + 1
         if len(self._owned) > _MAX_OWNED:
             self._owned.popitem(last=False)
@@ -90,6 +123,7 @@ class KvEventReader:
     def _void(self, rank: int) -> list[KvEvent]:
         self._public = {key: value for key, value in self._public.items() if key[0] != rank}
         self._partial = {key for key in self._partial if key[0] != rank}
+        self._inside = {key: value for key, value in self._inside.items() if key[0] != rank}
         return [BlocksCleared(self._number(), rank)]
 
     def _announce(self, window: Any) -> None:
@@ -110,7 +144,8 @@ class KvEventReader:
             public_parent = self._public.get((rank, unsigned(parent)))
             if public_parent is None:
                 return []  # its beginning was lost, or lies in a partial block: it has no name
-        chain = self._chain(blocks, rank, public_parent, hashing.event_seed(lora_name, salt))
+        inside = self._inside.get((rank, unsigned(parent))) if parent is not None else None
+        chain = self._chain(blocks, rank, public_parent, hashing.event_seed(lora_name, salt), inside)
         if not (lora_name or salt):
             chain = self._without_owned(chain, is_beginning=parent is None)
         if not chain:
@@ -119,17 +154,24 @@ class KvEventReader:
         stored = tuple(block for _, block in chain)
         return [BlocksStored(self._number(), public_parent, stored, lora_name, salt, rank)]
 
-    def _chain(self, blocks: Sequence[Mapping[str, Any]], rank: int, parent: int | None, seed: int) -> list[_Link]:
+    def _chain(
+        self, blocks: Sequence[Mapping[str, Any]], rank: int, parent: int | None, seed: int, inside: int | None
+    ) -> list[_Link]:
         found: list[_Link] = []
         for block in blocks:
             if block.get("block_hash") is None:
                 continue
             key = (rank, unsigned(block["block_hash"]))
             tokens = tuple(token["token_id"] for token in block.get("tokens") or ())
+            media = tuple(int(str(item["hash"])[:16], 16) for item in block.get("mm_keys") or ())
+            if self._places is not None:
+                tokens, shown, inside = self._places.read(tokens, inside)
+                media = media or shown
+                if inside is not None:
+                    self._inside[key] = inside
             if len(tokens) < self._size or any(isinstance(token, str) for token in tokens):
                 self._partial.add(key)
                 break
-            media = tuple(int(str(item["hash"])[:16], 16) for item in block.get("mm_keys") or ())
             parent = hashing.sequence_hash(parent, hashing.local_hash(hashing.token_bytes(tokens), seed, media))
             found.append((key, StoredBlock(parent, tokens, media)))
         return found
@@ -147,6 +189,7 @@ class KvEventReader:
         found = []
         for value in data.get("block_hashes") or ():
             key = (rank, unsigned(value))
+            self._inside.pop(key, None)
             if key in self._partial:
                 self._partial.discard(key)
             elif (public := self._public.pop(key, None)) is not None:

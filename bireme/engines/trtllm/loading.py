@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,11 +23,15 @@ from bireme.engines.trtllm.config import llm_arguments
 from bireme.engines.trtllm.disaggregation import RequestIds
 from bireme.engines.trtllm.guides import TrtllmGuides
 from bireme.engines.trtllm.iterations import Iterations
+from bireme.engines.trtllm.kv_events import PicturePlaces
 from bireme.engines.trtllm.launchers import drop_launchers
 from bireme.engines.trtllm.model_files import read_facts
 from bireme.engines.trtllm.planning import ModelFacts, Planner
 from bireme.engines.trtllm.series import SeriesRelay
 from bireme.messages import Capacity
+
+if TYPE_CHECKING:
+    from bireme.engines.trtllm.pictures import PictureIntake
 
 logger = logging.getLogger("bireme.engines.trtllm")
 
@@ -43,6 +47,13 @@ class Loaded:
     iterations: Iterations
     capacity: Capacity
     leases: Callable[[], int]  # numbers of exports, one each
+    pictures: PictureIntake | None = None  # None: the model takes text alone
+
+    @property
+    def llms(self) -> tuple[Any, ...]:
+        """Return what is to be shut down: an encoder beside the LLM, too."""
+        tower = self.pictures.tower if self.pictures is not None else None
+        return (self.llm,) if tower is None else (tower.llm, self.llm)
 
     @property
     def num_places(self) -> int:
@@ -50,21 +61,25 @@ class Loaded:
         return self.arguments.max_batch_size * self.arguments.attention_dp_size
 
 
-def load(context: EngineContext) -> Loaded:
-    """Takes minutes. Raises ConfigError."""
+def load(context: EngineContext, post: Callable[[Callable[[], None]], Any]) -> Loaded:
+    """Takes minutes. `post`: puts work on the event loop, from any thread. Raises ConfigError."""
     began = time.monotonic()
     drop_launchers(os.environ)
     api = api_of.load(backend_of(context.config.llm_args))
-    arguments = complete(llm_arguments(context.config, context.model_path, context.stage, api.version))
+    given = llm_arguments(context.config, context.model_path, context.stage, api.version)
+    has_pictures = context.share is not None and _takes_pictures(context, backend_of(given))
+    arguments = complete(given, takes_pictures=has_pictures)
     # Errors in files are reported before the long load.
     read_facts(context.model_path, None)
     adapters = Adapters(arguments.block("lora_config").get("lora_dir") or (), api.lora_request)
+    make_side = _prepare_pictures(context, api, post) if has_pictures else None
     llm = lifecycle.make_llm(api, arguments)
+    pictures = make_side(llm) if make_side is not None else None
     arguments = arguments.as_loaded(llm.args)
     facts = read_facts(context.model_path, getattr(llm.args, "max_seq_len", None))
     layout = context.config.guided_decoding_config
     guides = TrtllmGuides(arguments.values.get("guided_decoding_backend"), layout.any_whitespace)
-    planner = Planner(api, arguments, facts, adapters, RequestIds(context.worker, context.life), guides)
+    planner = Planner(api, arguments, facts, adapters, RequestIds(context.worker, context.life), guides, pictures)
     load_s = time.monotonic() - began
     context.metrics.set("bireme_engine_load_seconds", load_s)
     return Loaded(
@@ -72,13 +87,36 @@ def load(context: EngineContext) -> Loaded:
         arguments=arguments,
         llm=llm,
         planner=planner,
-        iterations=_iterations(context, api, arguments, llm),
-        capacity=_capacity(context, arguments, facts, llm, adapters, load_s),
+        iterations=_iterations(context, api, arguments, llm, _places(pictures, facts)),
+        capacity=_capacity(context, arguments, facts, llm, adapters, load_s, pictures),
         leases=itertools.count(1).__next__,
+        pictures=pictures,
     )
 
 
-def _iterations(context: EngineContext, api: Api, arguments: Arguments, llm: Any) -> Iterations:
+def _takes_pictures(context: EngineContext, backend: str) -> bool:
+    from bireme.engines.trtllm.pictures import takes_pictures
+
+    return takes_pictures(context, backend)
+
+
+def _prepare_pictures(
+    context: EngineContext, api: Api, post: Callable[[Callable[[], None]], Any]
+) -> Callable[[Any], PictureIntake | None]:
+    """Load the vision tower, before the LLM takes what memory is left; return what makes the rest beside it."""
+    from bireme.engines.trtllm.pictures import PictureIntake, load_tower, supports_pictures
+
+    tower = load_tower(context)
+    return lambda llm: PictureIntake(context, api, llm, tower, post) if supports_pictures(llm, tower) else None
+
+
+def _places(pictures: PictureIntake | None, facts: ModelFacts) -> PicturePlaces | None:
+    return PicturePlaces(pictures.model.placeholder, facts.vocab_size) if pictures is not None else None
+
+
+def _iterations(
+    context: EngineContext, api: Api, arguments: Arguments, llm: Any, places: PicturePlaces | None = None
+) -> Iterations:
     kv = arguments.block("kv_cache_config")
     has_reuse = kv.get("enable_block_reuse", True)
     return Iterations(
@@ -89,6 +127,7 @@ def _iterations(context: EngineContext, api: Api, arguments: Arguments, llm: Any
         int(kv.get("event_buffer_max_size") or 0) if has_reuse else 0,
         bool(arguments.values["enable_iter_perf_stats"]),
         api.events_name_owners,
+        places,
     )
 
 
@@ -109,7 +148,13 @@ def measured(loaded: Loaded, timeout_s: float) -> Capacity:
 
 
 def _capacity(
-    context: EngineContext, arguments: Arguments, facts: ModelFacts, llm: Any, adapters: Adapters, load_s: float
+    context: EngineContext,
+    arguments: Arguments,
+    facts: ModelFacts,
+    llm: Any,
+    adapters: Adapters,
+    load_s: float,
+    pictures: PictureIntake | None,
 ) -> Capacity:
     return Capacity(
         max_seq_len=facts.max_seq_len,
@@ -124,4 +169,6 @@ def _capacity(
         dtype=str(arguments.values.get("dtype") or "auto"),
         attention_dp_size=arguments.attention_dp_size,
         lora_names=adapters.names,
+        image_token_id=pictures.model.placeholder if pictures is not None else None,
+        encodes_images=pictures is not None and pictures.tower is not None,
     )

@@ -26,14 +26,18 @@ logger = logging.getLogger("bireme.engines.trtllm")
 class LogitsAdapter:
     """A request's processors, in order."""
 
-    def __init__(self, calls: Sequence[ProcessorCall], context: ProcessorContext) -> None:
+    def __init__(
+        self, calls: Sequence[ProcessorCall], context: ProcessorContext, placeholder: int | None = None
+    ) -> None:
+        """`placeholder`: what processors see where a prompt has pictures; None: it has none."""
         self._calls = tuple(calls)
         self._context = context
+        self._placeholder = placeholder
         self._processors: list[BaseLogitsProcessor] | None = None
         self._has_failed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_calls": self._calls, "_context": self._context, "_processors": None, "_has_failed": False}
+        return self.__dict__ | {"_processors": None, "_has_failed": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -63,6 +67,8 @@ class LogitsAdapter:
 
         if self._processors is None:
             self._processors = create(self._calls, self._context)
+        if self._placeholder is not None:  # 1.2 has tokens beyond the vocabulary there
+            token_ids = [one if one < self._context.vocab_size else self._placeholder for one in token_ids]
         row = logits[0, 0, : self._context.vocab_size]
         work = row.to(torch.float32, copy=True)  # processors see float32, and a failed one leaves nothing behind
         for processor in self._processors:

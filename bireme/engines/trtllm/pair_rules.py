@@ -48,10 +48,11 @@ def _check_pictures(recipe: Recipe) -> Iterator[Problem]:
     """A worker that computes prompts must take what the encoder made."""
     stage = "prefill" if "prefill" in recipe.workers else "decode"
     entry = recipe.workers.get(stage)
-    if "multimodal_encoder" in recipe.workers and entry is not None and entry.engine == "trtllm":
-        reason = "an encoder's embeddings do not reach TensorRT-LLM's prefill: every picture would be refused"
-        remedy = "set engine: torch for prefill and decode, or remove multimodal_encoder"
-        yield Problem(("engine",), entry.engine, reason, remedy, worker=stage)
+    if "multimodal_encoder" not in recipe.workers or entry is None or entry.engine != "trtllm":
+        return
+    if entry.engine_config.llm_args.get("backend") == "_autodeploy":
+        reason = "AutoDeploy takes no embeddings of an encoder: every picture would be refused"
+        yield Problem(("backend",), "_autodeploy", reason, "remove it, or remove multimodal_encoder", worker=stage)
 
 
 def check_worker(entry: WorkerEntry, stage: str, *, is_disaggregated: bool) -> list[Problem]:

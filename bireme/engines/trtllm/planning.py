@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import AdmittedRequest, RequestKey
@@ -26,6 +26,10 @@ from bireme.engines.trtllm.substitutes import Substitutes
 from bireme.errors import RequestError
 from bireme.logits.base import ProcessorContext
 from bireme.messages import EngineRequest, KvCacheRetentionConfig
+from bireme.multimodal.wire import OpenedItem
+
+if TYPE_CHECKING:
+    from bireme.engines.trtllm.pictures import PictureIntake
 
 DEFAULT_PRIORITY = 0.5
 logger = logging.getLogger("bireme.engine")
@@ -49,6 +53,7 @@ class Planner:
         adapters: Adapters,
         ids: RequestIds,
         guides: TrtllmGuides,
+        pictures: PictureIntake | None = None,
     ) -> None:
         self._api = api
         self._arguments = arguments
@@ -56,6 +61,7 @@ class Planner:
         self._adapters = adapters
         self._ids = ids
         self._guides = guides
+        self._pictures = pictures  # None: the model takes text alone
         self._substitutes = Substitutes.of(api, arguments)
         self._claims = Claims()
         self._is_priority_told = False
@@ -68,7 +74,8 @@ class Planner:
         self._check(request, prompt, kind)
         self._check_logprobs(request, kind)
         call = GenerateArguments(prompt, self._sampling(request, len(prompt)), streaming=kind != "context_only")
-        call.more = self._more(request, params, kind)
+        pictures = self._pictures.of(admitted.pictures, admitted.num_prompt) if self._pictures is not None else None
+        call.more = self._more(request, params, kind, admitted.pictures)
         if params is not None:
             self._claims.claim(params)
         return Run(
@@ -77,6 +84,7 @@ class Planner:
             call=call,
             stop_ids=stop_ids(request.sampling, self._facts.eos_ids),
             params=params,
+            pictures=pictures,
             kind=kind,
             wants_prompt_logprobs=request.sampling.prompt_logprobs is not None and not request.num_resumed,
             is_canary=admitted.is_canary,
@@ -146,7 +154,8 @@ class Planner:
         if sampling.logits_processors:
             check_processors(sampling.logits_processors, context, self._substitutes.obstacle(request))
         calls = self._substitutes.apply(request, fields, facts.eos_ids)
-        return [LogitsAdapter(calls, context)] if calls else []
+        placeholder = self._pictures.model.placeholder if self._pictures is not None else None
+        return [LogitsAdapter(calls, context, placeholder)] if calls else []
 
     def _bias(self, bias: dict[int, float]) -> Any:
         import torch
@@ -155,10 +164,17 @@ class Planner:
         values[list(bias)] = torch.tensor(list(bias.values()), dtype=torch.float32)
         return values
 
-    def _more(self, request: EngineRequest, params: DisaggregatedParams | None, kind: str) -> dict[str, Any]:
+    def _more(
+        self,
+        request: EngineRequest,
+        params: DisaggregatedParams | None,
+        kind: str,
+        pictures: tuple[OpenedItem, ...],
+    ) -> dict[str, Any]:
         more: dict[str, Any] = {}
-        if request.cache_salt:
-            more["cache_salt"] = request.cache_salt
+        salt = disaggregation.salt_of(request.cache_salt, pictures) if kind == "generation_only" else request.cache_salt
+        if salt:
+            more["cache_salt"] = salt
         if request.lora_name:
             more["lora_request"] = self._adapters.request(request.lora_name)
         if request.kv_cache_retention_config is not None:

@@ -90,10 +90,10 @@ class Requests:
         """Generate one token of our own: the first starts the engine's loop, later ones show that it still runs."""
         loaded = self._loaded
         sampling = loaded.api.sampling_params(max_tokens=1, end_id=-1, ignore_eos=True, detokenize=False)
-        result = self._generate(
-            GenerateArguments([1], sampling, streaming=False, more={"cache_salt": "bireme warm-up"})
-        )
-        await result
+        call = GenerateArguments([1], sampling, streaming=False, more={"cache_salt": "bireme warm-up"})
+        if loaded.pictures is not None:
+            loaded.pictures.complete(call)
+        await self._generate(call)
 
     def begin(self, run: Run) -> None:
         """Hand a planned request to TensorRT-LLM, which checks it at once."""
@@ -101,24 +101,49 @@ class Requests:
         self._accounts.accepted(run)
         if self._is_over_already(run):
             return
-        if run.request.cache_salt or run.request.lora_name:
-            self._loaded.iterations.request_begins(run.call.prompt)
+        self._set_timers(run)
+        if run.pictures is not None and run.pictures.is_to_be_computed:
+            assert self._loaded.pictures is not None, "the planner takes no pictures without it"
+            self._loaded.pictures.fetch(run, self._pictured)
+        else:
+            self._submit(run)
+
+    def _pictured(self, run: Run, error: BiremeError | None) -> None:
+        """The embeddings of its pictures are there, or will not come."""
+        if run.key not in self._runs:
+            return
+        if error is not None:
+            self._end(run, "error", error)
+        else:
+            self._submit(run)
+
+    def _submit(self, run: Run) -> None:
         try:
+            if self._loaded.pictures is not None:
+                self._loaded.pictures.complete(run.call, run.pictures)
+            if run.call.more.get("cache_salt") or run.request.lora_name:
+                self._loaded.iterations.request_begins(run.call.prompt, run.spans)
             run.result = self._generate(run.call)
-        except (ValueError, TypeError, NotImplementedError, self._loaded.api.request_error) as error:
+            if self._loaded.pictures is not None:
+                self._loaded.pictures.check_made(run)
+        except (ValueError, TypeError, AssertionError, NotImplementedError, self._loaded.api.request_error) as error:
             self._end(run, "error", RequestError(f"TensorRT-LLM refuses this request: {error}"))
+            return
+        except BiremeError as error:
+            if run.result is not None:
+                run.result.abort()
+            self._end(run, "error", error)
             return
         except Exception as error:
             self._break(error)
             return
-        self._set_timers(run)
         task = self._loop.create_task(self._follow(run))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _generate(self, call: GenerateArguments) -> Any:
-        llm = self._loaded.llm
-        return llm.generate_async(call.prompt, call.sampling, streaming=call.streaming, **call.more)
+        inputs = call.prompt if call.inputs is None else call.inputs
+        return self._loaded.llm.generate_async(inputs, call.sampling, streaming=call.streaming, **call.more)
 
     def _is_over_already(self, run: Run) -> bool:
         """A transferred request whose first token is its last needs no KV; a resumed one may have all its tokens."""
@@ -190,6 +215,7 @@ class Requests:
         if not run.has_answered:
             self._num_answered += 1
             self._num_past_tokens += run.num_to_compute
+            self._let_go_of_pictures(run)
         run.has_answered = True
         if run.ending is not None:
             self._abort_deferred(run)
@@ -271,7 +297,8 @@ class Requests:
         if run.ending is not None:
             return
         run.ending = (reason, error)
-        if run.result is None:
+        if run.result is None:  # its pictures are still to come
+            self._end(run, reason, error)
             return
         if not run.must_defer_abort:
             run.result.abort()
@@ -307,6 +334,7 @@ class Requests:
             return
         for timer in run.timers:
             timer.cancel()
+        self._let_go_of_pictures(run)
         now = time.monotonic()
         text = to_message(error) if isinstance(error, BiremeError) else error
         finish = Finish(reason, self._accounts.usage(run, now), text, stop_token_id)
@@ -316,6 +344,10 @@ class Requests:
         self._num_answered -= run.has_answered
         self._num_past_tokens += 0 if run.has_answered else run.num_to_compute
         self._gather(StepOutput(run.key, finish=finish, exported=exported))
+
+    def _let_go_of_pictures(self, run: Run) -> None:
+        if self._loaded.pictures is not None:
+            self._loaded.pictures.release(run)
 
     def _break(self, error: Exception) -> None:
         self._fail(f"{type(error).__name__}: {error}")

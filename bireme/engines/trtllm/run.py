@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey, StepOutput
 from bireme.engines.trtllm.logprobs import prompt_logprobs, token_logprobs
+from bireme.kv.hashing import MediaSpan
 from bireme.messages import EngineRequest, FinishReason, TokenLogprobs
+
+if TYPE_CHECKING:
+    from bireme.engines.torch.pictures import SequencePictures
 
 
 @dataclass(slots=True)
@@ -23,7 +27,9 @@ class GenerateArguments:
     prompt: list[int]
     sampling: Any
     streaming: bool = True
+    inputs: Any = None  # instead of the prompt's ids: a text whose pictures come as handles
     more: dict[str, Any] = field(default_factory=dict)
+    shared: list[Any] = field(default_factory=list)  # tensors that TensorRT-LLM's worker opens: alive until it has
 
 
 class Cursor:
@@ -70,6 +76,7 @@ class Run:
     call: GenerateArguments
     stop_ids: tuple[int, ...]
     params: DisaggregatedParams | None = None  # generation_only
+    pictures: SequencePictures | None = None
     kind: str = "context_and_generation"  # what TensorRT-LLM is told; a prefill of one token needs no transfer
     arrived_at: float = field(default_factory=time.monotonic)
     result: Any = None
@@ -88,6 +95,11 @@ class Run:
     def num_to_compute(self) -> int:
         """Prompt tokens, those that are found in the cache among them; of a transferred request none."""
         return 0 if self.kind == "generation_only" else len(self.call.prompt)
+
+    @property
+    def spans(self) -> tuple[MediaSpan, ...]:
+        """Where TensorRT-LLM's blocks are known by a picture's hash: decode is not told of it."""
+        return self.pictures.spans if self.pictures is not None and self.kind != "generation_only" else ()
 
     @property
     def num_prompt(self) -> int:

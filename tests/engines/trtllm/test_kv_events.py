@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bireme.engines.trtllm.kv_events import KvEventReader, unsigned
+from bireme.engines.trtllm.kv_events import KvEventReader, PicturePlaces, unsigned
 from bireme.kv import hashing
 from bireme.kv.events import DEVICE, HOST, BlocksCleared, BlocksMoved, BlocksRemoved, BlocksStored
 
@@ -187,6 +187,53 @@ def test_a_picture_s_digest_ends_what_can_be_named(reader):
     assert len(event.blocks) == 1
     assert reader.read(stored(2, block(79, TOKENS[:4]), parent=78)) == []
     assert reader.read(removed(3, 78)) == []
+
+
+PLACEHOLDER, VOCAB = 5, 100
+SHOWN = [hashing.MediaSpan(2, 9, bytes(range(32)))]
+PICTURED = [1, 2, *[PLACEHOLDER] * 7, 3, 4, 6]
+DIGEST = f"{SHOWN[0].event_hash:016x}" + "0" * 48
+
+
+@pytest.mark.parametrize(
+    ("places", "has_keys"),
+    [
+        ([PLACEHOLDER] * 7, True),
+        ([VOCAB + 1] * 7, True),
+        ([DIGEST, *range(VOCAB + 1, VOCAB + 7)], False),
+    ],
+    ids=["the placeholder", "beyond the vocabulary", "a digest"],
+)
+def test_a_picture_s_places_are_named_as_a_router_names_them(places, has_keys):
+    """In one event or in several: the digest is in the first block alone."""
+    tokens, keys = [1, 2, *places, 3, 4, 6], [{"type": "mm_key", "hash": DIGEST, "start_offset": 0}]
+    expected = hashing.sequence_hashes(PICTURED, SIZE, media=SHOWN)
+    parts = [block(70 + at, tokens[at : at + 4], mm_keys=keys if has_keys else []) for at in (0, 4, 8)]
+    whole, apart = (reader_of_pictures() for _ in range(2))
+    (event,) = whole.read(stored(1, *parts))
+    assert [one.block_hash for one in event.blocks] == expected
+    found = [
+        apart.read(stored(at + 1, part, parent=70 + 4 * (at - 1) if at else None)) for at, part in enumerate(parts)
+    ]
+    assert [event.blocks[0].block_hash for (event,) in found] == expected
+    (gone,) = apart.read(removed(4, 70, 74, 78))
+    assert list(gone.block_hashes) == expected and not apart._inside
+
+
+def reader_of_pictures():
+    reader = KvEventReader(SIZE, places=PicturePlaces(PLACEHOLDER, VOCAB))
+    reader.read(created(0, 100))
+    return reader
+
+
+def test_an_owned_prompt_with_a_picture_is_left_out_once():
+    reader = KvEventReader(SIZE, has_owners=False, places=PicturePlaces(PLACEHOLDER, VOCAB))
+    reader.read(created(0, 100))
+    reader.expect_owned(PICTURED, SHOWN)
+    keys = [{"type": "mm_key", "hash": DIGEST, "start_offset": 0}]
+    parts = [block(70 + at, PICTURED[at : at + 4], mm_keys=keys) for at in (0, 4, 8)]
+    assert reader.read(stored(1, *parts)) == []
+    assert len(reader.read(stored(2, *parts))) == 1
 
 
 def owned_reader():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tensorrt_llm import _contract
+from tensorrt_llm._pictures import Media
 
 _UNIQUE = "unique_token"
 
@@ -16,7 +17,7 @@ _UNIQUE = "unique_token"
 class BlockAccounts:
     """Used from the executor's thread; events are read from others."""
 
-    def __init__(self, kv: Any, num_blocks: int, window: int, num_ranks: int = 1, picture_token: int = -1) -> None:
+    def __init__(self, kv: Any, num_blocks: int, window: int, num_ranks: int, vocab_size: int) -> None:
         self.num_blocks, self.tokens_per_block = num_blocks, kv.tokens_per_block
         self.num_used = 0
         self._has_reuse = kv.enable_block_reuse
@@ -24,7 +25,7 @@ class BlockAccounts:
         self._known: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._num_on_host = num_blocks if kv.host_cache_size else 0
         self._window = window
-        self._picture_token = picture_token
+        self._vocab_size = vocab_size
         self.events: deque[str] = deque(maxlen=kv.event_buffer_max_size if self._has_reuse else 0)
         self._next_ids = [0] * num_ranks
         self.reused = self.missed = self.allocated = 0
@@ -46,12 +47,12 @@ class BlockAccounts:
     def release(self, count: int) -> None:
         self.num_used -= count
 
-    def match(self, tokens: Sequence[int], salt: str, lora_name: str, rank: int) -> int:
+    def match(self, tokens: Sequence[int], salt: str, lora_name: str, rank: int, media: Media) -> int:
         """Return how many prompt tokens are in reusable blocks; the last token is always computed."""
         if not self._has_reuse:
             return 0
         key = f"{salt}/{lora_name}"
-        hashes = self._hashes(tokens, key)[: (len(tokens) - 1) // self.tokens_per_block]
+        hashes = self._hashes(tokens, key, media)[: (len(tokens) - 1) // self.tokens_per_block]
         count = 0
         while count < len(hashes) and (rank, hashes[count]) in self._known:
             count += 1
@@ -59,21 +60,21 @@ class BlockAccounts:
         self.missed += len(hashes) - count
         return count * self.tokens_per_block
 
-    def store(self, tokens: Sequence[int], salt: str, lora_name: str, rank: int) -> None:
+    def store(self, tokens: Sequence[int], salt: str, lora_name: str, rank: int, media: Media) -> None:
         """Offer the full blocks of a sequence, and the partial one at its end, as the real cache does."""
         if not self._has_reuse:
             return
         key = f"{salt}/{lora_name}"
-        size, hashes = self.tokens_per_block, self._hashes(tokens, key)
+        size, hashes = self.tokens_per_block, self._hashes(tokens, key, media)
         new = [at for at, block in enumerate(hashes) if (rank, block) not in self._known]
         for block in hashes:
             self._known[rank, block] = 0
             self._known.move_to_end((rank, block))
         if new:
-            blocks = [self._block(hashes[at], tokens[at * size : (at + 1) * size], salt) for at in new]
+            blocks = [self._block(hashes[at], tokens, at, salt, media) for at in new]
             parent = _spell(hashes[new[0] - 1]) if new[0] else None
             if tail := tokens[len(hashes) * size :]:
-                blocks.append(self._block(_hash(hashes[-1], tail, key), tail, salt))
+                blocks.append(self._block(_hash(hashes[-1], tail, key), tokens, len(hashes), salt, media))
             body = {"type": "stored", "parent_hash": parent, "blocks": blocks}
             if _contract.FROM_1_3 and lora_name:
                 body["lora_name"] = lora_name
@@ -99,24 +100,30 @@ class BlockAccounts:
         del self._known[key]
         self._event({"type": "removed", "block_hashes": [_spell(key[1])]}, key[0])
 
-    def _block(self, block_hash: int, tokens: Sequence[int], salt: str) -> dict[str, Any]:
-        unique = [{"type": _UNIQUE, "token_id": self._token(token), "token_extra_id": 0} for token in tokens]
+    def _block(self, block_hash: int, tokens: Sequence[int], number: int, salt: str, media: Media) -> dict[str, Any]:
+        first = number * self.tokens_per_block
+        last = min(first + self.tokens_per_block, len(tokens))
+        told = [self._token(tokens[at], at, media) for at in range(first, last)]
+        unique = [{"type": _UNIQUE, "token_id": token, "token_extra_id": 0} for token in told]
         block = {
             "type": "stored_block",
             "block_hash": _spell(block_hash),
             "tokens": unique,
             "cache_level": 0,
             "priority": 35,
-            "mm_keys": [],
+            "mm_keys": [] if _contract.FROM_1_4 else _media_keys(media, first, last),
         }
         if _contract.FROM_1_3 and salt:
             block["cache_salt"] = salt
         return block
 
-    def _token(self, token: int) -> int | str:
-        """KV cache manager V2 names a picture's places by the picture's digest."""
-        if _contract.FROM_1_4 and token == self._picture_token:
-            return hashlib.sha256(b"a picture").hexdigest()
+    def _token(self, token: int, at: int, media: Media) -> int | str:
+        """KV cache manager V2 has a picture's digest in its first place, and numbers beyond the vocabulary after it."""
+        if not _contract.FROM_1_4 or media.hashes is None:
+            return token
+        for first, length, hashed in zip(media.positions, media.lengths, media.hashes, strict=True):
+            if first <= at < first + length:
+                return _digest(hashed) if at == first else self._vocab_size + at - first
         return token
 
     def _event(self, body: dict[str, Any], rank: int) -> None:
@@ -128,16 +135,30 @@ class BlockAccounts:
         self.events.append(json.dumps(event))
         self._next_ids[rank] += 1
 
-    def _hashes(self, tokens: Sequence[int], salt: str) -> list[int]:
+    def _hashes(self, tokens: Sequence[int], salt: str, media: Media) -> list[int]:
         size, chain = self.tokens_per_block, []
         for at in range(0, len(tokens) - size + 1, size):
-            chain.append(_hash(chain[-1] if chain else 0, tokens[at : at + size], salt))
+            shown = f"{salt}{_media_keys(media, at, at + size) or ''}"
+            chain.append(_hash(chain[-1] if chain else 0, tokens[at : at + size], shown))
         return chain
 
 
 def _hash(parent: int, tokens: Sequence[int], salt: str) -> int:
     data = f"{parent}:{','.join(map(str, tokens))}:{salt}".encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _media_keys(media: Media, first: int, last: int) -> list[dict[str, Any]]:
+    """Name the pictures of which a part lies in tokens [first, last)."""
+    return [
+        {"type": "mm_key", "hash": _digest(hashed), "start_offset": max(0, first - begin)}
+        for begin, length, hashed in zip(media.positions, media.lengths, media.hashes or (), strict=False)
+        if begin < last and begin + length > first
+    ]
+
+
+def _digest(numbers: Sequence[int]) -> str:
+    return b"".join(number.to_bytes(4, "big", signed=True) for number in numbers).hex()
 
 
 def _spell(block_hash: int) -> int | str:

@@ -1,11 +1,14 @@
-"""MultimodalEncoder and the handles of its embeddings; each handle may be opened once."""
+"""MultimodalEncoder and the handles of its embeddings; each is opened once, while its maker keeps the tensor."""
 
 from __future__ import annotations
 
 import base64
+import collections
+import contextlib
 import functools
 import secrets
 import types
+import weakref
 from multiprocessing import shared_memory
 from typing import Any
 
@@ -19,20 +22,20 @@ _KEYS = _contract.contract()["shared_tensor_container"]["method_key"]
 
 
 class SharedTensorContainer:
-    """A tensor in shared memory of one host."""
+    """A tensor in shared memory of one host, which goes with whoever made it."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self._content = content
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor, local: bool = False) -> SharedTensorContainer:
-        data = tensor.detach().to("cpu", torch.float32).contiguous()
-        raw = data.numpy().tobytes()
+        data = tensor.detach().to("cpu").contiguous()
+        raw = data.view(torch.uint8).numpy().tobytes()
         segment = shared_memory.SharedMemory(create=True, size=max(1, len(raw)), name=f"trtllm-{secrets.token_hex(6)}")
         segment.buf[: len(raw)] = raw
         handle = base64.b64encode(segment.name.encode()).decode()
         segment.close()
-        return cls(
+        made = cls(
             {
                 "method_key": _KEYS["cpu_shm"],
                 "tensor_size": list(data.shape),
@@ -41,9 +44,11 @@ class SharedTensorContainer:
                 "storage_handle": handle,
                 "manager_handle": "",
                 "storage_size": len(raw),
-                "storage_dtype": "float32",
+                "storage_dtype": str(data.dtype).removeprefix("torch."),
             }
         )
+        weakref.finalize(made, _let_go, segment.name)
+        return made
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> SharedTensorContainer:
@@ -55,12 +60,18 @@ class SharedTensorContainer:
     def get_local_view(self) -> torch.Tensor:
         """Return the tensor; a second opening fails, as the real one's reference count does."""
         segment = shared_memory.SharedMemory(base64.b64decode(self._content["storage_handle"]).decode())
-        shape = self._content["tensor_size"]
-        count = torch.Size(shape).numel()
-        tensor = torch.frombuffer(bytearray(segment.buf[: 4 * count]), dtype=torch.float32).reshape(shape)
+        dtype, size = getattr(torch, self._content["storage_dtype"]), self._content["storage_size"]
+        tensor = torch.frombuffer(bytearray(segment.buf[:size]), dtype=dtype).reshape(self._content["tensor_size"])
         segment.close()
         segment.unlink()
         return tensor
+
+
+def _let_go(name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # it was opened
+        segment = shared_memory.SharedMemory(name)
+        segment.close()
+        segment.unlink()
 
 
 class MultimodalEncoder:
@@ -84,6 +95,7 @@ class MultimodalEncoder:
             **{"max_num_tokens": 16384} | kwargs,
         )
         self.args.mm_encoder_only = True
+        self._made: collections.deque[SharedTensorContainer] = collections.deque(maxlen=64)
 
     def generate(self, inputs: Any, use_tqdm: bool = True) -> Any:
         """Return a result for each input, with the handle of its picture's embeddings."""
@@ -97,10 +109,12 @@ class MultimodalEncoder:
 
     def _result(self, images: list[Any]) -> Any:
         model, processor = _load_tower(str(self.args.model))
-        pixels = processor(images=images, return_tensors="pt")["pixel_values"]
+        processed = processor(images=images, return_tensors="pt")
         with torch.inference_mode():
-            features = model.model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
-        handles = [SharedTensorContainer.from_tensor(tensor).dump_to_dict() for tensor in features]
+            features = model.model.get_image_features(**processed, return_dict=True).pooler_output
+        made = [SharedTensorContainer.from_tensor(tensor) for tensor in features]
+        self._made += made
+        handles = [one.dump_to_dict() for one in made]
         hashes = [[int(value) for value in torch.randint(0, 2**31 - 1, (8,))] for _ in handles]
         params = DisaggregatedParams(multimodal_embedding_handles=handles, multimodal_hashes=hashes)
         output = CompletionOutput(0, disaggregated_params=params if _contract.FROM_1_3 else None)

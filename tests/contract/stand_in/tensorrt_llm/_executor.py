@@ -23,6 +23,7 @@ import torch
 
 from tensorrt_llm import _contract, _handoff, _settings
 from tensorrt_llm._blocks import BlockAccounts
+from tensorrt_llm._pictures import Media
 from tensorrt_llm._results import RequestOutput, Response
 from tensorrt_llm._sampling import Chooser, Guide, make_compiler
 from tensorrt_llm._values import DisaggregatedParams, RequestError
@@ -49,6 +50,7 @@ class Sequence:
     rank: int
     priority: float
     arrived_at: float
+    media: Media = field(default_factory=Media)
     tokens: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)  # not sent yet: stream_interval
     pending_logprobs: list[Any] = field(default_factory=list)
@@ -83,7 +85,7 @@ class Executor:
         self.max_seq_len = min(longest, num_blocks * kv.tokens_per_block)
         self.num_ranks = args.tensor_parallel_size if args.enable_attention_dp else 1
         window = max(kv.max_attention_window or [longest])
-        self.blocks = BlockAccounts(kv, num_blocks, window, self.num_ranks, model.picture_token)
+        self.blocks = BlockAccounts(kv, num_blocks, window, self.num_ranks, config.vocab_size)
         self.is_asleep = False
         self.stats: collections.deque[str] = collections.deque(maxlen=1000)
         self.leaked = 0  # blocks lost because a transfer was aborted under way: what deferring aborts avoids
@@ -215,7 +217,11 @@ class Executor:
         one.scheduled_at = time.monotonic()
         size = self._config.vocab_size
         try:
+            one.media.open()
             guide = self._guide(one.params.guided_decoding, size)
+        except FileNotFoundError as error:
+            self._fail(one, RequestError(f"Failed to open a shared tensor: {error}"))
+            return
         except Exception as error:  # as the real one: a guide's error ends its own request
             self._fail(one, RequestError(f"Guided decoding error: {error}"))
             return
@@ -224,7 +230,7 @@ class Executor:
             one.transfer_until = time.monotonic() + _TRANSFER_S
             one.cached_tokens = len(one.prompt)  # as in the real one: transferred KV counts as cached
         else:
-            one.cached_tokens = self.blocks.match(one.prompt, one.salt, one.lora_name, one.rank)
+            one.cached_tokens = self.blocks.match(one.prompt, one.salt, one.lora_name, one.rank, one.media)
 
     def _guide(self, params: Any, vocab_size: int) -> Guide | None:
         if params is None:
@@ -269,7 +275,7 @@ class Executor:
         ids = one.prompt if one.cache is None else one.tokens[-1:]
         if one.cache is None:
             one.cache = self._model.new_cache()
-        logits = self._model.logits(ids, one.cache)
+        logits = self._model.logits(ids, one.cache, one.media)
         assert one.chooser is not None
         for end in range(self._args.max_num_tokens, len(ids), self._args.max_num_tokens):  # chunks but the last
             one.chooser.process(logits[end - 1].clone(), one.prompt)
@@ -348,7 +354,7 @@ class Executor:
     def _end(self, one: Sequence, reason: str, stop_reason: int | None = None, exported: Any = None) -> None:
         self._leave(one)
         tokens = one.tokens[:-1] if one.num_output else one.tokens
-        self.blocks.store(tokens, one.salt, one.lora_name, one.rank)
+        self.blocks.store(tokens, one.salt, one.lora_name, one.rank, one.media)
         self._num_errors = 0
         response = self._response(one)
         response.finish_reason, response.stop_reason = reason, stop_reason

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tensorrt_llm import _contract, _settings
+from tensorrt_llm import _contract, _pictures, _settings
 from tensorrt_llm._results import FetchedResult, IterationResult, RequestOutput
 from tensorrt_llm._values import RequestError, SamplingParams
 
@@ -50,9 +50,24 @@ class BaseLLM:
         self._check(given)
         self._ids = itertools.count(1)
         self.llm_id = f"stand-in-{os.getpid()}"
-        self.tokenizer = None if self.args.skip_tokenizer_init else self.args.tokenizer
         self._results: dict[str, IterationResult] = {}
         self._load()
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """None where it is left out, or the model's folder has none."""
+        from transformers import AutoTokenizer
+
+        if self.args.skip_tokenizer_init:
+            return None
+        try:
+            return AutoTokenizer.from_pretrained(self.args.model, local_files_only=True)
+        except (OSError, ValueError):
+            return None
+
+    @functools.cached_property
+    def input_processor(self) -> Any:
+        return _pictures.make_input_processor(Path(self.args.model), self.tokenizer)
 
     def _check(self, given: dict[str, Any]) -> None:
         if self.args.backend not in (None, "pytorch"):
@@ -82,15 +97,16 @@ class BaseLLM:
 
         if self._executor is None:
             raise RuntimeError("LLM is shutting down")
-        prompt = self._prompt(inputs)
         params = sampling_params if sampling_params is not None else SamplingParams()
         disaggregated = more["disaggregated_params"]
-        self._check_params(params, disaggregated)
+        self._check_params(params)
+        pictured = _pictures.read(self.args, self.input_processor, inputs, disaggregated)
+        prompt, media = pictured or (self._prompt(inputs), _pictures.Media(mrope=_pictures.mrope_of(disaggregated)))
         self._check_length(prompt, disaggregated)
         result = RequestOutput(next(self._ids), prompt, params, self._executor.abort, disaggregated)
         # To the worker, another process: pickled in the caller's, and unpickled there.
-        sent = pickle.dumps((prompt, params, disaggregated, more["lora_request"]))
-        prompt, params, disaggregated, lora = pickle.loads(sent)
+        sent = pickle.dumps((prompt, params, disaggregated, media, more["lora_request"]))
+        prompt, params, disaggregated, media, lora = pickle.loads(sent)
         self._executor.submit(
             Sequence(
                 result,
@@ -103,6 +119,7 @@ class BaseLLM:
                 rank=getattr(more["scheduling_params"], "attention_dp_rank", None) or 0,
                 priority=more.get("priority", 0.5),
                 arrived_at=time.monotonic(),
+                media=media,
             )
         )
         self._remember(more)
@@ -119,18 +136,14 @@ class BaseLLM:
             raise TypeError("prompt_token_ids must hold Python integers")  # numpy's are refused up to 1.3.0rc
         return ids
 
-    def _check_params(self, params: Any, disaggregated: Any) -> None:
-        if self.tokenizer is None:
+    def _check_params(self, params: Any) -> None:
+        if self.args.skip_tokenizer_init:
             if params.end_id is None:
                 raise ValueError("end_id must be set if tokenizer is not available")
             if params.stop or params.bad:
                 raise ValueError("stop and bad words need a tokenizer")
         if params.guided_decoding is not None and self.args.guided_decoding_backend is None:
             raise ValueError("guided_decoding needs guided_decoding_backend")
-        if disaggregated is None:
-            return
-        if disaggregated.request_type == "generation_only" and disaggregated.multimodal_embedding_handles:
-            raise ValueError("multimodal_embedding_handles can't go with generation_only")
 
     def _check_length(self, prompt: list[int], disaggregated: Any) -> None:
         """AutoDeploy checks nothing here: a prompt that no step can hold waits for ever."""

@@ -22,9 +22,11 @@ _PLAIN = {
 }
 
 
-def load(folder: Path, dtype: torch.dtype) -> Llama | Transformers:
+def load(folder: Path, dtype: torch.dtype) -> Llama | Transformers | Pictured:
     tree = json.loads((folder / "config.json").read_text())
     rope = tree.get("rope_parameters", {})
+    if "vision_config" in tree:
+        return Pictured(folder, dtype)
     if all(tree.get(name) == value for name, value in _PLAIN.items()) and rope.get("rope_type") == "default":
         return Llama(folder, tree, dtype)
     return Transformers(folder, dtype)
@@ -64,7 +66,6 @@ class Llama:
         except SafetensorError as error:
             raise ValueError(str(error)) from error
         self.text_config = SimpleNamespace(**tree)
-        self.picture_token = -1
         self._weights, self._eps = weights, tree["rms_norm_eps"]
         self._head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
         self._num_heads, self._head_dim = tree["num_attention_heads"], tree["head_dim"]
@@ -78,7 +79,7 @@ class Llama:
     def new_cache(self) -> Cache:
         return Cache()
 
-    def logits(self, ids: list[int], cache: Cache) -> Tensor:
+    def logits(self, ids: list[int], cache: Cache, media: Any = None) -> Tensor:
         """Return (len(ids), vocabulary), and add the keys and values of `ids` to the cache."""
         held = cache.layers[0].keys.shape[2] if cache.layers else 0
         cos, sin = self._cos[held : held + len(ids)], self._sin[held : held + len(ids)]
@@ -124,7 +125,6 @@ class Transformers:
 
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
         self.text_config = self._model.config.get_text_config()
-        self.picture_token = getattr(self._model.config, "image_token_id", None) or -1
 
     def new_cache(self) -> Any:
         """Keep all keys and values of every layer: a window's layer alone could not be continued elsewhere."""
@@ -132,6 +132,33 @@ class Transformers:
 
         return DynamicCache()
 
-    def logits(self, ids: list[int], cache: Any) -> Tensor:
+    def logits(self, ids: list[int], cache: Any, media: Any = None) -> Tensor:
         logits: Tensor = self._model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0]
+        return logits
+
+
+class Pictured(Transformers):
+    """A model that sees: the embeddings of a prompt's pictures stand in place of tokens."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        from transformers import AutoModelForImageTextToText
+
+        self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+        self.text_config = self._model.config.get_text_config()
+
+    def logits(self, ids: list[int], cache: Any, media: Any = None) -> Tensor:
+        """Without positions from the request they are those of text, which is wrong behind a picture of Qwen2.5-VL."""
+        inner, held = self._model.model.language_model, cache.get_seq_length()
+        known = torch.tensor([ids]).clamp(max=self.text_config.vocab_size - 1)  # others stand for a picture
+        rows = inner.get_input_embeddings()(known)
+        if not held:
+            for first, embeddings in zip(media.positions, media.embeddings, strict=True):
+                rows[0, first : first + len(embeddings)] = embeddings.to(rows.dtype)
+        places = {}
+        if media.mrope is not None:
+            prompt, delta = media.mrope
+            later = held + torch.arange(len(ids)) + int(delta)
+            places["position_ids"] = later.expand(3, 1, -1) if held else prompt
+        states = inner(inputs_embeds=rows, past_key_values=cache, use_cache=True, **places).last_hidden_state
+        logits: Tensor = self._model.lm_head(states)[0]
         return logits

@@ -78,7 +78,7 @@ class Chooser:
         if params.embedding_bias is not None:
             work += params.embedding_bias
         if penalty := self._heeded("repetition_penalty"):
-            seen = torch.tensor(sorted(set(tokens)))
+            seen = torch.tensor(sorted(token for token in set(tokens) if token < self._vocab_size))
             values = work[seen]
             work[seen] = torch.where(values > 0, values / penalty, values * penalty)
         presence, frequency = self._heeded("presence_penalty") or 0, self._heeded("frequency_penalty") or 0
