@@ -209,18 +209,55 @@ def test_what_a_result_object_asserts_ends_its_request_alone(make_engine, monkey
     assert not harness.exits
 
 
-def test_a_worker_that_has_ended_ends_the_process_at_once_without_teardown(make_engine, monkeypatch):
-    harness = make_engine()
+def end_worker(harness, monkeypatch):
+    """Its loop raises, and nobody looks after its health."""
     monkeypatch.setattr(type(harness.llm), "shutdown", lambda self: pytest.fail("teardown may block for ever"))
     monkeypatch.setattr(type(harness.llm), "_check_health", lambda self: True, raising=False)  # it would notice, later
-    answer = harness.ask(max_tokens=4000)
-    assert answer.has_tokens.wait(30)
     monkeypatch.setattr(harness.llm._executor, "_admit", lambda: 1 / 0)
     wait_for(lambda: not harness.llm._executor._thread.is_alive(), 5)
+
+
+@pytest.mark.parametrize("profile", ["1.2.1"], indirect=True)
+def test_a_worker_that_has_ended_ends_the_process_at_once_without_teardown(make_engine, profile, monkeypatch):
+    harness = make_engine()
+    answer = harness.ask(max_tokens=4000)
+    assert answer.has_tokens.wait(30)
+    end_worker(harness, monkeypatch)
     harness.ask()
     assert harness.has_exited.wait(5)
     assert harness.exits == [70]
     assert answer.finish is None  # the supervisor's to tell, which may start it elsewhere
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("profile", ["1.3", "1.4"], indirect=True)
+def test_an_engine_that_says_it_is_dead_ends_the_process_and_no_request(make_engine, profile, monkeypatch, caplog):
+    harness = make_engine()
+    answer = harness.ask(max_tokens=4000)
+    assert answer.has_tokens.wait(30)
+    end_worker(harness, monkeypatch)
+    assert harness.has_exited.wait(5)
+    assert harness.exits == [70]
+    assert answer.finish is None
+    assert "engine_broken reason=EngineDeadError: The executor worker has ended: division by zero" in caplog.text
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("profile", ["1.3", "1.4"], indirect=True)
+def test_a_dead_engine_says_so_to_each_that_asks_however_often(make_engine, profile, monkeypatch):
+    from tensorrt_llm.executor import EngineDeadError
+    from tensorrt_llm.executor.utils import RequestError
+
+    harness = make_engine()
+    assert harness.ask(max_tokens=4000).has_tokens.wait(30)
+    requests = harness.engine._requests
+    [run] = requests._runs.values()
+    end_worker(harness, monkeypatch)
+    assert harness.has_exited.wait(5)
+    for asks in (run.result.aresult, run.result.aresult, requests.warm_up):
+        with pytest.raises(EngineDeadError):
+            asyncio.run_coroutine_threadsafe(asks(), harness.engine._loop).result(5)
+    assert not issubclass(EngineDeadError, RequestError)
     monkeypatch.undo()
 
 

@@ -2,7 +2,8 @@
 
 A fault (`break_down`) does what a lost GPU does to the real one: every request that is there or comes gets an error
 of its own, and the process lives on; or nobody hears anything any more. What the loop raises outside of a step ends
-it: requests in flight stay silent, and the next submission raises. Sequences are computed one by one, so that each
+it: at 1.2.1 requests in flight stay silent, and the next submission raises; from late 1.3 on both get EngineDeadError,
+which is no error of a request. Sequences are computed one by one, so that each
 token is what transformers would make alone.
 """
 
@@ -26,7 +27,7 @@ from tensorrt_llm._blocks import BlockAccounts
 from tensorrt_llm._pictures import Media
 from tensorrt_llm._results import RequestOutput, Response
 from tensorrt_llm._sampling import Chooser, Guide, make_compiler
-from tensorrt_llm._values import DisaggregatedParams, RequestError
+from tensorrt_llm._values import DisaggregatedParams, EngineDeadError, RequestError
 
 _IDLE_S = 0.02
 _STEP_S = float(os.environ.get("TRTLLM_STAND_IN_STEP_MS", "0")) / 1e3
@@ -94,6 +95,7 @@ class Executor:
         self._exports: list[tuple[Path, int, float]] = []
         self._lock = threading.Condition()
         self._is_over = False
+        self._is_dead = False
         self._fatal_error: BaseException | None = None
         self._iteration = 0
         self._num_completed = 0
@@ -106,8 +108,8 @@ class Executor:
 
     def submit(self, sequence: Sequence) -> None:
         with self._lock:
-            if not self._thread.is_alive():
-                raise RuntimeError(f"The executor worker has ended: {self._fatal_error}")
+            if self._is_dead:
+                raise self._death()
             self._waiting.append(sequence)
             self._lock.notify()
 
@@ -140,8 +142,18 @@ class Executor:
             try:
                 self._iterate()
             except BaseException as error:  # outside of a step's own care: the worker's end
-                self._fatal_error = error
+                self._die(error)
                 return
+
+    def _die(self, error: BaseException) -> None:
+        with self._lock:
+            self._fatal_error, self._is_dead = error, True
+            for one in (*self._waiting, *self._running) if _contract.FROM_1_3 else ():
+                one.result.put(Response(error=self._death()))
+
+    def _death(self) -> RuntimeError:
+        kind = EngineDeadError if _contract.FROM_1_3 else RuntimeError
+        return kind(f"The executor worker has ended: {self._fatal_error}")
 
     def _iterate(self) -> None:
         began = time.monotonic()

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tensorrt_llm._values import EngineDeadError
+
 
 @dataclass(slots=True)
 class Response:
@@ -89,6 +91,7 @@ class RequestOutput:
         self.metrics_dict: dict[str, Any] = {}
         self._abort = abort
         self._aborted = False
+        self._death: EngineDeadError | None = None
         self._loop = asyncio.get_running_loop()  # as the real one: without a loop there is nothing to await
         self._queue: asyncio.Queue[Response] = asyncio.Queue()
         self._num_open = len(self.outputs)
@@ -113,12 +116,16 @@ class RequestOutput:
         return self
 
     async def __anext__(self) -> RequestOutput:
+        if self._death is not None:
+            raise self._death
         if self.finished:
             raise StopAsyncIteration
         self._apply(await self._queue.get())
         return self
 
     async def aresult(self) -> RequestOutput:
+        if self._death is not None:
+            raise self._death
         while not self.finished:
             self._apply(await self._queue.get())
         return self
@@ -129,6 +136,7 @@ class RequestOutput:
     def _apply(self, response: Response) -> None:
         if response.error is not None:
             self._num_open = 0
+            self._death = response.error if isinstance(response.error, EngineDeadError) else None
             raise response.error
         output = self.outputs[response.index]
         output._last_token_ids_len = len(output.token_ids)

@@ -9,6 +9,8 @@ from typing import Any
 from tensorrt_llm import _contract, _encoder, _llm, _metrics, _results, _settings, _unions, _values
 
 _SINCE_1_3 = ("ConversationParams", "DisaggScheduleStyle")
+_DEAD = "EngineDeadError"
+_DEAD_IN = ("tensorrt_llm.executor", "tensorrt_llm.executor.utils")
 _SOURCES = (_values, _settings, _unions, _results, _metrics, _encoder)
 
 
@@ -21,6 +23,8 @@ def install() -> str:
             if (value := _find(module_name, name)) is not None:
                 setattr(module, name, value)
     if _contract.FROM_1_3:
+        for module_name in _DEAD_IN:
+            setattr(_module(module_name), _DEAD, _values.EngineDeadError)
         _install_visual_gen()
     version_module = _module("tensorrt_llm.version")
     version_module.__dict__["__version__"] = version

@@ -18,6 +18,10 @@ class RequestError(RuntimeError):
     """This request is at fault, not the engine."""
 
 
+class EngineDeadError(RuntimeError):
+    """No request will ever be answered again: each that waits and each that comes gets it, however often it asks."""
+
+
 class DisaggScheduleStyle(IntEnum):
     CONTEXT_FIRST = 0
     GENERATION_FIRST = 1
