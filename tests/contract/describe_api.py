@@ -27,11 +27,11 @@ USED = {
 }
 
 
-def main() -> None:
+def describe() -> dict[str, Any]:
     package = importlib.import_module("tensorrt_llm")
     found = {module: [name for name in names if _find(module, name) is not None] for module, names in USED.items()}
     llm = _find("tensorrt_llm", "LLM")
-    described = {
+    return {
         "version": package.__version__,
         "names": found,
         "constructor": _parameters(llm.__init__),
@@ -47,7 +47,6 @@ def main() -> None:
         "request_error_base": _find("tensorrt_llm.executor.utils", "RequestError").__mro__[1].__name__,
         "collector": [name for name in dir(_find("tensorrt_llm.metrics", "MetricsCollector")) if name[0] != "_"],
     }
-    print(json.dumps(described))
 
 
 def _find(module: str, name: str) -> Any:
@@ -76,4 +75,4 @@ def _fields(kind: Any) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(describe()))

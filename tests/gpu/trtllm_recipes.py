@@ -1,13 +1,11 @@
-"""What works here with the TensorRT-LLM that is installed: contract tests and recipes, as one table with an exit code.
+"""What recipes do here with the TensorRT-LLM that is installed, as one table with an exit code.
 
-    python tests/gpu/trtllm_verdict.py                                    every recipe whose model is here and that fits
-    python tests/gpu/trtllm_verdict.py recipes/qwen3 recipes/qwen3-disagg
-    python tests/gpu/trtllm_verdict.py recipes/qwen3 --model qwen3=/models/Qwen3-0.6B --without-contract
+    python -m tests.gpu.trtllm_recipes                      every recipe whose model is here and that fits the GPUs
+    python -m tests.gpu.trtllm_recipes recipes/qwen3 recipes/qwen3-disagg --model qwen3=/models/Qwen3-0.6B
 
-Tests that are about the stand-in's own doings are skipped with the reason. A recipe is served by tools/serve.py as a
-user would: it becomes ready, repeats a greedy answer exactly, stays ready while canaries run, and ends in order; one
-with prefill and decode apart answers as its decode worker does alone. Nothing is fetched: a model that is not in its
-folder or in the hub's cache is skipped.
+A recipe is served by tools/serve.py as a user would: it becomes ready, repeats a greedy answer exactly, stays ready
+while canaries run, and ends in order; one with prefill and decode apart answers as its decode worker does alone.
+Nothing is fetched: a model that is not in its folder or in the hub's cache is skipped.
 
 Exit codes: 0 nothing failed; 1 something did; 2 there is no python, tritonserver, tensorrt_llm or GPU to try.
 """
@@ -26,29 +24,23 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-import xml.etree.ElementTree
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
+from bireme.config import Recipe
+from bireme.engines.stub.environment import find_python
+from bireme.engines.trtllm.pair_rules import gpus_of
+from bireme.errors import BiremeError, ConfigError
+from bireme.launch.installation import find_installation
+from bireme.launch.ports import free_port
+from bireme.launch.recipe_check import check_folder
+from bireme.recipe_files import load_recipe, recipe_tree
+
 CHECKOUT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(CHECKOUT))
-
-import yaml  # noqa: E402
-
-from bireme.config import Recipe  # noqa: E402
-from bireme.engines.stub.environment import find_python  # noqa: E402
-from bireme.engines.trtllm.contract import contract  # noqa: E402
-from bireme.engines.trtllm.pair_rules import gpus_of  # noqa: E402
-from bireme.errors import BiremeError, ConfigError  # noqa: E402
-from bireme.launch.installation import find_installation  # noqa: E402
-from bireme.launch.ports import free_port  # noqa: E402
-from bireme.launch.recipe_check import check_folder  # noqa: E402
-from bireme.recipe_files import load_recipe, recipe_tree  # noqa: E402
-from tests.contract.contract_drift import drift  # noqa: E402
-from tests.contract.describe_api import USED  # noqa: E402
-
 GOOD, BAD, NOTHING_TO_TRY = 0, 1, 2
 PROMPT = "The Rhine is a river that rises in the Alps and"
 _GIB = 1 << 30
@@ -92,10 +84,6 @@ def main() -> int:
     machine = look_around(rows)
     if machine is None:
         return report(rows, NOTHING_TO_TRY)
-    if not options.without_contract:
-        tell(rows, "contract.yaml against the installed release", lambda: check_drift(machine))
-        rows += run_contract_tests(machine, options.pytest)
-        show(rows[-1:])
     models = dict(given.split("=", 1) for given in options.model)
     for folder in map(Path, options.recipes or trtllm_recipes()):
         try_recipe(rows, folder.resolve(), models, machine, options.start_timeout)
@@ -141,51 +129,6 @@ def find_gpus() -> list[int]:
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     listing = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     return [int(line) << 20 for line in listing.split()]
-
-
-def check_drift(machine: Machine) -> str:
-    program = str(CHECKOUT / "tests" / "contract" / "describe_api.py")
-    done = subprocess.run([machine.python, program], capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        raise Failed(last_line(done.stderr))
-    described = json.loads(done.stdout.splitlines()[-1])
-    if lines := drift(described, contract(), USED):
-        raise Failed(f"{len(lines)} differences: {'; '.join(lines[:5])}")
-    return str(described["version"])
-
-
-def run_contract_tests(machine: Machine, arguments: list[str]) -> Iterator[Row]:
-    """Run tests/contract on the installed package; yield a row for each of its files."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.xml"
-        command = [machine.python, "-m", "pytest", "-q", "tests/contract", f"--junitxml={results}", *arguments]
-        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
-        if not results.is_file():
-            reason = "pip install pytest pytest-asyncio hypothesis in the engines' environment"
-            text = f"{last_line(done.stderr or done.stdout)}; {reason}"
-            yield Row("contract tests", "fail", time.monotonic() - began, text)
-            return
-        yield from rows_of(xml.etree.ElementTree.parse(results).iter("testcase"))
-
-
-def rows_of(cases: Iterator[xml.etree.ElementTree.Element]) -> list[Row]:
-    files: dict[str, list[xml.etree.ElementTree.Element]] = {}
-    for case in cases:
-        files.setdefault(case.get("classname", "").rpartition(".")[2] or "collection", []).append(case)
-    return [row_of_file(name, found) for name, found in files.items()]
-
-
-def row_of_file(name: str, cases: list[xml.etree.ElementTree.Element]) -> Row:
-    seconds = sum(float(case.get("time", 0)) for case in cases)
-    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = [found for case in cases if (found := case.find("skipped")) is not None]
-    passed = len(cases) - len(bad) - len(skipped)
-    reasons = sorted({str(found.get("message")) for found in skipped})
-    text = f"{passed} passed, {len(bad)} failed, {len(skipped)} skipped"
-    details = [str(case.get("name")) for case in bad] or reasons
-    outcome: Literal["pass", "fail", "skip"] = "fail" if bad else "pass" if passed else "skip"
-    return Row(f"contract: {name}", outcome, seconds, ": ".join(filter(None, (text, "; ".join(details)[:200]))))
 
 
 def trtllm_recipes() -> list[str]:
@@ -384,8 +327,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="folders; default: all with engine trtllm")
     parser.add_argument("--model", action="append", default=[], metavar="RECIPE=FOLDER", help="a model's folder")
-    parser.add_argument("--without-contract", action="store_true", help="recipes alone")
-    parser.add_argument("--pytest", action="append", default=[], metavar="ARGUMENT", help="for the contract tests")
     parser.add_argument("--start-timeout", type=float, default=3600.0, metavar="S", help="for a recipe to be ready")
     return parser.parse_args()
 

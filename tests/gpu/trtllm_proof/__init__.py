@@ -1,0 +1,1 @@
+"""What works here with the TensorRT-LLM that is installed: a row a feature, through bireme's own engine."""

@@ -1,0 +1,5 @@
+import sys
+
+from tests.gpu.trtllm_proof.program import main
+
+sys.exit(main())
