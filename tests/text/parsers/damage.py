@@ -107,7 +107,7 @@ def _read(
 ) -> tuple[dict[str, Any] | None, str | None]:
     """Return what is read: the arguments of a call, and the content beside it."""
     form = TOOLS[tools]
-    if tools == "qwen3_coder" and mark.startswith("<parameter=") and instead == mark[:-1]:
+    if tools == "qwen3_coder" and mark.startswith("<parameter=") and instead.removesuffix("\n") == mark[:-1]:
         return arguments, ""  # a known key and its line's end are enough
     if tools == "kimi_k3" and _KIMI_HEAD.fullmatch(instead):
         return arguments, ""  # a call's number may be any
