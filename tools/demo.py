@@ -11,15 +11,16 @@ template. The sample model, tiny-chat, knows a very small world: see models/tiny
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import queue
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,8 +31,11 @@ from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
 from bireme.launch.deployment import Deployment, DeploymentSettings
 from bireme.recipe_files import load_recipe
+from bireme.types import Array, Tensors
+from bireme.workers.grpc import GrpcChannel, infer_request, leave, outputs_of, rpc_error
 
 _TIMEOUT_S = 120.0  # without any response
+_LEAVE_S = 1.0  # from a request's end to its stream's
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             canaries=CanarySettings(interval_s=0),
         )
         with Deployment(settings, console) as deployment:
-            figures = show(deployment.server.grpc, options.prompt, options.max_tokens)
+            figures = asyncio.run(show(deployment.server.grpc, options.prompt, options.max_tokens))
     except BiremeError as error:
         console.event(str(error), "error")
         return 1
@@ -79,12 +83,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def show(grpc: str, prompt: str, max_tokens: int) -> Figures:
+async def show(address: str, prompt: str, max_tokens: int) -> Figures:
     """Print the completion as it comes; return how fast it came."""
     print(f"\n> {prompt}\n", file=sys.stderr, flush=True)
     began = time.monotonic()
     pieces = []
-    for piece in stream(grpc, prompt, max_tokens):
+    async for piece in stream(address, prompt, max_tokens):
         pieces.append(piece)
         print(piece.text, end="", flush=True)
     print("\n", flush=True)
@@ -112,61 +116,49 @@ def say(figures: Figures) -> None:
     )
 
 
-def stream(grpc: str, prompt: str, max_tokens: int) -> Iterator[Piece]:
+async def stream(address: str, prompt: str, max_tokens: int) -> AsyncIterator[Piece]:
     """Yield a completion of `generate` piece by piece. Raises the error that the server sends."""
-    from tritonclient.grpc import InferenceServerClient
-
-    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-    with InferenceServerClient(grpc) as client:
-        ids = client.infer("tokenizer", [message(prompt)]).as_numpy("input_ids")
-        client.start_stream(callback=lambda result, error: answers.put((result, error)))
-        client.async_stream_infer("generate", request_inputs(ids, max_tokens), enable_empty_final_response=True)
-        is_over = False
-        try:
-            while not is_over:
-                result, error = _next(answers)
-                is_over = error is not None or result.get_response().parameters["triton_final_response"].bool_param
-                if error is not None:
-                    raise from_message(error.message())
-                if piece := _piece(result):
-                    yield piece
-        finally:  # a cancel of what has ended can keep Triton from ending: docs/troubleshooting.md
-            client.stop_stream(cancel_requests=not is_over)
-
-
-def message(prompt: str) -> Any:
-    """Return the tokenizer's input: one message of a user."""
-    return _input("messages", "BYTES", np.array([json.dumps([{"role": "user", "content": prompt}])], object))
-
-
-def request_inputs(ids: Any, max_tokens: int) -> list[Any]:
-    return [
-        _input("input_ids", "INT32", ids),
-        _input("max_tokens", "INT32", np.array([max_tokens], np.int32)),
-        _input("stream", "BOOL", np.array([True])),
-    ]
-
-
-def _input(name: str, kind: str, array: Any) -> Any:
-    from tritonclient.grpc import InferInput
-
-    tensor = InferInput(name, list(array.shape), kind)
-    tensor.set_data_from_numpy(array)
-    return tensor
-
-
-def _next(answers: queue.SimpleQueue[tuple[Any, Any]]) -> tuple[Any, Any]:
+    channel = GrpcChannel(address)
     try:
-        return answers.get(timeout=_TIMEOUT_S)
-    except queue.Empty:
+        ids = (await channel.infer("tokenizer", {"messages": message(prompt)}))["input_ids"]
+        call = channel.stream()
+        await call.write(infer_request("generate", request_inputs(ids, max_tokens)))
+        await call.done_writing()
+        while (response := await _next(call)) is not None:
+            if response.error_message:
+                await leave(call, _LEAVE_S)
+                raise from_message(response.error_message)
+            if piece := _piece(outputs_of(response.infer_response)):
+                yield piece
+    except grpc.aio.AioRpcError as error:
+        raise rpc_error(error, address) from error
+    finally:
+        await channel.close()
+
+
+def message(prompt: str) -> bytes:
+    """Return the tokenizer's input: one message of a user."""
+    return json.dumps([{"role": "user", "content": prompt}]).encode()
+
+
+def request_inputs(ids: Array, max_tokens: int) -> dict[str, Array]:
+    return {"input_ids": ids, "max_tokens": np.array([max_tokens], np.int32), "stream": np.array([True])}
+
+
+async def _next(call: Any) -> Any:
+    """Return one response; None at the stream's end."""
+    try:
+        response = await asyncio.wait_for(call.read(), _TIMEOUT_S)
+    except TimeoutError:
         raise BiremeError(f"no response within {_TIMEOUT_S:.0f} s") from None
+    return None if response is grpc.aio.EOF else response
 
 
-def _piece(result: Any) -> Piece | None:
-    text, ids = result.as_numpy("text_output"), result.as_numpy("output_ids")
-    if text is None:
+def _piece(outputs: Tensors) -> Piece | None:
+    if "text_output" not in outputs:
         return None
-    return Piece(text[0].decode(errors="replace"), 0 if ids is None else ids.size, time.monotonic())
+    text, ids = bytes(outputs["text_output"][0]), outputs.get("output_ids")
+    return Piece(text.decode(errors="replace"), 0 if ids is None else ids.size, time.monotonic())
 
 
 if __name__ == "__main__":

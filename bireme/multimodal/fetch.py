@@ -5,8 +5,8 @@ addresses: no second look-up could answer differently. The host name stays in th
 own address is checked once more when it is made, which also covers hosts that are addresses. Redirects are followed
 here, each as a URL of its own.
 
-aiohttp does the HTTP: its resolver and socket factory are public hooks at the two places that matter, it ignores
-environment variables (trust_env is off), and tritonclient brings it anyway.
+aiohttp does the HTTP: its resolver and socket factory are public hooks at the two places that matter, and it ignores
+environment variables (trust_env is off).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """KServe over gRPC, as far as worker clients need it: raw tensors in, raw tensors out.
 
-grpc and the generated messages are imported at the first use (0.2 s), so that a stub that never calls out stays light.
+grpc and the messages are imported at the first use, so that a stub that never calls out stays light.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ class GrpcChannel:
     async def infer(self, model: str, inputs: Tensors) -> Tensors:
         """Call a unary model. Raises the errors of errors.py."""
         import grpc
-        from tritonclient.grpc import service_pb2
+
+        from bireme.workers import kserve
 
         if self._infer is None:
-            self._infer = self._method("unary_unary", "ModelInfer", service_pb2.ModelInferResponse)
+            self._infer = self._method("unary_unary", "ModelInfer", kserve.ModelInferResponse)
         self.num_calls += 1
         try:
             return outputs_of(await self._infer(infer_request(model, inputs)))
@@ -66,19 +67,20 @@ class GrpcChannel:
 
     def stream(self) -> Any:
         """Open a ModelStreamInfer call; its errors are for `rpc_error`."""
-        from tritonclient.grpc import service_pb2
+        from bireme.workers import kserve
 
-        return self._method("stream_stream", "ModelStreamInfer", service_pb2.ModelStreamInferResponse)()
+        return self._method("stream_stream", "ModelStreamInfer", kserve.ModelStreamInferResponse)()
 
     async def is_loaded(self, model: str) -> bool:
         """Return the server's state of a model: true also with a dead stub. Raises BiremeError."""
         import grpc
-        from tritonclient.grpc import service_pb2
 
-        ask = self._method("unary_unary", "ModelReady", service_pb2.ModelReadyResponse)
+        from bireme.workers import kserve
+
+        ask = self._method("unary_unary", "ModelReady", kserve.ModelReadyResponse)
         self.num_calls += 1
         try:
-            return bool((await ask(service_pb2.ModelReadyRequest(name=model).SerializeToString())).ready)
+            return bool((await ask(kserve.ModelReadyRequest(name=model).SerializeToString())).ready)
         except grpc.aio.AioRpcError as error:
             raise rpc_error(error, self.address) from error
         finally:
@@ -124,9 +126,9 @@ def infer_request(model: str, tensors: Mapping[str, bytes | Array]) -> bytes:
     Tensors are written behind what protobuf has written, which may have its fields in any order: it would copy a long
     prompt several times.
     """
-    from tritonclient.grpc import service_pb2
+    from bireme.workers import kserve
 
-    request = service_pb2.ModelInferRequest(model_name=model)
+    request = kserve.ModelInferRequest(model_name=model)
     contents: list[Any] = []
     for name, value in tensors.items():
         data_type, shape, raw = _encoded(value)

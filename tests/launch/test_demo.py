@@ -17,11 +17,11 @@ def test_an_empty_completion_has_no_speed():
 
 
 @pytest.mark.server
-def test_a_server_whose_streams_have_ended_ends_at_once():
+async def test_a_server_whose_streams_have_ended_ends_at_once():
     """Triton 2.51 goes on counting a stream that was cancelled after its end, and waits for it in vain."""
     with start_server("recipes/mocker") as server:
         for _ in range(40):
-            assert sum(piece.num_tokens for piece in demo.stream(server.grpc, "Hello", 4)) == 4
+            assert sum([piece.num_tokens async for piece in demo.stream(server.grpc, "Hello", 4)]) == 4
             with pytest.raises(RequestError, match="max_tokens"):
-                list(demo.stream(server.grpc, "Hello", -4))
+                [piece async for piece in demo.stream(server.grpc, "Hello", -4)]
         assert server.stop() == 0

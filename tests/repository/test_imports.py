@@ -146,6 +146,12 @@ def test_tensorrt_llm_is_imported_in_its_engine_only():
     assert breaches(MODULES, is_outside) == []
 
 
+def test_nothing_that_an_engine_s_environment_runs_needs_a_client_of_triton():
+    """It bounds protobuf and grpcio, and NVIDIA's images have others."""
+    paths = [*MODULES, CHECKOUT / "tools" / "demo.py"]
+    assert breaches(paths, lambda path, found: top(found) == "tritonclient") == []
+
+
 def test_stub_parts_import_nothing_heavy():
     paths = [path for path in MODULES if part_of(path) in STUB_PARTS]
     assert breaches(paths, lambda path, found: top(found) in HEAVY and not found.is_for_types) == []

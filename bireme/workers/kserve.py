@@ -1,0 +1,63 @@
+"""The messages of KServe's gRPC service that worker clients send and read, described here instead of generated.
+
+Generated code wants a protobuf no older than the one that made it, and the clients that bring it want a range of
+releases. An engine's environment, in which stubs may run as well, has the protobuf that its engine came with. Only
+fields that are used have a place here: protobuf passes over the others. The messages lie in a pool of their own, beside
+those of any client that this process has imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf import message_factory
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+
+_FILE = "bireme/kserve.proto"
+_PACKAGE = "inference"
+# For each message its fields: name, number, type or the message's name, and whether there are many.
+_MESSAGES: dict[str, list[tuple[str, int, str, bool]]] = {
+    "ModelReadyRequest": [("name", 1, "STRING", False)],
+    "ModelReadyResponse": [("ready", 1, "BOOL", False)],
+    "Tensor": [("name", 1, "STRING", False), ("datatype", 2, "STRING", False), ("shape", 3, "INT64", True)],
+    "ModelInferRequest": [
+        ("model_name", 1, "STRING", False),
+        ("inputs", 5, "Tensor", True),
+        ("raw_input_contents", 7, "BYTES", True),
+    ],
+    "ModelInferResponse": [("outputs", 5, "Tensor", True), ("raw_output_contents", 6, "BYTES", True)],
+    "ModelStreamInferResponse": [
+        ("error_message", 1, "STRING", False),
+        ("infer_response", 2, "ModelInferResponse", False),
+    ],
+}
+
+
+def _describe() -> FileDescriptorProto:
+    file = FileDescriptorProto(name=_FILE, package=_PACKAGE, syntax="proto3")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field, number, kind, is_repeated in fields:
+            described = message.field.add(name=field, number=number)
+            described.label = (
+                FieldDescriptorProto.LABEL_REPEATED if is_repeated else FieldDescriptorProto.LABEL_OPTIONAL
+            )
+            if kind in _MESSAGES:
+                described.type, described.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
+            else:
+                described.type = FieldDescriptorProto.Type.Value(f"TYPE_{kind}")
+    return file
+
+
+def _message(name: str) -> Any:
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+
+
+_POOL = DescriptorPool()
+_POOL.AddSerializedFile(_describe().SerializeToString())
+ModelReadyRequest = _message("ModelReadyRequest")
+ModelReadyResponse = _message("ModelReadyResponse")
+ModelInferRequest = _message("ModelInferRequest")
+ModelInferResponse = _message("ModelInferResponse")
+ModelStreamInferResponse = _message("ModelStreamInferResponse")
