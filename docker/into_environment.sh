@@ -3,14 +3,17 @@
 #
 #   sh docker/into_environment.sh            the first python3 on PATH
 #   sh docker/into_environment.sh PYTHON
+#   sh docker/into_environment.sh PYTHON engine    for engine processes alone: stubs and frontend have another Python
 #
 # NVIDIA's Triton images keep torch, tensorrt_llm and all else in /opt/venv-tritonserver (from 26.03 on), its release
 # images in the system's Python. There is no environment of bireme's own beside it: one made from a virtual environment
 # sees the packages of the Python below, none of that environment's. tensorrt_llm is built against these very versions
-# of torch and its companions, so what is installed constrains pip, which then fails instead of replacing anything.
+# of torch and its companions, so what is installed constrains pip, which then fails instead of replacing anything. An
+# image's own constraints (PIP_CONSTRAINT) don't count beside it: they are older than what was installed last.
 # Without the extras `server` and `torch`: the engine is TensorRT-LLM. av encodes what VisualGen makes; the rest of the
 # extra `video` is diffusers.
 set -eu
+export PIP_CONSTRAINT=
 export PIP_BREAK_SYSTEM_PACKAGES=1  # Debian's Python asks for it: what is Debian's is among what is not replaced
 
 python=$(command -v "${1:-python3}") || {
@@ -18,6 +21,14 @@ python=$(command -v "${1:-python3}") || {
     exit 2
 }
 case $python in /*) ;; *) python=$PWD/$python ;; esac
+case ${2:-all} in
+all) extras=openai,kv,etcd,nats,multimodal ;;
+engine) extras=kv,etcd,nats,multimodal ;;
+*)
+    echo "into_environment: $2: leave it out, or say engine" >&2
+    exit 2
+    ;;
+esac
 checkout=$(cd "$(dirname "$0")/.." && pwd)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -47,7 +58,7 @@ case $(cd / && "$python" -c 'import torch; print(torch.version.cuda)' 2>/dev/nul
 13.*) nixl=nixl-cu13 ;;
 *) nixl=nixl ;;
 esac
-"$python" -m pip install --constraint "$scratch/before" --editable "${checkout}[openai,kv,etcd,nats,$nixl,multimodal]" "av>=15,<19"
+"$python" -m pip install --constraint "$scratch/before" --editable "${checkout}[$extras,$nixl]" "av>=15,<19"
 versions >"$scratch/after"
 
 replaced=$(comm -23 "$scratch/before" "$scratch/after" | tr '\n' ' ')

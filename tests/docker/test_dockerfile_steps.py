@@ -10,17 +10,16 @@ import pytest
 
 from bireme.config import CHECKOUT
 from tests.docker.dockerfile_steps import Build, StepError, base_environment, steps_of
-from tests.docker.made_environments import add_distribution, make_environment
+from tests.docker.made_environments import STAND_IN, add_distribution, make_environment, pins_of
 
 DOCKERFILE = CHECKOUT / "docker" / "Dockerfile.trtllm"
-STAND_IN = CHECKOUT / "tests" / "contract" / "stand_in" / "tensorrt_llm"
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_CONFIG_FILE": "/dev/null"}  # 0: no isolation
 
 
-def make_image(folder, version="1.2.1"):
-    """Return a build on an image whose Python is a virtual environment that has tensorrt_llm."""
+def make_image(folder, version="1.2.1", **pins):
+    """Return a build on an image whose Python is a virtual environment that has tensorrt_llm, and 26.07's versions."""
     environment = folder / "opt" / "venv-tritonserver"
-    site = make_environment(environment, sys._base_executable, without=("bireme", "editable", "tensorrt_llm"))
+    site = make_environment(environment, sys._base_executable, pins=pins_of("26.07") | pins)
     if version:
         (site / "tensorrt_llm").symlink_to(STAND_IN)
         add_distribution(site, "tensorrt_llm", version)
@@ -63,14 +62,10 @@ def test_a_release_that_is_not_driven_ends_the_build(tmp_path):
         make_image(tmp_path, version="1.1.0").run()
 
 
-def test_a_package_that_would_have_to_be_replaced_ends_the_build(tmp_path):
-    build = make_image(tmp_path)
-    (site,) = tmp_path.glob("opt/venv-tritonserver/lib/*/site-packages")
-    for entry in site.glob("msgspec*"):
-        entry.unlink()
-    add_distribution(site, "msgspec", "0.10.0")
-    with pytest.raises(StepError, match=r"(?s)msgspec.*(conflict|No matching|ResolutionImpossible)"):
-        build.run()
+@pytest.mark.parametrize(("package", "version"), [("msgspec", "0.10.0"), ("protobuf", "4.25.0")])
+def test_a_package_that_would_have_to_be_replaced_ends_the_build(tmp_path, package, version):
+    with pytest.raises(StepError, match=rf"(?s){package}.*(conflict|No matching|ResolutionImpossible)"):
+        make_image(tmp_path, **{package: version}).run()
 
 
 def test_an_environment_made_from_the_image_s_does_not_see_its_packages(tmp_path):
