@@ -417,9 +417,7 @@ def _stream_of(query: Mapping[str, str]) -> tuple[bool, int]:
     stream, after = query.get("stream", "false"), query.get("starting_after")
     if stream not in ("true", "false"):
         raise RequestError(f"stream: {stream[:20]}; send true or false")
-    if after is None:
-        return stream == "true", -1
-    if stream == "false":
+    if after is not None and "stream" not in query:
         raise RequestError("starting_after: only with stream=true; add it, or remove starting_after")
     if not (after.isascii() and after.isdecimal() and len(after) <= _MAX_DIGITS):
         raise RequestError(f"starting_after: {after[:20]}; send an event's sequence_number")
@@ -428,3 +426,5 @@ def _stream_of(query: Mapping[str, str]) -> tuple[bool, int]:
 
 def _is_passing(error: Exception) -> bool:
     return isinstance(error, RateLimitError) or (isinstance(error, BiremeError) and error.retryable)
+    if after is None or stream == "false":
+        return stream == "true", -1
