@@ -147,6 +147,7 @@ class Frontend:
             "/v1/responses/input_tokens": {"POST": self._with_body(responses.count)},
             **{path: {"POST": self._with_body(gate.live(embeddings.score))} for path in SCORE_PATHS},
             **{path: {"POST": self._with_body(gate.live(embeddings.rerank))} for path in RERANK_PATHS},
+            **self._stored.routes(self._with_body),
             "/tokenize": {"POST": self._with_body(tokens.tokenize)},
             "/detokenize": {"POST": self._with_body(tokens.detokenize)},
             "/v1/models": {"GET": self._list_models},
@@ -254,7 +255,7 @@ class Frontend:
         methods = self._routes.get(path)
         if methods is None and path.startswith(_MODEL_PATH):
             return {"GET": self._show_model}
-        methods = methods or self._video_routes.match(path) or self._stored.match(path)
+        methods = methods or self._video_routes.match(path) or self._stored.match(path, self._with_body)
         if methods is None and self._files is not None:
             methods = self._files.match(path)
         if methods is None:

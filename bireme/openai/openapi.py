@@ -12,6 +12,7 @@ from bireme import __version__
 from bireme.openai.batch.batches import BatchBody
 from bireme.openai.text import completion_request, embedding_request, messages_request, response_request
 from bireme.openai.text.completion_request import CompletionBody
+from bireme.openai.text.conversations import ConversationBody, ConversationUpdate, ItemsBody
 from bireme.openai.text.embedding_request import EmbeddingsBody, RerankBody, ScoreBody
 from bireme.openai.text.messages_request import CountBody, MessagesBody, ToolSpec
 from bireme.openai.text.response_request import FunctionTool, NamespaceTool, ResponseBody
@@ -56,6 +57,14 @@ OPERATIONS = (
     Operation("DELETE", "/v1/responses/{id}", "Forget a response"),
     Operation("GET", "/v1/responses/{id}/input_items", "List what a response has answered"),
     Operation("POST", "/v1/responses/{id}/cancel", "End a response in the background"),
+    Operation("POST", "/v1/conversations", "Keep a conversation", ConversationBody),
+    Operation("GET", "/v1/conversations/{id}", "Get a conversation"),
+    Operation("POST", "/v1/conversations/{id}", "Change its metadata", ConversationUpdate),
+    Operation("DELETE", "/v1/conversations/{id}", "Forget it and its items"),
+    Operation("POST", "/v1/conversations/{id}/items", "Add items", ItemsBody),
+    Operation("GET", "/v1/conversations/{id}/items", "List its items, the newest first"),
+    Operation("GET", "/v1/conversations/{id}/items/{item}", "Get an item"),
+    Operation("DELETE", "/v1/conversations/{id}/items/{item}", "Forget an item"),
     Operation(
         "POST", "/v1/messages", "Answer a conversation in the form of Anthropic's Messages", MessagesBody,
         messages_request.REFUSED,

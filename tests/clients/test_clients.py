@@ -65,7 +65,7 @@ def test_openai_batches(client):
 
 @pytest.mark.client("openai-agents")
 def test_openai_agents_as_they_come(client):
-    """agents over responses: a tool, a handoff, a typed output, a stream, previous_response_id"""
+    """agents over responses: a tool, a handoff, a typed output, a stream, previous_response_id, conversations"""
     assert "ok" in client.program("openai_agents_responses")
 
 

@@ -109,6 +109,14 @@ def input_items(given: str | list[Item], where: str = "input") -> list[Item]:
     return [{**item, "type": _kind(item, f"{where}[{at}]")} for at, item in enumerate(given)]
 
 
+def checked_items(given: list[Item], where: str) -> list[Item]:
+    """Return items that are kept until a response goes on from them. Raises RequestError."""
+    items = input_items(given, where)
+    for at, item in enumerate(items):
+        convert_part(item, _KINDS[item["type"]], f"{where}[{at}]")
+    return items
+
+
 def _kind(item: Item, where: str) -> str:
     kind = item.get("type", "message" if "role" in item else "item_reference")
     if kind == "item_reference":

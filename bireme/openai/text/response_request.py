@@ -67,7 +67,6 @@ REFUSED = {
     "response_format": "send text.format",
     "reasoning_effort": "send reasoning.effort",
     "verbosity": "send text.verbosity",
-    "conversation": "conversations are not kept here; send the items",
     "prompt": "there are no stored prompts here; send instructions and input",
     "context_management": "not served; truncation auto drops what is oldest",
     "moderation": "not served; remove it",
@@ -140,6 +139,10 @@ class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
     type: str = ""
 
 
+class ConversationReference(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+
+
 class ResponseBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """The request's JSON."""
 
@@ -166,6 +169,11 @@ class ResponseBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationReference | None = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationReference) else self.conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +187,7 @@ class ResponseRequest:
     has_sealed: bool  # reasoning items carry encrypted_content
     is_truncated: bool  # the oldest messages go when the prompt is too long
     is_kept: bool  # for later
+    conversation: str | None  # that gets its input and output
     spaced: dict[str, tuple[str, str]]  # the model's name of a function -> its namespace, and its name there
 
     def form(self, heading: ResponseMeta) -> ResponseForm:
@@ -208,13 +217,15 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
     functions, mode = _chosen(body, check_functions(tools.functions, recipe.limits))
     if functions and guide is not None:
         raise RequestError("text.format: not together with tools; send tool_choice none, or no tools")
+    if body.conversation is not None and body.previous_response_id is not None:
+        raise RequestError("conversation: not together with previous_response_id; send one of them")
     if body.background and body.store is False:
         raise RequestError("store: false beside background; a response that nobody waits for has to be kept")
     if options.routing.query_only:
         raise RequestError("bireme.routing.query_only: a response is an answer; ask /v1/chat/completions")
     items = input_items(body.input)
     conversation = Conversation(recipe, body.instructions)
-    conversation.add(history, "previous_response_id")
+    conversation.add(history, "previous_response_id" if body.conversation is None else "conversation")
     conversation.add(items)
     turn = last_turn(conversation.messages, body.add_generation_prompt, bool(body.continue_final_message))
     fields: dict[str, Any] = {"max_tokens": body.max_output_tokens}
@@ -267,6 +278,8 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
+    if body.conversation_id is not None:
+        shown["conversation"] = {"id": body.conversation_id}
     return ResponseRequest(
         chat=chat,
         items=items,
@@ -275,6 +288,7 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
         has_sealed=_SEALED in include,
         is_truncated=body.truncation == "auto",
         is_kept=body.store is not False,
+        conversation=body.conversation_id,
         spaced=tools.spaced,
     )
 

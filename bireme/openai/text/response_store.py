@@ -2,7 +2,8 @@
 
 A row has the response as JSON and the items of its own input; what came before is found by the id of the response that
 it goes on from. Rows are one key's alone. An unfinished row belongs to a process; when that is gone another takes it.
-One that is streamed has its events beside it, many in a row, compressed.
+One that is streamed has its events beside it, many in a row, compressed. A conversation is a row as well: itself as the
+response, and all of its items.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from bireme.openai.database import Database
 from bireme.openai.text.response_items import Item
 
 FILE = "responses.sqlite"
+CONVERSATION = "conv_"  # beginning of the ids of rows that are no responses
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT NOT NULL UNIQUE,
@@ -170,7 +173,7 @@ class ResponseStore:
     def history(self, last: str, tenant: str, max_bytes: int) -> list[StoredResponse] | None:
         """Return the responses up to this one, the oldest first, and note their use.
 
-        None: one of them is not there, has not ended, or together they are larger than `max_bytes`.
+        None: one of them is not there, has not ended or is of a conversation, or they are larger than `max_bytes`.
         """
         links = self._database.read(
             "WITH RECURSIVE links (id, previous, size, process, depth) AS ("
@@ -180,6 +183,7 @@ class ResponseStore:
             last, tenant, tenant,
         )  # fmt: skip
         is_whole = bool(links) and links[0]["previous"] is None and not any(link["process"] for link in links)
+        is_whole = is_whole and not any(link["id"].startswith(CONVERSATION) for link in links)
         if not is_whole or sum(link["size"] for link in links) > max_bytes:
             return None
         ids = [link["id"] for link in links]
@@ -209,6 +213,30 @@ class ResponseStore:
         """Replace an unfinished response of this process by a newer state."""
         query = "UPDATE responses SET response = ? WHERE id = ? AND process = ?"
         self._database.write(query, response, response_id, self.process)
+
+    def change(self, conversation: str, tenant: str, shown: bytes) -> None:
+        """Replace what a conversation shows of itself."""
+        self._database.write(
+            "UPDATE responses SET response = ?, used_at = ?, size = ? + LENGTH(items) WHERE id = ? AND tenant = ?",
+            shown, time.time(), len(shown), conversation, tenant,
+        )  # fmt: skip
+
+    def change_items(
+        self, conversation: str, tenant: str, change: Callable[[list[Item]], list[Item]]
+    ) -> list[Item] | None:
+        """Replace a conversation's items by what `change` makes of them, and return these. None: it does not exist."""
+        while (row := self.find(conversation, tenant)) is not None:
+            items = change(row.input)
+            data = _encode(items)
+            if self._database.write(
+                "UPDATE responses SET items = ?, used_at = ?, size = LENGTH(response) + ?"
+                " WHERE id = ? AND tenant = ? AND items = ?",
+                data, time.time(), len(data), conversation, tenant, row.items,
+            ):  # fmt: skip
+                self._num_new_bytes += max(0, len(data) - len(row.items))
+                self._sweep_if_many()
+                return items
+        return None
 
     def add_events(self, response_id: str, first: int, last: int, data: bytes) -> None:
         """Keep events of an unfinished response of this process, up to number `last`; those before `first` go."""

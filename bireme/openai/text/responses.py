@@ -51,7 +51,7 @@ class Responses:
 
     async def _checked(self, call: Call, model: ServedModel, body: ResponseBody) -> ResponseRequest:
         self._stored.check(body)
-        history = await self._stored.history(body.previous_response_id, call.tenant)
+        history = await self._stored.history(body, call.tenant)
         request = check_response(body, model.recipe, history)
         chat = for_caller(call, request.chat)
         if request.is_truncated:
@@ -81,5 +81,6 @@ class Responses:
         if request.is_kept and self._stored.is_on:
             if not await self._stored.keep(form, call.tenant, request, answer.json()):
                 answer.is_not_kept()
+        await self._stored.converse(form.id, request, call.tenant, answer.items)
         answer.end()
         return sequences

@@ -23,15 +23,17 @@ from bireme.errors import BiremeError, NotFoundError, RequestError, UnavailableE
 from bireme.openai.http.call import Call
 from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal
 from bireme.openai.http.pace import Pacer
-from bireme.openai.http.query import PAGING, is_ascending, limit_of, query_of
+from bireme.openai.http.query import query_of
 from bireme.openai.keys import OPEN, ApiKeys, Tenant
 from bireme.openai.store_thread import StoreThread
 from bireme.openai.text.answering import within_key
+from bireme.openai.text.conversations import PATH as CONVERSATIONS
+from bireme.openai.text.conversations import Conversations, Post, page_json
 from bireme.openai.text.response_answer import ResponseForm, failure_json
 from bireme.openai.text.response_events import EventLog, tell_events
 from bireme.openai.text.response_items import Item, listed
 from bireme.openai.text.response_request import ResponseBody, ResponseRequest, check_response
-from bireme.openai.text.response_store import NewResponse, ResponseStore, StoredResponse
+from bireme.openai.text.response_store import CONVERSATION, NewResponse, ResponseStore, StoredResponse
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.openai.text.truncation import truncated
 from bireme.pipelines.chat_answer import ResponseMeta, encode_json
@@ -40,7 +42,6 @@ from bireme.pipelines.side_by_side import count_request
 PATH = "/v1/responses"
 _LOOK_S, _SWEEP_S = 1.0, 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _RETRY_S = 0.25, 10.0, 300.0  # of a background response whose server is away
-_MAX_PAGE, _PAGE = 100, 20
 _MAX_DIGITS = 12
 _NOT_IDS = ("", "compact")  # the second is a path of OpenAI's that is not served
 _RETRIEVE = ("include", "stream", "starting_after", "include_obfuscation")
@@ -76,6 +77,7 @@ class StoredResponses:
         self._is_shared = folder is not None
         self.store = StoreThread(folder, lambda place: ResponseStore(place, config), "responses")
         self._do = self.store.do
+        self.conversations = Conversations(self.store, frontend.max_body_bytes)
         self._watcher: asyncio.Task[None] | None = None
         self._unwritten: list[tuple[NewResponse, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
@@ -101,8 +103,13 @@ class StoredResponses:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.store.close()
 
-    def match(self, path: str) -> dict[str, Handler] | None:
-        """Return the handlers of a path that names a response."""
+    def routes(self, with_body: Callable[[Post], Handler]) -> dict[str, dict[str, Handler]]:
+        return {CONVERSATIONS: {"POST": with_body(self.conversations.create)}} if self.is_on else {}
+
+    def match(self, path: str, with_body: Callable[[Post], Handler]) -> dict[str, Handler] | None:
+        """Return the handlers of a path that names a response or a conversation."""
+        if path.startswith(f"{CONVERSATIONS}/"):
+            return self.conversations.match(path, with_body) if self.is_on else None
         name, _, part = path.removeprefix(f"{PATH}/").partition("/")
         if not path.startswith(f"{PATH}/") or name in _NOT_IDS:
             return None
@@ -116,14 +123,17 @@ class StoredResponses:
     def check(self, body: ResponseBody) -> None:
         """Raises RequestError for what needs a store where there is none."""
         if not self.is_on:
-            for name in ("previous_response_id", "background", "store"):
+            for name in ("previous_response_id", "conversation", "background", "store"):
                 if getattr(body, name):
                     raise RequestError(
                         f"{name}: nothing is kept here (frontend.responses.max_responses is 0); remove it"
                     )
 
-    async def history(self, previous: str | None, tenant: Tenant) -> list[Item]:
-        """Return the items of the responses up to this one. Raises HttpError 400."""
+    async def history(self, body: ResponseBody, tenant: Tenant) -> list[Item]:
+        """Return the items that a request goes on from. Raises HttpError 400, NotFoundError."""
+        if body.conversation_id is not None:
+            return await self.conversations.items(body.conversation_id, tenant)
+        previous = body.previous_response_id
         if previous is None:
             return []
         rows = await self._do(ResponseStore.history, previous, tenant.name, self._frontend.max_body_bytes)
@@ -136,7 +146,7 @@ class StoredResponses:
 
     async def keep(self, form: ResponseForm, tenant: Tenant, request: ResponseRequest, response: bytes) -> bool:
         """Keep a response that has ended, and return whether it is kept: its client gets it even where it is not."""
-        previous = request.shown["previous_response_id"]
+        previous = request.shown["previous_response_id"] or request.conversation
         kept = asyncio.get_running_loop().create_future()
         self._unwritten.append((NewResponse(form.id, tenant.name, previous, response, listed(request.items)), kept))
         if self._writer is None:
@@ -148,6 +158,16 @@ class StoredResponses:
             drop_frames(error)
             return False
         return True
+
+    async def converse(self, name: str, request: ResponseRequest, tenant: Tenant, output: list[Item]) -> None:
+        """Add a response's input and output to its conversation, if it is of one; its client has its answer anyway."""
+        if request.conversation is None:
+            return
+        try:
+            await self.conversations.add(request.conversation, tenant, [*listed(request.items), *output])
+        except BiremeError as error:  # it was deleted meanwhile, or can't be written
+            logger.error("conversation_not_kept id=%s response=%s error=%s", request.conversation, name, error)
+            drop_frames(error)
 
     async def _write(self) -> None:
         """Write what there is, in one transaction: what ends meanwhile is the next one's."""
@@ -180,7 +200,7 @@ class StoredResponses:
         own = msgspec.structs.replace(body.bireme, session_id=request.chat.session_id)
         again = encode_json(msgspec.structs.replace(body, bireme=own))
         queued, items = form.json("queued", []), listed(request.items)
-        new = NewResponse(form.id, tenant.name, body.previous_response_id, queued, items, again)
+        new = NewResponse(form.id, tenant.name, body.previous_response_id or request.conversation, queued, items, again)
         if not await self._do(ResponseStore.begin, new, limit):
             raise RateLimitError(f"{limit} background responses of this key have not ended, its limit", 1)
         self._run(_BackgroundJob(form.id, tenant, model, request, form))
@@ -269,6 +289,7 @@ class StoredResponses:
                 return answer.failed(error)
             assert answer.usage is not None, "an answer without an error has finished"
             job.tenant.take_generated(answer.usage.completion_tokens)
+            await self.converse(job.id, job.request, job.tenant, answer.items)
             count_request(services.metrics, answer.status, began_at)
             return response
 
@@ -320,7 +341,7 @@ class StoredResponses:
             if tenant is None:
                 raise RequestError("the key that asked is not known here any more")
             model = self._models.get(body.model)
-            history = await self.history(body.previous_response_id, tenant)
+            history = await self.history(body, tenant)
             request = check_response(body, model.recipe, history)
             chat = within_key(tenant, request.chat)
             if request.is_truncated:
@@ -383,30 +404,19 @@ class StoredResponses:
         await call.reply(200, (await self._find(call)).response)
 
     async def _list_input(self, call: Call) -> None:
-        query = query_of(call, ("include", *PAGING))
-        limit, after = limit_of(query, _PAGE, _MAX_PAGE), query.get("after")
-        is_oldest_first = is_ascending(query)
         row = await self._find(call)
         before: list[StoredResponse] | None = []
         if row.previous is not None:
             before = await self._do(ResponseStore.history, row.previous, row.tenant, self._frontend.max_body_bytes)
         items = [item for one in before or [] for item in (*one.input, *one.output)] + row.input
-        if not is_oldest_first:
-            items.reverse()
-        if after is not None:
-            at = next((at for at, item in enumerate(items) if item["id"] == after), None)
-            if at is None:
-                raise RequestError(f"after: {after[:80]}; no such item, send the last_id of a page")
-            items = items[at + 1 :]
-        page = items[:limit]
-        first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
-        reply = {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > len(page)}
-        await call.reply(200, encode_json(reply))
+        await call.reply(200, page_json(call, items))
 
     async def _find(self, call: Call) -> StoredResponse:
         """Return the row that the path names. Raises NotFoundError, also for another key's."""
         name = call.path.removeprefix(f"{PATH}/").partition("/")[0]
-        row = await self.store.read(ResponseStore.find, name, call.tenant.name) if self.is_on else None
+        row = None
+        if self.is_on and not name.startswith(CONVERSATION):
+            row = await self.store.read(ResponseStore.find, name, call.tenant.name)
         if row is None:
             raise NotFoundError(f"response: {name[:80]} does not exist; it may have been deleted or have expired")
         return row
@@ -419,6 +429,8 @@ def _stream_of(query: Mapping[str, str]) -> tuple[bool, int]:
         raise RequestError(f"stream: {stream[:20]}; send true or false")
     if after is not None and "stream" not in query:
         raise RequestError("starting_after: only with stream=true; add it, or remove starting_after")
+    if after is None or stream == "false":
+        return stream == "true", -1
     if not (after.isascii() and after.isdecimal() and len(after) <= _MAX_DIGITS):
         raise RequestError(f"starting_after: {after[:20]}; send an event's sequence_number")
     return True, int(after)
@@ -426,5 +438,3 @@ def _stream_of(query: Mapping[str, str]) -> tuple[bool, int]:
 
 def _is_passing(error: Exception) -> bool:
     return isinstance(error, RateLimitError) or (isinstance(error, BiremeError) and error.retryable)
-    if after is None or stream == "false":
-        return stream == "true", -1

@@ -3,7 +3,7 @@
 import asyncio
 import os
 
-from agents import Agent, ModelSettings, Runner, function_tool, set_tracing_disabled
+from agents import Agent, ModelSettings, OpenAIConversationsSession, Runner, function_tool, set_tracing_disabled
 from pydantic import BaseModel, Field
 
 set_tracing_disabled(True)
@@ -42,6 +42,14 @@ async def main():
     assert streamed.final_output and "response.function_call_arguments.delta" in kinds, kinds
     later = await Runner.run(agent(), SUM, previous_response_id=first.last_response_id)
     assert later.final_output, later
+    session = OpenAIConversationsSession()
+    for asked_before in (0, 2):
+        assert len(await session.get_items()) == asked_before
+        assert (await Runner.run(agent(), SUM, session=session)).final_output
+    last = await session.pop_item()
+    assert last["role"] == "assistant" and len(await session.get_items()) == 3, last
+    await session.clear_session()
+    assert await session.get_items() == []
     print("ok")
 
 

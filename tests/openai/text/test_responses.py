@@ -345,7 +345,6 @@ BAD = {
     "effort": ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     "truncation": ({"truncation": "some"}, "truncation"),
     "metadata": ({"metadata": {"a": "x" * 513}}, "metadata"),
-    "conversation": ({"conversation": "conv_1"}, "conversation"),
     "prompt": ({"prompt": {"id": "x"}}, "prompt"),
     "moderation": ({"moderation": {"model": "x"}}, "moderation"),
     "service_tier": ({"service_tier": "scale"}, "service_tier"),
