@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -109,22 +110,32 @@ def test_what_hangs_or_ends_its_process_is_a_red_row_and_the_next_rows_have_a_ne
     monkeypatch.setenv("TRTLLM_STAND_IN", "1.3")
     monkeypatch.setenv("TRTLLM_STAND_IN_BROKEN", "errors,hang")
     one = LIVES["one"]
-    few = {name: one.rows[name] for name in ("start", "errors", "guides", "bias")}
+    few = {name: one.rows[name] for name in ("start", "errors", "sampling", "bias")}
     monkeypatch.setitem(program.LIVES, "one", rows_module.Life(one.stage, one.yaml, few))
-    proof = program.Proof(folder, program.Limits(start_s=120, row_s=6))
+    monkeypatch.setattr(program.Limits, "of", lambda self, row: 5 if row == "sampling" else 120)
+    proof = program.Proof(folder, program.Limits(start_s=120, row_s=120))
     proof.alone("one")
     assert [(row.name, row.outcome) for row in proof.rows] == [
         ("start", "ok"),
         ("errors", "fail"),
         ("start", "ok"),
-        ("guides", "fail"),
+        ("sampling", "fail"),
         ("start", "ok"),
         ("bias", "ok"),
     ]
     ended, hanging = proof.rows[1], proof.rows[3]
     assert "the engine's process ended with 70: reason=EngineDeadError" in ended.reason
-    assert hanging.reason == "no end in 6 s"
+    assert hanging.reason == "no end in 5 s"
     assert any("in choose" in line for line in hanging.traceback), hanging.traceback
+    assert processes_with(str(folder)) == []
+
+
+def processes_with(word):
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [file.parent.name] if word.encode() in file.read_bytes() else []
+    return found
 
 
 def test_without_an_engine_its_rows_are_skipped_with_the_reason(folder, monkeypatch):

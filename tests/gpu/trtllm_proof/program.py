@@ -25,7 +25,7 @@ GOOD, BAD, NOTHING_TO_TRY = 0, 1, 2
 LIVES_OF_ONE = 4  # that rows which hang or end their process may take
 _TELL_S = 15.0  # how often a row that takes long is told of
 _STOP_S = 30.0  # for a life to end in order
-_LOG_LINES = 15
+_LOG_LINES = 40
 _ENVIRONMENT = {
     "TRTLLM_NO_USAGE_STATS": "1",  # late releases report their use to NVIDIA: a proof is nobody's use
     "OMPI_ALLOW_RUN_AS_ROOT": "1",  # containers without a user of their own
@@ -253,7 +253,9 @@ def prove(proof: Proof, gpus: list[str]) -> None:
 def main() -> int:
     options = parse()
     gpus = machine.find_gpus()
-    missing = "" if machine.has_tensorrt_llm() else f"{sys.executable} has no tensorrt_llm; name one in BIREME_PYTHON"
+    missing = (
+        "" if machine.has_tensorrt_llm() else f"{sys.executable} has no tensorrt_llm; name one in BIREME_ENGINE_PYTHON"
+    )
     missing = missing or ("" if gpus else "nvidia-smi shows no GPU; docker run needs --gpus all")
     report: dict[str, Any] = {**machine.facts(), "gpus": gpus}
     with contextlib.ExitStack() as stack:

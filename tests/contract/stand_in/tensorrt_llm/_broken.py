@@ -174,5 +174,5 @@ WAYS: dict[str, Callable[[], Way]] = {
     "export": _no_export,
     "KV": _zeros,
     "transfer": _instead(_handoff, "claim", lambda params: None),
-    "hang": _instead(_Guide, "mask", lambda self, logits: time.sleep(3600)),
+    "hang": _instead(_Chooser, "_draw", lambda self, work: time.sleep(3600)),
 }
