@@ -163,7 +163,7 @@ class KvEventReader:
                 continue
             key = (rank, unsigned(block["block_hash"]))
             tokens = tuple(token["token_id"] for token in block.get("tokens") or ())
-            media = tuple(int(str(item["hash"])[:16], 16) for item in block.get("mm_keys") or ())
+            media = tuple(int(str(item["hash"])[:16], 16) for item in _media_keys(block))
             if self._places is not None:
                 tokens, shown, inside = self._places.read(tokens, inside)
                 media = media or shown
@@ -205,6 +205,12 @@ class KvEventReader:
     def _number(self) -> int:
         self._next_id += 1
         return self._next_id - 1
+
+
+def _media_keys(block: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a block's pictures: what has another type, or no hash, names none."""
+    items = block.get("mm_keys") or ()
+    return [item for item in items if item.get("type", "mm_key") == "mm_key" and item.get("hash")]
 
 
 def unsigned(value: int | str) -> int:

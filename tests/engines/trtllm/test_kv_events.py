@@ -164,6 +164,14 @@ def test_pictures_have_hashes_of_their_own(reader):
     assert event.blocks[0].block_hash == expected
 
 
+def test_a_picture_s_key_of_another_type_or_without_a_hash_is_passed_over_and_voids_nothing(reader):
+    picture = {"type": "mm_key", "hash": "0123456789abcdef" + "0" * 48, "start_offset": 0}
+    others = [{"type": "audio_key", "hash": "12"}, {"type": "mm_key"}, {"type": "mm_key", "hash": ""}]
+    (event,) = reader.read(stored(1, block(77, TOKENS[:4], mm_keys=[*others, picture])))
+    expected = hashing.local_hash(hashing.token_bytes(TOKENS[:4]), media=[0x0123456789ABCDEF])
+    assert isinstance(event, BlocksStored) and event.blocks[0].block_hash == expected
+
+
 def test_events_without_ids_or_windows_of_old_releases_are_read(reader):
     event = stored(1, block(77, TOKENS[:4]))
     del event["event_id"], event["window_size"]
