@@ -63,6 +63,7 @@ class Planner:
         self._guides = guides
         self._pictures = pictures  # None: the model takes text alone
         self._substitutes = Substitutes.of(api, arguments)
+        self._has_timings = bool(arguments.values.get("return_perf_metrics"))
         self._claims = Claims()
         self._is_priority_told = False
 
@@ -133,6 +134,8 @@ class Planner:
 
     def _sampling(self, request: EngineRequest, num_prompt: int) -> Any:
         fields = sampling_fields(request, self._facts.eos_ids)
+        if self._has_timings:  # from 1.3 on the engine's flag may mean its own server's answers alone
+            fields["return_perf_metrics"] = True
         if processors := self._processors(request, fields, num_prompt):
             fields["logits_processor"] = processors
         if bias := fields.pop("logit_bias", None):

@@ -371,7 +371,8 @@ class Executor:
         response = self._response(one)
         response.finish_reason, response.stop_reason = reason, stop_reason
         response.disaggregated_params = exported
-        if one.params.return_perf_metrics or self._args.return_perf_metrics:
+        # What the engine's flag means for a request is unclear from 1.3 on (PR 16668): the strict reading.
+        if one.params.return_perf_metrics or (self._args.return_perf_metrics and not _contract.FROM_1_3):
             response.perf, response.metrics = self._perf(one, reason)
         one.result.put(response)
 
