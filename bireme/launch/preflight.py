@@ -9,6 +9,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ from bireme.launch.processes import command_line
 from bireme.launch.run_folder import SHM
 from bireme.workers.grpc_tls import GrpcTls
 
+logger = logging.getLogger("bireme.launch")
 SUPPORTED_PYTHON = ((3, 11), (3, 12))  # oldest and newest, both inclusive
 _MIB = 1 << 20
 _SHM_MIB_PER_STUB = 2  # a region of 1 MiB for the instance, one while its configuration is completed
@@ -152,8 +154,15 @@ def _missing(modules: tuple[str, ...], environment: Mapping[str, str], own: Mapp
 
 
 def check_arguments(recipe: Recipe) -> list[str]:
-    """What TensorRT-LLM would refuse in its workers' YAMLs, minutes into a large model's load."""
-    return list(map(str, errors(pair_rules.check_recipe(recipe))))
+    """What TensorRT-LLM would refuse in its workers' YAMLs, minutes into a large model's load.
+
+    A key or word that the contract does not list is a warning: the installed release, which is not known here, decides.
+    """
+    found = errors(pair_rules.check_recipe(recipe))
+    for problem in found:
+        if problem.is_by_release:
+            logger.warning("engine_config_warning text=%s", problem)
+    return [str(problem) for problem in found if not problem.is_by_release]
 
 
 def check_grpc_tls(recipe: Recipe) -> list[str]:

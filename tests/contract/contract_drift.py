@@ -89,9 +89,11 @@ def _default(entry: list[Any]) -> str:
 
 
 def _llm_args(contract: dict[str, Any], is_1_3: bool) -> list[str]:
-    table = contract["torch_llm_args"]
-    names = list(table["v1_2_1"])
-    if not is_1_3:
-        return names
-    gone = " ".join(table["removed_by_1_3"])
-    return [name for name in names if name not in gone] + list(table["added_late_1_3"])
+    """Return the settings that a release has; tools/describe_trtllm.py looks into their blocks."""
+    release = "1.3" if is_1_3 else "1.2"
+    found = []
+    for name, (_, _, *rest) in contract["config_classes"]["LlmArgs"].items():
+        more = rest[0] if rest else {}
+        if more.get("since", "") <= release < more.get("until", "9") and not more.get("deprecated"):
+            found.append(name)
+    return found

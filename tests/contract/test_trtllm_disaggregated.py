@@ -51,7 +51,7 @@ def test_prefill_and_decode_give_the_tokens_of_one_engine(pair):
 def test_the_opaque_state_travels_as_base64(pair):
     params, _ = prefill(pair[0])
     state = base64.b64decode(params.opaque_state, validate=True)
-    if pair[0].engine._loaded.api.version.startswith("1.4"):  # the Python transceiver's name lies elsewhere
+    if not pair[0].engine._loaded.api.version.startswith("1.2"):  # the Python transceiver's name lies elsewhere
         assert not state and params.engine_state["ctx_info_endpoint"].startswith("file://")
     else:
         assert state.startswith(b"{")
@@ -76,7 +76,16 @@ def test_a_runtime_that_a_backend_does_not_have_is_told_at_the_start(make_engine
         pytest.skip("1.2.1 has no Python transceiver")
     with pytest.raises(ConfigError, match="the Python transceiver moves KV by NIXL alone"):
         make_engine("decode", cache_transceiver_config={"backend": "UCX", "transceiver_runtime": "PYTHON"})
-    make_engine("decode", cache_transceiver_config={"backend": "UCX"})  # auto is the C++ one then
+    make_engine("decode", cache_transceiver_config={"backend": "UCX", "transceiver_runtime": "CPP"})
+
+
+def test_a_model_that_asks_for_the_python_transceiver_is_told_where_the_backend_is_another(make_engine, profile):
+    ucx = {"backend": "UCX", "max_tokens_in_buffer": 8192}
+    if profile == "1.2.1":
+        make_engine("decode", cache_transceiver_config=ucx)
+        return
+    with pytest.raises(ConfigError, match="this model asks for the Python transceiver.*set DEFAULT"):
+        make_engine("decode", cache_transceiver_config=ucx)  # a Llama
 
 
 def test_what_would_end_the_worker_is_refused_before_it(make_engine, profile):

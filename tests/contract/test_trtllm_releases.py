@@ -58,7 +58,7 @@ def test_sparse_attention_is_made_into_its_class(profile):
 @pytest.mark.parametrize("is_v2", [None, True, False])
 def test_1_4_gives_its_memory_back_without_kv_cache_manager_v2_alone(make_engine, profile, is_v2, caplog):
     kv = {} if is_v2 is None else {"use_kv_cache_manager_v2": is_v2}
-    harness = make_engine(enable_sleep=True, kv_cache_config=kv)
+    harness = make_engine(sleep_config={}, kv_cache_config=kv)
     assert ("KV cache manager V2 can't give its memory back" in caplog.text) == (is_v2 is not False)
     if is_v2 is False:
         harness.llm.release()
@@ -68,6 +68,24 @@ def test_1_4_gives_its_memory_back_without_kv_cache_manager_v2_alone(make_engine
     else:
         with pytest.raises(ValueError, match="V1"):
             harness.llm.release()
+
+
+@pytest.mark.parametrize("profile", ["1.3", "1.4"], indirect=True)
+@pytest.mark.parametrize("yaml", [{"enable_sleep": True}, {"moe_config": {"backend": "WIDEEP"}}, {"max_bacth_size": 3}])
+def test_what_the_installed_package_does_not_know_is_warned_of_and_refused_by_the_package(
+    make_engine, profile, yaml, caplog
+):
+    with pytest.raises(ConfigError, match=r"TensorRT-LLM \S+ refuses the engine's arguments"):
+        make_engine(**yaml)
+    assert any(name in caplog.text for name in ("set sleep_config", "set CUTEDSL", "did you mean max_batch_size"))
+
+
+@pytest.mark.parametrize("profile", ["1.3", "1.4"], indirect=True)
+def test_what_late_releases_know_reaches_their_classes(make_engine, profile, caplog):
+    kv = {"block_reuse_config": {"policy": "per_request"}, "mamba_state_cache_interval": 0}
+    args = make_engine(checkpoint_io_policy="native", kv_cache_config=kv).llm.args
+    assert args.checkpoint_io_policy == "native" and args.kv_cache_config.block_reuse_config.policy == "per_request"
+    assert "mamba_state_cache_interval: 0; deprecated" in caplog.text
 
 
 @ON_1_2

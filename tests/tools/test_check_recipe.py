@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
 from bireme.config import CHECKOUT
+from bireme.engines.trtllm import contract
+from bireme.engines.trtllm.pair_rules import check_worker
 from bireme.launch.recipe_check import check_folder
+from bireme.recipe_files import load_recipe
 from tools import check_recipe
 
 RECIPES = sorted(path.parent for path in (CHECKOUT / "recipes").glob("*/recipe.yaml"))
@@ -67,6 +71,27 @@ def test_every_recipe_of_the_repository_is_good(folder):
     assert list(map(str, check_folder(folder))) == []
 
 
+@pytest.mark.parametrize("release", contract.PROFILES)
+@pytest.mark.parametrize("folder", RECIPES, ids=lambda folder: folder.name)
+def test_every_recipe_of_the_repository_is_good_for_each_release(folder, release):
+    recipe = load_recipe(folder, "")
+    for stage, entry in recipe.workers.items():
+        if entry.engine == "trtllm" and entry.engine_version in ("", release):
+            entry = msgspec.structs.replace(entry, engine_version=release)
+            assert check_worker(entry, stage, recipe.model, is_disaggregated="prefill" in recipe.workers) == []
+
+
+@pytest.mark.parametrize("release", ["1.3", "1.4"])
+@pytest.mark.parametrize("name", ["deepseek-r1-disagg", "gemma3-vswa-disagg", "gpt-oss-120b", "llama4-eagle-disagg"])
+def test_ucx_put_back_is_told_where_late_releases_obey_the_model(name, release):
+    ucx = {"cache_transceiver_config": {"backend": "UCX"}}
+    recipe = load_recipe(CHECKOUT / "recipes" / name, json.dumps({"workers": {"decode": {"engine_config": ucx}}}))
+    decode = recipe.workers["decode"]
+    for version, expected in (("1.2", []), (release, ["cache_transceiver_config.backend"])):
+        entry = msgspec.structs.replace(decode, engine_version=version)
+        assert [one.key for one in check_worker(entry, "decode", recipe.model, is_disaggregated=True)] == expected
+
+
 @pytest.mark.parametrize("folder", RECIPES, ids=lambda folder: folder.name)
 def test_every_recipe_of_tensorrt_llm_has_a_readme_with_its_values_and_their_source(folder):
     engines = (folder / "recipe.yaml").read_text()
@@ -88,7 +113,8 @@ def test_a_planted_mistake_is_found_with_file_line_key_value_and_remedy(planted,
 
 
 def matches(finding, planted, folder):
-    where = (finding.file, finding.line) == (f"{folder / planted['file']}.yaml", planted["line"])
+    file = planted.get("at", planted["file"])
+    where = (finding.file, finding.line) == (f"{folder / file}.yaml", planted["line"])
     is_it = finding.key.endswith(planted.get("key", "")) and planted.get("value", "") in finding.value
     return where and is_it and planted["says"] in str(finding)
 

@@ -7,8 +7,8 @@ looks at the GPU when it is made; contract.py and rules.py replace its checks.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from bireme.config import EngineConfig
@@ -35,7 +35,8 @@ OWN: tuple[Path, ...] = (
     ("scheduler_config", "max_queue_time_s"),
     ("scheduler_config", "best_effort_share"),
     ("guided_decoding_config",),
-    ("multimodal_config",),
+    ("multimodal_config", "max_batch_images"),
+    ("multimodal_config", "max_held_bytes"),
     ("mocker",),
 )
 # Keys that TensorRT-LLM takes and that have no effect, or harm, with token ids in and out.
@@ -43,6 +44,7 @@ _SERVE_ONLY = "trtllm-serve makes text with it; bireme's engine speaks tokens, s
 LEFT_OUT: dict[str, tuple[str, str]] = {
     "num_postprocess_workers": (_SERVE_ONLY, "remove it"),
     "postprocess_tokenizer_dir": (_SERVE_ONLY, "remove it"),
+    "num_serve_frontends": ("these are processes of trtllm-serve, so it is left out", "remove it"),
     "reasoning_parser": (_SERVE_ONLY, "set chat.reasoning_parser in recipe.yaml"),
 }
 _RECIPE_HAS_IT = "the recipe says it for every part of the deployment"
@@ -50,6 +52,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "model": (_RECIPE_HAS_IT, "set `model` in recipe.yaml"),
     "tokenizer": (_RECIPE_HAS_IT, "set `tokenizer` in recipe.yaml"),
     "skip_tokenizer_init": ("the engine sets it by the modality", "remove it"),
+    "post_processor_hook": ("it rewrites text, and bireme's engine speaks tokens", "remove it"),
     "mm_encoder_only": ("the stage multimodal_encoder sets it", "remove it, and serve that stage"),
     "llm_args": ("TensorRT-LLM's arguments stand at the top of the engine YAML", "move its keys there"),
 }
@@ -60,11 +63,13 @@ def llm_arguments(config: EngineConfig, model: str, stage: str, version: str = c
 
     Keys that the YAML does not set are absent, so that TensorRT-LLM's (and the model's) defaults hold; `backend` is
     there when the YAML names one (`_autodeploy`). `stage` is prefill, decode, multimodal_encoder or video_diffusion;
-    `version` is tensorrt_llm.__version__. Logs each warning once. Raises ConfigError with every error, one a line: key,
-    value, reason, remedy.
+    `version` is the installed tensorrt_llm.__version__. Logs each warning once. Raises ConfigError with every error,
+    one a line: key, value, reason, remedy. Keys and values that the contract does not list are warnings here: the
+    package's own classes have the last word, and refuse what they don't know.
     """
     transceiver = config.cache_transceiver_config.backend
-    found = check_arguments(config.llm_args, stage, version, is_disaggregated=transceiver is not None)
+    found = check_arguments(config.llm_args, stage, version, model, is_disaggregated=transceiver is not None)
+    found = [replace(one, severity="warning") if one.is_by_release else one for one in found]
     for warning in warnings(found):
         logger.warning("engine_config_warning stage=%s text=%s", stage, warning)
     if refused := errors(found):
@@ -73,7 +78,12 @@ def llm_arguments(config: EngineConfig, model: str, stage: str, version: str = c
 
 
 def check_arguments(
-    tree: Mapping[str, Any], stage: str, version: str = contract.FLOOR, *, is_disaggregated: bool = False
+    tree: Mapping[str, Any],
+    stage: str,
+    version: str = contract.FLOOR,
+    model: str = "",
+    *,
+    is_disaggregated: bool = False,
 ) -> list[Problem]:
     """Return all that is wrong with one engine YAML for one release: names, types, values, and rules across them."""
     release = contract.profile(version)
@@ -82,9 +92,8 @@ def check_arguments(
     found = [*_foreign(tree), *_said_twice(tree), *_left_out(tree)]
     arguments = prepared(tree)
     by_contract = contract.validate(arguments | {"model": _MODEL}, class_of(tree), version)
-    found += _tolerate_newer(by_contract, version)
-    sound = _without(arguments, [problem.path for problem in by_contract])
-    return found + check_rules(Yaml(sound, stage, release, is_disaggregated=is_disaggregated))
+    sound = _without(arguments, [problem.path for problem in errors(by_contract)])
+    return found + by_contract + check_rules(Yaml(sound, stage, release, model, is_disaggregated=is_disaggregated))
 
 
 def class_of(tree: Mapping[str, Any]) -> str:
@@ -154,16 +163,6 @@ def _said_twice(tree: Mapping[str, Any]) -> list[Problem]:
             reason = f"it is another name of {'.'.join(path)}, which is {own!r}"
             found.append(Problem((name,), tree[name], reason, "keep one of the two"))
     return found
-
-
-def _tolerate_newer(found: list[Problem], version: str) -> list[Problem]:
-    """A release after the contract's may know more keys; it refuses unknown ones itself."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    assert match is not None
-    newest = tuple(map(int, contract.PROFILES[-1].split(".")))
-    if (int(match.group(1)), int(match.group(2))) <= newest:
-        return found
-    return [Problem(one.path, one.value, one.reason, one.remedy, "warning") for one in found]
 
 
 def _without(tree: dict[str, Any], paths: list[Path]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import difflib
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -36,6 +36,9 @@ class Field:
     default: Any
     since: str = ""
     until: str = ""
+    deprecated: str = ""  # the first release that only tolerates it
+    instead: str = "remove it"  # where it, or a value, is gone or deprecated
+    gone_values: Mapping[str, str] | None = None  # value -> the first release without it
     required: bool = False
     status: str = "stable"
     alias: str = ""
@@ -87,9 +90,11 @@ def _field(name: str, entry: list[Any], release: str) -> Field:
     more = dict(rest[0]) if rest else {}
     required = more.pop("required", False) or release < more.pop("required_until", "")
     newer = {value for value, since in more.pop("values_since", {}).items() if release < since}
-    kind = parse_type("null" if text is None else text)
-    kind = FieldType(tuple(part for part in kind.parts if part.name not in newer))
-    return Field(name, kind, default, required=required, **more)
+    gone = {value: until for value, until in more.pop("values_until", {}).items() if release >= until}
+    for since, later in more.pop("defaults", {}).items():
+        default = later if release >= since else default
+    kind = parse_type("null" if text is None else text).without({*newer, *gone})
+    return Field(name, kind, default, gone_values=gone or None, required=required, **more)
 
 
 def _class(name: str) -> dict[str, Any]:
@@ -112,9 +117,12 @@ def _check_class(tree: Mapping[str, Any], class_name: str, release: str, path: P
         field = known.get(str(name)) or aliases.get(str(name))
         if field is None:
             if not _class(class_name).get("open"):
-                yield _unknown(str(name), value, class_name, release, path)
-        else:
-            yield from _check_value(field, value, release, (*path, str(name)))
+                yield replace(_unknown(str(name), value, class_name, release, path), is_by_release=True)
+            continue
+        if field.deprecated and release >= field.deprecated:
+            reason = f"deprecated from TensorRT-LLM {field.deprecated} on"
+            yield Problem((*path, str(name)), value, reason, field.instead, "warning")
+        yield from _check_value(field, value, release, (*path, str(name)))
     for field in known.values():
         if field.required and field.name not in tree and field.alias not in tree:
             yield Problem((*path, field.name), NOTHING, f"missing; {release} needs it", _how_to_fill(field))
@@ -123,13 +131,13 @@ def _check_class(tree: Mapping[str, Any], class_name: str, release: str, path: P
 def _check_union(tree: Mapping[str, Any], class_name: str, release: str, path: Path) -> Iterator[Problem]:
     union = _class(class_name)
     key = union["discriminator"]
-    choices = [name for name in union["classes"] if _has_choice(union, name, release)]
+    choices = choices_of(class_name, release)
     chosen = tree.get(key, NOTHING)
     if chosen is NOTHING:
         yield Problem((*path, key), NOTHING, "missing; it says which kind this is", f"set one of {_list(choices)}")
     elif chosen not in choices:
         reason = f"not a {key} of TensorRT-LLM {release}"
-        yield Problem((*path, key), chosen, reason, _nearest(str(chosen), choices))
+        yield Problem((*path, key), chosen, reason, _nearest(str(chosen), choices), is_by_release=True)
     else:
         yield from _check_class(tree, union["classes"][chosen], release, path)
 
@@ -137,6 +145,27 @@ def _check_union(tree: Mapping[str, Any], class_name: str, release: str, path: P
 def _has_choice(union: Mapping[str, Any], name: str, release: str) -> bool:
     since, until = union.get("since", {}).get(name, ""), union.get("until", {}).get(name, "")
     return not (since and release < since) and not (until and release >= until)
+
+
+def classes_of(class_name: str, release: str) -> list[str]:
+    """Return the classes that a mapping may fill: those of a union that the release has, or the one; [] for none."""
+    if not class_name:
+        return []
+    union = _class(class_name)
+    if "discriminator" not in union:
+        return [class_name]
+    return list(dict.fromkeys(name for key, name in union["classes"].items() if _has_choice(union, key, release)))
+
+
+def discriminator(class_name: str) -> str | None:
+    """Return the key that chooses between a union's classes; None for every other class."""
+    return _class(class_name).get("discriminator") if class_name else None
+
+
+def choices_of(class_name: str, release: str) -> list[str]:
+    """Return the words that choose between a union's classes."""
+    union = _class(class_name)
+    return [name for name in union["classes"] if _has_choice(union, name, release)]
 
 
 def _check_value(field: Field, value: Any, release: str, path: Path) -> Iterator[Problem]:
@@ -152,13 +181,17 @@ def _check_value(field: Field, value: Any, release: str, path: Path) -> Iterator
 
 def _misfit(field: Field, value: Any, path: Path) -> Problem:
     wanted = field.type
+    if field.gone_values and isinstance(value, str) and value in field.gone_values:
+        reason, remedy = f"gone in TensorRT-LLM {field.gone_values[value]}", field.instead
+        return Problem(path, value, reason, remedy, is_by_release=True)
     if wanted.values and isinstance(value, str):
-        return Problem(path, value, f"one of {_list(wanted.values)} is expected", _nearest(value, wanted.values))
+        reason, remedy = f"one of {_list(wanted.values)} is expected", _nearest(value, wanted.values)
+        return Problem(path, value, reason, remedy, is_by_release=True)
     reason = f"{wanted.describe()} is expected"
     if isinstance(value, str) and wanted.takes(_as_number(value)):
         remedy = "remove the quotes" if re.fullmatch(r"-?[\d.]+", value) else f"write {_as_number(value)!r}"
         return Problem(path, value, reason, remedy)
-    return Problem(path, value, reason, _how_to_fill(field))
+    return Problem(path, value, reason, _how_to_fill(field), is_by_release=wanted.is_out_of_range(value))
 
 
 def _as_number(text: str) -> Any:
@@ -196,12 +229,16 @@ def _unknown(name: str, value: Any, class_name: str, release: str, path: Path) -
 
 def _elsewhere(name: str, class_name: str, release: str) -> tuple[str, str] | None:
     """Explain a key that the class has in another release, or had under another name."""
-    for base in filter(None, (class_name, _class(class_name).get("base"))):
+    base = class_name
+    while base:
         field = _declared(base, release).get(name)
+        if field is not None and field.since and field.since == field.until:
+            return f"only early release candidates of TensorRT-LLM {field.since} had it", field.instead
         if field is not None and field.since and release < field.since:
             return f"new in TensorRT-LLM {field.since}", "remove it, or set engine_version to the release that you run"
         if field is not None:
-            return f"TensorRT-LLM {field.until} has removed it", "remove it"
+            return f"gone in TensorRT-LLM {field.until}", field.instead
+        base = _class(base).get("base", "")
     if class_name in ("LlmArgs", "AutoDeployLlmArgs"):
         return (RETIRED_SINCE_1_3.get(name) if release >= "1.3" else None) or RETIRED.get(name)
     return None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 _NAMES = {"null": "null", "bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string"}
@@ -72,12 +73,27 @@ class FieldType:
     def takes(self, value: Any) -> bool:
         return any(part.takes(value) for part in self.parts)
 
+    def is_out_of_range(self, value: Any) -> bool:
+        """Whether the value is a number of the right kind that the bounds refuse."""
+        free = [replace(part, low=-math.inf, high=math.inf) for part in self.parts if part.kind in ("int", "float")]
+        return not self.takes(value) and any(part.takes(value) for part in free)
+
     def describe(self) -> str:
         return " or ".join(part.describe() for part in self.parts)
 
     @property
     def values(self) -> tuple[str, ...]:
         return tuple(part.name for part in self.parts if part.kind == "value")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The values, and those of a list's items."""
+        return (*self.values, *(word for part in self.parts if part.item for word in part.item.words))
+
+    def without(self, values: Collection[str]) -> FieldType:
+        """Return a copy that takes these values no more, nor lists of them."""
+        kept = [part for part in self.parts if part.kind != "value" or part.name not in values]
+        return FieldType(tuple(replace(part, item=part.item and part.item.without(values)) for part in kept))
 
     @property
     def class_name(self) -> str:

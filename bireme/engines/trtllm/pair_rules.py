@@ -21,7 +21,10 @@ _EQUAL: dict[str, tuple[object, str]] = {  # key -> TensorRT-LLM's default, why 
     "kv_cache_config.dtype": ("auto", "transferred blocks are not converted"),
     "kv_cache_config.max_attention_window": (None, "each layer's blocks go to the same layer's pool"),
     "cache_transceiver_config.backend": (None, "both ends of a transfer speak one protocol"),
-    "cache_transceiver_config.transceiver_runtime": (None, "the transceivers of both runtimes do not know each other"),
+    "cache_transceiver_config.transceiver_runtime": (
+        "auto",
+        "the transceivers of both runtimes do not know each other",
+    ),
 }
 
 
@@ -34,7 +37,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     is_disaggregated = "prefill" in recipe.workers and "decode" in recipe.workers
     found = []
     for stage, entry in entries.items():
-        found += _named(check_worker(entry, stage, is_disaggregated=is_disaggregated), stage)
+        found += _named(check_worker(entry, stage, recipe.model, is_disaggregated=is_disaggregated), stage)
         found += _named(list(_check_devices(entry, stage)), stage)
         if not recipe.publishes_events:
             found += _named(list(_check_events(entry, stage)), stage)
@@ -55,7 +58,7 @@ def _check_pictures(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("backend",), "_autodeploy", reason, "remove it, or remove multimodal_encoder", worker=stage)
 
 
-def check_worker(entry: WorkerEntry, stage: str, *, is_disaggregated: bool) -> list[Problem]:
+def check_worker(entry: WorkerEntry, stage: str, model: str = "", *, is_disaggregated: bool) -> list[Problem]:
     """Check one worker's YAML for its release; for all of them where it names none."""
     if entry.engine_version and entry.engine_version not in PROFILES:
         reason = "not a release that bireme knows"
@@ -63,7 +66,7 @@ def check_worker(entry: WorkerEntry, stage: str, *, is_disaggregated: bool) -> l
     found: dict[tuple[object, ...], Problem] = {}
     for release in (entry.engine_version,) if entry.engine_version else PROFILES:
         arguments = entry.engine_config.llm_args
-        for problem in check_arguments(arguments, stage, VERSIONS[release], is_disaggregated=is_disaggregated):
+        for problem in check_arguments(arguments, stage, VERSIONS[release], model, is_disaggregated=is_disaggregated):
             found.setdefault((problem.path, problem.severity), problem)
     return list(found.values())
 

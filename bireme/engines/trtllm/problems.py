@@ -21,6 +21,7 @@ class Problem:
     remedy: str
     severity: Literal["error", "warning"] = "error"
     worker: str = ""  # which worker's YAML, where several are looked at together
+    is_by_release: bool = False  # a key or value that the contract does not list: another release may know it
 
     @property
     def key(self) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from bireme.engines.trtllm.problems import NOTHING, Problem
+from bireme.engines.trtllm.transceivers import is_python_by_model
 
 Tree = Mapping[str, Any]
 Rule = Callable[["Yaml"], Iterator[Problem]]
@@ -35,10 +36,11 @@ NOT_IN_AUTODEPLOY = {
 class Yaml:
     """One worker's engine YAML with TensorRT-LLM's defaults where the rules need them."""
 
-    def __init__(self, tree: Tree, stage: str, release: str, *, is_disaggregated: bool) -> None:
+    def __init__(self, tree: Tree, stage: str, release: str, model: str = "", *, is_disaggregated: bool) -> None:
         self.tree = tree
         self.stage = stage
         self.release = release
+        self.model = model  # a folder, or a name on the hub
         self.is_disaggregated = is_disaggregated
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -64,7 +66,7 @@ class Yaml:
 
     def without(self, keys: Iterable[str]) -> Yaml:
         tree = {key: value for key, value in self.tree.items() if key not in keys}
-        return Yaml(tree, self.stage, self.release, is_disaggregated=self.is_disaggregated)
+        return Yaml(tree, self.stage, self.release, self.model, is_disaggregated=self.is_disaggregated)
 
     @property
     def is_autodeploy(self) -> bool:
@@ -179,6 +181,13 @@ def expert_balancing_needs_expert_parallelism(yaml: Yaml) -> Iterator[Problem]:
     yield yaml.problem("moe_config.load_balancer", reason, "set moe_expert_parallel_size, or remove it")
 
 
+def expert_balancing_needs_a_backend_that_has_it(yaml: Yaml) -> Iterator[Problem]:
+    backend = yaml.get("moe_config.backend")
+    if yaml.get("moe_config.load_balancer") is not None and backend in ("VANILLA", "TRITON", "MARLIN"):
+        remedy = "set CUTEDSL, DEEPGEMM, TRTLLM or CUTLASS, or remove load_balancer"
+        yield yaml.problem("moe_config.backend", "it has no load balancing", remedy)
+
+
 def wide_expert_parallelism_needs_attention_dp(yaml: Yaml) -> Iterator[Problem]:
     if yaml.get("moe_config.backend") == "WIDEEP" and not yaml.get("enable_attention_dp"):
         reason = "WIDEEP exchanges tokens between data-parallel attention ranks"
@@ -281,6 +290,13 @@ def drafting_runs_on_this_backend(yaml: Yaml) -> Iterator[Problem]:
         yield yaml.problem("pipeline_parallel_size", reason, "set 1 and raise tensor_parallel_size")
 
 
+def drafts_are_one_model(yaml: Yaml) -> Iterator[Problem]:
+    for name in ("eagle3_one_model", "mtp_eagle_one_model"):
+        if yaml.get(f"speculative_config.{name}") is False and yaml.release >= "1.3":
+            reason = "TensorRT-LLM 1.3 drafts in the target model's own steps alone, and refuses false"
+            yield yaml.problem(f"speculative_config.{name}", reason, "remove it")
+
+
 def drafts_fit_a_step(yaml: Yaml) -> Iterator[Problem]:
     if yaml.draft_len == NO_DRAFTS or not yaml.largest_graph_batch:
         return
@@ -325,7 +341,7 @@ def the_host_tier_holds_reusable_blocks(yaml: Yaml) -> Iterator[Problem]:
 
 def block_managers_share_whole_blocks(yaml: Yaml) -> Iterator[Problem]:
     module = str(yaml.get("kv_connector_config.connector_module", ""))
-    if not module.startswith("kvbm"):
+    if not module.startswith("kvbm") and yaml.get("kv_connector_config.connector") != "kvbm":
         return
     if yaml.get("kv_cache_config.enable_partial_reuse", True):
         yield yaml.problem("kv_cache_config.enable_partial_reuse", "kvbm knows whole blocks only", "set false")
@@ -358,22 +374,43 @@ def transfer_has_a_backend_and_a_buffer(yaml: Yaml) -> Iterator[Problem]:
 
 
 def transceivers_speak_what_their_runtime_can(yaml: Yaml) -> Iterator[Problem]:
-    backend = yaml.get("cache_transceiver_config.backend")
-    if yaml.get("cache_transceiver_config.transceiver_runtime") == "PYTHON" and backend not in (
-        None,
-        "DEFAULT",
-        "NIXL",
-    ):
+    transceiver = yaml.block("cache_transceiver_config")
+    if transceiver.get("backend") in (None, "DEFAULT", "NIXL"):
+        return
+    runtime, key = transceiver.get("transceiver_runtime", "auto"), "cache_transceiver_config.backend"
+    if runtime == "PYTHON":
         reason = "the Python transceiver moves KV by NIXL alone"
-        yield yaml.problem("cache_transceiver_config.backend", reason, "set NIXL, or transceiver_runtime: CPP")
+        yield yaml.problem(key, reason, "set NIXL, or transceiver_runtime: CPP")
+    elif runtime == "auto" and not yaml.is_autodeploy and is_python_by_model(yaml.model, yaml.release):
+        reason = "this model asks for the Python transceiver, which moves KV by NIXL alone"
+        remedy = "set DEFAULT, which every release takes, or transceiver_runtime: CPP beside it"
+        yield yaml.problem(key, f"{reason}, and TensorRT-LLM {yaml.release} obeys it", remedy)
+
+
+def connectors_have_a_name_or_classes(yaml: Yaml) -> Iterator[Problem]:
+    connector = yaml.block("kv_connector_config")
+    names = ("connector_module", "connector_scheduler_class", "connector_worker_class")
+    if connector and connector.get("connector") is None and yaml.release >= "1.3":
+        for name in names:
+            if connector.get(name) is None:
+                reason = "a connector is known by a name, or by its module and two classes"
+                yield yaml.problem(f"kv_connector_config.{name}", reason, "set it, or connector: lmcache or kvbm")
+
+
+def native_events_leave_ours_empty(yaml: Yaml) -> Iterator[Problem]:
+    if yaml.get("kv_cache_config.kv_events_config.enable_kv_cache_events"):
+        reason = "TensorRT-LLM sends its KV events itself then, by ZeroMQ, and bireme, which polls them, gets none"
+        remedy = "remove it, and set kv_cache_config.event_buffer_max_size where the router is to know the blocks"
+        yield yaml.problem("kv_cache_config.kv_events_config", reason, remedy, is_warning=True)
 
 
 def kv_cache_manager_v2_does_not_sleep(yaml: Yaml) -> Iterator[Problem]:
     is_default = yaml.release >= "1.4"
-    if yaml.get("enable_sleep") and yaml.get("kv_cache_config.use_kv_cache_manager_v2", is_default) is True:
+    has_v2 = yaml.get("kv_cache_config.use_kv_cache_manager_v2", is_default) is True
+    if yaml.get("sleep_config") is not None and has_v2:
         reason = "KV cache manager V2 can't give its memory back"
         remedy = "remove it, or set kv_cache_config.use_kv_cache_manager_v2: false"
-        yield yaml.problem("enable_sleep", reason, remedy, is_warning=True)
+        yield yaml.problem("sleep_config", reason, remedy, is_warning=True)
 
 
 def beams_stay_in_one_engine(yaml: Yaml) -> Iterator[Problem]:
@@ -432,6 +469,7 @@ RULES: tuple[Rule, ...] = (
     expert_slots_divide_by_the_ranks,
     expert_assignments_fill_the_slots,
     expert_balancing_needs_expert_parallelism,
+    expert_balancing_needs_a_backend_that_has_it,
     wide_expert_parallelism_needs_attention_dp,
     long_prompts_need_chunks,
     a_step_holds_the_whole_batch,
@@ -450,6 +488,9 @@ RULES: tuple[Rule, ...] = (
     prefill_runs_without_overlap,
     transfer_has_a_backend_and_a_buffer,
     transceivers_speak_what_their_runtime_can,
+    connectors_have_a_name_or_classes,
+    native_events_leave_ours_empty,
+    drafts_are_one_model,
     kv_cache_manager_v2_does_not_sleep,
     beams_stay_in_one_engine,
     adapters_are_untested_in_disaggregation,

@@ -85,7 +85,7 @@ def test_arguments_are_checked_without_the_package_and_without_a_gpu():
 
 
 def test_every_error_is_told_at_once():
-    lines = refusal(max_batchsize=3, moe_config={"backend": "cutlass"}, max_beam_width=2, speculative_config={})
+    lines = refusal(max_batch_size="3", moe_config=3, max_beam_width=2, speculative_config={})
     assert len(lines.splitlines()) == 3
 
 
@@ -95,17 +95,32 @@ def test_the_yaml_is_not_changed():
     assert yaml == {"kv_cache_free_gpu_memory_fraction": 0.5, "kv_cache_config": {"dtype": "fp8"}, "mocker": {}}
 
 
-def test_a_release_after_the_contract_s_may_know_more(caplog):
-    assert arguments(version="1.5.0rc1", brand_new=3)["brand_new"] == 3
-    assert "brand_new: 3" in caplog.text
-    assert "brand_new" in refusal(version=CEILING, brand_new=3)
+@pytest.mark.parametrize("version", [CEILING, "1.4.0rc2", "1.4.3", "1.5.0rc1"])
+def test_what_the_contract_does_not_list_is_left_to_the_installed_package(version, caplog):
+    given = {"brand_new": 3, "moe_config": {"backend": "NEWEST"}, "num_serve_frontends": 2}
+    found = arguments(version=version, stream_interval=0, **given)
+    assert found == {"model": "org/model", "stream_interval": 0, "brand_new": 3, "moe_config": {"backend": "NEWEST"}}
+    told = [record.args[1].key for record in caplog.records]
+    assert told == ["num_serve_frontends", "stream_interval", "brand_new", "moe_config.backend"]
+
+
+def test_a_value_of_another_type_is_refused_at_the_start_too():
+    assert refusal(version=CEILING, max_batch_size="many").startswith("max_batch_size: 'many';")
+
+
+def test_keys_that_bireme_and_tensorrt_llm_have_in_one_block_go_each_its_way():
+    block = {"max_held_bytes": 1 << 20, "encoder_cache_max_bytes": "512MB"}
+    assert arguments(version=CEILING, multimodal_config=block)["multimodal_config"] == {
+        "encoder_cache_max_bytes": "512MB"
+    }
 
 
 def test_video_needs_1_3_and_has_its_own_class():
     assert "no VisualGen" in refusal("video_diffusion")
     found = arguments("video_diffusion", CEILING, attention_config={"backend": "VANILLA"})
     assert found["attention_config"] == {"backend": "VANILLA"}
-    assert "did you mean VANILLA" in refusal("video_diffusion", CEILING, attention_config={"backend": "VANILA"})
+    (problem,) = check_arguments({"attention_config": {"backend": "VANILA"}}, "video_diffusion", CEILING)
+    assert "did you mean VANILLA" in problem.remedy and problem.severity == "error"
 
 
 def test_rules_meet_only_values_of_the_right_type():
@@ -164,5 +179,5 @@ def test_what_is_accepted_is_what_the_contract_takes(tree):
     except ConfigError as error:
         assert all("; " in line for line in str(error).splitlines())
     else:
-        assert validate(found, "LlmArgs", FLOOR) == []
+        assert all(problem.is_by_release for problem in validate(found, "LlmArgs", FLOOR))
         assert not set(found) & {*config.ALIASES, *config.LEFT_OUT, "mocker"}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.engines.trtllm import contract
 from bireme.engines.trtllm.contract import CEILING, FLOOR, all_fields, fields, profile, validate
+from bireme.engines.trtllm.problems import errors
+from tools.describe_trtllm import rows_of_contract
 
 CLASSES = contract.contract()["config_classes"]
 PLAIN = [name for name, entry in CLASSES.items() if "discriminator" not in entry]
@@ -57,17 +61,30 @@ def test_the_arguments_are_those_that_were_read_at_1_2_1():
     assert set(fields("LlmArgs", FLOOR)) == own | loose_names("torch_llm_args", "v1_2_1")
 
 
-def test_the_arguments_of_1_3_add_and_lose_what_was_read():
-    old, new = set(fields("LlmArgs", FLOOR)), set(fields("LlmArgs", CEILING))
-    added = loose_names("torch_llm_args", "added_by_1_3_0rc7") | loose_names("torch_llm_args", "added_late_1_3")
-    assert new - old == added - {"cp_config"}
-    assert old - new == {"fail_fast_on_attention_window_too_large", "decoding_config"}
+def listed():
+    """Return what 1.3.0rc29's own field manifest lists: path -> words."""
+    lines = Path(__file__).with_name("fields_1.3.0rc29.txt").read_text().splitlines()
+    rows = [line.split() for line in lines if not line.startswith("#")]
+    return {path: frozenset(words) for path, *words in rows}
+
+
+@pytest.mark.parametrize("release", ["1.3", "1.4"])
+def test_every_setting_that_1_3_0rc29_lists_is_in_the_contract_with_its_words(release):
+    known = rows_of_contract(release)
+    assert [path for path in listed() if path not in known] == []
+    without = {path: words - known[path] for path, words in listed().items() if known[path]}
+    assert {path: words for path, words in without.items() if words} == {}
+
+
+@pytest.mark.parametrize("release", ["1.3", "1.4"])
+def test_the_contract_takes_no_words_that_1_3_0rc29_does_not_list(release):
+    known = rows_of_contract(release)
+    more = {path: known[path] - words for path, words in listed().items() if words}
+    assert {path: words for path, words in more.items() if words} == {"backend": {"_autodeploy", "tensorrt"}}
 
 
 def test_the_kv_cache_s_fields_are_those_that_were_read():
     assert set(fields("KvCacheConfig", FLOOR)) == loose_names("kv_cache_config", "v1_2_1")
-    added, removed = loose_names("kv_cache_config", "added_1_3"), loose_names("kv_cache_config", "removed_1_3")
-    assert set(fields("KvCacheConfig", CEILING)) == (loose_names("kv_cache_config", "v1_2_1") | added) - removed
 
 
 @pytest.mark.parametrize(
@@ -85,7 +102,7 @@ def test_the_kv_cache_s_fields_are_those_that_were_read():
     ],
 )
 def test_blocks_have_the_fields_that_were_read(name, section):
-    notes = {"rule", "disable", "added_1_3", "defaults_1_4", "late_1_3", "choices"}
+    notes = {"rule", "disable", "python_by_model", "choices"}
     assert set(fields(name, FLOOR)) == loose_names(section) - notes
 
 
@@ -121,9 +138,92 @@ def test_1_2_needs_all_of_dynamic_batching_and_1_3_none():
     assert len(messages(tree, FLOOR)) == 3 and messages(tree, CEILING) == []
 
 
+LATE = yaml.safe_load("""
+checkpoint_io_policy: native
+disable_mm_encoder: true
+dwdp_config: {dwdp_size: 2, contention_opt: true}
+enable_resource_governor: true
+encoder_cuda_graph_config: {max_batch_size: 4, seq_lens: [16]}
+generation_config: auto
+gms_config: {mode: rw}
+kv_cache_compression_config: {algorithm: triattention, calibration_path: x.pt}
+multimodal_config: {encoder_cache_max_bytes: 512MB, encoder_scheduling_policy: EAGER}
+perf_metrics_output_dir: /tmp
+prefill_cuda_graph_backend: piecewise
+prometheus_metrics_config: {time_to_first_token_buckets: [0.1, 1]}
+reorder_policy_config: {policy_name: AgentTree, policy_args: {agent_percentage: 0.5}}
+sleep_config: {restore_modes: {kv_cache: NONE}}
+load_format: dummy
+kv_cache_config:
+  block_reuse_config: {policy: per_conversation}
+  kv_pool_rebalance_check_interval: 20
+  dtype: fp8_ds_mla
+  kv_events_config: {enable_kv_cache_events: true, publisher: zmq}
+  mamba_state_config: {periodic_snapshot_interval: 0}
+scheduler_config: {use_python_scheduler: true, context_chunking_policy: FORCE_CHUNK}
+attention_dp_config: {enable_kv_cache_aware_routing: true, kv_cache_routing_new_conv_placement: least_tokens}
+cache_transceiver_config: {backend: NIXL, enable_pipelined_transfer: true, kv_transfer_poll_interval_ms: null}
+cuda_graph_config: {mode: encode, max_num_token: 128}
+lora_config: {overlap_lora_and_base: true}
+kv_connector_config: {connector: lmcache}
+nvfp4_gemm_config: {allowed_backends: [marlin]}
+moe_config: {backend: MEGAMOE_CUTEDSL}
+sparse_attention_config: {algorithm: deepseek_v4, window_size: 64, indexer_k_dtype: fp8}
+speculative_config: {decoding_type: DSpark, max_draft_len: 4, enable_penalty: true, markov_head_type: rnn}
+""")
+
+
+def test_what_late_releases_know_is_taken_for_them_and_told_for_1_2():
+    assert messages(LATE, CEILING) == []
+    assert len(messages(LATE, FLOOR)) >= len(LATE)
+
+
+GONE = {
+    "enable_sleep: true": "set sleep_config: {}",
+    "disable_flashinfer_sampling: true": "remove it",
+    "kv_cache_config: {block_reuse_policy: per_request}": "set block_reuse_config.policy",
+    "attention_dp_config: {kv_cache_routing: {}}": "set enable_kv_cache_aware_routing",
+    "cp_config: {cp_anchor_size: 3}": "remove it",
+    "cp_config: {block_size: 3}": "remove it",
+    "cp_config: {cp_type: STAR}": "set HELIX or ULYSSES",
+    "moe_config: {backend: WIDEEP}": "set CUTEDSL for NVFP4, DEEPGEMM for FP8 block scales",
+    "speculative_config: {decoding_type: MTP, acceptance_window: 3}": "set acceptance_rate_window_size",
+    "speculative_config: {decoding_type: MTP, acceptance_length_threshold: 3}": "set acceptance_rate_threshold",
+    "speculative_config: {decoding_type: MTP, num_nextn_predict_layers_from_model_config: 3}": "remove it",
+    "speculative_config: {decoding_type: Eagle3, eagle_choices: [[0]]}": "set use_dynamic_tree",
+    "speculative_config: {decoding_type: Medusa}": "known: Eagle, Eagle3",
+}
+
+
+@pytest.mark.parametrize("version", ["1.3.0rc29", CEILING])
+@pytest.mark.parametrize("text", GONE)
+def test_what_late_releases_have_lost_is_told_with_what_to_do_instead(text, version):
+    (problem,) = validate(MODEL | yaml.safe_load(text), "LlmArgs", version)
+    assert problem.severity == "error" and problem.is_by_release and GONE[text] in problem.remedy
+
+
+DEPRECATED = {
+    "perf_metrics_max_requests: 3": "no longer kept",
+    "moe_cluster_parallel_size: 1": "remove it",
+    "torch_compile_config: {enable_piecewise_cuda_graph: true}": "set prefill_cuda_graph_backend: piecewise",
+    "torch_compile_config: {capture_num_tokens: [8]}": "set prefill_capture_num_tokens",
+    "kv_cache_config: {sink_token_length: 4}": "ignores it",
+    "kv_cache_config: {mamba_state_cache_interval: 0}": "set mamba_state_config.periodic_snapshot_interval",
+    "speculative_config: {decoding_type: MTP, allow_advanced_sampling: true}": "remove it",
+}
+
+
+@pytest.mark.parametrize("text", DEPRECATED)
+def test_what_late_releases_only_tolerate_is_a_warning_there(text):
+    (problem,) = validate(MODEL | yaml.safe_load(text), "LlmArgs", CEILING)
+    assert problem.severity == "warning" and DEPRECATED[text] in problem.remedy
+    if "mamba" not in text:
+        assert messages(yaml.safe_load(text), FLOOR) == []
+
+
 def test_a_new_key_names_its_release_and_a_removed_one_too():
     assert "new in TensorRT-LLM 1.3" in messages({"model_kwargs": {}}, FLOOR)[0]
-    assert "TensorRT-LLM 1.3 has removed it" in messages({"kv_cache_config": {"onboard_blocks": True}}, CEILING)[0]
+    assert "gone in TensorRT-LLM 1.3" in messages({"kv_cache_config": {"onboard_blocks": True}}, CEILING)[0]
     assert messages({"model_kwargs": {}}, CEILING) == []
 
 
@@ -202,7 +302,5 @@ def test_a_tree_of_defaults_is_never_refused(data):
         one for one in all_fields("LlmArgs", release).values() if one.type.is_writable and one.default != "factory"
     ]
     chosen = data.draw(st.lists(st.sampled_from(known), max_size=8))
-    assert (
-        validate(MODEL | {one.name: one.default for one in chosen if one.name != "model"}, "LlmArgs", release + ".1")
-        == []
-    )
+    tree = MODEL | {one.name: one.default for one in chosen if one.name != "model"}
+    assert errors(validate(tree, "LlmArgs", release + ".1")) == []

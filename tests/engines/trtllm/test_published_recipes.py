@@ -17,11 +17,13 @@ RENAMED = {
     "cache_transceiver_backend": ("cache_transceiver_config", "backend"),
     "cuda_graph_max_batch_size": ("cuda_graph_config", "max_batch_size"),
 }
+_BACKEND = ("cache_transceiver_config", "backend")
+_ONE_MODEL = ("speculative_config", "eagle3_one_model")
 # example -> recipe, worker, keys that the example has and this recipe has otherwise (its README says why)
 PAIRS = {
-    "gemma3_vswa": ("gemma3-vswa-disagg", "prefill", ("prefill_disable_overlap_scheduler",)),
-    "llama4_eagle_decode": ("llama4-eagle-disagg", "decode", ()),
-    "deepseek_r1_wide_ep_decode": ("deepseek-r1-wide-ep", "decode", ("load_balancer", "max_num_tokens")),
+    "gemma3_vswa": ("gemma3-vswa-disagg", "prefill", ("prefill_disable_overlap_scheduler", _BACKEND)),
+    "llama4_eagle_decode": ("llama4-eagle-disagg", "decode", (_BACKEND, _ONE_MODEL)),
+    "deepseek_r1_wide_ep_decode": ("deepseek-r1-wide-ep", "decode", ("load_balancer", "max_num_tokens", "moe_backend")),
     "qwen3_prefill": ("qwen3-disagg", "prefill", ("free_gpu_memory_fraction",)),
 }
 
@@ -49,7 +51,7 @@ def test_a_recipe_has_the_values_that_were_quoted(example):
     recipe, worker, otherwise = PAIRS[example]
     found = arguments(recipe, worker)
     for path, value in leaves({key: value for key, value in QUOTED[example].items() if key not in otherwise}):
-        assert at(found, path) == value, ".".join(path)
+        assert path in otherwise or at(found, path) == value, ".".join(path)
 
 
 def test_llama_4_s_prefill_drafts_as_its_decode_does():

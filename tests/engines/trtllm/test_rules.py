@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from bireme.config import EngineConfig, Recipe, WorkerEntry
-from bireme.engines.trtllm import pair_rules, rules
+from bireme.engines.trtllm import pair_rules, rules, transceivers
 from bireme.engines.trtllm.rules import RULES, Yaml, check_rules, generated_graph_sizes
 
 PREFILL, DECODE = "prefill", "decode"
@@ -133,6 +135,8 @@ CASES: dict[str, list[tuple[dict, str, str, dict]]] = {
     "block_managers_share_whole_blocks": [
         ({"kv_connector_config": {"connector_module": "kvbm.x"}}, "kv_cache_config.enable_partial_reuse", "error",
          {"kv_connector_config": {"connector_module": "kvbm.x"}, "kv_cache_config": {"enable_partial_reuse": False}}),
+        ({"release": "1.3", "kv_connector_config": {"connector": "kvbm"}}, "kv_cache_config.enable_partial_reuse",
+         "error", {"release": "1.3", "kv_connector_config": {"connector": "lmcache"}}),
         ({"kv_connector_config": {"connector_module": "kvbm.x"}}, "cuda_graph_config", "warning",
          {"kv_connector_config": {"connector_module": "kvbm.x"}, "cuda_graph_config": None}),
     ],
@@ -153,6 +157,40 @@ CASES: dict[str, list[tuple[dict, str, str, dict]]] = {
         ({"release": "1.3", "cache_transceiver_config": {"backend": "UCX", "transceiver_runtime": "PYTHON"}},
          "cache_transceiver_config.backend", "error",
          {"release": "1.3", "cache_transceiver_config": {"backend": "NIXL", "transceiver_runtime": "PYTHON"}}),
+        *(
+            ({"release": release, "model": model, "cache_transceiver_config": UCX},
+             "cache_transceiver_config.backend", "error", good)
+            for release in ("1.3", "1.4")
+            for model in ("openai/gpt-oss-120b", "nvidia/DeepSeek-R1-FP4", "google/gemma-3-1b-it",
+                          "nvidia/Llama-4-Maverick-17B-128E-Instruct-FP8", "meta-llama/Llama-3.1-8B-Instruct")
+            for good in (
+                {"release": "1.2", "model": model, "cache_transceiver_config": UCX},
+                {"release": release, "model": model, "cache_transceiver_config": UCX | {"backend": "DEFAULT"}},
+                {"release": release, "model": model, "cache_transceiver_config": UCX | {"transceiver_runtime": "CPP"}},
+                {"release": release, "model": model, "cache_transceiver_config": UCX | {"transceiver_runtime": None}},
+                {"release": release, "model": "Qwen/Qwen3-0.6B", "cache_transceiver_config": UCX},
+                {"release": release, "model": "org/DeepSeek-R1-Distill-Qwen-7B", "cache_transceiver_config": UCX},
+            )
+        ),
+    ],
+    "connectors_have_a_name_or_classes": [
+        ({"release": "1.3", "kv_connector_config": {"connector_module": "x"}},
+         "kv_connector_config.connector_worker_class", "error",
+         {"release": "1.3", "kv_connector_config": {"connector": "lmcache"}}),
+    ],
+    "native_events_leave_ours_empty": [
+        ({"kv_cache_config": {"kv_events_config": {"enable_kv_cache_events": True}}},
+         "kv_cache_config.kv_events_config", "warning",
+         {"kv_cache_config": {"kv_events_config": {"enable_kv_cache_events": False}}}),
+    ],
+    "drafts_are_one_model": [
+        ({"release": "1.3", "speculative_config": EAGLE | {"eagle3_one_model": False}},
+         "speculative_config.eagle3_one_model", "error",
+         {"release": "1.2", "speculative_config": EAGLE | {"eagle3_one_model": False}}),
+    ],
+    "expert_balancing_needs_a_backend_that_has_it": [
+        ({"moe_config": {"backend": "TRITON", "load_balancer": {"num_slots": 4}}}, "moe_config.backend", "error",
+         {"moe_config": {"backend": "CUTEDSL", "load_balancer": {"num_slots": 4}}}),
     ],
     "only_living_samplers": [
         ({"release": "1.3", "sampler_type": "TRTLLMSampler"}, "sampler_type", "error",
@@ -163,7 +201,9 @@ CASES: dict[str, list[tuple[dict, str, str, dict]]] = {
          {"max_batch_size": 256, "max_num_tokens": 8448}),
     ],
     "kv_cache_manager_v2_does_not_sleep": [
-        ({"release": "1.4", "enable_sleep": True}, "enable_sleep", "warning", {"release": "1.3", "enable_sleep": True}),
+        ({"release": "1.4", "sleep_config": {}}, "sleep_config", "warning", {"release": "1.3", "sleep_config": {}}),
+        ({"release": "1.4", "sleep_config": {}}, "sleep_config", "warning",
+         {"release": "1.4", "sleep_config": {}, "kv_cache_config": {"use_kv_cache_manager_v2": False}}),
     ],
     "beams_stay_in_one_engine": [
         ({"split": True, "max_beam_width": 2}, "max_beam_width", "error", {"max_beam_width": 2}),
@@ -187,7 +227,7 @@ FLAT = [(name, *case) for name, cases in CASES.items() for case in cases]
 def yaml_of(tree):
     tree = dict(tree)
     stage, release, is_split = tree.pop("stage", DECODE), tree.pop("release", "1.2"), tree.pop("split", False)
-    return Yaml(tree, stage, release, is_disaggregated=is_split)
+    return Yaml(tree, stage, release, tree.pop("model", ""), is_disaggregated=is_split)
 
 
 def found_by(name, tree):
@@ -210,6 +250,16 @@ def test_what_autodeploy_leaves_out_is_told_once_and_judged_by_no_other_rule():
     found = [(problem.key, problem.severity) for problem in check_rules(yaml_of(tree))]
     left_out = ("scheduler_config", "moe_expert_parallel_size", "enable_attention_dp")
     assert found == [*((name, "warning") for name in left_out), ("max_batch_size", "error")]
+
+
+def test_a_model_that_is_at_hand_tells_by_its_architecture_whatever_its_name(tmp_path):
+    folder = tmp_path / "gpt-oss-120b"
+    folder.mkdir()
+    for architecture, expected in (("Qwen3ForCausalLM", False), ("LlamaForCausalLM", True)):
+        (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        assert transceivers.is_python_by_model(str(folder), "1.4") is expected
+    (folder / "config.json").write_text("not JSON")
+    assert transceivers.is_python_by_model(str(folder), "1.4")
 
 
 def test_an_empty_yaml_breaks_no_rule():

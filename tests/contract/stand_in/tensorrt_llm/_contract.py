@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 import os
+import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import pydantic
 import yaml
 
 FILE = Path(__file__).resolve().parents[4] / "bireme" / "engines" / "trtllm" / "contract.yaml"
 VERSIONS = {"1.2.1": "1.2.1", "1.3": "1.3.0rc29", "1.4": "1.4.0rc1"}
 PROFILE = os.environ.get("TRTLLM_STAND_IN", "1.2.1")
+RELEASE = PROFILE[:3]
 FROM_1_3 = PROFILE != "1.2.1"
 FROM_1_4 = PROFILE == "1.4"
 # Parameters of generate_async that the contract's comments date after 1.2.1.
@@ -76,12 +82,47 @@ def disaggregated_fields() -> list[str]:
     return [*table["v1_2_1"], *(table["added_1_3"] if FROM_1_3 else ())]
 
 
-def llm_arg_fields() -> dict[str, Any]:
-    """Return TorchLlmArgs' fields beyond the constructor's explicit ones, with their defaults."""
-    table = contract()["torch_llm_args"]
-    fields = {name: default_of(entry) for name, entry in table["v1_2_1"].items()}
-    if FROM_1_3:
-        for name in [key for key in fields if any(key in text for text in table["removed_by_1_3"])]:
-            del fields[name]
-        fields |= dict.fromkeys([*table["added_by_1_3_0rc7"], *table["added_late_1_3"]])
-    return fields
+def class_fields(name: str) -> dict[str, tuple[str, Any, dict[str, Any]]]:
+    """Return a settings class' fields in this profile, its base's included: name -> (type, default, more)."""
+    table = contract()["config_classes"][name]
+    found = class_fields(table["base"]) if "base" in table else {}
+    for key, entry in table.items():
+        if not isinstance(entry, list):
+            continue
+        kind, default, *rest = entry
+        more = rest[0] if rest else {}
+        if RELEASE < more.get("since", "") or (more.get("until") and more["until"] <= RELEASE):
+            continue
+        for since, later in more.get("defaults", {}).items():
+            default = later if since <= RELEASE else default
+        if more.get("required") or RELEASE < more.get("required_until", ""):
+            default = REQUIRED
+        found[key] = "null" if kind is None else str(kind), None if default == "factory" else default, more
+    return found
+
+
+def annotation(kind: str, more: dict[str, Any], block: Callable[[str], Any]) -> Any:
+    """Return what the real classes say of a type of config_classes; `block` finds another class by its name."""
+    newer = [word for word, since in more.get("values_since", {}).items() if RELEASE < since]
+    gone = [word for word, until in more.get("values_until", {}).items() if until <= RELEASE]
+    parts = [part.strip() for part in re.split(r"\|(?![^\[]*\])", kind)]
+    kinds = [_alternative(part, more, block) for part in parts if part not in (*newer, *gone)]
+    words = tuple(kind for kind in kinds if isinstance(kind, str))
+    others = [kind for kind in kinds if not isinstance(kind, str)]
+    return functools.reduce(operator.or_, [*others, Literal[words]] if words else others)
+
+
+def _alternative(part: str, more: dict[str, Any], block: Callable[[str], Any]) -> Any:
+    plain = {"null": type(None), "bool": bool, "int": int, "float": float, "str": str, "dict": dict}
+    if part in ("any", "object"):
+        return Any
+    if part in plain:
+        return plain[part]
+    if inner := re.fullmatch(r"(list|dict)\[(?:str, )?(.+)\]", part):
+        item = annotation(inner.group(2), more, block)
+        return list[item] if inner.group(1) == "list" else dict[str, item]
+    if number := re.fullmatch(r"(int|float) (?:>= (\S+)|(\S+)\.\.(\S+))", part):
+        least, most = number.group(2) or number.group(3), number.group(4)
+        bounds = pydantic.Field(ge=float(least), le=float(most) if most else None)
+        return Annotated[plain[number.group(1)], bounds]
+    return block(part) if re.fullmatch(r"[A-Z]\w+Config", part) else part

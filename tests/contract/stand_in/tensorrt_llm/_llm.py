@@ -222,8 +222,8 @@ if _contract.FROM_1_4:
         return {"state": "released" if self._executor.is_asleep else "active"}
 
     def _release(self: BaseLLM, tags: list[str] | None = None) -> None:
-        if not self.args.enable_sleep or self.args.kv_cache_config.use_kv_cache_manager_v2:
-            raise ValueError("release needs enable_sleep, and KV cache manager V1")
+        if self.args.sleep_config is None or self.args.kv_cache_config.use_kv_cache_manager_v2:
+            raise ValueError("release needs sleep_config, and KV cache manager V1")
         self._executor.is_asleep = True
 
     def _resume(self: BaseLLM, tags: list[str] | None = None) -> None:

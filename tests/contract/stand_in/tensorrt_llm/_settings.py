@@ -2,119 +2,72 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import operator
+from pathlib import Path
 from typing import Any
 
 import pydantic
 
-from tensorrt_llm import _contract, _unions
+from tensorrt_llm import _classes, _contract, _unions
 
-
-def _model(name: str, fields: dict[str, Any], base: type[Any] | None = None) -> type[Any]:
-    definitions: dict[str, Any] = {}
-    for key, default in fields.items():
-        definitions[key] = (Any, ... if default is _contract.REQUIRED else pydantic.Field(default))
-    if base is not None:
-        return pydantic.create_model(name, __base__=base, **definitions)
-    return pydantic.create_model(
-        name, __config__=pydantic.ConfigDict(extra="forbid", protected_namespaces=()), **definitions
-    )
-
-
-def _block(name: str, key: str, version_key: str = "") -> type[Any]:
-    """Make a class of a table of the contract; texts about it (`rule`, ...) are no fields."""
-    table = _contract.contract()[key]
-    fields = dict(table[version_key] if version_key else table)
-    if _contract.FROM_1_3:
-        fields |= table.get("added_1_3", {})
-        for gone in table.get("removed_1_3", ()):
-            fields.pop(gone, None)
-    if _contract.FROM_1_4:
-        fields |= table.get("defaults_1_4", {})
-    plain = {
-        name: _contract.default_of(entry)
-        for name, entry in fields.items()
-        if name
-        not in ("rule", "disable", "added_1_3", "removed_1_3", "window_rule", "late_1_3", "choices", "defaults_1_4")
-    }
-    return _model(name, plain)
-
-
-KvCacheConfig = _block("KvCacheConfig", "kv_cache_config", "v1_2_1")
-CacheTransceiverConfig = _block("CacheTransceiverConfig", "cache_transceiver_config")
-CudaGraphConfig = _block("CudaGraphConfig", "cuda_graph_config")
-MoeConfig = _block("MoeConfig", "moe_config")
-AttentionDpConfig = _block("AttentionDpConfig", "attention_dp_config")
-TorchCompileConfig = _block("TorchCompileConfig", "torch_compile_config")
-LoraConfig = _block("LoraConfig", "lora_config")
-PeftCacheConfig = _block("PeftCacheConfig", "peft_cache_config")
-KvCacheConnectorConfig = _block("KvCacheConnectorConfig", "kv_connector_config")
-
-
-def _dynamic_batch_config() -> type[Any]:
-    """1.2 wants all three; 1.3 has defaults."""
-    names = _contract.contract()["scheduler_config"]["dynamic_batch_config"]
-    defaults = dict(zip(names, (True, False, 128), strict=True))
-    return _model("DynamicBatchConfig", defaults if _contract.FROM_1_3 else dict.fromkeys(names, _contract.REQUIRED))
-
-
-DynamicBatchConfig = _dynamic_batch_config()
-_SCHEDULER = {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT", "context_chunking_policy": None}
-_SCHEDULER["dynamic_batch_config"] = None
-if _contract.FROM_1_3:
-    _SCHEDULER["waiting_queue_policy"] = "fcfs"
-SchedulerConfig = _model("SchedulerConfig", _SCHEDULER)
-
-_NESTED = {
-    "kv_cache_config": KvCacheConfig,
-    "cache_transceiver_config": CacheTransceiverConfig,
-    "scheduler_config": SchedulerConfig,
-    "cuda_graph_config": CudaGraphConfig,
-    "moe_config": MoeConfig,
-    "attention_dp_config": AttentionDpConfig,
-    "torch_compile_config": TorchCompileConfig,
-    "lora_config": LoraConfig,
-    "peft_cache_config": PeftCacheConfig,
-    "kv_connector_config": KvCacheConnectorConfig,
-}
+KvCacheConfig = _classes.block("KvCacheConfig")
+CacheTransceiverConfig = _classes.block("CacheTransceiverConfig")
+CudaGraphConfig = _classes.block("CudaGraphConfig")
+MoeConfig = _classes.block("MoeConfig")
+AttentionDpConfig = _classes.block("AttentionDpConfig")
+TorchCompileConfig = _classes.block("TorchCompileConfig")
+LoraConfig = _classes.block("LoraConfig")
+PeftCacheConfig = _classes.block("PeftCacheConfig")
+KvCacheConnectorConfig = _classes.block("KvCacheConnectorConfig")
+DynamicBatchConfig = _classes.block("DynamicBatchConfig")
+SchedulerConfig = _classes.block("SchedulerConfig")
 _EXPLICIT = {
-    name: parameter.default
+    name: (Any, parameter.default)
     for name, parameter in _contract.constructor_signature().parameters.items()
     if name not in ("self", "kwargs")
 }
-_FACTORIES = ("kv_cache_config", "scheduler_config")
+_FACTORIES = {"kv_cache_config": KvCacheConfig, "scheduler_config": SchedulerConfig}
 
 
-class _Coercing(pydantic.BaseModel):
-    """Turns nested mappings into their classes, as pydantic does for typed fields."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", protected_namespaces=())
+class _Coercing(_classes.Strict):
+    """What the real one checks before the fields' own types."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _coerce(cls, values: Any) -> Any:
         values = dict(values)
-        for name, kind in _NESTED.items():
-            if isinstance(values.get(name), dict):
-                values[name] = kind(**values[name])
-            elif values.get(name) is None and name in _FACTORIES:
+        for name, kind in _FACTORIES.items():
+            if values.get(name) is None:
                 values[name] = kind()
-        if isinstance(values.get("scheduler_config"), SchedulerConfig):
-            scheduler = values["scheduler_config"]
-            if isinstance(scheduler.dynamic_batch_config, dict):
-                scheduler.dynamic_batch_config = DynamicBatchConfig(**scheduler.dynamic_batch_config)
         if _contract.FROM_1_3 and values.get("sampler_type") == "TRTLLMSampler":
             raise ValueError("sampler_type: TRTLLMSampler was removed in 1.3.0rc26")
         _unions.take(values)
         return values
 
 
-TorchLlmArgs = _model("TorchLlmArgs", _EXPLICIT | _contract.llm_arg_fields(), _Coercing)
+def _arguments() -> dict[str, tuple[Any, Any]]:
+    """TorchLlmArgs' fields, with the defaults that were read."""
+    read = _contract.contract()["torch_llm_args"]["v1_2_1"]
+    fields = _classes.fields("LlmArgs") | _EXPLICIT
+    for name, (_, _, classes) in _unions.FIELDS.items():
+        fields[name] = (functools.reduce(operator.or_, classes.values()) | None, None)
+    return {
+        name: (kind | None if name in read and kind is not Any else kind, _contract.default_of(read[name]))
+        if name in read
+        else (kind, default)
+        for name, (kind, default) in fields.items()
+    }
+
+
+TorchLlmArgs = _classes.model("TorchLlmArgs", _arguments(), _Coercing)
 _AUTO = _contract.contract()["autodeploy_llm_args"]
-_OWN = {name: _contract.default_of(entry) for name, entry in _AUTO["own_fields"].items()}
-_OWN["backend"] = "_autodeploy"
+_OWN = {name: _contract.default_of(entry) for name, entry in _AUTO["own_fields"].items()} | {"backend": "_autodeploy"}
 if not _contract.FROM_1_3:
     _OWN |= _AUTO["own_limits_1_2"]
-AutoDeployLlmArgs = _model("LlmArgs", {**_EXPLICIT, **_contract.llm_arg_fields(), **_OWN}, _Coercing)
+_DEPLOYED = _arguments() | {name: (Any, default) for name, default in _OWN.items()}
+AutoDeployLlmArgs = _classes.model("LlmArgs", _DEPLOYED, _Coercing)
 
 
 def check_autodeploy(args: Any, given: dict[str, Any]) -> None:
@@ -132,12 +85,15 @@ def _default(name: str) -> Any:
 
 
 def is_python_transceiver(args: Any) -> bool:
-    """From 1.4 on `auto` is the Python one for NIXL, which DEFAULT is; C++ for the other backends."""
+    """`auto` is what the model asks for, whatever the backend; else the Python one for NIXL, which DEFAULT is."""
     config = args.cache_transceiver_config
     runtime = getattr(config, "transceiver_runtime", None)
-    if runtime == "auto" and _contract.FROM_1_4:
-        return config.backend in ("DEFAULT", "NIXL") and config.kv_transfer_timeout_ms is not None
-    return bool(runtime == "PYTHON")
+    if runtime != "auto":
+        return bool(runtime == "PYTHON")
+    asks = json.loads((Path(args.model) / "config.json").read_text()).get("architectures") or ()
+    if set(asks) & set(_contract.contract()["cache_transceiver_config"]["python_by_model"]["architectures"]):
+        return True
+    return config.backend in ("DEFAULT", "NIXL") and config.kv_transfer_timeout_ms is not None
 
 
 def check_transceiver(args: Any) -> None:

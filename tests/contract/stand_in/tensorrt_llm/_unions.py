@@ -10,35 +10,21 @@ from typing import Any
 
 import pydantic
 
-from tensorrt_llm import _contract
+from tensorrt_llm import _classes, _contract
 
 _CLASSES = _contract.contract()["config_classes"]
-_RELEASE = _contract.PROFILE[:3]
-
-
-def _exists(entry: dict[str, Any]) -> bool:
-    return not (_RELEASE < entry.get("since", "")) and not (entry.get("until") and entry["until"] <= _RELEASE)
-
-
-def _fields(name: str) -> dict[str, Any]:
-    table = _CLASSES[name]
-    result = _fields(table["base"]) if "base" in table else {}
-    for key, entry in table.items():
-        if isinstance(entry, list) and _exists(entry[2] if len(entry) > 2 else {}):
-            result[key] = entry
-    return result
 
 
 def _class(name: str, base: type[Any], choosing: str) -> type[Any]:
     definitions: dict[str, Any] = {}
-    for key, entry in _fields(name).items():
-        more = entry[2] if len(entry) > 2 else {}
+    for key, (kind, default, more) in _contract.class_fields(name).items():
         if key == choosing and not _contract.FROM_1_3:
             continue
-        default = ... if more.get("required") and key != choosing else entry[1]
+        default = default if default is not _contract.REQUIRED else None if key == choosing else ...
+        kind = str if key == choosing else _contract.annotation(kind, more, _classes.block)
         aliases = [key, *([more["alias"]] if "alias" in more else [])]
         field = pydantic.Field(default, validation_alias=pydantic.AliasChoices(*aliases))
-        definitions[key] = (Any, field)
+        definitions[key] = (kind, field)
     return pydantic.create_model(name, __base__=base, **definitions)
 
 
@@ -59,14 +45,15 @@ def _union(table: dict[str, Any]) -> tuple[type[Any], dict[str, type[Any]]]:
                 return found[chosen](**data)
 
     for choice, name in table["classes"].items():
-        if not (_RELEASE < table.get("since", {}).get(choice, "")):
+        since, until = table.get("since", {}).get(choice, ""), table.get("until", {}).get(choice, "9")
+        if since <= _contract.RELEASE < until:
             found[choice] = _class(name, Base, key)
     return Base, found
 
 
 DecodingBaseConfig, DECODING = _union(_CLASSES["SpeculativeConfig"])
 BaseSparseAttentionConfig, SPARSE = _union(_CLASSES["SparseAttentionConfig"])
-_FIELDS = {
+FIELDS = {
     "speculative_config": ("decoding_type", DecodingBaseConfig, DECODING),
     "sparse_attention_config": ("algorithm", BaseSparseAttentionConfig, SPARSE),
 }
@@ -74,7 +61,7 @@ _FIELDS = {
 
 def take(values: dict[str, Any]) -> None:
     """Check these two of LLM's arguments as pydantic does; in 1.3 mappings become their class."""
-    for name, (key, base, classes) in _FIELDS.items():
+    for name, (key, base, classes) in FIELDS.items():
         value = values.get(name)
         if value is None or isinstance(value, base):
             continue
