@@ -108,13 +108,19 @@ def _read(
     """Return what is read: the arguments of a call, and the content beside it."""
     form = TOOLS[tools]
     if tools == "qwen3_coder" and mark.startswith("<parameter=") and instead.removesuffix("\n") == mark[:-1]:
-        return arguments, ""  # a known key and its line's end are enough
+        key = mark.removeprefix("<parameter=")[:-1]  # known, which with its line's end is enough
+        is_line = instead.endswith("\n") and isinstance(arguments[key], str)  # another line's end is the value's
+        return {**arguments, key: f"\n{arguments[key]}"} if is_line else arguments, ""
     if tools == "kimi_k3" and _KIMI_HEAD.fullmatch(instead):
         return arguments, ""  # a call's number may be any
+    before = dict(list(arguments.items())[:num_read])
+    if tools == "minimax_m3" and mark.endswith("<city>") and instead == mark[: -len("<city>")]:
+        if arguments["city"] == "<b>bold</b>":  # the token that is left makes a tag of it
+            return {**before, "b": "bold</b>"}, None
     if outcome == NONE:
         return None, None
     if outcome == BEFORE:
-        return dict(list(arguments.items())[:num_read]), None
+        return before, None
     if not isinstance(form, TaggedFormat):
         return arguments, None if any(begin in instead for begin in getattr(form, "begins", ())) else ""
     if mark == form.section[0]:
