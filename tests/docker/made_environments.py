@@ -86,7 +86,7 @@ def make_image_environment(folder: Path, python: str, image: str, version: str) 
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     pins = pins_of(image)
     installed = [f"{name}=={pinned}" for name, pinned in pins.items() if not FOR_GPUS.match(name)]
-    command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", *installed]
+    command = [sys.executable, "-m", "uv", "pip", "install", f"--python={folder}/bin/python", "--no-deps", *installed]
     subprocess.run(command, check=True)
     (site,) = folder.glob("lib/python3*/site-packages")
     for name, pinned in pins.items():
