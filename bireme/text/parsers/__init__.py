@@ -79,10 +79,13 @@ TOOLS: dict[str, ToolFormat] = {
         argument_key="parameters",
         is_bare=True,
         needs_special_tokens=True,
+        is_taught=False,
     ),
     "mistral": MistralFormat(("[TOOL_CALLS]",), opener="[", separator=", ", layout=" ", needs_special_tokens=True),
     "nemotron": EnvelopeFormat(("<TOOLCALL>",), "</TOOLCALL>", opener="[", separator=", ", needs_special_tokens=True),
-    "jamba": EnvelopeFormat(("<tool_calls>",), "</tool_calls>", opener="[", separator=", ", needs_special_tokens=True),
+    "jamba": EnvelopeFormat(
+        ("<tool_calls>",), "</tool_calls>", opener="[", separator=", ", needs_special_tokens=True, is_taught=False
+    ),
     "phi4": EnvelopeFormat(
         ("<|tool_call|>", "functools"), "<|/tool_call|>", opener="[", separator=", ", needs_special_tokens=True
     ),
@@ -95,6 +98,7 @@ TOOLS: dict[str, ToolFormat] = {
         name_key="tool_name",
         argument_key="parameters",
         needs_special_tokens=True,
+        is_taught=False,
     ),
     "pythonic": PythonicFormat(),
     "lfm2": PythonicFormat("<|tool_call_start|>", "<|tool_call_end|>", is_unescaped=True),
@@ -157,6 +161,7 @@ TOOLS: dict[str, ToolFormat] = {
         ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", _DEEPSEEK_END),
         "\n",
         fence=("```json\n", "\n```"),
+        between="\n",
     ),
     "deepseek_v3.1": NamedFormat(_DEEPSEEK_CALLS, ("<｜tool▁call▁begin｜>", _DEEPSEEK_END), "<｜tool▁sep｜>"),
     "kimi_k2": NamedFormat(

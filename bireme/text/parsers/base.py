@@ -102,6 +102,12 @@ class ToolFormat(Protocol):
     def needs_special_tokens(self) -> bool:
         """Are its markers special tokens, so that these have to be in the text?"""
 
+    @property
+    def trigger(self) -> str:
+        """The mark that `guide` begins with, if the guide has the layout that models are taught, so that it may hold
+        calls in answers that need not have any; "": it has not, or calls have no mark.
+        """
+
     def parser(self, request: ParserRequest) -> Parser: ...
 
     def guide(self, functions: Sequence[Function], is_parallel: bool) -> Guide:

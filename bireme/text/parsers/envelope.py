@@ -46,9 +46,14 @@ class EnvelopeFormat:
     is_bare: bool = False  # an answer that begins with { is a call, without any marker
     layout: str = ""  # white space between marker and JSON, or list, as the model is taught
     needs_special_tokens: bool = False
+    is_taught: bool = True  # `guide` has the layout that models are taught
 
     def parser(self, request: ParserRequest) -> Parser:
         return EnvelopeParser(self, request)
+
+    @property
+    def trigger(self) -> str:
+        return "" if not self.is_taught or (self.is_bare and not self.end) else self.begins[0]
 
     def guide(self, functions: Sequence[Function], is_parallel: bool) -> Guide:
         begin = "" if self.opener or (self.is_bare and not self.end) else self.begins[0] + self.layout

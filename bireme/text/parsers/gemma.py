@@ -30,6 +30,7 @@ class GemmaFormat:
     end: str
     quote: str
     needs_special_tokens: bool = True
+    trigger: str = ""  # the guide's arguments are JSON, which is not what models are taught
 
     def parser(self, request: ParserRequest) -> Parser:
         return GemmaParser(self, request)

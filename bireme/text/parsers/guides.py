@@ -19,9 +19,9 @@ def structural_tag(*parts: Format | str) -> Guide:
 
 
 def call_tags(
-    functions: Sequence[Function], begin: Callable[[str], str], end: str, style: str = "json"
+    functions: Sequence[Function], begin: Callable[[str], str], end: str | list[str], style: str = "json"
 ) -> list[Format]:
-    """Return one tag a function: `begin(name)`, arguments by its schema, `end`.
+    """Return one tag a function: `begin(name)`, arguments by its schema, `end`, or one of them.
 
     Schemas of tools are often not the caller's own (an MCP server writes them), so a keyword that can't be enforced
     refuses the request only where the function says `strict`.

@@ -38,6 +38,7 @@ class HarmonyFormat:
 
     needs_special_tokens: bool = True
     ends: tuple[str, ...] = ()  # the parser knows its own
+    trigger: str = ""  # a call is told by its recipient, behind a mark that all messages have
 
     def parser(self, request: ParserRequest, new_answer: Callable[[], Parser] | None = None) -> Parser:
         return HarmonyParser(request)

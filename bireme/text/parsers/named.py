@@ -17,6 +17,7 @@ from bireme.text.parsers.guides import call_tags, separated, structural_tag
 from bireme.text.parsers.scan import may_become, skip_blanks, split
 from bireme.text.parsers.stateful import StatefulParser
 
+_MISTRAL_MARKS = {"type": "regex", "pattern": r"(\[CALL_ID\][0-9A-Za-z]{1,32})?(\[ARGS\])?"}
 _NUMBER = re.compile(r":[0-9]{1,9}\Z")
 
 
@@ -28,12 +29,17 @@ class NamedFormat:
     call: tuple[str, str]  # around one call
     separator: str  # between name and arguments
     fence: tuple[str, str] = ("", "")  # around the arguments
+    between: str = ""  # calls, as the model is taught
     name_prefix: str = ""  # may stand before the name
     is_numbered: bool = False  # a colon and the call's number may follow the name
     needs_special_tokens: bool = True
 
     def parser(self, request: ParserRequest) -> Parser:
         return NamedParser(self, request)
+
+    @property
+    def trigger(self) -> str:
+        return self.section[0]
 
     def guide(self, functions: Sequence[Function], is_parallel: bool) -> Guide:
         before = self.separator + self.fence[0]
@@ -46,7 +52,7 @@ class NamedFormat:
             number = {"type": "regex", "pattern": "[0-9]{1,3}"}
             elements = [number, {"type": "const_string", "value": before}, tag["content"]]
             tag["content"] = {"type": "sequence", "elements": elements}
-        return structural_tag(self.section[0], separated(tags, "", is_parallel), self.section[1])
+        return structural_tag(self.section[0], separated(tags, self.between, is_parallel), self.section[1])
 
 
 class NamedParser(StatefulParser):
@@ -121,6 +127,14 @@ class MistralFormat(EnvelopeFormat):
 
     def parser(self, request: ParserRequest) -> Parser:
         return MistralParser(self, request)
+
+    def guide(self, functions: Sequence[Function], is_parallel: bool) -> Guide:
+        """A list, or names and arguments: which one a model is taught depends on its age."""
+        listed = super().guide(functions, is_parallel)["structural_tag"]["format"]
+        tags = call_tags(functions, lambda name: self.begins[0] + name, "")
+        for tag in tags:
+            tag["content"] = {"type": "sequence", "elements": [_MISTRAL_MARKS, tag["content"]]}
+        return structural_tag({"type": "or", "elements": [listed, separated(tags, "", is_parallel)]})
 
 
 class MistralParser(EnvelopeParser):

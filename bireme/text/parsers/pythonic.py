@@ -42,6 +42,7 @@ class PythonicFormat:
     end: str = "<|python_end|>"
     is_unescaped: bool = False  # texts stand between quotes as they are, with quotes and line breaks in them
     needs_special_tokens: bool = True
+    trigger: str = ""  # there is no guide
 
     def parser(self, request: ParserRequest) -> Parser:
         return PythonicParser(self, request)

@@ -55,6 +55,10 @@ class TaggedFormat:
     def parser(self, request: ParserRequest) -> Parser:
         return TaggedParser(self, request)
 
+    @property
+    def trigger(self) -> str:
+        return self.section[0] if self.style else ""
+
     def guide(self, functions: Sequence[Function], is_parallel: bool) -> Guide:
         if not self.style:
             raise RequestError(
@@ -67,11 +71,16 @@ class TaggedFormat:
             )
         if not self.is_shared:
             tags = call_tags(
-                functions, lambda name: f"{first}\n{begin}{name}{name_end}\n", f"\n{end}\n{last}", self.style
+                functions, lambda name: f"{first}\n{begin}{name}{name_end}\n", _ends(f"{end}\n{last}"), self.style
             )
             return structural_tag(separated(tags, "\n", is_parallel))
-        tags = call_tags(functions, lambda name: f"{begin}{name}{name_end}\n", f"\n{end}\n", self.style)
+        tags = call_tags(functions, lambda name: f"{begin}{name}{name_end}\n", _ends(f"{end}\n"), self.style)
         return structural_tag(f"{first}\n", separated(tags, "", is_parallel), last)
+
+
+def _ends(end: str) -> list[str]:
+    """A line break stands behind the last parameter; where there is none, the one behind the name is before the end."""
+    return [f"\n{end}", end]
 
 
 class TaggedParser(StatefulParser):
