@@ -354,6 +354,9 @@ class ChatConfig(Settings, frozen=True, kw_only=True):
         "reasoning_content",
     )
     tool_parser: str = ""  # a format of bireme/text/parsers; "": requests with tools are refused
+    # with tool_choice auto, what the token begins that calls begin with is a call, its arguments by their schema;
+    # null: where format, tokenizer and engine allow it, as the log says
+    structural_tags: bool | None = None
     drop_hosted_tools: bool = False  # leave out what OpenAI or Anthropic would run (web search), else it is refused
     template_kwargs: dict[str, Any] = {}  # the chat template's variables, weaker than the request's
     # of messages whose control tokens count (developer is system); in all others they are text: docs/openai.md

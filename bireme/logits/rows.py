@@ -71,6 +71,7 @@ class Row:
     __slots__ = (
         "_banned_always",
         "_banned_sequences",
+        "_is_edited",
         "_min_tokens",
         "_stop_ids",
         "bias_ids",
@@ -121,21 +122,20 @@ class Row:
         self._take_bans(params, eos_ids)
         wants_history = self._banned_sequences or self.processors
         self.history: list[int] | None = list(prompt_ids) if wants_history else None
-        is_edited = bool(
-            self.counts
-            or len(self.bias_ids)
-            or len(self._banned_always)
-            or self._min_tokens
-            or wants_history
-            or guidance
+        self._is_edited = bool(
+            self.counts or len(self.bias_ids) or len(self._banned_always) or self._min_tokens or wants_history
         )
-        self.is_plain = not (self.temperature or is_edited)
-        # Its next token depends on logits, temperature, top-k, top-p, min-p, seed and position alone.
-        self.is_simple = not (is_edited or self.num_top is not None)
         self.guidance: Guidance | None = None
         for token in output_ids:
             self.append(token)
         self.guidance = guidance
+        self._set_kind()
+
+    def _set_kind(self) -> None:
+        is_edited = self._is_edited or (self.guidance is not None and not self.guidance.is_free)
+        self.is_plain = not (self.temperature or is_edited)
+        # Its next token depends on logits, temperature, top-k, top-p, min-p, seed and position alone.
+        self.is_simple = not (is_edited or self.num_top is not None)
 
     def _take_penalties(self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:
         self.repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
@@ -171,6 +171,7 @@ class Row:
         """Add a generated token to the history. Raises RequestError when the guide does not allow it."""
         if self.guidance is not None:
             self.guidance.accept(token)
+            self._set_kind()
         self.num_output += 1
         if self.counts is not None:
             self.counts.generate(token)

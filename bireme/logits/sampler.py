@@ -166,7 +166,7 @@ class Sampler(Generic[Key]):
         self, work: torch.Tensor, rows: list[Row], at: list[int], tokens: list[int], errors: dict[int, BiremeError]
     ) -> None:
         """Edit the float32 copy `work` (rows, vocab) in place and choose from it."""
-        guided = [index for index, row in enumerate(rows) if row.guidance is not None]
+        guided = [index for index, row in enumerate(rows) if row.guidance is not None and not row.guidance.is_free]
         bitmask = self._fill(guided, rows, at, errors)  # first: a complete guide overrides min_tokens
         self._edit(work, rows)
         for index, row in enumerate(rows):
@@ -271,7 +271,7 @@ def _why_unusable(row: Row, logits_V: torch.Tensor | None = None) -> BiremeError
     """`logits_V`: the model's own; None: the row changes nothing in them."""
     if logits_V is None or not _is_usable(float(logits_V.max())):
         return BiremeError("the model's logits are not finite; check the weights and the dtype")
-    if row.guidance is not None:
+    if row.guidance is not None and not row.guidance.is_free:
         return RequestError(
             "guided_decoding: the request's own bans, bias or processors exclude every token that the guide allows"
         )

@@ -15,6 +15,7 @@ import msgspec
 from bireme.errors import RequestError
 from bireme.messages import SamplingParams
 from bireme.multimodal.model_config import picture_model_of
+from bireme.pipelines.call_tags import CallTags
 from bireme.pipelines.chat_answer import ChatOutput, Choice, TokenIds, encode_json
 from bireme.pipelines.chat_request import ChatRequest
 from bireme.pipelines.pictures import RequestPictures
@@ -47,6 +48,7 @@ class ChatService:
         self.texts = TokenTexts(tokenizer)
         self._reasoning = reasoning_format(services.recipe.chat.reasoning_parser)
         self._tools = tool_format(services.recipe.chat.tool_parser)
+        self._call_tags = CallTags(services.recipe, self._tools, tokenizer)
         self._picture_model = picture_model_of(services.recipe)
 
     @property
@@ -122,6 +124,8 @@ class ChatService:
         if request.tool_mode == "required":
             assert self._tools is not None
             guide = self._tools.guide(request.functions, request.is_parallel)
+        elif request.functions:
+            guide = self._call_tags.guide(request)
         if guide is not None:
             changes["guided_decoding"] = guide if self._reasoning is None else self._reasoning.exempt(guide, parsing)
         if self._needs_special_tokens(request):

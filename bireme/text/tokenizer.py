@@ -59,6 +59,7 @@ class TextTokenizer:
             for name, source in templates.items()
         }
         added = inner.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @property
@@ -86,6 +87,11 @@ class TextTokenizer:
         """Return the id of a token given by its text, for example an end-of-sequence token."""
         token_id: int | None = self._inner.token_to_id(token)
         return token_id
+
+    def mark_id(self, text: str) -> int | None:
+        """Return the id of the token that this mark always is, because it was added to the vocabulary as a whole."""
+        found = self._inner.token_to_id(text)
+        return int(found) if found in self._added_ids else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises RequestError for text that is not valid Unicode."""

@@ -278,7 +278,7 @@ class EngineCore:
     def _go_on(self, started: _Started, began: float) -> None:
         resident = self._parts.resident
         assert resident is not None
-        following = self.scheduler.follow(started.plan)
+        following = None if _has_guided(started.batch) else self.scheduler.follow(started.plan)
         self._started = None if following is None else self._start(resident, following, began, ahead=1)
         if self._started is not None:  # the GPU is busy meanwhile, and copies wait for what it has been given
             self._start_copies(self.scheduler.admit_imports(), began)
@@ -606,6 +606,11 @@ class EngineCore:
             scheduler.num_preemptions,
             scheduler.best_effort.num_rests,
         )
+
+
+def _has_guided(batch: list[Sequence]) -> bool:
+    """Whether the next step needs tokens that are chosen here: one of these has come to what its guide holds."""
+    return any(sequence.guidance is not None and not sequence.guidance.is_free for sequence in batch)
 
 
 def _internal(error: Exception) -> BiremeError:

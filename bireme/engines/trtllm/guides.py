@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bireme.errors import RequestError
-from bireme.guides import KINDS, REASONING_END
+from bireme.guides import KINDS, REASONING_END, TRIGGER
 from bireme.logits.guided.compile_process import explain, rewrite, rewrite_tag
 
 logger = logging.getLogger("bireme.engines")
@@ -39,6 +39,11 @@ class TrtllmGuides:
         """Raises RequestError."""
         if self._backend is None:
             raise RequestError("guided_decoding: guided_decoding_backend is not set on this worker; set it to xgrammar")
+        if TRIGGER in guide:
+            raise RequestError(
+                f"guided_decoding.{TRIGGER}: TensorRT-LLM guides from the first token; use engine: torch, or a"
+                " structural_tag of type triggered_tags"
+            )
         kind = next(name for name in guide if name in KINDS)
         given = self._rewritten(kind, guide[kind])
         if end := guide.get(REASONING_END):

@@ -3,6 +3,7 @@
     compiler.py         cache and threads; compiles in processes that can be killed
     compile_process.py  such a process; compile_client.py is its parent's end
     guidance.py         which tokens a sequence may take next
+    triggered.py        the same, from a token on
     mask.py             packed masks on logits
     schema.py           a JSON schema as xgrammar enforces it: objects, arrays, alternatives
     scalars.py          its numbers and texts; patterns.py writes the patterns

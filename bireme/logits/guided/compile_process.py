@@ -94,7 +94,12 @@ class Compiler:
 
 def rewrite(schema: Any, is_loose: bool = False, has_tags: bool = False) -> dict[str, Any]:
     """Return the schema as xgrammar enforces it. Raises ValueError."""
-    made, left_out = rewritten(schema, is_loose, has_tags)
+    try:
+        made, left_out = rewritten(schema, is_loose, has_tags)
+    except ValueError as error:
+        if not is_loose:
+            raise
+        made, left_out = {"type": "object"}, [str(error)]
     for reason in left_out:
         logger.warning("guide_loosened reason=%r", reason)
     return made

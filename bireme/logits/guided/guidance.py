@@ -42,6 +42,7 @@ class Guidance:
         "_stop_mask",
         "_table",
         "_tail",
+        "is_free",
         "must_stop",
     )
 
@@ -69,6 +70,7 @@ class Guidance:
         self._blank_mask = mask_of(sorted(self._blanks), table.vocab_size) if reasoning_end else None
         self._max_fill_s = max_fill_s
         self._mark = mark
+        self.is_free = False  # every token may come next, the end of the answer too: there is nothing to fill
         self.must_stop = False  # after `fill`: nothing but the end of the answer is allowed
 
     def fill(self, bitmask: Bitmask, row: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bireme.guides import TRIGGER
 from bireme.text.parsers.base import CallStart, Event, Guide, Parser, ParserRequest, Reasoning
 from bireme.text.parsers.scan import hold_blanks, may_become, skip_blanks, split
 
@@ -40,10 +41,19 @@ class ThinkFormat:
         return ThinkParser(self, self.is_open(request), new_answer, end if is_answer else "")
 
     def exempt(self, guide: Guide, request: ParserRequest) -> Guide:
+        if TRIGGER in guide:
+            return self._with_thoughts(guide, request)
         expected = self.is_expected and not self._is_closed(request)
         if not (self.is_open(request) or expected):
             return guide
         return {**guide, "reasoning_end": self.ends[0] + (self.answer[0] if self.needs_answer else "")}
+
+    def _with_thoughts(self, guide: Guide, request: ParserRequest) -> Guide:
+        """Tell a guide that waits for its trigger where not to."""
+        if self._is_closed(request):
+            return guide
+        begin = {} if self.is_open(request) else {"reasoning_begin": self.begins[0].strip()}
+        return {**guide, TRIGGER: {**guide[TRIGGER], **begin}, "reasoning_end": self.ends[0]}
 
     def is_open(self, request: ParserRequest) -> bool:
         """Does the answer begin inside the reasoning?"""

@@ -16,6 +16,7 @@ from bireme.kv.transfer.fake import FakeNetwork
 from bireme.text.parsers import REASONING, TOOLS, create_parser
 from bireme.text.parsers.base import CallArguments, CallStart, Content, ParserRequest
 from tests.engines.engine_fixtures import wait_for
+from tests.engines.torch.host_resident import HostResident
 from tests.engines.torch.schemas import make_schemas
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
 
@@ -157,6 +158,95 @@ def test_calls_under_a_tool_guide_are_read_back(engine, name, is_parallel):
     assert not [event for event in events if isinstance(event, Content)], text
 
 
+CALL = TOKENIZER.token_to_id("<tool_call>") if TOKENIZER else 0
+OFTEN = {"temperature": 1.0, "logit_bias": {CALL: 7.0}}
+
+
+def triggered(functions=FUNCTIONS, **trigger):
+    return {**TOOLS["hermes"].guide(functions, True), "trigger": {"token": CALL, **trigger}}
+
+
+def calls_of(tokens):
+    """Return the calls behind a mark that is a token; one that was cut off is left out."""
+    found = []
+    for at in [at for at, token in enumerate(tokens) if token == CALL]:
+        text = TOKENIZER.decode(tokens[at + 1 :], skip_special_tokens=False)
+        if "</tool_call>" in text:  # as a token, or spelled
+            found.append(json.loads(text[: text.index("</tool_call>")]))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_the_mark_s_token_comes_there_is_a_call_and_everything_else_is_free(engine, seed):
+    jsonschema = pytest.importorskip("jsonschema")
+    result = engine.submit(guided(triggered(), 400, **OFTEN, seed=seed, bad_token_ids=((2,), (4,))))
+    assert (result.finish.error, result.finish.reason) == ("", "length")
+    calls = calls_of(result.tokens)
+    assert len(calls) > 2 and {call["name"] for call in calls} <= {"store", "now"}
+    for call in calls:
+        jsonschema.validate(call["arguments"], SCHEMA if call["name"] == "store" else {"maxProperties": 0})
+    assert len(result.tokens) > 10 * len(calls)
+
+
+def test_without_parallel_calls_the_answer_ends_with_the_first(engine):
+    result = engine.submit(guided(triggered(stop_after_first=True), 400, **OFTEN, seed=3))
+    assert (result.finish.error, result.finish.reason) == ("", "stop")
+    assert len(calls_of(result.tokens)) == result.tokens.count(CALL) == 1
+    assert TOKENIZER.decode(result.tokens, skip_special_tokens=False).endswith("\n</tool_call>")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_answer_without_a_call_is_what_it_would_be_without_a_guide(engine, temperature):
+    sampling = {"temperature": temperature, "seed": 4, "ignore_eos": False}
+    plain = engine.submit(request(PROMPT, 60, **sampling))
+    result = engine.submit(request(PROMPT, 60, guided_decoding=triggered(), **sampling))
+    assert plain.finish.error == "" and CALL not in plain.tokens
+    assert (result.finish.reason, result.tokens) == (plain.finish.reason, plain.tokens)
+
+
+def marked_by(token):
+    """Return a guide that begins with a token that an answer has anyway."""
+    number = {"type": "regex", "pattern": "[0-9]{4}"}
+    form = {"type": "tag", "begin": TOKENIZER.decode([token]), "content": number, "end": ";"}
+    return {"structural_tag": {"format": form}, "trigger": {"token": token}}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_steps_are_started_ahead_but_for_those_that_a_guide_holds(engine, temperature):
+    sampling = {"temperature": temperature, "seed": 9}
+    plain = engine.run([request(PROMPT, 40, **sampling)])[0]
+    token = next(one for at, one in enumerate(plain) if at > 5 and TOKENIZER.decode([one]).strip().isascii())
+    fields = {"ignore_eos": False, "guided_decoding": marked_by(token), **sampling}
+    asked = [request(PROMPT, 40, **fields), request(PROMPT, 40, **sampling)]
+    expected = [engine.run([one])[0] for one in asked]
+    assert re.search(re.escape(TOKENIZER.decode([token])) + "[0-9]{4};", TOKENIZER.decode(expected[0]))
+    with Harness(str(MODEL)) as ahead:
+        resident = ahead.core._parts.resident = HostResident(ahead.core._parts)
+        assert ahead.run(asked) == expected and resident.num_ahead > 20
+
+
+LARGE = {"enum": [f"value number {at}" for at in range(100_000)]}
+HOPELESS_TOOL = ({"name": "now", "parameters": {"type": "object", "properties": {"a": LARGE}, "required": ["a"]}},)
+
+
+def test_a_loose_guide_that_can_not_be_had_leaves_the_answer_free_and_the_log_says_so(caplog):
+    config = GuidedDecodingConfig(compile_timeout_s=1.5, num_processes=1)
+    with Harness(str(MODEL), limits=ANY_SIZE, guided_decoding_config=config, max_seq_len=512) as engine:
+        expected = engine.run([request(PROMPT, 8)])[0]
+        loose = engine.submit(guided(triggered(HOPELESS_TOOL, is_loose=True), 8))
+        assert (loose.finish.error, loose.tokens) == ("", expected)
+        assert "guide_left_out reason=" in caplog.text and "guided_decoding" in caplog.text
+        assert error_of(engine, triggered(HOPELESS_TOOL)).startswith("INVALID_ARGUMENT: guided_decoding")
+
+
+def test_where_guides_are_switched_off_loose_ones_are_left_out():
+    with Harness(str(MODEL), guided_decoding_backend=None) as engine:
+        loose = engine.submit(guided(triggered(is_loose=True), 8))
+        assert loose.finish.error == "" and loose.tokens == engine.run([request(PROMPT, 8)])[0]
+        with pytest.raises(RequestError, match="backend"):
+            engine.submit(guided(triggered()))
+
+
 def test_bans_that_leave_nothing_are_named(engine):
     ids = tuple((token,) for token in range(4096) if "a" in (TOKENIZER.decode([token]) or ""))
     text = error_of(engine, {"regex": "a+"}, bad_token_ids=ids)
@@ -291,6 +381,7 @@ RAWS: tuple[dict[str, Any], ...] = (
     {"regex": "[a-f0-9]{12}"},
     {"choice": ["alpha", "beta"]},
     {"regex": "[0-9]{3}x", "reasoning_end": "zzz"},
+    triggered(),
 )
 
 
@@ -299,7 +390,7 @@ def test_disaggregated_answers_equal_aggregated_ones(engine):
     transfers = [network.join("prefill"), network.join("decode")]
     workers = [Harness(str(MODEL), one, name) for one, name in zip(transfers, ("prefill", "decode"), strict=True)]
     for raw in RAWS:
-        sampling = {"temperature": 0.8, "seed": 5}
+        sampling = {"temperature": 0.8, "seed": 5, "logit_bias": {CALL: 7.0}}
         whole = engine.submit(guided(raw, 40, **sampling))
         first = workers[0].submit(guided(raw, 40, request_type="context_only", **sampling))
         assert first.finish.error == ""
@@ -312,9 +403,9 @@ def test_disaggregated_answers_equal_aggregated_ones(engine):
 
 @pytest.mark.parametrize("raw", RAWS, ids=lambda raw: next(iter(raw)))
 def test_a_resumed_stream_goes_on_exactly(engine, raw):
-    sampling = {"temperature": 0.8, "seed": 6, "ignore_eos": False, "guided_decoding": raw}
+    sampling = {"temperature": 0.8, "seed": 6, "ignore_eos": False, "guided_decoding": raw, "logit_bias": {CALL: 7.0}}
     whole = engine.submit(request(PROMPT, 40, **sampling))
-    assert whole.finish.error == ""
+    assert whole.finish.error == "" and ("trigger" not in raw or calls_of(whole.tokens))
     for at in range(1, len(whole.tokens)):
         resumed = engine.submit(request([*PROMPT, *whole.tokens[:at]], 40, num_resumed=at, **sampling))
         assert (resumed.finish.reason, whole.tokens[:at] + resumed.tokens) == (whole.finish.reason, whole.tokens)

@@ -337,6 +337,16 @@ def test_a_guide_spares_reasoning_where_the_answer_begins_with_it():
         assert exempt.get("reasoning_end") == end, (name, prompt_end)
 
 
+def test_a_guide_that_waits_for_its_trigger_is_told_which_text_is_reasoning():
+    guide = {"regex": "a", "trigger": {"token": 7}}
+    cases = [("think", "", "</think>", "<think>"), ("think", "<think>\n", "</think>", None)]
+    cases += [("qwen3", "<think>\n\n</think>\n\n", None, None), ("deepseek_r1", "", "</think>", None)]
+    for name, prompt_end, end, begin in cases:
+        exempt = REASONING[name].exempt(guide, ParserRequest((), prompt_end))
+        assert (exempt.get("reasoning_end"), exempt["trigger"].get("reasoning_begin")) == (end, begin)
+        assert exempt["trigger"]["token"] == 7
+
+
 @pytest.mark.parametrize("name", ["pythonic", "gemma3", "lfm2", "hunyuan3"])
 def test_calls_that_no_grammar_knows_can_t_be_enforced(name):
     with pytest.raises(RequestError, match="tool_choice"):
