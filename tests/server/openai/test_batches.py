@@ -34,12 +34,18 @@ def begin(client, content):
     )
 
 
-def answers_of(client, batch_id, limit_s=120):
-    """Return the text of each line's answer once the batch has ended; every line has exactly one."""
+def lines_of(client, batch_id, limit_s=120):
+    """Return the lines of the output once the batch has ended; every line of the input has exactly one."""
     wait_for(lambda: client.batches.retrieve(batch_id).status == "completed", limit_s)
     batch = client.batches.retrieve(batch_id)
     rows = [json.loads(row) for row in client.files.content(batch.output_file_id).text.splitlines()]
     assert len({row["custom_id"] for row in rows}) == len(rows) == batch.request_counts.total
+    return rows
+
+
+def answers_of(client, batch_id, limit_s=120):
+    """Return the text of each line's answer once the batch has ended."""
+    rows = lines_of(client, batch_id, limit_s)
     return {row["custom_id"]: row["response"]["body"]["choices"][0]["message"]["content"] for row in rows}
 
 
