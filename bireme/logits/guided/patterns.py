@@ -16,7 +16,7 @@ from typing import Any
 Ranges = list[tuple[int, int]]
 
 _NO_LENGTH = "a length beside it can't be enforced; put it into the pattern, as in ^[a-z]{2,5}$"
-_LAST = 0x10FFFF
+LAST = 0x10FFFF
 _ESCAPED: Ranges = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF)]  # what no text has as it is
 _DIGIT: Ranges = [(0x30, 0x39)]
 _WORD: Ranges = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
@@ -39,7 +39,7 @@ def search(pattern: str, value: str) -> bool:
 
 def whole_pattern(pattern: str, shortest: int = 0, longest: int | None = None) -> str:
     """Return what the whole of a text matches that `pattern` is found in. Raises ValueError with the reason."""
-    tree = _parse(pattern)
+    tree = parsed(pattern)
     if shortest or longest is not None:
         tree = _within(tree, shortest, longest)
     return _sequence(list(tree), True, True)
@@ -47,7 +47,7 @@ def whole_pattern(pattern: str, shortest: int = 0, longest: int | None = None) -
 
 def literal_prefix(pattern: str) -> str:
     """Return what every text that it is found in begins with; "" when that can't be told."""
-    items = list(_parse(pattern))
+    items = list(parsed(pattern))
     if not items or items[0] != (op.AT, op.AT_BEGINNING):
         return ""
     found = ""
@@ -81,15 +81,15 @@ def _other(node: dict[str, Any]) -> str:
         return ""
     ahead = {ord(character): inner for character, inner in node.items() if character}
     ways = [] if "" in node else ["()"]
-    others = _usable(_without([(0, _LAST)], [(code, code) for code in ahead]))
-    ways.append(f"{_class(others)}{_ANY}*")
+    others = usable(_without([(0, LAST)], [(code, code) for code in ahead]))
+    ways.append(f"{character_class(others)}{_ANY}*")
     for code, inner in ahead.items():
-        if _usable([(code, code)]) and (rest := _other(inner)):
+        if usable([(code, code)]) and (rest := _other(inner)):
             ways.append(_literal(code) + rest)
     return f"({'|'.join(ways)})"
 
 
-def _parse(pattern: str) -> Any:
+def parsed(pattern: str) -> Any:
     if found := _PYTHONS_OWN.search(pattern):
         raise ValueError(f"{found[0]} is not supported")
     try:
@@ -132,7 +132,7 @@ def _item(item: Any, is_left_edge: bool, is_right_edge: bool) -> str:
     if code is op.LITERAL:
         return _literal(value)
     if code in (op.NOT_LITERAL, op.ANY, op.IN):
-        return _class(_usable(_ranges(code, value)))
+        return character_class(usable(ranges_of(code, value)))
     if code in (op.MAX_REPEAT, op.MIN_REPEAT):
         low, high, body = value
         most = "" if high is op.MAXREPEAT else int(high)
@@ -149,11 +149,11 @@ def _item(item: Any, is_left_edge: bool, is_right_edge: bool) -> str:
     raise ValueError(f"{str(code).lower().replace('_', ' ')} is not supported")
 
 
-def _ranges(code: Any, value: Any) -> Ranges:
+def ranges_of(code: Any, value: Any) -> Ranges:
     if code is op.ANY:
-        return _without([(0, _LAST)], _LINE_ENDS)
+        return _without([(0, LAST)], _LINE_ENDS)
     if code is op.NOT_LITERAL:
-        return _without([(0, _LAST)], [(value, value)])
+        return _without([(0, LAST)], [(value, value)])
     found: Ranges = []
     for kind, inner in value:
         if kind is op.LITERAL:
@@ -162,16 +162,16 @@ def _ranges(code: Any, value: Any) -> Ranges:
             found.append(inner)
         elif kind is op.CATEGORY:
             found += _CATEGORIES[inner]
-    return _without([(0, _LAST)], found) if value and value[0][0] is op.NEGATE else found
+    return _without([(0, LAST)], found) if value and value[0][0] is op.NEGATE else found
 
 
 def _literal(code: int) -> str:
-    if not _usable([(code, code)]):
+    if not usable([(code, code)]):
         raise ValueError("quotes, backslashes and control characters are not supported")
     return _character(code)
 
 
-def _class(ranges: Ranges) -> str:
+def character_class(ranges: Ranges) -> str:
     if not ranges:
         raise ValueError("quotes, backslashes and control characters are not supported")
     return "[" + "".join(_character(low) + (f"-{_character(high)}" if high > low else "") for low, high in ranges) + "]"
@@ -183,7 +183,7 @@ def _character(code: int) -> str:
     return f"\\{chr(code)}" if chr(code) in _SPECIAL else chr(code)
 
 
-def _usable(ranges: Ranges) -> Ranges:
+def usable(ranges: Ranges) -> Ranges:
     return _without(sorted(ranges), _ESCAPED)
 
 
@@ -208,12 +208,12 @@ def _within(tree: Any, shortest: int, longest: int | None) -> Any:
     if least >= shortest and (longest is None or (is_whole and most <= longest)):
         return items
     free = max(
-        (at for at, item in enumerate(items) if _is_free(item)), key=lambda at: _width(items[at])[1], default=None
+        (at for at, item in enumerate(items) if _is_free(item)), key=lambda at: width_of(items[at])[1], default=None
     )
     if not is_whole or free is None:
         raise ValueError(_NO_LENGTH)
     code, (low, high, body) = items[free]
-    others = [_width(item) for at, item in enumerate(items) if at != free]
+    others = [width_of(item) for at, item in enumerate(items) if at != free]
     low = max(int(low), shortest - sum(width for width, _ in others))
     if longest is not None:
         high = min(int(high), longest - sum(width for _, width in others))
@@ -228,7 +228,7 @@ def _is_free(item: Any) -> bool:
     return item[0] in (op.MAX_REPEAT, op.MIN_REPEAT) and item[1][2].getwidth() == (1, 1)
 
 
-def _width(item: Any) -> tuple[int, int]:
+def width_of(item: Any) -> tuple[int, int]:
     one = parser.SubPattern(parser.State(), [item])
     low, high = one.getwidth()
     return int(low), int(high)
@@ -236,10 +236,10 @@ def _width(item: Any) -> tuple[int, int]:
 
 _CATEGORIES = {
     op.CATEGORY_DIGIT: _DIGIT,
-    op.CATEGORY_NOT_DIGIT: _without([(0, _LAST)], _DIGIT),
+    op.CATEGORY_NOT_DIGIT: _without([(0, LAST)], _DIGIT),
     op.CATEGORY_WORD: _WORD,
-    op.CATEGORY_NOT_WORD: _without([(0, _LAST)], _WORD),
+    op.CATEGORY_NOT_WORD: _without([(0, LAST)], _WORD),
     op.CATEGORY_SPACE: _BLANK,
-    op.CATEGORY_NOT_SPACE: _without([(0, _LAST)], [*_BLANK, (0xFEFF, 0xFEFF)]),
+    op.CATEGORY_NOT_SPACE: _without([(0, LAST)], [*_BLANK, (0xFEFF, 0xFEFF)]),
 }
-_ANY = _class(_usable([(0, _LAST)]))
+_ANY = character_class(usable([(0, LAST)]))

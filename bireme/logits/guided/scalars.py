@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from bireme.logits.guided.automaton import joint_pattern
 from bireme.logits.guided.patterns import whole_pattern
 from bireme.logits.guided.references import UnsupportedError
 
@@ -17,19 +18,28 @@ MAX_INTEGER = (1 << 63) - 1
 _GRID = 10**6
 _MAX_MULTIPLE, _MAX_MULTIPLE_WIDTH = 1024, 10_000  # xgrammar drops what is beyond
 _POINTER = "(/([^~/]|~[01])*)*"
-_FORMATS: dict[str, tuple[int, int | None, str]] = {  # shortest, longest, and a plainer pattern for lengths
-    "date": (10, 10, ""),
-    "time": (9, None, ""),
-    "date-time": (20, None, ""),
-    "duration": (3, None, ""),
-    "ipv4": (7, 15, ""),
-    "ipv6": (2, None, ""),
-    "uuid": (36, 36, ""),
+_DAYS = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_DATE, _CLOCK = f"[0-9]{{4}}-{_DAYS}", "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = f"{_CLOCK}:[0-5][0-9]([.][0-9]+)?(Z|[+-]{_CLOCK})"
+_TIMES = "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
+_DATES = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
+_BYTE, _GROUP = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])", "[0-9a-fA-F]{1,4}"
+_URI = "[a-z]{3,6}://[a-z0-9][A-Za-z0-9._~/?&=+-]*"
+FORMATS: dict[
+    str, tuple[int, int | None, str]
+] = {  # shortest, longest, and a plainer pattern for what stands beside it
+    "date": (10, 10, f"^{_DATE}$"),
+    "time": (9, None, f"^{_TIME}$"),
+    "date-time": (20, None, f"^{_DATE}T{_TIME}$"),
+    "duration": (3, None, f"^P([0-9]+W|{_DATES}({_TIMES})?|{_TIMES})$"),
+    "ipv4": (7, 15, f"^({_BYTE}[.]){{3}}{_BYTE}$"),
+    "ipv6": (2, None, f"^(({_GROUP}:){{7}}{_GROUP}|({_GROUP})?::({_GROUP})?)$"),
+    "uuid": (36, 36, "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"),
     "hostname": (1, None, "^[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?$"),
     "email": (3, None, "^[A-Za-z0-9_+-]+@[a-z0-9]{1,24}([.][a-z]{2,6}){1,3}$"),
-    "uri": (2, None, "^[a-z]{3,6}://[a-z0-9][A-Za-z0-9._~/?&=+-]*$"),
-    "uri-reference": (0, None, ""),
-    "uri-template": (0, None, ""),
+    "uri": (2, None, f"^{_URI}$"),
+    "uri-reference": (0, None, f"^{_URI}$"),
+    "uri-template": (0, None, f"^{_URI}$"),
     "json-pointer": (0, None, f"^{_POINTER}$"),
     "relative-json-pointer": (1, None, f"^(0|[1-9][0-9]*)(#|{_POINTER})$"),
 }
@@ -111,20 +121,13 @@ def string(flats: Sequence[Schema]) -> Schema:
     shortest = max((math.ceil(flat.get("minLength", 0)) for flat in flats), default=0)
     longest = min((math.floor(flat["maxLength"]) for flat in flats if "maxLength" in flat), default=None)
     patterns = {flat["pattern"]: flat for flat in flats if "pattern" in flat}
-    formats = {flat["format"]: flat for flat in flats if flat.get("format") in _FORMATS}
+    formats = {flat["format"]: flat for flat in flats if flat.get("format") in FORMATS}
     if longest is not None and shortest > longest:
         raise NothingError(f"no text has {shortest} to {longest} characters")
-    if formats:
-        return _formatted(formats, shortest, longest, has_pattern=bool(patterns))
-    if len(patterns) > 1:
-        raise UnsupportedError(
-            list(patterns.values())[-1], "pattern", "several patterns at once can't be enforced; send one"
-        )
-    for pattern, holder in patterns.items():
-        try:
-            return {"type": "string", "pattern": whole_pattern(pattern, shortest, longest)}
-        except ValueError as error:
-            raise UnsupportedError(holder, "pattern", f"pattern {pattern[:60]}: {error}") from error
+    if len(formats) == 1 and not patterns:
+        return _formatted(next(iter(formats)), formats, shortest, longest)
+    if patterns or formats:
+        return {"type": "string", "pattern": _matching(patterns, formats, shortest, longest)}
     shape: Schema = {"type": "string"}
     if shortest:
         shape["minLength"] = shortest
@@ -133,21 +136,35 @@ def string(flats: Sequence[Schema]) -> Schema:
     return shape
 
 
-def _formatted(formats: dict[str, Schema], shortest: int, longest: int | None, has_pattern: bool) -> Schema:
-    name, holder = next(iter(formats.items()))
-    least, most, pattern = _FORMATS[name]
-    if len(formats) == 1 and not has_pattern:
-        is_implied = shortest <= least and (longest is None or (most is not None and most <= longest))
-        if is_implied and name not in _NOT_XGRAMMARS:
-            return {"type": "string", "format": name}
-        if pattern:
+def _formatted(name: str, holders: dict[str, Schema], shortest: int, longest: int | None) -> Schema:
+    least, most, _ = FORMATS[name]
+    is_implied = shortest <= least and (longest is None or (most is not None and most <= longest))
+    if is_implied and name not in _NOT_XGRAMMARS:
+        return {"type": "string", "format": name}
+    return {"type": "string", "pattern": _matching({}, holders, shortest, longest)}
+
+
+def _matching(patterns: dict[str, Schema], formats: dict[str, Schema], shortest: int, longest: int | None) -> str:
+    """Return a pattern of the texts that all of these hold for, each given with who says it."""
+    keyword, given = ("pattern", patterns) if patterns else ("format", formats)
+    name, holder = list(given.items())[-1]
+    wanted = [*patterns, *(FORMATS[one][2] for one in formats)]
+    why = ValueError(f"no text without quotes, backslashes and control characters matches {' and '.join(wanted)[:120]}")
+    try:
+        if len(wanted) == 1:
             try:
-                return {"type": "string", "pattern": whole_pattern(pattern, shortest, longest)}
-            except ValueError:
-                pass  # not to this length
-    raise UnsupportedError(
-        holder, "format", f"format {name} beside a pattern, another format or such a length can't be enforced"
-    )
+                return whole_pattern(wanted[0], shortest, longest)
+            except ValueError as error:
+                why = error if patterns else why
+        if (found := joint_pattern(wanted, shortest, longest)) is not None:
+            return found
+    except ValueError as error:
+        raise UnsupportedError(holder, keyword, f"{keyword} {name[:60]}: {error}") from error
+    if patterns and formats:  # by the specification a format is a note, and a pattern is none
+        return _matching(patterns, {}, shortest, longest)
+    if len(wanted) > 1:
+        raise NothingError(str(why))
+    raise UnsupportedError(holder, keyword, f"{keyword} {name[:60]}: {why}")
 
 
 def _has_grid_number(low: float, high: float) -> bool:
