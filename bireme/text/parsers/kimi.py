@@ -31,6 +31,8 @@ _RESPONSE_END = "<|close|>response<|sep|>"
 class KimiFormat(TaggedFormat):
     """An entry of the table."""
 
+    trigger = ""  # the answer's element ends before the section begins, by marks of several tokens
+
     def parser(self, request: ParserRequest) -> Parser:
         return KimiParser(self, request)
 

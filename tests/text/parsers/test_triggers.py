@@ -58,4 +58,4 @@ def test_what_a_template_writes_is_what_the_guide_allows(name, calls):
 
 def test_marks_that_no_guide_begins_with_are_told():
     without = {"llama3_json", "llama4_json", "jamba", "command_a", "pythonic", "lfm2", "gemma3", "gemma4"}
-    assert TOOLS.keys() - set(TRIGGERED) == without | {"functiongemma", "hunyuan3", "harmony"}
+    assert TOOLS.keys() - set(TRIGGERED) == without | {"functiongemma", "hunyuan3", "kimi_k3", "harmony"}
