@@ -21,7 +21,7 @@ from bireme.logits.guided.vocabulary import TokenTable
 from bireme.own_work import NO_MARK
 
 
-class _Progress(enum.Enum):
+class _Hold(enum.Enum):
     BEGIN = enum.auto()  # what has come may become the beginning of reasoning
     THINKING = enum.auto()
     FREE = enum.auto()
@@ -32,7 +32,7 @@ class _Progress(enum.Enum):
 class TriggeredGuidance(Guidance):
     """Belongs to the engine's thread once it is made."""
 
-    __slots__ = ("_begin", "_progress", "_seen", "_thought_end", "_trigger")
+    __slots__ = ("_begin", "_hold", "_seen", "_thought_end", "_trigger")
 
     def __init__(
         self,
@@ -57,30 +57,30 @@ class TriggeredGuidance(Guidance):
         self._trigger = trigger
         self._thought_end, self._begin = reasoning_end.encode(), trigger.reasoning_begin.encode()
         self._seen = b""  # of the answer's beginning, or of what may be the end of the reasoning
-        self._progress = _Progress.FREE
+        self._hold = _Hold.FREE
         if reasoning_end:
-            self._progress = _Progress.BEGIN if self._begin else _Progress.THINKING
+            self._hold = _Hold.BEGIN if self._begin else _Hold.THINKING
         self.is_free = True
 
     def fill(self, bitmask: Bitmask, row: int) -> None:
-        if self._progress is _Progress.OVER:
+        if self._hold is _Hold.OVER:
             bitmask[row] = self._stop_mask
             self.must_stop = True
         else:
             super().fill(bitmask, row)
 
     def accept(self, token: int) -> None:
-        if self._progress is _Progress.GUIDED:
+        if self._hold is _Hold.GUIDED:
             self._follow(token)
-        elif self._progress is _Progress.OVER:
+        elif self._hold is _Hold.OVER:
             if token not in self._stop_ids:
                 raise RequestError(
                     f"guided_decoding: token {token} follows the one guided part; send no more than that"
                 )
-        elif token == self._trigger.token and self._progress is not _Progress.THINKING:
-            self._progress, self.is_free = _Progress.GUIDED, False
+        elif token == self._trigger.token and self._hold is not _Hold.THINKING:
+            self._hold, self.is_free = _Hold.GUIDED, False
             super().accept(token)
-        elif self._progress is not _Progress.FREE:
+        elif self._hold is not _Hold.FREE:
             self._read(self._table.text(token))
 
     def _follow(self, token: int) -> None:
@@ -89,21 +89,21 @@ class TriggeredGuidance(Guidance):
             return
         self.must_stop = False
         if self._trigger.stop_after_first:
-            self._progress = _Progress.OVER
+            self._hold = _Hold.OVER
             return
         self._matcher.reset()
-        self._progress, self.is_free = _Progress.FREE, True
+        self._hold, self.is_free = _Hold.FREE, True
 
     def _read(self, text: bytes) -> None:
         self._seen += text
-        if self._progress is _Progress.BEGIN:
+        if self._hold is _Hold.BEGIN:
             start = self._seen.lstrip()
             if not start.startswith(self._begin):
                 if not self._begin.startswith(start):
-                    self._progress = _Progress.FREE
+                    self._hold = _Hold.FREE
                 return
-            self._progress, self._seen = _Progress.THINKING, start[len(self._begin) :]
+            self._hold, self._seen = _Hold.THINKING, start[len(self._begin) :]
         if self._thought_end in self._seen:
-            self._progress = _Progress.FREE
+            self._hold = _Hold.FREE
         else:
             self._seen = self._seen[max(0, len(self._seen) - len(self._thought_end) + 1) :]
