@@ -29,10 +29,13 @@ pytestmark = pytest.mark.skipif(stand_in_workers.is_real_there(), reason="the sc
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With a model, so that not every run makes its own."""
-    folder = tmp_path_factory.mktemp("proof")
-    Bench(folder, "decode", {}).make_model()
-    return folder
+    """The first run makes its model there, and the others find it."""
+    return tmp_path_factory.mktemp("proof")
+
+
+@pytest.fixture
+def model(folder):
+    return Bench(folder, "decode", {}).make_model()
 
 
 # -- the script as a stranger runs it
@@ -81,17 +84,16 @@ def outcomes(report):
 def test_it_is_all_green_without_pytest_from_a_checkout_that_can_not_be_written(
     python, read_only, folder, tmp_path, profile
 ):
-    """One of the three makes its own model, and has two GPUs."""
-    is_alone = profile == "1.3"
-    arguments = [] if is_alone else ["--folder", folder]
+    """One of the three has two GPUs."""
+    num_gpus = 2 if profile == "1.3" else 1
     variables = {"TRTLLM_STAND_IN": profile, "HF_TOKEN": "hf_secretsecretsecret", "TMPDIR": str(tmp_path)}
     done, report = run_script(
-        python, tmp_path, *arguments, prefix=read_only, gpus=1 + is_alone, OMP_NUM_THREADS="1", **variables
+        python, tmp_path, "--folder", folder, prefix=read_only, gpus=num_gpus, OMP_NUM_THREADS="1", **variables
     )
     assert done.returncode == 0, done.stderr
     found = outcomes(report)
     skipped = {name for name, outcome in found.items() if outcome != "ok"}
-    assert skipped == (set() if is_alone else {"apart on two GPUs"})
+    assert skipped == ({"apart on two GPUs"} if num_gpus == 1 else set())
     assert found.keys() >= {*LIVES["one"].rows, "speculation: drafts", "apart on one GPU: decode transfer"}
     assert report["verdict"] == "nothing failed"
     assert report["gpus"][0] == {"name": "NVIDIA Pretended", "memory_mib": "81920", "driver": "590.44"}
@@ -105,7 +107,8 @@ def test_without_a_gpu_there_is_nothing_to_try(python, tmp_path):
     assert "nvidia-smi shows no GPU" in report["verdict"]
 
 
-def test_what_hangs_or_ends_its_process_is_a_red_row_and_the_next_rows_have_a_new_engine(folder, monkeypatch, capsys):
+@pytest.mark.usefixtures("model")
+def test_what_hangs_or_ends_its_process_is_a_red_row_and_the_next_rows_have_a_new_engine(folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
     monkeypatch.setenv("TRTLLM_STAND_IN", "1.3")
     monkeypatch.setenv("TRTLLM_STAND_IN_BROKEN", "errors,hang")
@@ -138,6 +141,7 @@ def processes_with(word):
     return found
 
 
+@pytest.mark.usefixtures("model")
 def test_without_an_engine_its_rows_are_skipped_with_the_reason(folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
     monkeypatch.setenv("TRTLLM_STAND_IN_BROKEN", "start")
@@ -158,15 +162,14 @@ def test_a_report_holds_no_secret_no_home_and_no_name(monkeypatch):
     assert said == "HOST ~/x FOLDER/model *** *** http://***@host USER malice alices"
 
 
-def test_the_reference_is_what_transformers_computes(folder):
+def test_the_reference_is_what_transformers_computes(model):
     import torch
     from transformers import AutoModelForCausalLM
 
     tokens = list(range(500, 600))
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     with torch.inference_mode():
-        expected = model(torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(Reference(folder / "model").logits(tokens), expected, atol=1e-3, rtol=1e-3)
+        expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(Reference(model).logits(tokens), expected, atol=1e-3, rtol=1e-3)
 
 
 # -- a feature that is broken is a red row
@@ -215,6 +218,7 @@ def bench(profile, folder):
     def of(life):
         if life not in benches:
             benches[life] = Bench(folder, LIVES[life].stage, LIVES[life].yaml, limit_s=60, wait_s=0.5)
+            benches[life].make_model()
             assert run(LIVES[life].rows["start"], benches[life])["outcome"] == "ok"
         return benches[life]
 
@@ -228,6 +232,17 @@ def test_each_way_to_be_broken_is_tried(profile):
     from tensorrt_llm._broken import WAYS
 
     assert WAYS.keys() == BROKEN.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize("profile", ["1.3"], indirect=True)
+def test_what_a_release_adds_is_a_warning_and_no_failure(profile, monkeypatch, folder):
+    described = rows_module.describe()
+    described["generate_async"]["surprise"] = "None"
+    described["llm_args"].remove("max_batch_size")
+    monkeypatch.setattr(rows_module, "describe", lambda: described)
+    told = run(LIVES["one"].rows["contract"], Bench(folder, "decode", {}))
+    assert told["outcome"] == "ok"
+    assert told["warnings"] == ["LLM.generate_async.surprise: new", "LlmArgs.max_batch_size: missing"]
 
 
 @pytest.mark.parametrize("profile", ["1.3"], indirect=True)
