@@ -5,6 +5,7 @@ PYTHON ?=
 VENV ?= .venv
 ARGS ?=
 ROUNDS ?= 10
+CHECKOUT ?= ../vllm_backend
 # Three on two cores: tests of servers mostly wait; a fourth makes all wait longer. What runs together: tests/conftest.py.
 JOBS ?= 3
 RUN := $(VENV)/bin/python
@@ -14,7 +15,7 @@ TEST_LIMIT_S ?= 400
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models services demo demo-real serve test unit soak test-real test-services test-clients fuzz chaos check audit format clean clean-venv
+.PHONY: help setup models services demo demo-real serve test unit soak test-real test-services test-clients test-vllm fuzz chaos check audit format clean clean-venv
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +55,9 @@ test-services: models services ## Run the tests that need programs from Debian; 
 
 test-clients: models ## Run clients of the ecosystem, unmodified, each in .clients/NAME; ARGS="-k litellm"
 	@$(RUN) -m pytest tests/clients $(ARGS)
+
+test-vllm: models ## Run vllm_backend's own tests, as they are, against its contract; CHECKOUT=../vllm_backend
+	@VLLM_BACKEND="$(CHECKOUT)" $(RUN) -m pytest tests/clients/test_vllm_backend.py $(ARGS)
 
 fuzz: models ## Run the property tests on new random examples, again and again; ROUNDS=100 ARGS="tests/text"
 	@for round in $$(seq $(ROUNDS)); do echo "== round $$round of $(ROUNDS)"; \

@@ -38,6 +38,7 @@ class Client:
     model: str
     tokenizer: Path = CHECKOUT / "models" / "tiny-chat"
     more: dict[str, str] = field(default_factory=dict)  # environment variables
+    limit_s: float = LIMIT_S
 
     def program(self, name: str) -> str:
         """Run a program of ours that uses the client's API as its documentation does; return its output."""
@@ -68,7 +69,7 @@ class Client:
         variables.pop("PYTHONPATH", None)
         done = subprocess.run(
             [str(program), *arguments],
-            cwd=self.out, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+            cwd=self.out, env=variables, capture_output=True, text=True, timeout=self.limit_s, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
