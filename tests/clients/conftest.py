@@ -56,6 +56,7 @@ class Client:
         variables = {
             **os.environ,
             "PATH": f"{path}:{os.environ['PATH']}",
+            "PWD": str(self.out),
             "OPENAI_BASE_URL": f"{self.url}/v1",
             "OPENAI_API_BASE": f"{self.url}/v1",
             "OPENAI_API_KEY": "none",

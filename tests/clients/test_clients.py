@@ -81,6 +81,18 @@ def test_pydantic_ai(client):
     assert "ok" in client.program("pydantic_ai_agents")
 
 
+@pytest.mark.client("pydantic-ai")
+def test_pydantic_ai_over_responses_and_messages(client):
+    """over responses and messages: text, a tool, a stream; over responses a typed output"""
+    assert "ok" in client.program("pydantic_ai_apis")
+
+
+@pytest.mark.client("langchain")
+def test_langchain_agents(client):
+    """create_agent over chats, responses and messages: whole, a tool, a stream"""
+    assert "ok" in client.program("langchain_agents")
+
+
 @pytest.mark.client("langchain-openai")
 def test_langchain_openai(client):
     """ChatOpenAI: whole, stream, batch, tools, structured output; OpenAI: a completion"""
@@ -129,6 +141,18 @@ def test_agno(client):
     assert "ok" in client.program("agno_agents")
 
 
+@pytest.mark.client("autogen")
+def test_autogen(client):
+    """its client whole and streamed; AssistantAgent with a tool"""
+    assert "ok" in client.program("autogen_agents")
+
+
+@pytest.mark.client("semantic-kernel")
+def test_semantic_kernel(client):
+    """its service whole and streamed, a function it calls by itself; ChatCompletionAgent"""
+    assert "ok" in client.program("semantic_kernel_agents")
+
+
 @pytest.mark.client("codex", recipe="long-context")
 def test_codex(client):
     """codex exec as it comes: a turn with its own tools over responses"""
@@ -151,6 +175,36 @@ def test_claude_code(client):
     told = client.run("claude", "-p", "Say hello.", "--model", client.model, "--output-format", "json")
     result, _ = json.JSONDecoder().raw_decode(told, told.index('{"'))
     assert not result["is_error"] and result["usage"]["output_tokens"] > 0, told
+
+
+@pytest.mark.client("opencode", recipe="long-context")
+def test_opencode(client):
+    """opencode run: a turn with all of its tools over chats"""
+    served = {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": f"{client.url}/v1", "apiKey": "none"}}
+    config = {"provider": {"bireme": {**served, "models": {client.model: {}}}}, "share": "disabled"}
+    (client.out / "opencode.json").write_text(json.dumps(config))
+    homes = ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "HOME")
+    client.more |= dict.fromkeys(homes, str(client.out)) | {
+        "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    }  # fmt: skip
+    told = client.run("opencode", "run", "--format=json", f"--model=bireme/{client.model}", "Say hello.")
+    assert '"step_finish"' in told and '"error"' not in told, told
+
+
+@pytest.mark.client("aider", recipe="long-context")
+def test_aider(client):
+    """aider --message: a turn with its prompt over chats"""
+    told = client.run(
+        "aider", f"--model=openai/{client.model}", "--message=Say hello.", "--yes-always", "--no-git", "--no-pretty",
+        "--no-check-update", "--no-show-model-warnings", "--analytics-disable", "--no-show-release-notes",
+    )  # fmt: skip
+    assert re.search(r"Tokens: [\d.]+k? sent, [1-9]\d* received", told), told
+
+
+@pytest.mark.client("litellm", recipe="tiny-embedding")
+def test_litellm_embeddings(client):
+    """rerank as hosted_vllm, its address with /v1 and without; embeddings"""
+    assert "ok" in client.program("litellm_embeddings")
 
 
 @pytest.mark.client("litellm")

@@ -19,7 +19,7 @@ def get_weather(city: str) -> str:
 
 def agent(**fields):
     model = OpenAIChatCompletionsModel(model=os.environ["MODEL"], openai_client=AsyncOpenAI(max_retries=0))
-    return Agent(name="Assistant", model=model, model_settings=ModelSettings(max_tokens=100), **fields)
+    return Agent(name="Assistant", model=model, model_settings=ModelSettings(max_tokens=100, verbosity="low"), **fields)
 
 
 async def main():

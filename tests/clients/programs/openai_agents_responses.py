@@ -3,7 +3,15 @@
 import asyncio
 import os
 
-from agents import Agent, ModelSettings, OpenAIConversationsSession, Runner, function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIConversationsSession,
+    Runner,
+    SQLiteSession,
+    function_tool,
+    set_tracing_disabled,
+)
 from pydantic import BaseModel, Field
 
 set_tracing_disabled(True)
@@ -24,7 +32,9 @@ def get_weather(city: str) -> str:
 
 
 def agent(name="Assistant", **fields):
-    settings = ModelSettings(max_tokens=100, temperature=0, tool_choice=fields.pop("tool_choice", None))
+    settings = ModelSettings(
+        max_tokens=100, temperature=0, verbosity="low", tool_choice=fields.pop("tool_choice", None)
+    )
     return Agent(name=name, model=os.environ["MODEL"], model_settings=settings, **fields)
 
 
@@ -50,6 +60,10 @@ async def main():
     assert last["role"] == "assistant" and len(await session.get_items()) == 3, last
     await session.clear_session()
     assert await session.get_items() == []
+    kept_here = SQLiteSession("one")
+    for question in (SUM, WEATHER):
+        assert (await Runner.run(agent(), question, session=kept_here)).final_output
+    assert len(await kept_here.get_items()) == 4
     print("ok")
 
 
