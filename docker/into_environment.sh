@@ -55,8 +55,8 @@ esac
 versions >"$scratch/before"
 # UCX reads a GPU's memory with the CUDA that it was built for.
 case $(cd / && "$python" -c 'import torch; print(torch.version.cuda)' 2>/dev/null || true) in
-13.*) nixl=nixl-cu13 ;;
-*) nixl=nixl ;;
+13.*) nixl="nixl-cu13" ;;
+*) nixl="nixl" ;;
 esac
 "$python" -m pip install --constraint "$scratch/before" --editable "${checkout}[$extras,$nixl]" "av>=15,<19"
 versions >"$scratch/after"
