@@ -51,7 +51,12 @@ class GpuRows:
         self._staged().write(group, rows, data, ready)
 
     def shared(self) -> SharedMemory:
-        return share_pools([[self._tensor]], self._tensor.device)
+        try:
+            return share_pools([[self._tensor]], self._tensor.device)
+        except ConfigError as error:  # it names the key of KV
+            raise ConfigError(
+                f"multimodal_config.embedding_pool_bytes: the pool can't be shared ({error}); leave it out"
+            ) from error
 
     def map(self, shared: SharedMemory) -> MappedMemory:
         return MappedPools([[self._tensor]], self._tensor.device, shared)
@@ -106,8 +111,11 @@ class EmbeddingPool:
         return TokenRows(place.memory, place.rows, self._sign())
 
     def get(self, place: TokenRows) -> TensorRows:
-        """Return a copy of what has been written to rows."""
-        return TensorRows(self._tensor[self._index(place)].view(self._dtype))
+        """Return a copy of what has been written to rows; it is there, on whichever stream it is read."""
+        rows = TensorRows(self._tensor[self._index(place)].view(self._dtype))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return rows
 
     def give_back(self, place: TokenRows) -> None:
         sign = self._sign()
