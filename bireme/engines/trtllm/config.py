@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from bireme.config import EngineConfig
+from bireme.config import EngineConfig, MultimodalConfig
 from bireme.engines.trtllm import contract
 from bireme.engines.trtllm.problems import NOTHING, Path, Problem, errors, warnings
 from bireme.engines.trtllm.rules import Yaml, check_rules
@@ -35,8 +35,7 @@ OWN: tuple[Path, ...] = (
     ("scheduler_config", "max_queue_time_s"),
     ("scheduler_config", "best_effort_share"),
     ("guided_decoding_config",),
-    ("multimodal_config", "max_batch_images"),
-    ("multimodal_config", "max_held_bytes"),
+    *(("multimodal_config", name) for name in MultimodalConfig.__struct_fields__),
     ("mocker",),
 )
 # Keys that TensorRT-LLM takes and that have no effect, or harm, with token ids in and out.

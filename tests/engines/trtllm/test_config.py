@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme import llm_args
-from bireme.config import EngineConfig
+from bireme.config import EngineConfig, MultimodalConfig
 from bireme.engines.trtllm import config
 from bireme.engines.trtllm.config import check_arguments, llm_arguments, prepared
 from bireme.engines.trtllm.contract import CEILING, FLOOR, validate
@@ -109,7 +109,7 @@ def test_a_value_of_another_type_is_refused_at_the_start_too():
 
 
 def test_keys_that_bireme_and_tensorrt_llm_have_in_one_block_go_each_its_way():
-    block = {"max_held_bytes": 1 << 20, "encoder_cache_max_bytes": "512MB"}
+    block = dict.fromkeys(MultimodalConfig.__struct_fields__, 1 << 20) | {"encoder_cache_max_bytes": "512MB"}
     assert arguments(version=CEILING, multimodal_config=block)["multimodal_config"] == {
         "encoder_cache_max_bytes": "512MB"
     }
