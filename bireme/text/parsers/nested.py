@@ -51,6 +51,10 @@ class _Element:
     ends: ValueEnds
     text: str = ""
     children: list[tuple[str, str]] = field(default_factory=list)  # name and JSON
+    known: frozenset[str] = frozenset()  # keys that the schema names
+
+    def __post_init__(self) -> None:
+        self.known = self.types.keys()
 
     @property
     def may_hold(self) -> bool:
@@ -60,7 +64,7 @@ class _Element:
     def is_list(self) -> bool:
         """Whether a child named `item` is one of a list."""
         kinds = self.type.kinds
-        return "object" not in kinds or ("array" in kinds and _ITEM not in self.types.keys())
+        return "object" not in kinds or ("array" in kinds and _ITEM not in self.known)
 
     def as_json(self) -> str:
         if not self.children:
@@ -175,15 +179,14 @@ class NestedParser(TaggedParser):
     def _is_next(self, name: str) -> bool:
         """Whether a tag is the call's next argument, and none that an open element can hold."""
         return name in self._openings and not any(
-            one.type is UNSTATED or name in one.types.keys() for one in self._open if one.may_hold
+            one.type is UNSTATED or name in one.known for one in self._open if one.may_hold
         )
 
     def _is_child(self, element: _Element, name: str) -> bool:
         """A tag like the element's own end is one behind what it holds, unless its schema knows such a key."""
-        known = element.types.keys()
         if not element.may_hold:
             return False
-        return name in known or not (element.children and known and name == element.name)
+        return name in element.known or not (element.children and element.known and name == element.name)
 
     def _text(self, text: str) -> str:
         element = self._open[-1]
