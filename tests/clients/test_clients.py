@@ -93,6 +93,12 @@ def test_langchain_agents(client):
     assert "ok" in client.program("langchain_agents")
 
 
+@pytest.mark.client("langchain", recipe="tiny-embedding")
+def test_langchain_embeddings(client):
+    """OpenAIEmbeddings: documents, a query"""
+    assert "ok" in client.program("langchain_embeddings")
+
+
 @pytest.mark.client("langchain-openai")
 def test_langchain_openai(client):
     """ChatOpenAI: whole, stream, batch, tools, structured output; OpenAI: a completion"""
@@ -111,6 +117,12 @@ def test_vercel_ai(client):
     assert "ok" in client.node_program("vercel_ai")
 
 
+@pytest.mark.client("vercel-ai", recipe="tiny-embedding")
+def test_vercel_ai_embeddings(client):
+    """embed, embedMany"""
+    assert "ok" in client.node_program("vercel_ai_embed")
+
+
 @pytest.mark.client("cohere", recipe="tiny-embedding")
 def test_cohere(client):
     """rerank of Client and ClientV2"""
@@ -127,6 +139,12 @@ def test_smolagents(client):
 def test_haystack(client):
     """chat generators over chats and responses: whole, stream, a tool"""
     assert "ok" in client.program("haystack_generators")
+
+
+@pytest.mark.client("haystack", recipe="tiny-embedding")
+def test_haystack_embedders(client):
+    """embedders of a text and of documents"""
+    assert "ok" in client.program("haystack_embedders")
 
 
 @pytest.mark.client("strands")
@@ -199,6 +217,12 @@ def test_aider(client):
         "--no-check-update", "--no-show-model-warnings", "--analytics-disable", "--no-show-release-notes",
     )  # fmt: skip
     assert re.search(r"Tokens: [\d.]+k? sent, [1-9]\d* received", told), told
+
+
+@pytest.mark.client("litellm")
+def test_litellm_over_messages_and_responses(client):
+    """as anthropic: whole, stream; responses"""
+    assert "ok" in client.program("litellm_more")
 
 
 @pytest.mark.client("litellm", recipe="tiny-embedding")
