@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -68,6 +69,12 @@ def test_a_package_that_would_have_to_be_replaced_ends_the_build(tmp_path, packa
         make_image(tmp_path, **{package: version}).run()
 
 
+def test_a_word_that_names_no_kind_of_environment_is_refused():
+    command = ["sh", str(CHECKOUT / "docker" / "into_environment.sh"), sys.executable, "stubs"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "stubs: leave it out, or say engine" in done.stderr) == (2, True)
+
+
 def test_an_environment_made_from_the_image_s_does_not_see_its_packages(tmp_path):
     """Why the image has no second environment: this is what one would do."""
     build = make_image(tmp_path)
@@ -84,8 +91,6 @@ def test_every_file_that_a_dockerfile_copies_and_every_script_that_it_runs_exist
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shell_scripts_are_clean_by_shellcheck():
-    import subprocess
-
     scripts = [str(path) for folder in ("docker", "tests/gpu", "tools") for path in (CHECKOUT / folder).glob("*.sh")]
     done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
