@@ -57,6 +57,9 @@ PROSE = [
     ("minimax_m2", 'Use <invoke name="weather"><parameter name="city" and so on.'),
     ("deepseek_v3.2", 'Use <｜DSML｜invoke name="weather"> here.'),
     ("glm45", "Write <tool_call>weather and then its arguments."),
+    ("kimi_k3", 'Calls are <|open|>call tool="weather" index="1"<|sep|> and <|close|>call<|sep|> in one.'),
+    ("kimi_k3", 'It begins with <|open|>tools<|sep|>, then <|open|>call tool="weather"'),
+    ("minimax_m3", 'Use ]<]minimax[>[<invoke name="weather"> and ]<]minimax[>[<city> in it.'),
     ("hermes", "Write <tool_call> and then JSON."),
 ]
 
@@ -74,6 +77,8 @@ HELD = [
     ("minimax_m2", "</invoke> is a tag\n</parameter/> too", "tags in words"),
     ("glm45", "<arg_key>other</arg_key> </tool_call> x", "a key that is none"),
     ("deepseek_v3.2", "a</｜DSML｜invoke>b", "a tag without what follows it"),
+    ("kimi_k3", "<|close|>call<|sep|> b<|close|>", "tags in words"),
+    ("minimax_m3", "</city> ]<] </invoke> ]<]minimax[>[<b>", "tags without their token, or that none knows"),
 ]
 
 
