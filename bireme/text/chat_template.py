@@ -50,7 +50,7 @@ class CallForm:
     has_text_arguments: bool = False  # as JSON text instead of an object
     needs_no_content: bool = False  # none where there is no text; the empty text would hide the calls
     splits_content: bool = False  # text beside calls is a message of its own before them
-    shows_one_call: bool = False  # of several: each is a message of its own, before its result
+    shows_one_call: bool = False  # or refuses several: each is a message of its own, before its result
 
 
 class ChatTemplate:
@@ -138,9 +138,7 @@ class ChatTemplate:
         return CallForm() if refuses_all else None
 
     def _shows_two(self, form: CallForm) -> bool:
-        """Whether both of two calls are shown; one that a template refuses with its own words is not lost."""
-        shown = self._shown_call(form, "", _SECOND_PROBE)
-        return shown is None or _SECOND_PROBE in shown
+        return _SECOND_PROBE in (self._shown_call(form, "", _SECOND_PROBE) or "")
 
     def _shows_both(self, form: CallForm) -> bool:
         shown = self._shown_call(form, _PROBE) or ""

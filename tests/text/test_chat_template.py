@@ -148,23 +148,22 @@ ONE_CALL = (
 )
 
 
-def test_each_of_several_calls_is_a_message_before_its_result_where_a_template_shows_the_first():
+NO_SECOND = (
+    "{% for m in messages if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one!') }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("refusal", ["", NO_SECOND])
+def test_each_of_several_calls_is_a_message_before_its_result_where_a_template_takes_one(refusal):
     second = {"id": "2", "type": "function", "function": {"name": "look", "arguments": '{"city": "Bergen"}'}}
     results = [{"role": "tool", "tool_call_id": one, "content": text} for one, text in (("2", "sun"), ("1", "rain"))]
     answer = {"role": "assistant", "content": "Hm.", "reasoning_content": "so", "tool_calls": [CALL, second]}
-    shown = render(ONE_CALL, [user("?"), answer, *results, {"role": "tool", "content": "late"}, user("and?")])
+    shown = render(refusal + ONE_CALL, [user("?"), answer, *results, {"role": "tool", "content": "late"}, user("and?")])
     assert shown == (
         '[user]?[assistant]Hm.look {"city": "Oslo"}[tool]rain[assistant]look {"city": "Bergen"}[tool]sun'
         "[tool]late[user]and?"
     )
-    assert "Bergen" in render(ONE_CALL, [user("?"), answer])
-
-
-def test_a_template_that_refuses_several_calls_does_so_with_its_own_words():
-    single = "{% for m in messages if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one!') }}"
-    answer = {"role": "assistant", "content": "", "tool_calls": [CALL] * 2}
-    with pytest.raises(RequestError, match="one!"):
-        render(single + "{% endfor %}" + ONE_CALL, [user("?"), answer])
+    assert "Bergen" in render(refusal + ONE_CALL, [user("?"), answer])
 
 
 def test_control_tokens_in_calls_that_are_written_as_text_stay_text():

@@ -18,7 +18,7 @@ from tools import real_model
 
 pytestmark = pytest.mark.soak  # pip takes half a minute for the templates, the first time
 NUM_TEMPLATES = 70
-OUTCOMES = {"equal": 596, "put in": 60, "refused by both": 44}
+OUTCOMES = {"equal": 596, "put in": 63, "refused by both": 41}
 NAME = "get_weather"
 TOOLS = [
     {
