@@ -107,6 +107,17 @@ def test_without_a_gpu_there_is_nothing_to_try(python, tmp_path):
     assert "nvidia-smi shows no GPU" in report["verdict"]
 
 
+@pytest.mark.parametrize(("outcome", "code"), [("ok", 0), ("skipped", 0), ("fail", 1)])
+def test_the_exit_code_is_that_of_the_worst_row_and_stdout_is_the_report(monkeypatch, capsys, tmp_path, outcome, code):
+    monkeypatch.setattr(sys, "argv", ["trtllm.sh", "--folder", str(tmp_path)])
+    monkeypatch.setattr(machine, "has_tensorrt_llm", lambda: True)
+    monkeypatch.setattr(machine, "find_gpus", lambda: [{"name": "NVIDIA Pretended"}])
+    outcomes = [program.Outcome("first", "ok"), program.Outcome("second", outcome), program.Outcome("third", "ok")]
+    monkeypatch.setattr(program, "prove", lambda proof, gpus: proof.rows.extend(outcomes))
+    assert program.main() == code
+    assert [row["outcome"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["ok", outcome, "ok"]
+
+
 @pytest.mark.usefixtures("model")
 def test_what_hangs_or_ends_its_process_is_a_red_row_and_the_next_rows_have_a_new_engine(folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
