@@ -5,8 +5,9 @@
     guidance.py         which tokens a sequence may take next
     triggered.py        the same, from a token on
     mask.py             packed masks on logits
-    schema.py           a JSON schema as xgrammar enforces it: objects, arrays, alternatives
-    scalars.py          its numbers and texts; patterns.py writes the patterns
+    schema.py           a JSON schema as xgrammar enforces it: places and their alternatives
+    containers.py       its arrays and objects
+    scalars.py          its numbers and texts; patterns.py writes the patterns, automaton.py joins several
     instance.py         whether a value satisfies a schema; references.py finds what `$ref` names
     vocabulary.py       a tokenizer's tokens as bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from bireme.logits.guided.automaton import joint_pattern
 from bireme.logits.guided.patterns import whole_pattern
@@ -50,56 +50,81 @@ class NothingError(ValueError):
     """No value satisfies the schemas."""
 
 
-def number(name: str, flats: Sequence[Schema]) -> Schema:
-    low, is_low_open = max(
-        [(flat["minimum"], False) for flat in flats if "minimum" in flat]
-        + [(flat["exclusiveMinimum"], True) for flat in flats if "exclusiveMinimum" in flat],
-        default=(None, False),
-    )
-    high, is_high_open = min(
-        [(flat["maximum"], False) for flat in flats if "maximum" in flat]
-        + [(flat["exclusiveMaximum"], True) for flat in flats if "exclusiveMaximum" in flat],
-        key=lambda bound: (bound[0], not bound[1]),
-        default=(None, False),
-    )
-    parts = [Fraction(str(flat["multipleOf"])) for flat in flats if "multipleOf" in flat]
-    holder = next((flat for flat in flats if "multipleOf" in flat), {})
-    if name == "number" and parts:
-        if any(part.denominator > 1 for part in parts):
-            raise UnsupportedError(
-                holder, "multipleOf", "multipleOf of a fraction can't be enforced; leave it out, or send integers"
-            )
-        name = "integer"
-    if name == "integer":
-        step = math.lcm(*(part.numerator for part in parts))
-        first = None if low is None else math.floor(low) + 1 if is_low_open else math.ceil(low)
-        last = None if high is None else math.ceil(high) - 1 if is_high_open else math.floor(high)
-        return _integer(first, last, step, holder, flats)
-    if low is not None and high is not None and (low > high or (low == high and (is_low_open or is_high_open))):
-        raise NothingError(f"no number is within {low} and {high}")
-    if low is not None and low == high:
-        return {"enum": [low]}
-    if low is not None and high is not None and not _has_grid_number(low, high):
-        holder, word = next((flat, word) for flat in flats for word in NUMBER_KEYWORDS if word in flat)
-        raise UnsupportedError(
-            holder, word, f"numbers between {low} and {high} can't be enforced: six decimals are; send wider bounds"
+class _Bounds(NamedTuple):
+    """None: there is none. Open: the bound itself is out."""
+
+    low: float | None
+    is_low_open: bool
+    high: float | None
+    is_high_open: bool
+
+    @classmethod
+    def of(cls, flats: Sequence[Schema]) -> _Bounds:
+        low = max(
+            [(flat["minimum"], False) for flat in flats if "minimum" in flat]
+            + [(flat["exclusiveMinimum"], True) for flat in flats if "exclusiveMinimum" in flat],
+            default=(None, False),
         )
+        high = min(
+            [(flat["maximum"], False) for flat in flats if "maximum" in flat]
+            + [(flat["exclusiveMaximum"], True) for flat in flats if "exclusiveMaximum" in flat],
+            key=lambda bound: (bound[0], not bound[1]),
+            default=(None, False),
+        )
+        return cls(*low, *high)
+
+    @property
+    def first(self) -> int | None:
+        """The least integer within."""
+        if self.low is None:
+            return None
+        return math.floor(self.low) + 1 if self.is_low_open else math.ceil(self.low)
+
+    @property
+    def last(self) -> int | None:
+        if self.high is None:
+            return None
+        return math.ceil(self.high) - 1 if self.is_high_open else math.floor(self.high)
+
+
+def number(name: str, flats: Sequence[Schema]) -> Schema:
+    bounds, holder = _Bounds.of(flats), next((flat for flat in flats if "multipleOf" in flat), {})
+    parts = [Fraction(str(flat["multipleOf"])) for flat in flats if "multipleOf" in flat]
+    if name == "number" and any(part.denominator > 1 for part in parts):
+        raise UnsupportedError(
+            holder, "multipleOf", "multipleOf of a fraction can't be enforced; leave it out, or send integers"
+        )
+    if name == "number" and not parts:
+        return _real(bounds, flats)
+    return _integer(bounds, math.lcm(*(part.numerator for part in parts)), holder, flats)
+
+
+def _real(bounds: _Bounds, flats: Sequence[Schema]) -> Schema:
+    low, high = bounds.low, bounds.high
+    if low is not None and high is not None:
+        if low > high or (low == high and (bounds.is_low_open or bounds.is_high_open)):
+            raise NothingError(f"no number is within {low} and {high}")
+        if low == high:
+            return {"enum": [low]}
+        if not _has_grid_number(low, high):
+            holder, word = next((flat, word) for flat in flats for word in NUMBER_KEYWORDS if word in flat)
+            raise UnsupportedError(
+                holder, word, f"numbers between {low} and {high} can't be enforced: six decimals are; send wider bounds"
+            )
     shape: Schema = {"type": "number"}
     if low is not None:
-        shape["exclusiveMinimum" if is_low_open else "minimum"] = low
+        shape["exclusiveMinimum" if bounds.is_low_open else "minimum"] = low
     if high is not None:
-        shape["exclusiveMaximum" if is_high_open else "maximum"] = high
+        shape["exclusiveMaximum" if bounds.is_high_open else "maximum"] = high
     return shape
 
 
-def _integer(first: int | None, last: int | None, step: int, holder: Schema, flats: Sequence[Schema]) -> Schema:
+def _integer(bounds: _Bounds, step: int, holder: Schema, flats: Sequence[Schema]) -> Schema:
+    first, last = bounds.first, bounds.last
     shape: Schema = {"type": "integer"}
     for name, bound in (("minimum", first), ("maximum", last)):
         if bound is not None:
-            if abs(bound) > MAX_INTEGER:
-                words = (name, f"exclusive{name.title()}")
-                holder, word = next((flat, word) for flat in flats for word in words if word in flat)
-                raise UnsupportedError(holder, word, f"{word}: {bound}; integers of 64 bits are enforced")
+            _check_integer(name, bound, flats)
             shape[name] = bound
     if first is not None and last is not None and first > last:
         raise NothingError(f"no integer is within {first} and {last}")
@@ -107,14 +132,20 @@ def _integer(first: int | None, last: int | None, step: int, holder: Schema, fla
         return shape
     if first is not None and last is not None and -(-first // step) * step > last:
         raise NothingError(f"no multiple of {step} is within {first} and {last}")
-    if first is None and last is None and step <= _MAX_MULTIPLE:
-        return {**shape, "multipleOf": step}
-    if first is not None and last is not None and last - first < _MAX_MULTIPLE_WIDTH:
+    is_free = first is None and last is None and step <= _MAX_MULTIPLE
+    if is_free or (first is not None and last is not None and last - first < _MAX_MULTIPLE_WIDTH):
         return {**shape, "multipleOf": step}
     raise UnsupportedError(
         holder, "multipleOf", f"multipleOf {step} can't be enforced here: up to {_MAX_MULTIPLE} without minimum and"
         f" maximum, or with both and at most {_MAX_MULTIPLE_WIDTH} integers between them",
     )  # fmt: skip
+
+
+def _check_integer(name: str, bound: int, flats: Sequence[Schema]) -> None:
+    if abs(bound) > MAX_INTEGER:
+        words = (name, f"exclusive{name.title()}")
+        holder, word = next((flat, word) for flat in flats for word in words if word in flat)
+        raise UnsupportedError(holder, word, f"{word}: {bound}; integers of 64 bits are enforced")
 
 
 def string(flats: Sequence[Schema]) -> Schema:

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bireme.logits.guided.containers import Arrays, Objects, is_open
 from bireme.logits.guided.instance import Instances, tuple_of, type_of, types_of
-from bireme.logits.guided.patterns import any_text, literal_prefix, other_than, whole_pattern
 from bireme.logits.guided.references import Document, UnsupportedError
 from bireme.logits.guided.scalars import MAX_INTEGER, NUMBER_KEYWORDS, NothingError, number, string
 
@@ -101,6 +100,7 @@ class _Rewriter:
     def __init__(self, document: Document, has_tags: bool) -> None:
         self._document = document
         self._instances = Instances(document)
+        self._arrays, self._objects = Arrays(self._place), Objects(self._place, self._instances)
         self._has_tags = has_tags
         self._is_probing = False  # whether something is allowed at all: no choice of ours may narrow it
         self._made: dict[Any, Schema | None] = {}  # by the identities of a place's schemas
@@ -329,7 +329,7 @@ class _Rewriter:
     def _narrowed(self, name: str, flats: Sequence[Schema]) -> Schema:
         """Return our choices as a schema: the type, and that an object has no other properties."""
         added: Schema = {"type": name}
-        if name == "object" and not self._is_open(flats):
+        if name == "object" and not is_open(flats):
             names = [name for flat in flats for name in (*flat.get("properties", ()), *flat.get("required", ()))]
             added |= {"properties": dict.fromkeys(names, True), "additionalProperties": False}
             added["patternProperties"] = {
@@ -355,189 +355,12 @@ class _Rewriter:
                 return number(name, flats)
             if name == "string":
                 return string(flats)
+            if name == "array":
+                return self._arrays.shape(flats)
+            return self._objects.shape(flats, has_tags) if name == "object" else {"type": name}
         except NothingError as error:
             self._why = str(error)
             return None
-        if name == "array":
-            return self._array(flats)
-        if name == "object":
-            return self._object(flats, has_tags)
-        return {"type": name}
-
-    def _array(self, flats: Sequence[Schema]) -> Schema | None:
-        low = max((math.ceil(flat.get("minItems", 0)) for flat in flats), default=0)
-        high = min((math.floor(flat["maxItems"]) for flat in flats if "maxItems" in flat), default=None)
-        tuples = [tuple_of(flat) for flat in flats]
-        size = max((len(first) for first, _ in tuples), default=0)
-        if high is not None:
-            size = min(size, max(high, 0))
-        places: list[Schema] = []
-        for at in range(size):
-            one = self._place(first[at] if at < len(first) else rest for first, rest in tuples)
-            if one is None:
-                high = at
-                break
-            places.append(one)
-        says_more = any(flat.get("items", flat.get("additionalItems")) is not None for flat in flats)
-        rest: Schema | None = None
-        if (high is None or high > len(places)) and (says_more or not size or low > len(places)):
-            rest = self._place(rest for _, rest in tuples)
-        if rest is None:
-            high = len(places)
-        if high is not None and low > high:
-            self._why = f"no array has {low} to {high} items"
-            return None
-        for flat in flats:
-            self._check_array(flat, high)
-        shape: Schema = {"type": "array", "items": False if rest is None else rest}
-        if rest == {} and not places and not low and high is None:
-            return {"type": "array"}
-        if places:
-            shape["prefixItems"] = places
-        if rest is not None:
-            shape |= {"minItems": low} if low else {}
-            shape |= {"maxItems": high} if high is not None else {}
-        return shape
-
-    def _check_array(self, flat: Schema, high: int | None) -> None:
-        if flat.get("uniqueItems") and (high is None or high > 1):
-            raise UnsupportedError(
-                flat, "uniqueItems", "uniqueItems can't be enforced; leave it out and check the answer"
-            )
-        if "contains" in flat and not (flat.get("minContains") == 0 and "maxContains" not in flat):
-            raise UnsupportedError(flat, "contains", "contains can't be enforced; leave it out and check the answer")
-
-    def _is_open(self, flats: Sequence[Schema]) -> bool:
-        """Whether an object may have properties that no schema names."""
-        said = [flat["additionalProperties"] for flat in flats if "additionalProperties" in flat]
-        if said:
-            return all(one is not False for one in said)
-        if any("patternProperties" in flat for flat in flats):
-            return False
-        return not any(flat.get("properties") for flat in flats)
-
-    def _object(self, flats: Sequence[Schema], has_tags: bool) -> Schema | None:
-        required = list(dict.fromkeys(name for flat in flats for name in flat.get("required", ())))
-        names = list(dict.fromkeys([*(name for flat in flats for name in flat.get("properties", ())), *required]))
-        low = max((math.ceil(flat.get("minProperties", 0)) for flat in flats), default=0)
-        high = min((math.floor(flat["maxProperties"]) for flat in flats if "maxProperties" in flat), default=None)
-        has_more = self._is_open(flats) or low > len(names)
-        free = self._free_names(flats, names, has_more)
-        if isinstance(free, list):  # they are counted up: as good as properties
-            names, free = [*names, *(name for name in free if name not in names)], None
-        properties: dict[str, Schema] = {}
-        for name in names:
-            one = self._property(name, flats)
-            if one is not None:
-                properties[name] = one
-            elif name in required:
-                self._why = f"required {name}: no value is allowed for it"
-                return None
-        keys = self._keys(flats, names, free)
-        if high is not None and (len(required) > high or low > high) or (not keys and low > len(properties)):
-            self._why = f"no object has {low} to {len(properties) if high is None else high} of its properties"
-            return None
-        low = 0 if low <= len(required) else low
-        if keys and low > len(required) + 1:
-            holder = next(flat for flat in flats if "minProperties" in flat)
-            raise UnsupportedError(
-                holder, "minProperties", "minProperties can't be enforced where names are free, since one may come"
-                " twice; name them in required",
-            )  # fmt: skip
-        bounds = ({"minProperties": low} if low else {}) | ({} if high is None else {"maxProperties": high})
-        return _object_shape(properties, required, keys, bounds, has_names=bool(names), has_tags=has_tags)
-
-    def _property(self, name: str, flats: Sequence[Schema]) -> Schema | None:
-        if not all(self._instances.satisfies(name, flat.get("propertyNames", True)) for flat in flats):
-            return None
-        return self._place([one for flat in flats for one in self._instances.of_property(name, flat)])
-
-    def _free_names(self, flats: Sequence[Schema], names: Sequence[str], has_more: bool) -> str | list[str] | None:
-        """Return what names beside `names` are like: a pattern, a list, or None for no others; "" is any."""
-        if not has_more:
-            return None
-        said = [flat["propertyNames"] for flat in flats if flat.get("propertyNames", True) is not True]
-        if not said:
-            return ""
-        text = {"type": "string"}
-        self._kept.append(text)
-        shape = self._place([text, *said])
-        if shape is None:
-            return None
-        if "enum" in shape:
-            return [name for name in shape["enum"] if isinstance(name, str)]
-        if shape == text:
-            return ""
-        if names:
-            return None  # a pattern could not keep from naming these once more
-        if "pattern" in shape:
-            return str(shape["pattern"])
-        if shape.keys() <= {"type", "minLength", "maxLength"}:
-            return any_text(shape.get("minLength", 0), shape.get("maxLength"))
-        holder = next(flat for flat in flats if "propertyNames" in flat)
-        raise UnsupportedError(holder, "propertyNames", "propertyNames: only a pattern, lengths or enum are enforced")
-
-    def _keys(self, flats: Sequence[Schema], names: Sequence[str], free: str | list[str] | None) -> dict[str, Schema]:
-        """Return the schemas of free names by their pattern."""
-        holders = {pattern: flat for flat in flats for pattern in flat.get("patternProperties", ())}
-        keys: dict[str, Schema] = {}
-        prefixes: list[str] = []
-        for pattern, holder in holders.items():
-            try:
-                whole, prefix = whole_pattern(pattern), literal_prefix(pattern)
-            except ValueError as error:
-                raise UnsupportedError(
-                    holder, "patternProperties", f"patternProperties: pattern {pattern[:60]}: {error}"
-                ) from error
-            said = [
-                flat.get("patternProperties", {}).get(pattern, flat.get("additionalProperties", True)) for flat in flats
-            ]
-            one = self._place(said)
-            self._check_overlap(holder, prefix, prefixes)
-            prefixes.append(prefix)
-            is_named = any(pattern in self._patterns_of(name, holder) for name in names)
-            if one is not None and not is_named and not any("propertyNames" in flat for flat in flats):
-                keys[whole] = one
-        if free is not None and all(prefixes):
-            rest = self._place([flat["additionalProperties"] for flat in flats if "additionalProperties" in flat])
-            if rest is not None and not (isinstance(free, str) and free and prefixes):
-                keys[str(free) or (other_than(names, prefixes) if names or prefixes else "")] = rest
-        return keys
-
-    def _patterns_of(self, name: str, flat: Schema) -> list[str]:
-        only = {"patternProperties": {pattern: pattern for pattern in flat["patternProperties"]}}
-        return self._instances.of_property(name, only)
-
-    def _check_overlap(self, holder: Schema, prefix: str, others: Iterable[str]) -> None:
-        for other in others:
-            if prefix.startswith(other) or other.startswith(prefix):
-                raise UnsupportedError(
-                    holder, "patternProperties", "patternProperties that may take the same name can't be enforced;"
-                    " begin each with its own letters, as in ^a_",
-                )  # fmt: skip
-
-
-def _object_shape(
-    properties: dict[str, Schema],
-    required: list[str],
-    keys: dict[str, Schema],
-    bounds: Schema,
-    has_names: bool,
-    has_tags: bool,
-) -> Schema:
-    shape: Schema = {"type": "object"}
-    if properties:
-        shape |= {"properties": properties, "required": required}
-    rest = keys.get("") if not has_names or has_tags else None
-    if rest is None and has_tags and keys:
-        rest = next(iter(keys.values())) if len(keys) == 1 else None
-    if rest == {} and not properties and not bounds and len(keys) == 1:
-        return shape
-    if rest is not None and len(keys) == 1:
-        return {**shape, "additionalProperties": rest, **bounds}
-    if not keys:
-        return {**shape, "additionalProperties": False, **({} if not properties else bounds)}
-    return {**shape, "patternProperties": keys, "additionalProperties": False, **bounds}
 
 
 def _check(schema: Any) -> None:
