@@ -76,6 +76,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
 
 
+# What reading bytes raises that are no message: ValueError for texts that are no UTF-8, or checks of our own.
+MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
 _LEAST_TEMPERATURE = 2.0**-126  # smaller ones may be 0 in float32, and logits / 0 are no logits
 
 

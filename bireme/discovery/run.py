@@ -22,7 +22,7 @@ import msgspec
 from bireme import private_files
 from bireme.config import stage_of, worker_id
 from bireme.errors import ConfigError, NotFoundError
-from bireme.messages import Capacity
+from bireme.messages import MALFORMED, Capacity
 
 KEY_BYTES = 32
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64  # more than these blake2b does not take
@@ -245,5 +245,5 @@ def find(folder: Path, worker: str) -> WorkerRecord:
             return msgspec.json.decode(file.read(), type=WorkerRecord)
     except FileNotFoundError:
         raise NotFoundError(f"worker {worker} is not running in this deployment") from None
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: a text in it is no UTF-8
+    except (OSError, *MALFORMED) as error:
         raise NotFoundError(f"worker {worker}: its record in the run directory can't be read: {error}") from error

@@ -19,6 +19,7 @@ import msgspec
 
 from bireme import disagg
 from bireme.errors import RequestError
+from bireme.messages import MALFORMED
 
 MAX_ITEMS = 4096  # no key: the highest media.max_images
 MAX_MULTIMODAL_BYTES = 4 << 20  # no key: 1 KiB for each of so many items
@@ -131,7 +132,7 @@ def open_multimodal(blob: bytes, key: bytes) -> tuple[OpenedItem, ...]:
         raise RequestError(f"multimodal: {len(blob)} bytes; the limit is {MAX_MULTIMODAL_BYTES}")
     try:
         request = _decode_multimodal(blob)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except MALFORMED as error:
         raise RequestError(f"multimodal: {str(error)[:200]}") from error
     if request.v != 1:
         raise RequestError(f"multimodal: version {request.v}; this build reads version 1")

@@ -21,7 +21,6 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from bireme.engines.stub.broker_wire import slot_of
@@ -34,6 +33,7 @@ from bireme.errors import (
     to_message,
 )
 from bireme.messages import (
+    MALFORMED,
     U32,
     VERSION,
     Encode,
@@ -272,6 +272,6 @@ def _submitted(payload: Array) -> list[int]:
     """Return the numbers of a batch's requests; none of a malformed one, which the engine would have skipped, too."""
     try:
         batch = decode_commands(payload.tobytes())
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+    except MALFORMED:
         return []
     return [command.number for command in batch.commands if isinstance(command, (Submit, Encode))]

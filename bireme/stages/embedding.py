@@ -11,13 +11,12 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 
 from bireme.canary_mark import PARAMETER
 from bireme.engines.stub.client import EngineClient
 from bireme.errors import BiremeError, RequestError
-from bireme.messages import EmbedRequest, decode_embed
+from bireme.messages import MALFORMED, EmbedRequest, decode_embed
 from bireme.multimodal.answers import EncodeSink
 from bireme.request import Ids, check_ids, read_tensors, timeout_ms
 from bireme.specs import EMBEDDING, ModelSpec
@@ -65,7 +64,7 @@ class Embedding(EngineStage[EngineClient]):
         if "engine_request" in values:
             try:
                 return decode_embed(values["engine_request"].tobytes()).request
-            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            except MALFORMED as error:
                 raise RequestError(
                     f"engine_request: {str(error)[:120]}; it is for frontends, send text_input or input_ids instead"
                 ) from error

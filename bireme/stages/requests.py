@@ -12,7 +12,17 @@ import numpy as np
 
 from bireme.config import Recipe
 from bireme.errors import BiremeError, NotFoundError, RequestCancelledError, RequestError, from_message
-from bireme.messages import Encode, EngineRequest, Finish, Release, Sink, StartRequest, Submit, decode_request
+from bireme.messages import (
+    MALFORMED,
+    Encode,
+    EngineRequest,
+    Finish,
+    Release,
+    Sink,
+    StartRequest,
+    Submit,
+    decode_request,
+)
 from bireme.request import check_ids, check_prompt_tokens, parse_retention, timeout_ms
 from bireme.sampling import EncodeText, Sampling, parse_sampling, with_seed
 from bireme.types import Cancelled, Tensors, info_of
@@ -164,7 +174,7 @@ def read_command(payload: Any) -> Submit | Encode | Release:
     try:
         command: Submit | Encode | Release = decode_request(payload.tobytes())
         return command
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except MALFORMED as error:
         raise RequestError(
             f"engine_request: {str(error)[:120]}; it is for this deployment's pipelines, send input_ids instead"
         ) from error

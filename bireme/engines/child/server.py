@@ -40,6 +40,7 @@ from bireme.errors import (
 )
 from bireme.inbox import Inbox
 from bireme.messages import (
+    MALFORMED,
     STUB,
     VERSION,
     Abort,
@@ -144,7 +145,7 @@ class EngineServer:
         consumer, payload = split(data)
         try:
             batch = decode_commands(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except MALFORMED as error:
             logger.warning("command_malformed consumer=%d bytes=%d reason=%s", consumer, len(data), error)
             batch = self._salvage(consumer, payload)
         for command in batch.commands:
@@ -159,7 +160,7 @@ class EngineServer:
                 if (command := self._salvage_one(consumer, item)) is not None:
                     batch.commands.append(command)
             return batch
-        except (ValueError, TypeError, msgspec.MsgspecError, RecursionError):
+        except (TypeError, *MALFORMED):
             return Commands(self._life, [])
 
     def _salvage_one(self, consumer: int, item: Any) -> Command | None:

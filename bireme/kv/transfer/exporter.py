@@ -36,6 +36,7 @@ from bireme.kv.transfer.chunks import TransferPlan, plan_chunks
 from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.lease import LeaseState, LeaseTable, TableLease
 from bireme.kv.transfer.process import FarProcess, Process
+from bireme.messages import MALFORMED
 from bireme.metrics import Registry
 
 ABORT_GRACE_S = 1.0  # for a chunk under way: one that is given up takes its connection with it
@@ -113,7 +114,7 @@ class Exporter:
     def on_message(self, identity: bytes, payload: bytes) -> None:
         try:
             message = wire.decode_to_exporter(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except MALFORMED as error:
             logger.warning("transfer event=malformed_message bytes=%d error=%s", len(payload), error)
             return
         if isinstance(message, wire.Claim):

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 
 from bireme.disagg import DisaggregatedParams
@@ -42,6 +41,7 @@ from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.memory import TokenRows
 from bireme.kv.transfer.process import FarProcess, Process
 from bireme.kv.transfer.shm_file import file_prefix
+from bireme.messages import MALFORMED
 from bireme.metrics import Registry
 
 PING_S = 0.5
@@ -187,7 +187,7 @@ class Importer:
     def on_message(self, socket: Any, payload: bytes) -> None:
         try:
             message = wire.decode_to_importer(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except MALFORMED as error:
             logger.warning("transfer event=malformed_message bytes=%d error=%s", len(payload), error)
             return
         peer = next((peer for peer in self._peers.values() if peer.socket is socket), None)
