@@ -26,6 +26,7 @@ class BlockAccounts:
         self._num_on_host = num_blocks if kv.host_cache_size else 0
         self._window = window
         self._vocab_size = vocab_size
+        self._hash_algo = _hash_algo(kv)
         self.events: deque[str] = deque(maxlen=kv.event_buffer_max_size if self._has_reuse else 0)
         self._next_ids = [0] * num_ranks
         self.reused = self.missed = self.allocated = 0
@@ -72,7 +73,7 @@ class BlockAccounts:
             self._known.move_to_end((rank, block))
         if new:
             blocks = [self._block(hashes[at], tokens, at, salt, media) for at in new]
-            parent = _spell(hashes[new[0] - 1]) if new[0] else None
+            parent = self._spell(hashes[new[0] - 1]) if new[0] else None
             if tail := tokens[len(hashes) * size :]:
                 blocks.append(self._block(_hash(hashes[-1], tail, key), tokens, len(hashes), salt, media))
             body = {"type": "stored", "parent_hash": parent, "blocks": blocks}
@@ -89,7 +90,7 @@ class BlockAccounts:
             if self._num_on_host:
                 self._known[key] = 1
                 diff = {"type": "event_diff", "new_value": 1, "old_value": 0}
-                self._event({"type": "updated", "block_hash": _spell(block), "cache_level": diff}, rank)
+                self._event({"type": "updated", "block_hash": self._spell(block), "cache_level": diff}, rank)
             else:
                 self._remove(key)
         on_host = [key for key, level in self._known.items() if level == 1]
@@ -98,7 +99,7 @@ class BlockAccounts:
 
     def _remove(self, key: tuple[int, int]) -> None:
         del self._known[key]
-        self._event({"type": "removed", "block_hashes": [_spell(key[1])]}, key[0])
+        self._event({"type": "removed", "block_hashes": [self._spell(key[1])]}, key[0])
 
     def _block(self, block_hash: int, tokens: Sequence[int], number: int, salt: str, media: Media) -> dict[str, Any]:
         first = number * self.tokens_per_block
@@ -107,7 +108,7 @@ class BlockAccounts:
         unique = [{"type": _UNIQUE, "token_id": token, "token_extra_id": 0} for token in told]
         block = {
             "type": "stored_block",
-            "block_hash": _spell(block_hash),
+            "block_hash": self._spell(block_hash),
             "tokens": unique,
             "cache_level": 0,
             "priority": 35,
@@ -131,7 +132,7 @@ class BlockAccounts:
         if len(self._next_ids) > 1:
             event["attention_dp_rank"] = rank
         if _contract.FROM_1_4:
-            event |= {"layer_group_id": 0, "hash_algo": "v2_sha256"}
+            event |= {"layer_group_id": 0, "hash_algo": self._hash_algo}
         self.events.append(json.dumps(event))
         self._next_ids[rank] += 1
 
@@ -141,6 +142,16 @@ class BlockAccounts:
             shown = f"{salt}{_media_keys(media, at, at + size) or ''}"
             chain.append(_hash(chain[-1] if chain else 0, tokens[at : at + size], shown))
         return chain
+
+    def _spell(self, block_hash: int) -> int | str:
+        """64 bits as a number, or the digits of a SHA-256."""
+        return f"{block_hash:064x}" if self._hash_algo == "v2_sha256" else block_hash
+
+
+def _hash_algo(kv: Any) -> str:
+    if not _contract.FROM_1_4:
+        return "v1_block_key"
+    return "v2_sha256" if kv.kv_cache_event_hash_algo == "auto" else str(kv.kv_cache_event_hash_algo)
 
 
 def _hash(parent: int, tokens: Sequence[int], salt: str) -> int:
@@ -159,8 +170,3 @@ def _media_keys(media: Media, first: int, last: int) -> list[dict[str, Any]]:
 
 def _digest(numbers: Sequence[int]) -> str:
     return b"".join(number.to_bytes(4, "big", signed=True) for number in numbers).hex()
-
-
-def _spell(block_hash: int) -> int | str:
-    """64 bits as a number; from 1.4 on the digits of a SHA-256."""
-    return f"{block_hash:064x}" if _contract.FROM_1_4 else block_hash

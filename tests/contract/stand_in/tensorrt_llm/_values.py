@@ -160,8 +160,6 @@ def _check_disaggregated(self: Any) -> None:
     self.request_type = self.request_type.lower()
     if self.request_type not in _contract.contract()["disaggregated_params"]["request_types"]:
         raise ValueError(f"Unknown request type: {self.request_type}")
-    if self.opaque_state is not None and not isinstance(self.opaque_state, bytes):
-        raise TypeError("opaque_state must be bytes")
 
 
 DisaggregatedParams = _make_disaggregated_params()
