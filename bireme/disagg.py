@@ -42,6 +42,7 @@ class DisaggregatedParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     prompt_digest: str = (
         ""  # hex SHA-256 of the prompt ids, salt and LoRA: params serve only the prompt they were made for
     )
+    is_canary: bool = False  # its transfer is no load
     prefill_ms: float = 0.0
     queue_ms: float = 0.0
     cached_tokens: int = 0

@@ -43,6 +43,7 @@ LOAD = {
     *("bireme_prompt_tokens_total", "bireme_generated_tokens_total", "bireme_queue_seconds_count"),
     *("bireme_time_to_first_token_seconds_count", "bireme_inter_token_latency_seconds_count"),
 }
+TRANSFERS = {"bireme_kv_transfer_bytes_total", "bireme_kv_transfer_seconds_count"}  # of pictures they are shown
 # What each of the others shows is shown by one of these, and most are served by tests of their own too.
 IN_EVERY_RUN = ("mocker", SHARES_WEIGHTS, EMBEDS, "tiny-vlm-epd")
 
@@ -175,19 +176,19 @@ def test_a_recipe_becomes_ready_and_serves_every_way(name, tmp_path, sample_mode
     with serving(name, tmp_path / "log", f"--set=memory_service.enabled={str(has_service).lower()}") as served:
         served.wait_for(served.serves_every_way)
         assert "canary_refused" not in served.log.read_text()
-        nobody_has_asked(served)
+        nobody_has_asked(served, LOAD | (TRANSFERS if name == SHARES_WEIGHTS else set()))
         if has_service:
             engines_map_weights_that_outlive_them(served)
         if name == EMBEDS:
             both_doors_embed_alike(served)
 
 
-def nobody_has_asked(served):
+def nobody_has_asked(served, load):
     """Canaries are no load, in Triton's metrics and in the frontend's."""
     pages = [page(served.ports[name]) for name in ("metrics", "openai")]
     counts = {(match[1], match[2]): float(match[3]) for text in pages for match in SERIES.finditer(text)}
     assert sum(value for (name, _), value in counts.items() if name == "bireme_canaries_total") > 0
-    shown = {series for series, value in counts.items() if value and series[0] in LOAD}
+    shown = {series for series, value in counts.items() if value and series[0] in load}
     assert {series for series in shown if "/health" not in series[1]} == set()
 
 

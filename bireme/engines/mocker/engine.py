@@ -344,6 +344,7 @@ class MockEngine:
         if one.request.request_type == "context_only":
             assert self._context.transfer is not None, "the gate lets no context_only through without a transfer"
             one.lease = self._context.transfer.reserve(lambda: self._inbox.put(lambda: self._unlease(one.key, holding)))
+            one.lease.is_canary = one.is_canary
 
     def _unlease(self, key: RequestKey, holding: Holding) -> None:
         """The transfer has released a lease."""
@@ -485,6 +486,7 @@ class MockEngine:
             generation=one.lease.generation,
             num_tokens=one.num_prompt,
             first_gen_tokens=first,
+            is_canary=one.is_canary,
             first_gen_log_probs=tuple(delta.logprobs) if delta.logprobs else None,
             prefill_ms=usage.prefill_ms,
             queue_ms=usage.queue_ms,

@@ -34,6 +34,7 @@ class TorchExporter:
 
     def reserve(self, sequence: Sequence) -> None:
         sequence.lease = self._transfer.reserve(lambda: self._post(partial(self._released, sequence)))
+        sequence.lease.is_canary = sequence.is_canary
 
     def export(self, sequence: Sequence) -> None:
         """Make the rows of all its tokens readable and keep its blocks."""
@@ -60,6 +61,7 @@ class TorchExporter:
             first_gen_tokens=(token,),
             first_gen_log_probs=(logprobs,) if logprobs is not None else None,
             ctx_request_id=sequence.key[1],
+            is_canary=sequence.is_canary,
             prefill_ms=usage.prefill_ms,
             queue_ms=usage.queue_ms,
             cached_tokens=usage.cached_tokens,

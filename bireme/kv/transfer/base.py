@@ -56,6 +56,7 @@ Find = Callable[[str], WorkerRecord]  # worker id -> its record; raises NotFound
 class Lease(Protocol):
     lease_id: int
     generation: int
+    is_canary: bool  # to be set before the export: its transfer is not counted
 
     def export(self, num_tokens: int, rows: TokenRows) -> None:
         """RESERVED -> EXPORTED: rows of tokens [0, num_tokens) may be read, by another thread, until released."""

@@ -222,7 +222,8 @@ class Exporter:
         transfer.is_read = transfer.identity == identity
         is_kept = transfer.lease.ack()
         if is_kept:
-            self._metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - transfer.began_at, "export")
+            if not transfer.lease.is_canary:
+                self._metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - transfer.began_at, "export")
             if ack.number:
                 self._reply(identity, wire.encode(wire.Kept(ack.number)))
         self._end(transfer, None if is_kept or not ack.number else _aborted())
@@ -326,7 +327,8 @@ class Exporter:
         if transfer.is_over:
             self._end(transfer)
         elif error is None:
-            self._metrics.add("bireme_kv_transfer_bytes_total", transfer.plan.num_bytes, "export")
+            if not transfer.lease.is_canary:
+                self._metrics.add("bireme_kv_transfer_bytes_total", transfer.plan.num_bytes, "export")
             transfer.lease.restart_timer()
             self._tell(transfer, len(transfer.plan.chunks))
         elif isinstance(error, ResourceExhaustedError) and self._may_find_room(transfer):

@@ -473,8 +473,9 @@ class Importer:
     def _complete(self, fetch: RowFetch) -> None:
         assert fetch.plan is not None
         del self._fetches[fetch.number]
-        self._metrics.add("bireme_kv_transfer_bytes_total", fetch.plan.num_bytes, "import")
-        self._metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - fetch.began_at, "import")
+        if not fetch.params.is_canary:
+            self._metrics.add("bireme_kv_transfer_bytes_total", fetch.plan.num_bytes, "import")
+            self._metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - fetch.began_at, "import")
         self._close_inlet(fetch)
 
     def _count(self, error: BiremeError) -> None:

@@ -51,6 +51,7 @@ class TableLease:
         "_rows",
         "_table",
         "generation",
+        "is_canary",
         "lease_id",
         "num_tokens",
         "state",
@@ -60,6 +61,7 @@ class TableLease:
         self.lease_id = lease_id
         self.generation = generation
         self.num_tokens = 0
+        self.is_canary = False
         self.state = LeaseState.RESERVED
         self._table = table
         self._rows: TokenRows | None = None

@@ -154,6 +154,16 @@ def test_both_sides_count_the_bytes(prefill, decode):
     wait_until(lambda: decode.counters().get("bireme_kv_transfer_bytes_total import") == num_bytes)
 
 
+def test_neither_side_counts_a_canary_s(prefill, decode):
+    lease = prefill.reserve()
+    lease.is_canary = True
+    params = msgspec.structs.replace(prefill.export_lease(lease, 10), is_canary=True)
+    assert decode.fetch(params).result() is None
+    wait_until(lambda: not prefill.lease_counts())
+    for delta in (prefill.metrics.take_delta(), decode.metrics.take_delta()):
+        assert not delta.counters and not delta.histograms
+
+
 @on_all
 def test_one_side_exports_and_imports_at_once(prefill, decode):
     there, back = decode.fetch(prefill.export(50)), prefill.fetch(decode.export(70))
