@@ -12,7 +12,6 @@ from bireme.kv import hashing
 from bireme.kv.events import BlocksStored
 from bireme.kv.hashing import MediaSpan
 from bireme.kv.prompt_hashing import PromptHasher
-from bireme.messages import ProcessorCall
 from bireme.multimodal.wire import Multimodal, open_multimodal
 from tests.contract import picture_harness
 from tests.contract.trtllm_harness import KEY
@@ -229,15 +228,6 @@ def test_what_a_release_refuses_of_pictures_ends_that_request_alone(models, depl
         error = deployment.begin(ids, [pixels(95)]).wait().error
     assert "TensorRT-LLM refuses this request: Only one mm_handle" in error
     assert deployment.run(ids, [pixels(95)])
-
-
-def test_logits_processors_see_placeholders_where_pictures_are(models, deploy):
-    """1.2 has tokens beyond the vocabulary there, which a penalty could not count."""
-    deployment, ids = deploy("llava_next", "agg"), models("llava_next").prompt(WORDS[0], None)
-    call = ProcessorCall("repetition_penalty", {"penalty": 1.2})
-    plain = deployment.run(ids, [pixels(96)], max_tokens=12, ignore_eos=True)
-    penalized = deployment.run(ids, [pixels(96)], max_tokens=12, ignore_eos=True, logits_processors=(call,))
-    assert penalized != plain
 
 
 @pytest.mark.parametrize("arch", ["llama"])

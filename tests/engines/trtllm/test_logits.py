@@ -44,6 +44,14 @@ def test_processors_see_float32_rows_of_the_vocabulary_and_all_tokens(registered
     assert seen == [([3, 4, 5], torch.float32, (8,))]
 
 
+def test_where_a_picture_is_processors_see_the_placeholder_and_no_token_beyond_the_vocabulary(registered):
+    seen = []
+    registered(lambda token_ids, row: seen.append(list(token_ids)))
+    made = pickle.loads(pickle.dumps(LogitsAdapter([ProcessorCall("planted", {})], CONTEXT, placeholder=6)))
+    made(1, torch.zeros(1, 1, 8), [[3, 9, 9, 4]], None, 1)
+    assert seen == [[3, 6, 6, 4]]
+
+
 def test_processors_run_in_order():
     logits = torch.zeros(1, 1, 8)
     adapter(("logit_bias", {"bias": {"1": 4.0}}), ("temperature", {"temperature": 2.0}))(1, logits, [[3]], None, 1)
