@@ -245,7 +245,7 @@ def test_instructor(client):
 
 @pytest.mark.client("dspy")
 def test_dspy(client):
-    """LM whole and async; Predict and ChainOfThought with typed fields by schema; an unknown model"""
+    """LM whole, async and over responses; Predict and ChainOfThought with typed fields by schema; an unknown model"""
     assert "ok" in client.program("dspy_predictors")
 
 

@@ -29,6 +29,8 @@ for name in (f"openai/{MODEL}", f"bireme/{MODEL}"):
     lm = dspy.LM(name, api_base=URL, api_key="none", temperature=0, max_tokens=200, cache=False, num_retries=0)
     assert lm(ASK) == ["42"] and lm(messages=[{"role": "user", "content": ASK}]) == ["42"]
     assert asyncio.run(lm.acall(ASK)) == ["42"]
+told = dspy.LM(f"openai/{MODEL}", model_type="responses", api_base=URL, api_key="none", cache=False, num_retries=0)(ASK)
+assert str(told[0]["text"] if isinstance(told[0], dict) else told[0]) == "42", told
 dspy.configure(lm=lm, adapter=dspy.JSONAdapter())
 judged = dspy.Predict(Judge)(sentence="The sun is out.")
 assert judged.mood in Mood.__args__ and isinstance(judged.is_short, bool), judged
