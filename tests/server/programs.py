@@ -54,6 +54,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
 }
 ELSEWHERE = {  # program -> the test that runs it
+    "benchmarks/instructions.py": "tests/server/test_instructions.py",
     "tools/audit.py": "tests/tools/test_audit.py",
     "tools/clients.py": "tests/tools/test_client_environments.py",
     "tools/describe_trtllm.py": "tests/tools/test_describe_trtllm.py",
