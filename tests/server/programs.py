@@ -46,6 +46,9 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("--answer-tokens", "2", "--rounds", "1", "--herd", "4", "--step-ms", "1"),
     ),
     "benchmarks/short_prompts.py": ("--requests", "5", "--starts", "1"),
+    "benchmarks/structural_tags.py": (
+        *("--requests", "3", "--guides", "1", "--vocab", "2000", "--steps", "2", "--port", "{port}"),
+    ),
     "benchmarks/disaggregation_gpu.py": ("--quick",),
     "benchmarks/serving_gpu.py": ("--shape", "tiny", "--quick", "--rounds", "1"),
     "benchmarks/serving_overhead.py": (

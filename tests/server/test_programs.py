@@ -109,6 +109,14 @@ def test_short_prompts_are_answered_by_both_recipes(run):
 
 
 @pytest.mark.soak
+def test_structural_tags_are_measured_beside_answers_without_them(run):
+    figures = next(line for line in run("benchmarks/structural_tags.py").stdout.splitlines() if line.startswith("{"))
+    found = json.loads(figures)
+    assert all(row["ttft_p50_ms"] > 0 < row["answer_p50_ms"] for row in found["served"].values())
+    assert found["compile_s"] > 0 and found["sampler_us"].keys() == {"no guide", "free", "in a call"}
+
+
+@pytest.mark.soak
 def test_batch_beside_live_measures_both_turns_and_the_batch(run):
     *_, figures, aim = run("benchmarks/batch_beside_live.py").stdout.splitlines()
     (cell,) = json.loads(figures)["cells"]
