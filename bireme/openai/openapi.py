@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,6 +119,7 @@ OPERATIONS = (
     Operation("GET", "/metrics", "Prometheus metrics"),
     Operation("GET", "/openapi.json", "These operations as OpenAPI 3.1"),
 )  # fmt: skip
+_IN_PATH = re.compile(r"{(\w+)}")  # names of parameters
 _PARTS = (ToolSpec, FunctionTool, NamespaceTool)  # of bodies, read once the type of each is known
 _VIDEO_KINDS = (JobBody, VideoBody, ImageBody)
 _EMBEDDING_KINDS = (EmbeddingsBody, ScoreBody, RerankBody)
@@ -209,9 +211,10 @@ def _described(one: Operation) -> dict[str, Any]:
     if one.body is not None:
         schema = {"$ref": f"{REF}{one.body.__name__}"}
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    if "{" in one.path:
-        name = one.path[one.path.index("{") + 1 : one.path.index("}")]
-        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+    if names := _IN_PATH.findall(one.path):
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     return described
 
 
