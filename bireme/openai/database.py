@@ -118,12 +118,14 @@ class Database:
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany(query, rows)
 
-    def write_together(self, *statements: tuple[Any, ...]) -> None:
-        """Write all of these or none: each a query and its values. Raises DatabaseError."""
+    def write_together(self, *statements: tuple[Any, ...]) -> list[int]:
+        """Write all of these or none: each a query and its values; return how many rows each has changed.
+
+        Raises DatabaseError.
+        """
         with self._writing() as connection, connection:
             connection.execute("BEGIN IMMEDIATE")
-            for query, *values in statements:
-                connection.execute(query, values)
+            return [connection.execute(query, values).rowcount for query, *values in statements]
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:

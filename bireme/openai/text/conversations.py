@@ -83,7 +83,7 @@ class Conversations:
 
     async def add(self, name: str, tenant: Tenant, items: Sequence[Item]) -> None:
         """Add items at the end. Raises NotFoundError, UnavailableError."""
-        if await self._store.do(ResponseStore.change_items, name, tenant.name, lambda old: [*old, *items]) is None:
+        if not await self._store.do(ResponseStore.add_items, name, tenant.name, items):
             raise _missing(name)
 
     async def _show(self, call: Call) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +112,25 @@ class _Output(msgspec.Struct):
 
 _INSERT = "INSERT INTO responses (id, tenant, used_at, size, previous, response, items, process, request)"
 _COLUMNS = ", ".join(StoredResponse.__struct_fields__)
+_END = (
+    "UPDATE responses SET response = ?, process = NULL, request = NULL, size = ? + LENGTH(items)"
+    " + (SELECT COALESCE(SUM(LENGTH(data)), 0) FROM response_events e WHERE e.id = responses.id)"
+    " WHERE id = ? AND process = ?"
+)
+_ADD_ITEMS = (  # both are JSON lists, and the new one has something in it
+    "UPDATE responses SET used_at = ?, size = size + ?, items = CAST(CASE WHEN LENGTH(items) = 2 THEN ? ELSE"
+    " SUBSTR(items, 1, LENGTH(items) - 1) || ',' || ? END AS BLOB) WHERE id = ? AND tenant = ?"
+)
+
+
+def _ended(response_id: str, process: str, response: bytes) -> tuple[Any, ...]:
+    """Return the values of _END."""
+    return response, len(response), response_id, process
+
+
+def _added(conversation: str, tenant: str, items: bytes) -> tuple[Any, ...]:
+    """Return the values of _ADD_ITEMS."""
+    return time.time(), len(items), items, items[1:], conversation, tenant
 
 
 class ResponseStore:
@@ -194,20 +213,28 @@ class ResponseStore:
 
     def end(self, response_id: str, response: bytes) -> bool:
         """Replace an unfinished response of this process; false: it was cancelled or removed."""
-        return self._end(response_id, self.process, response)
+        return self._database.write(_END, *_ended(response_id, self.process, response)) > 0
+
+    def end_turn(self, response_id: str, response: bytes, output: Sequence[Item]) -> bool:
+        """Replace an unfinished response of this process, and add its input and output to its conversation, or neither.
+
+        False: it was cancelled or removed, or its conversation does not exist.
+        """
+        for row in self._rows("WHERE id = ? AND process = ?", response_id, self.process):
+            items, other = _encode([*row.input, *output]), "AND EXISTS (SELECT 1 FROM responses WHERE id = ? AND"
+            is_added, is_ended = self._database.write_together(
+                (f"{_ADD_ITEMS} {other} process = ?)",
+                 *_added(row.previous or "", row.tenant, items), row.id, self.process),
+                (f"{_END} {other} tenant = ?)", *_ended(row.id, self.process, response), row.previous, row.tenant),
+            )  # fmt: skip
+            assert is_added == is_ended, "each is done where the other can be"
+            self._note_bytes(len(items))
+            return is_ended > 0
+        return False
 
     def cancel(self, row: StoredResponse, response: bytes) -> bool:
         """Replace an unfinished response by its end; false: it has ended meanwhile."""
-        return self._end(row.id, row.process or "", response)
-
-    def _end(self, response_id: str, process: str, response: bytes) -> bool:
-        changed = self._database.write(
-            "UPDATE responses SET response = ?, process = NULL, request = NULL, size = ? + LENGTH(items)"
-            " + (SELECT COALESCE(SUM(LENGTH(data)), 0) FROM response_events e WHERE e.id = responses.id)"
-            " WHERE id = ? AND process = ?",
-            response, len(response), response_id, process,
-        )  # fmt: skip
-        return changed > 0
+        return self._database.write(_END, *_ended(row.id, row.process or "", response)) > 0
 
     def report(self, response_id: str, response: bytes) -> None:
         """Replace an unfinished response of this process by a newer state."""
@@ -221,6 +248,13 @@ class ResponseStore:
             shown, time.time(), len(shown), conversation, tenant,
         )  # fmt: skip
 
+    def add_items(self, conversation: str, tenant: str, items: Sequence[Item]) -> bool:
+        """Add items at a conversation's end; false: it does not exist."""
+        data = _encode(items)
+        is_added = self._database.write(_ADD_ITEMS, *_added(conversation, tenant, data)) > 0
+        self._note_bytes(len(data))
+        return is_added
+
     def change_items(
         self, conversation: str, tenant: str, change: Callable[[list[Item]], list[Item]]
     ) -> list[Item] | None:
@@ -233,10 +267,13 @@ class ResponseStore:
                 " WHERE id = ? AND tenant = ? AND items = ?",
                 data, time.time(), len(data), conversation, tenant, row.items,
             ):  # fmt: skip
-                self._num_new_bytes += max(0, len(data) - len(row.items))
-                self._sweep_if_many()
+                self._note_bytes(max(0, len(data) - len(row.items)))
                 return items
         return None
+
+    def _note_bytes(self, count: int) -> None:
+        self._num_new_bytes += count
+        self._sweep_if_many()
 
     def add_events(self, response_id: str, first: int, last: int, data: bytes) -> None:
         """Keep events of an unfinished response of this process, up to number `last`; those before `first` go."""

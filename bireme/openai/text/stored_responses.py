@@ -166,7 +166,7 @@ class StoredResponses:
         try:
             await self.conversations.add(request.conversation, tenant, [*listed(request.items), *output])
         except BiremeError as error:  # it was deleted meanwhile, or can't be written
-            logger.error("conversation_not_kept id=%s response=%s error=%s", request.conversation, name, error)
+            _note_not_added(request.conversation, name, error)
             drop_frames(error)
 
     async def _write(self) -> None:
@@ -228,10 +228,10 @@ class StoredResponses:
 
     async def _work(self, job: _BackgroundJob) -> None:
         async with self._logged(job) as log:
-            response = await self._answer(job, log)
+            response, output = await self._answer(job, log)
             if log is not None:
                 await log.finish()
-            await self._end(job, response)
+            await self._end(job, response, output)
 
     @contextlib.asynccontextmanager
     async def _logged(self, job: _BackgroundJob) -> AsyncIterator[EventLog | None]:
@@ -247,11 +247,15 @@ class StoredResponses:
             del self._logs[job.id]
             log.stop()
 
-    async def _end(self, job: _BackgroundJob, response: bytes) -> None:
-        told = ""
+    async def _end(self, job: _BackgroundJob, response: bytes, output: list[Item] | None) -> None:
+        """Keep the response. Its conversation is added to with that: nobody runs it again, and adds once more."""
+        told, conversation = "", job.request.conversation if output is not None else None
         while True:
             try:
-                await self._do(ResponseStore.end, job.id, response)
+                if conversation is None or not await self._do(ResponseStore.end_turn, job.id, response, output):
+                    is_ended = await self._do(ResponseStore.end, job.id, response)
+                    if is_ended and conversation is not None:  # it was deleted meanwhile
+                        _note_not_added(conversation, job.id, "it does not exist")
                 return
             except UnavailableError as error:  # the disk is full, or broken
                 if str(error) != told:
@@ -260,8 +264,8 @@ class StoredResponses:
                 drop_frames(error)
                 await asyncio.sleep(_LONGEST_PAUSE_S)
 
-    async def _answer(self, job: _BackgroundJob, log: EventLog | None) -> bytes:
-        """Return the response, failed or not; what may pass is tried again."""
+    async def _answer(self, job: _BackgroundJob, log: EventLog | None) -> tuple[bytes, list[Item] | None]:
+        """Return the response, failed or not, and what its conversation gets; what may pass is tried again."""
         began_at, pauses = time.monotonic(), Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         services, chat = job.model.services, job.request.chat
         with contextlib.suppress(UnavailableError):
@@ -285,13 +289,12 @@ class StoredResponses:
                 drop_frames(error)
                 count_request(services.metrics, getattr(error, "code", None) or "INTERNAL", began_at)
                 if not is_known:  # it may be what has come so far that can't be shown
-                    return job.form.json("failed", [], error=failure_json(error))
-                return answer.failed(error)
+                    return job.form.json("failed", [], error=failure_json(error)), None
+                return answer.failed(error), None
             assert answer.usage is not None, "an answer without an error has finished"
             job.tenant.take_generated(answer.usage.completion_tokens)
-            await self.converse(job.id, job.request, job.tenant, answer.items)
             count_request(services.metrics, answer.status, began_at)
-            return response
+            return response, answer.items
 
     async def _watch(self) -> None:
         """Stop what was cancelled or deleted, take what dead processes have left, remove what is too much."""
@@ -420,6 +423,10 @@ class StoredResponses:
         if row is None:
             raise NotFoundError(f"response: {name[:80]} does not exist; it may have been deleted or have expired")
         return row
+
+
+def _note_not_added(conversation: str, name: str, error: object) -> None:
+    logger.error("conversation_not_kept id=%s response=%s error=%s", conversation, name, error)
 
 
 def _stream_of(query: Mapping[str, str]) -> tuple[bool, int]:

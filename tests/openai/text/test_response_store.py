@@ -44,6 +44,24 @@ def test_a_history_is_what_a_response_goes_on_from(open_store):
     assert store.history("d", "", 1 << 20) is None
 
 
+def test_a_turn_ends_and_is_added_to_its_conversation_at_once_or_not_at_all(open_store):
+    store, output = open_store(), [{"id": "msg_é", "type": "message"}]
+    add(store, "conv_a")
+    for name, conversation, is_ended in (("a", "conv_a", True), ("b", "conv_b", False)):
+        add(store, name, conversation, request=b"{}")
+        assert store.end_turn(name, b'{"output":[]}', output) == is_ended
+        assert not store.end_turn(name, b"{}", output)  # as a second process might
+        assert (store.find(name, "").process is None) == is_ended
+    assert store.find("conv_a", "").input == [*ITEMS, *ITEMS, *output]
+
+
+def test_items_are_added_behind_those_of_others(open_store):
+    store = open_store()
+    store.add(NewResponse("conv_a", "", None, b"{}", []))
+    assert store.add_items("conv_a", "", ITEMS) and store.add_items("conv_a", "", [{"id": "\0,]"}])
+    assert store.find("conv_a", "").input == [*ITEMS, {"id": "\0,]"}] and not store.add_items("conv_a", "bob", ITEMS)
+
+
 def test_of_responses_that_are_kept_together_all_are_or_none(open_store):
     store = open_store()
     first, second = (NewResponse(name, "", None, b'{"output":[]}', ITEMS) for name in "ab")

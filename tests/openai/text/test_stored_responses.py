@@ -353,3 +353,29 @@ async def test_why_an_orphan_waits_is_told_once(bench, tmp_path, monkeypatch, ca
     other.start()
     await until_running(other, 1)
     assert caplog.text.count(f"response_waits id={ids[0]} error=locked") == 1
+
+
+async def test_a_response_whose_process_dies_as_it_ends_is_added_to_its_conversation_once(bench, tmp_path):
+    stored, is_ending = bench.app._stored, asyncio.Event()
+    stored.store._folder = tmp_path
+    do = stored._do
+
+    async def die_at_the_end(method, *values):
+        if method.__name__.startswith("end"):
+            is_ending.set()
+            await asyncio.Event().wait()
+        return await do(method, *values)
+
+    stored._do = die_at_the_end
+    made = (await bench.call("POST", "/v1/conversations", {}).end()).json()["id"]
+    name = (await ask(bench, background=True, conversation=made).end()).json()["id"]
+    await bench.workers.emit(4)
+    await asyncio.wait_for(is_ending.wait(), 10)
+    await stored.stop()
+    other = bench.app._stored = StoredResponses(bench.app._config, bench.app._models, None, tmp_path)
+    other.start()
+    await until_running(other, 1)
+    await bench.workers.emit(4)
+    assert (await ended(bench, name)).status == "incomplete"
+    kept = (await bench.call("GET", f"/v1/conversations/{made}/items", query="order=asc").end()).json()["data"]
+    assert [item["role"] for item in kept] == ["user", "assistant"]
