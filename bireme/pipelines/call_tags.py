@@ -44,7 +44,9 @@ class CallTags:
         """Return the guide of a request whose answer need not have calls. Raises RequestError for strict functions."""
         if self._token is None or request.sampling.params.ignore_eos:
             return None
-        return self._made(msgspec.json.encode(request.functions), request.is_parallel)
+        functions = msgspec.json.encode(request.functions)
+        make = self._made if len(functions) <= self._limits.max_guide_bytes else self._make  # these would fill memory
+        return make(functions, request.is_parallel)
 
     def _make(self, functions: bytes, is_parallel: bool) -> Guide | None:
         assert self._tools is not None

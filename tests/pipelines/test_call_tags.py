@@ -83,3 +83,13 @@ def test_tools_beyond_the_limits_of_guides_leave_an_answer_free_unless_one_is_st
     assert "guide_left_out" in caplog.text and "limits.max_guide_bytes is 1024" in caplog.text
     with pytest.raises(RequestError, match="tools.structural_tag: .* limits.max_guide_bytes is 1024"):
         asked(small, ({**large, "strict": True},))
+
+
+def test_tools_beyond_the_limits_of_guides_are_not_kept():
+    made = recipe(limits={"max_guide_bytes": 1024})
+    tags = CallTags(made, tool_format("hermes"), tokenizer("<tool_call>"))
+    for description, num_kept in (("d" * 4000, 0), ("d", 1)):
+        function = {"name": "f", "description": description, "parameters": SCHEMA}
+        tools = [{"type": "function", "function": function}]
+        body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "tools": tools})
+        assert tags.guide(parse_chat(body, made)) is not None and tags._made.cache_info().currsize == num_kept
