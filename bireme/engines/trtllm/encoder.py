@@ -76,7 +76,7 @@ class TrtllmEncoderEngine(EncoderEngine):
         super().stop()
         if self._monitor is not None:
             self._monitor.stop()
-        if self._encoder is not None and not lifecycle.shut_down(self._encoder):
+        if self._encoder is not None and not lifecycle.shut_down([self._encoder]):
             logger.warning("encoder_shutdown_abandoned limit_s=%g", lifecycle.SHUTDOWN_S)
 
 

@@ -132,7 +132,7 @@ class TrtllmEngine:
             self._end_requests(self._requests)
         if self._loaded is not None:
             self._loaded.iterations.stop()
-            if not all(map(lifecycle.shut_down, self._loaded.llms)):
+            if not lifecycle.shut_down(self._loaded.llms):
                 # Every request has ended and nothing is kept: with a large model this is the ordinary end.
                 logger.info("llm_shutdown_cut_short limit_s=%g next=its processes are killed", lifecycle.SHUTDOWN_S)
                 self._kill_workers()

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bireme.engines.trtllm import processes
@@ -60,12 +60,15 @@ def num_blocks(llm: Any, arguments: Arguments) -> int:
     return int(max_tokens) // arguments.tokens_per_block if max_tokens else 0
 
 
-def shut_down(llm: Any, limit_s: float = SHUTDOWN_S) -> bool:
-    """Return whether it ended in time: with a dead rank it may block forever."""
-    thread = threading.Thread(target=_shut_down, args=(llm,), name="trtllm-shutdown", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return not thread.is_alive()
+def shut_down(llms: Sequence[Any], limit_s: float = SHUTDOWN_S) -> bool:
+    """End them side by side; return whether all did in time: with a dead rank one may block forever."""
+    threads = [threading.Thread(target=_shut_down, args=(one,), name="trtllm-shutdown", daemon=True) for one in llms]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def _shut_down(llm: Any) -> None:

@@ -70,7 +70,7 @@ def supports_pictures(llm: Any, tower: Tower | None) -> bool:
         return True
     logger.warning("pictures_not_taken reason=this release of TensorRT-LLM takes no embeddings for the model")
     if tower is not None:
-        lifecycle.shut_down(tower.llm)
+        lifecycle.shut_down([tower.llm])
     return False
 
 

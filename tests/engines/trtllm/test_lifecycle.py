@@ -13,6 +13,7 @@ import pytest
 
 from bireme.engines.trtllm import lifecycle, processes
 from bireme.engines.trtllm.arguments import Arguments
+from bireme.engines.trtllm.engine import TrtllmEngine
 from bireme.engines.trtllm.lifecycle import LlmMonitor
 from bireme.errors import ConfigError, UnavailableError
 from tests.engines.engine_fixtures import wait_for
@@ -112,9 +113,20 @@ def test_a_shutdown_in_time_is_told_from_one_that_blocks():
             self.may_end.wait(10)
 
     slow = Slow()
-    assert not lifecycle.shut_down(slow, 0.1)
+    assert not lifecycle.shut_down([slow], 0.1)
     slow.may_end.set()
-    assert lifecycle.shut_down(slow, 5)
+    assert lifecycle.shut_down([slow], 5)
+
+
+def test_an_encoder_beside_the_llm_takes_nothing_of_the_llm_s_time_to_shut_down():
+    both = threading.Barrier(2)
+    llms = [SimpleNamespace(shutdown=lambda: both.wait(10)) for _ in range(2)]  # each waits for the other
+    exits = []
+    engine = TrtllmEngine(None, exits.append)
+    engine._loaded = SimpleNamespace(llms=llms, iterations=SimpleNamespace(stop=lambda: None))
+    engine.stop()
+    engine._loop.close()
+    assert exits == [] and not both.broken
 
 
 WORKER_FAULTS = [(ValueError("no config.json"), ConfigError), (RuntimeError("CUDA out of memory"), UnavailableError)]
