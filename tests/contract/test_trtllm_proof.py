@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.contract.stand_in_workers import CHECKOUT, STAND_IN
 from tests.docker.made_environments import add_distribution, make_environment
 from tests.gpu.trtllm_proof import machine, program
 from tests.gpu.trtllm_proof import rows as rows_module
-from tests.gpu.trtllm_proof.bench import Bench
+from tests.gpu.trtllm_proof.bench import Bench, Failed
 from tests.gpu.trtllm_proof.life import run
 from tests.gpu.trtllm_proof.reference import Reference
 from tests.gpu.trtllm_proof.rows import LIVES
@@ -214,7 +215,7 @@ BROKEN = {  # way of the stand-in (tensorrt_llm/_broken.py) -> life, row, what i
     "transfer": ("decode", "transfer", "KV of the prefill did not arrive"),
 }
 ELSEWHERE = {"start", "errors", "hang"}  # above: no engine, or none any more
-OF_TWO_ROWS = {"cancel": "stop strings"}  # what a way breaks besides
+OF_TWO_ROWS = {"cancel": "stop strings", "reuse": "salts"}  # what a way breaks besides
 SERVED_BY_BIREME = {  # with 1.2.1, whose sampler ignores them
     "penalties": ("processors", "repetition_penalty 0.1"),
     "bad words": ("bias", "came, and was forbidden"),
@@ -277,6 +278,31 @@ def test_what_bireme_serves_itself_is_a_red_row_as_well_when_it_is_broken(bench,
     assert run(LIVES["one"].rows[row], bench("one"))["outcome"] == "ok"
     told = run_broken(monkeypatch, way, LIVES["one"].rows[row], bench("one"))
     assert told["outcome"] == "fail" and text in told["reason"]
+
+
+class LateReuse:
+    """A bench whose engine finds blocks some time after their request, and whatever the salt."""
+
+    def __init__(self):
+        self.num_asked = 0
+
+    def prompt(self, length):
+        return [300] * length
+
+    def ask(self, prompt, **fields):
+        self.num_asked += 1
+        return SimpleNamespace(num_cached=96 if self.num_asked > 3 else 0)
+
+    def check_greedy(self, done):
+        pass
+
+    def wait_for(self, is_there, what):
+        assert any(is_there() for _ in range(10)), what
+
+
+def test_salts_that_nothing_heeds_are_seen_where_blocks_are_found_late():
+    with pytest.raises(Failed, match="96 tokens of another salt's request were found"):
+        rows_module.salts(LateReuse())
 
 
 def prepare(bench, life, row, monkeypatch):

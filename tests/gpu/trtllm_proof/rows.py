@@ -353,23 +353,29 @@ def reuse(bench: Bench) -> str:
     prompt = bench.prompt(100)
     first = bench.ask(prompt, cache_salt="reuse", max_tokens=4, ignore_eos=True)
     require(not first.num_cached, f"{first.num_cached} tokens of a new prompt are said to be cached")
+    return f"{_found_again(bench, prompt, 'reuse')} of 100 tokens were found again"
+
+
+def _found_again(bench: Bench, prompt: list[int], salt: str) -> int:
+    """Ask until blocks are found, which can be some iterations after their request has ended; return the tokens."""
     found: list[int] = []
 
-    def again() -> bool:  # blocks can be reused some iterations after their request has ended
-        done = bench.ask(prompt, cache_salt="reuse", max_tokens=4, ignore_eos=True)
+    def are_found() -> bool:
+        done = bench.ask(prompt, cache_salt=salt, max_tokens=4, ignore_eos=True)
         bench.check_greedy(done)
         found.append(done.num_cached)
         return done.num_cached >= 64
 
-    bench.wait_for(again, f"of 100 tokens that were asked before, {found} were found")
-    return f"{found[-1]} of 100 tokens were found again"
+    bench.wait_for(are_found, "of 100 tokens that were asked before, too few were found")
+    return found[-1]
 
 
 def salts(bench: Bench) -> str:
+    """Another salt is asked for what can be found by then: else nothing would be shown."""
     prompt = bench.prompt(100)
-    for salt in ("one", "another"):
-        done = bench.ask(prompt, cache_salt=salt, max_tokens=2)
-        require(not done.num_cached, f"{done.num_cached} tokens of another salt's request were found")
+    _found_again(bench, prompt, "one")
+    done = bench.ask(prompt, cache_salt="another", max_tokens=2)
+    require(not done.num_cached, f"{done.num_cached} tokens of another salt's request were found")
     return "another salt finds nothing"
 
 
