@@ -107,7 +107,11 @@ class EmbeddingPool:
         place = self.take(embeddings.num_tokens)
         if place is None:
             return None
-        self._tensor[self._index(place)] = embeddings.tensor.to(self.device).view(torch.uint8)
+        try:
+            self._tensor[self._index(place)] = embeddings.tensor.to(self.device).view(torch.uint8)
+        except BaseException:
+            self.give_back(place)
+            raise
         return TokenRows(place.memory, place.rows, self._sign())
 
     def get(self, place: TokenRows) -> TensorRows:

@@ -72,6 +72,13 @@ def test_rows_are_handed_out_and_taken_back():
     assert pool.take(7) is None and pool.take(6) is not None
 
 
+def test_rows_that_could_not_be_written_are_taken_back():
+    pool = pool_of(10)
+    with pytest.raises(RuntimeError):
+        pool.put(TensorRows(torch.zeros(4, HIDDEN + 1)))  # as a device without memory would
+    assert pool.num_free == 10
+
+
 def test_embeddings_go_from_pool_to_pool_without_a_file(join, caplog):
     caplog.set_level("INFO")
     source, target = pool_of(64), pool_of(64)
