@@ -166,12 +166,13 @@ def test_without_an_engine_its_rows_are_skipped_with_the_reason(folder, monkeypa
 
 def test_a_report_holds_no_secret_no_home_and_no_name(monkeypatch):
     monkeypatch.setenv("NGC_API_KEY", "abcdefgh")
+    monkeypatch.setenv("BIREME_KEY", "00ff00ff")
     monkeypatch.setenv("HOME", "/home/alice")
     monkeypatch.setattr(machine.socket, "gethostname", lambda: "alices-box")
     monkeypatch.setattr(machine.getpass, "getuser", lambda: "alice")
-    text = "alices-box /home/alice/x /tmp/run/model abcdefgh hf_0123456789ab http://me:pw@host alice malice alices"
+    text = "alices-box /home/alice/x /tmp/run/model abcdefgh 00ff00ff hf_0123456789ab http://me:pw@host alice malice"
     said = machine.clean({"rows": [{"reason": text}]}, Path("/tmp/run"))["rows"][0]["reason"]
-    assert said == "HOST ~/x FOLDER/model *** *** http://***@host USER malice alices"
+    assert said == "HOST ~/x FOLDER/model *** *** *** http://***@host USER malice"
 
 
 def test_the_reference_is_what_transformers_computes(model):

@@ -32,7 +32,7 @@ _PACKAGES = (
         "pyzmq",
     ),
 )
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|AUTH", re.I)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|_KEY(_|$)|AUTH", re.I)
 _SECRET_FORMS = re.compile(
     r"\b(hf_[A-Za-z0-9]{10,}|nvapi-[\w-]{10,}|sk-[\w-]{10,}|gh[pousr]_\w{10,}|AKIA\w{12,})|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
