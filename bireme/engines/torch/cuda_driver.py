@@ -50,6 +50,8 @@ class CudaDriver:
 
     def map_allocation(self, handle: bytes) -> int:
         """Return where another process's allocation lies here. It may be another GPU's, if this one reaches it."""
+        if len(handle) != HANDLE_BYTES:
+            raise CudaError(f"{len(handle)} bytes are no handle of a GPU's memory; its owner has another kind")
         address = _Address()
         with self._current():
             flags = ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS)

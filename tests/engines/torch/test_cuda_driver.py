@@ -50,6 +50,12 @@ def test_an_allocation_of_another_process_is_mapped_read_and_let_go(library):
     assert ctypes.CDLL(library).stand_in_depth() == 0  # every context that was made current is given back
 
 
+def test_memory_of_a_host_is_no_allocation_of_a_gpu(library):
+    """A pool of an encoder without a GPU: what can't be mapped goes through files."""
+    with pytest.raises(CudaError, match="17 bytes are no handle of a GPU's memory"):
+        CudaDriver(0, library).map_allocation(b"5 bireme-kv-0a1b2")
+
+
 def test_a_gpu_that_is_not_there_and_a_missing_driver_are_errors(library):
     with pytest.raises(CudaError, match="cuDeviceGet"):
         CudaDriver(3, library)
