@@ -109,10 +109,13 @@ def test_compose_publishes_on_this_machine_alone_and_no_port_of_triton():
 
 def test_prometheus_of_compose_reaches_the_metrics_that_it_asks_for():
     scraped = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"][0]
-    assert "bireme:8002" in scraped["static_configs"][0]["targets"]
+    targets = [target for config in scraped["static_configs"] for target in config["targets"]]
+    assert targets == ["bireme:8002", "bireme:9000"]
     for file in DOCKER.glob("compose*.yaml"):
         command = yaml.safe_load(file.read_text())["services"]["bireme"]["command"]
-        assert serve.hosts_of(serve.parse(command)) == Hosts(metrics="0.0.0.0"), file.name
+        options = serve.parse(command)
+        assert serve.hosts_of(options) == Hosts(metrics="0.0.0.0"), file.name
+        assert 'frontend.allowed_hosts=["bireme"]' in options.set, file.name
 
 
 @pytest.mark.parametrize("file", FILES_WITH_EXAMPLES, ids=lambda file: file.name)
