@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from bireme.errors import EngineLostError, RequestError, ResourceExhaustedError, from_message
+from bireme.errors import ConfigError, EngineLostError, RequestError, ResourceExhaustedError, from_message
 from bireme.kv import hashing
 from bireme.kv.events import BlocksStored
 from bireme.kv.hashing import MediaSpan
@@ -248,6 +250,16 @@ def test_a_release_without_handles_for_the_model_serves_its_text(models, profile
         assert decode.tokens(WORDS[1])
     finally:
         deployment.close()
+
+
+def test_one_process_for_all_is_refused_where_an_encoder_is_elsewhere_as_well(monkeypatch):
+    """Prefill and decode make handles, too, which TensorRT-LLM's worker opens."""
+    from bireme.engines.trtllm.pictures import load_tower
+
+    assert load_tower(SimpleNamespace(hosts_encoder=False)) is None
+    monkeypatch.setenv("TLLM_WORKER_USE_SINGLE_PROCESS", "1")
+    with pytest.raises(ConfigError, match="can't be opened by the process that made them"):
+        load_tower(SimpleNamespace(hosts_encoder=False))
 
 
 def test_hashes_are_spelled_so_that_events_name_what_routers_compute():

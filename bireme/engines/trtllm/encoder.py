@@ -159,6 +159,11 @@ def _check(context: EngineContext) -> None:
     found = set(model_files.architectures(context.model_path)) & set(WITHOUT_ENCODER)
     if found:
         raise ConfigError(f"{found.pop()}: TensorRT-LLM has no encoder of its own for it; serve it aggregated")
+    check_processes()
+
+
+def check_processes() -> None:
+    """Raise ConfigError where TensorRT-LLM's worker would be this process."""
     if os.environ.get(_SINGLE_PROCESS) == "1":
         raise ConfigError(f"{_SINGLE_PROCESS}=1: handles can't be opened by the process that made them; leave it out")
 

@@ -30,7 +30,7 @@ from bireme.engines.torch.tensor_rows import layout_of
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.trtllm import lifecycle, model_files
 from bireme.engines.trtllm.api import Api
-from bireme.engines.trtllm.encoder import HandleEncoder, first_device, make_multimodal_encoder
+from bireme.engines.trtllm.encoder import HandleEncoder, check_processes, first_device, make_multimodal_encoder
 from bireme.engines.trtllm.run import GenerateArguments, Run
 from bireme.errors import BiremeError, RequestError
 from bireme.multimodal.model_config import PictureModel, picture_model
@@ -57,7 +57,11 @@ def takes_pictures(context: EngineContext, backend: str) -> bool:
 
 
 def load_tower(context: EngineContext) -> Tower | None:
-    """Load the vision tower before the LLM, which takes the memory that is left. None: another worker has it."""
+    """Load the vision tower before the LLM, which takes the memory that is left. None: another worker has it.
+
+    Raises ConfigError.
+    """
+    check_processes()
     if not context.hosts_encoder:
         return None
     llm = make_multimodal_encoder(context)
