@@ -227,11 +227,16 @@ class StoredResponses:
         task.add_done_callback(end)
 
     async def _work(self, job: _BackgroundJob) -> None:
-        async with self._logged(job) as log:
-            response, output = await self._answer(job, log)
-            if log is not None:
-                await log.finish()
-            await self._end(job, response, output)
+        try:
+            async with self._logged(job) as log:
+                response, output = await self._answer(job, log)
+                if log is not None:
+                    await log.finish()
+                await self._end(job, response, output)
+        except Exception as error:  # such as no thread left: its client asks again and again until there is an end
+            logger.exception("response_failed id=%s", job.id)
+            drop_frames(error)
+            await self._end(job, job.form.json("failed", [], error=failure_json(error)), None)
 
     @contextlib.asynccontextmanager
     async def _logged(self, job: _BackgroundJob) -> AsyncIterator[EventLog | None]:
@@ -257,7 +262,7 @@ class StoredResponses:
                     if is_ended and conversation is not None:  # it was deleted meanwhile
                         _note_not_added(conversation, job.id, "it does not exist")
                 return
-            except UnavailableError as error:  # the disk is full, or broken
+            except Exception as error:  # the disk is full, or broken; whatever it is, it must not be the last try
                 if str(error) != told:
                     told = str(error)
                     logger.error("response_not_kept id=%s error=%s", job.id, error)

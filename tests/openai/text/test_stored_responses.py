@@ -379,3 +379,22 @@ async def test_a_response_whose_process_dies_as_it_ends_is_added_to_its_conversa
     assert (await ended(bench, name)).status == "incomplete"
     kept = (await bench.call("GET", f"/v1/conversations/{made}/items", query="order=asc").end()).json()["data"]
     assert [item["role"] for item in kept] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize("failing", ["report", "end"])
+async def test_whatever_the_store_raises_a_background_response_gets_an_end(bench, failing, monkeypatch):
+    monkeypatch.setattr(stored_responses, "_LONGEST_PAUSE_S", 0.01)
+    stored, errors = bench.app._stored, [RuntimeError("can't start new thread")]
+    do = stored._do
+
+    async def fail_once(method, *values):
+        if method.__name__ == failing and errors:
+            raise errors.pop()
+        return await do(method, *values)
+
+    stored._do = fail_once
+    name = (await ask(bench, background=True).end()).json()["id"]
+    if failing == "end":
+        await bench.workers.emit(4)
+    response = await asyncio.wait_for(ended(bench, name), 10)
+    assert response.status == ("failed" if failing == "report" else "incomplete") and not errors
