@@ -243,13 +243,14 @@ def _one_call_each(messages: Sequence[Message]) -> Sequence[Message]:
 def _apart(message: Message, calls: Sequence[Any], results: Sequence[Message]) -> Sequence[Message]:
     """Return one message a call, its results behind it; those of no call stand at the end."""
     shown: list[Message] = []
+    by_call: dict[str, list[Message]] = {}
+    for result in results:
+        by_call.setdefault(str(result.get("tool_call_id")), []).append(result)
     for call in calls:
         call_id = call.get("id") if isinstance(call, dict) else None
-        own = [result for result in results if call_id is not None and result.get("tool_call_id") == call_id]
-        shown += [{**message, "tool_calls": [call]}, *own]
-        results = [result for result in results if result not in own]
+        shown += [{**message, "tool_calls": [call]}, *([] if call_id is None else by_call.pop(str(call_id), []))]
         message = {"role": message.get("role"), "content": ""}  # text and thoughts stand before the first call
-    return [*shown, *results]
+    return [*shown, *(result for result in results if str(result.get("tool_call_id")) in by_call)]
 
 
 def _in_form(message: Message, form: CallForm) -> Sequence[Message]:

@@ -166,6 +166,21 @@ def test_each_of_several_calls_is_a_message_before_its_result_where_a_template_t
     assert "Bergen" in render(refusal + ONE_CALL, [user("?"), answer])
 
 
+def test_many_calls_in_one_message_cost_each_result_a_look():
+    looks = []
+
+    class Result(dict):
+        def get(self, name, default=None):
+            looks.append(name)
+            return super().get(name, default)
+
+    calls = [{**CALL, "id": str(number)} for number in range(100)]
+    results = [Result(role="tool", tool_call_id=str(-number), content="r") for number in range(100)]
+    template = ChatTemplate(ONE_CALL, {})
+    template.render([user("?"), {"role": "assistant", "content": "", "tool_calls": calls}, *results])
+    assert 100 <= looks.count("tool_call_id") <= 400
+
+
 def test_control_tokens_in_calls_that_are_written_as_text_stay_text():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\u003c|end|>"}'}}
     for source in (SIMPLE, CALL_TEMPLATES["arguments joined with +"][0]):
