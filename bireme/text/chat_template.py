@@ -270,6 +270,7 @@ def _in_form(message: Message, form: CallForm) -> Sequence[Message]:
 def _as_text(messages: Sequence[Message], has_results: bool) -> Sequence[Message]:
     """Write calls into the assistant's text, as JSON, one a line; results without a role are the user's messages."""
     shown: list[Message] = []
+    joined: dict[int, list[str]] = {}  # by the place in `shown`
     is_result = False  # the last one is, and what the user says goes on with it: many templates want turns in turn
     for message in messages:
         role, content = message.get("role"), message.get("content")
@@ -279,12 +280,14 @@ def _as_text(messages: Sequence[Message], has_results: bool) -> Sequence[Message
             texts += [_to_json(call.get("function") if isinstance(call, dict) else call) for call in shown_calls]
             message = {**message, "content": "\n".join(texts), "tool_calls": None}
         elif is_result and role in ("tool", "user") and isinstance(content, str):
-            shown[-1] = {"role": "user", "content": f"{shown[-1]['content']}\n{content}"}
+            joined.setdefault(len(shown) - 1, [shown[-1]["content"]]).append(content)
             continue
         elif role == "tool" and not has_results and isinstance(content, str):
             message = {"role": "user", "content": content}
-        is_result = role == "tool" and not has_results
+        is_result = role == "tool" and not has_results and isinstance(content, str)
         shown.append(message)
+    for place, texts in joined.items():
+        shown[place] = {"role": "user", "content": "\n".join(texts)}
     return shown
 
 

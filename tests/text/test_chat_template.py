@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from bireme.errors import ConfigError, RequestError
@@ -179,6 +181,14 @@ def test_many_calls_in_one_message_cost_each_result_a_look():
     template = ChatTemplate(ONE_CALL, {})
     template.render([user("?"), {"role": "assistant", "content": "", "tool_calls": calls}, *results])
     assert 100 <= looks.count("tool_call_id") <= 400
+
+
+def test_many_results_that_a_template_has_no_place_for_cost_no_more_than_their_bytes():
+    results = [{"role": "tool", "tool_call_id": "1", "content": "r" * 4000} for _ in range(2000)]
+    template, began = ChatTemplate(CALL_TEMPLATES["neither calls nor results"][0], {}, 16 << 20), time.process_time()
+    shown = template.render([user("?"), *results, {"role": "tool", "content": [{"type": "text"}]}, user("and?")]).text
+    assert shown.count("r" * 4000) == 2000 and shown.count("[user]") == 3
+    assert time.process_time() - began < 0.5  # copied with each result: seconds
 
 
 def test_control_tokens_in_calls_that_are_written_as_text_stay_text():
