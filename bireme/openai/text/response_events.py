@@ -53,6 +53,7 @@ class EventLog:
         try:
             last = await self._store.read(ResponseStore.last_event, self._name)
         except UnavailableError as error:
+            logger.error("response_events_lost id=%s error=%s", self._name, error)
             drop_frames(error)
             return False
         self._begin(0 if last is None else last + 2, queued)

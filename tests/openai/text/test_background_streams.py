@@ -275,3 +275,20 @@ async def test_openai_s_own_helper_reads_a_response_from_any_event_on(bench):
             assert (await client.responses.retrieve(name)).output_text == TEXT
         raw = await client.responses.retrieve(name, stream=True, starting_after=2)
         assert [event.sequence_number async for event in raw] == numbers == list(range(3, 3 + len(numbers)))
+
+
+async def test_where_events_can_t_begin_the_log_says_so_and_the_response_ends_all_the_same(bench, monkeypatch, caplog):
+    store, errors = bench.app._stored.store, [UnavailableError("locked")]
+    read_store = store.read
+
+    async def fail_once(method, *values):
+        if method is ResponseStore.last_event and errors:
+            raise errors.pop()
+        return await read_store(method, *values)
+
+    monkeypatch.setattr(store, "read", fail_once)
+    reply = begin(bench)
+    await bench.workers.emit(4)
+    events = (await reply.end()).data
+    assert b'"type":"response.incomplete"' in events and b"output_text.delta" not in events
+    assert "response_events_lost id=resp_" in caplog.text and "error=locked" in caplog.text
