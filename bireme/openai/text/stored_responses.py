@@ -144,11 +144,16 @@ class StoredResponses:
             )  # fmt: skip
         return [item for row in rows for item in (*row.input, *row.output)]
 
-    async def keep(self, form: ResponseForm, tenant: Tenant, request: ResponseRequest, response: bytes) -> bool:
-        """Keep a response that has ended, and return whether it is kept: its client gets it even where it is not."""
+    async def keep(
+        self, form: ResponseForm, tenant: Tenant, request: ResponseRequest, items: list[Item], response: bytes
+    ) -> bool:
+        """Keep a response that has ended, and return whether it is kept: its client gets it even where it is not.
+
+        `items`: of its own input, as lists show them.
+        """
         previous = request.shown["previous_response_id"] or request.conversation
         kept = asyncio.get_running_loop().create_future()
-        self._unwritten.append((NewResponse(form.id, tenant.name, previous, response, listed(request.items)), kept))
+        self._unwritten.append((NewResponse(form.id, tenant.name, previous, response, items), kept))
         if self._writer is None:
             self._writer = asyncio.get_running_loop().create_task(self._write())
         try:
@@ -159,14 +164,12 @@ class StoredResponses:
             return False
         return True
 
-    async def converse(self, name: str, request: ResponseRequest, tenant: Tenant, output: list[Item]) -> None:
-        """Add a response's input and output to its conversation, if it is of one; its client has its answer anyway."""
-        if request.conversation is None:
-            return
+    async def converse(self, name: str, conversation: str, tenant: Tenant, items: list[Item]) -> None:
+        """Add a response's input and output to its conversation; its client has its answer anyway."""
         try:
-            await self.conversations.add(request.conversation, tenant, [*listed(request.items), *output])
+            await self.conversations.add(conversation, tenant, items)
         except BiremeError as error:  # it was deleted meanwhile, or can't be written
-            _note_not_added(request.conversation, name, error)
+            _note_not_added(conversation, name, error)
             drop_frames(error)
 
     async def _write(self) -> None:

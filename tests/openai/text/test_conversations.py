@@ -68,6 +68,18 @@ async def test_a_response_goes_on_from_a_conversation_and_adds_to_it(bench, clie
     assert kept == ["hi", "well", "and", answer] and reply.json()["conversation"] == {"id": made.id}
 
 
+@pytest.mark.parametrize("background", [False, True])
+async def test_an_item_has_one_id_in_its_response_and_its_conversation(bench, client, background):
+    made = await client.conversations.create()
+    reply = ask(bench, conversation=made.id, background=background)
+    await bench.workers.emit(4)
+    name = (await reply.end()).json()["id"]
+    while len(await texts(client, made.id)) < 2:
+        pass
+    kept = [item.id async for item in await client.conversations.items.list(made.id, order="asc")]
+    assert kept[:1] == [item.id async for item in await client.responses.input_items.list(name)]
+
+
 @pytest.mark.parametrize("fields", [{"store": False}, {"stream": True}])
 async def test_whatever_form_the_answer_has_it_is_added(bench, client, fields):
     made = await client.conversations.create()
