@@ -35,7 +35,7 @@ def drift(described: dict[str, Any], contract: dict[str, Any], used: dict[str, l
 
 
 def _more(contract: dict[str, Any], described: dict[str, Any]) -> list[str]:
-    guides = [name for name in contract["guided_decoding_params"] if name != "engine_flag"]
+    guides = list(contract["guided_decoding_params"])
     ranks = list(contract["scheduling_params"])
     output = list(contract["result_objects"]["CompletionOutput"]["fields"])
     lines = _names("GuidedDecodingParams", guides, described["guided_decoding_params"])

@@ -21,7 +21,7 @@ _OF_OTHERS = re.compile(r"distill-qwen", re.I)
 
 def is_python_by_model(model: str, release: str) -> bool:
     """Whether `transceiver_runtime: auto` is the Python one for a model: a folder, or a name on the hub."""
-    section = contract()["cache_transceiver_config"]["python_by_model"]
+    section = contract()["python_transceiver"]
     if release < section["since"]:
         return False
     found = _architectures(Path(model))

@@ -91,7 +91,7 @@ def is_python_transceiver(args: Any) -> bool:
     if runtime != "auto":
         return bool(runtime == "PYTHON")
     asks = json.loads((Path(args.model) / "config.json").read_text()).get("architectures") or ()
-    if set(asks) & set(_contract.contract()["cache_transceiver_config"]["python_by_model"]["architectures"]):
+    if set(asks) & set(_contract.contract()["python_transceiver"]["architectures"]):
         return True
     return config.backend in ("DEFAULT", "NIXL") and config.kv_transfer_timeout_ms is not None
 
