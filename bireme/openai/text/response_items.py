@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from bireme.config import Recipe
+from bireme.config import Limits, MediaLimits
 from bireme.errors import RequestError
 from bireme.pipelines.json_body import convert_part
 from bireme.pipelines.picture_parts import PictureCollector, show_result_pictures
@@ -24,6 +24,7 @@ Item = dict[str, Any]  # as JSON
 Status = Literal["in_progress", "completed", "incomplete"]
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _NO_FILES = "there are no files here; send the text, or an image_url"
+_ANY_PICTURES = MediaLimits(max_images=4096)  # the most of any recipe
 
 
 class InputPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -110,10 +111,9 @@ def input_items(given: str | list[Item], where: str = "input") -> list[Item]:
 
 
 def checked_items(given: list[Item], where: str) -> list[Item]:
-    """Return items that are kept until a response goes on from them. Raises RequestError."""
+    """Return items that are kept until a response goes on from them, of whichever model. Raises RequestError."""
     items = input_items(given, where)
-    for at, item in enumerate(items):
-        convert_part(item, _KINDS[item["type"]], f"{where}[{at}]")
+    Conversation(Limits(), _ANY_PICTURES).add(items, where)
     return items
 
 
@@ -180,10 +180,10 @@ def _unsealed(text: str, where: str) -> str:
 class Conversation:
     """Takes items, and is the messages that a chat template shows."""
 
-    def __init__(self, recipe: Recipe, instructions: str | None = None) -> None:
+    def __init__(self, limits: Limits, media: MediaLimits, instructions: str | None = None) -> None:
         self._messages: list[Message] = []
-        self._limits = recipe.limits
-        self._pictures = PictureCollector(recipe.media)
+        self._limits = limits
+        self._pictures = PictureCollector(media)
         self._turn: Message | None = None  # the model's, which goes on with the next item
         if instructions is not None:
             self._messages.append({"role": "system", "content": instructions})

@@ -224,7 +224,7 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
     if options.routing.query_only:
         raise RequestError("bireme.routing.query_only: a response is an answer; ask /v1/chat/completions")
     items = input_items(body.input)
-    conversation = Conversation(recipe, body.instructions)
+    conversation = Conversation(recipe.limits, recipe.media, body.instructions)
     conversation.add(history, "previous_response_id" if body.conversation is None else "conversation")
     conversation.add(items)
     turn = last_turn(conversation.messages, body.add_generation_prompt, bool(body.continue_final_message))

@@ -113,8 +113,25 @@ async def test_what_does_not_exist_is_a_404(bench, client):
         assert (await bench.call("GET", f"/v1/conversations/{path}").end()).status == 404
 
 
+def said(**part):
+    return [{"role": "user", "content": [part]}]
+
+
 @pytest.mark.parametrize(
-    "items", [[], [HI] * 21, [{"type": "web_search_call", "id": "ws_1"}], [{"role": "user", "content": 1}]]
+    "items",
+    [
+        [],
+        [HI] * 21,
+        [{"type": "web_search_call", "id": "ws_1"}],
+        [{"role": "user", "content": 1}],
+        said(type="input_audio", text="hm"),
+        said(type="input_file", file_id="file_1"),
+        said(type="input_text"),
+        said(type="input_image"),
+        [{"role": "assistant", "content": [{"type": "input_image", "image_url": "data:,x"}]}],
+        [{"type": "function_call_output", "call_id": "1", "output": [{"type": "input_audio"}]}],
+        [{"type": "reasoning", "summary": [], "encrypted_content": "of another server"}],
+    ],
 )
 async def test_wrong_items_are_a_400(client, items):
     made = await client.conversations.create()

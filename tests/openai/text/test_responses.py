@@ -201,7 +201,7 @@ async def test_truncation_drops_the_oldest_messages_and_keeps_the_system_s(front
 
 
 def messages(*items):
-    conversation = Conversation(RECIPE)
+    conversation = Conversation(RECIPE.limits, RECIPE.media)
     conversation.add(input_items([*items]))
     return conversation.messages
 
@@ -220,7 +220,7 @@ async def test_the_items_of_a_turn_are_one_message():
 
 async def test_pictures_of_the_input_are_the_chat_s():
     parts = [{"type": "input_text", "text": "?"}, {"type": "input_image", "image_url": "data:,x", "detail": "auto"}]
-    conversation = Conversation(RECIPE)
+    conversation = Conversation(RECIPE.limits, RECIPE.media)
     conversation.add(input_items([{"role": "user", "content": parts}]))
     assert conversation.messages[0]["content"] == [{"type": "text", "text": "?"}, {"type": "image"}]
     assert [picture.where for picture in conversation.pictures] == ["input[0].content[1].image_url"]
@@ -228,7 +228,7 @@ async def test_pictures_of_the_input_are_the_chat_s():
 
 async def test_a_picture_that_a_call_puts_out_is_shown_behind_it():
     parts = [{"type": "input_text", "text": "?"}, {"type": "input_image", "image_url": "data:,x", "detail": "auto"}]
-    conversation = Conversation(RECIPE)
+    conversation = Conversation(RECIPE.limits, RECIPE.media)
     conversation.add(input_items([{"type": "function_call_output", "call_id": "1", "output": parts}]))
     assert [message["content"] for message in conversation.messages] == [
         "?\nThe picture is in the user's message below.",
