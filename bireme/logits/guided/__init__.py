@@ -9,6 +9,7 @@
     containers.py       its arrays and objects
     scalars.py          its numbers and texts; patterns.py writes the patterns, automaton.py joins several
     instance.py         whether a value satisfies a schema; references.py finds what `$ref` names
+    keywords.py         what keywords may hold
     vocabulary.py       a tokenizer's tokens as bytes
 
 xgrammar is imported with the first guide, on a thread of the compiler, never on the engine's.

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
+from bireme.logits.guided.keywords import check, types_of
 from bireme.logits.guided.patterns import search
 from bireme.logits.guided.references import Document, UnsupportedError
 
@@ -21,6 +22,7 @@ class Instances:
     def satisfies(self, value: Any, schema: Any, depth: int = 0) -> bool:
         if not isinstance(schema, dict):
             return schema is True
+        check(schema)
         if depth > _MAX_DEPTH:
             raise UnsupportedError(schema, "$ref", "$ref: it leads back to itself")
         for name in ("$dynamicRef", "$recursiveRef", "unevaluatedProperties", "unevaluatedItems"):
@@ -116,17 +118,6 @@ def tuple_of(schema: dict[str, Any]) -> tuple[list[Any], Any]:
     if isinstance(items, list):
         return items, schema.get("additionalItems", True)
     return schema.get("prefixItems", []), items
-
-
-def types_of(schema: dict[str, Any]) -> set[str] | None:
-    """Return the types that it names, OpenAPI's `nullable` among them; None without."""
-    named = schema.get("type")
-    if named is None:
-        return None
-    types = set(named) if isinstance(named, list) else {named}
-    if "number" in types:
-        types.add("integer")
-    return types | {"null"} if schema.get("nullable") is True else types
 
 
 def same(one: Any, other: Any) -> bool:

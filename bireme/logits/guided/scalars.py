@@ -8,12 +8,12 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from bireme.logits.guided.automaton import joint_pattern
+from bireme.logits.guided.keywords import NUMBER_KEYWORDS
 from bireme.logits.guided.patterns import whole_pattern
 from bireme.logits.guided.references import UnsupportedError
 
 Schema = dict[str, Any]
 
-NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 MAX_INTEGER = (1 << 63) - 1
 _GRID = 10**6
 _MAX_MULTIPLE, _MAX_MULTIPLE_WIDTH = 1024, 10_000  # xgrammar drops what is beyond

@@ -20,38 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from bireme.logits.guided.containers import Arrays, Objects, is_open
-from bireme.logits.guided.instance import Instances, tuple_of, type_of, types_of
+from bireme.logits.guided.instance import Instances, tuple_of, type_of
+from bireme.logits.guided.keywords import KEYWORDS, TYPES, check, types_of
 from bireme.logits.guided.references import Document, UnsupportedError
-from bireme.logits.guided.scalars import MAX_INTEGER, NUMBER_KEYWORDS, NothingError, number, string
+from bireme.logits.guided.scalars import MAX_INTEGER, NothingError, number, string
 
 Schema = dict[str, Any]
 
-_TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
-_KEYWORDS = {
-    "string": ("pattern", "minLength", "maxLength", "format"),
-    "number": NUMBER_KEYWORDS,
-    "object": (
-        *("properties", "required", "patternProperties", "additionalProperties", "propertyNames"),
-        *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
-    ),
-    "array": (
-        *("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems"),
-        *("contains", "minContains", "maxContains"),
-    ),
-}
-_SHAPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(
-        ("properties", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies"), (dict,)
-    ),
-    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems", "required", "enum"), (list,)),
-    **dict.fromkeys(
-        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains"),
-        (int, float),
-    ),
-    **dict.fromkeys(_KEYWORDS["number"], (int, float)),
-    **dict.fromkeys(("pattern", "format"), (str,)),
-}
-_LONE = ("$dynamicRef", "$recursiveRef")
 _NOTES = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment"}
     | {"$schema", "$id", "$anchor", "$defs", "definitions"}
@@ -81,6 +56,8 @@ def rewritten(schema: Any, is_loose: bool = False, has_tags: bool = False) -> tu
             if error.keyword == "oneOf":  # the most of it that can be enforced
                 error.schema["anyOf"] = given if "anyOf" not in error.schema else error.schema["anyOf"]
             left_out.append(text)
+        except RecursionError:
+            raise ValueError("schema: it is nested too deeply; simplify it") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +179,7 @@ class _Rewriter:
             return [_Branch()]
         if schema is False:
             return []
-        _check(schema)
+        check(schema)
         if id(schema) in trail:
             raise UnsupportedError(schema, "$ref", "$ref: it leads back to itself")
         trail = (*trail, id(schema))
@@ -277,7 +254,7 @@ class _Rewriter:
             shape = self._shape(name, flats, has_tags)
             if shape is not None and not self._is_excluded(name, branch):
                 found.append(shape)
-        if len(found) == len(_TYPES) - 1 and all(shape.keys() == {"type"} for shape in found):
+        if len(found) == len(TYPES) - 1 and all(shape.keys() == {"type"} for shape in found):
             return [{}]
         return found
 
@@ -294,14 +271,14 @@ class _Rewriter:
         return [{"enum": left}] if left else []
 
     def _types(self, flats: Sequence[Schema]) -> list[str]:
-        allowed = set(_TYPES)
+        allowed = set(TYPES)
         named = [types for flat in flats if (types := types_of(flat)) is not None]
         for types in named:
             allowed &= types
-        spoken = {name for name, words in _KEYWORDS.items() if any(flat.keys() & set(words) for flat in flats)}
+        spoken = {name for name, words in KEYWORDS.items() if any(flat.keys() & set(words) for flat in flats)}
         if not named and spoken and not self._is_probing:
             allowed &= spoken
-        return [name for name in _TYPES if name in allowed and not (name == "integer" and "number" in allowed)]
+        return [name for name in TYPES if name in allowed and not (name == "integer" and "number" in allowed)]
 
     def _is_excluded(self, name: str, branch: _Branch) -> bool:
         """Whether nothing of this type is left. Raises UnsupportedError where some is and that can't be enforced."""
@@ -323,7 +300,7 @@ class _Rewriter:
             return schema is True
         types = types_of(schema)
         return (types is None or name in types) and not schema.keys() - _NOTES - {"type", "nullable"} - {
-            word for kind, words in _KEYWORDS.items() if kind != name for word in words
+            word for kind, words in KEYWORDS.items() if kind != name for word in words
         }
 
     def _narrowed(self, name: str, flats: Sequence[Schema]) -> Schema:
@@ -361,25 +338,6 @@ class _Rewriter:
         except NothingError as error:
             self._why = str(error)
             return None
-
-
-def _check(schema: Any) -> None:
-    """Raise for a schema that is none, or has a keyword of the wrong form."""
-    if not isinstance(schema, dict):
-        raise ValueError(f"schema: a {type(schema).__name__}; send an object or a boolean")
-    for keyword in _LONE:
-        if keyword in schema:
-            raise UnsupportedError(schema, keyword, f"{keyword} can't be enforced; send $ref")
-    for keyword, kinds in _SHAPES.items():
-        if keyword in schema and (not isinstance(schema[keyword], kinds) or isinstance(schema[keyword], bool)):
-            raise UnsupportedError(
-                schema, keyword, f"{keyword}: a {type(schema[keyword]).__name__}, which JSON Schema does not have there"
-            )
-    for keyword in ("anyOf", "oneOf", "enum"):
-        if keyword in schema and not schema[keyword]:
-            raise ValueError(f"schema: {keyword} is empty and cannot accept any value; send at least one")
-    if unknown := (types_of(schema) or set()) - set(_TYPES):
-        raise ValueError(f"schema: type {sorted(map(str, unknown))[0][:40]}; send one of {', '.join(_TYPES)}")
 
 
 def _check_value(holder: Schema, value: Any) -> None:

@@ -60,7 +60,10 @@ def test_any_object_is_an_object(guides):
     assert accepts(grammar, '{"a": [1, {}]}') and not accepts(grammar, "[1]")
 
 
-@pytest.mark.parametrize("schema, words", [({"type": "strange"}, "strange"), ({"uniqueItems": True}, "uniqueItems")])
+@pytest.mark.parametrize(
+    "schema, words",
+    [({"type": "strange"}, "strange"), ({"uniqueItems": True}, "uniqueItems"), ({"required": [1]}, "required")],
+)
 def test_a_schema_that_can_not_be_enforced_is_refused_with_its_keyword(guides, schema, words):
     with pytest.raises(RequestError, match=rf"guided_decoding\.json: .*{words}"):
         guides.fields({"json": schema})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.logits.guided.answers import Grammars
 TEXT, WHOLE, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 KINDS = ("a", "b")
 UUID, DAY = "1234567-89ab-4def-8123-456789abcdef", "2026-11-26"
+CHAIN = {f"d{at}": {"allOf": [{"$ref": f"#/$defs/d{at + 1}"}]} for at in range(1000)} | {"d1000": TEXT}
 NODE = {"type": "object", "properties": {"v": WHOLE, "next": {"$ref": "#/$defs/n"}}, "required": ["v"]}
 
 
@@ -49,6 +51,14 @@ def grammars():
         ({"type": "object", "additionalProperties": False, "required": ["zz"]}, "required zz"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "no integer is within 3 and 2"),
         ({"type": "string", "maxLength": "3"}, "maxLength: a str"),
+        ({"type": "string", "maxLength": math.inf}, "maxLength: inf"),
+        ({"type": "integer", "multipleOf": 0}, "multipleOf: 0"),
+        ({"type": [{}]}, "type {}"),
+        ({"type": "object", "required": [1]}, "required: a int among the names"),
+        ({"dependentRequired": {"a": [{}]}}, "dependentRequired: a dict among the names"),
+        ({"enum": [{"a": 1}], "properties": {"a": {"minimum": "x"}}}, "minimum: a str"),
+        ({"enum": ["a"], "not": {"maxLength": "x"}}, "maxLength: a str"),
+        ({"$defs": CHAIN, "$ref": "#/$defs/d0"}, "nested too deeply"),
         ({"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}, TEXT]}}}, "leads back to itself"),
         ({"$dynamicRef": "#x"}, "$dynamicRef can't be enforced"),
         ({"const": 1 << 64}, "numbers of 64 bits"),
@@ -158,6 +168,11 @@ def test_a_loose_schema_is_held_to_what_can_be_enforced(grammars):
     ]
     assert grammars.can_be(grammars.of(made), '{"tags": ["x", "x"]}')
     assert not grammars.can_be(grammars.of(made), '{"tags": [""]}')
+
+
+def test_a_loose_schema_s_misshapen_keyword_is_left_out():
+    made, left_out = rewritten({"type": "object", "required": [1]}, is_loose=True)
+    assert made == {"type": "object"} and left_out[0].startswith("schema: required")
 
 
 def test_loose_alternatives_stay_alternatives(grammars):

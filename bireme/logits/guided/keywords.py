@@ -1,0 +1,89 @@
+"""The keywords of JSON Schema, and what each may hold: a schema is checked before anything of it is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from bireme.logits.guided.references import UnsupportedError
+
+TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
+NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+KEYWORDS = {  # by the types that they speak of
+    "string": ("pattern", "minLength", "maxLength", "format"),
+    "number": NUMBER_KEYWORDS,
+    "object": (
+        *("properties", "required", "patternProperties", "additionalProperties", "propertyNames"),
+        *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    ),
+    "array": (
+        *("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems"),
+        *("contains", "minContains", "maxContains"),
+    ),
+}
+_SHAPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(
+        ("properties", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies"), (dict,)
+    ),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems", "required", "enum"), (list,)),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        (int, float),
+    ),
+    **dict.fromkeys(("minContains", "maxContains", *NUMBER_KEYWORDS), (int, float)),
+    **dict.fromkeys(("pattern", "format"), (str,)),
+}
+_LONE = ("$dynamicRef", "$recursiveRef")
+
+
+def check(schema: Any) -> None:
+    """Raise ValueError for a schema that is none, or has a keyword of the wrong form."""
+    if not isinstance(schema, dict):
+        raise ValueError(f"schema: a {type(schema).__name__}; send an object or a boolean")
+    for keyword in _LONE:
+        if keyword in schema:
+            raise UnsupportedError(schema, keyword, f"{keyword} can't be enforced; send $ref")
+    for keyword, given in _misshapen(schema):
+        raise UnsupportedError(schema, keyword, f"{keyword}: {given}, which JSON Schema does not have there")
+    for keyword in ("anyOf", "oneOf", "enum"):
+        if keyword in schema and not schema[keyword]:
+            raise ValueError(f"schema: {keyword} is empty and cannot accept any value; send at least one")
+    if unknown := (types_of(schema) or set()) - set(TYPES):
+        raise ValueError(f"schema: type {min(unknown)[:40]}; send one of {', '.join(TYPES)}")
+
+
+def types_of(schema: dict[str, Any]) -> set[str] | None:
+    """Return the types that it names, OpenAPI's `nullable` among them; None without."""
+    named = schema.get("type")
+    if named is None:
+        return None
+    types = set(map(str, named)) if isinstance(named, list) else {str(named)}
+    if "number" in types:
+        types.add("integer")
+    return types | {"null"} if schema.get("nullable") is True else types
+
+
+def _misshapen(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield keywords of the wrong form, with what they hold."""
+    for keyword, kinds in _SHAPES.items():
+        if keyword not in schema:
+            continue
+        value = schema[keyword]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            yield keyword, f"a {type(value).__name__}"
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield keyword, str(value)
+        elif keyword == "multipleOf" and schema[keyword] <= 0:
+            yield keyword, str(value)
+        elif odd := [name for name in _names_in(keyword, value) if not isinstance(name, str)]:
+            yield keyword, f"a {type(odd[0]).__name__} among the names"
+
+
+def _names_in(keyword: str, value: Any) -> Iterator[Any]:
+    """Yield what has to be the name of a property."""
+    if keyword == "required":
+        yield from value
+    elif keyword in ("dependentRequired", "dependencies"):
+        for needed in value.values():
+            yield from needed if isinstance(needed, list) else ()
