@@ -102,6 +102,16 @@ def test_it_is_all_green_without_pytest_from_a_checkout_that_can_not_be_written(
     assert "secretsecret" not in done.stdout
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["recipes", "-h"]])
+def test_it_says_what_it_does_where_there_is_no_tensorrt_llm(tmp_path, arguments):
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "python3").chmod(0o755)
+    done = subprocess.run(
+        ["sh", SCRIPT, *arguments], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "--row-timeout" in done.stdout and "#" not in done.stdout, done.stderr
+
+
 def test_without_a_gpu_there_is_nothing_to_try(python, tmp_path):
     done, report = run_script(python, tmp_path, gpus=0)
     assert done.returncode == 2
