@@ -198,7 +198,7 @@ def notation(annotation: Any, metadata: Any = ()) -> str:
     if origin is dict or annotation is dict:
         return "dict"
     if annotation in (int, float):
-        return annotation.__name__ + _bounds(metadata)
+        return annotation.__name__ + _bounds(annotation, metadata)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return " | ".join(words_of(annotation))
     if hasattr(annotation, "model_fields"):
@@ -206,12 +206,12 @@ def notation(annotation: Any, metadata: Any = ()) -> str:
     return {type(None): "null", bool: "bool", str: "str", Path: "str"}.get(annotation, "any")
 
 
-def _bounds(metadata: Any) -> str:
+def _bounds(kind: type, metadata: Any) -> str:
     flat = [part for one in metadata for part in (getattr(one, "metadata", None) or [one])]
     low = next((value for one in flat if (value := getattr(one, "ge", None)) is not None), None)
     above = next((value for one in flat if (value := getattr(one, "gt", None)) is not None), None)
     high = next((value for one in flat if (value := getattr(one, "le", None)) is not None), None)
-    least = low if low is not None else above + 1 if above is not None else None
+    least = low if low is not None or above is None else above + 1 if kind is int else above  # bounds are inclusive
     if least is None:
         return ""
     return f" {least:g}..{high:g}" if high is not None else f" >= {least:g}"

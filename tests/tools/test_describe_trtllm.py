@@ -88,6 +88,7 @@ def test_a_package_s_own_manifest_is_read_where_its_classes_can_t_be(tmp_path, m
 
 class Inner(pydantic.BaseModel):
     depth: Annotated[int, pydantic.Field(gt=0)] = 3
+    share: Annotated[float, pydantic.Field(gt=0)] = 0.5
 
 
 class First(pydantic.BaseModel):
@@ -110,14 +111,16 @@ def test_classes_of_a_union_are_read_together_and_as_deep_as_they_go():
         "choice.kind": {"first", "second"},
         "choice.ratio": frozenset(),
         "choice.inner.depth": frozenset(),
+        "choice.inner.share": frozenset(),
         "sizes": frozenset(),
     }
 
 
 def test_types_are_written_in_the_contract_s_notation():
-    wanted = {"choice.ratio", "choice.inner.depth", "sizes"}
+    wanted = {"choice.ratio", "choice.inner.depth", "choice.inner.share", "sizes"}
     assert list(describe_trtllm.entries(Args, wanted, "1.5")) == [
         '  Inner:\n    depth: ["int >= 1", 3, {since: "1.5"}]',
+        '  Inner:\n    share: ["float >= 0", 0.5, {since: "1.5"}]',
         '  First:\n    ratio: ["float 0..1", 0.5, {since: "1.5"}]',
         '  Args:\n    sizes: ["list[int >= 1] | null", null, {since: "1.5"}]',
     ]
