@@ -104,10 +104,10 @@ def _prepare_pictures(
     context: EngineContext, api: Api, post: Callable[[Callable[[], None]], Any]
 ) -> Callable[[Any], PictureIntake | None]:
     """Load the vision tower, before the LLM takes what memory is left; return what makes the rest beside it."""
-    from bireme.engines.trtllm.pictures import PictureIntake, load_tower, supports_pictures
+    from bireme.engines.trtllm.pictures import load_tower, make_intake
 
     tower = load_tower(context)
-    return lambda llm: PictureIntake(context, api, llm, tower, post) if supports_pictures(llm, tower) else None
+    return lambda llm: make_intake(context, api, llm, tower, post)
 
 
 def _places(pictures: PictureIntake | None, facts: ModelFacts) -> PicturePlaces | None:

@@ -68,14 +68,16 @@ def load_tower(context: EngineContext) -> Tower | None:
     return Tower(HandleEncoder(llm, open_checkpoint(context.model_path), context), llm)
 
 
-def supports_pictures(llm: Any, tower: Tower | None) -> bool:
-    """Return whether this release takes embeddings for the model; it says so where it reads prompts."""
+def make_intake(
+    context: EngineContext, api: Api, llm: Any, tower: Tower | None, post: Callable[..., Any]
+) -> PictureIntake | None:
+    """None: this release takes no embeddings for the model, as its reader of prompts says; no tower is left then."""
     if getattr(getattr(llm, "input_processor", None), "support_mm_disagg", False):
-        return True
+        return PictureIntake(context, api, llm, tower, post)
     logger.warning("pictures_not_taken reason=this release of TensorRT-LLM takes no embeddings for the model")
     if tower is not None:
         lifecycle.shut_down([tower.llm])
-    return False
+    return None
 
 
 class PictureIntake:
