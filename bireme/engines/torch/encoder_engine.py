@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from functools import partial
 
@@ -14,10 +13,11 @@ from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProg
 from bireme.engines.child.lost_device import leave_if_lost
 from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, open_checkpoint
 from bireme.engines.torch.embedding_pool import start_share
+from bireme.engines.torch.encode_side import EncodeSide
 from bireme.engines.torch.picture_encoder import PictureEncoder
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.vision_tower import load_vision_tower
-from bireme.errors import BiremeError, ConfigError, UnavailableError, to_message
+from bireme.errors import BiremeError, ConfigError, to_message
 from bireme.kv.events import KvEvent
 from bireme.messages import Capacity, EncodeRequest, Finish, FinishReason, Usage
 from bireme.multimodal.encoding import EncodeOutcome, EncoderService
@@ -27,14 +27,11 @@ from bireme.own_work import Work
 logger = logging.getLogger("bireme.engines.torch")
 
 
-class EncoderEngine:
+class EncoderEngine(EncodeSide):
     """A PictureEngine that makes no tokens."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
-        self._lock = threading.Lock()
-        self._is_draining = False
-        self._jobs: EncodeJobs | None = None
 
     def start(self, emit: Emit) -> Capacity:
         began = time.monotonic()
@@ -56,16 +53,6 @@ class EncoderEngine:
 
     def submit(self, key: RequestKey, admitted: AdmittedRequest) -> None:
         raise AssertionError("the gate lets no prompts through to an engine without vocabulary")
-
-    def encode(self, key: RequestKey, request: EncodeRequest) -> None:
-        assert self._jobs is not None
-        if self._is_draining:
-            raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
-        self._jobs.submit(key, request)
-
-    def release(self, handles: tuple[str, ...]) -> None:
-        assert self._jobs is not None
-        self._jobs.service.release(handles)
 
     def abort(self, key: RequestKey) -> None:
         assert self._jobs is not None

@@ -13,20 +13,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey
 from bireme.engines.child.lost_device import EXIT_BROKEN
 from bireme.engines.torch.core import BrokenEngineError, EngineCore
+from bireme.engines.torch.encode_side import EncodeSide
 from bireme.engines.torch.lean_imports import import_transformers
 from bireme.engines.torch.loading import LoadedEngine
 from bireme.engines.torch.sequence import Sequence
 from bireme.errors import EngineLostError, ResourceExhaustedError, UnavailableError
 from bireme.kv.events import KvEvent
-from bireme.messages import Capacity, EncodeRequest
-
-if TYPE_CHECKING:
-    from bireme.engines.torch.encoder_engine import EncodeJobs
+from bireme.messages import Capacity
 
 logger = logging.getLogger("bireme.engines.torch")
 import_transformers()
@@ -36,20 +33,17 @@ _COPY_S = 2.0  # how long stopping waits for KV copies that were cancelled
 Action = Callable[[], None]
 
 
-class TorchEngine:
+class TorchEngine(EncodeSide):
     def __init__(self, context: EngineContext, die: Callable[[int], None] = os._exit) -> None:
         self._context = context
         self._die = die
         self._loaded: LoadedEngine | None = None
-        self._jobs: EncodeJobs | None = None  # of the engine that has the vision tower
         self._emit: Emit | None = None
         self._thread: threading.Thread | None = None
         self._inbox: deque[Action] = deque()
         self._wake = threading.Condition()  # guards the inbox, the queue count and the two flags
         self._num_submitted = 0  # in the inbox, not yet taken
         self._num_submitted_tokens = 0
-        self._is_draining = False
-        self._is_stopping = False
         self._step_began_at = 0.0
 
     def start(self, emit: Emit) -> Capacity:
@@ -74,16 +68,6 @@ class TorchEngine:
             self._num_submitted_tokens += len(sequence.tokens)
             self._inbox.append(partial(self._add, loaded.core, sequence))
             self._wake.notify()
-
-    def encode(self, key: RequestKey, request: EncodeRequest) -> None:
-        assert self._jobs is not None, "the gate lets no encode through to an engine without vision tower"
-        if self._is_draining or self._is_stopping:
-            raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
-        self._jobs.submit(key, request)
-
-    def release(self, handles: tuple[str, ...]) -> None:
-        assert self._jobs is not None, "the gate lets no release through to an engine without vision tower"
-        self._jobs.service.release(handles)
 
     def abort(self, key: RequestKey) -> None:
         loaded = self._loaded

@@ -15,18 +15,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey
+from bireme.engines.torch.encode_side import EncodeSide
 from bireme.engines.trtllm import lifecycle, processes
 from bireme.engines.trtllm.loading import Loaded, load, measured
 from bireme.engines.trtllm.requests import Requests
 from bireme.errors import ResourceExhaustedError, UnavailableError
 from bireme.kv.events import KvEvent
-from bireme.messages import Capacity, EncodeRequest
-
-if TYPE_CHECKING:
-    from bireme.engines.torch.encoder_engine import EncodeJobs
+from bireme.messages import Capacity
 
 logger = logging.getLogger("bireme.engines.trtllm")
 
@@ -36,7 +34,7 @@ _DRAIN_S = 0.5  # for the ends of aborted requests to come in
 _EXIT_AFTER_S = 0.1  # the last frames reach the socket
 
 
-class TrtllmEngine:
+class TrtllmEngine(EncodeSide):
     def __init__(self, context: EngineContext, die: Callable[[int], Any] = os._exit) -> None:
         self._context = context
         self._die = die
@@ -45,10 +43,7 @@ class TrtllmEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="trtllm-loop", daemon=True)
         self._health: lifecycle.LlmMonitor | None = None
-        self._jobs: EncodeJobs | None = None  # of the engine that has the vision tower
         self._lock = threading.Lock()
-        self._is_draining = False
-        self._is_stopping = False
 
     def start(self, emit: Emit) -> Capacity:
         self._loaded = loaded = load(self._context, self._loop.call_soon_threadsafe)
@@ -75,16 +70,6 @@ class TrtllmEngine:
         requests.num_submitted += 1
         requests.num_submitted_tokens += run.num_to_compute
         self._loop.call_soon_threadsafe(requests.begin, run)
-
-    def encode(self, key: RequestKey, request: EncodeRequest) -> None:
-        assert self._jobs is not None, "the gate lets no encode through to an engine without vision tower"
-        if self._is_draining or self._is_stopping:
-            raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
-        self._jobs.submit(key, request)
-
-    def release(self, handles: tuple[str, ...]) -> None:
-        assert self._jobs is not None, "the gate lets no release through to an engine without vision tower"
-        self._jobs.service.release(handles)
 
     def abort(self, key: RequestKey) -> None:
         assert self._requests is not None, "start first"
