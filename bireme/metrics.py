@@ -320,6 +320,15 @@ class Registry:
             counts[bisect.bisect_left(bounds, value)] += times
             total[0] += value * times
 
+    def count_end(self, outcome: str, seconds: float | None = None, is_canary: bool = False) -> None:
+        """Count a request that has ended; a canary is no load, and counted apart. `seconds`: None: it never began."""
+        if is_canary:
+            self.add("bireme_canaries_total", 1, outcome)
+            return
+        self.add("bireme_requests_total", 1, outcome)
+        if seconds is not None:
+            self.observe("bireme_request_seconds", seconds)
+
     def take_delta(self) -> MetricDelta:
         """Return the increments and forget them; gauges come with their present value each time."""
         with self._lock:

@@ -42,11 +42,7 @@ async def run_sequences(
 
 
 def count_request(metrics: Registry, outcome: str, arrived_at: float, is_canary: bool = False) -> None:
-    if is_canary:
-        metrics.add("bireme_canaries_total", 1, outcome)
-        return
-    metrics.add("bireme_requests_total", 1, outcome)
-    metrics.observe("bireme_request_seconds", time.monotonic() - arrived_at)
+    metrics.count_end(outcome, time.monotonic() - arrived_at, is_canary)
 
 
 async def _all(sequences: list[SequenceRunner]) -> None:

@@ -100,8 +100,7 @@ class VideoService:
             outcome = "CANCELLED"
             raise
         finally:
-            self._metrics.add("bireme_requests_total", 1, outcome)
-            self._metrics.observe("bireme_request_seconds", time.monotonic() - began)
+            self._metrics.count_end(outcome, time.monotonic() - began)
 
     async def _run_somewhere(self, ask: RequestedVideo, on_progress: OnProgress) -> VideoResult:
         """Use the worker with the fewest requests; one that is down (and so idle) or full is skipped."""

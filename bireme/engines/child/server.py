@@ -269,8 +269,7 @@ class EngineServer:
 
     def _refuse(self, key: RequestKey, error: BaseException, is_canary: bool = False) -> None:
         finish = Finish(reason_of(error), Usage(), to_message(error))
-        name = "bireme_canaries_total" if is_canary else "bireme_requests_total"
-        self._metrics.add(name, 1, finish.error.partition(":")[0])
+        self._metrics.count_end(finish.error.partition(":")[0], is_canary=is_canary)
         self._io.post(self._encoder.refusal(*key, finish))
 
     def _drop(self, consumer: int) -> None:

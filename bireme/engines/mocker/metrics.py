@@ -35,14 +35,11 @@ class MockMetrics:
             self._metrics.observe("bireme_time_to_first_token_seconds", one.first_token_at - one.arrived_at)
 
     def finished(self, one: MockSequence, finish: Finish) -> None:
-        now = time.monotonic()
         outcome = finish.error.partition(":")[0] if finish.error else finish.reason
+        self._metrics.count_end(outcome, time.monotonic() - one.arrived_at, one.is_canary)
         if one.is_canary:
             self._ended_canaries.add(one.key)
-            self._metrics.add("bireme_canaries_total", 1, outcome)
             return
-        self._metrics.add("bireme_requests_total", 1, outcome)
-        self._metrics.observe("bireme_request_seconds", now - one.arrived_at)
         self._metrics.observe("bireme_completion_tokens", one.num_generated)
         if finish.reason == "cancelled":
             self._metrics.add("bireme_cancellations_total")

@@ -109,11 +109,7 @@ class EncodeJobs:
         else:
             delta.encoded, delta.finish = outcome, Finish("stop", usage)
         label = outcome.code if isinstance(outcome, BiremeError) else "stop"
-        if is_probe:
-            self._metrics.add("bireme_canaries_total", 1, label)
-        else:
-            self._metrics.add("bireme_requests_total", 1, label)
-            self._metrics.observe("bireme_request_seconds", seconds)
+        self._metrics.count_end(label, seconds, is_probe)
         self._emit(self.service.num_steps, [delta])
 
 

@@ -68,11 +68,9 @@ class TorchMetrics:
 
     def finished(self, sequence: Sequence, reason: FinishReason, error: str, now: float) -> None:
         outcome = error.partition(":")[0] if error else reason
+        self._metrics.count_end(outcome, now - sequence.arrived_at, sequence.is_canary)
         if sequence.is_canary:
-            self._metrics.add("bireme_canaries_total", 1, outcome)
             return
-        self._metrics.add("bireme_requests_total", 1, outcome)
-        self._metrics.observe("bireme_request_seconds", now - sequence.arrived_at)
         self._metrics.observe("bireme_completion_tokens", sequence.num_output)
         if reason == "cancelled":
             self._metrics.add("bireme_cancellations_total")

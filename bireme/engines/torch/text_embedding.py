@@ -253,11 +253,7 @@ class TorchEmbeddingEngine:
             assert job.rows is not None
             output.embedded = self._model.finish(job.rows, job.admitted.dimensions).tobytes()
             output.finish = Finish("stop", usage)
-        outcome = job.failure.code if job.failure else "stop"
-        if job.admitted.is_canary:
-            metrics.add("bireme_canaries_total", 1, outcome)
-        else:
+        if not job.admitted.is_canary:
             metrics.add("bireme_prompt_tokens_total", 0 if job.failure else usage.prompt_tokens)
-            metrics.add("bireme_requests_total", 1, outcome)
-            metrics.observe("bireme_request_seconds", now - job.arrived_at)
+        metrics.count_end(job.failure.code if job.failure else "stop", now - job.arrived_at, job.admitted.is_canary)
         self._emit(self._num_steps, [output])

@@ -42,10 +42,7 @@ class TrtllmMetrics:
     def finished(self, run: Run, finish: Finish, now: float) -> None:
         outcome = finish.error.partition(":")[0] if finish.error else finish.reason
         metrics = self._metrics_of(run)
-        if run.is_canary:
-            self._metrics.add("bireme_canaries_total", 1, outcome)
-        metrics.add("bireme_requests_total", 1, outcome)
-        metrics.observe("bireme_request_seconds", now - run.arrived_at)
+        self._metrics.count_end(outcome, now - run.arrived_at, run.is_canary)
         if finish.usage.queue_ms:  # unknown without return_perf_metrics
             metrics.observe("bireme_queue_seconds", finish.usage.queue_ms / 1e3)
         metrics.observe("bireme_completion_tokens", run.request.num_resumed + run.num_output)
