@@ -49,7 +49,7 @@ class Conversations:
     """Used on one loop."""
 
     def __init__(self, store: StoreThread[ResponseStore], max_bytes: int) -> None:
-        """`max_bytes` of the items that a response goes on from."""
+        """`max_bytes` of the items that a response goes on from: more are not added."""
         self._store, self._max_bytes = store, max_bytes
 
     def match(self, path: str, with_body: Callable[[Post], Handler]) -> dict[str, Handler] | None:
@@ -105,8 +105,9 @@ class Conversations:
 
     async def _add(self, call: Call, data: bytes) -> None:
         query_of(call, ("include",))
-        items = _checked(decode_body(data, ItemsBody, {}).items)
-        await self.add(_name_of(call), call.tenant, items)
+        items, name = _checked(decode_body(data, ItemsBody, {}).items), _name_of(call)
+        if not await self._store.do(ResponseStore.add_items, name, call.tenant.name, items, self._max_bytes):
+            raise await self._too_large(call)
         await call.reply(200, list_json(items, has_more=False))
 
     async def _show_item(self, call: Call) -> None:
@@ -123,6 +124,14 @@ class Conversations:
 
         await self._store.do(ResponseStore.change_items, row.id, call.tenant.name, without)
         await call.reply(200, row.response)
+
+    async def _too_large(self, call: Call) -> RequestError:
+        """Raises NotFoundError."""
+        size = len((await self._named(call)).items)
+        return RequestError(
+            f"items: the conversation has {size} bytes, with these more than frontend.max_body_bytes, which is"
+            f" {self._max_bytes}; delete items, or begin another conversation"
+        )
 
     async def _named(self, call: Call) -> StoredResponse:
         return await self._find(_name_of(call), call.tenant)

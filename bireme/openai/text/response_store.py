@@ -248,10 +248,11 @@ class ResponseStore:
             shown, time.time(), len(shown), conversation, tenant,
         )  # fmt: skip
 
-    def add_items(self, conversation: str, tenant: str, items: Sequence[Item]) -> bool:
-        """Add items at a conversation's end; false: it does not exist."""
-        data = _encode(items)
-        is_added = self._database.write(_ADD_ITEMS, *_added(conversation, tenant, data)) > 0
+    def add_items(self, conversation: str, tenant: str, items: Sequence[Item], max_bytes: int | None = None) -> bool:
+        """Add items at a conversation's end; false: it does not exist, or all its items would have more bytes."""
+        data, bound = _encode(items), "" if max_bytes is None else " AND LENGTH(items) + ? <= ?"
+        values = () if max_bytes is None else (len(data), max_bytes)
+        is_added = self._database.write(_ADD_ITEMS + bound, *_added(conversation, tenant, data), *values) > 0
         self._note_bytes(len(data))
         return is_added
 

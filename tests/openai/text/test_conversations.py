@@ -139,6 +139,16 @@ async def test_wrong_items_are_a_400(client, items):
         await client.conversations.items.create(made.id, items=items)
 
 
+async def test_no_more_is_added_than_a_response_could_go_on_from(frontend):
+    bench = await frontend(frontend={"max_body_bytes": 2000})
+    made = (await bench.call("POST", "/v1/conversations", {}).end()).json()["id"]
+    long = {"items": [{"role": "user", "content": "x" * 900}]}
+    first, second = [await bench.call("POST", f"/v1/conversations/{made}/items", long).end() for _ in range(2)]
+    assert (first.status, second.status, second.json()["error"]["param"]) == (200, 400, "items")
+    assert len((await bench.call("GET", f"/v1/conversations/{made}/items").end()).json()["data"]) == 1
+    await bench.app._stored.stop()
+
+
 async def test_another_key_s_conversation_does_not_exist(frontend):
     keys = [KeyEntry(name=name, sha256=hashlib.sha256(name.encode()).hexdigest()) for name in ("alice", "bob")]
     bench = await frontend(ApiKeys(tuple(keys)))
