@@ -127,44 +127,131 @@ def test_1_2_needs_all_of_dynamic_batching_and_1_3_none():
     assert len(messages(tree, FLOOR)) == 3 and messages(tree, CEILING) == []
 
 
-LATE = yaml.safe_load("""
+# Each setting that late releases have and 1.2 has not, with a value of its own: one of blocks that are chosen by a word
+# stands beside that word.
+NEW = """
 checkpoint_io_policy: native
 disable_mm_encoder: true
-dwdp_config: {dwdp_size: 2, contention_opt: true}
+dwdp_config: {dwdp_size: 2, num_groups: 1, num_experts_per_worker: 1, num_prefetch_experts: 1, contention_opt: true}
+enable_early_first_token_response: true
+enable_encoder_decoder_mixed_cuda_graph: true
+enable_energy_metrics: true
+enable_in_graph_sampling: true
+enable_low_latency_host_dispatch: true
+enable_mla_skip_correction: true
 enable_resource_governor: true
+enable_speculative_beam_history_d2h: true
 encoder_cuda_graph_config: {max_batch_size: 4, seq_lens: [16]}
+encoder_max_batch_size: 4
+encoder_max_num_tokens: 1024
 generation_config: auto
 gms_config: {mode: rw}
 kv_cache_compression_config: {algorithm: triattention, calibration_path: x.pt}
+mla_skip_correction_threshold: 4.0
 multimodal_config: {encoder_cache_max_bytes: 512MB, encoder_scheduling_policy: EAGER}
-perf_metrics_output_dir: /tmp
+mx_config: {preshard_strategy: per_module}
+num_serve_frontends: 2
+prefill_capture_num_tokens: [128, 256]
 prefill_cuda_graph_backend: piecewise
 prometheus_metrics_config: {time_to_first_token_buckets: [0.1, 1]}
 reorder_policy_config: {policy_name: AgentTree, policy_args: {agent_percentage: 0.5}}
+use_cute_dsl_bf16_bmm: true
+use_cute_dsl_bf16_gemm: true
+use_fine_grained_sync: true
+perf_metrics_output_dir: /tmp
+post_processor_hook: package.module:hook
 sleep_config: {restore_modes: {kv_cache: NONE}}
-load_format: dummy
-kv_cache_config:
-  block_reuse_config: {policy: per_conversation}
-  kv_pool_rebalance_check_interval: 20
-  dtype: fp8_ds_mla
-  kv_events_config: {enable_kv_cache_events: true, publisher: zmq}
-  mamba_state_config: {periodic_snapshot_interval: 0}
-scheduler_config: {use_python_scheduler: true, context_chunking_policy: FORCE_CHUNK}
-attention_dp_config: {enable_kv_cache_aware_routing: true, kv_cache_routing_new_conv_placement: least_tokens}
-cache_transceiver_config: {backend: NIXL, enable_pipelined_transfer: true, kv_transfer_poll_interval_ms: null}
-cuda_graph_config: {mode: encode, max_num_token: 128}
+kv_cache_config: {block_reuse_config: {policy: per_conversation, max_num_turns: 3}}
+kv_cache_config: {fp8_context_mla_kv_len_cap: 4096}
+kv_cache_config: {kv_pool_rebalance_check_interval: 20}
+kv_cache_config: {kv_pool_rebalance_cooldown_secs: 1}
+kv_cache_config: {kv_pool_rebalance_min_sampled_kv_caches: 8}
+kv_cache_config: {kv_pool_rebalance_moving_average_decay: 0.5}
+kv_cache_config: {kv_pool_rebalance_ratio_threshold: 1.5}
+kv_cache_config: {kv_pool_rebalance_target_ratio_update_interval: 20}
+kv_cache_config: {dtype: fp8_ds_mla}
+kv_cache_config: {kv_events_config: {enable_kv_cache_events: true, publisher: zmq}}
+kv_cache_config: {mamba_state_config: {periodic_snapshot_interval: 0}}
+scheduler_config: {use_python_scheduler: true}
+scheduler_config: {enable_prefix_aware_scheduling: true}
+scheduler_config: {context_chunking_policy: FORCE_CHUNK}
+attention_dp_config: {enable_kv_cache_aware_routing: true}
+attention_dp_config: {kv_cache_routing_load_balance_weight: 0.5}
+attention_dp_config: {kv_cache_routing_match_rate_threshold: 0.5}
+attention_dp_config: {kv_cache_routing_fair_share_multiplier: 2.0}
+attention_dp_config: {kv_cache_routing_cold_start_warmup: true}
+attention_dp_config: {kv_cache_routing_account_for_in_transfer: true}
+attention_dp_config: {kv_cache_routing_max_sessions: 10}
+attention_dp_config: {kv_cache_routing_new_conv_placement: least_tokens}
+cache_transceiver_config: {backend: NIXL, enable_pipelined_transfer: true}
+cache_transceiver_config: {backend: NIXL, kv_transfer_poll_interval_ms: null}
+cuda_graph_config: {mode: encode}
+cuda_graph_config: {num_tokens: [128]}
+cuda_graph_config: {max_num_token: 128}
+cuda_graph_config: {seq_lens: [16]}
+cuda_graph_config: {max_seq_len: 16}
 lora_config: {overlap_lora_and_base: true}
+lora_config: {cuda_graph_specialize_lora: true}
 kv_connector_config: {connector: lmcache}
+kv_connector_config: {connector: kvbm}
 nvfp4_gemm_config: {allowed_backends: [marlin]}
+moe_config: {backend: DENSEGEMM}
+moe_config: {backend: MARLIN}
+moe_config: {backend: MEGAMOE_DEEPGEMM}
 moe_config: {backend: MEGAMOE_CUTEDSL}
+sparse_attention_config: {algorithm: dsa, use_cute_dsl_topk: true}
+sparse_attention_config: {algorithm: dsa, use_cute_dsl_paged_mqa_logits: true}
+sparse_attention_config: {algorithm: dsa, q_split_threshold: 4096}
+sparse_attention_config: {algorithm: dsa, indexer_rope_interleave: true}
+sparse_attention_config: {algorithm: dsa, enable_heuristic_topk: true}
+sparse_attention_config: {algorithm: dsa, use_self_sampling_topk: false}
+sparse_attention_config: {algorithm: dsa, use_gvr_emission: true}
+sparse_attention_config: {algorithm: dsa, indexer_k_dtype: fp4}
+sparse_attention_config: {algorithm: dsa, index_share_for_mtp_iteration: true}
 sparse_attention_config: {algorithm: deepseek_v4, window_size: 64, indexer_k_dtype: fp8}
-speculative_config: {decoding_type: DSpark, max_draft_len: 4, enable_penalty: true, markov_head_type: rnn}
-""")
+sparse_attention_config: {algorithm: deepseek_v4, compress_ratios: [1, 4]}
+sparse_attention_config: {algorithm: minimax_m3, sparse_num_index_heads: 4}
+sparse_attention_config: {algorithm: minimax_m3, sparse_index_dim: 64}
+sparse_attention_config: {algorithm: minimax_m3, sparse_block_size: 64}
+sparse_attention_config: {algorithm: minimax_m3, sparse_topk_blocks: 8}
+sparse_attention_config: {algorithm: minimax_m3, sparse_init_blocks: 1}
+sparse_attention_config: {algorithm: minimax_m3, sparse_local_blocks: 2}
+sparse_attention_config: {algorithm: minimax_m3, sparse_score_type: max}
+sparse_attention_config: {algorithm: minimax_m3, sparse_disable_index_value: false}
+sparse_attention_config: {algorithm: minimax_m3, indexer_kv_dtype: fp8}
+sparse_attention_config: {algorithm: minimax_m3, num_attention_heads: 8}
+sparse_attention_config: {algorithm: minimax_m3, num_key_value_heads: 2}
+sparse_attention_config: {algorithm: minimax_m3, implementation: msa}
+sparse_attention_config: {algorithm: minimax_m3, fuse_qkv_index_projection: true}
+sparse_attention_config: {algorithm: qsa}
+sparse_attention_config: {algorithm: skip_softmax, target_sparsity: 0.5}
+sparse_attention_config: {algorithm: skip_softmax, uses_spcompress: true}
+speculative_config: {decoding_type: MTP, acceptance_rate_window_size: 3}
+speculative_config: {decoding_type: MTP, acceptance_rate_threshold: 0.5}
+speculative_config: {decoding_type: MTP, advanced_sampling_mode: no_topk}
+speculative_config: {decoding_type: MTP, use_rejection_sampling: true}
+speculative_config: {decoding_type: MTP, enable_penalty: true}
+speculative_config: {decoding_type: MTP, moe_backend: CUTEDSL}
+speculative_config: {decoding_type: MTP, sa_config: {threshold: 2, enable_global_pool: true}}
+speculative_config: {decoding_type: DFlash, target_layer_ids: [1]}
+speculative_config: {decoding_type: DFlash, attention_backend: FA4}
+speculative_config: {decoding_type: DFlash, skip_ctx_buffer_budget_check: true}
+speculative_config: {decoding_type: DSpark, block_size: 4}
+speculative_config: {decoding_type: DSpark, markov_rank: 2}
+speculative_config: {decoding_type: DSpark, markov_head_type: rnn}
+speculative_config: {decoding_type: SA, enable_global_pool: true}
+speculative_config: {decoding_type: SA, global_pool_size: 4}
+"""
 
 
-def test_what_late_releases_know_is_taken_for_them_and_told_for_1_2():
-    assert messages(LATE, CEILING) == []
-    assert len(messages(LATE, FLOOR)) >= len(LATE)
+@pytest.mark.parametrize("text", NEW.strip().splitlines())
+def test_what_late_releases_know_is_taken_for_them_and_told_for_1_2(text):
+    assert messages(yaml.safe_load(text), CEILING) == []
+    assert messages(yaml.safe_load(text), FLOOR) != []
+
+
+def test_a_load_format_may_be_written_small():
+    assert messages({"load_format": "dummy"}, CEILING) == []
 
 
 GONE = {
@@ -180,6 +267,7 @@ GONE = {
     "speculative_config: {decoding_type: MTP, acceptance_length_threshold: 3}": "set acceptance_rate_threshold",
     "speculative_config: {decoding_type: MTP, num_nextn_predict_layers_from_model_config: 3}": "remove it",
     "speculative_config: {decoding_type: Eagle3, eagle_choices: [[0]]}": "set use_dynamic_tree",
+    "speculative_config: {decoding_type: Lookahead}": "known: Eagle, Eagle3",
     "speculative_config: {decoding_type: Medusa}": "known: Eagle, Eagle3",
 }
 
