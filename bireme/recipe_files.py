@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from bireme.config import (
     UNREAD_EVENTS,
     UNREAD_EVENTS_REMEDY,
     WORKER_STAGES,
+    BusyRule,
     DiscoveryConfig,
     EngineConfig,
+    GrpcTlsConfig,
     Recipe,
     WorkerEntry,
     find_model,
@@ -168,29 +170,12 @@ def _parse_override(text: str) -> dict[str, Any]:
 def check_rules(recipe: Recipe) -> None:
     """Raise ConfigError for the first rule across fields that the recipe breaks, with its reason."""
     for stage, entry in recipe.workers.items():
-        if stage not in WORKER_STAGES:
-            near = difflib.get_close_matches(stage, WORKER_STAGES, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"workers.{stage}: not a stage ({', '.join(WORKER_STAGES)}){hint}")
-        least = 0 if recipe.discovery.is_shared and stage != "video_diffusion" else 1
-        if not least <= entry.replicas <= 64:
-            hint = "; 0 leaves the stage to other servers and needs discovery" if entry.replicas == 0 else ""
-            raise ConfigError(f"workers.{stage}.replicas: {entry.replicas}; {least} to 64{hint}")
-        if entry.instances > 1 and stage != "decode":
-            raise ConfigError(f"workers.{stage}.instances: {entry.instances}; only decode shares streams, remove it")
+        _check_worker(stage, entry, is_shared=recipe.discovery.is_shared)
     _check_discovery(recipe.discovery)
-    files = {name: getattr(recipe.grpc_tls, name) for name in ("certificate", "key", "authority")}
-    if any(files.values()) and not all(files.values()):
-        missing = next(name for name, path in files.items() if not path)
-        raise ConfigError(f"grpc_tls.{missing}: missing; certificate, key and authority belong together")
-    if "decode" not in recipe.workers and "prefill" in recipe.workers:
-        raise ConfigError("workers: prefill without decode; add decode, or use decode alone for aggregated serving")
-    if recipe.pipeline.enforce_disaggregation and "prefill" not in recipe.workers:
-        raise ConfigError("pipeline.enforce_disaggregation is true but the recipe has no prefill worker")
+    _check_certificates(recipe.grpc_tls)
+    _check_stages(recipe)
     _check_events(recipe)
-    for at, rule in enumerate(recipe.router.busy):
-        if rule.max_kv_usage is None and rule.max_waiting_tokens is None:
-            raise ConfigError(f"router.busy[{at}]: no bound; set max_kv_usage, max_waiting_tokens or both")
+    _check_busy(recipe.router.busy)
     if "multimodal_encoder" in recipe.workers:
         _check_encoder(recipe.workers)
     if recipe.embedding_backend == "NIXL":
@@ -199,6 +184,39 @@ def check_rules(recipe: Recipe) -> None:
         _check_embedding(recipe.workers)
     if "prefill" in recipe.workers:
         _check_disaggregated(recipe.workers["prefill"], recipe.workers["decode"])
+
+
+def _check_worker(stage: str, entry: WorkerEntry, is_shared: bool) -> None:
+    if stage not in WORKER_STAGES:
+        near = difflib.get_close_matches(stage, WORKER_STAGES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"workers.{stage}: not a stage ({', '.join(WORKER_STAGES)}){hint}")
+    least = 0 if is_shared and stage != "video_diffusion" else 1
+    if not least <= entry.replicas <= 64:
+        hint = "; 0 leaves the stage to other servers and needs discovery" if entry.replicas == 0 else ""
+        raise ConfigError(f"workers.{stage}.replicas: {entry.replicas}; {least} to 64{hint}")
+    if entry.instances > 1 and stage != "decode":
+        raise ConfigError(f"workers.{stage}.instances: {entry.instances}; only decode shares streams, remove it")
+
+
+def _check_certificates(tls: GrpcTlsConfig) -> None:
+    files = {name: getattr(tls, name) for name in ("certificate", "key", "authority")}
+    if any(files.values()) and not all(files.values()):
+        missing = next(name for name, path in files.items() if not path)
+        raise ConfigError(f"grpc_tls.{missing}: missing; certificate, key and authority belong together")
+
+
+def _check_stages(recipe: Recipe) -> None:
+    if "decode" not in recipe.workers and "prefill" in recipe.workers:
+        raise ConfigError("workers: prefill without decode; add decode, or use decode alone for aggregated serving")
+    if recipe.pipeline.enforce_disaggregation and "prefill" not in recipe.workers:
+        raise ConfigError("pipeline.enforce_disaggregation is true but the recipe has no prefill worker")
+
+
+def _check_busy(rules: Sequence[BusyRule]) -> None:
+    for at, rule in enumerate(rules):
+        if rule.max_kv_usage is None and rule.max_waiting_tokens is None:
+            raise ConfigError(f"router.busy[{at}]: no bound; set max_kv_usage, max_waiting_tokens or both")
 
 
 def _check_events(recipe: Recipe) -> None:
@@ -276,17 +294,21 @@ def _check_disaggregated(prefill: WorkerEntry, decode: WorkerEntry) -> None:
             f"workers.decode.engine_config.kv_cache_config.dtype: {second.kv_cache_config.dtype}; prefill has"
             f" {first.kv_cache_config.dtype}, and transferred blocks are not converted: use one dtype"
         )
-    for name, config in (("prefill", first), ("decode", second)):
-        transceiver = config.cache_transceiver_config
-        if transceiver.backend is None:
-            raise ConfigError(
-                f"workers.{name}.engine_config.cache_transceiver_config.backend is not set; disaggregation needs it"
-                " (DEFAULT)"
-            )
-        longest = config.max_input_len or config.max_seq_len
-        if transceiver.max_tokens_in_buffer and longest and transceiver.max_tokens_in_buffer < longest:
-            raise ConfigError(
-                f"workers.{name}.engine_config.cache_transceiver_config.max_tokens_in_buffer:"
-                f" {transceiver.max_tokens_in_buffer}; less than the longest input {longest}: its transfer could never"
-                f" start; raise it to {longest} or lower max_seq_len"
-            )
+    _check_transceiver("prefill", first)
+    _check_transceiver("decode", second)
+
+
+def _check_transceiver(name: str, config: EngineConfig) -> None:
+    transceiver = config.cache_transceiver_config
+    if transceiver.backend is None:
+        raise ConfigError(
+            f"workers.{name}.engine_config.cache_transceiver_config.backend is not set; disaggregation needs it"
+            " (DEFAULT)"
+        )
+    longest = config.max_input_len or config.max_seq_len
+    if transceiver.max_tokens_in_buffer and longest and transceiver.max_tokens_in_buffer < longest:
+        raise ConfigError(
+            f"workers.{name}.engine_config.cache_transceiver_config.max_tokens_in_buffer:"
+            f" {transceiver.max_tokens_in_buffer}; less than the longest input {longest}: its transfer could never"
+            f" start; raise it to {longest} or lower max_seq_len"
+        )
