@@ -67,10 +67,6 @@ class GemmaParser(StatefulParser):
         self._state = self._stream_arguments
         return text[len(before) :]
 
-    def _after_arguments(self, text: str) -> str:
-        self._finish_call()
-        return text
-
 
 class GemmaStream(JsonStream):
     """Puts out JSON."""

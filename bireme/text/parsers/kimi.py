@@ -73,7 +73,3 @@ class KimiParser(TaggedParser):
             self._await_arguments(self._name, text[:taken])
             return text[taken:]
         return super()._parameter(text)
-
-    def _after_arguments(self, text: str) -> str:
-        self._finish_call()
-        return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
@@ -13,7 +14,7 @@ from bireme.text.parsers.tag_ends import PENDING, begins_with, goes_on, tag_leng
 State = Callable[[str], str]  # takes text; returns what the next state has to take, having set `_state`
 
 
-class StatefulParser:
+class StatefulParser(ABC):
     """A state takes what it can; undecided text goes into `_held`, which stays short."""
 
     is_reasoning = False
@@ -87,9 +88,9 @@ class StatefulParser:
     def _can_follow(self, is_last: bool, text: str) -> int:
         return goes_on(text, (*self.begins, *self._layout), is_last)
 
+    @abstractmethod
     def _begin(self, marker: str, rest: str) -> str:
-        """Enter the state behind a marker."""
-        raise NotImplementedError
+        """Enter the state behind a marker; return what that has to take."""
 
     def _expect(self, text: str, marker: str, then: State) -> str:
         """Take a marker, and blanks before it, and go on in `then`; something else is no call."""
@@ -155,7 +156,9 @@ class StatefulParser:
         return rest
 
     def _after_arguments(self, text: str) -> str:
-        raise NotImplementedError
+        """Where more than layout follows the arguments of a call, a format takes it here."""
+        self._finish_call()
+        return text
 
     def _break_off(self, rest: str, is_cut: bool = False) -> str:
         """Complete the arguments put out so far; what follows is content. A cut answer stays as it is."""
