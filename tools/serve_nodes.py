@@ -36,8 +36,8 @@ from bireme.config import CHECKOUT, Recipe
 from bireme.discovery.store import parse_address
 from bireme.engines.trtllm import pair_rules
 from bireme.engines.trtllm.config import prepared
+from bireme.engines.trtllm.engine_yaml import Yaml
 from bireme.engines.trtllm.problems import errors
-from bireme.engines.trtllm.rules import Yaml
 from bireme.errors import ConfigError
 from bireme.recipe_files import load_recipe
 from bireme.stop_signals import on_stop_signal

@@ -13,8 +13,9 @@ from typing import Any
 
 from bireme.config import EngineConfig, MultimodalConfig
 from bireme.engines.trtllm import contract
+from bireme.engines.trtllm.engine_yaml import Yaml
 from bireme.engines.trtllm.problems import NOTHING, Path, Problem, errors, warnings
-from bireme.engines.trtllm.rules import Yaml, check_rules
+from bireme.engines.trtllm.rules import check_rules
 from bireme.errors import ConfigError
 
 logger = logging.getLogger("bireme.engines")

@@ -11,8 +11,8 @@ from dataclasses import replace
 from bireme.config import UNREAD_EVENTS, UNREAD_EVENTS_REMEDY, Recipe, WorkerEntry
 from bireme.engines.trtllm.config import check_arguments, prepared
 from bireme.engines.trtllm.contract import PROFILES, VERSIONS
+from bireme.engines.trtllm.engine_yaml import Yaml
 from bireme.engines.trtllm.problems import NOTHING, Problem
-from bireme.engines.trtllm.rules import Yaml
 
 _FRACTION = "kv_cache_config.free_gpu_memory_fraction"
 _GPUS_OF_A_NODE = 8  # where gpus_per_node does not say

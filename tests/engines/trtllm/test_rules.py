@@ -7,8 +7,9 @@ import json
 import pytest
 
 from bireme.config import EngineConfig, Recipe, WorkerEntry
-from bireme.engines.trtllm import pair_rules, rules, transceivers
-from bireme.engines.trtllm.rules import RULES, Yaml, check_rules, generated_graph_sizes
+from bireme.engines.trtllm import pair_rules, transceivers
+from bireme.engines.trtllm.engine_yaml import Yaml
+from bireme.engines.trtllm.rules import RULES, check_rules, generated_graph_sizes
 
 PREFILL, DECODE = "prefill", "decode"
 UCX = {"backend": "UCX", "max_tokens_in_buffer": 4096}
@@ -90,14 +91,20 @@ CASES: dict[str, list[tuple[dict, str, str, dict]]] = {
         ({"max_batch_size": 8, "cuda_graph_config": {"max_batch_size": 16}}, "cuda_graph_config.max_batch_size",
          "warning", {"max_batch_size": 8, "cuda_graph_config": None}),
     ],
-    "drafting_has_what_it_needs": [
+    "drafts_have_a_model": [
         ({"speculative_config": {"decoding_type": "Eagle", "max_draft_len": 3}},
          "speculative_config.speculative_model", "error", {"speculative_config": EAGLE}),
+    ],
+    "drafts_have_a_length": [
         ({"speculative_config": EAGLE | {"max_draft_len": 0}}, "speculative_config.max_draft_len", "error",
          {"speculative_config": {"decoding_type": "MTP"}}),
+    ],
+    "n_grams_have_a_size": [
         ({"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}},
          "speculative_config.max_matching_ngram_size", "error",
          {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}, "release": "1.3"}),
+    ],
+    "schedules_of_drafts_begin_with_their_length": [
         ({"speculative_config": EAGLE | {"draft_len_schedule": {"1": 2}}}, "speculative_config.draft_len_schedule",
          "error", {"speculative_config": EAGLE | {"draft_len_schedule": {1: 3, 8: 0}}}),
     ],
@@ -145,8 +152,10 @@ CASES: dict[str, list[tuple[dict, str, str, dict]]] = {
         ({"stage": PREFILL, "disable_overlap_scheduler": False}, "disable_overlap_scheduler", "error",
          {"stage": PREFILL, "disable_overlap_scheduler": True}),
     ],
-    "transfer_has_a_backend_and_a_buffer": [
+    "transfer_has_a_backend": [
         ({"split": True}, "cache_transceiver_config.backend", "error", {"cache_transceiver_config": UCX}),
+    ],
+    "transfer_has_a_buffer_for_the_longest_prompt": [
         ({"split": True, "cache_transceiver_config": UCX, "max_seq_len": 8192},
          "cache_transceiver_config.max_tokens_in_buffer", "error",
          {"split": True, "cache_transceiver_config": UCX, "max_seq_len": 8192, "max_input_len": 4096}),
@@ -221,6 +230,7 @@ CASES: dict[str, list[tuple[dict, str, str, dict]]] = {
     ],
     "only_living_backends": [({"backend": "tensorrt"}, "backend", "error", {"backend": "pytorch"})],
 }  # fmt: skip
+BY_NAME = {rule.__name__: rule for rule in RULES}
 FLAT = [(name, *case) for name, cases in CASES.items() for case in cases]
 
 
@@ -231,11 +241,11 @@ def yaml_of(tree):
 
 
 def found_by(name, tree):
-    return [(problem.key, problem.severity) for problem in getattr(rules, name)(yaml_of(tree))]
+    return [(problem.key, problem.severity) for problem in BY_NAME[name](yaml_of(tree))]
 
 
 def test_every_rule_is_in_force_and_has_a_case():
-    assert {rule.__name__ for rule in RULES} == CASES.keys()
+    assert BY_NAME.keys() == CASES.keys()
 
 
 @pytest.mark.parametrize(("name", "bad", "key", "severity", "good"), FLAT, ids=lambda value: str(value)[:40])
@@ -268,7 +278,7 @@ def test_an_empty_yaml_breaks_no_rule():
 
 def test_every_finding_has_a_reason_and_a_remedy():
     for name, bad, *_ in FLAT:
-        for problem in getattr(rules, name)(yaml_of(bad)):
+        for problem in BY_NAME[name](yaml_of(bad)):
             assert problem.reason and problem.remedy
 
 
