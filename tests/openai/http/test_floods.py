@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import resource
 import socket
 
 import pytest
@@ -17,6 +18,7 @@ POST = HEAD + b"\r\n"
 KEY = "key-of-alice"
 NUM_FIELDS_BYTES, GROWTH_BYTES = 100 << 20, 5 << 20
 NUM_SILENT, NUM_OTHERS = 2000, 20
+MAX_DESCRIPTORS = 600
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +27,14 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("floods")
     keys = folder / "keys.yaml"
     keys.write_text(f"keys: [{{name: alice, sha256: {hashlib.sha256(KEY.encode()).hexdigest()}}}]")
-    with frontend_server(folder, "--api-keys", str(keys), runner=("prlimit", "--nofile=300:600")) as running:
+    with frontend_server(
+        folder, "--api-keys", str(keys), runner=("prlimit", f"--nofile=300:{MAX_DESCRIPTORS}")
+    ) as running:
         yield running
+
+
+def test_a_frontend_has_as_many_descriptors_as_it_may(server):
+    assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE) == (MAX_DESCRIPTORS, MAX_DESCRIPTORS)
 
 
 def test_fields_behind_a_body_take_no_memory(server):
