@@ -54,6 +54,11 @@ BAD_BODIES = {
     "penalty": (raw(presence_penalty=3), "presence_penalty"),
     "unknown field": (raw(tempreature=1), "tempreature"),
     "functions": (raw(functions=[]), "functions"),
+    "options of a cache": (raw(prompt_cache_options={"ttl": "1h"}), "prompt_cache_options"),
+    **{
+        f"{name} of another API": (raw(messages=[MESSAGES[0] | {name: value}]), f"messages[0].{name}")
+        for name, value in (("cache_control", {"type": "ephemeral"}), ("id", "msg_1"), ("thinking", "hm"))
+    },
     "verbosity": (raw(verbosity="some"), "verbosity"),
     "best_of that is not n": (raw(best_of=2), "best_of"),
     "a place of nobody's": (raw(logits_processors=[]), "logits_processors"),
