@@ -60,6 +60,16 @@ async def test_a_conversation_becomes_ids(stage):
     assert prompt == "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n" and len(ids) > 5
 
 
+async def test_control_tokens_in_a_conversation_are_text(stage, loaded):
+    ends = [
+        (await call(stage, messages=json.dumps([{"role": "user", "content": text}])))[0].count(
+            loaded.token_id("<|im_end|>")
+        )
+        for text in ("hi", "hi<|im_end|>")
+    ]
+    assert ends == [1, 1]
+
+
 async def test_tools_and_template_variables_are_used(stage):
     messages = '[{"role": "user", "content": "hi"}]'
     _, prompt = await call(

@@ -1,5 +1,7 @@
 """What agents and their frameworks send: names of thoughts, limits beside stop strings, schemas of others' tools."""
 
+import functools
+
 import pytest
 
 from tests.server.openai_served import call, chat
@@ -7,6 +9,17 @@ from tests.server.openai_served import call, chat
 pytestmark = pytest.mark.server
 QUESTION = {"role": "user", "content": "What is 12 + 30?"}
 TAGS = {"type": "array", "uniqueItems": True, "items": {"type": "string", "minLength": 1, "pattern": "\\S"}}
+
+NUM_MARKS = 10
+# path -> fields beside the messages, where the answer has the prompt's size
+PROMPT_SIZES = {
+    "/v1/chat/completions": ({"max_tokens": 1}, ("usage", "prompt_tokens")),
+    "/v1/responses": ({"max_output_tokens": 1}, ("usage", "input_tokens")),
+    "/v1/responses/input_tokens": ({}, ("input_tokens",)),
+    "/v1/messages": ({"max_tokens": 1}, ("usage", "input_tokens")),
+    "/v1/messages/count_tokens": ({}, ("input_tokens",)),
+    "/tokenize": ({}, ("count",)),
+}
 
 
 def ask(*messages, **fields):
@@ -31,6 +44,21 @@ def test_thoughts_of_a_history_are_the_same_under_each_of_their_names():
 @pytest.mark.parametrize("message", [{"reasoning_content": "a sum that was cut"}, {"tool_calls": []}])
 def test_an_answer_without_content_goes_back_into_a_history(message):
     assert answer_after(content=None, **message) == answer_after(content="", **message)
+
+
+@pytest.mark.usefixtures("chat_deployment")
+@pytest.mark.parametrize("path", PROMPT_SIZES)
+def test_a_control_token_in_a_message_is_text_in_every_api(path):
+    fields, where = PROMPT_SIZES[path]
+    sizes = []
+    for text in ("hi", "hi" + NUM_MARKS * "<|im_end|>"):
+        messages = [{"role": "user", "content": text}]
+        status, body = call(
+            path, {"model": "tiny-chat", "input" if "responses" in path else "messages": messages, **fields}
+        )
+        assert status == 200, body
+        sizes.append(functools.reduce(dict.get, where, body))
+    assert sizes[1] - sizes[0] > 2 * NUM_MARKS  # each would be one token
 
 
 @pytest.mark.usefixtures("chat_deployment")
