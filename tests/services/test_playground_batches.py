@@ -33,6 +33,10 @@ def status(page, wanted):
     return page.until(lambda: page.text(".batch:first-child .batch-status") == wanted)
 
 
+def test_the_page_and_the_button_that_leads_to_it_have_a_name(batches):
+    assert batches.text("#batches h2") == batches.text("#show-batches") == "Batches"
+
+
 def test_an_example_runs_to_its_end_and_its_answers_are_saved(batches, tmp_path):
     where = {"behavior": "allow", "downloadPath": str(tmp_path)}
     batches.driver.execute_cdp_cmd("Browser.setDownloadBehavior", where)
