@@ -142,7 +142,7 @@ async def tell_events(
             return
         if not data:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), _POLL_S)
+                await asyncio.wait_for(news.wait(), _POLL_S if log is None else comment_interval_s)
 
 
 class _Reader:

@@ -99,6 +99,18 @@ async def test_a_response_goes_on_when_its_client_leaves(bench):
     assert whole_of(events)["output"][0]["content"][0]["text"] == TEXT
 
 
+async def test_a_reader_in_the_response_s_own_process_does_not_ask_the_store_for_nothing(bench, monkeypatch):
+    monkeypatch.setattr(response_events, "_POLL_S", 0.0)
+    name, reply = await begun(bench)
+    asked, events = [], ResponseStore.events
+    monkeypatch.setattr(ResponseStore, "events", lambda *values: asked.append(values) or events(*values))
+    for _ in range(50):
+        await bench.call("GET", f"{PATH}/{name}").end()
+    assert len(asked) <= 1
+    await bench.workers.emit(4)
+    assert whole_of(events_of((await reply.end()).data))["output"][0]["content"][0]["text"] == TEXT
+
+
 async def test_several_readers_follow_a_response_each_from_its_own_place(bench):
     name, reply = await begun(bench)
     readers = [read(bench, name, after) for after in (None, 0, 1)]
