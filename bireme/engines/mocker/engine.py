@@ -406,12 +406,12 @@ class MockEngine:
         self._began_at = 0.0
         ended = time.monotonic()
         self._hand_out(deltas, plain)
+        num_load = len(deltas) + len(plain.keys)
+        if self._accounts.has_canaries:  # of theirs only the first tokens and the last
+            num_load -= sum(one.is_canary for one in others)
         self._accounts.gaps(decoding, self._stepped_at, ended)
         self._stepped_at = ended
         self._accounts.levels(self._pool, self._best_effort.num_rests)
-        num_load = len(plain.keys) + sum(
-            not one.is_canary for one in others
-        )  # a canary's tokens are its first and last
         self._accounts.stepped(ended - began, num_load)
         self._step_log.add(began, ended, is_first)
 

@@ -20,6 +20,11 @@ class MockMetrics:
         self._canaries: set[RequestKey] = set()  # that steps may have
         self._ended_canaries: set[RequestKey] = set()  # of these, with the step under way
 
+    @property
+    def has_canaries(self) -> bool:
+        """Whether this step may have had one."""
+        return bool(self._canaries)
+
     def admitted(self, one: MockSequence) -> None:
         if one.is_canary:
             self._canaries.add(one.key)
