@@ -1,6 +1,7 @@
 """What agents and their frameworks send: names of thoughts, limits beside stop strings, schemas of others' tools."""
 
 import functools
+import uuid
 
 import pytest
 
@@ -16,7 +17,10 @@ PROMPT_SIZES = {
     "/v1/chat/completions": ({"max_tokens": 1}, ("usage", "prompt_tokens")),
     "/v1/responses": ({"max_output_tokens": 1}, ("usage", "input_tokens")),
     "/v1/responses/input_tokens": ({}, ("input_tokens",)),
-    "/v1/messages": ({"max_tokens": 1}, ("usage", "input_tokens")),
+    "/v1/messages": (
+        {"max_tokens": 1, "cache_salt": uuid.uuid4().hex},
+        ("usage", "input_tokens"),
+    ),  # without cached ones
     "/v1/messages/count_tokens": ({}, ("input_tokens",)),
     "/tokenize": ({}, ("count",)),
 }
